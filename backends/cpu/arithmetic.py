@@ -1,0 +1,117 @@
+"""ADD, SUB, MUL, DIV, SCALE, CLAMP, SQR, SQRT, UNARY, GLU, NORM, RMS_NORM, L2_NORM, SUM_ROWS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from graphrt.backends.cpu.reference import reference
+from graphrt.tensor import Tensor
+
+Unary = Callable[[torch.Tensor], torch.Tensor]
+
+
+def repeat_to(b: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`b` repeated a whole number of times along each dimension."""
+    if all(n in (1, full) for n, full in zip(b.shape, shape)):
+        return b  # torch broadcasts by itself
+    return b.repeat([full // n for n, full in zip(b.shape, shape)])
+
+
+@reference("ADD")
+def add(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a + repeat_to(b, a.shape)
+
+
+@reference("SUB")
+def sub(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a - repeat_to(b, a.shape)
+
+
+@reference("MUL")
+def mul(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a * repeat_to(b, a.shape)
+
+
+@reference("DIV")
+def div(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a / repeat_to(b, a.shape)
+
+
+@reference("SCALE")
+def scale(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a * node.params.scale + node.params.bias
+
+
+@reference("CLAMP")
+def clamp(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a.clamp(node.params.low, node.params.high)
+
+
+@reference("SQR")
+def sqr(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a * a
+
+
+@reference("SQRT")
+def sqrt(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a.sqrt()
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """The tanh form of GELU (arXiv 1606.08415)."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+UNARY: dict[str, Unary] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": gelu_tanh,
+    "gelu_erf": lambda x: 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": lambda x: x.clamp(min=0.0),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
+}
+GATES: dict[str, Unary] = {"reglu": UNARY["relu"], "geglu": UNARY["gelu"], "swiglu": UNARY["silu"]}
+
+
+@reference("UNARY")
+def unary(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return UNARY[node.params.kind](a)
+
+
+@reference("GLU")
+def glu(node: Tensor, a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+    p = node.params
+    if b is None:
+        first, second = a.chunk(2, dim=-1)
+        a, b = (second, first) if p.swapped else (first, second)
+    if p.kind == "swiglu_oai":
+        gate, value = a.clamp(max=p.limit), b.clamp(-p.limit, p.limit)
+        return gate * torch.sigmoid(p.alpha * gate) * (value + 1.0)
+    return GATES[p.kind](a) * b
+
+
+@reference("NORM")
+def norm(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    centred = a - a.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + node.params.eps)
+
+
+@reference("RMS_NORM")
+def rms_norm(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a / torch.sqrt((a * a).mean(-1, keepdim=True) + node.params.eps)
+
+
+@reference("L2_NORM")
+def l2_norm(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a / torch.sqrt((a * a).sum(-1, keepdim=True)).clamp(min=node.params.eps)
+
+
+@reference("SUM_ROWS")
+def sum_rows(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a.sum(-1, keepdim=True)

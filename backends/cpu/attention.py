@@ -1,0 +1,100 @@
+"""SOFT_MAX, FLASH_ATTN_EXT and FLASH_ATTN_LSE: the definition, written to be read."""
+
+from __future__ import annotations
+
+import torch
+
+from graphrt.backends.cpu.reference import reference
+from graphrt.ops.soft_max import alibi_slopes
+from graphrt.tensor import Tensor
+
+NEG_INF = float("-inf")
+
+
+def _over_heads(mask: torch.Tensor, n_head: int, n_seq: int) -> torch.Tensor:
+    """A mask [m3, m2, ...] repeated to [n_seq, n_head, ...]: head h reads h mod m2, sequence s reads s mod m3."""
+    return mask.repeat(n_seq // mask.shape[0], n_head // mask.shape[1], 1, 1)
+
+
+def _slopes(n_head: int, max_bias: float, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(alibi_slopes(n_head, max_bias), dtype=like.dtype).reshape(1, n_head, 1, 1)
+
+
+def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights over the last dimension, and the log of their denominator; a row of -inf gives weights of 0.
+
+    logits: [n_seq, n_head, n_q, n]; sinks: n_head values or None.
+    """
+    top = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.reshape(1, -1, 1, 1)
+        top = torch.maximum(top, sink)
+    top = torch.where(top == NEG_INF, 0.0, top)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+    lse = (top + torch.log(total)).squeeze(-1)
+    return torch.where(total == 0, 0.0, weights / total), lse
+
+
+@reference("SOFT_MAX")
+def soft_max(
+    node: Tensor, a: torch.Tensor, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    n_seq, n_head, n_q, _ = a.shape
+    logits = a * node.params.scale
+    if mask is not None:
+        logits = logits + _slopes(n_head, node.params.max_bias, a) * _over_heads(mask[:, :, :n_q], n_head, n_seq)
+    return _softmax(logits, sinks)[0]
+
+
+def _last_seen(mask: torch.Tensor | None, n_kv: int) -> int:
+    """How many leading keys matter: one past the last that any query sees, at least 1."""
+    if mask is None:
+        return n_kv
+    seen = (mask != NEG_INF).flatten(0, 2).any(0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else 1
+
+
+def _logits(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masked logits [n_seq, n_head, n_q, n_kv], and which keys each query sees."""
+    p = node.params
+    n_seq, n_head, n_q, _ = q.shape
+    k = k.repeat_interleave(n_head // k.shape[1], dim=1)
+    s = (q @ k.transpose(-1, -2)) * p.scale
+    if p.softcap:
+        s = p.softcap * torch.tanh(s / p.softcap)
+    if mask is None:
+        return s, torch.ones((), dtype=torch.bool).expand(s.shape)
+    full = _over_heads(mask, n_head, n_seq)
+    seen = full != NEG_INF
+    return torch.where(seen, s + _slopes(n_head, p.max_bias, q) * full, NEG_INF), seen
+
+
+@reference("FLASH_ATTN_EXT")
+def flash_attn_ext(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    n = _last_seen(mask, k.shape[2])
+    k, v, mask = k[:, :, :n], v[:, :, :n], mask[..., :n] if mask is not None else None
+    logits, seen = _logits(node, q, k, mask)
+    weights, _ = _softmax(logits, sinks)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    out = weights @ torch.nan_to_num(v, 0.0, 0.0, 0.0)
+    if not v.isfinite().all():  # a weight of 0 must not meet NaN, but a NaN that is seen must come through
+        meets_bad = seen.to(v.dtype) @ (~v.isfinite()).to(v.dtype) > 0
+        out = torch.where(meets_bad, float("nan"), out)
+    return out.transpose(1, 2)
+
+
+@reference("FLASH_ATTN_LSE")
+def flash_attn_lse(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    n = _last_seen(mask, k.shape[2])
+    logits, _ = _logits(node, q, k[:, :, :n], mask[..., :n] if mask is not None else None)
+    return _softmax(logits, sinks)[1].transpose(1, 2).reshape(node.shape)

@@ -1,0 +1,85 @@
+"""Fast CPU kernels: LLVM code made at run time for ggml's block formats, decode steps first.
+
+Every function here prepares one step: it takes addresses (ints), sizes and byte strides, compiles the kernel if it is
+new, and returns a `Step` to call with no arguments, as often as wanted (about 0.2 us of Python). The memory stays the
+caller's, and must stay where it is. `Program` joins steps into one native call on one team of threads.
+
+    norm = fast.rms_norm(y=h, x=x, w=w, n_rows=1, n=576, x_nb=2304, y_nb=2304, eps=1e-5)
+    qkv = [fast.gemv("q4_1", y=y, w=w, x=h, n_rows=rows, n=576, w_nb=360) for y, w, rows in projections]
+    decode = fast.Program([norm, qkv, ...])
+    decode()
+
+Values are f32, sums too; weights are never rounded. Importing this package loads nothing; ask `available()` first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn_decode
+    from graphrt.backends.cpu.fast.blocks import TYPES
+    from graphrt.backends.cpu.fast.gemv import MAX_TOKENS, gemv, gemv_glu
+    from graphrt.backends.cpu.fast.math_ops import argmax, elementwise
+    from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, rms_norm, rope
+    from graphrt.backends.cpu.fast.pool import Program, Step, max_threads
+    from graphrt.backends.cpu.fast.rows import SET_ROWS_TYPES, dequant_rows, get_rows, set_rows
+
+_WHERE = {
+    "attention": ("KV_TYPES", "flash_attn_decode"),
+    "blocks": ("TYPES",),
+    "gemv": ("MAX_TOKENS", "gemv", "gemv_glu"),
+    "math_ops": ("argmax", "elementwise"),
+    "norm_rope": ("add_rms_norm", "rms_norm", "rope"),
+    "pool": ("Program", "Step", "max_threads"),
+    "rows": ("SET_ROWS_TYPES", "dequant_rows", "get_rows", "set_rows"),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = [
+    "KV_TYPES",
+    "MAX_TOKENS",
+    "SET_ROWS_TYPES",
+    "TYPES",
+    "Program",
+    "Step",
+    "add_rms_norm",
+    "argmax",
+    "available",
+    "dequant_rows",
+    "elementwise",
+    "flash_attn_decode",
+    "gemv",
+    "gemv_glu",
+    "get_rows",
+    "max_threads",
+    "rms_norm",
+    "rope",
+    "set_rows",
+]
+
+
+@functools.cache
+def available() -> str | None:
+    """None when the kernels can run here, else the reason why not."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return "the fast CPU kernels need llvmlite, which is not installed; pip install llvmlite"
+    if sys.byteorder != "little":
+        return "the fast CPU kernels read GGUF's little-endian blocks as they are; this machine is big-endian"
+    from graphrt.backends.cpu.fast.jit import host
+
+    if host().triple.startswith(("x86_64", "i686")) and not host().features.get("f16c"):
+        return "the fast CPU kernels need a CPU with F16C (x86-64-v3); this one lacks it"
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value

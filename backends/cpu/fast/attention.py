@@ -1,0 +1,465 @@
+"""FLASH_ATTN_EXT for few queries: online softmax over tiles of keys, K and V read in their cache format.
+
+Rows are (query, head) pairs. Up to 4 rows that share a K/V head go through the cache together, so that each key is read
+and decoded once for all of them. A task is such a group; with too few tasks for the threads, the live part of the
+context is cut in `n_split` ranges, whose partial results a second kernel merges, always in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphrt.backends.cpu.fast.blocks import TYPES, BlockType, plain_load
+from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, LANES, Fn, Val, Var, pieces
+from graphrt.backends.cpu.fast.jit import Kernel
+from graphrt.backends.cpu.fast.pool import Entry, Step, max_threads
+
+#: Keys in a tile: one rescaling of the sums for so many keys.
+TILE = 64
+MAX_ROWS = 4
+#: Shortest cache that is worth cutting into ranges.
+SPLIT_KEYS = 512
+NEG_INF = -math.inf
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
+
+_INTS = (
+    "q", "q_nb1", "q_nb2", "q_nb3", "k", "k_nb1", "k_nb2", "k_nb3", "v", "v_nb1", "v_nb2", "v_nb3",
+    "mask", "mask_nb1", "mask_nb2", "mask_nb3", "mask_ne2", "mask_ne3", "sinks", "slopes",
+    "out", "out_nb1", "out_nb2", "out_nb3", "n_q", "n_kv", "n_head_kv", "gqa_ratio", "n_seq", "n_split", "work",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that the code of a kernel depends on. rows: how many (query, head) rows share a pass over the cache."""
+
+    k_type: str
+    v_type: str
+    d_k: int
+    d_v: int
+    rows: int
+    masked: bool
+    softcap: bool
+    split: bool
+
+    @property
+    def name(self) -> str:
+        flags = "".join(c for c, on in (("m", self.masked), ("c", self.softcap), ("s", self.split)) if on)
+        return f"{self.k_type}_{self.v_type}_{self.d_k}_{self.d_v}_r{self.rows}{flags}"
+
+    @property
+    def partial_bytes(self) -> int:
+        """One row's partial result: max, sum, padding to 64 bytes, then d_v values."""
+        return 64 + 4 * self.d_v
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a K or V row: `read(row address)` gives vectors of f32 for (first value, lanes) in `at`."""
+
+    at: tuple[tuple[int, int], ...]
+    read: Callable[[Val], list[Val]]
+
+
+def _segments(f: Fn, block: BlockType, n: int) -> list[Segment]:
+    if block.is_plain:
+
+        def plain(start: int, lanes: int) -> Segment:
+            width = block.value_bytes
+            return Segment(((start, lanes),), lambda row: [plain_load(f, row + start * width, block.name, lanes)])
+
+        return [plain(start, lanes) for start, lanes in pieces(n)]
+
+    def quantized(i: int) -> Segment:
+        at = tuple((i * block.size + k, LANES) for k in range(0, block.size, LANES))
+        return Segment(at, lambda row: [v for _, v in block.vectors(f, row + i * block.bytes)])
+
+    return [quantized(i) for i in range(n // block.size)]
+
+
+def _widen(f: Fn, v: Val) -> Val:
+    """Fills a short vector up to 16 lanes with zeros."""
+    if v.lanes == LANES:
+        return v
+    lanes = [*range(v.lanes), *[v.lanes] * (LANES - v.lanes)]
+    return v.shuffle(lanes, f.zeros(F32, v.lanes))
+
+
+@dataclass
+class _Row:
+    """One (query, head) row of a task: where its data is, and its running maximum and sum."""
+
+    q: Val
+    mask: Val
+    slope: Val
+    sink: Val
+    has_sink: Val
+    out: Val
+    max: Var
+    sum: Var
+
+
+class _Task:
+    """Writes the code of one task: decode its number, walk the keys, finish."""
+
+    def __init__(self, f: Fn, shape: Shape) -> None:
+        self.f, self.shape = f, shape
+        self.arg = dict(zip(_INTS, f.args(*_INTS), strict=True))
+        self.scores = f.buffer(F32, shape.rows * TILE)
+        self.flags = f.buffer(I8, TILE)
+        self.mask_tail = f.buffer(F16, LANES)
+        self.own_acc = f.buffer(F32, shape.rows * shape.d_v)
+        a = self.arg
+        self.n_rows = a["n_q"] * a["gqa_ratio"]
+        self.n_groups = (self.n_rows + (shape.rows - 1)) // shape.rows
+
+    def locate(self, group: Val, i: int | Val) -> _Row:
+        """Row i of a group (a number that counts seq, head_kv, group). Past the last row, the last row again."""
+        f, a = self.f, self.arg
+        seq_head, in_head = group // self.n_groups, group % self.n_groups
+        seq, head_kv = seq_head // a["n_head_kv"], seq_head % a["n_head_kv"]
+        r = f.min_int(in_head * self.shape.rows + i, self.n_rows - 1)
+        i_q, head = r // a["gqa_ratio"], head_kv * a["gqa_ratio"] + r % a["gqa_ratio"]
+        mask = f.const(0)
+        if self.shape.masked:
+            mask = a["mask"] + i_q * a["mask_nb1"] + head % a["mask_ne2"] * a["mask_nb2"]
+            mask = mask + seq % a["mask_ne3"] * a["mask_nb3"]
+        slope, sink = f.var(f.const(1.0, F32)), f.var(f.const(NEG_INF, F32))
+        has_sink = a["sinks"].ne(0)
+        with f.if_(a["slopes"].ne(0)):
+            slope.v = f.load(a["slopes"] + head * 4, F32)
+        with f.if_(has_sink):
+            sink.v = f.load(a["sinks"] + head * 4, F32)
+        return _Row(
+            q=a["q"] + i_q * a["q_nb1"] + head * a["q_nb2"] + seq * a["q_nb3"],
+            mask=mask,
+            slope=slope.v,
+            sink=sink.v,
+            has_sink=has_sink,
+            out=a["out"] + head * a["out_nb1"] + i_q * a["out_nb2"] + seq * a["out_nb3"],
+            max=f.var(f.const(NEG_INF, F32)),
+            sum=f.var(f.zeros(n=0)),
+        )
+
+    def kv_rows(self, group: Val) -> tuple[Val, Val]:
+        a = self.arg
+        seq_head = group // self.n_groups
+        seq, head = seq_head // a["n_head_kv"], seq_head % a["n_head_kv"]
+        return a["k"] + head * a["k_nb2"] + seq * a["k_nb3"], a["v"] + head * a["v_nb2"] + seq * a["v_nb3"]
+
+    # the part of the context that a split takes
+
+    def key_range(self, rows: list[_Row], split: Val) -> tuple[Val, Val]:
+        """[first, stop) in keys: the whole cache, or this split's share of the tiles that hold a live key."""
+        f, n_kv = self.f, self.arg["n_kv"]
+        if not self.shape.split:
+            return f.const(0), n_kv
+        first, stop = f.var(f.const(0)), f.var((n_kv + (TILE - 1)) // TILE)
+        if self.shape.masked:
+            first.v, stop.v = stop.v, f.const(0)
+            with f.range(0, n_kv, LANES) as at:
+                with f.if_(self._any_live([self._mask(row, at) for row in rows])):
+                    first.v = f.min_int(first.v, at // TILE)
+                    stop.v = at // TILE + 1
+        tiles, n_split = f.max_int(stop.v - first.v, f.const(0)), self.arg["n_split"]
+        start = first.v + tiles * split // n_split
+        end = first.v + tiles * (split + 1) // n_split
+        return start * TILE, f.min_int(end * TILE, n_kv)
+
+    # masks and scores
+
+    def _mask(self, row: _Row, key: Val) -> Val:
+        """The mask of 16 keys, -inf past the end of the cache."""
+        f, n_kv = self.f, self.arg["n_kv"]
+        if not self.shape.masked:
+            inside = f.splat(n_kv - key).trunc(I32) > f.vconst(range(LANES), I32)
+            return f.select(inside, f.zeros(), NEG_INF)
+        value = f.var(f.zeros(F16))
+        with f.if_else(key + LANES <= n_kv) as (whole, end):
+            with whole:
+                value.v = f.load(row.mask + key * 2, F16, LANES)
+            with end:
+                f.store(self.mask_tail, f.zeros(I16) + 0xFC00)
+                with f.range(key, n_kv) as i:
+                    f.store(self.mask_tail + (i - key) * 2, f.load(row.mask + i * 2, I16))
+                value.v = f.load(self.mask_tail, F16, LANES)
+        return value.v.to(F32)
+
+    def _any_live(self, masks: list[Val]) -> Val:
+        alive = masks[0].ne(NEG_INF)
+        for m in masks[1:]:
+            alive = alive | m.ne(NEG_INF)
+        return self.f.any_set(alive)
+
+    def _dots(self, rows: list[_Row], k_base: Val, key: Val, at: Val) -> None:
+        """q.k of all rows for 16 keys from `key` on, into the score buffer at tile position `at`."""
+        f, a, shape = self.f, self.arg, self.shape
+        n_keys = 16 // (1 << (shape.rows - 1).bit_length())  # keys x rows fill one vector of sums
+        segments = _segments(f, TYPES[shape.k_type], shape.d_k)
+        with f.range(0, LANES, n_keys) as j:
+            keys = [k_base + f.min_int(key + j + i, a["n_kv"] - 1) * a["k_nb1"] for i in range(n_keys)]
+            sums = [[f.zeros() for _ in keys] for _ in rows]
+            for segment in segments:
+                columns = [segment.read(k) for k in keys]
+                for piece, (start, lanes) in enumerate(segment.at):
+                    for row, row_sums in zip(rows, sums, strict=True):
+                        q = _widen(f, f.load(row.q + 4 * start, F32, lanes))
+                        for i, column in enumerate(columns):
+                            row_sums[i] = f.fma(q, _widen(f, column[piece]), row_sums[i])
+            dots = f.sum_each([s for row_sums in sums for s in row_sums])
+            for i in range(len(rows)):
+                f.store(self._score(i, at + j), dots.part(i * n_keys, n_keys))
+
+    def _score(self, row: int, position: Val) -> Val:
+        return self.scores + (row * TILE * 4) + position * 4
+
+    def _chunk(self, rows: list[_Row], k_base: Val, key: Val, at: Val, tile_max: list[Var]) -> None:
+        """Scores of 16 keys: scaled, capped, masked; -inf where a row does not see the key."""
+        f, shape = self.f, self.shape
+        scale, cap = f.args("scale", "softcap")
+        masks = [self._mask(row, key) for row in rows]
+        with f.if_else(self._any_live(masks)) as (some, none):
+            with some:
+                self._dots(rows, k_base, key, at)
+                for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+                    s = f.load(self._score(i, at), F32, LANES) * scale
+                    if shape.softcap:
+                        s = f.tanh(s / cap) * cap
+                    # a select, not the sum alone: it also drops what a NaN in an unused cell made
+                    s = f.select(mask.eq(NEG_INF), NEG_INF, f.fma(mask, row.slope, s))
+                    f.store(self._score(i, at), s)
+                    # NaN wins, so that one in a key that counts shows in the result
+                    tile_max[i].v = f.max_or_nan(s, tile_max[i].v)
+            with none:
+                for i in range(len(rows)):
+                    f.store(self._score(i, at), f.zeros() + NEG_INF)
+
+    # softmax and values
+
+    def _weights(self, rows: list[_Row], tile_max: list[Var]) -> list[Val]:
+        """Scores -> softmax weights in place; updates max and sum. Returns what to scale earlier values by."""
+        f = self.f
+        shrink, bases = [], []
+        for row, biggest in zip(rows, tile_max, strict=True):
+            new = f.max_or_nan(f.fold(biggest.v, f.max_or_nan), row.max.v)
+            base = f.select(new.eq(NEG_INF), 0.0, new)  # -inf minus -inf is NaN
+            shrink.append(f.exp(f.splat(row.max.v - base))[0])
+            bases.append(base)
+            row.max.v = new
+        totals = [f.var(f.zeros()) for _ in rows]
+        with f.range(0, TILE, LANES) as at:
+            used_by = []
+            for i, (base, total) in enumerate(zip(bases, totals, strict=True)):
+                p = f.exp(f.load(self._score(i, at), F32, LANES) - base)
+                f.store(self._score(i, at), p)
+                total.v = total.v + p
+                used_by.append(p.ne(0.0))
+            some, every = used_by[0], used_by[0]
+            for used in used_by[1:]:
+                some, every = some | used, every & used
+            f.store(self.flags + at, some.zext(I8) + every.zext(I8))
+        for row, total, factor in zip(rows, totals, shrink, strict=True):
+            row.sum.v = f.fma(row.sum.v, factor, f.sum(total.v))
+        return shrink
+
+    def _values(self, rows: list[_Row], v_base: Val, acc: Val, tile: Val, count: Val, shrink: list[Val]) -> None:
+        """acc = acc * shrink + weights . V, a block of columns at a time so that its sums stay in registers."""
+        f, a, shape = self.f, self.arg, self.shape
+        segments = _segments(f, TYPES[shape.v_type], shape.d_v)
+        per_segment = len(segments[0].at)
+        at_once = max(1, LANES // shape.rows // per_segment)
+        for first in range(0, len(segments), at_once):
+            block = segments[first : first + at_once]
+            columns = [piece for segment in block for piece in segment.at]
+
+            def address(i: int, start: int) -> Val:
+                return acc + 4 * (i * shape.d_v + start)
+
+            sums = [
+                [f.var(f.load(address(i, start), F32, lanes) * factor) for start, lanes in columns]
+                for i, factor in enumerate(shrink)
+            ]
+
+            def accumulate(v: list[Val], i: int, position: Val, sums: list[list[Var]] = sums) -> None:
+                p = f.load(self._score(i, position), F32)
+                for total, x in zip(sums[i], v, strict=True):
+                    total.v = f.fma(x, p, total.v)
+
+            with f.range(0, count) as j:
+                flag = f.load(self.flags + j, I8)
+                with f.if_(flag.ne(0)):
+                    row = v_base + (tile + j) * a["v_nb1"]
+                    v = [x for segment in block for x in segment.read(row)]
+                    if len(rows) == 1:
+                        accumulate(v, 0, j)
+                    else:
+                        with f.if_else(flag.eq(2)) as (every, some):
+                            with every:
+                                for i in range(len(rows)):
+                                    accumulate(v, i, j)
+                            with some:  # 0 * NaN would reach a row that does not see this key
+                                for i in range(len(rows)):
+                                    with f.if_(f.load(self._score(i, j), F32).ne(0.0)):
+                                        accumulate(v, i, j)
+            for i, row_sums in enumerate(sums):
+                for (start, _), total in zip(columns, row_sums, strict=True):
+                    f.store(address(i, start), total.v)
+
+    def walk(self, group: Val, split: Val, acc: Val) -> list[_Row]:
+        """All keys of one task; leaves the weighted values, not yet divided by the sum, at `acc`."""
+        f, shape = self.f, self.shape
+        rows = [self.locate(group, i) for i in range(shape.rows)]
+        k_base, v_base = self.kv_rows(group)
+        for start, lanes in pieces(shape.rows * shape.d_v):
+            f.store(acc + 4 * start, f.zeros(F32, lanes))
+        first, stop = self.key_range(rows, split)
+        with f.range(first, stop, TILE) as tile:
+            count = f.min_int(stop - tile, TILE)
+            tile_max = [f.var(f.zeros() + NEG_INF) for _ in rows]
+            with f.range(0, TILE, LANES) as at:
+                with f.if_else(at < count) as (inside, past):
+                    with inside:
+                        self._chunk(rows, k_base, tile + at, at, tile_max)
+                    with past:
+                        for i in range(len(rows)):
+                            f.store(self._score(i, at), f.zeros() + NEG_INF)
+            alive = f.const(0, I1)
+            for biggest in tile_max:
+                alive = alive | f.any_set(biggest.v.ne(NEG_INF))
+            with f.if_(alive):
+                shrink = self._weights(rows, tile_max)
+                self._values(rows, v_base, acc, tile, count, shrink)
+        return rows
+
+    def finish(self, row: _Row, acc: Val) -> None:
+        """Adds the sink to the sum and writes acc / sum; 0 where no key was seen."""
+        f = self.f
+        top = f.select(row.sink > row.max.v, row.sink, row.max.v)
+        base = f.select(top.eq(NEG_INF), 0.0, top)
+        shrink = f.exp(f.splat(row.max.v - base))[0]
+        total = f.fma(row.sum.v, shrink, f.select(row.has_sink, f.exp(f.splat(row.sink - base))[0], 0.0))
+        factor = f.select(total.eq(0.0), 0.0, shrink / total)
+        for start, lanes in pieces(self.shape.d_v):
+            f.store(row.out + 4 * start, f.load(acc + 4 * start, F32, lanes) * factor)
+
+
+def _build_walk(f: Fn, shape: Shape) -> None:
+    task = _Task(f, shape)
+    a = task.arg
+    n_tasks = a["n_seq"] * a["n_head_kv"] * task.n_groups * a["n_split"]
+    start, stop = f.share(n_tasks)
+    with f.range(start, stop) as t:
+        group, split = t // a["n_split"], t % a["n_split"]
+        rows = task.walk(group, split, task.own_acc)
+        for i, row in enumerate(rows):
+            acc = task.own_acc + 4 * shape.d_v * i
+            if not shape.split:
+                task.finish(row, acc)
+                continue
+            partial = a["work"] + (t * shape.rows + i) * shape.partial_bytes
+            f.store(partial, row.max.v)
+            f.store(partial + 4, row.sum.v)
+            for at, lanes in pieces(shape.d_v):
+                f.store(partial + (64 + 4 * at), f.load(acc + 4 * at, F32, lanes))
+
+
+def _build_merge(f: Fn, shape: Shape) -> None:
+    task = _Task(f, shape)
+    a = task.arg
+    n_groups = a["n_seq"] * a["n_head_kv"] * task.n_groups
+    start, stop = f.share(n_groups)
+    with f.range(start, stop) as group, f.range(0, f.const(shape.rows)) as i:
+        row, acc = task.locate(group, i), task.own_acc
+
+        def partial(split: Val) -> Val:
+            return a["work"] + ((group * a["n_split"] + split) * shape.rows + i) * shape.partial_bytes
+
+        with f.range(0, a["n_split"]) as split:
+            row.max.v = f.max_or_nan(f.load(partial(split), F32), row.max.v)
+        base = f.select(row.max.v.eq(NEG_INF), 0.0, row.max.v)
+        for at, lanes in pieces(shape.d_v):
+            f.store(acc + 4 * at, f.zeros(F32, lanes))
+        with f.range(0, a["n_split"]) as split:
+            source = partial(split)
+            shrink = f.exp(f.splat(f.load(source, F32) - base))[0]
+            row.sum.v = f.fma(f.load(source + 4, F32), shrink, row.sum.v)
+            for at, lanes in pieces(shape.d_v):
+                v = f.load(source + (64 + 4 * at), F32, lanes)
+                f.store(acc + 4 * at, f.fma(v, shrink, f.load(acc + 4 * at, F32, lanes)))
+        task.finish(row, acc)
+
+
+@functools.cache
+def attention_kernels(shape: Shape) -> list[Kernel]:
+    """The kernels of one shape, to run in order."""
+
+    def kernel(name: str, build: Callable[[Fn, Shape], None]) -> Kernel:
+        return Kernel(f"{name}_{shape.name}", _INTS, lambda f: build(f, shape), floats=("scale", "softcap"))
+
+    return [kernel("attn", _build_walk)] + ([kernel("attn_merge", _build_merge)] if shape.split else [])
+
+
+def flash_attn_decode(
+    k_type: str,
+    v_type: str,
+    *,
+    d_k: int,
+    d_v: int,
+    n_q: int,
+    n_kv: int,
+    n_head: int,
+    n_head_kv: int,
+    n_seq: int,
+    q: int,
+    q_nb: tuple[int, int, int],
+    k: int,
+    k_nb: tuple[int, int, int],
+    v: int,
+    v_nb: tuple[int, int, int],
+    out: int,
+    out_nb: tuple[int, int, int],
+    scale: float,
+    mask: int = 0,
+    mask_nb: tuple[int, int, int] = (0, 0, 0),
+    mask_ne: tuple[int, int] = (1, 1),
+    softcap: float = 0.0,
+    sinks: int = 0,
+    slopes: int = 0,
+) -> Step:
+    """FLASH_ATTN_EXT (design.md) for few queries. Strides are bytes; the innermost dimension is contiguous.
+
+    q [d_k, n_q, n_head, n_seq] f32; k [d_k, n_kv, n_head_kv, n_seq] and v [d_v, ...] of KV_TYPES; each with the strides
+    (nb1, nb2, nb3) of its own dimensions. mask [n_kv, n_q, *mask_ne] f16 or 0; sinks and slopes (ALiBi): f32 [n_head]
+    or 0. out [d_v, n_head, n_q, n_seq] f32, !! permuted; out_nb: bytes between heads, queries, sequences.
+    Cost follows the keys that the mask leaves, not n_kv. Any n_q works; more than 8 is better done as matrix products.
+    """
+    if n_head % n_head_kv:
+        raise ValueError(f"n_head must be a multiple of n_head_kv, got {n_head} and {n_head_kv}")
+    for name, width in ((k_type, d_k), (v_type, d_v)):
+        if name not in KV_TYPES:
+            raise ValueError(f"a cache must be one of {', '.join(KV_TYPES)}, got {name!r}")
+        if not TYPES[name].is_plain and width % TYPES[name].size:
+            raise ValueError(f"a row of {name} must hold whole blocks of {TYPES[name].size} values, got {width}")
+    gqa_ratio = n_head // n_head_kv
+    n_rows = n_q * gqa_ratio
+    n_groups = -(-n_rows // MAX_ROWS)
+    rows = -(-n_rows // n_groups)
+    tasks, wanted = n_seq * n_head_kv * n_groups, 2 * max_threads()
+    n_split = -(-wanted // tasks) if wanted > 2 and tasks < wanted and n_kv >= SPLIT_KEYS else 1
+    shape = Shape(k_type, v_type, d_k, d_v, rows, mask != 0, softcap != 0.0, n_split > 1)
+    work = (ctypes.c_char * (shape.partial_bytes * rows * tasks * n_split if shape.split else 1))()
+    values = {
+        "mask": mask, "mask_ne2": mask_ne[0], "mask_ne3": mask_ne[1], "sinks": sinks, "slopes": slopes, "q": q, "k": k,
+        "v": v, "out": out, "n_q": n_q, "n_kv": n_kv, "n_head_kv": n_head_kv, "gqa_ratio": gqa_ratio, "n_seq": n_seq,
+        "n_split": n_split, "work": ctypes.addressof(work), "scale": scale, "softcap": softcap,
+    }  # fmt: skip
+    for name, strides in (("q", q_nb), ("k", k_nb), ("v", v_nb), ("mask", mask_nb), ("out", out_nb)):
+        values |= {f"{name}_nb{i}": stride for i, stride in enumerate(strides, 1)}
+    entries = [Entry(kernel, kernel.pack(**values)) for kernel in attention_kernels(shape)]
+    row_bytes = sum(n // TYPES[t].size * TYPES[t].bytes for t, n in ((k_type, d_k), (v_type, d_v)))
+    return Step(entries, n_kv * row_bytes * n_head_kv * n_seq, keep=(work,))

@@ -1,0 +1,197 @@
+"""Matrix times a few vectors, straight from GGUF's blocks: y[t] = W x[t] for 1 to 8 tokens, W read once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
+from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
+from graphrt.backends.cpu.fast.jit import Kernel
+from graphrt.backends.cpu.fast.math_ops import activation
+from graphrt.backends.cpu.fast.pool import Entry, Step
+
+MAX_TOKENS = 8
+
+#: Tokens that share one decoding of a row. A further group decodes it again, from the nearest cache: with more sums
+#: in flight than this, registers and x's cache lines run out, which costs more.
+TOKENS_AT_ONCE = 4
+
+
+def _dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
+    """dot(row, x) for each x, in f32; n: values in a row."""
+    groups = [xs[i : i + TOKENS_AT_ONCE] for i in range(0, len(xs), TOKENS_AT_ONCE)]
+    return [dot for group in groups for dot in _group_dots(f, block, row, group, n)]
+
+
+def _group_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
+    """`_dots` for few tokens.
+
+    One row at a time: rows side by side are faster in cache, but three times slower from memory, where only one
+    stream in address order keeps the hardware prefetcher going.
+    """
+    # two sums for each dot hide the latency of the fused multiply-add
+    sums = [[f.var(f.zeros()) for _ in range(2)] for _ in xs]
+    n_blocks = n // block.size
+    with f.range(0, n_blocks) as i:
+        address, x_off = row + i * block.bytes, i * (block.size * 4)
+        at = turn = 0
+        for group in block.decode(f, address):
+            # a weight used once need not be multiplied by its scale: the sum can be
+            scale_sum = group.scale if len(xs) == 1 and group.offset is None else None
+            values = group.values(f) if scale_sum is None else group.q
+            for x, pair in zip(xs, sums, strict=True):
+                x_values = [f.load(x + x_off + 4 * (at + LANES * k), F32, LANES) for k in range(len(values))]
+                if scale_sum is not None:
+                    part = values[0] * x_values[0]
+                    for v, x_v in zip(values[1:], x_values[1:], strict=True):
+                        part = f.fma(v, x_v, part)
+                    pair[turn].v = f.fma(part, scale_sum, pair[turn].v)
+                else:
+                    for k, (v, x_v) in enumerate(zip(values, x_values, strict=True)):
+                        acc = pair[(turn + k) % 2]
+                        acc.v = f.fma(v, x_v, acc.v)
+            at += LANES * len(values)
+            turn ^= 1
+    halves = [a.v + b.v for a, b in sums]
+    totals = f.sum_each(halves) if len(halves) > 1 else None
+    dots = [f.var(totals[t] if totals is not None else f.sum(halves[0])) for t in range(len(xs))]
+    if block.is_plain:
+        with f.range(n_blocks * block.size, n) as i:
+            w = block.element(f, row + i * block.value_bytes)
+            for x, dot in zip(xs, dots, strict=True):
+                dot.v = f.fma(w, f.load(x + i * 4, F32), dot.v)
+    return [d.v for d in dots]
+
+
+def _build(
+    f: Fn, matrices: Sequence[tuple[BlockType, str, str]], n_tok: int, finish: Callable[[int, Val, list[Val]], Val]
+) -> None:
+    """For each row r and token t: y[t, r] = finish(t, byte offset of r, [dot of each matrix]).
+
+    16 rows of one matrix, then the same of the next: each stays a long stream in address order, `finish` works on full
+    vectors, and y is written a cache line at a time (token by token it would hit lines that alias one another).
+    """
+    y, x, n_rows, n, x_nb, y_nb = f.args("y", "x", "n_rows", "n", "x_nb", "y_nb")
+    xs = [x + x_nb * t for t in range(n_tok)]
+    dots = f.buffer(F32, LANES * n_tok * len(matrices))
+
+    def slot(t: int, m: int) -> Val:
+        return dots + 4 * LANES * (t * len(matrices) + m)
+
+    start, stop = f.share(n_rows, LANES)
+    with f.range(start, stop, LANES) as r0:
+        count = f.min_int(stop - r0, LANES)
+        for m, (block, w_name, nb_name) in enumerate(matrices):
+            w, nb = f.args(w_name, nb_name)
+            with f.range(0, count) as j:
+                for t, dot in enumerate(_dots(f, block, w + (r0 + j) * nb, xs, n)):
+                    f.store(slot(t, m) + j * 4, dot)
+
+        def write(i: Val, lanes: int) -> None:
+            offset = (r0 + i) * 4
+            for t in range(n_tok):
+                values = [f.load(slot(t, m) + i * 4, F32, lanes) for m in range(len(matrices))]
+                f.store(y + y_nb * t + offset, finish(t, offset, values))
+
+        f.elements(count, write)
+
+
+def _build_gemv(f: Fn, block: BlockType, n_tok: int) -> None:
+    res, res_nb = f.args("res", "res_nb")
+
+    def add_residual(t: int, offset: Val, values: list[Val]) -> Val:
+        total = f.var(values[0])
+        with f.if_(res.ne(0)):
+            total.v = total.v + f.load(res + res_nb * t + offset, F32, values[0].lanes)
+        return total.v
+
+    _build(f, [(block, "w", "w_nb")], n_tok, add_residual)
+
+
+def _build_glu(f: Fn, gate: BlockType, up: BlockType, n_tok: int, act: str) -> None:
+    matrices = [(gate, "w_gate", "gate_nb"), (up, "w_up", "up_nb")]
+    _build(f, matrices, n_tok, lambda _t, _offset, gu: activation(f, act, gu[0]) * gu[1])
+
+
+@functools.cache
+def gemv_kernel(type_name: str, n_tok: int) -> Kernel:
+    block = TYPES[type_name]
+    return Kernel(
+        f"gemv_{type_name}_t{n_tok}",
+        ("y", "w", "x", "res", "n_rows", "n", "w_nb", "x_nb", "y_nb", "res_nb"),
+        lambda f: _build_gemv(f, block, n_tok),
+        optional=("res", "res_nb", "x_nb", "y_nb"),
+    )
+
+
+@functools.cache
+def glu_gemv_kernel(gate_type: str, up_type: str, n_tok: int, act: str) -> Kernel:
+    gate, up = TYPES[gate_type], TYPES[up_type]
+    return Kernel(
+        f"gemv_glu_{gate_type}_{up_type}_t{n_tok}_{act}",
+        ("y", "w_gate", "w_up", "x", "n_rows", "n", "gate_nb", "up_nb", "x_nb", "y_nb"),
+        lambda f: _build_glu(f, gate, up, n_tok, act),
+        optional=("x_nb", "y_nb"),
+    )
+
+
+def _check(n: int, n_tok: int, *names: str) -> None:
+    if not 1 <= n_tok <= MAX_TOKENS:
+        raise ValueError(f"n_tok must be 1 to {MAX_TOKENS}, got {n_tok}; multiply matrices for more")
+    for name in names:
+        block = TYPES[name]
+        if not block.is_plain and n % block.size:
+            raise ValueError(f"a row of {name} must hold whole blocks of {block.size} values, got {n}")
+
+
+def gemv(
+    type_name: str,
+    *,
+    y: int,
+    w: int,
+    x: int,
+    n_rows: int,
+    n: int,
+    w_nb: int,
+    n_tok: int = 1,
+    x_nb: int = 0,
+    y_nb: int = 0,
+    res: int = 0,
+    res_nb: int = 0,
+) -> Step:
+    """y[t, r] = dot(W[r], x[t]) (+ res[t, r]).
+
+    w: n_rows rows of n values of `type_name`, w_nb bytes apart. x [n_tok, n], y and res [n_tok, n_rows]: f32, rows
+    x_nb, y_nb, res_nb bytes apart. res may be y itself; x may not be y.
+    """
+    _check(n, n_tok, type_name)
+    args = gemv_kernel(type_name, n_tok)
+    block = args.pack(y=y, w=w, x=x, res=res, n_rows=n_rows, n=n, w_nb=w_nb, x_nb=x_nb, y_nb=y_nb, res_nb=res_nb)
+    return Step([Entry(args, block)], n_rows * w_nb)
+
+
+def gemv_glu(
+    gate_type: str,
+    up_type: str,
+    act: str,
+    *,
+    y: int,
+    w_gate: int,
+    w_up: int,
+    x: int,
+    n_rows: int,
+    n: int,
+    gate_nb: int,
+    up_nb: int,
+    n_tok: int = 1,
+    x_nb: int = 0,
+    y_nb: int = 0,
+) -> Step:
+    """y[t, r] = act(dot(Wg[r], x[t])) * dot(Wu[r], x[t]); act: "silu", "gelu" (tanh form) or "relu". As `gemv`."""
+    _check(n, n_tok, gate_type, up_type)
+    kernel = glu_gemv_kernel(gate_type, up_type, n_tok, act)
+    block = kernel.pack(
+        y=y, w_gate=w_gate, w_up=w_up, x=x, n_rows=n_rows, n=n, gate_nb=gate_nb, up_nb=up_nb, x_nb=x_nb, y_nb=y_nb
+    )
+    return Step([Entry(kernel, block)], n_rows * (gate_nb + up_nb))

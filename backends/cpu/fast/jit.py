@@ -1,0 +1,146 @@
+"""Compiles kernels on first use, keeps the machine code on disk, and packs their arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from graphrt.backends.cpu.fast.ir import Fn, Host
+
+#: Machine code stays loaded as long as its engine lives.
+_engines: list[Any] = []
+
+
+@functools.cache
+def host() -> Host:
+    """This machine, as LLVM sees it. Sets LLVM up."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    return Host(llvm.get_default_triple(), llvm.get_host_cpu_name(), dict(features))
+
+
+def _target_machine() -> Any:
+    h = host()
+    features = ",".join(f"{'+' if on else '-'}{name}" for name, on in sorted(h.features.items()))
+    return llvm.Target.from_triple(h.triple).create_target_machine(cpu=h.cpu, features=features, opt=3, jit=True)
+
+
+def cache_dir() -> Path | None:
+    """Where machine code is kept. GRAPHRT_KERNEL_CACHE names another folder; "0" keeps nothing on disk."""
+    asked = os.environ.get("GRAPHRT_KERNEL_CACHE")
+    if asked == "0":
+        return None
+    if asked:
+        return Path(asked)
+    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "graphrt" / "kernels"
+
+
+@functools.cache
+def _fingerprint() -> bytes:
+    """All that machine code depends on beside the kernel's name: these sources, LLVM, the CPU."""
+    digest = hashlib.sha256(repr((llvmlite.__version__, llvm.llvm_version_info, platform.python_version())).encode())
+    h = host()
+    digest.update(repr((h.triple, h.cpu, sorted(h.features.items()), h.byte_shuffle)).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def _read(path: Path) -> bytes | None:
+    """The machine code stored at `path`, or None when it is absent or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    code = data[32:]
+    return code if hashlib.sha256(code).digest() == data[:32] else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+            f.write(hashlib.sha256(code).digest() + code)
+        os.replace(f.name, path)
+    except OSError:
+        return  # a read-only home only costs compiling again
+
+
+def compile_ir(text: str) -> bytes:
+    """LLVM IR -> an object file for this machine."""
+    machine = _target_machine()
+    module = llvm.parse_assembly(text)
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+    builder.getModulePassManager().run(module, builder)
+    return bytes(machine.emit_object(module))
+
+
+def load(name: str, make_ir: Callable[[], str]) -> int:
+    """The address of function `name`: from the cache on disk, else compiled from `make_ir()`."""
+    folder = cache_dir()
+    key = hashlib.sha256(_fingerprint() + name.encode()).hexdigest()[:24]
+    path = folder / f"{name}-{key}.o" if folder else None
+    code = _read(path) if path else None
+    if code is None:
+        code = compile_ir(make_ir())
+        if path:
+            _write(path, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    address = int(engine.get_function_address(name))
+    assert address, f"{name} is not in its own object file"
+    return address
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function to compile: its arguments and the code that writes its body.
+
+    name: unique; it must spell out every static choice, because the cache on disk knows a kernel by it.
+    ints: integer and address arguments; floats: float arguments; optional: those that may be left out (0).
+    """
+
+    name: str
+    ints: tuple[str, ...]
+    build: Callable[[Fn], None]
+    floats: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+    def ir(self) -> str:
+        f = Fn(self.name, self.ints, self.floats, host())
+        self.build(f)
+        return f.finish()
+
+    @functools.cached_property
+    def address(self) -> int:
+        return load(self.name, self.ir)
+
+    def pack(self, **values: float) -> ctypes.Array[ctypes.c_int64]:
+        """The argument block: one 8-byte word each, in the order `ints + floats`."""
+        missing = set(self.ints + self.floats) - values.keys() - set(self.optional)
+        unknown = values.keys() - set(self.ints + self.floats)
+        if missing or unknown:
+            raise TypeError(f"{self.name} takes {self.ints + self.floats}; missing {missing}, unknown {unknown}")
+        words = [struct.pack("=q", int(values.get(n, 0))) for n in self.ints]
+        words += [struct.pack("=d", values.get(n, 0.0)) for n in self.floats]
+        block = (ctypes.c_int64 * len(words))()
+        ctypes.memmove(block, b"".join(words), 8 * len(words))
+        return block

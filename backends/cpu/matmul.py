@@ -1,0 +1,41 @@
+"""MUL_MAT and ROPE."""
+
+from __future__ import annotations
+
+import torch
+
+from graphrt.backends.cpu.reference import reference
+from graphrt.ops.rope import rope_frequencies
+from graphrt.tensor import Tensor
+
+
+@reference("MUL_MAT")
+def mul_mat(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a: [a3, a2, m, k], b: [b3, b2, n, k]; consecutive matrices of b share one of a."""
+    for dim in (0, 1):
+        if a.shape[dim] not in (1, b.shape[dim]):
+            a = a.repeat_interleave(b.shape[dim] // a.shape[dim], dim)
+    if a.shape[:2] == (1, 1):
+        return torch.nn.functional.linear(b, a[0, 0])
+    return b @ a.transpose(-1, -2)
+
+
+@reference("ROPE")
+def rope(
+    node: Tensor, a: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a: [n_seq, n_tokens, n_head, head_dim]. Angles are taken in float64: positions run to many thousands."""
+    p = node.params
+    divide_by = factors.reshape(-1).tolist() if factors is not None else None
+    theta, magnitude = rope_frequencies(p, divide_by)
+    angle = positions.reshape(-1, 1, 1).double() * torch.tensor(theta, dtype=torch.float64)
+    cos, sin = (angle.cos() * magnitude).to(a.dtype), (angle.sin() * magnitude).to(a.dtype)
+    out = a.clone()
+    half = p.n_dims // 2
+    first, second = (slice(0, p.n_dims, 2), slice(1, p.n_dims, 2)) if p.mode == "normal" else (
+        slice(0, half), slice(half, p.n_dims)
+    )  # fmt: skip
+    x, y = a[..., first], a[..., second]
+    out[..., first] = x * cos - y * sin
+    out[..., second] = x * sin + y * cos
+    return out

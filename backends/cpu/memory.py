@@ -1,0 +1,73 @@
+"""Host memory: buffers, and torch looks at the tensors that lie in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from graphrt.backend import Buffer, Bytes, Usage
+from graphrt.dtypes import DType
+from graphrt.errors import MemoryPlanError
+from graphrt.tensor import Tensor
+
+TORCH_TYPES: dict[str, torch.dtype] = {
+    "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64,
+    "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
+}  # fmt: skip
+
+
+def torch_type(dt: DType) -> torch.dtype:
+    """torch's type of a plain type; uint8, the bytes of its blocks, for a quantized one."""
+    return TORCH_TYPES.get(dt.name, torch.uint8)
+
+
+class CpuBuffer(Buffer):
+    """A span of host memory. memory: uint8 [nbytes], at one address for the buffer's life."""
+
+    backend = "cpu"
+
+    def __init__(self, memory: torch.Tensor, usage: Usage) -> None:
+        self.memory = memory
+        self.nbytes = memory.numel()
+        self.usage = usage
+
+    def read(self, offset: int, nbytes: int) -> Bytes:
+        return self.memory[offset : offset + nbytes].numpy().copy()
+
+    def write(self, offset: int, data: Bytes) -> None:
+        self.memory[offset : offset + data.size].numpy()[:] = data.reshape(-1)
+
+    def host_view(self) -> Bytes:
+        return self.memory.numpy()
+
+
+def allocate(nbytes: int, usage: Usage) -> CpuBuffer:
+    """A buffer of NaN (every byte 0xFF), 64-byte aligned, so that reading what nobody wrote shows.
+
+    State starts as zeros, as llama.cpp's caches do. Raises MemoryPlanError when the system refuses.
+    """
+    try:
+        if usage is Usage.STATE:
+            return CpuBuffer(torch.zeros(nbytes, dtype=torch.uint8), usage)
+        return CpuBuffer(torch.full((nbytes,), 0xFF, dtype=torch.uint8), usage)
+    except RuntimeError as error:  # torch's allocator reports lack of memory that way
+        raise MemoryPlanError(
+            f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on the CPU; use a shorter context (-c) "
+            f"or smaller batches (-b)"
+        ) from error
+
+
+def wrap(data: Bytes) -> CpuBuffer:
+    """A weights buffer over memory that somebody else holds (a mapped file)."""
+    return CpuBuffer(torch.from_numpy(np.asarray(data)), Usage.WEIGHTS)
+
+
+def strided(memory: torch.Tensor, offset: int, t: Tensor) -> torch.Tensor:
+    """The elements of `t` at `offset` bytes of `memory` in torch's shape; a quantized row as uint8 bytes."""
+    if t.dtype.is_quantized:
+        span = memory[offset : offset + t.nbytes]
+        return span.as_strided((*t.shape[:3], t.dtype.row_size(t.ne[0])), (*t.nb[:0:-1], 1))
+    kind = torch_type(t.dtype)
+    size = t.dtype.type_size
+    span = memory[offset : offset + t.nbytes].view(kind)
+    return span.as_strided(t.shape, [stride // size for stride in t.nb[::-1]])

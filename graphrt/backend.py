@@ -1,0 +1,226 @@
+"""The plugin interface: Backend, Buffer, Device, and how backends are found.
+
+A third party ships a backend as a distribution with an entry point in the group `graphrt.backends`, whose name is the
+backend's and whose value is a Backend subclass. Nothing else is needed: `graphrt devices` shows it, with its score or
+the reason why it can't be used here, and `--backend NAME` or prepare(..., [NAME, "cpu"]) uses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.errors import BackendError
+from graphrt.tensor import Tensor
+
+#: The version of this interface. A backend that was written for another one is refused by name.
+API_VERSION = 1
+ENTRY_POINT_GROUP = "graphrt.backends"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Usage(Enum):
+    """What a buffer is for: weights never change, state (a cache) outlives runs, compute is a plan's arena."""
+
+    WEIGHTS = "weights"
+    STATE = "state"
+    COMPUTE = "compute"
+
+
+class Buffer(ABC):
+    """A span of a backend's memory at a fixed address. backend: its owner's name; nbytes: its size; usage: see Usage."""
+
+    backend: str
+    nbytes: int
+    usage: Usage
+
+    @abstractmethod
+    def read(self, offset: int, nbytes: int) -> Bytes:
+        """A copy of `nbytes` bytes from `offset`, on the host, after all work queued on the buffer."""
+
+    @abstractmethod
+    def write(self, offset: int, data: Bytes) -> None:
+        """Copies host bytes to `offset`. The caller may reuse `data` at once."""
+
+    def host_view(self) -> Bytes | None:
+        """The memory itself as uint8 [nbytes] when the host can address it, else None."""
+        return None
+
+
+Place = tuple[Buffer, int]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: its name, what it is, and its memory in bytes (0 when unknown)."""
+
+    name: str
+    description: str
+    memory_total: int = 0
+    memory_free: int = 0
+
+
+@dataclass(eq=False)
+class Group:
+    """Nodes that run as one step. label: what runs ("RMS_NORM+MUL"). Only `results` must be in memory afterwards."""
+
+    nodes: list[Tensor]
+    label: str = ""
+    kernel: Any = None
+    results: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.label = self.label or "+".join(n.op for n in self.nodes)
+        self.results = self.results or [self.nodes[-1]]
+
+
+class Region:
+    """A split's nodes in order, and what fusing must know of the graph around them."""
+
+    def __init__(self, nodes: Sequence[Tensor], uses: Callable[[Tensor], int], kept: Callable[[Tensor], bool]) -> None:
+        self.nodes = list(nodes)
+        self._uses = uses
+        self._kept = kept
+
+    def only_used_once(self, t: Tensor) -> bool:
+        """Exactly one node reads `t`, it is no output, and nothing outside the region needs it."""
+        return self._uses(t) == 1 and not self._kept(t)
+
+    def kept(self, t: Tensor) -> bool:
+        """`t` must be in memory after the run: an output, or read by another split."""
+        return self._kept(t)
+
+
+class Backend(ABC):
+    """What runs nodes. Subclasses set `name` and `api_version`, and may take options in __init__."""
+
+    name: ClassVar[str]
+    api_version: ClassVar[int]
+    #: Every tensor in an arena starts at a multiple of this many bytes.
+    alignment: int = 64
+
+    @classmethod
+    @abstractmethod
+    def unusable(cls) -> str | None:
+        """None when the backend can work on this machine, else a sentence why not."""
+
+    @classmethod
+    @abstractmethod
+    def score(cls) -> int:
+        """How much this backend is preferred among usable ones; the CPU reference is 1."""
+
+    @abstractmethod
+    def devices(self) -> list[Device]:
+        """The devices that it can use."""
+
+    @abstractmethod
+    def supports(self, node: Tensor) -> str | None:
+        """None when the backend runs this node, else a sentence why not. Depends on types, shapes and strides only."""
+
+    @abstractmethod
+    def alloc(self, nbytes: int, usage: Usage) -> Buffer:
+        """A new buffer. Raises MemoryPlanError, with the size, when there is no room."""
+
+    def wrap_host(self, data: Bytes) -> Buffer | None:
+        """(optional) A WEIGHTS buffer over host memory without a copy, or None when the backend can't do that."""
+        return None
+
+    def fuse(self, region: Region) -> list[Group]:
+        """(optional) Cuts a region into groups, in order. Called before memory is planned: all tensors that a group
+        reads stay alive until its end, and tensors that only live inside it get no memory."""
+        return [Group([node]) for node in region.nodes]
+
+    @abstractmethod
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
+        """What runs the groups, given where each tensor lies. All that can be done once is done here."""
+
+    def synchronize(self) -> None:
+        """(optional) Waits for queued work."""
+        return None
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """A backend as found: its class, or None with the reason; score 0 when it can't be used."""
+
+    name: str
+    cls: type[Backend] | None
+    score: int
+    reason: str | None
+
+
+_REGISTERED: dict[str, type[Backend]] = {}
+
+
+def register_backend(cls: type[Backend]) -> type[Backend]:
+    """Adds a backend without an entry point (from a script or a test). Raises BackendError for a taken name."""
+    if _REGISTERED.get(cls.name, cls) is not cls:
+        raise BackendError(f"a backend's name is used once, {cls.name!r} is taken by {_REGISTERED[cls.name].__module__}")
+    _REGISTERED[cls.name] = cls
+    return cls
+
+
+def discover() -> dict[str, BackendInfo]:
+    """Every backend that is installed or registered, the preferred first."""
+    found: dict[str, BackendInfo] = {}
+    builtin = importlib.import_module("graphrt.backends").BUILTIN
+    loaders: dict[str, Callable[[], Any]] = {name: lambda path=path: _import(path) for name, path in builtin.items()}
+    loaders.update({point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP)})
+    loaders.update({name: lambda cls=cls: cls for name, cls in _REGISTERED.items()})
+    for name, load in loaders.items():
+        found[name] = _inspect(name, load)
+    return dict(sorted(found.items(), key=lambda item: -item[1].score))
+
+
+def _import(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _inspect(name: str, load: Callable[[], Any]) -> BackendInfo:
+    try:
+        cls = load()
+    except (ImportError, AttributeError, SyntaxError, OSError) as error:  # a broken plugin must not take the others with it
+        return BackendInfo(name, None, 0, f"it can't be imported: {error}")
+    if not (isinstance(cls, type) and issubclass(cls, Backend)):
+        return BackendInfo(name, None, 0, f"its entry point must name a graphrt.backend.Backend subclass, got {cls!r}")
+    version = getattr(cls, "api_version", None)
+    if version != API_VERSION:
+        reason = f"it was written for backend API version {version}, this graphrt has {API_VERSION}"
+        return BackendInfo(name, None, 0, f"{reason}; install a matching release of one of them")
+    if inspect.isabstract(cls):
+        return BackendInfo(name, None, 0, f"it must define {', '.join(sorted(cls.__abstractmethods__))}")
+    if getattr(cls, "name", None) != name:
+        return BackendInfo(name, None, 0, f"its class must have the entry point's name, got {getattr(cls, 'name', None)!r}")
+    unusable = cls.unusable()
+    return BackendInfo(name, cls, 0 if unusable else cls.score(), unusable)
+
+
+def get_backend(name: str = "auto", **options: Any) -> Backend:
+    """A new backend instance by name; "auto" is the usable one with the highest score.
+
+    Raises BackendError when it is unknown, unusable here, or does not take the options.
+    """
+    found = discover()
+    if name == "auto":
+        name = next(iter(found))
+    info = found.get(name)
+    if info is None:
+        raise BackendError(f"a backend must be one of {', '.join(found)}, got {name!r}; `graphrt devices` lists them")
+    if info.cls is None or info.reason is not None:
+        raise BackendError(f"backend {name!r} can't be used here: {info.reason}")
+    try:
+        inspect.signature(info.cls).bind(**options)
+    except TypeError as error:
+        raise BackendError(f"backend {name!r} does not take these options: {error}") from error
+    return info.cls(**options)

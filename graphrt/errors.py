@@ -1,0 +1,65 @@
+"""The one exception tree of graphrt.
+
+    GraphrtError                 anything graphrt refuses; the command line prints it in 1 to 3 lines and exits with 2
+      GraphError                 a tensor, an op's arguments or a graph breaks a rule
+      BackendError               a backend is unknown, refused, or of another API version
+        UnsupportedError         no backend takes a node; carries each backend's reason
+      MemoryPlanError            a buffer is unbound, or does not fit
+      ModelError                 a model file can't be used
+        GGUFError                the file is not GGUF, damaged, or has a type that can't be read
+        ArchError                the architecture is unknown, or its tensors and keys don't fit it
+        TokenizerError           the vocabulary can't be used
+        ChatTemplateError        the chat template fails, or breaks its limits
+      SessionError               a prompt or a setting that the model can't serve (empty, too long, ...)
+      HubError                   a model can't be fetched or stored
+
+A message states the rule, the actual value and the next step, in that order.
+"""
+
+
+class GraphrtError(Exception):
+    """Base of every error that graphrt raises on purpose."""
+
+
+class GraphError(GraphrtError):
+    """A tensor, an op's arguments or a graph breaks a rule."""
+
+
+class BackendError(GraphrtError):
+    """A backend is unknown, refuses to work, or was written for another API version."""
+
+
+class UnsupportedError(BackendError):
+    """No backend supports a node; the message has each backend's reason."""
+
+
+class MemoryPlanError(GraphrtError):
+    """A tensor has no buffer where it needs one, or a buffer is too small."""
+
+
+class ModelError(GraphrtError):
+    """A model file can't be used."""
+
+
+class GGUFError(ModelError):
+    """The file is not GGUF, is damaged, or holds a type that can't be read."""
+
+
+class ArchError(ModelError):
+    """The architecture is unknown, or the file's tensors or keys do not fit it."""
+
+
+class TokenizerError(ModelError):
+    """The vocabulary can't be used."""
+
+
+class ChatTemplateError(ModelError):
+    """The chat template fails or exceeds its limits."""
+
+
+class SessionError(GraphrtError):
+    """The model can't serve this request: an empty or too long prompt, a bad setting."""
+
+
+class HubError(GraphrtError):
+    """A model can't be fetched or stored."""

@@ -1,0 +1,302 @@
+"""prepare() and Executable: a graph made ready once, run many times.
+
+prepare() checks, assigns, cuts, fuses, plans memory, binds and compiles. run() only calls what came of it: every tensor
+stays at one address for the life of the Executable, so that inputs are rewritten in place and a backend may capture.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.backend import Backend, Buffer, Bytes, Group, Place, Region, Usage, get_backend
+from graphrt.dtypes import DType
+from graphrt.errors import GraphError, MemoryPlanError
+from graphrt.graph import Graph
+from graphrt.op import op_spec
+from graphrt.plan import MemoryPlan, Request, plan_memory
+from graphrt.rules import check_graph
+from graphrt.schedule import Copy, Schedule, schedule
+from graphrt.tensor import Flag, Tensor
+
+Array = npt.NDArray[np.generic]
+
+#: numpy's type for each plain type; bf16, which numpy lacks, travels as its 16 bits.
+NUMPY_TYPES: dict[str, npt.DTypeLike] = {
+    "f32": np.float32, "f16": np.float16, "f64": np.float64, "bf16": np.uint16,
+    "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
+}  # fmt: skip
+
+
+def host_type(dt: DType) -> np.dtype[np.generic]:
+    """How a tensor's elements look on the host: a plain type's own, for a quantized one its raw bytes."""
+    return np.dtype(NUMPY_TYPES.get(dt.name, np.uint8))
+
+
+@dataclass(frozen=True)
+class Arena:
+    """One backend's compute memory: its buffer and the plan behind it."""
+
+    buffer: Buffer
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedSplit:
+    """A split as it runs: its backend, its groups of nodes, the copies before them and the compiled program."""
+
+    backend: Backend
+    groups: list[Group]
+    copies: list[Copy]
+    run: Callable[[], None]
+
+
+class Executable:
+    """A prepared graph. write() inputs, run(), read() outputs; all three may be repeated in any order.
+
+    graph: as given. schedule: assignments, causes, refusals. splits: what runs. arenas: memory by backend name.
+    """
+
+    def __init__(self, graph: Graph, sched: Schedule, arenas: dict[str, Arena]) -> None:
+        self.graph = graph
+        self.schedule = sched
+        self.arenas = arenas
+        self.splits: list[PreparedSplit] = []
+        self._program: list[Callable[[], None]] = []
+        self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
+
+    def place(self, tensor: Tensor) -> Place:
+        """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory."""
+        local = self.schedule.local.get(tensor, tensor)
+        root = local.root
+        if root.buffer is not None:
+            return root.buffer, root.offset + local.view_offs
+        arena = self.arenas.get(self.schedule.homes.get(root, ""))
+        if arena is None or root not in arena.plan.offsets:
+            raise MemoryPlanError(
+                f"{tensor.name!r} has no memory of its own here (it is fused away, or not in the graph); "
+                f"make it an output of the graph to read it"
+            )
+        return arena.buffer, arena.plan.offsets[root] + local.view_offs
+
+    def run(self) -> None:
+        """Runs the graph once. Work may still be under way on return; read() waits for it."""
+        for step in self._program:
+            step()
+
+    def synchronize(self) -> None:
+        """Waits until everything that was queued is done."""
+        for split in self.splits:
+            split.backend.synchronize()
+
+    def write(self, tensor: Tensor | str, values: npt.ArrayLike) -> None:
+        """Sets an input. `values` must have its elements' number and a type that converts without loss of kind."""
+        target = self._named(tensor)
+        buffer, offset = self.place(target)
+        given, kind = np.asarray(values), host_type(target.dtype)
+        if not np.can_cast(given.dtype, kind, "same_kind"):
+            raise GraphError(f"{target.name!r} is {target.describe()} and takes {kind} on the host, got {given.dtype}")
+        array = np.ascontiguousarray(given, dtype=kind)
+        if array.nbytes != target.data_nbytes or not target.is_contiguous:
+            raise GraphError(
+                f"{target.name!r} is {target.describe()} and takes {target.data_nbytes} bytes, got an array of "
+                f"shape {list(array.shape)} and {array.nbytes} bytes"
+            )
+        buffer.write(offset, array.reshape(-1).view(np.uint8))
+
+    def read(self, tensor: Tensor | str) -> Array:
+        """A copy of a tensor's elements, in torch's shape (`ne` reversed); quantized rows as their raw bytes.
+
+        Raises MemoryPlanError for a tensor that is no output, since another one may have its memory by now.
+        """
+        source = self._lasting(tensor)
+        return read_tensor(source, *self.place(source))
+
+    def host_array(self, tensor: Tensor | str) -> Array | None:
+        """The tensor's own memory as a numpy array when the host can address it, else None: no copy either way."""
+        target = self._lasting(tensor)
+        buffer, offset = self.place(target)
+        memory = buffer.host_view()
+        return None if memory is None else _strided(memory[offset : offset + target.nbytes], target)
+
+    def _lasting(self, tensor: Tensor | str) -> Tensor:
+        found = self._named(tensor)
+        root = self.schedule.local.get(found, found).root
+        if root.buffer is None and root not in self._kept:
+            raise MemoryPlanError(
+                f"only inputs, outputs and bound buffers keep their values after a run, {found.name!r} is neither; "
+                f"make it an output of the graph to read it"
+            )
+        return found
+
+    def _named(self, tensor: Tensor | str) -> Tensor:
+        if isinstance(tensor, Tensor):
+            return tensor
+        found = self.graph.tensor(tensor)
+        if found is None:
+            names = ", ".join(t.name for t in [*self.graph.inputs, *self.graph.outputs][:20])
+            raise GraphError(f"a tensor's name must be in the graph, got {tensor!r}; inputs and outputs: {names}")
+        return found
+
+
+def _strided(memory: Bytes, t: Tensor) -> Array:
+    kind = host_type(t.dtype)
+    if t.dtype.is_quantized:
+        row = t.dtype.row_size(t.ne[0])
+        return np.lib.stride_tricks.as_strided(memory, (*t.shape[:3], row), (*t.nb[:0:-1], 1), writeable=True)
+    whole = memory[: memory.size // kind.itemsize * kind.itemsize].view(kind)
+    return np.lib.stride_tricks.as_strided(whole, t.shape, t.nb[::-1], writeable=True)
+
+
+def read_tensor(t: Tensor, buffer: Buffer, offset: int) -> Array:
+    """A contiguous host copy of a tensor at `offset` of `buffer`, whatever its strides."""
+    return np.ascontiguousarray(_strided(buffer.read(offset, t.nbytes), t))
+
+
+def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "auto") -> Executable:
+    """Makes a graph ready to run on some backends, the preferred first.
+
+    Raises GraphError for an invalid graph, UnsupportedError for a node that no backend takes, MemoryPlanError for lack
+    of memory.
+    """
+    listed = [backends] if isinstance(backends, (str, Backend)) else list(backends)
+    used = [get_backend(b) if isinstance(b, str) else b for b in listed]
+    check_graph(graph)
+    sched = schedule(graph, used)
+    by_name = {b.name: b for b in used}
+    groups = _fuse(graph, sched, by_name)
+    arenas = _allocate(graph, sched, by_name, groups)
+    exe = Executable(graph, sched, arenas)
+    for split, split_groups in zip(sched.splits, groups):
+        backend = by_name[split.backend]
+        for copy in split.copies:
+            move = _copier(exe, copy)
+            if copy.once:
+                move()
+            else:
+                exe._program.append(move)
+        program = backend.compile(split_groups, exe.place)
+        exe._program.append(program)
+        exe.splits.append(PreparedSplit(backend, split_groups, split.copies, program))
+    return exe
+
+
+def _fuse(graph: Graph, sched: Schedule, backends: dict[str, Backend]) -> list[list[Group]]:
+    uses: dict[Tensor, int] = {}
+    kept = {sched.local.get(t, t) for t in graph.kept}
+    for split in sched.splits:
+        kept.update(copy.source for copy in split.copies)
+        for node in split.nodes:
+            for source in node.sources():
+                _count_use(source, uses)
+    mine = [set(split.nodes) for split in sched.splits]
+    for i, split in enumerate(sched.splits):  # a neighbour split of the same backend reads it in place
+        for node in split.nodes:
+            kept.update(s for s in node.sources() if not s.is_leaf and s not in mine[i])
+    roots_kept = kept | {t.root for t in kept}
+    regions = [Region(split.nodes, lambda t: uses.get(t, 0), lambda t: t in roots_kept) for split in sched.splits]
+    return [backends[s.backend].fuse(r) for s, r in zip(sched.splits, regions)]
+
+
+def _count_use(source: Tensor, uses: dict[Tensor, int]) -> None:
+    """One use of `source`, and through a chain of views one of each tensor on the way to the memory."""
+    tensor: Tensor | None = source
+    while tensor is not None:
+        uses[tensor] = uses.get(tensor, 0) + 1
+        through_view = not tensor.is_leaf and op_spec(tensor.op).is_view
+        tensor = tensor.src[0] if through_view else None
+
+
+def _allocate(
+    graph: Graph, sched: Schedule, backends: dict[str, Backend], groups: list[list[Group]]
+) -> dict[str, Arena]:
+    requests = _requests(graph, sched, groups)
+    arenas: dict[str, Arena] = {}
+    for name, backend in backends.items():
+        mine = requests.get(name)
+        if mine:
+            plan = plan_memory(mine, backend.alignment)
+            arenas[name] = Arena(backend.alloc(plan.peak, Usage.COMPUTE), plan)
+    return arenas
+
+
+def _requests(graph: Graph, sched: Schedule, groups: list[list[Group]]) -> dict[str, list[Request]]:
+    """What each backend must hold and from which step to which; a group of nodes is one step."""
+    first: dict[Tensor, int] = {}
+    last: dict[Tensor, int] = {}
+    takes: dict[Tensor, tuple[object, ...]] = {}
+    step = 0
+    for leaf in graph.inputs:  # inputs keep their place for good: a run may find them as the last one left them
+        if leaf.buffer is None:
+            first[leaf] = 0
+    for split, split_groups in zip(sched.splits, groups):
+        for copy in split.copies:
+            first[copy.target] = 0 if copy.once else step
+            last[copy.source.root] = step
+        for group in split_groups:
+            for node in group.nodes:
+                for source in node.sources():
+                    last[source.root] = step
+            for node in group.results:
+                if node.root not in first and node.root.buffer is None:
+                    first[node.root] = step
+                    takes[node.root] = _takeable(node) if len(group.nodes) == 1 else ()
+            step += 1
+    for tensor in [*graph.inputs, *(sched.local.get(t, t).root for t in graph.kept)]:
+        last[tensor] = step
+    for split in sched.splits:
+        last.update({copy.target: step for copy in split.copies if copy.once})
+    requests: dict[str, list[Request]] = {}
+    for tensor, start in first.items():
+        request = Request(tensor, tensor.nbytes, start, last.get(tensor, start), takes.get(tensor, ()))
+        requests.setdefault(sched.homes.get(tensor) or sched.homes[tensor.root], []).append(request)
+    return requests
+
+
+def _takeable(node: Tensor) -> tuple[object, ...]:
+    """The sources whose block `node` may use: the op allows it, same layout, and the node reads it only once."""
+    roots = [s.root for s in node.sources()]
+    return tuple(
+        source.root
+        for i in op_spec(node.op).inplace
+        if i < len(node.src) and (source := node.src[i]) is not None
+        and source.nb == node.nb and source.ne == node.ne and source.view_offs == 0
+        and source.root.nbytes == node.nbytes and roots.count(source.root) == 1 and not source.root.flags & Flag.INPUT
+    )  # fmt: skip
+
+
+def _copier(exe: Executable, copy: Copy) -> Callable[[], None]:
+    source_buffer, source_offset = exe.place(copy.source)
+    target_buffer, target_offset = exe.place(copy.target)
+
+    def move() -> None:
+        data = read_tensor(copy.source, source_buffer, source_offset)
+        target_buffer.write(target_offset, data.reshape(-1).view(np.uint8))
+
+    return move
+
+
+class PreparedCache:
+    """Keeps Executables by the graph's key, so that a graph that is built again is not prepared again.
+
+    size: how many are kept; the least recently used one goes first.
+    """
+
+    def __init__(self, backends: Sequence[Backend], size: int = 16) -> None:
+        self.backends = list(backends)
+        self.size = size
+        self._kept: OrderedDict[str, Executable] = OrderedDict()
+
+    def prepare(self, graph: Graph) -> Executable:
+        """The Executable of an equal graph (its inputs go by name), or a new one."""
+        exe = self._kept.get(graph.key)
+        if exe is None:
+            exe = self._kept[graph.key] = prepare(graph, self.backends)
+            if len(self._kept) > self.size:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(graph.key)
+        return exe

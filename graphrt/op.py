@@ -1,0 +1,124 @@
+"""OpSpec: what the runtime knows of an op, and the registry that ops/ fills.
+
+An op is its rule for sources, parameters and result (`infer`), its work in FLOPs and bytes, the sources whose memory
+its result may take over, and its conformance cases. Computing is the backends' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphrt.dtypes import DType
+from graphrt.errors import GraphError
+from graphrt.tensor import Dims, Tensor
+
+if TYPE_CHECKING:
+    from graphrt.testing import Case
+
+Sources = tuple["Tensor | None", ...]
+
+
+class Result(NamedTuple):
+    """What an op yields: type and shape, and for a view its strides and offset within the source."""
+
+    dtype: DType
+    ne: Sequence[int]
+    nb: Dims | None = None
+    offs: int = 0
+
+
+class Work(NamedTuple):
+    """Floating-point operations of one evaluation, and the bytes that must at least move."""
+
+    flops: int
+    bytes: int
+
+
+def moved_bytes(node: Tensor) -> int:
+    """Bytes of every source and of the result, each once: the lower bound for an op that reads all of them.
+
+    A source that the op writes into is the result and counts as that.
+    """
+    return node.data_nbytes + sum(s.data_nbytes for s in set(node.sources()) if s.root is not node.root)
+
+
+def elementwise_work(flops_per_element: int) -> Callable[[Tensor], Work]:
+    """The work of an op that spends a fixed number of FLOPs on each element of its result."""
+    return lambda node: Work(flops_per_element * node.n_elements, moved_bytes(node))
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op.
+
+    name: ggml's name. infer(src, params): checks and returns the Result, or raises GraphError.
+    cases(): conformance cases. work(node): FLOPs and bytes. n_src: least and most sources. params: the dataclass of its
+    parameters or None. is_view: the result is another look at src[0] and nothing is computed. inplace: indices of
+    sources whose memory the result may take over. writes: index of the source that the op writes into and returns.
+    """
+
+    name: str
+    infer: Callable[[Sources, Any], Result]
+    cases: Callable[[], Iterable[Case]]
+    work: Callable[[Tensor], Work]
+    n_src: tuple[int, int] = (1, 1)
+    params: type | None = None
+    is_view: bool = False
+    inplace: tuple[int, ...] = ()
+    writes: int | None = None
+
+
+_REGISTRY: dict[str, OpSpec] = {}
+
+
+def register(spec: OpSpec) -> OpSpec:
+    """Adds an op. Raises GraphError when the name is taken (a module imported under two names does that too)."""
+    if spec.name in _REGISTRY:
+        raise GraphError(
+            f"an op is registered once, {spec.name} is there already; import it as graphrt.ops, never as `import ops`"
+        )
+    _REGISTRY[spec.name] = spec
+    return spec
+
+
+def op_spec(name: str) -> OpSpec:
+    """The op of that name. Raises GraphError for an unknown one."""
+    spec = _REGISTRY.get(name)
+    if spec is None:
+        raise GraphError(f"an op must be registered, got {name!r}; import the module that registers it")
+    return spec
+
+
+def registered_ops() -> dict[str, OpSpec]:
+    """Every op by name, in the order of registration."""
+    return dict(_REGISTRY)
+
+
+def require(ok: bool, op: str, rule: str, *tensors: Tensor | None) -> None:
+    """Raises GraphError with the op, the broken rule and the tensors' types and shapes unless `ok`."""
+    if not ok:
+        shown = ", ".join(f"{t.name or 'src'}: {t.describe()}" if t is not None else "none" for t in tensors)
+        raise GraphError(f"{op}: {rule}" + (f", got {shown}" if tensors else ""))
+
+
+def infer_result(spec: OpSpec, src: Sequence[Tensor | None], params: Any) -> Result:
+    """Checks the number of sources and the parameters' class, then asks the op. Raises GraphError."""
+    low, high = spec.n_src
+    require(low <= len(src) <= high, spec.name, f"takes {low} to {high} sources, got {len(src)}")
+    present = all(s is not None for s in src[:low])
+    require(present, spec.name, f"its first {low} sources must be present", *src)
+    expected = spec.params or type(None)
+    require(isinstance(params, expected), spec.name, f"parameters must be {expected.__name__}, got {params!r}")
+    return spec.infer(tuple(src), params)
+
+
+def build(spec: OpSpec, *src: Tensor | None, params: Any = None, name: str = "") -> Tensor:
+    """The node `spec(src, params)`: checked, shaped and linked; nothing is computed. Raises GraphError."""
+    result = infer_result(spec, src, params)
+    shares = src[0] if spec.is_view else src[spec.writes] if spec.writes is not None else None
+    nb = shares.nb if shares is not None and result.nb is None else result.nb
+    return Tensor(
+        result.dtype, result.ne, nb=nb, name=name, op=spec.name, params=params, src=src, view_src=shares, view_offs=result.offs
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""What makes a graph valid: a list of rules, checked before every prepare.
+
+Builders check as they build; the rules hold for graphs from anywhere else too (a file, a backend's rewrite).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from graphrt.backend import Usage
+from graphrt.errors import GraphError
+from graphrt.graph import Graph
+from graphrt.op import infer_result, op_spec
+from graphrt.tensor import Flag, Tensor, contiguous_nb
+
+Violations = Iterator[tuple[Tensor, str]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named rule; `check` yields each tensor that breaks it with what is wrong."""
+
+    name: str
+    check: Callable[[Graph], Violations]
+
+
+def _sources_come_first(graph: Graph) -> Violations:
+    done = set(graph.leafs)
+    for node in graph.nodes:
+        for source in node.sources():
+            if source not in done:
+                yield node, f"its source {source.name!r} comes after it or is not in the graph"
+        done.add(node)
+
+
+def _result_is_what_the_op_yields(graph: Graph) -> Violations:
+    for node in graph.nodes:
+        result = infer_result(op_spec(node.op), node.src, node.params)
+        ne = tuple(result.ne) + (1,) * (4 - len(result.ne))
+        if (result.dtype, ne) != (node.dtype, node.ne):
+            yield node, f"{node.op} yields {result.dtype.name}{list(ne)}, the node says {node.describe()}"
+
+
+def _views_stay_inside(graph: Graph) -> Violations:
+    for node in graph.nodes:
+        root = node.view_src
+        if root is not None and (node.view_offs < 0 or node.view_offs + node.nbytes > root.nbytes):
+            end = node.view_offs + node.nbytes
+            yield node, f"it looks at bytes {node.view_offs} to {end} of {root.name!r}, which has {root.nbytes}"
+
+
+def _results_have_no_gaps(graph: Graph) -> Violations:
+    for node in graph.nodes:
+        if node.view_src is None and node.nb != contiguous_nb(node.dtype, node.ne):
+            yield node, f"a result that owns its memory is contiguous, its strides are {list(node.nb)}"
+
+
+def _inputs_are_leafs(graph: Graph) -> Violations:
+    for node in graph.nodes:
+        if node.flags & Flag.INPUT:
+            yield node, "only a leaf can be an input"
+
+
+def _weights_are_never_written(graph: Graph) -> Violations:
+    for node in graph.nodes:
+        target = node.src[writes] if (writes := op_spec(node.op).writes) is not None else None
+        buffer = target.root.buffer if target is not None else None
+        if buffer is not None and buffer.usage is Usage.WEIGHTS:
+            yield node, f"it writes into {target.root.name!r}, which lies in a weights buffer"  # type: ignore[union-attr]
+
+
+def _leafs_fit_their_buffers(graph: Graph) -> Violations:
+    for leaf in graph.leafs:
+        if leaf.buffer is not None and leaf.offset + leaf.nbytes > leaf.buffer.nbytes:
+            yield leaf, f"it ends at byte {leaf.offset + leaf.nbytes} of a buffer of {leaf.buffer.nbytes}"
+
+
+def _leafs_have_data(graph: Graph) -> Violations:
+    for leaf in graph.leafs:
+        if leaf.buffer is None and not leaf.flags & Flag.INPUT:
+            yield leaf, "a leaf is an input or has a buffer; make it with new_input() or bind a buffer"
+
+
+RULES = (
+    Rule("sources come first", _sources_come_first),
+    Rule("a result is what its op yields", _result_is_what_the_op_yields),
+    Rule("views stay inside their source", _views_stay_inside),
+    Rule("results have no gaps", _results_have_no_gaps),
+    Rule("inputs are leafs", _inputs_are_leafs),
+    Rule("weights are never written", _weights_are_never_written),
+    Rule("leafs fit their buffers", _leafs_fit_their_buffers),
+    Rule("leafs have data", _leafs_have_data),
+)
+
+
+def check_graph(graph: Graph) -> None:
+    """Raises GraphError naming the first rule that is broken, the tensor and what is wrong."""
+    if not graph.outputs:
+        raise GraphError("a graph must have at least one output, got none; pass the results you want to Graph(...)")
+    for rule in RULES:
+        for tensor, wrong in rule.check(graph):
+            raise GraphError(f"graph rule '{rule.name}' is broken by {tensor!r}: {wrong}")

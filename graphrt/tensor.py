@@ -1,0 +1,187 @@
+"""Tensor: ggml's metadata of an array, with no data of its own.
+
+ne[i] is the number of elements along dimension i and nb[i] the stride in bytes. ne[0] is the contiguous dimension, so
+the torch shape is `ne` reversed. A view shares the memory of `view_src`, at `view_offs` bytes from its start; a view of
+a view points at the root. A leaf that holds data (a weight, a cache) has a `buffer`; a node's place is decided by
+prepare() and kept in the Executable, so that one graph can be prepared for several backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntFlag
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from graphrt.dtypes import DType, dtype
+from graphrt.errors import GraphError
+
+if TYPE_CHECKING:
+    from graphrt.backend import Buffer
+
+MAX_DIMS = 4
+MAX_SRC = 10
+MAX_NAME = 64
+
+Dims = tuple[int, int, int, int]
+
+
+class Flag(IntFlag):
+    """What the runtime must respect of a tensor. INPUT: written from outside between runs. OUTPUT: read after a run."""
+
+    NONE = 0
+    INPUT = 1
+    OUTPUT = 2
+
+
+def full_dims(ne: Sequence[int]) -> Dims:
+    """1 to 4 dimensions filled up to four with ones. Raises GraphError for another number or a dimension under 1."""
+    if not 1 <= len(ne) <= MAX_DIMS:
+        raise GraphError(f"a tensor has 1 to {MAX_DIMS} dimensions, got {len(ne)}: {list(ne)}")
+    dims = [int(n) for n in ne] + [1] * (MAX_DIMS - len(ne))
+    if min(dims) < 1:
+        raise GraphError(f"every dimension must be at least 1, got {dims}; leave an empty tensor out of the graph")
+    return (dims[0], dims[1], dims[2], dims[3])
+
+
+def contiguous_nb(dt: DType, ne: Dims) -> Dims:
+    """Byte strides of a tensor without gaps. Raises GraphError when ne[0] is not a whole number of blocks."""
+    nb1 = dt.row_size(ne[0])
+    return (dt.type_size, nb1, nb1 * ne[1], nb1 * ne[1] * ne[2])
+
+
+class Tensor:
+    """One tensor: a leaf (op "NONE") or the result of an op.
+
+    dtype, ne, nb: as in the module's docstring. op: the op's name; params: its frozen dataclass or None; src: its
+    sources, None where an optional one is absent. view_src, view_offs: the root whose memory it shares and the offset
+    in bytes. flags: see Flag. buffer, offset: where a leaf's data lies, in bytes from the buffer's start.
+    """
+
+    __slots__ = (
+        "name", "dtype", "ne", "nb", "op", "params", "src", "view_src", "view_offs", "flags", "buffer", "offset",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        dt: DType | str,
+        ne: Sequence[int],
+        *,
+        name: str = "",
+        nb: Dims | None = None,
+        op: str = "NONE",
+        params: Any = None,
+        src: Sequence[Tensor | None] = (),
+        view_src: Tensor | None = None,
+        view_offs: int = 0,
+        flags: Flag = Flag.NONE,
+    ) -> None:
+        if len(src) > MAX_SRC:
+            raise GraphError(f"an op has at most {MAX_SRC} sources, {op} got {len(src)}")
+        self.dtype = dtype(dt)
+        self.ne = full_dims(ne)
+        self.nb = contiguous_nb(self.dtype, self.ne) if nb is None else nb
+        self.op = op
+        self.params = params
+        self.src = tuple(src)
+        if view_src is not None and view_src.view_src is not None:
+            view_offs += view_src.view_offs
+            view_src = view_src.view_src
+        self.view_src = view_src
+        self.view_offs = view_offs
+        self.flags = flags
+        self.buffer: Buffer | None = None
+        self.offset = 0
+        self.name = ""
+        self.named(name)
+
+    def named(self, name: str) -> Tensor:
+        """Sets the name (at most 63 characters, as ggml) and returns the tensor."""
+        if len(name) >= MAX_NAME:
+            raise GraphError(f"a tensor's name has at most {MAX_NAME - 1} characters, got {len(name)}: {name[:80]!r}")
+        self.name = name
+        return self
+
+    def as_output(self) -> Tensor:
+        """Marks the tensor to be kept and readable after a run."""
+        self.flags |= Flag.OUTPUT
+        return self
+
+    @property
+    def root(self) -> Tensor:
+        """The tensor whose memory this one uses: itself, or the root of its view."""
+        return self.view_src if self.view_src is not None else self
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`ne` reversed: the shape that torch and numpy use."""
+        return self.ne[::-1]
+
+    @property
+    def n_elements(self) -> int:
+        return prod(self.ne)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of ne[0] elements."""
+        return self.ne[1] * self.ne[2] * self.ne[3]
+
+    @property
+    def n_dims(self) -> int:
+        """Dimensions up to the last one over 1, at least 1."""
+        return max([i + 1 for i, n in enumerate(self.ne) if n > 1], default=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to the end of the last one, gaps of a strided view included."""
+        tail = sum((n - 1) * stride for n, stride in zip(self.ne[1:], self.nb[1:]))
+        if self.dtype.block_size == 1:
+            return self.dtype.type_size + (self.ne[0] - 1) * self.nb[0] + tail
+        return self.ne[0] // self.dtype.block_size * self.nb[0] + tail
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the elements alone, without gaps: what a kernel must at least read or write."""
+        return self.n_elements // self.dtype.block_size * self.dtype.type_size
+
+    @property
+    def is_contiguous(self) -> bool:
+        """No gaps and in order, whatever the strides of dimensions of one element say."""
+        expected = self.dtype.type_size
+        for i, (n, stride) in enumerate(zip(self.ne, self.nb)):
+            blocks = n // self.dtype.block_size if i == 0 else n
+            if blocks > 1 and stride != expected:
+                return False
+            expected *= blocks
+        return True
+
+    @property
+    def has_contiguous_rows(self) -> bool:
+        """Each row of ne[0] elements is without gaps."""
+        return self.ne[0] == self.dtype.block_size or self.nb[0] == self.dtype.type_size
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.op == "NONE"
+
+    def sources(self) -> Iterator[Tensor]:
+        """The sources that are present, in order."""
+        return (s for s in self.src if s is not None)
+
+    def describe(self) -> str:
+        """`type[ne0, ne1, ...]`, as error messages and dumps show a tensor."""
+        return f"{self.dtype.name}[{', '.join(str(n) for n in self.ne[: max(self.n_dims, 1)])}]"
+
+    def __repr__(self) -> str:
+        args = ", ".join(s.name or s.op if s is not None else "-" for s in self.src)
+        return f"<{self.name or '?'} = {self.op}({args}) {self.describe()}>"
+
+
+def new_tensor(dt: DType | str, *ne: int, name: str = "") -> Tensor:
+    """A leaf of that type and shape; bind a buffer to it, or let prepare() give it one."""
+    return Tensor(dt, ne, name=name)
+
+
+def new_input(dt: DType | str, *ne: int, name: str) -> Tensor:
+    """A leaf that is written from outside before runs. Its place never changes once prepared."""
+    return Tensor(dt, ne, name=name, flags=Flag.INPUT)

@@ -1,0 +1,109 @@
+"""The KV cache: static buffers, written by SET_ROWS at index inputs, and the masks that say who sees which cell.
+
+Each layer has a k and a v tensor of [heads * head size, cells]. Layers with a sliding window share a smaller ring of
+cells: a token at position p lies in cell p mod size. Nothing of a graph depends on the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.backend import Backend, Usage
+from graphrt.dtypes import DType, dtype
+from graphrt.errors import GraphError, SessionError
+from graphrt.models.hparams import HParams
+from graphrt.tensor import Tensor, new_tensor
+
+#: Types that a cache may have.
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+
+
+class Ring:
+    """Cells shared by the layers of one kind. positions[c]: the position in cell c, -1 for an empty one.
+
+    window: how many positions back a token sees, itself included; 0 for all.
+    """
+
+    def __init__(self, size: int, window: int) -> None:
+        self.size = size
+        self.window = window
+        self.positions = np.full(size, -1, np.int64)
+
+    def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The cells of new tokens, noted as taken."""
+        cells = positions % self.size
+        self.positions[cells] = positions
+        return cells
+
+    def mask(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
+        """f16 [n_tokens, size]: 0 where the token sees the cell, -inf where it is empty, later, or out of the window."""
+        back = positions[:, None] - self.positions[None, :]
+        hidden = (self.positions[None, :] < 0) | (back < 0)
+        if self.window:
+            hidden |= back >= self.window
+        return np.where(hidden, np.float16(-np.inf), np.float16(0))
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """k, v: the leafs of a layer; kind: the ring it uses, "full" or "swa"."""
+
+    k: Tensor
+    v: Tensor
+    kind: str
+
+
+class KVCache:
+    """The cache of one sequence of at most n_ctx tokens.
+
+    n_batch: the most tokens that are written at once. Raises SessionError for a type that can't be a cache of this model.
+    """
+
+    def __init__(
+        self, hp: HParams, backend: Backend, windowed: Sequence[bool], n_ctx: int, n_batch: int, type_k: str, type_v: str
+    ) -> None:
+        types = _cache_type("k", type_k, hp.d_k), _cache_type("v", type_v, hp.d_v)
+        self.rings = {"full": Ring(n_ctx, 0)}
+        if any(windowed):
+            self.rings["swa"] = Ring(min(n_ctx, hp.window + n_batch), hp.window)
+        self.layers = [self._layer(hp, backend, il, swa, types) for il, swa in enumerate(windowed)]
+        if all(windowed):
+            del self.rings["full"]
+
+    def _layer(self, hp: HParams, backend: Backend, il: int, swa: bool, types: tuple[DType, DType]) -> LayerCache:
+        kind = "swa" if swa else "full"
+        cells = self.rings[kind].size
+        leafs = []
+        for side, dt, head_size in (("k", types[0], hp.d_k), ("v", types[1], hp.d_v)):
+            leaf = new_tensor(dt, head_size * hp.n_head_kv[il], cells, name=f"cache_{side}_l{il}")
+            leaf.buffer = backend.alloc(leaf.nbytes, Usage.STATE)
+            leafs.append(leaf)
+        return LayerCache(leafs[0], leafs[1], kind)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+
+    def clear(self) -> None:
+        """Forgets every token. The cells keep their bytes: nobody sees them any more."""
+        for ring in self.rings.values():
+            ring.positions.fill(-1)
+
+
+def _cache_type(side: str, name: str, head_size: int) -> DType:
+    try:
+        dt = dtype(name)
+    except GraphError:
+        dt = None
+    if dt is None or dt.name not in CACHE_TYPES:
+        raise SessionError(f"a cache type (-ct{side}) must be one of {', '.join(CACHE_TYPES)}, got {name!r}")
+    if head_size % dt.block_size:
+        raise SessionError(
+            f"a {dt.name} cache needs heads of whole blocks of {dt.block_size} elements, this model's {side} heads have "
+            f"{head_size}; use -ct{side} f16"
+        )
+    return dt

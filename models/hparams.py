@@ -1,0 +1,203 @@
+"""Hyperparameters: the keys of a GGUF file as one typed record, with what can't be honoured refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from graphrt.errors import ArchError
+from graphrt.models.gguf import GGUFFile
+from graphrt.ops import RopeParams
+
+T = TypeVar("T", int, float, str, bool)
+
+MAX_LAYERS = 512  # llama.cpp's limit; more is a damaged file
+ROPE_SCALINGS = ("none", "linear", "yarn")
+
+
+class Keys:
+    """The keys of one architecture: `keys.get("block_count", int)` reads "<arch>.block_count"."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.arch = file.get("general.architecture", str)
+
+    def name(self, key: str) -> str:
+        return f"{self.arch}.{key}"
+
+    def has(self, key: str) -> bool:
+        return self.name(key) in self.file.metadata
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """The value; raises GGUFError when the key is missing or of another kind."""
+        return self.file.get(self.name(key), kind)
+
+    def get(self, key: str, kind: type[T], default: T) -> T:
+        """The value, or `default` when the key is missing."""
+        return self.file.get(self.name(key), kind, default)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.require(key, int) if default is None else self.get(key, int, default)
+        if not 1 <= value < 2**31:
+            raise ArchError(f"{self.name(key)} must be 1 or more and under 2^31, got {value}; the file is damaged")
+        return value
+
+    def per_layer(self, key: str, n_layer: int, default: int | None = None) -> tuple[int, ...]:
+        """A number for each layer: files give one for all, or an array with one a layer."""
+        if default is not None and not self.has(key):
+            return (default,) * n_layer
+        value = self.file.get(self.name(key), (int, np.ndarray))
+        values = [int(v) for v in value] if isinstance(value, np.ndarray) else [value] * n_layer
+        if len(values) != n_layer or min(values) < 1:
+            raise ArchError(f"{self.name(key)} must be {n_layer} numbers of at least 1, one a layer, got {values[:8]}")
+        return tuple(values)
+
+
+@dataclass(frozen=True)
+class HParams:
+    """What every architecture has. Sizes in elements; lists are one number a layer.
+
+    n_head, n_head_kv: attention heads of queries and of keys/values; d_k, d_v: elements a head of k and of v;
+    n_ff: feed-forward width; norm_eps: of the RMS norm; rope: the rotation of global layers;
+    attn_scale: on q.k; final_softcap: of the logits, 0 for none; window: how many tokens a layer with a sliding window
+    sees; windowed: which layers have one; local_rope: the rotation of those, None for the global one.
+    """
+
+    arch: str
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_layer: int
+    n_head: tuple[int, ...]
+    n_head_kv: tuple[int, ...]
+    n_ff: tuple[int, ...]
+    d_k: int
+    d_v: int
+    norm_eps: float
+    rope: RopeParams
+    attn_scale: float
+    final_softcap: float = 0.0
+    window: int = 0
+    windowed: tuple[bool, ...] = ()
+    local_rope: RopeParams | None = None
+
+
+def read_hparams(keys: Keys, rope_mode: str) -> HParams:
+    """The record of a file. rope_mode: the pair order of the architecture, "normal" or "neox".
+
+    Raises GGUFError for a missing key and ArchError for a value that contradicts another or can't be honoured.
+    """
+    n_layer, n_embd = keys.count("block_count"), keys.count("embedding_length")
+    if n_layer > MAX_LAYERS:
+        raise ArchError(f"{keys.name('block_count')} must be at most {MAX_LAYERS}, got {n_layer}; the file is damaged")
+    n_head = keys.per_layer("attention.head_count", n_layer)
+    n_head_kv = keys.per_layer("attention.head_count_kv", n_layer, default=n_head[0])
+    for heads, kv in zip(n_head, n_head_kv):
+        if heads % kv:
+            raise ArchError(f"the number of kv heads must divide the number of heads, got {kv} and {heads}")
+    if not keys.has("attention.key_length") and n_embd % n_head[0]:
+        raise ArchError(f"the head count must divide the embedding length, got {n_head[0]} and {n_embd}")
+    d_k = keys.count("attention.key_length", n_embd // n_head[0])
+    return HParams(
+        arch=keys.arch,
+        n_vocab=_n_vocab(keys),
+        n_ctx_train=keys.count("context_length"),
+        n_embd=n_embd,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        n_ff=keys.per_layer("feed_forward_length", n_layer),
+        d_k=d_k,
+        d_v=keys.count("attention.value_length", n_embd // n_head[0] if n_embd % n_head[0] == 0 else d_k),
+        norm_eps=_finite(keys, "attention.layer_norm_rms_epsilon", keys.require("attention.layer_norm_rms_epsilon", float)),
+        rope=read_rope(keys, rope_mode, d_k),
+        attn_scale=keys.get("attention.scale", float, 0.0) or d_k**-0.5,
+        windowed=(False,) * n_layer,
+        final_softcap=_finite(keys, "final_logit_softcapping", keys.get("final_logit_softcapping", float, 0.0)),
+    )
+
+
+def with_windows(hp: HParams, keys: Keys, period: int, local_rope: RopeParams | None = None) -> HParams:
+    """The record with a sliding window on all layers but the last of each `period`, where the file names a window.
+
+    The file's own pattern, a period or a flag for each layer, goes first.
+    """
+    window = keys.get("attention.sliding_window", int, 0)
+    if window <= 0:
+        return hp
+    pattern = keys.file.get(keys.name("attention.sliding_window_pattern"), (int, np.ndarray, list), period)
+    if isinstance(pattern, int):
+        windowed = tuple(pattern == 0 or il % pattern < pattern - 1 for il in range(hp.n_layer))
+    else:
+        windowed = tuple(bool(flag) for flag in pattern)
+    if len(windowed) != hp.n_layer:
+        raise ArchError(f"the window pattern must have a flag for each of {hp.n_layer} layers, got {len(windowed)}")
+    return replace(hp, window=window, windowed=windowed, local_rope=local_rope)
+
+
+def _n_vocab(keys: Keys) -> int:
+    """As llama.cpp: the key, else the number of tokens, else the rows of the embedding."""
+    if keys.has("vocab_size"):
+        return keys.count("vocab_size")
+    tokens = keys.file.metadata.array_length("tokenizer.ggml.tokens")
+    embedding = keys.file.tensors.get("token_embd.weight")
+    if tokens is None and (embedding is None or len(embedding.ne) < 2):
+        raise ArchError(f"the size of the vocabulary must be known, the file has neither {keys.name('vocab_size')} nor tokens")
+    return tokens if tokens is not None else embedding.ne[1]  # type: ignore[union-attr]
+
+
+def _finite(keys: Keys, key: str, value: float) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise ArchError(f"{keys.name(key)} must be a finite number of at least 0, got {value}; the file is damaged")
+    return value
+
+
+def read_rope(keys: Keys, mode: str, d_k: int) -> RopeParams:
+    """The rotation that a file's rope.* keys describe. Raises ArchError for a scaling that isn't known.
+
+    YaRN's magnitude follows llama.cpp's context setup: what the op multiplies by itself is divided out first, so that
+    plain YaRN ends with 0.1 ln(factor) + 1.
+    """
+    kind = keys.get("rope.scaling.type", str, "linear")
+    if kind not in ROPE_SCALINGS:
+        raise ArchError(
+            f"{keys.name('rope.scaling.type')} must be one of {', '.join(ROPE_SCALINGS)}, got {kind!r}; "
+            f"this rotation is not implemented"
+        )
+    factor = keys.get("rope.scaling.factor", float, keys.get("rope.scale_linear", float, 0.0))
+    n_dims = keys.count("rope.dimension_count", d_k)
+    base = keys.get("rope.freq_base", float, 10000.0)
+    if n_dims > d_k or n_dims % 2 or not base > 0 or not math.isfinite(base) or not 0 <= factor < math.inf:
+        raise ArchError(
+            f"rope needs an even dimension count of at most {d_k}, a base over 0 and a factor of at least 0, "
+            f"got {n_dims}, {base} and {factor}"
+        )
+    yarn = kind == "yarn"
+    scale = 1.0 if kind == "none" or factor == 0.0 else 1.0 / factor
+    return RopeParams(
+        n_dims=n_dims,
+        mode=mode,
+        freq_base=base,
+        freq_scale=scale,
+        n_ctx_orig=keys.get("rope.scaling.original_context_length", int, keys.count("context_length")),
+        ext_factor=keys.get("rope.scaling.yarn_ext_factor", float, 1.0) if yarn else 0.0,
+        attn_factor=(_yarn_magnitude(keys, scale) if yarn else 1.0) * keys.get("rope.scaling.attn_factor", float, 1.0),
+        beta_fast=keys.get("rope.scaling.yarn_beta_fast", float, 32.0),
+        beta_slow=keys.get("rope.scaling.yarn_beta_slow", float, 1.0),
+    )
+
+
+def _yarn_magnitude(keys: Keys, scale: float) -> float:
+    """mscale(1) / mscale(log multiplier) where the file has one, over the part that the op itself multiplies in."""
+    factor = 1.0 / scale
+
+    def mscale(m: float) -> float:
+        return 1.0 if factor <= 1.0 else 0.1 * m * math.log(factor) + 1.0
+
+    log_mul = keys.get("rope.scaling.yarn_log_multiplier", float, 0.0) * 10.0  # files store a tenth of it
+    magnitude = mscale(log_mul) / mscale(log_mul) if log_mul else mscale(1.0)
+    return magnitude / (1.0 + 0.1 * math.log(factor))

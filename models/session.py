@@ -1,0 +1,136 @@
+"""Session: one sequence being read and written by a model. Prompt in batches, then token by token."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.backend import Backend
+from graphrt.errors import SessionError
+from graphrt.execute import Executable, prepare
+from graphrt.models.arch.skeleton import Decoder
+from graphrt.models.cache import KVCache
+
+Logits = npt.NDArray[np.float32]
+
+#: Logits of many tokens are made in pieces of at most this many bytes.
+MAX_LOGITS_BYTES = 256 * 2**20
+#: Prepared graphs that a session keeps: one for each number of tokens it has lately been given.
+MAX_PREPARED = 8
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """n_ctx: the most tokens a sequence may have, 0 for the model's own limit or 4096, whichever is less;
+    n_batch: the most tokens that are evaluated at once; type_k, type_v: the cache's types."""
+
+    n_ctx: int = 0
+    n_batch: int = 512
+    type_k: str = "f16"
+    type_v: str = "f16"
+
+
+DEFAULT_CTX = 4096
+
+
+def _checked(options: SessionOptions, n_ctx_train: int) -> tuple[int, int]:
+    n_ctx = options.n_ctx or min(n_ctx_train, DEFAULT_CTX)
+    if not 1 <= n_ctx <= n_ctx_train:
+        raise SessionError(f"the context (-c) must be 1 to {n_ctx_train}, the model's own limit, got {n_ctx}")
+    if options.n_batch < 1:
+        raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
+    return n_ctx, min(options.n_batch, n_ctx)
+
+
+class Session:
+    """The state of one sequence. n_past: tokens in the cache."""
+
+    def __init__(self, decoder: Decoder, backends: Sequence[Backend], options: SessionOptions) -> None:
+        hp = decoder.hp
+        self.decoder = decoder
+        self.backends = list(backends)
+        self.n_ctx, self.n_batch = _checked(options, hp.n_ctx_train)
+        self.cache = KVCache(
+            hp, self.backends[0], hp.windowed, self.n_ctx, self.n_batch, options.type_k, options.type_v
+        )
+        self.n_past = 0
+        self._prepared: OrderedDict[tuple[int, int], Executable] = OrderedDict()
+
+    def reset(self) -> None:
+        """Forgets the sequence; what was prepared stays."""
+        self.cache.clear()
+        self.n_past = 0
+
+    def executable(self, n_tokens: int, n_outputs: int) -> Executable:
+        """The prepared graph for that many tokens and wanted rows; made on first use."""
+        key = (n_tokens, n_outputs)
+        if key not in self._prepared:
+            self._prepared[key] = prepare(self.decoder.graph(n_tokens, n_outputs, self.cache), self.backends)
+            if len(self._prepared) > MAX_PREPARED:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(key)
+        return self._prepared[key]
+
+    def eval(self, tokens: Sequence[int]) -> Logits:
+        """Reads tokens and returns the logits after the last one: f32 [n_vocab], valid until the next call.
+
+        Raises SessionError when they are none, unknown, or do not fit the context.
+        """
+        self._check(tokens)
+        ids = np.asarray(tokens, np.int32)
+        for start in range(0, len(ids), self.n_batch):
+            out = self._step(ids[start : start + self.n_batch], first_row=-1)
+        return out[-1]
+
+    def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
+        """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab]."""
+        self._check(tokens)
+        ids = np.asarray(tokens, np.int32)
+        rows = np.empty((len(ids) - first, self.decoder.hp.n_vocab), np.float32)
+        batch = max(1, min(self.n_batch, MAX_LOGITS_BYTES // (4 * self.decoder.hp.n_vocab)))
+        for start, stop in _batches(first, len(ids), self.n_batch, batch):
+            wanted = start >= first
+            out = self._step(ids[start:stop], first_row=0 if wanted else -1)
+            if wanted:
+                rows[start - first : stop - first] = out
+        return rows
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        if not len(tokens):
+            raise SessionError("a prompt must have at least one token, got none; give some text")
+        if self.n_past + len(tokens) > self.n_ctx:
+            held = f" after {self.n_past} that the cache holds" if self.n_past else ""
+            raise SessionError(
+                f"the context holds {self.n_ctx} tokens, got {len(tokens)}{held}; raise it with -c (this model goes to "
+                f"{self.decoder.hp.n_ctx_train}) or shorten the prompt"
+            )
+        bad = next((t for t in tokens if not 0 <= t < self.decoder.hp.n_vocab), None)
+        if bad is not None:
+            raise SessionError(f"a token id must be 0 to {self.decoder.hp.n_vocab - 1}, got {bad}")
+
+    def _step(self, ids: npt.NDArray[np.int32], first_row: int) -> Logits:
+        n = len(ids)
+        rows = np.arange(n - 1 if first_row < 0 else first_row, n, dtype=np.int32)
+        exe = self.executable(n, len(rows))
+        positions = np.arange(self.n_past, self.n_past + n, dtype=np.int64)
+        exe.write("inp_tokens", ids)
+        exe.write("inp_pos", positions)
+        exe.write("inp_out_ids", rows)
+        for kind, ring in self.cache.rings.items():
+            suffix = "_swa" if kind == "swa" else ""
+            exe.write(f"attn_inp_k_idxs{suffix}", ring.take(positions))
+            exe.write(f"attn_inp_kq_mask{suffix}", ring.mask(positions))
+        exe.run()
+        self.n_past += n
+        logits = exe.host_array("result_output")
+        return (exe.read("result_output") if logits is None else logits).reshape(len(rows), -1)
+
+
+def _batches(first: int, n: int, without: int, with_logits: int) -> Iterator[tuple[int, int]]:
+    """Where batches start and stop: at most `without` tokens before index `first`, `with_logits` from there on."""
+    edges = [*range(0, first, without), *range(first, n, with_logits), n]
+    yield from zip(edges, edges[1:])

@@ -1,0 +1,188 @@
+"""FLASH_ATTN_EXT: attention in one op, and FLASH_ATTN_LSE, the log of its softmax denominators.
+
+    q     [D_k, n_q,  n_head,    n_seq]  f32
+    k     [D_k, n_kv, n_head_kv, n_seq]  any float or quantized type, any strides
+    v     [D_v, n_kv, n_head_kv, n_seq]  its own type; !! not transposed; may be a view of k
+    mask  [n_kv, n_q, m2, m3]  f16, added after scale and softcap; m2 divides n_head, m3 divides n_seq; may be None
+    sinks [n_head]  f32: one more logit without a value; may be None
+    out   [D_v, n_head, n_q, n_seq]  f32  !! permuted
+
+    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  s += slope(head) * mask;
+    softmax over s and the sink;  out = p.v
+
+Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless. A row with every key masked gives 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from graphrt.dtypes import F32
+from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
+from graphrt.ops.view import permute, view
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, CausalMask, Inputs, MaskValues, Normal, Uniform
+
+
+@dataclass(frozen=True)
+class FlashAttnParams:
+    """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without."""
+
+    scale: float
+    max_bias: float = 0.0
+    softcap: float = 0.0
+
+
+def _check_kv(op: str, q: Tensor, k: Tensor) -> None:
+    require(q.dtype.name == "f32", op, "q must be f32", q)
+    require(k.dtype.kind != "int", op, "k must be a float or quantized type", k)
+    require(q.ne[0] == k.ne[0], op, "q and k must have equal head size ne[0]", q, k)
+    require(q.ne[2] % k.ne[2] == 0, op, "the heads of k must divide the heads of q", q, k)
+    require(q.ne[3] == k.ne[3], op, "q and k must have equally many sequences", q, k)
+
+
+def _check_mask(op: str, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, p: FlashAttnParams) -> None:
+    if mask is not None:
+        require(mask.dtype.name == "f16", op, "the mask must be f16", mask)
+        require(mask.ne[:2] == (k.ne[1], q.ne[1]), op, "the mask must be [n_kv, n_q, ...]", q, k, mask)
+        divides = q.ne[2] % mask.ne[2] == 0 and q.ne[3] % mask.ne[3] == 0
+        require(divides, op, "dimensions 2 and 3 of the mask must divide n_head and n_seq", q, mask)
+    require(p.max_bias == 0 or mask is not None, op, "ALiBi (max_bias over 0) needs a mask", q)
+    finite = all(math.isfinite(x) for x in (p.scale, p.max_bias, p.softcap)) and p.softcap >= 0 and p.max_bias >= 0
+    require(finite, op, f"scale, max_bias and softcap must be finite, the last two not negative, got {p}")
+    if sinks is not None:
+        fits = sinks.dtype.name == "f32" and sinks.n_elements == q.ne[2]
+        require(fits, op, "sinks must be f32 with one value a head of q", q, sinks)
+
+
+def _infer_attn(src: Sources, params: FlashAttnParams) -> Result:
+    q, k, v, mask, sinks = (*src, None, None)[:5]
+    assert q is not None and k is not None and v is not None
+    op = "FLASH_ATTN_EXT"
+    _check_kv(op, q, k)
+    require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
+    require(k.ne[1:] == v.ne[1:], op, "k and v must agree in keys, heads and sequences", k, v)
+    _check_mask(op, q, k, mask, sinks, params)
+    return Result(F32, (v.ne[0], q.ne[2], q.ne[1], q.ne[3]))
+
+
+def _infer_lse(src: Sources, params: FlashAttnParams) -> Result:
+    q, k, mask, sinks = (*src, None, None)[:4]
+    assert q is not None and k is not None
+    _check_kv("FLASH_ATTN_LSE", q, k)
+    _check_mask("FLASH_ATTN_LSE", q, k, mask, sinks, params)
+    return Result(F32, (q.ne[2], q.ne[1], q.ne[3]))
+
+
+def _attn_work(node: Tensor) -> Work:
+    """Every score counts, masked or not: the figure that peers report. A v that lies in k costs no further bytes."""
+    q, k = node.src[0], node.src[1]
+    assert q is not None and k is not None
+    v = node.src[2] if node.op == "FLASH_ATTN_EXT" else None
+    d_v = v.ne[0] if v is not None else 0
+    shared = v.data_nbytes if v is not None and v is not k and v.root is k.root and v.view_offs == k.view_offs else 0
+    return Work(2 * (k.ne[0] + d_v) * k.ne[1] * q.n_rows, moved_bytes(node) - shared)
+
+
+_Axes = dict[str, object]
+
+
+def _grid() -> Iterator[_Axes]:
+    """One base case, then each axis of the contract varied alone or in the pairs that have broken kernels before."""
+    base: _Axes = {"d": (64, 64), "n_q": 3, "n_kv": 113, "heads": (4, 2), "n_seq": 1, "types": ("f16", "f16")}
+    base |= {"mask": "causal", "sinks": False, "max_bias": 0.0, "softcap": 0.0, "layout": "plain"}
+    yield base
+    for d in [(40, 40), (72, 72), (65, 67), (128, 128), (192, 128), (256, 256), (96, 64)]:
+        yield base | {"d": d, "types": ("f32", "f16")}
+    for t in ("f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"):
+        yield base | {"types": (t, t)}
+        yield base | {"types": (t, "f16"), "n_q": 1}
+    for heads in [(4, 4), (12, 1), (6, 2), (32, 2)]:
+        yield base | {"heads": heads, "n_seq": 2, "mask": "random"}
+    for n_q, n_kv in [(1, 1), (1, 17), (32, 512), (75, 40)]:
+        yield base | {"n_q": n_q, "n_kv": n_kv}
+    for mask in (None, "random", "per_head", "rows_masked"):
+        yield base | {"mask": mask, "sinks": True}
+        yield base | {"mask": mask, "softcap": 10.0, "n_seq": 2}
+    yield base | {"mask": "some_heads", "heads": (8, 2), "n_seq": 4, "sinks": True}
+    for max_bias in (4.0, 8.0):
+        yield base | {"max_bias": max_bias, "heads": (6, 3), "mask": "random", "sinks": True}
+    for layout in ("permuted", "padded", "v_in_k"):
+        yield base | {"layout": layout, "n_seq": 2, "mask": "random"}
+    yield base | {"d": (576, 512), "layout": "v_in_k", "heads": (16, 1), "softcap": 30.0, "sinks": True}
+
+
+def _cached(inputs: Inputs, name: str, dt: str, ne: tuple[int, int, int, int], layout: str) -> Tensor:
+    """k or v as caches hold them. Rows that must be whole blocks are padded; `padded` leaves cells after n_kv too."""
+    d, n_kv, n_head_kv, n_seq = ne
+    block = 32 if dt.startswith(("q", "iq")) else 1
+    row = -(-d // block) * block
+    if layout == "permuted":
+        return permute(inputs(name, dt, (row, n_head_kv, n_kv, n_seq), Normal(1.0)), 0, 2, 1, 3)
+    spare = 7 if layout == "padded" else 0
+    cache = inputs(name, dt, (row, n_kv + spare, n_head_kv, n_seq), Normal(1.0))
+    return view(cache, ne, cache.nb[1:]) if (spare or row != d) else cache
+
+
+def _attn_case(inputs: Inputs, axes: _Axes, lse: bool) -> Tensor:
+    (d_k, d_v), (n_head, n_head_kv), n_seq = axes["d"], axes["heads"], axes["n_seq"]  # type: ignore[misc]
+    n_q, n_kv, types, layout = axes["n_q"], axes["n_kv"], axes["types"], axes["layout"]
+    q = inputs("q", "f32", (d_k, n_q, n_head, n_seq), Normal(3.0))  # logits with a spread that softcap 10 bends
+    k = _cached(inputs, "k", types[0], (d_k, n_kv, n_head_kv, n_seq), str(layout))  # type: ignore[index,arg-type]
+    kind = axes["mask"]
+    init = {
+        "causal": CausalMask(), "random": MaskValues(0.3), "per_head": MaskValues(0.3), "some_heads": MaskValues(0.3),
+        "rows_masked": MaskValues(0.3, 2),
+    }  # fmt: skip
+    m2, m3 = {"per_head": (n_head, n_seq), "some_heads": (2, 2)}.get(str(kind), (1, n_seq))
+    mask = inputs("mask", "f16", (n_kv, n_q, m2, m3), init[str(kind)]) if kind else None
+    sinks = inputs("sinks", "f32", (n_head,), Uniform(-4, 4)) if axes["sinks"] else None
+    params = FlashAttnParams(d_k**-0.5, float(axes["max_bias"]), float(axes["softcap"]))  # type: ignore[arg-type,operator]
+    if lse:
+        return build(FLASH_ATTN_LSE, q, k, mask, sinks, params=params)
+    if layout == "v_in_k":
+        v = view(k, (d_v, n_kv, n_head_kv, n_seq), k.nb[1:])  # type: ignore[list-item]
+    else:
+        v = _cached(inputs, "v", types[1], (d_v, n_kv, n_head_kv, n_seq), str(layout))  # type: ignore[index,arg-type]
+    return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, params=params)
+
+
+def _cases(op: str) -> Iterator[Case]:
+    for axes in _grid():
+        yield Case(op, axes, partial(_attn_case, axes=axes, lse=op == "FLASH_ATTN_LSE"))
+
+
+FLASH_ATTN_EXT = register(
+    OpSpec(
+        "FLASH_ATTN_EXT", _infer_attn, partial(_cases, "FLASH_ATTN_EXT"), _attn_work, n_src=(3, 5), params=FlashAttnParams
+    )
+)
+FLASH_ATTN_LSE = register(
+    OpSpec(
+        "FLASH_ATTN_LSE", _infer_lse, partial(_cases, "FLASH_ATTN_LSE"), _attn_work, n_src=(2, 4), params=FlashAttnParams
+    )
+)
+
+
+def flash_attn_ext(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
+    max_bias: float = 0.0, softcap: float = 0.0, name: str = "",
+) -> Tensor:  # fmt: skip
+    """Attention; shapes and the formula stand in the module's docstring."""
+    params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
+    return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, params=params, name=name)
+
+
+def flash_attn_lse(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
+    softcap: float = 0.0, name: str = "",
+) -> Tensor:  # fmt: skip
+    """ln(sum exp(s)) of each row of flash_attn_ext(), sink included: f32 [n_head, n_q, n_seq]; -inf for an empty row.
+
+    A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two.
+    """
+    params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
+    return build(FLASH_ATTN_LSE, q, k, mask, sinks, params=params, name=name)

@@ -1,0 +1,122 @@
+"""ROPE: rotary position embedding, normal and neox order, with frequency factors and YaRN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.ops.view import gapped
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, Inputs, Positions, Uniform
+
+#: normal rotates the pair (2i, 2i+1), neox the pair (i, i + n_dims/2).
+ROPE_MODES = ("normal", "neox")
+
+
+@dataclass(frozen=True)
+class RopeParams:
+    """n_dims: how many leading dimensions rotate; the rest pass through. The others as ggml_rope_ext has them."""
+
+    n_dims: int
+    mode: str = "normal"
+    freq_base: float = 10000.0
+    freq_scale: float = 1.0
+    n_ctx_orig: int = 0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+def yarn_ramp(p: RopeParams) -> list[float]:
+    """For each pair how far YaRN extrapolates: ext_factor where the pair turns often, 0 where it turns rarely.
+
+    From the YaRN paper (arXiv 2309.00071), section 3.2, with ggml's rounding of the corner dimensions.
+    """
+
+    def corner(rotations: float) -> float:
+        return p.n_dims * math.log(p.n_ctx_orig / (rotations * 2 * math.pi)) / (2 * math.log(p.freq_base))
+
+    low = max(0.0, math.floor(corner(p.beta_fast)))
+    high = min(p.n_dims - 1.0, math.ceil(corner(p.beta_slow)))
+    width = max(0.001, high - low)
+    return [p.ext_factor * (1.0 - min(1.0, max(0.0, (i - low) / width))) for i in range(p.n_dims // 2)]
+
+
+def rope_frequencies(p: RopeParams, factors: list[float] | None = None) -> tuple[list[float], float]:
+    """The angle of each pair at position 1, and the factor on sine and cosine, in double precision.
+
+    theta_i = base^(-2i/n_dims) / factor_i; YaRN mixes it with freq_scale * theta_i along yarn_ramp().
+    """
+    base = [p.freq_base ** (-2.0 * i / p.n_dims) / (factors[i] if factors else 1.0) for i in range(p.n_dims // 2)]
+    if p.ext_factor == 0.0:
+        return [p.freq_scale * theta for theta in base], p.attn_factor
+    mixed = [theta * (p.freq_scale * (1.0 - r) + r) for theta, r in zip(base, yarn_ramp(p))]
+    return mixed, p.attn_factor * (1.0 + 0.1 * math.log(1.0 / p.freq_scale))
+
+
+def _infer(src: Sources, params: RopeParams) -> Result:
+    a, positions, factors = (*src, None)[:3]
+    assert a is not None and positions is not None
+    require(a.dtype.name in ("f32", "f16"), "ROPE", "the source must be f32 or f16", a)
+    require(positions.dtype.name == "i32", "ROPE", "positions must be i32", positions)
+    fits = positions.ne == (a.ne[2], 1, 1, 1)
+    require(fits, "ROPE", "there must be one position for each of dimension 2", a, positions)
+    even = params.n_dims % 2 == 0 and 0 < params.n_dims <= a.ne[0]
+    require(even, "ROPE", f"n_dims must be even and at most ne[0], got {params.n_dims}", a)
+    require(params.mode in ROPE_MODES, "ROPE", f"the mode must be one of {', '.join(ROPE_MODES)}, got {params.mode!r}")
+    positive = params.freq_base > 0.0 and params.freq_scale > 0.0
+    require(positive, "ROPE", f"freq_base and freq_scale must be over 0, got {params.freq_base}, {params.freq_scale}")
+    if params.ext_factor != 0.0:
+        require(params.freq_base > 1.0, "ROPE", f"YaRN needs a freq_base over 1, got {params.freq_base}")
+        require(params.n_ctx_orig > 0, "ROPE", f"YaRN needs n_ctx_orig over 0, got {params.n_ctx_orig}")
+    if factors is not None:
+        fits = factors.dtype.name == "f32" and factors.ne[0] >= params.n_dims // 2
+        require(fits, "ROPE", f"frequency factors must be f32 and at least n_dims/2 = {params.n_dims // 2}", factors)
+    return Result(a.dtype, a.ne)
+
+
+def _cases() -> Iterator[Case]:
+    yarn = RopeParams(64, "neox", 1e4, 0.25, 1024, 1.0, 1.0)
+    for params, hd, factors, top in [
+        (RopeParams(64, "normal"), 64, False, 512),
+        (RopeParams(64, "neox"), 64, False, 512),
+        (RopeParams(32, "normal"), 80, False, 512),
+        (RopeParams(32, "neox"), 80, True, 512),
+        (RopeParams(64, "normal", 5e5), 64, True, 8192),
+        (RopeParams(64, "neox", 1e6, 0.125), 64, False, 30000),
+        (yarn, 64, False, 4096),
+        (replace(yarn, mode="normal", attn_factor=0.8), 64, False, 4096),
+        (replace(yarn, ext_factor=0.5), 96, True, 4096),
+    ]:
+        for dt in ("f32", "f16"):
+
+            def make(
+                inputs: Inputs, p: RopeParams = params, hd: int = hd, ff: bool = factors, top: int = top, dt: str = dt
+            ) -> Tensor:
+                a = inputs("a", dt, (hd, 3, 5, 2))
+                positions = inputs("pos", "i32", (5,), Positions(top))
+                weights = inputs("factors", "f32", (p.n_dims // 2,), Uniform(0.9, 2.0)) if ff else None
+                return build(ROPE, a, positions, weights, params=p)
+
+            yield Case("ROPE", {"type": dt, "head_dim": hd, "factors": factors, "params": params}, make)
+    for mode in ROPE_MODES:
+
+        def make_gapped(inputs: Inputs, mode: str = mode) -> Tensor:
+            a = gapped(inputs, "a", "f32", (48, 3, 5, 2))
+            return build(ROPE, a, inputs("pos", "i32", (5,), Positions(512)), None, params=RopeParams(32, mode))
+
+        yield Case("ROPE", {"type": "f32", "mode": mode, "gaps": True}, make_gapped)
+
+
+ROPE = register(OpSpec("ROPE", _infer, _cases, elementwise_work(6), n_src=(2, 3), params=RopeParams, inplace=(0,)))
+
+
+def rope(a: Tensor, positions: Tensor, params: RopeParams, factors: Tensor | None = None, name: str = "") -> Tensor:
+    """Rotates pairs of `a` by position. a: f32 or f16 [head_dim, n_head, n_tokens, n_seq]; positions: i32 [n_tokens].
+
+    factors: f32 [n_dims/2] or None, divides each pair's angle.
+    """
+    return build(ROPE, a, positions, factors, params=params, name=name)

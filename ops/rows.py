@@ -1,0 +1,114 @@
+"""GET_ROWS and SET_ROWS: rows by index, dequantized on reading and quantized on writing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphrt.dtypes import F32
+from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
+from graphrt.ops.view import gapped
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, Inputs, Rows
+
+#: Types that SET_ROWS writes.
+WRITABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+
+
+def _infer_get_rows(src: Sources, params: None) -> Result:
+    a, ids = src
+    assert a is not None and ids is not None
+    require(ids.dtype.name == "i32", "GET_ROWS", "indices must be i32", ids)
+    fits = a.ne[2] == ids.ne[1] and a.ne[3] == ids.ne[2] and ids.ne[3] == 1
+    require(fits, "GET_ROWS", "indices [n, d2, d3] must match dimensions 2 and 3 of the source", a, ids)
+    return Result(a.dtype if a.dtype.kind == "int" else F32, (a.ne[0], *ids.ne[:3]))
+
+
+def _infer_set_rows(src: Sources, params: None) -> Result:
+    rows, ids, target = src
+    assert rows is not None and ids is not None and target is not None
+    op = "SET_ROWS"
+    require(rows.dtype.name in ("f32", "f16"), op, "rows must be f32 or f16", rows)
+    require(ids.dtype.name in ("i64", "i32"), op, "indices must be i64 or i32", ids)
+    require(target.dtype.name in WRITABLE, op, f"the target must be one of {', '.join(WRITABLE)}", target)
+    require(rows.ne[0] == target.ne[0], op, "rows and target must have equal ne[0]", rows, target)
+    require(rows.ne[2:] == target.ne[2:], op, "rows and target must agree in dimensions 2 and 3", rows, target)
+    require(rows.ne[1] == ids.ne[0], op, "there must be one index a row", rows, ids)
+    fits = rows.ne[2] % ids.ne[1] == 0 and rows.ne[3] % ids.ne[2] == 0 and ids.ne[3] == 1
+    require(fits, op, "indices [n, d2, d3] must divide dimensions 2 and 3 of the rows", rows, ids)
+    require(target.has_contiguous_rows, op, "the target's rows must be contiguous", target)
+    return Result(target.dtype, target.ne)
+
+
+def _get_rows_work(node: Tensor) -> Work:
+    source, ids = node.src[0], node.src[1]
+    assert source is not None and ids is not None
+    return Work(0, node.data_nbytes + ids.data_nbytes + ids.n_elements * source.dtype.row_size(source.ne[0]))
+
+
+def _set_rows_work(node: Tensor) -> Work:
+    rows, ids = node.src[0], node.src[1]
+    assert rows is not None and ids is not None
+    return Work(0, rows.data_nbytes + ids.data_nbytes + rows.n_rows * node.dtype.row_size(node.ne[0]))
+
+
+def _get_rows_cases() -> Iterator[Case]:
+    shapes = [("f32", 33), ("f16", 33), ("bf16", 7), ("i32", 5)]
+    shapes += [(t, 256) for t in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K")]
+    shapes += [(t, 256) for t in ("iq4_nl", "iq4_xs", "mxfp4", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")]
+    shapes += [(t, 256) for t in ("iq1_s", "iq1_m", "tq1_0", "tq2_0", "nvfp4")]
+    for dt, n in shapes:
+        for batch in ((1, 1), (3, 2)):
+
+            def make(inputs: Inputs, dt: str = dt, n: int = n, batch: tuple[int, int] = batch) -> Tensor:
+                return get_rows(inputs("a", dt, (n, 9, *batch)), inputs("ids", "i32", (4, *batch), Rows(9)))
+
+            yield Case("GET_ROWS", {"type": dt, "n": n, "batch": batch}, make)
+    for dt in ("f32", "q8_0"):
+
+        def make_gapped(inputs: Inputs, dt: str = dt) -> Tensor:
+            return get_rows(gapped(inputs, "a", dt, (64, 9, 3, 2)), inputs("ids", "i32", (4, 3, 2), Rows(9)))
+
+        yield Case("GET_ROWS", {"type": dt, "gaps": True}, make_gapped)
+
+
+def _set_rows_cases() -> Iterator[Case]:
+    for dt in WRITABLE:
+        for ids_type, batch, shared in [("i64", (1, 1), False), ("i32", (3, 2), False), ("i64", (4, 2), True)]:
+
+            def make(
+                inputs: Inputs, dt: str = dt, it: str = ids_type, batch: tuple[int, int] = batch, shared: bool = shared
+            ) -> Tensor:
+                ids = inputs("ids", it, (5, 2, 1) if shared else (5, *batch), Rows(9, distinct=True))
+                rows = inputs("rows", "f32", (64, 5, *batch))
+                return set_rows(rows, ids, inputs("target", dt, (64, 9, *batch)))
+
+            yield Case("SET_ROWS", {"type": dt, "ids": ids_type, "batch": batch, "shared": shared}, make)
+    for dt in ("f16", "q8_0"):
+
+        def make_gapped(inputs: Inputs, dt: str = dt) -> Tensor:
+            ids = inputs("ids", "i64", (5, 3, 2), Rows(9, distinct=True))
+            rows = gapped(inputs, "rows", "f32", (64, 5, 3, 2))
+            return set_rows(rows, ids, gapped(inputs, "target", dt, (64, 9, 3, 2)))
+
+        yield Case("SET_ROWS", {"type": dt, "gaps": True}, make_gapped)
+
+
+GET_ROWS = register(OpSpec("GET_ROWS", _infer_get_rows, _get_rows_cases, _get_rows_work, n_src=(2, 2)))
+SET_ROWS = register(OpSpec("SET_ROWS", _infer_set_rows, _set_rows_cases, _set_rows_work, n_src=(3, 3), writes=2))
+
+
+def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
+    """Rows of `a` by index. a: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]; result f32 [n, n_ids, d2, d3].
+
+    An integer `a` keeps its type. An index outside 0..n_rows-1 is the caller's error.
+    """
+    return build(GET_ROWS, a, ids, name=name)
+
+
+def set_rows(rows: Tensor, ids: Tensor, target: Tensor, name: str = "") -> Tensor:
+    """Writes row i of `rows` to row ids[i] of `target`, in its type; returns a view of `target`.
+
+    rows: f32 or f16 [n, n_ids, d2, d3]; ids: i64 or i32 [n_ids, e2, e3] with e2, e3 dividing d2, d3;
+    target: [n, n_rows, d2, d3], one of WRITABLE. !! Equal indices in one call leave either row.
+    """
+    return build(SET_ROWS, rows, ids, target, name=name)

@@ -1,0 +1,94 @@
+"""SOFT_MAX over ne[0], with scale, mask, ALiBi and sinks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.ops.view import gapped
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, Inputs, MaskValues, Uniform
+
+
+def alibi_slopes(n_head: int, max_bias: float) -> list[float]:
+    """The slope of each head: 1 without ALiBi; else the geometric series of the ALiBi paper (arXiv 2108.12409),
+
+    which for a number of heads that is no power of two continues with every other term of the next finer series."""
+    if max_bias <= 0.0:
+        return [1.0] * n_head
+    n2 = 1 << (n_head.bit_length() - 1)
+    m0, m1 = 2.0 ** (-max_bias / n2), 2.0 ** (-max_bias / 2 / n2)
+    return [m0 ** (h + 1) if h < n2 else m1 ** (2 * (h - n2) + 1) for h in range(n_head)]
+
+
+@dataclass(frozen=True)
+class SoftMaxParams:
+    """scale: factor on the logits; max_bias: ALiBi's, 0 without."""
+
+    scale: float = 1.0
+    max_bias: float = 0.0
+
+
+def _infer(src: Sources, params: SoftMaxParams) -> Result:
+    a, mask, sinks = (*src, None, None)[:3]
+    assert a is not None
+    op = "SOFT_MAX"
+    require(a.dtype.name == "f32", op, "the source must be f32", a)
+    require(math.isfinite(params.scale), op, f"the scale must be finite, got {params.scale}")
+    if mask is not None:
+        require(mask.dtype.name in ("f16", "f32"), op, "the mask must be f16 or f32", mask)
+        fits = mask.ne[0] == a.ne[0] and mask.ne[1] >= a.ne[1]
+        require(fits, op, "the mask must have the source's ne[0] and at least its ne[1]", a, mask)
+        divides = a.ne[2] % mask.ne[2] == 0 and a.ne[3] % mask.ne[3] == 0
+        require(divides, op, "dimensions 2 and 3 of the mask must divide the source's", a, mask)
+    require(params.max_bias == 0 or mask is not None, op, "ALiBi (max_bias over 0) needs a mask", a)
+    if sinks is not None:
+        fits = sinks.dtype.name == "f32" and sinks.n_elements == a.ne[2]
+        require(fits, op, "sinks must be f32 with one value for each of dimension 2", a, sinks)
+    return Result(a.dtype, a.ne)
+
+
+def _cases() -> Iterator[Case]:
+    for mask_type, max_bias, sinks, scale in [
+        (None, 0.0, False, 1.0),
+        ("f16", 0.0, False, 0.125),
+        ("f32", 8.0, False, 1.0),
+        ("f16", 8.0, True, 0.5),
+        (None, 0.0, True, 1.0),
+    ]:
+        for ne in [(17, 5, 6, 2), (1, 3, 6, 1), (1000, 2, 6, 1)]:
+
+            def make(
+                inputs: Inputs, mt: str | None = mask_type, mb: float = max_bias, s: bool = sinks, sc: float = scale,
+                ne: tuple[int, ...] = ne,
+            ) -> Tensor:  # fmt: skip
+                a = inputs("a", "f32", ne, Uniform(-10, 10))
+                mask = inputs("mask", mt, (ne[0], ne[1], 2, ne[3]), MaskValues(0.3)) if mt else None
+                return soft_max(a, mask, inputs("sinks", "f32", (ne[2],), Uniform(-5, 5)) if s else None, sc, mb)
+
+            yield Case("SOFT_MAX", {"mask": mask_type, "max_bias": max_bias, "sinks": sinks, "scale": scale, "ne": ne}, make)
+
+    def make_gapped(inputs: Inputs) -> Tensor:
+        mask = inputs("mask", "f16", (17, 8, 2, 1), MaskValues(0.3, 2))  # more rows than queries, fewer heads and sequences
+        return soft_max(gapped(inputs, "a", "f32", (17, 5, 6, 2), Uniform(-10, 10)), mask, scale=0.5)
+
+    yield Case("SOFT_MAX", {"mask": "f16", "rows_masked": True, "gaps": True}, make_gapped)
+
+
+SOFT_MAX = register(
+    OpSpec("SOFT_MAX", _infer, _cases, elementwise_work(5), n_src=(1, 3), params=SoftMaxParams, inplace=(0,))
+)
+
+
+def soft_max(
+    a: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0,
+    name: str = "",
+) -> Tensor:  # fmt: skip
+    """softmax(a * scale + slope(head) * mask) over ne[0]. a: f32 [n, n_q, n_head, n_seq].
+
+    mask: f16 or f32 [n, >= n_q, m2, m3], m2 and m3 dividing n_head and n_seq; sinks: f32 [n_head], one more logit
+    in the sum. !! A row with every logit at -inf gives 0, as FLASH_ATTN_EXT does, not ggml's NaN.
+    """
+    return build(SOFT_MAX, a, mask, sinks, params=SoftMaxParams(float(scale), float(max_bias)), name=name)

@@ -1,0 +1,95 @@
+"""ARGMAX, ARGSORT and TOP_K over ne[0]: indices, i32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphrt.dtypes import I32
+from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, Distinct, Inputs
+
+
+@dataclass(frozen=True)
+class ArgsortParams:
+    """descending: the largest first."""
+
+    descending: bool = False
+
+
+@dataclass(frozen=True)
+class TopKParams:
+    """k: how many."""
+
+    k: int
+
+
+def _infer_argmax(src: Sources, params: None) -> Result:
+    a = src[0]
+    assert a is not None
+    require(a.dtype.name == "f32" and a.ne[2] == a.ne[3] == 1, "ARGMAX", "the source must be an f32 matrix", a)
+    return Result(I32, (a.ne[1],))
+
+
+def _infer_argsort(src: Sources, params: ArgsortParams) -> Result:
+    a = src[0]
+    assert a is not None
+    require(a.dtype.name == "f32", "ARGSORT", "the source must be f32", a)
+    return Result(I32, a.ne)
+
+
+def _infer_top_k(src: Sources, params: TopKParams) -> Result:
+    a = src[0]
+    assert a is not None
+    require(a.dtype.name == "f32", "TOP_K", "the source must be f32", a)
+    require(1 <= params.k <= a.ne[0], "TOP_K", f"k must be 1 to ne[0], got {params.k}", a)
+    return Result(I32, (params.k, *a.ne[1:]))
+
+
+def _argmax_cases() -> Iterator[Case]:
+    for ne in [(1, 3), (33, 5), (5000, 2)]:
+
+        def make(inputs: Inputs, ne: tuple[int, ...] = ne) -> Tensor:
+            return argmax(inputs("a", "f32", ne, Distinct()))
+
+        yield Case("ARGMAX", {"ne": ne}, make)
+
+
+def _argsort_cases() -> Iterator[Case]:
+    for ne in [(1, 3, 1, 1), (33, 5, 2, 2), (1000, 2, 1, 1)]:
+        for descending in (False, True):
+
+            def make(inputs: Inputs, ne: tuple[int, ...] = ne, descending: bool = descending) -> Tensor:
+                return argsort(inputs("a", "f32", ne, Distinct()), descending)
+
+            yield Case("ARGSORT", {"ne": ne, "descending": descending}, make)
+
+
+def _top_k_cases() -> Iterator[Case]:
+    for ne, k in [((8, 5, 1, 1), 2), ((8, 1, 2, 3), 8), ((3000, 2, 1, 1), 40)]:
+
+        def make(inputs: Inputs, ne: tuple[int, ...] = ne, k: int = k) -> Tensor:
+            return top_k(inputs("a", "f32", ne, Distinct()), k)
+
+        yield Case("TOP_K", {"ne": ne, "k": k}, make)
+
+
+ARGMAX = register(OpSpec("ARGMAX", _infer_argmax, _argmax_cases, elementwise_work(1)))
+ARGSORT = register(OpSpec("ARGSORT", _infer_argsort, _argsort_cases, elementwise_work(10), params=ArgsortParams))
+TOP_K = register(OpSpec("TOP_K", _infer_top_k, _top_k_cases, elementwise_work(10), params=TopKParams))
+
+
+def argmax(a: Tensor, name: str = "") -> Tensor:
+    """The index of the largest of each row: f32 [n, m] to i32 [m]; the first of equal ones."""
+    return build(ARGMAX, a, name=name)
+
+
+def argsort(a: Tensor, descending: bool = False, name: str = "") -> Tensor:
+    """The indices that sort each row; equal elements in any order."""
+    return build(ARGSORT, a, params=ArgsortParams(descending), name=name)
+
+
+def top_k(a: Tensor, k: int, name: str = "") -> Tensor:
+    """The indices of the k largest of each row. !! In no particular order, as in ggml."""
+    return build(TOP_K, a, params=TopKParams(int(k)), name=name)

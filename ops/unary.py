@@ -1,0 +1,118 @@
+"""UNARY: one function of each element. GLU: a gate's activation times the other half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphrt.errors import GraphError
+from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.ops.view import gapped
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, Inputs, Uniform
+
+#: silu = x * sigmoid(x); gelu: the tanh form; gelu_erf: exact; gelu_quick = x * sigmoid(1.702 x); softplus = ln(1 + e^x).
+UNARY_KINDS = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu", "tanh", "sigmoid", "exp", "softplus")
+#: Activation of the gate: reglu relu, geglu gelu (tanh form), swiglu silu, swiglu_oai as gpt-oss has it.
+GLU_KINDS = ("reglu", "geglu", "swiglu", "swiglu_oai")
+
+
+def _one_of(what: str, kind: str, kinds: tuple[str, ...]) -> None:
+    if kind not in kinds:
+        raise GraphError(f"{what} must be one of {', '.join(kinds)}, got {kind!r}")
+
+
+@dataclass(frozen=True)
+class UnaryParams:
+    """kind: one of UNARY_KINDS."""
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        _one_of("a unary function", self.kind, UNARY_KINDS)
+
+
+@dataclass(frozen=True)
+class GluParams:
+    """kind: one of GLU_KINDS. alpha, limit: swiglu_oai's. swapped: without a second source, the gate is the 2nd half."""
+
+    kind: str
+    alpha: float = 1.702
+    limit: float = 7.0
+    swapped: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("a gated activation", self.kind, GLU_KINDS)
+
+
+def _infer_unary(src: Sources, params: UnaryParams) -> Result:
+    a = src[0]
+    assert a is not None
+    require(a.dtype.kind == "float", "UNARY", "the source must be a plain float type", a)
+    return Result(a.dtype, a.ne)
+
+
+def _infer_glu(src: Sources, params: GluParams) -> Result:
+    a, b = (*src, None)[:2]
+    assert a is not None
+    require(a.dtype.kind == "float", "GLU", "sources must be plain float types", a, b)
+    if b is None:
+        require(a.ne[0] % 2 == 0, "GLU", "without a second source ne[0] must be even: gate and value halves", a)
+        return Result(a.dtype, (a.ne[0] // 2, *a.ne[1:]))
+    require(a.ne == b.ne and a.dtype == b.dtype, "GLU", "gate and value must have one type and shape", a, b)
+    return Result(a.dtype, a.ne)
+
+
+def _unary_cases() -> Iterator[Case]:
+    for kind in UNARY_KINDS:
+        for ne, dt in [((17, 3, 2, 2), "f32"), ((33, 2, 1, 1), "f16")]:
+
+            def make(inputs: Inputs, kind: str = kind, ne: tuple[int, ...] = ne, dt: str = dt) -> Tensor:
+                return unary(inputs("a", dt, ne, Uniform(-6, 6)), kind)
+
+            yield Case("UNARY", {"kind": kind, "type": dt, "ne": ne}, make)
+
+    def make_gapped(inputs: Inputs) -> Tensor:
+        return unary(gapped(inputs, "a", "f32", (17, 3, 2, 2)), "silu")
+
+    yield Case("UNARY", {"kind": "silu", "type": "f32", "gaps": True}, make_gapped)
+
+
+def _glu_cases() -> Iterator[Case]:
+    for kind in GLU_KINDS:
+        for split, swapped in [(True, False), (False, False), (False, True)]:
+
+            def make(inputs: Inputs, kind: str = kind, split: bool = split, swapped: bool = swapped) -> Tensor:
+                wide = Uniform(-10, 10)
+                if split:
+                    return glu(inputs("gate", "f32", (18, 5, 2), wide), inputs("up", "f32", (18, 5, 2), wide), kind)
+                return glu(inputs("a", "f32", (36, 5, 2), wide), None, kind, swapped=swapped)
+
+            yield Case("GLU", {"kind": kind, "split": split, "swapped": swapped}, make)
+
+    def make_gapped(inputs: Inputs) -> Tensor:
+        return glu(gapped(inputs, "gate", "f32", (18, 5, 2)), gapped(inputs, "up", "f32", (18, 5, 2)), "swiglu")
+
+    yield Case("GLU", {"kind": "swiglu", "split": True, "gaps": True}, make_gapped)
+
+
+UNARY = register(OpSpec("UNARY", _infer_unary, _unary_cases, elementwise_work(8), params=UnaryParams, inplace=(0,)))
+GLU = register(
+    OpSpec("GLU", _infer_glu, _glu_cases, elementwise_work(10), n_src=(1, 2), params=GluParams, inplace=(0, 1))
+)
+
+
+def unary(a: Tensor, kind: str, name: str = "") -> Tensor:
+    """The function `kind` (see UNARY_KINDS) of each element."""
+    return build(UNARY, a, params=UnaryParams(kind), name=name)
+
+
+def glu(
+    a: Tensor, b: Tensor | None, kind: str, *, alpha: float = 1.702, limit: float = 7.0, swapped: bool = False,
+    name: str = "",
+) -> Tensor:  # fmt: skip
+    """activation(gate) * value. a: gate, b: value, both [n, ...]; or b None and a [2n, ...] with the gate first.
+
+    swiglu_oai: x = min(gate, limit), y = clamp(value, -limit, limit), x * sigmoid(alpha x) * (y + 1).
+    """
+    return build(GLU, a, b, params=GluParams(kind, alpha, limit, swapped), name=name)

@@ -1,0 +1,148 @@
+"""VIEW, RESHAPE, PERMUTE, TRANSPOSE: other looks at a tensor's memory. Nothing is computed and nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
+from graphrt.tensor import MAX_DIMS, Dims, Tensor, contiguous_nb, full_dims
+from graphrt.testing import Case, Init, Inputs
+
+
+@dataclass(frozen=True)
+class ViewParams:
+    """The shape, the byte strides of dimensions 1 to 3 and the offset in bytes of a view."""
+
+    ne: Dims
+    nb: tuple[int, int, int]
+    offs: int
+
+
+@dataclass(frozen=True)
+class ReshapeParams:
+    """The new shape."""
+
+    ne: Dims
+
+
+@dataclass(frozen=True)
+class PermuteParams:
+    """axes[i] is where dimension i of the source goes, as in ggml (the inverse of torch's permute)."""
+
+    axes: Dims
+
+
+def _infer_view(src: Sources, params: ViewParams) -> Result:
+    a = src[0]
+    assert a is not None
+    a.dtype.row_size(params.ne[0])
+    require(params.offs >= 0 and min(params.nb) >= 0, "VIEW", f"offset and strides must not be negative, got {params}")
+    whole = all(n % a.dtype.type_size == 0 for n in (params.offs, *params.nb))
+    require(whole, "VIEW", f"offset and strides must be whole blocks of {a.dtype.type_size} bytes, got {params}", a)
+    nb = (a.nb[0], *params.nb)
+    last = Tensor(a.dtype, params.ne, nb=nb).nbytes + params.offs
+    require(last <= a.nbytes, "VIEW", f"it must end inside its source ({a.nbytes} bytes), it ends at byte {last}", a)
+    return Result(a.dtype, params.ne, nb, params.offs)
+
+
+def _infer_reshape(src: Sources, params: ReshapeParams) -> Result:
+    a = src[0]
+    assert a is not None
+    require(a.is_contiguous, "RESHAPE", "the source must be contiguous; cont() makes it so", a)
+    same = a.n_elements == Tensor(a.dtype, params.ne).n_elements
+    require(same, "RESHAPE", f"the number of elements must stay, {list(params.ne)} asked for", a)
+    return Result(a.dtype, params.ne, contiguous_nb(a.dtype, params.ne))
+
+
+def _infer_permute(src: Sources, params: PermuteParams) -> Result:
+    a = src[0]
+    assert a is not None
+    require(sorted(params.axes) == [0, 1, 2, 3], "PERMUTE", f"axes must be 0 to 3 once each, got {params.axes}")
+    if a.dtype.is_quantized:
+        require(params.axes[0] == 0, "PERMUTE", "blocks lie along dimension 0, which must stay", a)
+    ne, nb = list(a.ne), list(a.nb)
+    for i, axis in enumerate(params.axes):
+        ne[axis], nb[axis] = a.ne[i], a.nb[i]
+    return Result(a.dtype, full_dims(ne), (nb[0], nb[1], nb[2], nb[3]))
+
+
+def _infer_transpose(src: Sources, params: None) -> Result:
+    return _infer_permute(src, PermuteParams((1, 0, 2, 3)))
+
+
+def _no_work(node: Tensor) -> Work:
+    return Work(0, 0)
+
+
+def _view_cases(op: str, look: Callable[[Tensor], Tensor]) -> Callable[[], Iterator[Case]]:
+    """A view is right when what reads it reads the right elements: each case copies the view out."""
+
+    def cases() -> Iterator[Case]:
+        for dt in ("f32", "f16"):
+
+            def make(inputs: Inputs, dt: str = dt) -> Tensor:
+                from graphrt.ops.copy import cont
+
+                return cont(look(inputs("a", dt, (6, 4, 3, 2))))
+
+            yield Case(op, {"type": dt}, make)
+
+    return cases
+
+
+VIEW = register(
+    OpSpec(
+        "VIEW", _infer_view, _view_cases("VIEW", lambda a: view(a, (3, 2, 2), nb=a.nb[1:3], offs=a.nb[1])), _no_work,
+        params=ViewParams, is_view=True,
+    )
+)  # fmt: skip
+RESHAPE = register(
+    OpSpec(
+        "RESHAPE", _infer_reshape, _view_cases("RESHAPE", lambda a: reshape(a, 8, 9, 2)), _no_work,
+        params=ReshapeParams, is_view=True,
+    )
+)  # fmt: skip
+PERMUTE = register(
+    OpSpec(
+        "PERMUTE", _infer_permute, _view_cases("PERMUTE", lambda a: permute(a, 2, 0, 3, 1)), _no_work,
+        params=PermuteParams, is_view=True,
+    )
+)  # fmt: skip
+TRANSPOSE = register(
+    OpSpec("TRANSPOSE", _infer_transpose, _view_cases("TRANSPOSE", lambda a: transpose(a)), _no_work, is_view=True)
+)
+
+
+def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, name: str = "") -> Tensor:
+    """A look at `ne` elements of `a` from byte `offs`. nb: byte strides of dimensions 1.., contiguous where left out."""
+    dims = full_dims(ne)
+    strides = [int(s) for s in nb]
+    following = strides[-1] * dims[len(strides)] if strides else a.nb[0] * (dims[0] // a.dtype.block_size)
+    for i in range(len(strides) + 1, MAX_DIMS):
+        strides.append(following)
+        following *= dims[i]
+    return build(VIEW, a, params=ViewParams(dims, (strides[0], strides[1], strides[2]), int(offs)), name=name)
+
+
+def reshape(a: Tensor, *ne: int, name: str = "") -> Tensor:
+    """The same elements in the same order in another shape. `a` must be contiguous."""
+    return build(RESHAPE, a, params=ReshapeParams(full_dims(ne)), name=name)
+
+
+def permute(a: Tensor, *axes: int, name: str = "") -> Tensor:
+    """Dimension i of `a` becomes dimension axes[i]."""
+    require(len(axes) == MAX_DIMS, "PERMUTE", f"takes {MAX_DIMS} axes, got {axes}")
+    return build(PERMUTE, a, params=PermuteParams((axes[0], axes[1], axes[2], axes[3])), name=name)
+
+
+def transpose(a: Tensor, name: str = "") -> Tensor:
+    """Swaps dimensions 0 and 1."""
+    return build(TRANSPOSE, a, name=name)
+
+
+def gapped(inputs: Inputs, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
+    """For conformance cases: an input whose rows and matrices have gaps between them, as a view of a larger tensor."""
+    dims = full_dims(ne)
+    whole = inputs(name, dt, (dims[0] * 2, dims[1] + 1, *dims[2:]), init)
+    return view(whole, dims, whole.nb[1:], offs=whole.nb[1])

@@ -1,0 +1,328 @@
+"""Every op once more, in numpy, written apart from the CPU backend: loops over rows and heads, formulas derived anew.
+
+REFERENCE64[op](node, *sources) takes float64 (or int64) arrays in torch's shape and gives the result in that precision.
+Fed with float32 arrays it is the independent low-precision computation that tolerances come from.
+"""
+
+from __future__ import annotations
+
+import cmath
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.tensor import Tensor
+
+Array = npt.NDArray[np.generic]
+Reference = Callable[..., Array]
+
+REFERENCE64: dict[str, Reference] = {}
+
+
+def reference64(*ops: str) -> Callable[[Reference], Reference]:
+    def declare(function: Reference) -> Reference:
+        REFERENCE64.update(dict.fromkeys(ops, function))
+        return function
+
+    return declare
+
+
+def _each(function: Callable[[float], float], a: Array) -> Array:
+    return np.array([function(float(x)) for x in a.reshape(-1)], dtype=a.dtype).reshape(a.shape)
+
+
+# -- elementwise
+
+
+def _at_modulo(b: Array, shape: tuple[int, ...]) -> Array:
+    """b[i mod n] along every dimension: what repeating means."""
+    return b[np.ix_(*[np.arange(full) % n for n, full in zip(b.shape, shape)])]
+
+
+@reference64("ADD", "SUB", "MUL", "DIV")
+def binary(node: Tensor, a: Array, b: Array) -> Array:
+    function = {"ADD": np.add, "SUB": np.subtract, "MUL": np.multiply, "DIV": np.divide}[node.op]
+    return function(a, _at_modulo(b, a.shape))
+
+
+@reference64("SCALE")
+def scale(node: Tensor, a: Array) -> Array:
+    return _each(lambda x: x * node.params.scale + node.params.bias, a)
+
+
+@reference64("CLAMP")
+def clamp(node: Tensor, a: Array) -> Array:
+    return _each(lambda x: min(max(x, node.params.low), node.params.high), a)
+
+
+@reference64("SQR")
+def sqr(node: Tensor, a: Array) -> Array:
+    return np.power(a, 2)
+
+
+@reference64("SQRT")
+def sqrt(node: Tensor, a: Array) -> Array:
+    return _each(math.sqrt, a)
+
+
+def _sigmoid(x: float) -> float:
+    return (1.0 + math.tanh(x / 2.0)) / 2.0
+
+
+ACTIVATIONS: dict[str, Callable[[float], float]] = {
+    "silu": lambda x: x / (1.0 + math.exp(-x)),
+    "gelu": lambda x: x * _sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)),
+    "gelu_erf": lambda x: x * (1.0 - math.erfc(x / math.sqrt(2.0)) / 2.0),
+    "gelu_quick": lambda x: x / (1.0 + math.exp(-1.702 * x)),
+    "relu": lambda x: x if x > 0.0 else 0.0,
+    "tanh": math.tanh,
+    "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
+    "exp": math.exp,
+    "softplus": lambda x: math.log1p(math.exp(-abs(x))) + max(x, 0.0),
+}
+
+
+@reference64("UNARY")
+def unary(node: Tensor, a: Array) -> Array:
+    return _each(ACTIVATIONS[node.params.kind], a)
+
+
+@reference64("GLU")
+def glu(node: Tensor, a: Array, b: Array | None = None) -> Array:
+    p = node.params
+    if b is None:
+        n = a.shape[-1] // 2
+        a, b = (a[..., n:], a[..., :n]) if p.swapped else (a[..., :n], a[..., n:])
+    if p.kind == "swiglu_oai":
+        x = np.minimum(a, p.limit)
+        y = np.minimum(np.maximum(b, -p.limit), p.limit)
+        return _each(lambda v: v / (1.0 + math.exp(-p.alpha * v)), x) * (y + 1.0)
+    gate = ACTIVATIONS[{"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}[p.kind]]
+    return _each(gate, a) * b
+
+
+# -- rows
+
+
+def _rows(a: Array) -> Iterator[tuple[tuple[int, ...], Array]]:
+    for index in np.ndindex(*a.shape[:-1]):
+        yield index, a[index]
+
+
+@reference64("NORM")
+def norm(node: Tensor, a: Array) -> Array:
+    out = np.empty_like(a)
+    for i, row in _rows(a):
+        mean = row.sum() / row.size
+        variance = ((row - mean) ** 2).sum() / row.size
+        out[i] = (row - mean) * (variance + node.params.eps) ** -0.5
+    return out
+
+
+@reference64("RMS_NORM")
+def rms_norm(node: Tensor, a: Array) -> Array:
+    out = np.empty_like(a)
+    for i, row in _rows(a):
+        out[i] = row * (np.dot(row, row) / row.size + node.params.eps) ** -0.5
+    return out
+
+
+@reference64("L2_NORM")
+def l2_norm(node: Tensor, a: Array) -> Array:
+    out = np.empty_like(a)
+    for i, row in _rows(a):
+        out[i] = row / max(np.linalg.norm(row), node.params.eps)
+    return out
+
+
+@reference64("SUM_ROWS")
+def sum_rows(node: Tensor, a: Array) -> Array:
+    return np.einsum("abcd->abc", a)[..., None]
+
+
+@reference64("ARGMAX")
+def argmax(node: Tensor, a: Array) -> Array:
+    return np.array([list(row).index(max(row)) for _, row in _rows(a)]).reshape(node.shape)
+
+
+@reference64("ARGSORT")
+def argsort(node: Tensor, a: Array) -> Array:
+    sign = -1.0 if node.params.descending else 1.0
+    order = [sorted(range(row.size), key=lambda j, row=row: sign * row[j]) for _, row in _rows(a)]
+    return np.array(order).reshape(node.shape)
+
+
+@reference64("TOP_K")
+def top_k(node: Tensor, a: Array) -> Array:
+    """Sorted by index: only the set matters."""
+    best = [sorted(sorted(range(row.size), key=lambda j, row=row: -row[j])[: node.params.k]) for _, row in _rows(a)]
+    return np.array(best).reshape(node.shape)
+
+
+# -- movement
+
+
+@reference64("CONT", "DUP")
+def same(node: Tensor, a: Array) -> Array:
+    return a
+
+
+@reference64("CPY")
+def cpy(node: Tensor, a: Array, target: Array) -> Array:
+    return np.array([a[i] for i in np.ndindex(*a.shape)], dtype=a.dtype).reshape(node.shape)
+
+
+@reference64("CONCAT")
+def concat(node: Tensor, a: Array, b: Array) -> Array:
+    axis = len(a.shape) - 1 - node.params.dim
+    out = np.empty(node.shape, dtype=a.dtype)
+    for i in np.ndindex(*node.shape):
+        n = a.shape[axis]
+        out[i] = a[i] if i[axis] < n else b[(*i[:axis], i[axis] - n, *i[axis + 1 :])]
+    return out
+
+
+@reference64("REPEAT")
+def repeat(node: Tensor, a: Array) -> Array:
+    return _at_modulo(a, node.shape)
+
+
+@reference64("GET_ROWS")
+def get_rows(node: Tensor, a: Array, ids: Array) -> Array:
+    out = np.empty(node.shape, dtype=a.dtype)
+    for i3, i2, i1 in np.ndindex(*node.shape[:3]):
+        out[i3, i2, i1] = a[i3, i2, ids[0, i3, i2, i1]]
+    return out
+
+
+@reference64("SET_ROWS")
+def set_rows(node: Tensor, rows: Array, ids: Array, target: Array) -> Array:
+    """The target after the write, in whatever form rows and target come: values, or stored bytes."""
+    out = target.copy()
+    for i3, i2, i1 in np.ndindex(*rows.shape[:3]):
+        out[i3, i2, ids[0, i3 % ids.shape[1], i2 % ids.shape[2], i1]] = rows[i3, i2, i1]
+    return out
+
+
+# -- matrices, positions, attention
+
+
+@reference64("MUL_MAT")
+def mul_mat(node: Tensor, a: Array, b: Array) -> Array:
+    out = np.empty(node.shape, dtype=b.dtype)
+    r3, r2 = b.shape[0] // a.shape[0], b.shape[1] // a.shape[1]
+    for i3, i2 in np.ndindex(*b.shape[:2]):
+        out[i3, i2] = np.einsum("mk,nk->nm", a[i3 // r3, i2 // r2], b[i3, i2])
+    return out
+
+
+def _yarn_share(node: Tensor, i: int) -> float:
+    """How far pair i keeps its own frequency. A pair that turns r times within n_ctx_orig has wavelength n_ctx/r,
+    which solves to the dimension n_dims * ln(n_ctx / (2 pi r)) / (2 ln base)."""
+    p = node.params
+
+    def dimension(turns: float) -> float:
+        return p.n_dims * math.log(p.n_ctx_orig / (2 * math.pi * turns)) / (2 * math.log(p.freq_base))
+
+    low = max(0, math.floor(dimension(p.beta_fast)))
+    high = min(p.n_dims - 1, math.ceil(dimension(p.beta_slow)))
+    position = (i - low) / max(0.001, high - low)
+    return p.ext_factor * (1.0 - (0.0 if position < 0 else 1.0 if position > 1 else position))
+
+
+@reference64("ROPE")
+def rope(node: Tensor, a: Array, positions: Array, factors: Array | None = None) -> Array:
+    """Each pair as a complex number, turned by e^(i theta)."""
+    p = node.params
+    out = a.copy()
+    magnitude = p.attn_factor if p.ext_factor == 0 else p.attn_factor * (1 - 0.1 * math.log(p.freq_scale))
+    for token, i in itertools.product(range(a.shape[1]), range(p.n_dims // 2)):
+        theta = int(positions.reshape(-1)[token]) / math.pow(p.freq_base, 2 * i / p.n_dims)
+        if factors is not None:
+            theta /= float(factors.reshape(-1)[i])
+        share = _yarn_share(node, i) if p.ext_factor != 0 else 0.0
+        angle = p.freq_scale * theta * (1 - share) + theta * share
+        turn = complex(magnitude * cmath.exp(1j * angle))
+        x, y = (2 * i, 2 * i + 1) if p.mode == "normal" else (i, i + p.n_dims // 2)
+        pair = (a[:, token, :, x] + 1j * a[:, token, :, y]) * turn
+        out[:, token, :, x], out[:, token, :, y] = pair.real, pair.imag
+    return out
+
+
+def alibi_slope(head: int, n_head: int, max_bias: float) -> float:
+    """For 2^n heads the series 2^(-max_bias/2^n), squared, cubed...; further heads take the odd terms of the series for
+    2^(n+1) heads."""
+    if max_bias == 0:
+        return 1.0
+    power = 2 ** math.floor(math.log2(n_head))
+    if head < power:
+        return 2.0 ** (-max_bias * (head + 1) / power)
+    return 2.0 ** (-max_bias * (2 * (head - power) + 1) / (2 * power))
+
+
+def _row_softmax(logits: Array, sink: float | None) -> tuple[Array, float]:
+    """Weights and the log of the denominator of one row, by log-sum-exp; only keys with a finite logit count."""
+    seen = logits[logits != -np.inf]
+    terms = [*seen.tolist(), sink] if sink is not None else seen.tolist()
+    if not terms or max(terms) == -np.inf:
+        return np.zeros_like(logits), -math.inf
+    top = max(terms)
+    lse = top + math.log(math.fsum(math.exp(t - top) for t in terms))
+    return np.exp(logits - logits.dtype.type(lse)), lse
+
+
+@reference64("SOFT_MAX")
+def soft_max(node: Tensor, a: Array, mask: Array | None = None, sinks: Array | None = None) -> Array:
+    out = np.empty_like(a)
+    p = node.params
+    for s, h, i in np.ndindex(*a.shape[:3]):
+        logits = a[s, h, i] * p.scale
+        if mask is not None:
+            slope = alibi_slope(h, a.shape[1], p.max_bias)
+            logits = logits + slope * mask[s % mask.shape[0], h % mask.shape[1], i]
+        out[s, h, i] = _row_softmax(logits, float(sinks.reshape(-1)[h]) if sinks is not None else None)[0]
+    return out
+
+
+def _attention_rows(
+    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None
+) -> Iterator[tuple[int, int, int, Array, Array, float]]:
+    """(sequence, head, query, seen keys, their weights, lse): keys whose mask is -inf are never looked at."""
+    p = node.params
+    n_head = q.shape[1]
+    group = n_head // k.shape[1]
+    for s, h in np.ndindex(*q.shape[:2]):
+        sink = float(sinks.reshape(-1)[h]) if sinks is not None else None
+        slope = alibi_slope(h, n_head, p.max_bias)
+        for i in range(q.shape[2]):
+            bias = mask[s % mask.shape[0], h % mask.shape[1], i] if mask is not None else np.zeros(k.shape[2], q.dtype)
+            keys = np.flatnonzero(~np.isneginf(bias))
+            logits = (k[s, h // group, keys] @ q[s, h, i]) * p.scale
+            if p.softcap > 0:
+                logits = p.softcap * np.tanh(logits / p.softcap)
+            weights, lse = _row_softmax(logits + slope * bias[keys], sink)
+            yield s, h, i, keys, weights, lse
+
+
+@reference64("FLASH_ATTN_EXT")
+def flash_attn_ext(
+    node: Tensor, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None
+) -> Array:
+    out = np.zeros(node.shape, dtype=q.dtype)
+    group = q.shape[1] // v.shape[1]
+    for s, h, i, keys, weights, _ in _attention_rows(node, q, k, mask, sinks):
+        out[s, i, h] = weights @ v[s, h // group, keys]
+    return out
+
+
+@reference64("FLASH_ATTN_LSE")
+def flash_attn_lse(
+    node: Tensor, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None
+) -> Array:
+    out = np.empty(node.shape, dtype=q.dtype)
+    for s, h, i, _, _, lse in _attention_rows(node, q, k, mask, sinks):
+        out[0, s, i, h] = lse
+    return out
