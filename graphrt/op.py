@@ -49,6 +49,11 @@ def elementwise_work(flops_per_element: int) -> Callable[[Tensor], Work]:
     return lambda node: Work(flops_per_element * node.n_elements, moved_bytes(node))
 
 
+def reduction_work(flops_per_element: int) -> Callable[[Tensor], Work]:
+    """The work of an op that spends a fixed number of FLOPs on each element of its first source."""
+    return lambda node: Work(flops_per_element * next(node.sources()).n_elements, moved_bytes(node))
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """One op.

@@ -40,6 +40,8 @@ def _result_is_what_the_op_yields(graph: Graph) -> Violations:
         ne = tuple(result.ne) + (1,) * (4 - len(result.ne))
         if (result.dtype, ne) != (node.dtype, node.ne):
             yield node, f"{node.op} yields {result.dtype.name}{list(ne)}, the node says {node.describe()}"
+        elif result.nb is not None and tuple(result.nb) != node.nb:
+            yield node, f"{node.op} yields strides {list(result.nb)}, the node says {list(node.nb)}"
 
 
 def _views_stay_inside(graph: Graph) -> Violations:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
 from graphrt.ops.view import gapped
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Uniform
@@ -85,7 +85,7 @@ def _sum_rows_cases() -> Iterator[Case]:
     yield Case("SUM_ROWS", {"ne": (10, 5, 4, 3), "gaps": True}, make_gapped)
 
 
-SUM_ROWS = register(OpSpec("SUM_ROWS", _infer_sum_rows, _sum_rows_cases, elementwise_work(1)))
+SUM_ROWS = register(OpSpec("SUM_ROWS", _infer_sum_rows, _sum_rows_cases, reduction_work(1)))
 
 
 def sum_rows(a: Tensor, name: str = "") -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphrt.dtypes import I32
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Distinct, Inputs
 
@@ -75,9 +75,9 @@ def _top_k_cases() -> Iterator[Case]:
         yield Case("TOP_K", {"ne": ne, "k": k}, make)
 
 
-ARGMAX = register(OpSpec("ARGMAX", _infer_argmax, _argmax_cases, elementwise_work(1)))
+ARGMAX = register(OpSpec("ARGMAX", _infer_argmax, _argmax_cases, reduction_work(1)))
 ARGSORT = register(OpSpec("ARGSORT", _infer_argsort, _argsort_cases, elementwise_work(10), params=ArgsortParams))
-TOP_K = register(OpSpec("TOP_K", _infer_top_k, _top_k_cases, elementwise_work(10), params=TopKParams))
+TOP_K = register(OpSpec("TOP_K", _infer_top_k, _top_k_cases, reduction_work(10), params=TopKParams))
 
 
 def argmax(a: Tensor, name: str = "") -> Tensor:

@@ -55,12 +55,12 @@ def _infer_reshape(src: Sources, params: ReshapeParams) -> Result:
     return Result(a.dtype, params.ne, contiguous_nb(a.dtype, params.ne))
 
 
-def _infer_permute(src: Sources, params: PermuteParams) -> Result:
+def _infer_permute(src: Sources, params: PermuteParams, op: str = "PERMUTE") -> Result:
     a = src[0]
     assert a is not None
-    require(sorted(params.axes) == [0, 1, 2, 3], "PERMUTE", f"axes must be 0 to 3 once each, got {params.axes}")
+    require(sorted(params.axes) == [0, 1, 2, 3], op, f"axes must be 0 to 3 once each, got {params.axes}")
     if a.dtype.is_quantized:
-        require(params.axes[0] == 0, "PERMUTE", "blocks lie along dimension 0, which must stay", a)
+        require(params.axes[0] == 0, op, "blocks lie along dimension 0, which must stay", a)
     ne, nb = list(a.ne), list(a.nb)
     for i, axis in enumerate(params.axes):
         ne[axis], nb[axis] = a.ne[i], a.nb[i]
@@ -68,7 +68,7 @@ def _infer_permute(src: Sources, params: PermuteParams) -> Result:
 
 
 def _infer_transpose(src: Sources, params: None) -> Result:
-    return _infer_permute(src, PermuteParams((1, 0, 2, 3)))
+    return _infer_permute(src, PermuteParams((1, 0, 2, 3)), "TRANSPOSE")
 
 
 def _no_work(node: Tensor) -> Work:

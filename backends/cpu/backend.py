@@ -29,7 +29,8 @@ class CpuBackend(Backend):
     name: ClassVar[str] = "cpu"
     api_version: ClassVar[int] = API_VERSION
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *, exact: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        self.exact = exact
         self.dtype = dtype
         self._decoded: dict[object, torch.Tensor] = {}
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn_decode
     from graphrt.backends.cpu.fast.blocks import TYPES
-    from graphrt.backends.cpu.fast.gemv import MAX_TOKENS, gemv, gemv_glu
     from graphrt.backends.cpu.fast.math_ops import argmax, elementwise
+    from graphrt.backends.cpu.fast.matvec import MAX_TOKENS, gemv, gemv_glu
     from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, rms_norm, rope
     from graphrt.backends.cpu.fast.pool import Program, Step, max_threads
     from graphrt.backends.cpu.fast.rows import SET_ROWS_TYPES, dequant_rows, get_rows, set_rows
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attention": ("KV_TYPES", "flash_attn_decode"),
     "blocks": ("TYPES",),
-    "gemv": ("MAX_TOKENS", "gemv", "gemv_glu"),
+    "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
     "math_ops": ("argmax", "elementwise"),
     "norm_rope": ("add_rms_norm", "rms_norm", "rope"),
     "pool": ("Program", "Step", "max_threads"),

@@ -321,13 +321,12 @@ class _Task:
         with f.range(first, stop, TILE) as tile:
             count = f.min_int(stop - tile, TILE)
             tile_max = [f.var(f.zeros() + NEG_INF) for _ in rows]
-            with f.range(0, TILE, LANES) as at:
-                with f.if_else(at < count) as (inside, past):
-                    with inside:
-                        self._chunk(rows, k_base, tile + at, at, tile_max)
-                    with past:
-                        for i in range(len(rows)):
-                            f.store(self._score(i, at), f.zeros() + NEG_INF)
+            with f.range(0, TILE, LANES) as at, f.if_else(at < count) as (inside, past):
+                with inside:
+                    self._chunk(rows, k_base, tile + at, at, tile_max)
+                with past:
+                    for i in range(len(rows)):
+                        f.store(self._score(i, at), f.zeros() + NEG_INF)
             alive = f.const(0, I1)
             for biggest in tile_max:
                 alive = alive | f.any_set(biggest.v.ne(NEG_INF))

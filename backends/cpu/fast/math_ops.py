@@ -88,7 +88,7 @@ def elementwise(
 ) -> Step:
     """y[r] = op(a[r], b[r]) over n_rows rows of n f32, nb bytes apart; b_nb = 0 repeats one row of b. y may be a or b.
 
-    silu, gelu, relu; scale: a * s0 + s1; softcap: s0 * tanh(a / s0); add; mul; silu_glu, gelu_glu, relu_glu: act(a) * b.
+    silu, gelu, relu; scale: a * s0 + s1; softcap: s0 * tanh(a / s0); add; mul; silu_glu (or gelu, relu): silu(a) * b.
     """
     kernel = map_kernel(op)
     block = kernel.pack(y=y, a=a, b=b, n_rows=n_rows, n=n, y_nb=y_nb, a_nb=a_nb, b_nb=b_nb, s0=s0, s1=s1)

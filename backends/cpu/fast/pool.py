@@ -195,6 +195,8 @@ class Program:
             skip = one_thread_so_far and i + 1 < len(groups) and all(e.serial for e in groups[i + 1])
             entries += [(e, not skip and e is group[-1]) for e in group]
             one_thread_so_far = one_thread_so_far if skip else True
+        if not entries:
+            raise ValueError("a program needs at least one step")
         program = _program(entries, n_threads or max_threads())
         self.keep = (program, *steps)
         self.call = functools.partial(_run(), ctypes.addressof(program))

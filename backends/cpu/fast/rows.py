@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
-from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, I64, LANES, Fn, Val
+from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, I64, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.pool import Entry, Step
 

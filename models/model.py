@@ -1,0 +1,143 @@
+"""Model: a loaded GGUF file with its tokenizer, ready to open sessions, generate text and give logits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from graphrt.backend import Backend, get_backend
+from graphrt.errors import SessionError
+from graphrt.models.arch import architecture
+from graphrt.models.arch.skeleton import Decoder
+from graphrt.models.chat import ChatTemplate
+from graphrt.models.chat import from_metadata as chat_from_metadata
+from graphrt.models.gguf import GGUFFile
+from graphrt.models.hparams import Keys
+from graphrt.models.sampling import Sampler, SamplerParams
+from graphrt.models.session import Logits, Session, SessionOptions
+from graphrt.models.tokenizer import Tokenizer
+from graphrt.models.weights import Weights
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token: its id, and the text that became complete with it ("" inside a character)."""
+
+    token: int
+    text: str
+
+
+class Model:
+    """A model in a backend's memory. Make it with load(). file: the GGUF file; decoder: its architecture and weights;
+    backends: who runs it, the preferred first."""
+
+    def __init__(self, file: GGUFFile, backends: Sequence[Backend]) -> None:
+        self.file = file
+        self.backends = list(backends)
+        cls = architecture(file.get("general.architecture", str))
+        hp = cls.read(Keys(file))
+        weights = Weights(file, self.backends[0])
+        self.decoder: Decoder = cls(hp, weights)
+        weights.check_all_used()
+        self.weights = weights
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Built when text is first needed. Raises TokenizerError for a vocabulary that can't be used."""
+        return Tokenizer.from_metadata(self.file.metadata)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The file's chat template, None when it has none."""
+        return chat_from_metadata(self.file.metadata, self.tokenizer)
+
+    def session(self, options: SessionOptions = SessionOptions()) -> Session:
+        """A new, empty sequence."""
+        return Session(self.decoder, self.backends, options)
+
+    def prompt_tokens(self, prompt: str, *, raw: bool = True, system: str | None = None) -> list[int]:
+        """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one.
+
+        Text like "<|im_start|>" becomes special tokens either way. Raises SessionError for an empty prompt.
+        """
+        if not prompt:
+            raise SessionError("a prompt must not be empty; give some text with -p")
+        template = None if raw else self.chat_template
+        if template is None:
+            return self.tokenizer.encode(prompt, parse_special=True)
+        messages = [{"role": "system", "content": system}] if system else []
+        text = template.render([*messages, {"role": "user", "content": prompt}])
+        bos = self.tokenizer.bos_id
+        starts_with_bos = bos is not None and text.startswith(self.tokenizer.piece(bos).decode("utf-8", "replace"))
+        return self.tokenizer.encode(text, add_bos=False if starts_with_bos else None, parse_special=True)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        n: int = 128,
+        *,
+        sampling: SamplerParams = SamplerParams(),
+        raw: bool = True,
+        session: Session | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[Piece]:
+        """Tokens and text after a prompt (text, or ids), at most n of them; -1: until the end or a full context.
+
+        Ends after an end-of-generation token, which comes as a piece without text. The session, a new one unless given,
+        holds the sequence. Raises SessionError for a prompt that is empty or longer than the context.
+        """
+        tokens = self.prompt_tokens(prompt, raw=raw) if isinstance(prompt, str) else list(prompt)
+        session = session or self.session()
+        sampler = Sampler(sampling)
+        history = list(tokens)
+        stream = self.tokenizer.stream()
+        logits = session.eval(tokens)
+        made = 0
+        while made != n:
+            token = self.next_token(sampler, logits, history)
+            history.append(token)
+            made += 1
+            if self.tokenizer.is_eog(token) and not ignore_eos:
+                yield Piece(token, stream.flush())
+                return
+            last = made == n or session.n_past >= session.n_ctx
+            text = stream.push(token)
+            yield Piece(token, text + stream.flush() if last else text)
+            if last:
+                return
+            logits = session.eval([token])
+
+    def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
+        """Greedy sampling without penalties needs no more than the largest logit; the rest is the sampler's."""
+        return int(sampler.sample(torch.from_numpy(logits), history))
+
+    def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:
+        """The logits after every token: float32 [n_tokens, n_vocab], in a sequence of its own."""
+        return self.session(options).eval_rows(list(tokens))
+
+
+def load(
+    path: str | os.PathLike[str], backend: str | Sequence[str | Backend] | Backend = "auto", *, exact: bool = False
+) -> Model:
+    """Opens a GGUF file and puts its weights where the backend wants them.
+
+    backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
+    they refuse. exact: only reference forms of the ops. Raises GGUFError, ArchError, BackendError, MemoryPlanError.
+    """
+    listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
+    backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
+    if all(b.name != "cpu" for b in backends):
+        backends.append(get_backend("cpu", exact=exact))
+    return Model(GGUFFile.open(path), backends)
+
+
+def nll(logits: Logits, targets: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The negative log-likelihood of each target: logits f32 [n, n_vocab], targets n ids; float64 [n]."""
+    rows = torch.from_numpy(logits)
+    picked = rows[torch.arange(len(targets)), torch.tensor(list(targets))].double()
+    return (torch.logsumexp(rows.double(), -1) - picked).numpy()

@@ -1,0 +1,109 @@
+"""What a GGUF file holds: metadata, tensors by type, the memory that it needs, and the ops that its graphs use."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from graphrt.tools.common import human_bytes, print_json, print_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a .gguf file, a known name or hf:REPO/FILE")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="context for the memory figures")
+
+
+def main(args: argparse.Namespace) -> int:
+    from graphrt.models import hub
+    from graphrt.models.gguf import GGUFFile
+
+    path = hub.resolve(args.model)
+    with GGUFFile.open(path) as file:
+        facts = {
+            "path": str(path),
+            "version": file.version,
+            "byte_order": file.byte_order,
+            "metadata": {key: _shown(file.metadata[key]) for key in file.metadata},
+            "tensors": [
+                {"name": t.name, "type": t.dtype.name, "ne": list(t.ne), "bytes": t.nbytes} for t in file.tensors.values()
+            ],
+            "needs": _needs(file, args.ctx_size),
+        }
+    if args.json:
+        print_json(facts)
+    else:
+        _print(facts, args.tensors)
+    return 0
+
+
+def _shown(value: Any) -> Any:
+    """A key's value as JSON; long arrays by their first elements."""
+    if isinstance(value, (np.ndarray, list)):
+        head = [v.item() if isinstance(v, np.generic) else _text(v) for v in value[:5]]
+        return head if len(value) <= 5 else {"length": len(value), "first": head}
+    return _text(value)
+
+
+def _text(value: Any) -> Any:
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+
+
+def _needs(file: Any, n_ctx: int) -> dict[str, Any]:
+    """Memory in bytes and the ops of the decode graph, or the reason why graphrt can't run the model."""
+    from graphrt.errors import GraphrtError
+    from graphrt.models.model import Model
+    from graphrt.models.session import SessionOptions
+
+    try:
+        from graphrt.backend import get_backend
+
+        model = Model(file, [get_backend("cpu")])
+        session = model.session(SessionOptions(n_ctx=n_ctx))
+        exe = session.executable(1, 1)
+    except GraphrtError as error:
+        return {"runs": False, "reason": str(error)}
+    ops = Counter(node.op for node in exe.graph.nodes)
+    return {
+        "runs": True,
+        "n_ctx": session.n_ctx,
+        "weights_bytes": model.weights.nbytes,
+        "cache_bytes": session.cache.nbytes,
+        "decode_bytes": sum(arena.plan.peak for arena in exe.arenas.values()),
+        "ops": dict(sorted(ops.items())),
+    }
+
+
+def _print(facts: dict[str, Any], every_tensor: bool) -> None:
+    print(f"{facts['path']}: GGUF version {facts['version']}, {facts['byte_order']}-endian\n")
+    print_table(("key", "value"), [(key, _line(value)) for key, value in facts["metadata"].items()])
+    tensors = facts["tensors"]
+    total, counts = Counter[str](), Counter(t["type"] for t in tensors)
+    for t in tensors:
+        total[t["type"]] += t["bytes"]
+    print()
+    print_table(("type", "tensors", "size"), [(k, counts[k], human_bytes(n)) for k, n in total.most_common()])
+    if every_tensor:
+        print()
+        print_table(("tensor", "type", "shape"), [(t["name"], t["type"], t["ne"]) for t in tensors])
+    print()
+    _print_needs(facts["needs"])
+
+
+def _print_needs(needs: dict[str, Any]) -> None:
+    if not needs["runs"]:
+        print(f"graphrt can't run it: {needs['reason']}")
+        return
+    sizes = [("weights", "weights_bytes"), (f"cache of {needs['n_ctx']} tokens, f16", "cache_bytes")]
+    sizes.append(("compute, one token", "decode_bytes"))
+    print_table(("memory", "size"), [(what, human_bytes(needs[key])) for what, key in sizes])
+    print("\nops: " + ", ".join(f"{op} {n}" for op, n in needs["ops"].items()))
+
+
+def _line(value: Any) -> str:
+    text = str(value).replace("\n", "\\n")
+    return text if len(text) <= 100 else text[:97] + "..."

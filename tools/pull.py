@@ -1,0 +1,23 @@
+"""Fetch a model into the cache: a known name (smollm2-135m, gemma3-270m) or hf:REPO/FILE. Prints where it lies."""
+
+from __future__ import annotations
+
+import argparse
+
+from graphrt.tools.common import print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="smollm2-135m, gemma3-270m or hf:REPO/FILE")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    from graphrt.models import hub
+
+    path = hub.pull(args.name)
+    if args.json:
+        print_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
+    else:
+        print(path)
+    return 0
