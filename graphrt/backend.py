@@ -190,7 +190,7 @@ def _import(path: str) -> Any:
 def _inspect(name: str, load: Callable[[], Any]) -> BackendInfo:
     try:
         cls = load()
-    except (ImportError, AttributeError, SyntaxError, OSError) as error:  # a broken plugin must not take the others with it
+    except (ImportError, AttributeError, SyntaxError, OSError) as error:  # a broken plugin takes no other with it
         return BackendInfo(name, None, 0, f"it can't be imported: {error}")
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         return BackendInfo(name, None, 0, f"its entry point must name a graphrt.backend.Backend subclass, got {cls!r}")
@@ -200,8 +200,9 @@ def _inspect(name: str, load: Callable[[], Any]) -> BackendInfo:
         return BackendInfo(name, None, 0, f"{reason}; install a matching release of one of them")
     if inspect.isabstract(cls):
         return BackendInfo(name, None, 0, f"it must define {', '.join(sorted(cls.__abstractmethods__))}")
-    if getattr(cls, "name", None) != name:
-        return BackendInfo(name, None, 0, f"its class must have the entry point's name, got {getattr(cls, 'name', None)!r}")
+    own_name = getattr(cls, "name", None)
+    if own_name != name:
+        return BackendInfo(name, None, 0, f"its class must have the entry point's name, got {own_name!r}")
     unusable = cls.unusable()
     return BackendInfo(name, cls, 0 if unusable else cls.score(), unusable)
 

@@ -50,7 +50,7 @@ def plan_memory(requests: Sequence[Request], alignment: int = 64) -> MemoryPlan:
         live = [block for block in live if block[2] >= chain.first]
         offset = _best_fit(live, chain.size)
         insort(live, (offset, chain.size, chain.last))
-        plan.offsets.update({key: offset for key in chain.keys})
+        plan.offsets.update(dict.fromkeys(chain.keys, offset))
         plan.peak = max(plan.peak, offset + chain.size)
         in_use = sum(block[1] for block in live)
         if in_use > plan.live_peak:
@@ -78,7 +78,7 @@ def _chains(requests: Sequence[Request], alignment: int, taken_over: dict[object
     chains: list[_Chain] = []
     for request in requests:
         size = _aligned(request.nbytes, alignment)
-        giver = next((k for k in request.takes_over if k in of and _can_give(of[k], size, request.first)), None)
+        giver = next((k for k in request.takes_over if k in of and _can_give(of[k], k, size, request.first)), None)
         if giver is not None:
             chain = of[giver]
             chain.last = request.last
@@ -91,8 +91,9 @@ def _chains(requests: Sequence[Request], alignment: int, taken_over: dict[object
     return chains
 
 
-def _can_give(chain: _Chain, size: int, step: int) -> bool:
-    return chain.last == step and chain.size >= size
+def _can_give(chain: _Chain, key: object, size: int, step: int) -> bool:
+    """`key` still has the block, and `step` is the last one that reads it."""
+    return chain.keys[-1] == key and chain.last == step and chain.size >= size
 
 
 def _best_fit(live: list[tuple[int, int, int]], size: int) -> int:

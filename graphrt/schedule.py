@@ -1,7 +1,8 @@
 """The scheduler: which backend runs each node and why, where the graph is cut, and what is copied between backends.
 
 Backends come in order of preference. A node that writes into a buffer runs where the buffer lies; any other node runs
-on the first backend that supports it. Each assignment carries its cause, and each refusal its reason.
+on the first backend that supports it and whatever writes into its result later. Each assignment carries its cause, and
+each refusal its reason.
 """
 
 from __future__ import annotations
@@ -72,12 +73,19 @@ class _Scheduler:
         self.backends = {b.name: b for b in backends}
         self.result = Schedule([], {}, {}, {}, {})
         self._copies: dict[tuple[Tensor, str], Tensor] = {}
+        self._writers: dict[Tensor, list[Tensor]] = {}  # what writes into a tensor's memory after it is there
+        for node in graph.nodes:
+            if op_spec(node.op).writes is not None:
+                self._writers.setdefault(node.root, []).append(node)
 
     def run(self) -> Schedule:
         homes = self.result.homes
         for leaf in self.graph.leafs:
             if leaf.buffer is not None:
                 homes[leaf] = leaf.buffer.backend
+            elif leaf in self._writers:  # an input lies where it can be written into
+                able = (name for name in self.backends if self._write_refusal(leaf, name) is None)
+                homes[leaf] = next(able, next(iter(self.backends), ""))
         for node in self.graph.nodes:
             if op_spec(node.op).is_view:
                 self._look(node)
@@ -115,8 +123,7 @@ class _Scheduler:
         candidates = [owner] if owner is not None else list(self.backends)
         refused: dict[str, str] = {}
         for name in candidates:
-            backend = self.backends.get(name)
-            reason = "it is not among the backends of this prepare" if backend is None else backend.supports(node)
+            reason = self._refusal(node, name)
             if reason is None:
                 if refused:
                     self.result.refusals[node] = refused
@@ -127,6 +134,20 @@ class _Scheduler:
         raise UnsupportedError(
             f"every node needs a backend that supports it, none takes {node!r}{where}: {reasons}. Add the cpu backend"
         )
+
+    def _refusal(self, node: Tensor, name: str) -> str | None:
+        backend = self.backends.get(name)
+        if backend is None:
+            return "it is not among the backends of this prepare"
+        return backend.supports(node) or self._write_refusal(node, name)
+
+    def _write_refusal(self, tensor: Tensor, name: str) -> str | None:
+        """Why a backend can't hold `tensor`: something writes into it later and must run there too."""
+        for writer in self._writers.get(tensor, ()):
+            reason = self.backends[name].supports(writer)
+            if reason is not None:
+                return f"{writer.name!r} writes into it later, and of that: {reason}"
+        return None
 
     def _localized(self, node: Tensor, split: Split) -> Tensor:
         """`node` with its sources as they are on the split's backend."""

@@ -189,7 +189,7 @@ class Inputs:
         self.node: Tensor | None = None
 
     def __call__(self, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
-        """An input leaf of that type and shape, filled by `init`; without it floats in -1..1, or integers below 1000."""
+        """An input leaf of that type and shape, filled by `init`: without it floats in -1..1, integers below 1000."""
         init = init or (Rows(1000) if dtype(dt).kind == "int" else Uniform())
         tensor = new_input(dt, *ne, name=name)
         digest = hashlib.sha256(f"{self.seed}/{self.case}/{name}".encode()).digest()

@@ -6,7 +6,23 @@
     model.logits([1, 2, 3])                                   # float32 [n_tokens, n_vocab]
 """
 
-from graphrt.models.model import Model, Piece, load
-from graphrt.models.sampling import SamplerParams
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphrt.models.model import Model, Piece, load
+    from graphrt.models.sampling import SamplerParams
 
 __all__ = ["Model", "Piece", "SamplerParams", "load"]
+
+_WHERE = {"Model": "model", "Piece": "model", "load": "model", "SamplerParams": "sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names on first use: reading a file's keys needs no torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

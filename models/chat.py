@@ -1,6 +1,6 @@
 """Chat templates: messages to the text of a prompt, by the Jinja template in the model file.
 
-The template is taken as hostile: chat_limits renders it in a sandbox with bounds on time, memory and output.
+The template is taken as hostile: chat_environment renders it with bounds on time, memory and output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from graphrt.errors import ChatTemplateError
-from graphrt.models.chat_limits import BoundedEnvironment, Budget, LimitError
+from graphrt.models.chat_environment import BoundedEnvironment
+from graphrt.models.chat_limits import Budget, LimitError
 from graphrt.models.tokenizer import Tokenizer
 
 MAX_SOURCE = 128 << 10  # characters; the longest published templates have about 30 thousand

@@ -71,7 +71,7 @@ def _cases() -> Iterator[Case]:
             yield Case("SOFT_MAX", {"mask": mask_type, "max_bias": max_bias, "sinks": sinks, "scale": scale, "ne": ne}, make)
 
     def make_gapped(inputs: Inputs) -> Tensor:
-        mask = inputs("mask", "f16", (17, 8, 2, 1), MaskValues(0.3, 2))  # more rows than queries, fewer heads and sequences
+        mask = inputs("mask", "f16", (17, 8, 2, 1), MaskValues(0.3, 2))  # more rows than queries, fewer heads
         return soft_max(gapped(inputs, "a", "f32", (17, 5, 6, 2), Uniform(-10, 10)), mask, scale=0.5)
 
     yield Case("SOFT_MAX", {"mask": "f16", "rows_masked": True, "gaps": True}, make_gapped)

@@ -1,11 +1,10 @@
-"""Makes `pytest` work from a checkout, registers markers and quiets nothing."""
+"""Makes `pytest` work from a checkout, and hypothesis repeatable and without deadlines."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,7 +14,3 @@ for path in (ROOT, ROOT / "tests"):
 
 settings.register_profile("graphrt", deadline=None, derandomize=True)
 settings.load_profile("graphrt")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a GPU and the Triton backend")

@@ -319,9 +319,7 @@ def flash_attn_ext(
 
 
 @reference64("FLASH_ATTN_LSE")
-def flash_attn_lse(
-    node: Tensor, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None
-) -> Array:
+def flash_attn_lse(node: Tensor, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None) -> Array:
     out = np.empty(node.shape, dtype=q.dtype)
     for s, h, i, _, _, lse in _attention_rows(node, q, k, mask, sinks):
         out[0, s, i, h] = lse

@@ -90,7 +90,9 @@ def test_sources_come_before_users_once_each(edges: list[tuple[int, int]], data:
 # -- the key
 
 
-def _graph(dt: str = "f32", n: int = 4, factor: float = 2.0, names: tuple[str, str] = ("a", "b"), out: str = "out") -> Graph:
+def _graph(
+    dt: str = "f32", n: int = 4, factor: float = 2.0, names: tuple[str, str] = ("a", "b"), out: str = "out"
+) -> Graph:
     a, b = (new_input(dt, n, name=name) for name in names)
     return Graph(ops.sub(ops.scale(a, factor), b, name=out))
 

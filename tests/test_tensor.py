@@ -18,7 +18,9 @@ def test_the_type_table_is_gguf_s() -> None:
         known = gguf.GGMLQuantizationType(t.id) if t.id in list(gguf.GGMLQuantizationType) else None
         if known is not None:
             assert known.name.lower() == name.lower()
-            if name != "q8_1":  # gguf says 40 bytes; ggml's block_q8_1 has two halves and 32 bytes, and no file holds it
+            if (
+                name != "q8_1"
+            ):  # gguf says 40 bytes; ggml's block_q8_1 has two halves and 32 bytes, and no file holds it
                 assert gguf.GGML_QUANT_SIZES[known] == (t.block_size, t.type_size)
         assert dtype_by_id(t.id) is t and dtype(name.upper()) is t
     assert {q.value for q in gguf.GGMLQuantizationType} <= {t.id for t in TYPES.values()}
@@ -40,7 +42,12 @@ def test_strides_of_a_plain_and_a_quantized_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("ne", "rule"),
-    [((), "1 to 4 dimensions, got 0"), ((1,) * 5, "1 to 4 dimensions, got 5"), ((3, 0), "at least 1"), ((-1,), "at least 1")],
+    [
+        ((), "1 to 4 dimensions, got 0"),
+        ((1,) * 5, "1 to 4 dimensions, got 5"),
+        ((3, 0), "at least 1"),
+        ((-1,), "at least 1"),
+    ],
 )
 def test_bad_shapes(ne: tuple[int, ...], rule: str) -> None:
     with pytest.raises(GraphError, match=rule):
@@ -81,7 +88,11 @@ def test_contiguity() -> None:
     assert not ops.view(q, (32, 4), q.nb[1:2]).is_contiguous
 
 
-@given(st.lists(st.integers(1, 5), min_size=4, max_size=4), st.permutations(range(4)), st.sampled_from(["f32", "f16", "i64"]))
+@given(
+    st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    st.permutations(range(4)),
+    st.sampled_from(["f32", "f16", "i64"]),
+)
 def test_nbytes_reaches_the_last_element(ne: list[int], axes: list[int], dt: str) -> None:
     """Whatever the order of dimensions, a permuted look spans exactly its root."""
     a = new_tensor(dt, *ne)

@@ -10,8 +10,10 @@ from typing import ClassVar
 import torch
 
 from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage
-from graphrt.backends.cpu import arithmetic, attention, matmul, movement  # noqa: F401  (they fill REFERENCES)
+from graphrt.backends.cpu import arithmetic, attention, fast, matmul, movement  # noqa: F401  (they fill REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
+from graphrt.backends.cpu.fuse import fuse
+from graphrt.backends.cpu.lower import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
 from graphrt.backends.cpu.reference import REFERENCES, why_unsupported
 from graphrt.op import op_spec
@@ -21,9 +23,11 @@ Step = Callable[[], None]
 
 
 class CpuBackend(Backend):
-    """The reference. dtype: the compute type, torch.float32 or torch.float64 (results are stored in their own types).
+    """The reference, and its fast form.
 
-    Constant weights of a quantized type are decoded once and kept in the compute type.
+    exact: only reference functions, the default; False: native kernels and fused steps where there are any, with the
+    same float32 arithmetic in another order. dtype: the reference's compute type, torch.float32 or torch.float64
+    (results are stored in their own types). The reference decodes constant weights once and keeps them.
     """
 
     name: ClassVar[str] = "cpu"
@@ -57,28 +61,58 @@ class CpuBackend(Backend):
         return wrap(data)
 
     def fuse(self, region: Region) -> list[Group]:
-        return [Group([node]) for node in region.nodes]
+        return [Group([node]) for node in region.nodes] if self._only_reference() else fuse(region)
+
+    def _only_reference(self) -> bool:
+        return self.exact or fast.available() is not None
 
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
-        steps = [self.bind(node, place) for group in groups for node in group.nodes]
+        if self._only_reference():
+            return _sequence([self.bind(group, place) for group in groups])
+        lowering = Lowering(place)
+        steps: list[Step] = []
+        native: list[fast.Step] = []
 
-        def run() -> None:
-            for step in steps:
-                step()
+        def join_native() -> None:
+            if native:
+                steps.append(lowering.program(native))
+                native.clear()
 
-        return run
+        for group in groups:
+            lowered = lowering.lower(group)
+            if isinstance(lowered, list):
+                native += lowered
+            else:
+                join_native()
+                steps.append(lowered if lowered is not None else self.bind(group, place))
+        join_native()
+        return _sequence(steps, keep=lowering)
 
-    def bind(self, node: Tensor, place: Callable[[Tensor], Place]) -> Step:
-        """The step that computes `node` from memory into memory by its reference function."""
+    def bind(self, group: Group, place: Callable[[Tensor], Place]) -> Step:
+        """What computes a group by its nodes' reference functions, from memory into memory."""
+        inside: dict[Tensor, torch.Tensor] = {}  # results that only this group reads have no memory
+        steps = [self._bind_node(node, place, inside, node not in group.results) for node in group.nodes]
+        return steps[0] if len(steps) == 1 else _sequence(steps)
+
+    def _bind_node(
+        self, node: Tensor, place: Callable[[Tensor], Place], inside: dict[Tensor, torch.Tensor], internal: bool
+    ) -> Step:
         ref = REFERENCES[node.op]
-        load = [self._loader(s, i in ref.stored, place) if s is not None else _absent for i, s in enumerate(node.src)]
+        load = [self._loader(s, i in ref.stored, place, inside) for i, s in enumerate(node.src)]
         function = ref.function
-        if op_spec(node.op).writes is not None:  # it has written into its source already
+        if op_spec(node.op).writes is not None:  # it writes into its source by itself
 
             def write() -> None:
                 function(node, *[get() for get in load])
 
             return write
+        if internal:
+            inside[node] = torch.empty(0)
+
+            def hold() -> None:
+                inside[node] = function(node, *[get() for get in load])
+
+            return hold
         target = self._stored(node, place)
 
         def step() -> None:
@@ -91,7 +125,14 @@ class CpuBackend(Backend):
         assert isinstance(buffer, CpuBuffer)
         return strided(buffer.memory, offset, t)
 
-    def _loader(self, t: Tensor, stored: bool, place: Callable[[Tensor], Place]) -> Callable[[], torch.Tensor]:
+    def _loader(
+        self, t: Tensor | None, stored: bool, place: Callable[[Tensor], Place], inside: dict[Tensor, torch.Tensor]
+    ) -> Callable[[], torch.Tensor | None]:
+        """What gives a source as a reference function takes it, each time it runs."""
+        if t is None:
+            return _absent
+        if t in inside:
+            return lambda: inside[t]
         memory = self._stored(t, place)
         if stored or (t.dtype.kind == "float" and memory.dtype == self.dtype):
             return lambda: memory
@@ -108,3 +149,13 @@ class CpuBackend(Backend):
 
 def _absent() -> None:
     return None
+
+
+def _sequence(steps: Sequence[Step], keep: object = None) -> Step:
+    """One function that runs all of them; it keeps alive what their memory belongs to."""
+
+    def run(keep: object = keep) -> None:
+        for step in steps:
+            step()
+
+    return run

@@ -197,7 +197,8 @@ class Program:
             one_thread_so_far = one_thread_so_far if skip else True
         if not entries:
             raise ValueError("a program needs at least one step")
-        program = _program(entries, n_threads or max_threads())
+        only_serial = all(e.serial for e, _ in entries)
+        program = _program(entries, 1 if only_serial else n_threads or max_threads())
         self.keep = (program, *steps)
         self.call = functools.partial(_run(), ctypes.addressof(program))
 
