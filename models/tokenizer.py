@@ -72,7 +72,7 @@ class Tokenizer:
             self._ranks, self._separator = score_ranks(vocab.texts, vocab.scores), ""
             self._split = word_cuts(vocab.texts).split
         else:
-            merges = read_strings(md, "merges") if PREFIX + "merges" in md else []
+            merges = read_strings(md, "merges")
             if not merges and self.pre != "kimi-k2":
                 raise TokenizerError(f"{PREFIX}merges must list the pairs to merge, got none; convert the model again.")
             self._ranks, self._separator = merge_ranks(merges), " "
@@ -130,10 +130,10 @@ class Tokenizer:
         text = self.texts[token]
         if kind & SPECIAL:
             shown = special or not kind & (CONTROL | UNKNOWN)
-            return text.encode("utf-8", "replace") if shown else b""
+            return _utf8(text) if shown else b""
         if kind & NORMAL:
             if self._escapes:
-                return text.replace(SPACE, " ").encode("utf-8", "replace")
+                return _utf8(text.replace(SPACE, " "))
             return b"".join([_char_bytes(char) for char in text])
         return _byte_value(text) if kind & BYTE else b""
 
@@ -232,7 +232,15 @@ def _valid_unicode(text: str) -> str:
 
 def _char_bytes(char: str) -> bytes:
     byte = _CHAR_BYTES.get(char)
-    return char.encode("utf-8", "replace") if byte is None else bytes((byte,))
+    return _utf8(char) if byte is None else bytes((byte,))
+
+
+def _utf8(text: str) -> bytes:
+    """UTF-8; bytes that were not UTF-8 in the file, which the reader keeps as surrogates, become themselves again."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")
 
 
 def _byte_value(text: str) -> bytes:

@@ -179,26 +179,24 @@ def read_model(md: Mapping[str, Any]) -> str:
 
 
 def read_strings(md: Mapping[str, Any], key: str) -> list[str]:
-    """An array of strings of the metadata; TokenizerError if it holds anything else."""
-    values = md[PREFIX + key]
+    """An array of strings of the metadata, empty if absent; TokenizerError if it holds anything else."""
+    values = md.get(PREFIX + key, [])
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or set(map(type, values)) - {str}:
         raise TokenizerError(f"{PREFIX}{key} must be an array of strings, got {type(values).__name__}.")
     return list(values)
 
 
 def _read_texts(md: Mapping[str, Any]) -> list[str]:
-    if PREFIX + "tokens" not in md:
-        raise TokenizerError(f"{PREFIX}tokens is missing; the file has no vocabulary to tokenize with.")
     texts = read_strings(md, "tokens")
     if not texts:
-        raise TokenizerError(f"{PREFIX}tokens must not be empty, got 0 tokens.")
+        raise TokenizerError(f"{PREFIX}tokens must list the vocabulary, got 0 tokens; convert the model again.")
     if "" in texts:
         texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
     return texts
 
 
 def _refuse_duplicates(texts: Sequence[str], ids: Mapping[str, int]) -> None:
-    """Two ids for one text make encoding ambiguous. Texts that were not UTF-8 may meet in U+FFFD: they are let pass."""
+    """Two ids for one text make encoding ambiguous. Two that were not UTF-8 may both be U+FFFD: let pass."""
     for i, text in enumerate(texts):
         if ids[text] != i and "\ufffd" not in text:
             pair = f"{i} and {ids[text]} are both {text[:40]!r}"

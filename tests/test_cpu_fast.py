@@ -21,6 +21,7 @@ from graphrt.backends.cpu import fast  # noqa: E402
 
 if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
+from graphrt.backends.cpu.fast import pool  # noqa: E402
 
 GUARD = 256
 #: Where the f16 scales of a block are, for types that gguf can't quantize to.
@@ -51,6 +52,12 @@ class Memory:
         for raw, start, n in self.whole:
             assert (raw[:start] == 0xA5).all(), "wrote before a buffer"
             assert (raw[start + n :] == 0xA5).all(), "wrote past a buffer"
+
+
+@pytest.fixture(autouse=True)
+def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest work is cut up and shared, as only large work is otherwise."""
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 1)
 
 
 @pytest.fixture
@@ -99,7 +106,7 @@ def nmse(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def run(step: fast.Step, n_threads: int = 2) -> None:
-    """Through a program, so that threads take part however small the step."""
+    """On a team, however small the step."""
     fast.Program([step], n_threads)()
 
 

@@ -36,13 +36,13 @@ def tokenizer(name: str) -> Tokenizer:
     return Tokenizer.from_metadata(stored(name)["metadata"])
 
 
-def metadata(model: str, tokens: list[tuple[str, float, int]], **extra: Any) -> dict[str, Any]:
+def metadata(model: str, entries: list[tuple[str, float, int]], **extra: Any) -> dict[str, Any]:
     """Metadata of a vocabulary of (text, score, type)."""
     md: dict[str, Any] = {
         "tokenizer.ggml.model": model,
-        "tokenizer.ggml.tokens": [text for text, _, _ in tokens],
-        "tokenizer.ggml.scores": np.array([score for _, score, _ in tokens], dtype=np.float32),
-        "tokenizer.ggml.token_type": np.array([kind for _, _, kind in tokens], dtype=np.int32),
+        "tokenizer.ggml.tokens": [text for text, _, _ in entries],
+        "tokenizer.ggml.scores": np.array([score for _, score, _ in entries], dtype=np.float32),
+        "tokenizer.ggml.token_type": np.array([kind for _, _, kind in entries], dtype=np.int32),
     }
     return md | {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
 
@@ -105,7 +105,7 @@ def test_every_vocabulary_of_llama_cpp() -> None:
         vectors = path.with_name(path.name + ".inp")
         if "bert" in path.name or not vectors.exists():
             continue
-        t = Tokenizer.from_metadata(gguf.GGUFFile(path).metadata)
+        t = Tokenizer.from_metadata(gguf.GGUFFile.open(path).metadata)
         with vectors.open(encoding="utf-8", newline="") as file:
             texts = file.read().split("\n__ggml_vocab_test__\n")
         wanted = path.with_name(path.name + ".out").read_text().split("\n")
@@ -319,7 +319,9 @@ def test_cutting_into_words_changes_nothing(texts: list[str], scores: list[int],
     assert [s for word in words for s in merge(list(word), ranks, "")] == merge(list(text), ranks, "")
 
 
-@given(st.lists(st.sampled_from(["a b", "b a", "a a", "ab a", "a ba", "ab ab"]), unique=True), st.text("ab", max_size=24))
+@given(
+    st.lists(st.sampled_from(["a b", "b a", "a a", "ab a", "a ba", "ab ab"]), unique=True), st.text("ab", max_size=24)
+)
 def test_bpe_merge_is_the_definition(merges: list[str], text: str) -> None:
     ranks = merge_ranks(merges)
     assert merge(list(text), ranks, " ") == slow_merge(list(text), ranks, " ")
@@ -418,7 +420,7 @@ def test_unsupported_models_name_the_supported_ones(model: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": []}, "must not be empty"),
+        ({"tokens": []}, "must list the vocabulary, got 0 tokens"),
         ({"tokens": "abc"}, "must be an array of strings, got str"),
         ({"tokens": [1, 2]}, "must be an array of strings"),
         ({"tokens": ["a"] * len(SPM)}, "must be distinct, but tokens 0 and 268"),
@@ -436,7 +438,7 @@ def test_malformed_arrays(change: dict[str, Any], message: str) -> None:
 
 
 def test_missing_tokens_and_merges() -> None:
-    with pytest.raises(TokenizerError, match="tokens is missing"):
+    with pytest.raises(TokenizerError, match="tokens must list the vocabulary"):
         Tokenizer.from_metadata({"tokenizer.ggml.model": "llama"})
     with pytest.raises(TokenizerError, match="merges must list"):
         bpe([])

@@ -21,6 +21,8 @@ F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 PTR = ir.PointerType()
 
+KERNEL_PARAMS = (PTR, I64, I64)
+
 #: Lanes of a full vector. AVX2 and NEON split one into 2 or 4 registers, which only lengthens the unrolled code.
 LANES = 16
 
@@ -171,29 +173,36 @@ class Var:
 
 
 class Fn:
-    """One kernel under construction: `void kernel(i64 *args, i64 ith, i64 nth)`.
+    """One function under construction: `void name(params)`, with the values that its code computes."""
 
-    Arguments are 8-byte words in the order of `ints + floats`; a float is stored as a double.
-    """
+    ith: Val
+    nth: Val
 
-    def __init__(self, name: str, ints: Sequence[str], floats: Sequence[str], host: Host) -> None:
-        self.host = host
-        self.module = ir.Module(name=name)
-        self.module.triple = host.triple
-        fn = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [PTR, I64, I64]), name)
-        self._entry = fn.append_basic_block("entry")
-        self.b: Any = ir.IRBuilder(fn.append_basic_block("body"))
-        self.ith, self.nth = Val(self, fn.args[1]), Val(self, fn.args[2])
-        self._args = {}
-        base = Val(self, self.b.ptrtoint(fn.args[0], I64))
+    def __init__(self, module: ir.Module, host: Host, name: str, params: Sequence[Any]) -> None:
+        self.module, self.host = module, host
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), params), name)
+        self._entry = self.function.append_basic_block("entry")
+        self.b: Any = ir.IRBuilder(self.function.append_basic_block("body"))
+        self._args: dict[str, Val] = {}
+
+    @classmethod
+    def kernel(cls, name: str, ints: Sequence[str], floats: Sequence[str], host: Host) -> Fn:
+        """`void kernel(i64 *args, i64 ith, i64 nth)`: does part `ith` of `nth` of the work.
+
+        Arguments are 8-byte words in the order of `ints + floats`; a float is stored as a double.
+        """
+        f = cls(new_module(name, host), host, name, KERNEL_PARAMS)
+        f.ith, f.nth = (Val(f, v) for v in f.function.args[1:])
+        base = Val(f, f.b.ptrtoint(f.function.args[0], I64))
         for i, arg in enumerate([*ints, *floats]):
-            word = self.load(base + 8 * i, I64 if arg in ints else F64)
-            self._args[arg] = word if arg in ints else word.to(F32)
+            word = f.load(base + 8 * i, I64 if arg in ints else F64)
+            f._args[arg] = word if arg in ints else word.to(F32)
+        return f
 
     def finish(self) -> str:
         """Closes the function and returns the module's IR."""
         self.b.ret_void()
-        ir.IRBuilder(self._entry).branch(self._entry.parent.blocks[1])
+        ir.IRBuilder(self._entry).branch(self.function.blocks[1])
         return str(self.module)
 
     def args(self, *names: str) -> list[Val]:
@@ -255,6 +264,34 @@ class Fn:
 
     def store(self, addr: Val, value: Val) -> None:
         self.b.store(value.v, self._pointer(addr), align=1)
+
+    # memory that threads share, and functions
+
+    def atomic_add(self, addr: Val, n: int) -> Val:
+        """Adds and returns the value before. Orders all memory around it."""
+        return Val(self, self.b.atomic_rmw("add", self._pointer(addr), I64(n), "seq_cst"))
+
+    def atomic_load(self, addr: Val) -> Val:
+        """Reads an aligned word; what its writer wrote before it is visible afterwards."""
+        return Val(self, self.b.load_atomic(self._pointer(addr), "acquire", 8, typ=I64))
+
+    def relax(self) -> None:
+        """Tells the core that this is a waiting loop."""
+        if self.host.triple.startswith("x86_64"):
+            self.call_external("llvm.x86.sse2.pause")
+        elif self.host.triple.startswith(("aarch64", "arm64")):
+            self.call_external("llvm.aarch64.hint", self.const(1, I32))
+
+    def call_kernel(self, address: Val, args: Val, ith: Val, nth: Val) -> None:
+        kind = ir.FunctionType(ir.VoidType(), KERNEL_PARAMS).as_pointer()
+        self.b.call(self.b.inttoptr(address.v, kind), [self._pointer(args), ith.v, nth.v])
+
+    def call_external(self, symbol: str, *xs: Val) -> None:
+        """Calls a C function, or one of LLVM's own, for its effect."""
+        fn = self.module.globals.get(symbol)
+        if fn is None:
+            fn = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [x.t for x in xs]), symbol)
+        self.b.call(fn, [x.v for x in xs])
 
     # arithmetic
 
@@ -387,6 +424,18 @@ class Fn:
         b.position_at_end(done)
 
     @contextmanager
+    def while_(self, condition: Callable[[], Val]) -> Iterator[None]:
+        b = self.b
+        head, body, done = (b.append_basic_block(n) for n in ("head", "loop", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        b.cbranch(condition().v, body, done)
+        b.position_at_end(body)
+        yield
+        b.branch(head)
+        b.position_at_end(done)
+
+    @contextmanager
     def if_(self, cond: Val) -> Iterator[None]:
         with self.b.if_then(cond.v):
             yield
@@ -423,6 +472,12 @@ class Host:
             self.byte_shuffle = "llvm.x86.ssse3.pshuf.b.128"
         elif triple.startswith(("aarch64", "arm64")):
             self.byte_shuffle = "llvm.aarch64.neon.tbl1.v16i8"
+
+
+def new_module(name: str, host: Host) -> ir.Module:
+    module = ir.Module(name=name)
+    module.triple = host.triple
+    return module
 
 
 def _element(t: Any, x: Any) -> Any:

@@ -125,7 +125,7 @@ class Kernel:
     optional: tuple[str, ...] = ()
 
     def ir(self) -> str:
-        f = Fn(self.name, self.ints, self.floats, host())
+        f = Fn.kernel(self.name, self.ints, self.floats, host())
         self.build(f)
         return f.finish()
 

@@ -93,7 +93,7 @@ def elementwise(
     kernel = map_kernel(op)
     block = kernel.pack(y=y, a=a, b=b, n_rows=n_rows, n=n, y_nb=y_nb, a_nb=a_nb, b_nb=b_nb, s0=s0, s1=s1)
     values = n_rows * n
-    return Step([Entry(kernel, block, serial=values < 4096)], values * 12)
+    return Step([Entry(kernel, block)], values * 12)
 
 
 # argmax
@@ -140,4 +140,4 @@ def argmax(*, out: int, x: int, n_rows: int, n: int, x_nb: int) -> Step:
     """out[r] (int64) = index of the largest of n f32; the first of equals. NaN is never chosen; 0 if all are NaN."""
     kernel = argmax_kernel()
     block = kernel.pack(out=out, x=x, n_rows=n_rows, n=n, x_nb=x_nb)
-    return Step([Entry(kernel, block, serial=n_rows == 1)], n_rows * n * 4)
+    return Step([Entry(kernel, block)], n_rows * n * 4)

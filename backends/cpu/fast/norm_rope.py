@@ -64,7 +64,7 @@ def rms_norm(*, y: int, x: int, n_rows: int, n: int, x_nb: int, y_nb: int, eps: 
     """y[r] = x[r] / sqrt(mean(x[r]^2) + eps) (* w). All f32; w: n values, 0 for none. y may be x."""
     kernel = rms_norm_kernel(False, w != 0)
     block = kernel.pack(y=y, x=x, w=w, n_rows=n_rows, n=n, x_nb=x_nb, y_nb=y_nb, eps=eps)
-    return Step([Entry(kernel, block, serial=n_rows == 1)], n_rows * n * 8)
+    return Step([Entry(kernel, block)], n_rows * n * 8)
 
 
 def add_rms_norm(
@@ -88,7 +88,7 @@ def add_rms_norm(
         y=y, x=x, w=w, other=other, total=total, n_rows=n_rows, n=n,
         x_nb=x_nb, y_nb=y_nb, other_nb=other_nb, total_nb=total_nb, eps=eps,
     )  # fmt: skip
-    return Step([Entry(kernel, block, serial=n_rows == 1)], n_rows * n * 16)
+    return Step([Entry(kernel, block)], n_rows * n * 16)
 
 
 # rotary position embedding
@@ -196,4 +196,4 @@ def rope(
         y=y, x=x, pos=pos, freq=freq, n_head=n_head, n_tok=n_tok,
         x_nb1=x_nb1, x_nb2=x_nb2, y_nb1=y_nb1, y_nb2=y_nb2, mscale=mscale,
     )  # fmt: skip
-    return Step([Entry(kernel, block, serial=n_tok * n_head * head_dim < 4096)], n_tok * n_head * head_dim * 8)
+    return Step([Entry(kernel, block)], n_tok * n_head * head_dim * 8)

@@ -1,10 +1,12 @@
 """Runs prepared kernels: one native call for a step or for a whole program, on the threads of torch's own pool.
 
-A program is an array of 8-byte words that native code walks:
-    n_threads, n_entries, then per entry: function, argument block, flags.
-The team is forked once for a program; between entries that depend on each other it meets at a barrier, which costs far
-less than a fork. Using torch's OpenMP library, and not a second one, keeps two sets of spinning workers from
-fighting over the same cores.
+A program is a list of items: a kernel, its arguments, and the number of chunks its work is cut into. The team is
+forked once for a program; every thread takes the next free chunk, and where one step needs another's result, waits
+until all chunks so far are done. No thread waits for a thread, only for work that has begun: a worker that the system
+has put aside, or that wakes up late, costs nothing but its help. (OpenMP's own barrier between the steps was tried:
+on a shared machine a token took ten times as long.)
+
+The team comes from torch's OpenMP library, not from a second one, whose spinning workers would fight with torch's.
 """
 
 from __future__ import annotations
@@ -19,18 +21,29 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
-from llvmlite import ir
 
-from graphrt.backends.cpu.fast.ir import I64, PTR
+from graphrt.backends.cpu.fast.ir import I32, I64, PTR, Fn, Val, new_module
 from graphrt.backends.cpu.fast.jit import Kernel, host, load
 
-BARRIER, SERIAL = 1, 2
-_ENTRY_WORDS = 3
-
 #: Below this many bytes of memory traffic a single step runs on the calling thread: a fork costs more than it gives.
-FORK_BYTES = 192 * 1024
+FORK_BYTES = 128 * 1024
+#: Least memory traffic of a chunk, and most chunks for each thread: more even out the threads, but each is taken by
+#: an atomic operation.
+CHUNK_BYTES = 24 * 1024
+CHUNKS_PER_THREAD = 4
 
-_NEEDED = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
+# A program's words, in cache lines of 8: first a header, then the items.
+_LINE = 64
+_N_THREADS, _N_ITEMS, _DONE = 0, 8, 64  # in bytes; what all threads write has a line of its own
+_ITEMS = 2 * _LINE
+_KERNEL, _ARGS, _N_CHUNKS, _TARGET, _FLAGS, _NEXT = 0, 8, 16, 24, 32, _LINE
+_ITEM = 2 * _LINE
+_WAIT, _CHAINED = 1, 2
+
+#: Looks at the counter before a waiting thread offers its core to others.
+_SPINS = 4000
+
+_NEEDED = ("GOMP_parallel", "omp_get_max_threads")
 
 
 @functools.cache
@@ -58,73 +71,76 @@ def max_threads() -> int:
     return int(library.omp_get_max_threads()) if library is not None else 1
 
 
+# the native code
+
+
+def _walk_team(f: Fn, base: Val) -> None:
+    """What each thread of a team does."""
+    done, n_items = base + _DONE, f.load(base + _N_ITEMS, I64)
+    with f.range(0, n_items) as i:
+        item = base + _ITEMS + i * _ITEM
+        flags, target = f.load(item + _FLAGS, I64), f.load(item + _TARGET, I64)
+        with f.if_((flags & _CHAINED).eq(0) & (f.atomic_load(done) < target)):
+            n_chunks = f.load(item + _N_CHUNKS, I64)
+            chunk = f.var(f.atomic_add(item + _NEXT, 1))
+            with f.while_(lambda: chunk.v < n_chunks):
+                _call(f, item, chunk.v, n_chunks)
+                following = f.var(i + 1)
+
+                def chained(following: Any = following) -> Val:
+                    # the item past the last one is a zeroed line, so its flags can be read
+                    return (f.load(base + _ITEMS + following.v * _ITEM + _FLAGS, I64) & _CHAINED).ne(0)
+
+                with f.while_(chained):
+                    _call(f, base + _ITEMS + following.v * _ITEM, f.const(0), f.const(1))
+                    following.v = following.v + 1
+                f.atomic_add(done, 1)
+                chunk.v = f.atomic_add(item + _NEXT, 1)
+            with f.if_((flags & _WAIT).ne(0)):
+                _wait(f, done, target)
+
+
+def _call(f: Fn, item: Val, ith: Val, nth: Val) -> None:
+    f.call_kernel(f.load(item + _KERNEL, I64), f.load(item + _ARGS, I64), ith, nth)
+
+
+def _wait(f: Fn, done: Val, target: Val) -> None:
+    spins = f.var(f.const(0))
+    with f.while_(lambda: f.atomic_load(done) < target):
+        f.relax()
+        spins.v = spins.v + 1
+        with f.if_(spins.v > _SPINS):
+            f.call_external("sched_yield")
+
+
 def _run_ir(name: str, parallel: bool) -> str:
     """`name(program)`: walks a program alone, or forks a team that walks it together."""
-    module = ir.Module(name=name)
-    module.triple = host().triple
-    i32 = ir.IntType(32)
-    kernel_type = ir.FunctionType(ir.VoidType(), [PTR, I64, I64])
+    module = new_module(name, host())
+    run = Fn(module, host(), name, [I64])
+    base = Val(run, run.function.args[0])
+    n_items = run.load(base + _N_ITEMS, I64)
 
-    def walker(name: str, team: bool) -> Any:
-        fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [PTR]), name)
-        b = ir.IRBuilder(fn.append_basic_block())
+    def alone() -> None:
+        with run.range(0, n_items) as i:
+            _call(run, base + _ITEMS + i * _ITEM, run.const(0), run.const(1))
 
-        def word(index: Any) -> Any:
-            return b.load(b.gep(fn.args[0], [index], source_etype=I64), typ=I64)
-
-        def external(symbol: str, result: Any) -> Any:
-            known = module.globals.get(symbol) or ir.Function(module, ir.FunctionType(result, []), symbol)
-            return b.call(known, [])
-
-        ith, nth = I64(0), I64(1)
-        if team:
-            ith = b.sext(external("omp_get_thread_num", i32), I64)
-            nth = b.sext(external("omp_get_num_threads", i32), I64)
-        end = b.add(I64(2), b.mul(word(I64(1)), I64(_ENTRY_WORDS)))
-        loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
-        start = b.block
-        b.branch(loop)
-        b.position_at_end(loop)
-        at = b.phi(I64)
-        at.add_incoming(I64(2), start)
-        kernel = b.inttoptr(word(at), kernel_type.as_pointer())
-        args = b.inttoptr(word(b.add(at, I64(1))), PTR)
-        flags = word(b.add(at, I64(2)))
-        if team:
-            serial = b.icmp_unsigned("!=", b.and_(flags, I64(SERIAL)), I64(0))
-            with b.if_else(serial) as (alone, together):
-                with alone, b.if_then(b.icmp_signed("==", ith, I64(0))):
-                    b.call(kernel, [args, I64(0), I64(1)])
-                with together:
-                    b.call(kernel, [args, ith, nth])
-            with b.if_then(b.icmp_unsigned("!=", b.and_(flags, I64(BARRIER)), I64(0))):
-                external("GOMP_barrier", ir.VoidType())
-        else:
-            b.call(kernel, [args, ith, nth])
-        following = b.add(at, I64(_ENTRY_WORDS))
-        at.add_incoming(following, b.block)
-        b.cbranch(b.icmp_signed("<", following, end), loop, done)
-        b.position_at_end(done)
-        b.ret_void()
-        return fn
-
-    alone = walker("walk_alone", team=False)
-    run = ir.Function(module, ir.FunctionType(ir.VoidType(), [PTR]), name)
-    b = ir.IRBuilder(run.append_basic_block())
-    if parallel:
-        team = walker("walk_team", team=True)
-        fork_type = ir.FunctionType(ir.VoidType(), [PTR, PTR, i32, i32])
-        fork = ir.Function(module, fork_type, "GOMP_parallel")
-        n_threads = b.load(run.args[0], typ=I64)
-        with b.if_else(b.icmp_signed(">", n_threads, I64(1))) as (many, one):
-            with many:
-                b.call(fork, [team, run.args[0], b.trunc(n_threads, i32), i32(0)])
-            with one:
-                b.call(alone, [run.args[0]])
-    else:
-        b.call(alone, [run.args[0]])
-    b.ret_void()
-    return str(module)
+    if not parallel:
+        alone()
+        return run.finish()
+    team = Fn(module, host(), "walk_team", [I64])
+    _walk_team(team, Val(team, team.function.args[0]))
+    team.finish()
+    n_threads = run.load(base + _N_THREADS, I64)
+    with run.if_else(n_threads > 1) as (many, one):
+        with many:
+            run.store(base + _DONE, run.const(0))
+            with run.range(0, n_items) as i:
+                run.store(base + _ITEMS + i * _ITEM + _NEXT, run.const(0))
+            walk = Val(run, run.b.bitcast(team.function, PTR))
+            run.call_external("GOMP_parallel", walk, base, n_threads.trunc(I32), run.const(0, I32))
+        with one:
+            alone()
+    return run.finish()
 
 
 @functools.cache
@@ -132,39 +148,39 @@ def _run() -> Any:
     """The native entry point as a ctypes function of one address. It releases the GIL."""
     library = _openmp()
     if library is not None:
-        for name in _NEEDED:
-            # by address: the symbol that the process would find by name may belong to another OpenMP library
-            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+        # by address: the symbol that the process would find by name may belong to another OpenMP library
+        llvm.add_symbol("GOMP_parallel", ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value)
     parallel = library is not None
     name = "run_team" if parallel else "run_alone"
-    address = load(name, lambda: _run_ir(name, parallel))
-    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(load(name, lambda: _run_ir(name, parallel)))
+
+
+# steps and programs
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel with its packed arguments. serial: one thread does it all, the rest go on to the next barrier."""
+    """A kernel with its packed arguments."""
 
     kernel: Kernel
     args: ctypes.Array[ctypes.c_int64]
-    serial: bool = False
 
 
 class Step:
-    """Prepared work: call it with nothing, as often as you like.
+    """Prepared work: call it with nothing, as often as you like, one call at a time.
 
-    entries: in order, with a barrier between two. bytes: about what it reads and writes; decides if threads pay.
-    keep: objects whose memory the arguments point to. Arguments stay writable: `step.args[0][i]` are 8-byte words.
+    entries: kernels in order, each needing the ones before. bytes: about what it reads and writes; decides whether
+    threads pay. keep: objects whose memory the arguments point to. `call` is the bare native call, a little faster
+    than the step itself. Arguments stay writable: `step.entries[0].args[i]`, 8-byte words in `kernel.ints` order.
     """
 
-    __slots__ = ("args", "bytes", "call", "entries", "keep")
+    __slots__ = ("bytes", "call", "entries", "keep")
 
     def __init__(self, entries: Sequence[Entry], n_bytes: int, keep: Sequence[object] = ()) -> None:
-        self.entries, self.bytes, self.keep = tuple(entries), n_bytes, tuple(keep)
-        self.args = [e.args for e in self.entries]
-        program = _program([(e, True) for e in self.entries], max_threads() if n_bytes >= FORK_BYTES else 1)
-        self.keep += (program,)
-        self.call = functools.partial(_run(), ctypes.addressof(program))
+        self.entries, self.bytes = tuple(entries), n_bytes
+        program = _pack([[(e, n_bytes)] for e in self.entries], max_threads() if n_bytes >= FORK_BYTES else 1)
+        self.keep = (program, *keep)
+        self.call = functools.partial(_run(), program.address)
 
     def __call__(self) -> None:
         self.call()
@@ -173,43 +189,61 @@ class Step:
 class Program:
     """Many steps as one native call: the team is forked once for all of them.
 
-    stages: steps in order; a stage may be a list of steps that do not depend on each other, which then run without
-    a barrier between them (the q, k and v projections). n_threads: None for max_threads().
+    stages: steps in order; a stage may be a list of steps that do not depend on each other, which then run side by
+    side (the q, k and v projections). n_threads: None for max_threads(). One call at a time.
     """
 
     __slots__ = ("call", "keep")
 
     def __init__(self, stages: Iterable[Step | Sequence[Step]], n_threads: int | None = None) -> None:
-        groups: list[list[Entry]] = []
+        groups: list[list[tuple[Entry, int]]] = []
         steps: list[Step] = []
         for stage in stages:
             together = [stage] if isinstance(stage, Step) else list(stage)
             steps += together
             phases = max((len(s.entries) for s in together), default=0)
-            groups += [[s.entries[i] for s in together if i < len(s.entries)] for i in range(phases)]
-        entries: list[tuple[Entry, bool]] = []
-        one_thread_so_far = True
-        for i, group in enumerate(groups):
-            # what one thread wrote, that thread may read without waiting for the others
-            one_thread_so_far = one_thread_so_far and all(e.serial for e in group)
-            skip = one_thread_so_far and i + 1 < len(groups) and all(e.serial for e in groups[i + 1])
-            entries += [(e, not skip and e is group[-1]) for e in group]
-            one_thread_so_far = one_thread_so_far if skip else True
-        if not entries:
+            groups += [[(s.entries[i], s.bytes) for s in together if i < len(s.entries)] for i in range(phases)]
+        if not groups:
             raise ValueError("a program needs at least one step")
-        only_serial = all(e.serial for e, _ in entries)
-        program = _program(entries, 1 if only_serial else n_threads or max_threads())
+        program = _pack(groups, n_threads or max_threads())
         self.keep = (program, *steps)
-        self.call = functools.partial(_run(), ctypes.addressof(program))
+        self.call = functools.partial(_run(), program.address)
 
     def __call__(self) -> None:
         self.call()
 
 
-def _program(entries: Sequence[tuple[Entry, bool]], n_threads: int) -> ctypes.Array[ctypes.c_int64]:
-    words = [n_threads, len(entries)]
-    for i, (e, barrier) in enumerate(entries):
-        last = i == len(entries) - 1  # the end of the region is a barrier by itself
-        flags = (BARRIER if barrier and not last else 0) | (SERIAL if e.serial else 0)
-        words += [e.kernel.address, ctypes.addressof(e.args), flags]
-    return (ctypes.c_int64 * len(words))(*words)
+class _Words:
+    """8-byte words from a cache line's start on."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._raw = (ctypes.c_char * (n_bytes + _LINE))()
+        self.address = ctypes.addressof(self._raw) + -ctypes.addressof(self._raw) % _LINE
+
+    def __setitem__(self, offset: int, value: int) -> None:
+        ctypes.c_int64.from_address(self.address + offset).value = value
+
+
+def _pack(groups: Sequence[Sequence[tuple[Entry, int]]], n_threads: int) -> _Words:
+    """Groups of entries, each with its memory traffic -> a program; a group needs all groups before it."""
+    words = _Words(_ITEMS + (sum(map(len, groups)) + 1) * _ITEM)
+    at, target = _ITEMS, 0
+    head = None  # the chunk that small items join: whoever takes it goes through them all, and no one waits between
+    head_opens_group = False
+    for group in groups:
+        for k, (entry, n_bytes) in enumerate(group):
+            n_chunks = max(1, min(n_threads * CHUNKS_PER_THREAD, n_bytes // CHUNK_BYTES))
+            # into the next group only if all of this one is in the chain, else the rest might not be done
+            chained = n_chunks == 1 and head is not None and (k > 0 or head_opens_group)
+            target += 0 if chained else n_chunks
+            words[at + _KERNEL], words[at + _ARGS] = entry.kernel.address, ctypes.addressof(entry.args)
+            words[at + _N_CHUNKS], words[at + _TARGET] = n_chunks, target
+            words[at + _FLAGS] = _CHAINED if chained else 0
+            if not chained:
+                head, head_opens_group = (at if n_chunks == 1 else None), k == 0
+            if k == len(group) - 1:
+                words[(at if head is None else head) + _FLAGS] = _WAIT
+            at += _ITEM
+    only_chain = target == 1
+    words[_N_THREADS], words[_N_ITEMS] = 1 if only_chain else n_threads, (at - _ITEMS) // _ITEM
+    return words

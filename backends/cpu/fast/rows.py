@@ -89,7 +89,7 @@ def get_rows(
     """dst[r] = W[idx[r]] in f32; idx: n_rows of type `index` ("i32" or "i64"), below n_src or the row is left alone."""
     kernel = dequant_kernel(type_name, "f32", index)
     block = kernel.pack(dst=dst, w=w, idx=idx, n_rows=n_rows, n=n, w_nb=w_nb, dst_nb=dst_nb, n_src=n_src)
-    return Step([Entry(kernel, block, serial=n_rows == 1)], n_rows * (w_nb + dst_nb))
+    return Step([Entry(kernel, block)], n_rows * (w_nb + dst_nb))
 
 
 # from f32, into a cache
@@ -190,4 +190,4 @@ def set_rows(
         raise ValueError(f"a row of {to} must hold whole blocks of 32 values, got {n}")
     kernel = set_rows_kernel(to, index)
     block = kernel.pack(src=src, idx=idx, dst=dst, n_rows=n_rows, n=n, src_nb=src_nb, dst_nb=dst_nb, n_dst=n_dst)
-    return Step([Entry(kernel, block, serial=n_rows == 1)], n_rows * n * 6)
+    return Step([Entry(kernel, block)], n_rows * n * 6)

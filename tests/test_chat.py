@@ -1,0 +1,236 @@
+"""Chat templates: ordinary ones render as Jinja renders them, hostile ones end in an error, soon and small."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from graphrt.errors import ChatTemplateError
+from graphrt.models.chat import MAX_SOURCE, ChatTemplate, from_metadata
+from graphrt.models.tokenizer import Tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <b> & 'you' é"},
+    {"role": "assistant", "content": "Hello\n"},
+    {"role": "user", "content": "Bye"},
+]
+CHATML = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STEPS = r"""{{- bos_token -}}
+{%- macro turn(role, text) -%}
+<{{ role | upper }}>{{ text | trim }}{{ eos_token }}
+{%- endmacro -%}
+{%- set ns = namespace(last=-1, system='') -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}
+        {%- set ns.system = message.content -%}
+        {%- continue -%}
+    {%- endif -%}
+    {%- if loop.first %}first {% endif -%}
+    {%- set ns.last = loop.index0 -%}
+    {{- turn(message['role'], message.content) -}}
+    {%- if loop.last and not loop.nextitem is defined %} last{% endif -%}
+{%- endfor -%}
+{%- set rest = messages[1:] | selectattr('role', 'equalto', 'user') | map(attribute='content') | list -%}
+{{- rest | tojson }} {{ rest | length ~ '/' ~ messages | length }} {{ ns.last }} {{ 'x'.join(['a', 'b']) }}
+{{- '%s-%d' % ('n', 3) }} {{ '{}:{}'.format('k', 1) }} {{ 'abc'.split('b')[-1] }} {{ messages[::-1][0].content }}
+{%- if 'brief' in ns.system and messages[0]['role'] is string %} ok{% endif -%}
+{% for key, value in {'a': 1, 'b': [1, 2]}.items() %} {{ key }}={{ value }}{% endfor %}
+{% if add_generation_prompt %}<ASSISTANT>{% endif %}
+"""
+
+
+def plain(source: str) -> str:
+    """What Jinja's own sandbox renders."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string(source).render(
+        messages=MESSAGES, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.mark.parametrize("source", [CHATML, STEPS], ids=["chatml", "steps"])
+def test_renders_as_jinja_does(source: str) -> None:
+    assert ChatTemplate(source, "<s>", "</s>").render(MESSAGES) == plain(source)
+
+
+def test_generation_prompt_is_optional() -> None:
+    template = ChatTemplate(CHATML)
+    hi = [{"role": "user", "content": "Hi"}]
+    assert template.render(hi, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert template.render(hi).endswith("<|im_start|>assistant\n")
+
+
+def test_generation_blocks_of_transformers_are_transparent() -> None:
+    assert ChatTemplate("a{% generation %}b{{ bos_token }}{% endgeneration %}c", "<s>").render([]) == "ab<s>c"
+
+
+def test_strftime_now() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([]) == time.strftime("%Y")
+
+
+def test_rendering_is_cheap() -> None:
+    template = ChatTemplate(STEPS)
+    template.render(MESSAGES)
+    start = time.perf_counter()
+    for _ in range(20):
+        template.render(MESSAGES)
+    assert (time.perf_counter() - start) / 20 < 0.01  # seconds; about 0.0003
+
+
+def test_a_long_conversation_renders() -> None:
+    long = [{"role": "user", "content": "word " * 2000}] * 300
+    assert len(ChatTemplate(CHATML).render(long)) > 3_000_000
+
+
+# --- errors in one to three lines
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('no system\nrole') }}", "refuses these messages: no system role"),
+        ("\n{% if %}", "can't be compiled: line 2"),
+        ("{% endfor %}", "can't be compiled: line 1"),
+        ("{{ x.y.z }}", "'x' is undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'a' + 1 }}", "failed"),
+        ("{{ 'a' | nosuchfilter }}", "No filter named 'nosuchfilter'"),
+        ("{% include 'x' %}", "no loader"),
+        ("{% import 'x' as y %}", "no loader"),
+        ("x" * (MAX_SOURCE + 1), "may have 131072 characters, this one has 131073"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+        ("{% for i in [1] %}" * 40 + "{% endfor %}" * 40, "nested blocks"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_faults(source: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message) as caught:
+        ChatTemplate(source).render(MESSAGES)
+    assert len(str(caught.value).splitlines()) <= 3 and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("messages", [["hi"], [{"role": "user"}], [{"content": "x"}], [{"role": 1, "content": "x"}]])
+def test_messages_must_be_messages(messages: list[dict[str, str]]) -> None:
+    with pytest.raises(ChatTemplateError, match="role and content"):
+        ChatTemplate(CHATML).render(messages)
+
+
+# --- hostile templates
+
+NS = "{% set ns = namespace(a=[1], b=[1], s='a', n=namespace()) %}{% for i in range(60) %}"
+SELF = NS + "{% set ns.n = namespace(x=ns.n, y=ns.n) %}{% endfor %}"
+BOMBS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loop with output": "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
+    "captured output": "{% set x %}{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}{% endset %}",
+    "string product": "{{ 'a' * 10**9 }}",
+    "list product": "{{ range(99999) | list * 99999 }}",
+    "power": "{{ 7 ** 1000000000 }}",
+    "squares": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "doubling by +": NS + "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "doubling by ~": NS + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "doubling by capture": NS + "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
+    "doubling by macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "shared lists": NS + "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}",
+    "shared namespaces printed": SELF + "{{ ns.n }}",
+    "shared namespaces joined": SELF + "{{ 'x' ~ ns.n }}",
+    "shared namespaces called": SELF + "{{ ns.n() }}",
+    "shared namespaces formatted": SELF + "{{ '%s' % ns.n }}{{ '{}'.format(ns.n) }}",
+    "width of a method": "{{ 'a'.ljust(10**9) }}",
+    "width of %": "{{ '%1000000000d' % 1 }}",
+    "width of % behind a key": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "width of % as a value": "{{ '%*d' % (10**9, 1) }}",
+    "width of format": "{{ '{:1000000000}'.format(1) }}",
+    "width of format as a value": "{{ '{:{}}'.format(1, 10**9) }}",
+    "repeated field": "{{ ('{0}' * 9999).format('a' * 9999) }}",
+    "replace": "{{ ('a' * 10**6) | replace('a', 'b' * 1000) }}{{ ('a' * 10**6).replace('a', 'b' * 1000) }}",
+    "join": "{{ ('a' * 10**6) | join('b' * 1000) }}{{ ('b' * 1000).join('a' * 10**5) }}",
+    "join of a generator": "{{ range(99999) | map('replace', '1', 'a' * 3000) | join }}",
+    "indent": "{{ ('x\\n' * 10**6) | indent(1000) }}",
+    "indent of tojson": "{{ [[[1]]] | tojson(indent=10**9) }}",
+    "round": "{{ 1.5 | round(10**9, 'ceil') }}",
+    "range": "{{ range(10**9) | list }}",
+    "strftime": "{{ strftime_now('%1000000000d') }}",
+    "recursive loop": "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "slow comparisons": "{% set L = range(99999) | list %}{% for i in L %}{{ [L, L] in [L] }}{% endfor %}",
+    "long sum": "{{ 1" + " + 1" * 30_000 + " }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_stopped(name: str) -> None:
+    tracemalloc.start()
+    start = time.perf_counter()
+    try:
+        with pytest.raises(ChatTemplateError):
+            ChatTemplate(BOMBS[name], seconds=0.5).render(MESSAGES)
+        seconds = time.perf_counter() - start
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert seconds < 5  # tracing memory makes everything some five times slower
+    assert peak < 100e6
+
+
+def test_the_default_deadline_is_short() -> None:
+    start = time.perf_counter()
+    with pytest.raises(ChatTemplateError, match="may run for 1.5 s"):
+        ChatTemplate(BOMBS["nested loops"]).render(MESSAGES)
+    assert time.perf_counter() - start < 2.5
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__ }}",
+        "{{ ''['__class__'] }}",
+        "{{ '' | attr('__class__') }}",
+        "{{ [''] | map(attribute='__class__') | list }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ namespace.__init__ }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ dict.fromkeys(messages) }}",
+        "{{ (1).to_bytes(1, 'big') }}",
+        "{{ lipsum() }}",
+        "{{ cycler('a') }}",
+    ],
+)
+def test_nothing_but_the_variables_can_be_reached(source: str) -> None:
+    before = json.dumps(MESSAGES)
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source).render(MESSAGES)
+    assert json.dumps(MESSAGES) == before
+
+
+# --- from a file
+
+
+def test_from_metadata() -> None:
+    data = json.loads(lzma.decompress((Path(__file__).parent / "data" / "vocab-phi-3.json.xz").read_bytes()))
+    md = data["metadata"]
+    tokenizer = Tokenizer.from_metadata(md)
+    template = from_metadata(md, tokenizer)
+    assert template is not None
+    text = template.render([{"role": "user", "content": "Hi"}])
+    assert text.startswith("<s><|user|>\nHi<|end|>\n<|assistant|>")
+    ids = tokenizer.encode(text, add_bos=False, parse_special=True)
+    assert ids[0] == tokenizer.bos_id and tokenizer.eot_id in ids
+    assert from_metadata({}, tokenizer) is None
+    with pytest.raises(ChatTemplateError, match="must be a string, got int"):
+        from_metadata({"tokenizer.chat_template": 3}, tokenizer)
