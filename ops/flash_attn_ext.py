@@ -139,7 +139,7 @@ def _attn_case(inputs: Inputs, axes: _Axes, lse: bool) -> Tensor:
     }  # fmt: skip
     m2, m3 = {"per_head": (n_head, n_seq), "some_heads": (2, 2)}.get(str(kind), (1, n_seq))
     mask = inputs("mask", "f16", (n_kv, n_q, m2, m3), init[str(kind)]) if kind else None
-    sinks = inputs("sinks", "f32", (n_head,), Uniform(-4, 4)) if axes["sinks"] else None
+    sinks = inputs("sinks", "f32", (n_head,), Uniform(2, 10)) if axes["sinks"] else None  # as large as the sum
     params = FlashAttnParams(d_k**-0.5, float(axes["max_bias"]), float(axes["softcap"]))  # type: ignore[arg-type,operator]
     if lse:
         return build(FLASH_ATTN_LSE, q, k, mask, sinks, params=params)

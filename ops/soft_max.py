@@ -66,7 +66,7 @@ def _cases() -> Iterator[Case]:
             ) -> Tensor:  # fmt: skip
                 a = inputs("a", "f32", ne, Uniform(-10, 10))
                 mask = inputs("mask", mt, (ne[0], ne[1], 2, ne[3]), MaskValues(0.3)) if mt else None
-                return soft_max(a, mask, inputs("sinks", "f32", (ne[2],), Uniform(-5, 5)) if s else None, sc, mb)
+                return soft_max(a, mask, inputs("sinks", "f32", (ne[2],), Uniform(0, 10)) if s else None, sc, mb)
 
             yield Case("SOFT_MAX", {"mask": mask_type, "max_bias": max_bias, "sinks": sinks, "scale": scale, "ne": ne}, make)
 

@@ -29,7 +29,7 @@ def judged(name: str) -> Judged:
     return Judged(CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES, ids=list(CASES))
 def test_case(name: str) -> None:
     case = judged(name)
     exe = case.run("cpu")
@@ -41,7 +41,7 @@ def _as_torch(raw: np.ndarray | None, dt: DType) -> torch.Tensor | None:
     return None if raw is None else torch.from_numpy(raw.copy()).view(torch_type(dt))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES, ids=list(CASES))
 def test_case_in_float64(name: str) -> None:
     case = judged(name)
     node = case.node

@@ -75,7 +75,8 @@ for shift in (0, 1):
     exe.write("a", values + shift)
     exe.run()
     product = (values + shift) * np.array([1, 2, 3, 4], np.float32)
-    right += [np.allclose(exe.read("z")[0, 0], 2 * (np.sqrt(product) + product).T), np.allclose(exe.read("x")[0, 0], product)]
+    right.append(np.allclose(exe.read("z")[0, 0], 2 * (np.sqrt(product) + product).T))
+    right.append(np.allclose(exe.read("x")[0, 0], product))
 print(json.dumps({
     "found": {name: [info.score, info.reason] for name, info in discover().items()},
     "buffer": type(exe.arenas["tiny"].buffer).__name__,

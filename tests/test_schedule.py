@@ -150,7 +150,7 @@ def test_views_of_a_node_on_another_backend() -> None:
 
 
 def test_views_of_a_node_whose_source_was_copied() -> None:
-    """x runs on the CPU from copies, so that a twin stands for it: its views, read or put out, must look at the twin."""
+    """x runs on the CPU from copies, so that a twin stands for it: its views must look at the twin."""
     s = ops.sqr(_a(4, 3), name="s")  # toy
     x = ops.div(s, s, name="x")  # cpu, from a copy of s
     look = ops.view(x, (2, 3), x.nb[1:2], offs=8, name="look")

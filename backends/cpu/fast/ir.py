@@ -81,6 +81,7 @@ class Val:
         assert name is not None, f"no float form of {int_op}"
         return Val(self.f, getattr(self.f.b, name)(*((y, x) if swap else (x, y))))
 
+    # fmt: off
     def __add__(self, o: Any) -> Val: return self._op(o, "add", "fadd")
     def __sub__(self, o: Any) -> Val: return self._op(o, "sub", "fsub")
     def __rsub__(self, o: Any) -> Val: return self._op(o, "sub", "fsub", swap=True)
@@ -96,6 +97,7 @@ class Val:
     def __rshift__(self, o: Any) -> Val: return self._op(o, "lshr")
     def __neg__(self) -> Val: return Val(self.f, self.f.b.fneg(self.v)) if _is_float(self.t) else 0 - self
     __radd__, __rmul__ = __add__, __mul__
+    # fmt: on
 
     def _cmp(self, op: str, o: Any) -> Val:
         y = self._operand(o)
@@ -104,12 +106,23 @@ class Val:
             return Val(self.f, b.fcmp_unordered(op, self.v, y) if op == "!=" else b.fcmp_ordered(op, self.v, y))
         return Val(self.f, b.icmp_signed(op, self.v, y))
 
-    def __lt__(self, o: Any) -> Val: return self._cmp("<", o)
-    def __le__(self, o: Any) -> Val: return self._cmp("<=", o)
-    def __gt__(self, o: Any) -> Val: return self._cmp(">", o)
-    def __ge__(self, o: Any) -> Val: return self._cmp(">=", o)
-    def eq(self, o: Any) -> Val: return self._cmp("==", o)
-    def ne(self, o: Any) -> Val: return self._cmp("!=", o)
+    def __lt__(self, o: Any) -> Val:
+        return self._cmp("<", o)
+
+    def __le__(self, o: Any) -> Val:
+        return self._cmp("<=", o)
+
+    def __gt__(self, o: Any) -> Val:
+        return self._cmp(">", o)
+
+    def __ge__(self, o: Any) -> Val:
+        return self._cmp(">=", o)
+
+    def eq(self, o: Any) -> Val:
+        return self._cmp("==", o)
+
+    def ne(self, o: Any) -> Val:
+        return self._cmp("!=", o)
 
     def __getitem__(self, lane: int) -> Val:
         return Val(self.f, self.f.b.extract_element(self.v, I32(lane)))
@@ -122,9 +135,14 @@ class Val:
         """Lane by lane the same bits as another type of the same width."""
         return Val(self.f, self.f.b.bitcast(self.v, _like(self.t, t)))
 
-    def zext(self, t: Any) -> Val: return Val(self.f, self.f.b.zext(self.v, _like(self.t, t)))
-    def sext(self, t: Any) -> Val: return Val(self.f, self.f.b.sext(self.v, _like(self.t, t)))
-    def trunc(self, t: Any) -> Val: return Val(self.f, self.f.b.trunc(self.v, _like(self.t, t)))
+    def zext(self, t: Any) -> Val:
+        return Val(self.f, self.f.b.zext(self.v, _like(self.t, t)))
+
+    def sext(self, t: Any) -> Val:
+        return Val(self.f, self.f.b.sext(self.v, _like(self.t, t)))
+
+    def trunc(self, t: Any) -> Val:
+        return Val(self.f, self.f.b.trunc(self.v, _like(self.t, t)))
 
     def to(self, t: Any) -> Val:
         """Converts value to a float type: from signed integers, or between float widths (round to nearest even)."""
@@ -309,9 +327,14 @@ class Fn:
         a, b, c = (x if isinstance(x, Val) else self.const(x, _scalar(a.t)) for x in (a, b, c))
         return self.call("llvm.fmuladd", *(self.splat(x, n) if n else x for x in (a, b, c)))
 
-    def sqrt(self, x: Val) -> Val: return self.call("llvm.sqrt", x)
-    def abs(self, x: Val) -> Val: return self.call("llvm.fabs", x)
-    def floor(self, x: Val) -> Val: return self.call("llvm.floor", x)
+    def sqrt(self, x: Val) -> Val:
+        return self.call("llvm.sqrt", x)
+
+    def abs(self, x: Val) -> Val:
+        return self.call("llvm.fabs", x)
+
+    def floor(self, x: Val) -> Val:
+        return self.call("llvm.floor", x)
 
     def count_trailing_zeros(self, x: Val) -> Val:
         return Val(self, self.b.cttz(x.v, I1(0)))
@@ -324,8 +347,11 @@ class Fn:
         """The larger; NaN when either is NaN."""
         return self.select((a > b) | a.ne(a), a, b)
 
-    def min_int(self, a: Val, b: Any) -> Val: return self.select(a < b, a, b)
-    def max_int(self, a: Val, b: Any) -> Val: return self.select(a > b, a, b)
+    def min_int(self, a: Val, b: Any) -> Val:
+        return self.select(a < b, a, b)
+
+    def max_int(self, a: Val, b: Any) -> Val:
+        return self.select(a > b, a, b)
 
     def fold(self, v: Val, op: Callable[[Val, Val], Val]) -> Val:
         """Reduces the lanes (a power of two) to one scalar."""
