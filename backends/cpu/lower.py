@@ -87,7 +87,7 @@ def _rows(t: Tensor | None) -> tuple[int, int] | None:
     if t is None or t.dtype.name != "f32" or not t.has_contiguous_rows:
         return None
     even = t.is_contiguous or t.ne[2] == t.ne[3] == 1
-    return (t.n_rows, t.nb[1] if t.n_rows > 1 else t.ne[0] * 4) if even else None
+    return (t.n_rows, t.ne[0] * 4 if t.is_contiguous else t.nb[1]) if even else None
 
 
 def norm_mul(self: Lowering, nodes: list[Tensor]) -> Any | None:

@@ -162,10 +162,9 @@ class _Task:
         first, stop = f.var(f.const(0)), f.var((n_kv + (TILE - 1)) // TILE)
         if self.shape.masked:
             first.v, stop.v = stop.v, f.const(0)
-            with f.range(0, n_kv, LANES) as at:
-                with f.if_(self._any_live([self._mask(row, at) for row in rows])):
-                    first.v = f.min_int(first.v, at // TILE)
-                    stop.v = at // TILE + 1
+            with f.range(0, n_kv, LANES) as at, f.if_(self._any_live([self._mask(row, at) for row in rows])):
+                first.v = f.min_int(first.v, at // TILE)
+                stop.v = at // TILE + 1
         tiles, n_split = f.max_int(stop.v - first.v, f.const(0)), self.arg["n_split"]
         start = first.v + tiles * split // n_split
         end = first.v + tiles * (split + 1) // n_split
