@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ class Usage(Enum):
 
 
 class Buffer(ABC):
-    """A span of a backend's memory at a fixed address. backend: its owner's name; nbytes: its size; usage: see Usage."""
+    """Memory of a backend at a fixed address. backend: its owner's name; nbytes: its size; usage: see Usage."""
 
     backend: str
     nbytes: int
@@ -165,7 +166,9 @@ _REGISTERED: dict[str, type[Backend]] = {}
 def register_backend(cls: type[Backend]) -> type[Backend]:
     """Adds a backend without an entry point (from a script or a test). Raises BackendError for a taken name."""
     if _REGISTERED.get(cls.name, cls) is not cls:
-        raise BackendError(f"a backend's name is used once, {cls.name!r} is taken by {_REGISTERED[cls.name].__module__}")
+        raise BackendError(
+            f"a backend's name is used once, {cls.name!r} is taken by {_REGISTERED[cls.name].__module__}"
+        )
     _REGISTERED[cls.name] = cls
     return cls
 
@@ -174,12 +177,16 @@ def discover() -> dict[str, BackendInfo]:
     """Every backend that is installed or registered, the preferred first."""
     found: dict[str, BackendInfo] = {}
     builtin = importlib.import_module("graphrt.backends").BUILTIN
-    loaders: dict[str, Callable[[], Any]] = {name: lambda path=path: _import(path) for name, path in builtin.items()}
+    loaders: dict[str, Callable[[], Any]] = {name: partial(_import, path) for name, path in builtin.items()}
     loaders.update({point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP)})
-    loaders.update({name: lambda cls=cls: cls for name, cls in _REGISTERED.items()})
+    loaders.update({name: partial(_itself, cls) for name, cls in _REGISTERED.items()})
     for name, load in loaders.items():
         found[name] = _inspect(name, load)
     return dict(sorted(found.items(), key=lambda item: -item[1].score))
+
+
+def _itself(cls: type[Backend]) -> type[Backend]:
+    return cls
 
 
 def _import(path: str) -> Any:

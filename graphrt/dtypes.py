@@ -86,7 +86,10 @@ TYPES: dict[str, DType] = _table(
 )
 
 #: Ids that ggml once used and removed; a file that holds one is too old.
-REMOVED_IDS = {4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"}
+REMOVED_IDS = {
+    4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8",
+    38: "iq4_nl_8_8",
+}  # fmt: skip
 
 _BY_ID = {t.id: t for t in TYPES.values()}
 _BY_LOWER_NAME = {t.name.lower(): t for t in TYPES.values()}

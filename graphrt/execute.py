@@ -67,6 +67,7 @@ class Executable:
         self.arenas = arenas
         self.splits: list[PreparedSplit] = []
         self._program: list[Callable[[], None]] = []
+        self._names: dict[str, Tensor] = {t.name: t for t in reversed([*graph.leafs, *graph.nodes])}
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
     def place(self, tensor: Tensor) -> Place:
@@ -136,7 +137,7 @@ class Executable:
     def _named(self, tensor: Tensor | str) -> Tensor:
         if isinstance(tensor, Tensor):
             return tensor
-        found = self.graph.tensor(tensor)
+        found = self._names.get(tensor)
         if found is None:
             names = ", ".join(t.name for t in [*self.graph.inputs, *self.graph.outputs][:20])
             raise GraphError(f"a tensor's name must be in the graph, got {tensor!r}; inputs and outputs: {names}")

@@ -125,5 +125,6 @@ def build(spec: OpSpec, *src: Tensor | None, params: Any = None, name: str = "")
     shares = src[0] if spec.is_view else src[spec.writes] if spec.writes is not None else None
     nb = shares.nb if shares is not None and result.nb is None else result.nb
     return Tensor(
-        result.dtype, result.ne, nb=nb, name=name, op=spec.name, params=params, src=src, view_src=shares, view_offs=result.offs
+        result.dtype, result.ne, nb=nb, name=name, op=spec.name, params=params, src=src, view_src=shares,
+        view_offs=result.offs,
     )  # fmt: skip

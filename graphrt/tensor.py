@@ -87,8 +87,8 @@ class Tensor:
         if view_src is not None and view_src.view_src is not None:
             view_offs += view_src.view_offs
             view_src = view_src.view_src
-        self.view_src = view_src
-        self.view_offs = view_offs
+        self.view_src: Tensor | None = view_src
+        self.view_offs: int = view_offs
         self.flags = flags
         self.buffer: Buffer | None = None
         self.offset = 0

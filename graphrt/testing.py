@@ -139,13 +139,18 @@ def random_blocks(dt: DType, shape: tuple[int, ...], rng: np.random.Generator) -
 def quantize(values: AnyArray, dt: DType, rng: np.random.Generator | None = None) -> AnyArray:
     """float64 or int values as the host array of a type; random blocks for a type that gguf can't quantize to."""
     if dt.name == "bf16":
-        return gguf.quants.quantize(values.astype(np.float32), gguf.GGMLQuantizationType.BF16).view(np.uint16)
+        return _gguf_quantize(values, gguf.GGMLQuantizationType.BF16).view(np.uint16)
     if not dt.is_quantized:
         return values.astype(host_type(dt))
     if dt.name in _SCALE_OFFSETS or dt.name in ("iq1_m", "nvfp4"):
         assert rng is not None
         return random_blocks(dt, values.shape, rng)
-    return gguf.quants.quantize(values.astype(np.float32), gguf.GGMLQuantizationType(dt.id))
+    return _gguf_quantize(values, gguf.GGMLQuantizationType(dt.id))
+
+
+def _gguf_quantize(values: AnyArray, kind: gguf.GGMLQuantizationType) -> AnyArray:
+    raw: AnyArray = gguf.quants.quantize(values.astype(np.float32), kind)
+    return raw
 
 
 def dequantize(raw: AnyArray, dt: DType) -> AnyArray:
@@ -153,7 +158,8 @@ def dequantize(raw: AnyArray, dt: DType) -> AnyArray:
     if dt.kind == "int":
         return raw.astype(np.int64)
     if dt.is_quantized or dt.name == "bf16":
-        return gguf.quants.dequantize(raw.view(np.uint8), gguf.GGMLQuantizationType(dt.id)).astype(np.float64)
+        values: AnyArray = gguf.quants.dequantize(raw.view(np.uint8), gguf.GGMLQuantizationType(dt.id))
+        return values.astype(np.float64)
     return raw.astype(np.float64)
 
 

@@ -40,7 +40,7 @@ class Ring:
         return cells
 
     def mask(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
-        """f16 [n_tokens, size]: 0 where the token sees the cell, -inf where it is empty, later, or out of the window."""
+        """f16 [n_tokens, size]: 0 where the token sees the cell; -inf where that is empty, later, or out of sight."""
         back = positions[:, None] - self.positions[None, :]
         hidden = (self.positions[None, :] < 0) | (back < 0)
         if self.window:
@@ -60,11 +60,18 @@ class LayerCache:
 class KVCache:
     """The cache of one sequence of at most n_ctx tokens.
 
-    n_batch: the most tokens that are written at once. Raises SessionError for a type that can't be a cache of this model.
+    n_batch: the most tokens that are written at once. Raises SessionError for a type that can't hold this model.
     """
 
     def __init__(
-        self, hp: HParams, backend: Backend, windowed: Sequence[bool], n_ctx: int, n_batch: int, type_k: str, type_v: str
+        self,
+        hp: HParams,
+        backend: Backend,
+        windowed: Sequence[bool],
+        n_ctx: int,
+        n_batch: int,
+        type_k: str,
+        type_v: str,
     ) -> None:
         types = _cache_type("k", type_k, hp.d_k), _cache_type("v", type_v, hp.d_v)
         self.rings = {"full": Ring(n_ctx, 0)}
@@ -103,7 +110,7 @@ def _cache_type(side: str, name: str, head_size: int) -> DType:
         raise SessionError(f"a cache type (-ct{side}) must be one of {', '.join(CACHE_TYPES)}, got {name!r}")
     if head_size % dt.block_size:
         raise SessionError(
-            f"a {dt.name} cache needs heads of whole blocks of {dt.block_size} elements, this model's {side} heads have "
-            f"{head_size}; use -ct{side} f16"
+            f"a {dt.name} cache needs heads of whole blocks of {dt.block_size} elements, this model's {side} heads "
+            f"have {head_size}; use -ct{side} f16"
         )
     return dt

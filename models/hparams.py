@@ -113,7 +113,9 @@ def read_hparams(keys: Keys, rope_mode: str) -> HParams:
         n_ff=keys.per_layer("feed_forward_length", n_layer),
         d_k=d_k,
         d_v=keys.count("attention.value_length", n_embd // n_head[0] if n_embd % n_head[0] == 0 else d_k),
-        norm_eps=_finite(keys, "attention.layer_norm_rms_epsilon", keys.require("attention.layer_norm_rms_epsilon", float)),
+        norm_eps=_finite(
+            keys, "attention.layer_norm_rms_epsilon", keys.require("attention.layer_norm_rms_epsilon", float)
+        ),
         rope=read_rope(keys, rope_mode, d_k),
         attn_scale=keys.get("attention.scale", float, 0.0) or d_k**-0.5,
         windowed=(False,) * n_layer,
@@ -146,7 +148,9 @@ def _n_vocab(keys: Keys) -> int:
     tokens = keys.file.metadata.array_length("tokenizer.ggml.tokens")
     embedding = keys.file.tensors.get("token_embd.weight")
     if tokens is None and (embedding is None or len(embedding.ne) < 2):
-        raise ArchError(f"the size of the vocabulary must be known, the file has neither {keys.name('vocab_size')} nor tokens")
+        raise ArchError(
+            f"the vocabulary's size must be known, the file has neither {keys.name('vocab_size')} nor tokens"
+        )
     return tokens if tokens is not None else embedding.ne[1]  # type: ignore[union-attr]
 
 

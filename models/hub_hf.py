@@ -103,8 +103,8 @@ def _quiet_bar() -> Any:
     """The library's progress bar, switched off."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    class Quiet(tqdm):
+    class Quiet(tqdm):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call, unused-ignore]
 
     return Quiet

@@ -83,8 +83,9 @@ class Session:
         self._check(tokens)
         ids = np.asarray(tokens, np.int32)
         for start in range(0, len(ids), self.n_batch):
-            out = self._step(ids[start : start + self.n_batch], first_row=-1)
-        return out[-1]
+            rows = self._step(ids[start : start + self.n_batch], first_row=-1)
+        last: Logits = rows[-1]
+        return last
 
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
         """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab]."""
@@ -127,7 +128,7 @@ class Session:
         exe.run()
         self.n_past += n
         logits = exe.host_array("result_output")
-        return (exe.read("result_output") if logits is None else logits).reshape(len(rows), -1)
+        return np.asarray(exe.read("result_output") if logits is None else logits, np.float32).reshape(len(rows), -1)
 
 
 def _batches(first: int, n: int, without: int, with_logits: int) -> Iterator[tuple[int, int]]:

@@ -19,8 +19,10 @@ def _infer_cpy(src: Sources, params: None) -> Result:
     same = a.ne == target.ne
     require(same or not target.dtype.is_quantized, "CPY", "a quantized target must have the source's shape", a, target)
     floats = {"float", "quant"}
-    convertible = a.dtype == target.dtype or (a.dtype.kind in floats and target.dtype.kind in floats) or (
-        a.dtype.kind == "int" and target.dtype.kind == "int"
+    convertible = (
+        a.dtype == target.dtype
+        or (a.dtype.kind in floats and target.dtype.kind in floats)
+        or (a.dtype.kind == "int" and target.dtype.kind == "int")
     )
     require(convertible, "CPY", "an integer type is copied to integer types only", a, target)
     return Result(target.dtype, target.ne)
@@ -109,7 +111,9 @@ def _concat_cases() -> Iterator[Case]:
             yield Case("CONCAT", {"dim": dim, "type": dt}, make)
 
 
-CONCAT = register(OpSpec("CONCAT", _infer_concat, _concat_cases, elementwise_work(0), n_src=(2, 2), params=ConcatParams))
+CONCAT = register(
+    OpSpec("CONCAT", _infer_concat, _concat_cases, elementwise_work(0), n_src=(2, 2), params=ConcatParams)
+)
 
 
 def concat(a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:

@@ -22,9 +22,8 @@ from functools import partial
 
 from graphrt.dtypes import F32
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
-from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, CausalMask, Inputs, MaskValues, Normal, Uniform
+from graphrt.testing import Case
 
 
 @dataclass(frozen=True)
@@ -87,82 +86,30 @@ def _attn_work(node: Tensor) -> Work:
     return Work(2 * (k.ne[0] + d_v) * k.ne[1] * q.n_rows, moved_bytes(node) - shared)
 
 
-_Axes = dict[str, object]
-
-
-def _grid() -> Iterator[_Axes]:
-    """One base case, then each axis of the contract varied alone or in the pairs that have broken kernels before."""
-    base: _Axes = {"d": (64, 64), "n_q": 3, "n_kv": 113, "heads": (4, 2), "n_seq": 1, "types": ("f16", "f16")}
-    base |= {"mask": "causal", "sinks": False, "max_bias": 0.0, "softcap": 0.0, "layout": "plain"}
-    yield base
-    for d in [(40, 40), (72, 72), (65, 67), (128, 128), (192, 128), (256, 256), (96, 64)]:
-        yield base | {"d": d, "types": ("f32", "f16")}
-    for t in ("f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"):
-        yield base | {"types": (t, t)}
-        yield base | {"types": (t, "f16"), "n_q": 1}
-    for heads in [(4, 4), (12, 1), (6, 2), (32, 2)]:
-        yield base | {"heads": heads, "n_seq": 2, "mask": "random"}
-    for n_q, n_kv in [(1, 1), (1, 17), (32, 512), (75, 40)]:
-        yield base | {"n_q": n_q, "n_kv": n_kv}
-    for mask in (None, "random", "per_head", "rows_masked"):
-        yield base | {"mask": mask, "sinks": True}
-        yield base | {"mask": mask, "softcap": 10.0, "n_seq": 2}
-    yield base | {"mask": "some_heads", "heads": (8, 2), "n_seq": 4, "sinks": True}
-    for max_bias in (4.0, 8.0):
-        yield base | {"max_bias": max_bias, "heads": (6, 3), "mask": "random", "sinks": True}
-    for layout in ("permuted", "padded", "v_in_k"):
-        yield base | {"layout": layout, "n_seq": 2, "mask": "random"}
-    yield base | {"d": (576, 512), "layout": "v_in_k", "heads": (16, 1), "softcap": 30.0, "sinks": True}
-
-
-def _cached(inputs: Inputs, name: str, dt: str, ne: tuple[int, int, int, int], layout: str) -> Tensor:
-    """k or v as caches hold them. Rows that must be whole blocks are padded; `padded` leaves cells after n_kv too."""
-    d, n_kv, n_head_kv, n_seq = ne
-    block = 32 if dt.startswith(("q", "iq")) else 1
-    row = -(-d // block) * block
-    if layout == "permuted":
-        return permute(inputs(name, dt, (row, n_head_kv, n_kv, n_seq), Normal(1.0)), 0, 2, 1, 3)
-    spare = 7 if layout == "padded" else 0
-    cache = inputs(name, dt, (row, n_kv + spare, n_head_kv, n_seq), Normal(1.0))
-    return view(cache, ne, cache.nb[1:]) if (spare or row != d) else cache
-
-
-def _attn_case(inputs: Inputs, axes: _Axes, lse: bool) -> Tensor:
-    (d_k, d_v), (n_head, n_head_kv), n_seq = axes["d"], axes["heads"], axes["n_seq"]  # type: ignore[misc]
-    n_q, n_kv, types, layout = axes["n_q"], axes["n_kv"], axes["types"], axes["layout"]
-    q = inputs("q", "f32", (d_k, n_q, n_head, n_seq), Normal(3.0))  # logits with a spread that softcap 10 bends
-    k = _cached(inputs, "k", types[0], (d_k, n_kv, n_head_kv, n_seq), str(layout))  # type: ignore[index,arg-type]
-    kind = axes["mask"]
-    init = {
-        "causal": CausalMask(), "random": MaskValues(0.3), "per_head": MaskValues(0.3), "some_heads": MaskValues(0.3),
-        "rows_masked": MaskValues(0.3, 2),
-    }  # fmt: skip
-    m2, m3 = {"per_head": (n_head, n_seq), "some_heads": (2, 2)}.get(str(kind), (1, n_seq))
-    mask = inputs("mask", "f16", (n_kv, n_q, m2, m3), init[str(kind)]) if kind else None
-    sinks = inputs("sinks", "f32", (n_head,), Uniform(2, 10)) if axes["sinks"] else None  # as large as the sum
-    params = FlashAttnParams(d_k**-0.5, float(axes["max_bias"]), float(axes["softcap"]))  # type: ignore[arg-type,operator]
-    if lse:
-        return build(FLASH_ATTN_LSE, q, k, mask, sinks, params=params)
-    if layout == "v_in_k":
-        v = view(k, (d_v, n_kv, n_head_kv, n_seq), k.nb[1:])  # type: ignore[list-item]
-    else:
-        v = _cached(inputs, "v", types[1], (d_v, n_kv, n_head_kv, n_seq), str(layout))  # type: ignore[index,arg-type]
-    return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, params=params)
-
-
 def _cases(op: str) -> Iterator[Case]:
-    for axes in _grid():
-        yield Case(op, axes, partial(_attn_case, axes=axes, lse=op == "FLASH_ATTN_LSE"))
+    from graphrt.ops.flash_attn_cases import cases  # it needs the builders below
+
+    return cases(op)
 
 
 FLASH_ATTN_EXT = register(
     OpSpec(
-        "FLASH_ATTN_EXT", _infer_attn, partial(_cases, "FLASH_ATTN_EXT"), _attn_work, n_src=(3, 5), params=FlashAttnParams
+        "FLASH_ATTN_EXT",
+        _infer_attn,
+        partial(_cases, "FLASH_ATTN_EXT"),
+        _attn_work,
+        n_src=(3, 5),
+        params=FlashAttnParams,
     )
 )
 FLASH_ATTN_LSE = register(
     OpSpec(
-        "FLASH_ATTN_LSE", _infer_lse, partial(_cases, "FLASH_ATTN_LSE"), _attn_work, n_src=(2, 4), params=FlashAttnParams
+        "FLASH_ATTN_LSE",
+        _infer_lse,
+        partial(_cases, "FLASH_ATTN_LSE"),
+        _attn_work,
+        n_src=(2, 4),
+        params=FlashAttnParams,
     )
 )
 

@@ -68,7 +68,9 @@ def _cases() -> Iterator[Case]:
                 mask = inputs("mask", mt, (ne[0], ne[1], 2, ne[3]), MaskValues(0.3)) if mt else None
                 return soft_max(a, mask, inputs("sinks", "f32", (ne[2],), Uniform(0, 10)) if s else None, sc, mb)
 
-            yield Case("SOFT_MAX", {"mask": mask_type, "max_bias": max_bias, "sinks": sinks, "scale": scale, "ne": ne}, make)
+            yield Case(
+                "SOFT_MAX", {"mask": mask_type, "max_bias": max_bias, "sinks": sinks, "scale": scale, "ne": ne}, make
+            )
 
     def make_gapped(inputs: Inputs) -> Tensor:
         mask = inputs("mask", "f16", (17, 8, 2, 1), MaskValues(0.3, 2))  # more rows than queries, fewer heads

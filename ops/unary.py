@@ -11,7 +11,7 @@ from graphrt.ops.view import gapped
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Uniform
 
-#: silu = x * sigmoid(x); gelu: the tanh form; gelu_erf: exact; gelu_quick = x * sigmoid(1.702 x); softplus = ln(1 + e^x).
+#: silu = x sigmoid(x); gelu: the tanh form; gelu_erf: exact; gelu_quick = x sigmoid(1.702 x); softplus = ln(1 + e^x).
 UNARY_KINDS = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu", "tanh", "sigmoid", "exp", "softplus")
 #: Activation of the gate: reglu relu, geglu gelu (tanh form), swiglu silu, swiglu_oai as gpt-oss has it.
 GLU_KINDS = ("reglu", "geglu", "swiglu", "swiglu_oai")
@@ -34,7 +34,7 @@ class UnaryParams:
 
 @dataclass(frozen=True)
 class GluParams:
-    """kind: one of GLU_KINDS. alpha, limit: swiglu_oai's. swapped: without a second source, the gate is the 2nd half."""
+    """kind: one of GLU_KINDS. alpha, limit: swiglu_oai's. swapped: of a single source the gate is the second half."""
 
     kind: str
     alpha: float = 1.702

@@ -115,7 +115,7 @@ TRANSPOSE = register(
 
 
 def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, name: str = "") -> Tensor:
-    """A look at `ne` elements of `a` from byte `offs`. nb: byte strides of dimensions 1.., contiguous where left out."""
+    """A look at `ne` elements of `a` from byte `offs`. nb: byte strides from dimension 1 on, contiguous if left out."""
     dims = full_dims(ne)
     strides = [int(s) for s in nb]
     following = strides[-1] * dims[len(strides)] if strides else a.nb[0] * (dims[0] // a.dtype.block_size)

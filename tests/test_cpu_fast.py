@@ -5,8 +5,10 @@ Outputs start as NaN, and every buffer has guard bytes on both sides that must s
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -477,6 +479,56 @@ def test_argmax(n: int, mem: Memory, rng: np.random.Generator) -> None:
     values, out = mem.put(x), mem.put(np.full(8, -1, np.int64))
     run(fast.argmax(out=at(out), x=at(values), n_rows=8, n=n, x_nb=4 * n))
     assert out.tolist() == np.argmax(np.where(np.isnan(x), -np.inf, x), axis=1).tolist()
+
+
+# reads past the end: inputs end where unreadable memory begins
+
+
+def before_a_wall(values: np.ndarray) -> np.ndarray:
+    """A copy of `values` whose last byte is the last before a page that may not be read."""
+    page = mmap.PAGESIZE
+    size = -(-values.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(start + size), ctypes.c_size_t(page), 0) == 0
+    inner = np.frombuffer(memory, np.uint8, values.nbytes, size - values.nbytes)
+    inner[:] = np.frombuffer(values.tobytes(), np.uint8)
+    return inner.view(values.dtype).reshape(values.shape)
+
+
+def read_up_to_the_wall() -> None:
+    """In a process of its own: a kernel that reads too far ends it."""
+    rng = np.random.default_rng(3)
+    for name in fast.TYPES:
+        n = rows_of(rng, name)
+        w, x = before_a_wall(encode(rng, name, (17, n))), before_a_wall(rng.standard_normal((3, n)).astype(np.float32))
+        y, wide = np.zeros((3, 17), np.float32), np.zeros((17, n), np.float32)
+        nb = w.shape[1]
+        run(fast.gemv(
+            name, y=at(y), w=at(w), x=at(x), n_rows=17, n=n, w_nb=nb, n_tok=3, x_nb=4 * n, y_nb=68
+        ))  # fmt: skip
+        run(fast.dequant_rows(name, "f32", dst=at(wide), w=at(w), n_rows=17, n=n, w_nb=nb, dst_nb=4 * n))
+        run(fast.rms_norm(y=at(wide), x=at(x), n_rows=3, n=n, x_nb=4 * n, y_nb=4 * n, eps=1e-6))
+    for name in fast.KV_TYPES:
+        for n_kv, n_q in ((37, 1), (64, 3), (601, 1)):
+            k = before_a_wall(encode(rng, name, (n_kv, 32)))
+            v = before_a_wall(encode(rng, name, (n_kv, 32)))
+            q = before_a_wall(rng.standard_normal((n_q, 32)).astype(np.float32))
+            mask, out = before_a_wall(np.zeros((n_q, n_kv), np.float16)), np.zeros((n_q, 32), np.float32)
+            nb = (k.strides[0], 0, 0)
+            run(fast.flash_attn_decode(
+                name, name, d_k=32, d_v=32, n_q=n_q, n_kv=n_kv, n_head=1, n_head_kv=1, n_seq=1, q=at(q),
+                q_nb=(128, 0, 0), k=at(k), k_nb=nb, v=at(v), v_nb=nb, out=at(out), out_nb=(0, 128, 0), scale=0.2,
+                mask=at(mask), mask_nb=(2 * n_kv, 0, 0),
+            ))  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
+def test_no_kernel_reads_past_its_input() -> None:
+    code = "import test_cpu_fast; test_cpu_fast.pool.CHUNK_BYTES = 1; test_cpu_fast.read_up_to_the_wall()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=120)
 
 
 # programs, and the machinery

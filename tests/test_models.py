@@ -88,7 +88,12 @@ def test_only_wanted_rows_reach_the_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([], "at least one token"), ([1] * 300, "raise it with -c"), ([128], "token id must be 0 to 127"), ([-1], "token id")],
+    [
+        ([], "at least one token"),
+        ([1] * 300, "raise it with -c"),
+        ([128], "token id must be 0 to 127"),
+        ([-1], "token id"),
+    ],
     ids=["empty", "too long", "too large", "negative"],
 )
 def test_bad_prompts_are_refused(tmp_path: Path, ids: list[int], message: str) -> None:

@@ -1,4 +1,8 @@
-"""Tiny random models, the same bytes everywhere: what the model tests run, and what llama.cpp made the golden logits of."""
+"""Tiny random models, the same bytes everywhere: what the model tests run, and what llama.cpp made the golden logits of.
+
+With tokenizer="spm" or "bpe" a model also has a small vocabulary, and with chat=CHAT a chat template: enough for the
+command line. The golden logits are of the models without.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +60,53 @@ def gemma3() -> tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]:
 
 MODELS = {"llama": llama, "gemma3": gemma3}
 
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+PIECES = (
+    *("▁", *"etaoinshrdlucmfwypvbgkjqxz", *"ETAOIN", *".,!?'-0123456789", "é", "日"),
+    *("▁t", "he", "in", "re", "an", "on", "▁a", "▁the", "▁w", "▁se", "▁sea", "ll", "lo", "▁he", "▁hel", "▁hello"),
+    b"\xff\xfe",  # a piece that is no UTF-8, as damaged vocabularies have
+)
+#: Renders to special tokens, as real models' templates do.
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def spm() -> dict[str, Any]:
+    """<unk>, <s>, </s>, a token a byte, two control tokens, pieces: the longer the earlier it is merged."""
+    entries: list[tuple[str | bytes, float, int]] = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
+    entries += [(f"<0x{b:02X}>", 0.0, BYTE) for b in range(256)]
+    entries += [(IM_START, 0.0, CONTROL), (IM_END, 0.0, CONTROL)]
+    entries += [(piece, float(len(piece)) - i / 256 - 20, NORMAL) for i, piece in enumerate(PIECES)]
+    return {
+        "model": "llama", "tokens": [e[0] for e in entries], "scores": [e[1] for e in entries],
+        "token_type": [e[2] for e in entries], "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
+        "add_bos_token": True,
+    }  # fmt: skip
+
+
+def bpe() -> dict[str, Any]:
+    """GPT-2's 256 byte characters, a few merges, two control tokens; no BOS."""
+    merges = ["h e", "Ġ t", "Ġt he", "l l", "he ll", "hell o", "Ġ s", "e a", "Ġs ea"]
+    tokens = [*byte_chars(), *(pair.replace(" ", "") for pair in merges), "<|endoftext|>", IM_START, IM_END]
+    kinds = [NORMAL] * (len(tokens) - 3) + [CONTROL] * 3
+    end = len(tokens) - 3
+    return {
+        "model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": kinds, "merges": merges, "bos_token_id": end,
+        "eos_token_id": end, "add_bos_token": False,
+    }  # fmt: skip
+
+
+def byte_chars() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte."""
+    printable = [b for b in range(256) if 0x21 <= b <= 0x7E or 0xA1 <= b <= 0xAC or b >= 0xAE]
+    return [chr(b if b in printable else 256 + b - sum(p < b for p in printable)) for b in range(256)]
+
+
+VOCABS = {"spm": spm, "bpe": bpe}
+
 
 def values(name: str, ne: tuple[int, ...]) -> np.ndarray:
     """float32 of shape `ne` reversed, a function of the name: norms and factors near 1, the rest near 0."""
@@ -67,14 +118,34 @@ def values(name: str, ne: tuple[int, ...]) -> np.ndarray:
     return (mean + spread * unit).astype(np.float32).reshape(ne[::-1])
 
 
-def write_model(path: Path, model: str, tensor_type: str = "F32", **changed: Any) -> Path:
-    """Writes a tiny model; matrices in `tensor_type` where their rows allow. `changed` keys replace the model's own."""
+def write_model(
+    path: Path,
+    model: str,
+    tensor_type: str = "F32",
+    *,
+    tokenizer: str | None = None,
+    chat: str | None = None,
+    vocab: dict[str, Any] | None = None,
+    **changed: Any,
+) -> Path:
+    """Writes a tiny model; matrices in `tensor_type` where their rows allow. `changed` keys replace the model's own.
+
+    tokenizer: "spm" or "bpe" instead of none, with as many tokens in the model; vocab: keys that replace its own
+    (without "tokenizer.ggml."); chat: the chat template's text.
+    """
     arch, keys, shapes = MODELS[model]()
+    words = VOCABS[tokenizer]() | (vocab or {}) if tokenizer else {"model": "no_vocab"}
+    if tokenizer:
+        keys = keys | {"vocab_size": len(words["tokens"])}
+        tables = [name for name in ("token_embd.weight", "output.weight") if name in shapes]
+        shapes = shapes | {name: (shapes[name][0], len(words["tokens"])) for name in tables}
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in (keys | changed).items():
-        kind = {int: "UINT32", float: "FLOAT32", str: "STRING"}[type(value)]
-        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType[kind])
-    writer.add_string("tokenizer.ggml.model", "no_vocab")
+        _add(writer, f"{arch}.{key}", value)
+    for key, value in words.items():
+        _add(writer, f"tokenizer.ggml.{key}", value)
+    if chat is not None:
+        writer.add_string("tokenizer.chat_template", chat)
     kind = gguf.GGMLQuantizationType[tensor_type]
     block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, ne in shapes.items():
@@ -88,6 +159,14 @@ def write_model(path: Path, model: str, tensor_type: str = "F32", **changed: Any
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        kind = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}[type(value)]
+        writer.add_key_value(key, value, gguf.GGUFValueType[kind])
 
 
 def tokens(n: int = 40) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from graphrt.backend import BackendInfo, discover
 from graphrt.tools.common import human_bytes, print_json, print_table
@@ -26,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(info: BackendInfo) -> dict[str, object]:
+def _describe(info: BackendInfo) -> dict[str, Any]:
     usable = info.cls is not None and info.reason is None
     devices = info.cls().devices() if usable and info.cls is not None else []
     return {

@@ -42,7 +42,9 @@ def div(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @reference("SCALE")
 def scale(node: Tensor, a: torch.Tensor) -> torch.Tensor:
-    return a * node.params.scale + node.params.bias
+    factor: float = node.params.scale
+    bias: float = node.params.bias
+    return a * factor + bias
 
 
 @reference("CLAMP")

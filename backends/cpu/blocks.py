@@ -13,7 +13,8 @@ from graphrt.backends.cpu.memory import torch_type
 from graphrt.dtypes import DType, dtype_by_id
 
 #: What gguf turns into floats, and what it turns floats into.
-DECODABLE = {t.name for q in gguf.quants._type_traits if (t := dtype_by_id(q)) is not None} | {"f32", "f16", "bf16", "f64"}
+_BY_GGUF = {t.name for kind in gguf.quants._type_traits if (t := dtype_by_id(kind)) is not None}
+DECODABLE = _BY_GGUF | {"f32", "f16", "bf16", "f64"}
 ENCODABLE = {"f32", "f16", "bf16", "f64", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"}
 
 

@@ -70,7 +70,7 @@ class Lowering:
 
     def array(self, values: Sequence[float], kind: type) -> int:
         """The address of a new constant array."""
-        array = np.asarray(values, kind)
+        array: Any = np.asarray(values, kind)
         self.keep.append(array)
         return int(array.ctypes.data)
 
@@ -199,7 +199,8 @@ def _slices(self: Lowering, weight: Tensor) -> Any:
 
 def _onednn() -> Callable[..., torch.Tensor] | None:
     ops = getattr(torch.ops, "mkldnn", None)
-    return getattr(ops, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return getattr(ops, "_linear_pointwise", None) if available else None
 
 
 _ONEDNN = _onednn()
@@ -359,9 +360,9 @@ def _flash_attn_large(
     plain = not (k.dtype.is_quantized or v.dtype.is_quantized)
     if sinks is not None or not plain or (mask is not None and mask.ne[2] != 1):
         return None
-    looks = [self.look(t) for t in (q, k, v)]
+    looks = self.look(q), self.look(k), self.look(v)
     seen = self.look(mask) if mask is not None else None
-    attention = Attention(out, *looks, seen, self.look(out), dense)
+    attention = Attention(out, looks[0], looks[1], looks[2], seen, self.look(out), dense)
 
     def run() -> None:
         if not attention.run():

@@ -21,9 +21,7 @@ def mul_mat(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @reference("ROPE")
-def rope(
-    node: Tensor, a: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None
-) -> torch.Tensor:
+def rope(node: Tensor, a: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
     """a: [n_seq, n_tokens, n_head, head_dim]. Angles are taken in float64: positions run to many thousands."""
     p = node.params
     divide_by = factors.reshape(-1).tolist() if factors is not None else None

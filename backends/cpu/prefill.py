@@ -25,8 +25,8 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Attention:
     """One FLASH_ATTN_EXT with its sources as they lie in memory.
 
-    q [n_seq, n_head, n_q, D_k] f32, k and v [n_seq, n_head_kv, n_kv, D] f32, f16 or bf16, mask [m3, 1, n_q, n_kv] f16 or
-    None, out [n_seq, n_q, n_head, D_v] f32. product(x, w): x times w transposed.
+    q [n_seq, n_head, n_q, D_k] f32; k and v [n_seq, n_head_kv, n_kv, D] f32, f16 or bf16; mask [m3, 1, n_q, n_kv]
+    f16 or None; out [n_seq, n_q, n_head, D_v] f32. product(x, w): x times w transposed.
     """
 
     node: Tensor
@@ -38,7 +38,7 @@ class Attention:
     product: Product
 
     def run(self) -> bool:
-        """Computes `out`; False when a NaN lies where only some of the queries see it, which the reference sorts out."""
+        """Computes `out`; False when NaN lies where only some of the queries see it: that is for the reference."""
         seen = None if self.mask is None else self.mask > NEG_INF
         for s in range(self.q.shape[0]):
             visible = None if seen is None else seen[s % seen.shape[0], 0]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrt.backends.cpu.blocks import DECODABLE, ENCODABLE, decode
+from graphrt.dtypes import DType
 from graphrt.tensor import Tensor
 
 Function = Callable[..., torch.Tensor]
@@ -53,7 +54,7 @@ def evaluate(node: Tensor, sources: Sequence[torch.Tensor | None], to: torch.dty
     return ref.function(node, *decoded)
 
 
-def _dtype_of(node: Tensor, i: int) -> object:
+def _dtype_of(node: Tensor, i: int) -> DType:
     source = node.src[i]
     assert source is not None
     return source.dtype

@@ -18,6 +18,6 @@ class Llama(Decoder):
             raise ArchError("llama with experts (Mixtral) is not implemented; use a dense llama model")
         if hp.rope.n_dims != hp.d_k or hp.d_k != hp.d_v:
             raise ArchError(
-                f"llama rotates whole heads and has k and v heads of one size, got {hp.rope.n_dims} of {hp.d_k} and {hp.d_v}"
+                f"llama rotates whole heads, k and v of one size, got {hp.rope.n_dims} of {hp.d_k} and {hp.d_v}"
             )
         return hp

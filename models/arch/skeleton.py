@@ -5,13 +5,14 @@ A family overrides the small methods in which it differs. Node names are llama.c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphrt import ops
 from graphrt.graph import Graph
 from graphrt.models.cache import KVCache, LayerCache
-from graphrt.models.hparams import HParams
+from graphrt.models.hparams import HParams, Keys
 from graphrt.models.weights import Weights
 from graphrt.ops import RopeParams
 from graphrt.tensor import Tensor, new_input
@@ -52,10 +53,15 @@ class Layer:
     extra: Mapping[str, Tensor]
 
 
-class Decoder:
+class Decoder(ABC):
     """A decoder-only transformer: pre-norm, grouped heads, rotary positions, gated feed-forward."""
 
     activation = "swiglu"
+
+    @classmethod
+    @abstractmethod
+    def read(cls, keys: Keys) -> HParams:
+        """The hyperparameters of a file of this family. Raises ArchError for what the family does not do."""
 
     def __init__(self, hp: HParams, weights: Weights) -> None:
         self.hp = hp
@@ -120,7 +126,9 @@ class Decoder:
 
     def normed(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
         prefix, _, layer = name.partition("-")
-        return ops.mul(ops.rms_norm(x, self.hp.norm_eps, name=f"norm_{prefix}-{layer}" if layer else "norm"), weight, name)
+        return ops.mul(
+            ops.rms_norm(x, self.hp.norm_eps, name=f"norm_{prefix}-{layer}" if layer else "norm"), weight, name
+        )
 
     def layer(self, il: int, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         w = self.layers[il]
@@ -152,7 +160,9 @@ class Decoder:
         q = ops.rope(q, step.positions, rope, factors, name=f"Qcur_rope-{il}")
         k = ops.rope(k, step.positions, rope, factors, name=f"Kcur_rope-{il}")
         cells = step.cells[cache.kind]
-        k_cache = ops.set_rows(ops.reshape(k, hp.d_k * n_head_kv, n_tokens), cells, cache.k, name=f"cache_k_l{il} (set)")
+        k_cache = ops.set_rows(
+            ops.reshape(k, hp.d_k * n_head_kv, n_tokens), cells, cache.k, name=f"cache_k_l{il} (set)"
+        )
         v_cache = ops.set_rows(v, cells, cache.v, name=f"cache_v_l{il} (set)")
         attn = ops.flash_attn_ext(
             ops.permute(q, 0, 2, 1, 3),
