@@ -1,4 +1,4 @@
-"""Tiny random models, the same bytes everywhere: what the model tests run, and what llama.cpp made the golden logits of.
+"""Tiny random models, the same bytes everywhere: what the model tests run, and what llama.cpp made golden logits of.
 
 With tokenizer="spm" or "bpe" a model also has a small vocabulary, and with chat=CHAT a chat template: enough for the
 command line. The golden logits are of the models without.
