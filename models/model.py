@@ -89,8 +89,10 @@ class Model:
         """Tokens and text after a prompt (text, or ids), at most n of them; -1: until the end or a full context.
 
         Ends after an end-of-generation token, which comes as a piece without text. The session, a new one unless given,
-        holds the sequence. Raises SessionError for a prompt that is empty or longer than the context.
+        holds the sequence. Raises SessionError for a prompt that is empty or longer than the context, or an n under -1.
         """
+        if n < -1:
+            raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
         tokens = self.prompt_tokens(prompt, raw=raw) if isinstance(prompt, str) else list(prompt)
         session = session or self.session()
         sampler = Sampler(sampling)

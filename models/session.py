@@ -88,8 +88,13 @@ class Session:
         return last
 
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
-        """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab]."""
+        """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab].
+
+        Raises SessionError as eval() does, and for a `first` outside 0 to n.
+        """
         self._check(tokens)
+        if not 0 <= first <= len(tokens):
+            raise SessionError(f"the first wanted row must be 0 to {len(tokens)}, the number of tokens, got {first}")
         ids = np.asarray(tokens, np.int32)
         rows = np.empty((len(ids) - first, self.decoder.hp.n_vocab), np.float32)
         batch = max(1, min(self.n_batch, MAX_LOGITS_BYTES // (4 * self.decoder.hp.n_vocab)))
@@ -105,9 +110,12 @@ class Session:
             raise SessionError("a prompt must have at least one token, got none; give some text")
         if self.n_past + len(tokens) > self.n_ctx:
             held = f" after {self.n_past} that the cache holds" if self.n_past else ""
+            longest = self.decoder.hp.n_ctx_train
+            more = (
+                f"or raise it with -c, up to {longest}" if self.n_ctx < longest else "this model can't raise it with -c"
+            )
             raise SessionError(
-                f"the context holds {self.n_ctx} tokens, got {len(tokens)}{held}; raise it with -c (this model goes to "
-                f"{self.decoder.hp.n_ctx_train}) or shorten the prompt"
+                f"the context holds {self.n_ctx} tokens, got {len(tokens)}{held}; shorten the prompt, {more}"
             )
         bad = next((t for t in tokens if not 0 <= t < self.decoder.hp.n_vocab), None)
         if bad is not None:

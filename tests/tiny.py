@@ -76,7 +76,11 @@ CHAT = (
 
 def spm() -> dict[str, Any]:
     """<unk>, <s>, </s>, a token a byte, two control tokens, pieces: the longer the earlier it is merged."""
-    entries: list[tuple[str | bytes, float, int]] = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
+    entries: list[tuple[str | bytes, float, int]] = [
+        ("<unk>", 0.0, UNKNOWN),
+        ("<s>", 0.0, CONTROL),
+        ("</s>", 0.0, CONTROL),
+    ]
     entries += [(f"<0x{b:02X}>", 0.0, BYTE) for b in range(256)]
     entries += [(IM_START, 0.0, CONTROL), (IM_END, 0.0, CONTROL)]
     entries += [(piece, float(len(piece)) - i / 256 - 20, NORMAL) for i, piece in enumerate(PIECES)]

@@ -6,7 +6,10 @@ Exit codes: 0 it went well, 1 the answer is no, 2 it could not be asked.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,28 +38,62 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code."""
+    """Runs a command line and returns the exit code; argparse leaves with SystemExit after --help or wrong flags."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
+    who = " ".join(["graphrt", *args[:1]])
+    _prepare_streams()
+    try:
+        code = _dispatch(args)
+        sys.stdout.flush()  # a reader that has gone, or a full disk, must show here, not when Python exits
+        return code
+    except GraphrtError as error:
+        print(f"{who}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{who}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone (head, less); nobody is left to tell
+        _discard_output()
+        return 1
+    except OSError as error:
+        _discard_output()
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"{who}: the system refused{where}: {error.strerror}; check the disk and retry", file=sys.stderr)
+        return 2
+
+
+def _prepare_streams() -> None:
+    """What stdout's encoding can't spell is printed as an escape; streams that are closed take and give nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (it lives as long as the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """What is still buffered goes nowhere: Python's exit would try to write it again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dispatch(args: Sequence[str]) -> int:
+    if not args:
+        print(_help(), file=sys.stderr)
+        return 2
+    if args[0] in ("-h", "--help"):
         print(_help())
-        return 0 if args else 2
+        return 0
     if args[0] in ("-V", "--version"):
         print(f"graphrt {__version__}")
         return 0
     if args[0] not in VERBS:
-        print(f"graphrt: a verb must be one of {', '.join(VERBS)}, got {args[0]!r}", file=sys.stderr)
+        close = difflib.get_close_matches(args[0], VERBS, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        print(f"graphrt: a verb must be one of {', '.join(VERBS)}, got {args[0][:40]!r}.{hint}", file=sys.stderr)
+        print("graphrt --help tells what each does", file=sys.stderr)
         return 2
-    try:
-        return _run_verb(args[0], args[1:])
-    except GraphrtError as error:
-        print(f"graphrt {args[0]}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever read our output has gone (head, less); nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return _run_verb(args[0], args[1:])
 
 
 def _run_verb(verb: str, argv: Sequence[str]) -> int:
@@ -70,7 +107,8 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
 def _help() -> str:
     verbs = "\n".join(f"  {name:<12}{what}" for name, what in VERBS.items())
     return (
-        f"usage: graphrt VERB [options]\n\n{verbs}\n\ngraphrt VERB --help tells more of each. "
+        f"usage: graphrt VERB [options]\n\n{verbs}\n\n"
+        f"graphrt VERB --help tells more of each; graphrt --version is {__version__}.\n"
         f"Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked."
     )
 

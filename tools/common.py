@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
 
@@ -17,16 +18,47 @@ if TYPE_CHECKING:
     from graphrt.models.session import SessionOptions
 
 
-def add_session_arguments(parser: argparse.ArgumentParser) -> None:
-    """--backend, -c, -b, -ctk, -ctv, -t."""
+MODEL_HELP = "a .gguf file, a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE"
+MAX_THREADS = 512
+
+
+def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
+
+    def number(text: str) -> int:
+        bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {bounds}, got {text[:40]!r}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {bounds}, got {value}")
+        return value
+
+    return number
+
+
+def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0) -> None:
+    """--backend, -c, -b, -ctk, -ctv, -t. ctx_size: the default context, 0 for the model's own limit or 4096."""
     group = parser.add_argument_group("model")
-    group.add_argument("--backend", default="auto", metavar="NAME", help="who runs it (default: the best usable one)")
-    group.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="context (default: at most 4096)")
-    group.add_argument("-b", "--batch-size", type=int, default=512, metavar="N", help="tokens at once (default: 512)")
-    for side in "kv":
+    group.add_argument(
+        "--backend",
+        default="auto",
+        metavar="NAME",
+        help="what runs it; `graphrt devices` lists them (default: the best)",
+    )
+    context = f"the most tokens of prompt and text (default: {ctx_size or 'what the model allows, at most 4096'})"
+    group.add_argument("-c", "--ctx-size", type=whole(1), default=ctx_size, metavar="N", help=context)
+    group.add_argument(
+        "-b", "--batch-size", type=whole(1), default=512, metavar="N", help="prompt tokens read at once (default: 512)"
+    )
+    for side, what in (("k", "keys"), ("v", "values")):
         flag, long = f"-ct{side}", f"--cache-type-{side}"
-        group.add_argument(flag, long, default="f16", metavar="TYPE", help="f32, f16 (default), bf16, q8_0 or q4_0")
-    group.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+        kinds = f"the cache's type of {what}: f32, f16 (default), bf16, q8_0 or q4_0"
+        group.add_argument(flag, long, default="f16", metavar="TYPE", help=kinds)
+    group.add_argument(
+        "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
+    )
 
 
 def load_model(args: argparse.Namespace, exact: bool) -> Model:
@@ -34,8 +66,6 @@ def load_model(args: argparse.Namespace, exact: bool) -> Model:
     from graphrt.models import hub
     from graphrt.models.model import load
 
-    if args.threads < 0:
-        raise SessionError(f"the number of threads (-t) must be at least 1, got {args.threads}")
     if args.threads:
         import torch
 
@@ -50,26 +80,57 @@ def session_options(args: argparse.Namespace) -> SessionOptions:
 
 
 def read_text(path: str) -> str:
-    """A text file, "-" for standard input. Raises SessionError when it can't be read."""
+    """A file's text as it stands, line ends and all; "-" for standard input. Raises SessionError."""
+    name = "standard input" if path == "-" else repr(path)
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SessionError(f"the file must be readable text, {path!r} is not: {reason}") from error
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SessionError(
+            f"a text must be UTF-8, {name} is not (byte {error.start}); convert it with iconv -t UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SessionError(f"a text must be readable, {name} is not: {reason}; check the path") from error
+
+
+def without_last_newline(text: str) -> str:
+    """What llama.cpp takes of a file: editors and echo end it with a newline that belongs to no prompt."""
+    return text.removesuffix("\n")
 
 
 def print_json(value: object) -> None:
-    print(json.dumps(value, ensure_ascii=False))
+    """One line of strict JSON: numbers that it can't spell become null; ASCII only where stdout takes no more."""
+    value = _jsonable(value)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        text = json.dumps(value, allow_nan=False)
+    print(text)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], out: TextIO = sys.stdout) -> None:
-    """A plain table: the same on a terminal and in a pipe. Numbers are right-aligned."""
-    cells = [[str(c) for c in row] for row in rows]
+def _jsonable(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def printable(text: str) -> str:
+    """Control characters, which could steer a terminal, and surrogates become escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A plain table: the same on a terminal and in a pipe. Numbers are right-aligned, control characters escaped."""
+    cells = [[printable(str(c)) for c in row] for row in rows]
     widths = [max(len(c), *(len(row[i]) for row in cells)) if cells else len(c) for i, c in enumerate(columns)]
     right = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(columns))]
     for line in [list(columns), *cells]:
         shown = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right)]
-        print("  ".join(shown).rstrip(), file=out)
+        print("  ".join(shown).rstrip())
 
 
 @contextmanager

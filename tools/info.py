@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from graphrt.tools.common import human_bytes, print_json, print_table
+from graphrt.tools.common import MODEL_HELP, human_bytes, print_json, print_table, printable, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a .gguf file, a known name or hf:REPO/FILE")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="context for the memory figures")
+    parser.add_argument(
+        "-c", "--ctx-size", type=whole(1), default=0, metavar="N", help="context for the memory figures"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -30,7 +32,8 @@ def main(args: argparse.Namespace) -> int:
             "byte_order": file.byte_order,
             "metadata": {key: _shown(file.metadata[key]) for key in file.metadata},
             "tensors": [
-                {"name": t.name, "type": t.dtype.name, "ne": list(t.ne), "bytes": t.nbytes} for t in file.tensors.values()
+                {"name": t.name, "type": t.dtype.name, "ne": list(t.ne), "bytes": t.nbytes}
+                for t in file.tensors.values()
             ],
             "needs": _needs(file, args.ctx_size),
         }
@@ -96,7 +99,7 @@ def _print(facts: dict[str, Any], every_tensor: bool) -> None:
 
 def _print_needs(needs: dict[str, Any]) -> None:
     if not needs["runs"]:
-        print(f"graphrt can't run it: {needs['reason']}")
+        print(f"graphrt can't run it: {printable(needs['reason'])}")
         return
     sizes = [("weights", "weights_bytes"), (f"cache of {needs['n_ctx']} tokens, f16", "cache_bytes")]
     sizes.append(("compute, one token", "decode_bytes"))
@@ -105,5 +108,7 @@ def _print_needs(needs: dict[str, Any]) -> None:
 
 
 def _line(value: Any) -> str:
-    text = str(value).replace("\n", "\\n")
+    if isinstance(value, dict):  # a long array, see _shown
+        value = f"{value['length']} values: {', '.join(map(str, value['first']))}, ..."
+    text = printable(str(value))
     return text if len(text) <= 100 else text[:97] + "..."

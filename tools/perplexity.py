@@ -7,38 +7,54 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 
 import numpy as np
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import add_session_arguments, load_model, print_json, progress, read_text
+from graphrt.tools.common import (
+    MODEL_HELP,
+    add_session_arguments,
+    load_model,
+    print_json,
+    progress,
+    read_text,
+    whole,
+    without_last_newline,
+)
+
+MIN_CTX = 4  # the second half of a chunk must hold a token and the next one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a .gguf file, a known name or hf:REPO/FILE")
-    parser.add_argument("-f", "--file", required=True, metavar="FILE", help="the text")
-    parser.add_argument("--chunks", type=int, default=-1, metavar="N", help="at most N chunks (default: all)")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("-f", "--file", required=True, metavar="FILE", help="the text, - for standard input")
+    parser.add_argument(
+        "--chunks", type=whole(-1), default=-1, metavar="N", help="at most N chunks, -1: all (the default)"
+    )
     parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser)
-    parser.set_defaults(ctx_size=512)
+    add_session_arguments(parser, ctx_size=512)
 
 
 def main(args: argparse.Namespace) -> int:
     from graphrt.models.model import nll
     from graphrt.models.session import SessionOptions
 
-    text = read_text(args.file)
-    model = load_model(args, exact=not args.fast)
     n_ctx = args.ctx_size
-    ids = model.tokenizer.encode(text)
-    n_chunks = len(ids) // n_ctx if args.chunks < 0 else min(args.chunks, len(ids) // n_ctx)
-    if n_ctx < 2 or len(ids) < 2 * n_ctx or n_chunks < 1:
+    if n_ctx < MIN_CTX or args.chunks == 0:
         raise SessionError(
-            f"perplexity needs a context of at least 2 tokens and a text of twice that, got -c {n_ctx}, --chunks "
-            f"{args.chunks} and {len(ids)} tokens; use a smaller -c or a longer text"
+            f"perplexity needs at least one chunk (--chunks) of at least {MIN_CTX} tokens (-c), got --chunks "
+            f"{args.chunks} and -c {n_ctx}"
         )
+    text = without_last_newline(read_text(args.file))
+    model = load_model(args, exact=not args.fast)
+    ids = model.tokenizer.encode(text)
+    if len(ids) < 2 * n_ctx:
+        raise SessionError(
+            f"perplexity needs a text of at least two chunks, {2 * n_ctx} tokens, got {len(ids)}; use a longer text or "
+            f"a smaller -c"
+        )
+    n_chunks = len(ids) // n_ctx if args.chunks < 0 else min(args.chunks, len(ids) // n_ctx)
     session = model.session(SessionOptions(n_ctx, args.batch_size, args.cache_type_k, args.cache_type_v))
     first = n_ctx // 2  # the first position whose prediction counts
     losses: list[np.ndarray] = []
@@ -56,10 +72,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print(losses: np.ndarray, chunk_means: list[float], as_json: bool) -> None:
-    mean = float(losses.mean())
-    error = math.exp(mean) * float(losses.std(ddof=1)) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+    ppl = _exp(float(losses.mean()))
+    error = ppl * float(losses.std(ddof=1)) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
     if as_json:
-        chunks = [math.exp(m) for m in chunk_means]
-        print_json({"ppl": math.exp(mean), "error": error, "tokens": len(losses), "chunks": chunks})
+        print_json({"ppl": ppl, "error": error, "tokens": len(losses), "chunks": [_exp(m) for m in chunk_means]})
     else:
-        print(f"perplexity {math.exp(mean):.4f} +- {error:.4f} ({len(losses)} tokens)", file=sys.stdout)
+        print(f"perplexity {ppl:.4f} +- {error:.4f} ({len(losses)} tokens)")
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

@@ -1,4 +1,7 @@
-"""Fetch a model into the cache: a known name (smollm2-135m, gemma3-270m) or hf:REPO/FILE. Prints where it lies."""
+"""Fetch a model into the cache: a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE. Prints where it lies.
+
+The cache is $GRAPHRT_CACHE, else ~/.cache/graphrt.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from graphrt.tools.common import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="smollm2-135m, gemma3-270m or hf:REPO/FILE")
+    parser.add_argument("name", metavar="NAME", help="smollm2-135m, gemma3-270m or hf:OWNER/REPO/FILE")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 

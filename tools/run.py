@@ -10,31 +10,45 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from graphrt.errors import SessionError
+from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.tools.common import (
+    MODEL_HELP,
     add_session_arguments,
-    human_bytes,
     load_model,
     print_json,
     read_text,
     session_options,
+    whole,
+    without_last_newline,
 )
 
 if TYPE_CHECKING:
     from graphrt.models.model import Model, Piece
     from graphrt.models.sampling import SamplerParams
+    from graphrt.models.session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a .gguf file, a known name or hf:REPO/FILE")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; standard input when it is piped in")
-    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, - for standard input")
+    prompt.add_argument(
+        "-p", "--prompt", metavar="TEXT", help="the prompt, - for standard input (the default when that is a pipe)"
+    )
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
     parser.add_argument("-sys", "--system", metavar="TEXT", help="system message for the chat template")
-    parser.add_argument("-n", "--predict", type=int, default=256, metavar="N", help="tokens, -1: no limit (default: 256)")
-    parser.add_argument("--raw", action="store_true", help="no chat template; write only the completion")
+    parser.add_argument(
+        "-n",
+        "--predict",
+        type=whole(-1),
+        default=256,
+        metavar="N",
+        help="the most tokens to make, -1: no limit (default: 256)",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="the prompt as it stands, without the chat template, and only its completion"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
-    parser.add_argument("--exact", action="store_true", help="reference forms of the ops only")
+    parser.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-generation token")
     add_session_arguments(parser)
     add_sampling_arguments(parser)
@@ -45,17 +59,25 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     from graphrt.models.sampling import SamplerParams
 
     defaults = SamplerParams()
-    group = parser.add_argument_group("sampling (llama.cpp's order, names and defaults; --temp 0 is greedy)")
+    group = parser.add_argument_group("sampling (llama.cpp's order, names and defaults)")
     flags: dict[str, tuple[str, ...]] = {
-        "temp": ("--temp",), "top_k": ("--top-k",), "top_p": ("--top-p",), "min_p": ("--min-p",),
-        "typical_p": ("--typical",), "xtc_probability": ("--xtc-probability",), "xtc_threshold": ("--xtc-threshold",),
-        "repeat_penalty": ("--repeat-penalty",), "repeat_last_n": ("--repeat-last-n",),
-        "presence_penalty": ("--presence-penalty",), "frequency_penalty": ("--frequency-penalty",),
-        "seed": ("-s", "--seed"),
-    }  # fmt: skip
-    for name, names in flags.items():
-        default = getattr(defaults, name)
-        group.add_argument(*names, dest=name, type=type(default), default=default, metavar="X", help=f"default: {default}")
+        "temp": ("0: always the likeliest token; higher: more varied", "--temp"),
+        "top_k": ("only the K likeliest tokens, 0: all", "--top-k"),
+        "top_p": ("only the likeliest tokens that add up to this probability, 1: all", "--top-p"),
+        "min_p": ("only tokens at least this likely, as a share of the likeliest, 0: all", "--min-p"),
+        "typical_p": ("locally typical sampling, 1: off", "--typical"),
+        "xtc_probability": ("chance to drop all but the last token over the threshold, 0: off", "--xtc-probability"),
+        "xtc_threshold": ("the probability over which that drops, more than 0.5: off", "--xtc-threshold"),
+        "repeat_penalty": ("divides the logits of tokens that have come, 1: off", "--repeat-penalty"),
+        "repeat_last_n": ("how many tokens back the penalties look, 0: off, -1: all", "--repeat-last-n"),
+        "presence_penalty": ("taken off tokens that have come, 0: off", "--presence-penalty"),
+        "frequency_penalty": ("taken off tokens for each time that they have come, 0: off", "--frequency-penalty"),
+        "seed": ("the same seed gives the same text, -1: a new one each time", "-s", "--seed"),
+    }
+    for name, (what, *names) in flags.items():
+        value = getattr(defaults, name)
+        kind, mark = (int, "N") if isinstance(value, int) else (float, "X")
+        group.add_argument(*names, dest=name, type=kind, default=value, metavar=mark, help=f"{what} (default: {value})")
 
 
 def sampler_params(args: argparse.Namespace) -> SamplerParams:
@@ -63,7 +85,10 @@ def sampler_params(args: argparse.Namespace) -> SamplerParams:
 
     from graphrt.models.sampling import SamplerParams
 
-    return SamplerParams(**{f.name: getattr(args, f.name) for f in fields(SamplerParams) if hasattr(args, f.name)})
+    try:
+        return SamplerParams(**{f.name: getattr(args, f.name) for f in fields(SamplerParams) if hasattr(args, f.name)})
+    except SessionError as error:
+        raise SessionError(f"{error}\ngraphrt run --help lists the samplers and their values") from error
 
 
 @dataclass
@@ -103,24 +128,26 @@ def main(args: argparse.Namespace) -> int:
     sampling = sampler_params(args)
     loading = time.perf_counter()
     model = load_model(args, args.exact)
-    tokens = model.prompt_tokens(prompt, raw=args.raw, system=args.system)
+    tokens = _tokens(model, prompt, args)
     session = model.session(session_options(args))
     load_s = time.perf_counter() - loading
     tally = Tally()
     pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, ignore_eos=args.ignore_eos)
-    _stream(pieces, tally, quiet=args.json)
+    _stream(pieces, tally, quiet=args.json, bare=args.raw)
     timings = tally.timings(len(tokens), _bytes_per_token(model))
     if args.json:
         text = "".join(tally.text)
         timings["load_s"] = load_s
         print_json({"prompt_tokens": tokens, "tokens": tally.tokens, "text": text, "timings": timings})
-    elif timings:
-        _report(tally, timings, len(tokens), load_s, session.n_past >= session.n_ctx, session.n_ctx)
+    else:
+        if session.n_past >= session.n_ctx and _cut_short(tally, model, args):
+            print(_context_full(session), file=sys.stderr)
+        _report(tally, timings, len(tokens), load_s)
     return 130 if tally.interrupted else 0
 
 
-def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool) -> None:
-    """Writes pieces as they come. Ctrl-C ends the run, not the report."""
+def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> None:
+    """Writes pieces as they come. Ctrl-C ends the run, not the report. bare: nothing is added to the text."""
     try:
         with closing(pieces):  # type: ignore[type-var]
             for piece in pieces:
@@ -130,20 +157,30 @@ def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool) -> None:
                     sys.stdout.flush()
     except KeyboardInterrupt:
         tally.interrupted = True
-    if not quiet:
+    if not quiet and (not bare or sys.stdout.isatty()):
         sys.stdout.write("\n")
         sys.stdout.flush()
 
 
+def _tokens(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
+    if args.system and (args.raw or model.chat_template is None):
+        why = "--raw leaves that out" if args.raw else "this model has none"
+        raise SessionError(f"a system message (-sys) needs the chat template, and {why}; write it into the prompt")
+    try:
+        return model.prompt_tokens(prompt, raw=args.raw, system=args.system)
+    except ChatTemplateError as error:
+        raise ChatTemplateError(f"{error}\n--raw gives the prompt to the model without the template") from error
+
+
 def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt is not None:
+    if args.prompt not in (None, "-"):
         text: str = args.prompt
-    elif args.file is not None or not sys.stdin.isatty():
-        text = read_text(args.file or "-")
+    elif args.prompt == "-" or args.file is not None or not sys.stdin.isatty():
+        text = without_last_newline(read_text(args.file or "-"))
     else:
         raise SessionError("a prompt must be given: -p TEXT, -f FILE, or text on standard input")
     if not text:
-        raise SessionError("a prompt must not be empty; give some text with -p")
+        raise SessionError("a prompt must not be empty; give some text with -p, -f or on standard input")
     return text
 
 
@@ -154,13 +191,31 @@ def _bytes_per_token(model: Model) -> int:
     return model.weights.nbytes - table
 
 
-def _report(tally: Tally, timings: dict[str, float], n_prompt: int, load_s: float, full: bool, n_ctx: int) -> None:
-    t = timings
-    if full:
-        print(f"\nthe context is full ({n_ctx} tokens); a longer one: -c", file=sys.stderr)
-    rate = f"{t['tokens_per_s']:.1f} tokens/s, {human_bytes(t['gb_per_s'] * 1e9)}/s of weights" if t["tokens_per_s"] else "-"
-    print(
-        f"\nload {load_s:.2f} s | prompt {n_prompt} tokens, {t['prompt_tokens_per_s']:.1f} tokens/s, "
-        f"first token after {t['first_token_s']:.2f} s | generated {len(tally.tokens)} tokens, {rate}",
-        file=sys.stderr,
-    )
+def _cut_short(tally: Tally, model: Model, args: argparse.Namespace) -> bool:
+    """Whether the text would have gone on: it had no end of its own, nor all the tokens asked for, nor Ctrl-C."""
+    if tally.interrupted or not tally.tokens or len(tally.tokens) == args.predict:
+        return False
+    return args.ignore_eos or not model.tokenizer.is_eog(tally.tokens[-1])
+
+
+def _context_full(session: Session) -> str:
+    longest = session.decoder.hp.n_ctx_train
+    more = f"-c gives a longer one, up to {longest}" if session.n_ctx < longest else "this model goes no further"
+    return f"\nstopped: the context is full ({session.n_ctx} tokens); {more}"
+
+
+def _report(tally: Tally, t: dict[str, float], n_prompt: int, load_s: float) -> None:
+    parts = [f"load {load_s:.2f} s"]
+    if t:
+        parts += [
+            f"prompt {n_prompt} tokens, {t['prompt_tokens_per_s']:.1f} tokens/s",
+            f"first token after {t['first_token_s']:.2f} s",
+            f"generated {len(tally.tokens)} tokens",
+        ]
+    else:
+        parts += [f"prompt {n_prompt} tokens", "generated none"]
+    if t.get("tokens_per_s"):
+        parts[-1] += f", {t['tokens_per_s']:.1f} tokens/s, {t['gb_per_s']:.2f} GB/s of weights"
+    if tally.interrupted:
+        parts.append("interrupted")
+    print("\n" + " | ".join(parts), file=sys.stderr)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from graphrt.errors import SessionError
-from graphrt.tools.common import print_json, print_table, read_text
+from graphrt.tools.common import MODEL_HELP, print_json, print_table, read_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a .gguf file, a known name or hf:REPO/FILE")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("-p", "--prompt", metavar="TEXT", help="the text")
     text.add_argument("-f", "--file", metavar="FILE", help="read the text from a file, - for standard input")
     parser.add_argument("--ids", action="store_true", help="only a JSON list of ids")
-    parser.add_argument("--json", action="store_true", help="a JSON list of ids and pieces")
+    parser.add_argument("--json", action="store_true", help="a JSON list of objects with id and piece")
     parser.add_argument("--no-bos", action="store_true", help="add no token at the beginning")
     parser.add_argument("--special", action="store_true", help='read "<|im_start|>" and the like as special tokens')
 
@@ -25,8 +24,6 @@ def main(args: argparse.Namespace) -> int:
     from graphrt.models.tokenizer import Tokenizer
 
     text = args.prompt if args.prompt is not None else read_text(args.file)
-    if text is None:
-        raise SessionError("a text must be given with -p or -f")
     with GGUFFile.open(hub.resolve(args.model)) as file:
         tokenizer = Tokenizer.from_metadata(file.metadata)
     ids = tokenizer.encode(text, add_bos=False if args.no_bos else None, parse_special=args.special)

@@ -27,10 +27,9 @@ from graphrt.backends.cpu.fast.jit import Kernel, host, load
 
 #: Below this many bytes of memory traffic a single step runs on the calling thread: a fork costs more than it gives.
 FORK_BYTES = 128 * 1024
-#: Least memory traffic of a chunk, and most chunks for each thread: more even out the threads, but each is taken by
-#: an atomic operation.
-CHUNK_BYTES = 24 * 1024
-CHUNKS_PER_THREAD = 4
+#: Least memory traffic of a chunk. At most one chunk for each thread: more even out the threads, but each restarts the
+#: hardware prefetcher, which cost a tenth of a token's time.
+CHUNK_BYTES = 64 * 1024
 
 # A program's words, in cache lines of 8: first a header, then the items.
 _LINE = 64
@@ -232,7 +231,7 @@ def _pack(groups: Sequence[Sequence[tuple[Entry, int]]], n_threads: int) -> _Wor
     head_opens_group = False
     for group in groups:
         for k, (entry, n_bytes) in enumerate(group):
-            n_chunks = max(1, min(n_threads * CHUNKS_PER_THREAD, n_bytes // CHUNK_BYTES))
+            n_chunks = max(1, min(n_threads, n_bytes // CHUNK_BYTES))
             # into the next group only if all of this one is in the chain, else the rest might not be done
             chained = n_chunks == 1 and head is not None and (k > 0 or head_opens_group)
             target += 0 if chained else n_chunks
