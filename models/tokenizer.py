@@ -6,7 +6,7 @@
     stream = tokenizer.stream(); stream.push(id) # text as it becomes complete
 
 tokenizer_vocab reads the vocabulary, tokenizer_special finds special tokens, tokenizer_pre cuts byte-level BPE
-text into words, tokenizer_merge merges.
+text into words, tokenizer_merge merges their symbols.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from graphrt.errors import TokenizerError
-from graphrt.models.tokenizer_merge import SPACE, merge, merge_ranks, score_ranks, word_cuts
-from graphrt.models.tokenizer_pre import PreRule, find_rule, splitter
+from graphrt.models.tokenizer_merge import SPACE, Merger, pair_merger, score_merger, word_cuts
+from graphrt.models.tokenizer_pre import find_rule, splitter
 from graphrt.models.tokenizer_special import SpecialTokens
 from graphrt.models.tokenizer_vocab import BYTE, CONTROL, NORMAL, PREFIX, SPECIAL, UNKNOWN, Vocab, read_strings
 
@@ -68,15 +68,16 @@ class Tokenizer:
         self.add_space_prefix = self._rule is None and _flag(md, "add_space_prefix", True)
         self._specials = SpecialTokens(vocab, md)
         self._split: Callable[[str], list[str]]
+        self._merge: Merger
         if self._rule is None:
-            self._ranks, self._separator = score_ranks(vocab.texts, vocab.scores), ""
             self._split = word_cuts(vocab.texts).split
+            self._merge = score_merger(vocab.texts, vocab.ids, vocab.scores)
         else:
             merges = read_strings(md, "merges")
             if not merges and self.pre != "kimi-k2":
                 raise TokenizerError(f"{PREFIX}merges must list the pairs to merge, got none; convert the model again.")
-            self._ranks, self._separator = merge_ranks(merges), " "
-            self._split = _raw_splitter(self._rule, merges) if self._rule.raw else splitter(self._rule)
+            self._split = splitter(self._rule)
+            self._merge = pair_merger(vocab.ids, merges)
         self._cache: dict[str, list[int]] = {}
 
     @classmethod
@@ -185,9 +186,8 @@ class Tokenizer:
         if whole and word in self._ids:
             return [self._ids[word]]
         ids: list[int] = []
-        for symbol in merge(list(word), self._ranks, self._separator):
-            token = self._ids.get(symbol)
-            ids += self._fallback(symbol) if token is None else (token,)
+        for symbol in self._merge(word):
+            ids += self._fallback(symbol) if isinstance(symbol, str) else (symbol,)
         return ids
 
     def _fallback(self, symbol: str) -> Iterator[int]:
@@ -265,8 +265,3 @@ def _pre_name(md: Mapping[str, Any], model: str) -> str | None:
         log.warning("%spre is missing: using 'default'. Words may be cut in other places than in training.", PREFIX)
         return "default"
     return str(name)
-
-
-def _raw_splitter(rule: PreRule, merges: Sequence[str]) -> Callable[[str], list[str]]:
-    lines, cuts = splitter(rule), word_cuts([pair.replace(" ", "") for pair in merges])
-    return lambda text: [word for line in lines(text) for word in cuts.split(line)]

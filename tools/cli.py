@@ -26,6 +26,7 @@ VERBS = {
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
     "logits": "write the logits of every position to a .npy file",
+    "bench": "speed of a model, beside the machine's ceilings and a peer",
     "devices": "backends, their scores and devices",
 }
 

@@ -1,0 +1,264 @@
+"""Session and Model as a library: generating, batches, rows of logits, limits. Tiny models; equality is exact where
+the same graph runs, and NMSE where another one does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import CHAT, IM_END, IM_START, tokens, write_model
+
+import graphrt
+from graphrt.errors import BackendError, GGUFError, SessionError
+from graphrt.models import Model, Piece, SamplerParams, load
+from graphrt.models.session import MAX_PREPARED, SessionOptions, _batches
+from graphrt.testing import nmse
+
+GREEDY = SamplerParams(temp=0.0)
+F32 = SessionOptions(type_k="f32", type_v="f32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("session")
+
+
+@pytest.fixture(scope="module")
+def path(folder: Path) -> Path:
+    """Random weights, an SPM vocabulary of 329 tokens, a context of 256."""
+    return write_model(folder / "spm.gguf", "llama", tokenizer="spm", chat=CHAT)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Model:
+    return load(path, "cpu")
+
+
+@pytest.fixture(scope="module")
+def windowed(folder: Path) -> Model:
+    return load(write_model(folder / "windowed.gguf", "gemma3"), "cpu")
+
+
+def ids(pieces: Sequence[Piece]) -> list[int]:
+    return [piece.token for piece in pieces]
+
+
+# ---- generate ----
+
+
+def test_generate_gives_tokens_and_their_text(model: Model) -> None:
+    pieces = list(model.generate("hello", 40, sampling=GREEDY, ignore_eos=True))
+    assert len(pieces) == 40
+    joined = b"".join(model.tokenizer.piece(t, special=False) for t in ids(pieces))
+    assert "".join(p.text for p in pieces) == joined.decode("utf-8", "replace")
+    assert ids(list(model.generate("hello", 40, sampling=GREEDY, ignore_eos=True))) == ids(pieces)
+    prompt = model.tokenizer.encode("hello")
+    assert list(model.generate(prompt, 40, sampling=GREEDY, ignore_eos=True)) == pieces, "ids are as good as text"
+
+
+def test_generate_is_greedy_over_the_logits(model: Model) -> None:
+    """Each token is the largest logit after all that came before it, in a sequence read anew."""
+    sequence = model.tokenizer.encode("hello the sea")
+    n = len(sequence)
+    sequence += ids(list(model.generate(sequence, 12, sampling=GREEDY, ignore_eos=True)))
+    assert model.logits(sequence).argmax(-1)[n - 1 : -1].tolist() == sequence[n:]
+
+
+@pytest.mark.parametrize("kind", ["eos_token_id", "eot_token_id"])
+def test_generate_ends_with_an_end_token(model: Model, folder: Path, kind: str) -> None:
+    free = list(model.generate("hello", 20, sampling=GREEDY, ignore_eos=True))
+    stop = next(i for i in range(3, 20) if free[i].token not in ids(free[:i]) and free[i].token > 260)
+    other = write_model(folder / f"{kind}.gguf", "llama", tokenizer="spm", vocab={kind: free[stop].token})
+    ended = load(other, "cpu")
+    pieces = list(ended.generate("hello", 20, sampling=GREEDY))
+    assert ids(pieces) == ids(free[: stop + 1])
+    assert model.tokenizer.piece(pieces[-1].token) not in (b"", pieces[-1].text.encode()), "an end token has no text"
+    assert ids(list(ended.generate("hello", 20, sampling=GREEDY, ignore_eos=True))) == ids(free)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_generate_makes_at_most_n(model: Model, n: int) -> None:
+    session = model.session()
+    assert len(list(model.generate("hello", n, sampling=GREEDY, session=session, ignore_eos=True))) == n
+    # the prompt, and each made token but the last, which nothing has been asked after yet
+    assert session.n_past == len(model.tokenizer.encode("hello")) + max(0, n - 1)
+
+
+def test_generate_refuses_a_negative_n(model: Model) -> None:
+    with pytest.raises(SessionError, match="at least -1, which is no limit, got -2"):
+        next(model.generate("hello", -2))
+
+
+def test_generate_ends_with_the_context(model: Model) -> None:
+    session = model.session(SessionOptions(n_ctx=16))
+    pieces = list(model.generate(tokens(10), -1, sampling=GREEDY, session=session, ignore_eos=True))
+    assert len(pieces) == 7 and session.n_past == 16
+    with pytest.raises(SessionError, match="holds 16 tokens, got 1 after 16 that the cache holds"):
+        session.eval([1])
+    full = model.session(SessionOptions(n_ctx=10))
+    assert len(list(model.generate(tokens(10), 5, session=full, ignore_eos=True))) == 1, (
+        "a full prompt has a next token"
+    )
+
+
+def test_unfinished_characters_come_out_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    spelled = [3 + byte for byte in "é日".encode()[:4]]  # the last character lacks a byte
+    made = iter(spelled)
+    monkeypatch.setattr(Model, "next_token", lambda *args: next(made))
+    assert [p.text for p in model.generate("hello", 4)] == ["", "é", "", "\ufffd"]
+
+
+def test_generate_continues_a_session(model: Model) -> None:
+    whole = list(model.generate(tokens(10), 8, sampling=GREEDY, ignore_eos=True))
+    session = model.session()
+    first = list(itertools.islice(model.generate(tokens(10), 8, sampling=GREEDY, session=session, ignore_eos=True), 3))
+    rest = list(model.generate(ids(first)[-1:], 5, sampling=GREEDY, session=session, ignore_eos=True))
+    assert ids(first + rest) == ids(whole)
+
+
+def test_sampling_is_reproducible_by_seed(model: Model) -> None:
+    def made(seed: int) -> list[int]:
+        return ids(list(model.generate("hello", 12, sampling=SamplerParams(temp=2.0, seed=seed), ignore_eos=True)))
+
+    assert made(1) == made(1) != made(2)
+
+
+def test_prompts_through_the_chat_template(model: Model) -> None:
+    text = f"{IM_START}user\nhi{IM_END}\n{IM_START}assistant\n"
+    wanted = [1, *model.tokenizer.encode(text, add_bos=False, parse_special=True)]
+    assert model.prompt_tokens("hi", raw=False) == wanted, "one BOS: the template's own"
+    assert model.prompt_tokens("hi") == model.tokenizer.encode("hi")
+    with pytest.raises(SessionError, match="must not be empty"):
+        model.prompt_tokens("", raw=False)
+
+
+# ---- sessions ----
+
+
+def test_logits_of_every_token(model: Model) -> None:
+    rows = model.logits(tokens())
+    assert rows.dtype == np.float32 and rows.shape == (40, 329) and rows.flags["C_CONTIGUOUS"]
+    session = model.session()
+    one_by_one = np.stack([session.eval([t]).copy() for t in tokens()])
+    assert nmse(one_by_one, rows) < 1e-5  # an f16 cache holds the same numbers; only the order of sums differs
+    assert np.array_equal(model.logits(tokens()), rows), "sequences share nothing"
+
+
+@pytest.mark.parametrize("batch", [1, 7, 40, 512])
+@pytest.mark.parametrize("first", [0, 1, 13, 39, 40])
+def test_later_rows_are_the_tail_of_all_rows(windowed: Model, batch: int, first: int) -> None:
+    options = SessionOptions(n_batch=batch, type_k="f32", type_v="f32")
+    rows = windowed.session(options).eval_rows(tokens(), first)
+    assert rows.shape == (40 - first, 128)
+    if first < 40:
+        assert nmse(rows, windowed.logits(tokens(), F32)[first:]) < 1e-9
+
+
+@pytest.mark.parametrize("first", [-1, 41])
+def test_rows_that_do_not_exist(model: Model, first: int) -> None:
+    session = model.session()
+    with pytest.raises(SessionError, match=f"must be 0 to 40, the number of tokens, got {first}"):
+        session.eval_rows(tokens(), first)
+    assert session.n_past == 0
+
+
+def test_how_rows_are_cut() -> None:
+    for first, n, without, with_logits in itertools.product((0, 1, 5, 8), (8, 9), (1, 4, 9), (1, 3, 9)):
+        batches = list(_batches(first, n, without, with_logits))
+        assert [i for start, stop in batches for i in range(start, stop)] == list(range(n))
+        assert all(0 < stop - start <= (without if start < first else with_logits) for start, stop in batches)
+        assert all(stop <= first or start >= first for start, stop in batches)
+
+
+def test_many_logits_are_made_in_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = model.session(F32).eval_rows(tokens())
+    monkeypatch.setattr("graphrt.models.session.MAX_LOGITS_BYTES", 3 * 4 * 329)
+    session = model.session(F32)
+    assert nmse(session.eval_rows(tokens()), rows) < 1e-9
+    assert set(session._prepared) == {(3, 3), (1, 1)}
+
+
+def test_reset_forgets_the_sequence_and_keeps_the_graphs(windowed: Model) -> None:
+    session = windowed.session()
+    first = session.eval(tokens()).copy()
+    exe = session.executable(40, 1)
+    session.eval(tokens(5))
+    session.reset()
+    assert session.n_past == 0
+    assert np.array_equal(session.eval(tokens()), first)
+    assert session.executable(40, 1) is exe
+
+
+def test_prepared_graphs_are_bounded_and_the_oldest_goes(model: Model) -> None:
+    session = model.session()
+    kept = session.executable(1, 1)
+    for n in range(2, 2 + 2 * MAX_PREPARED):
+        assert session.executable(1, 1) is kept, "one that is in use stays"
+        session.executable(n, 1)
+        assert len(session._prepared) <= MAX_PREPARED
+    assert (2, 1) not in session._prepared
+
+
+@pytest.mark.parametrize("kind", ["cpu", "exact"])
+def test_batches_longer_than_the_context(path: Path, kind: str) -> None:
+    model = load(path, "cpu", exact=kind == "exact")
+    session = model.session(SessionOptions(n_ctx=10, n_batch=1000))
+    assert session.n_batch == 10
+    session.eval(tokens(10))
+    assert session.n_past == 10
+
+
+def test_a_refused_prompt_leaves_the_session_as_it_was(model: Model) -> None:
+    session = model.session(SessionOptions(n_ctx=20))
+    before = session.eval(tokens(10)).copy()
+    for bad in ([], [1] * 11, [0, 329], [-1]):
+        with pytest.raises(SessionError):
+            session.eval(bad)
+    assert session.n_past == 10
+    other = model.session(SessionOptions(n_ctx=20))
+    other.eval(tokens(10))
+    assert np.array_equal(session.eval([5]), other.eval([5])) and not np.array_equal(session.eval([5]), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (SessionOptions(n_ctx=257), "must be 1 to 256, the model's own limit, got 257"),
+        (SessionOptions(n_ctx=-1), "must be 1 to 256, the model's own limit, got -1"),
+        (SessionOptions(n_batch=0), "must be at least 1, got 0"),
+    ],
+    ids=["long", "negative", "batch"],
+)
+def test_options_that_can_not_be(model: Model, options: SessionOptions, message: str) -> None:
+    with pytest.raises(SessionError, match=message):
+        model.session(options)
+
+
+def test_the_default_context(model: Model, folder: Path) -> None:
+    assert model.session().n_ctx == 256
+    long = load(write_model(folder / "long.gguf", "llama", context_length=100_000), "cpu")
+    assert long.session().n_ctx == 4096
+    assert long.session(SessionOptions(n_ctx=5000)).n_ctx == 5000
+
+
+# ---- load ----
+
+
+def test_load_takes_a_path_and_a_backend(path: Path, folder: Path, model: Model) -> None:
+    rows = model.logits(tokens(5))
+    for backend in ("auto", "cpu", ["cpu"], graphrt.get_backend("cpu"), [graphrt.get_backend("cpu")]):
+        assert nmse(load(str(path), backend).logits(tokens(5)), rows) < 1e-9
+    assert graphrt.models.load is load
+    with pytest.raises(BackendError, match="must be one of"):
+        load(path, "frob")
+    with pytest.raises(GGUFError):
+        load(folder)
+
+
+def test_models_share_no_state(path: Path) -> None:
+    one, two = load(path).session(), load(path).session()
+    one.eval(tokens())
+    assert np.array_equal(two.eval([1]), load(path).session().eval([1]))
