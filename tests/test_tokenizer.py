@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from graphrt.errors import TokenizerError
 from graphrt.models.tokenizer import Tokenizer
-from graphrt.models.tokenizer_merge import merge, merge_ranks, score_ranks, word_cuts
+from graphrt.models.tokenizer_merge import merge, pair_merger, score_ranks, word_cuts
 from graphrt.models.tokenizer_pre import RULES, find_rule, splitter
 
 DATA = Path(__file__).parent / "data"
@@ -202,8 +202,7 @@ def test_bpe_merges_the_lowest_rank_first() -> None:
 
 def test_bpe_takes_the_leftmost_of_equal_ranks() -> None:
     assert bpe(["a b", "b a"]).encode("bab") == [1, 4]
-    t = merge(list("aaa"), {"a a": 0}, " ")
-    assert t == ["aa", "a"]
+    assert pair_merger({"a": 0, "aa": 1}, ["a a"])("aaa") == [1, 0]
 
 
 def test_bpe_words_do_not_merge_with_each_other() -> None:
@@ -233,8 +232,31 @@ def test_bpe_spells_bytes() -> None:
 
 
 def test_bpe_first_of_two_equal_merges_counts_and_malformed_ones_do_not() -> None:
-    assert merge_ranks(["a b", "b c", "a b"])["a b"] == 0
+    assert bpe(["a b", "b c", "a b"]).encode("abc") == [4, 2]
+    assert bpe(["ab", "", " ", "  ", "a ", " b", "a b c", "a  b"]).encode("abc") == [0, 1, 2]
     assert bpe(["ab", "", " ", "a b"]).encode("ab") == [4]
+
+
+def test_bpe_merges_through_pieces_that_are_no_tokens() -> None:
+    # "ca" is no token: it takes the a from "ab", then becomes a token with what follows, or ends as its characters
+    assert bpe(["c a", "a b"]).encode("cab") == [2, 0, 1]
+    md = metadata("gpt2", [(t, 0.0, NORMAL) for t in ("a", "b", "c", "ab", "cab")], pre="gpt-2")
+    assert Tokenizer.from_metadata(md | {"tokenizer.ggml.merges": ["c a", "a b", "ca b"]}).encode("cab") == [4]
+
+
+def test_raw_bpe_falls_back_to_bytes() -> None:
+    tokens = ["a", "▁", "a▁", "\n\n", "<0xC3>", "<0xBC>", "\n"]
+    md = metadata("gemma4", [(text, 0.0, NORMAL) for text in tokens], merges=["a ▁", "\n \n"])
+    t = Tokenizer.from_metadata(md)
+    # ü as its bytes; é lacks one of its two, which is left out
+    assert t.encode("a üa\n\né", add_bos=False) == [2, 4, 5, 0, 3, 4]
+
+
+def test_text_that_was_not_utf_8_in_the_file_is_never_met() -> None:
+    tokens = [(text, 0.0, NORMAL) for text in ("a", "\udcff", "a\udcff", "b", "ab")]
+    t = Tokenizer.from_metadata(metadata("gpt2", tokens, pre="gpt-2", merges=["a \udcff", "a b"]))
+    assert t.encode("ab") == [4]
+    assert t.piece(2) == b"a\xff"
 
 
 def test_user_defined_tokens_are_found_in_plain_text() -> None:
@@ -292,7 +314,7 @@ def test_missing_pre_warns(caplog: pytest.LogCaptureFixture) -> None:
 # --- merging
 
 
-def slow_merge(symbols: list[str], ranks: dict[str, int], separator: str) -> list[str]:
+def slow_merge(symbols: list[str], ranks: dict[str, int], separator: str = "") -> list[str]:
     """The definition: again and again, the pair of lowest rank, the leftmost of equals."""
     while True:
         pairs = [(ranks.get(a + separator + b), i) for i, (a, b) in enumerate(zip(symbols, symbols[1:]))]
@@ -309,22 +331,28 @@ TEXTS = st.lists(st.text("ab▁", min_size=1, max_size=4), min_size=1, max_size=
 @given(TEXTS, st.lists(st.integers(-3, 0), min_size=12, max_size=12), st.text("ab▁", max_size=24))
 def test_merge_is_the_definition(texts: list[str], scores: list[int], text: str) -> None:
     ranks = score_ranks(texts, np.array(scores[: len(texts)], dtype=np.float32))
-    assert merge(list(text), ranks, "") == slow_merge(list(text), ranks, "")
+    assert merge(list(text), ranks) == slow_merge(list(text), ranks)
 
 
 @given(TEXTS, st.lists(st.integers(-3, 0), min_size=12, max_size=12), st.text("ab▁", max_size=24))
 def test_cutting_into_words_changes_nothing(texts: list[str], scores: list[int], text: str) -> None:
     ranks = score_ranks(texts, np.array(scores[: len(texts)], dtype=np.float32))
     words = word_cuts(texts).split(text)
-    assert [s for word in words for s in merge(list(word), ranks, "")] == merge(list(text), ranks, "")
+    assert [s for word in words for s in merge(list(word), ranks)] == merge(list(text), ranks)
+
+
+PAIRS = ["a b", "b a", "a a", "ab a", "a ba", "ab ab", "a c", "c é", "b cé", "ab c"]
 
 
 @given(
-    st.lists(st.sampled_from(["a b", "b a", "a a", "ab a", "a ba", "ab ab"]), unique=True), st.text("ab", max_size=24)
+    st.lists(st.sampled_from(PAIRS)),
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", "aba", "cé", "abc"]), min_size=1, unique=True),
+    st.text("abcé", max_size=24),
 )
-def test_bpe_merge_is_the_definition(merges: list[str], text: str) -> None:
-    ranks = merge_ranks(merges)
-    assert merge(list(text), ranks, " ") == slow_merge(list(text), ranks, " ")
+def test_bpe_merge_is_the_definition(merges: list[str], tokens: list[str], text: str) -> None:
+    ids = {token: i for i, token in enumerate(tokens)}
+    ranks = {pair: merges.index(pair) for pair in merges}
+    assert pair_merger(ids, merges)(text) == [ids.get(s, s) for s in slow_merge(list(text), ranks, " ")]
 
 
 @pytest.mark.parametrize("text", ["a" * 200_000, "abcdefghij" * 20_000, " " * 200_000, "1" * 200_000])
