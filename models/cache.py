@@ -39,6 +39,10 @@ class Ring:
         self.positions[cells] = positions
         return cells
 
+    def forget_from(self, position: int) -> None:
+        """Empties the cells of tokens from `position` on. What they overwrote was out of every later token's window."""
+        self.positions[self.positions >= position] = -1
+
     def mask(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
         """f16 [n_tokens, size]: 0 where the token sees the cell; -inf where that is empty, later, or out of sight."""
         back = positions[:, None] - self.positions[None, :]

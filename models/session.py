@@ -133,7 +133,12 @@ class Session:
             suffix = "_swa" if kind == "swa" else ""
             exe.write(f"attn_inp_k_idxs{suffix}", ring.take(positions))
             exe.write(f"attn_inp_kq_mask{suffix}", ring.mask(positions))
-        exe.run()
+        try:
+            exe.run()
+        except KeyboardInterrupt:  # the tokens were not read, whatever cells they reached
+            for ring in self.cache.rings.values():
+                ring.forget_from(self.n_past)
+            raise
         self.n_past += n
         logits = exe.host_array("result_output")
         return np.asarray(exe.read("result_output") if logits is None else logits, np.float32).reshape(len(rows), -1)

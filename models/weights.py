@@ -36,7 +36,10 @@ class Weights:
                 return None
             close = difflib.get_close_matches(name, self.file.tensors, 3)
             hint = f"; the nearest it has: {', '.join(close)}" if close else ""
-            raise ArchError(f"the model needs tensor {name!r} {list(ne)}, the file has none of that name{hint}")
+            raise ArchError(
+                f"the model needs tensor {name!r} {list(ne)}, the file has none of that name{hint}. "
+                f"It is incomplete or of a variant that is not implemented; fetch it again or use another model"
+            )
         if full_dims(info.ne) != full_dims(ne):
             raise ArchError(
                 f"tensor {name!r} must have the shape {list(ne)} that the file's keys ask for, it has {list(info.ne)}; "

@@ -112,8 +112,12 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "graphrt", *argv]
 
 
+#: Output as a shell's user has it: buffered, in the locale's encoding.
+PLAIN = {"PYTHONUNBUFFERED": "", "PYTHONIOENCODING": ""}
+
+
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "", **extra}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **PLAIN, **extra}
 
 
 @cache

@@ -80,16 +80,16 @@ class Peer:
 
     def __init__(self, python: str, model_path: str, n_ctx: int, n_batch: int, threads: int) -> None:
         args = [python, "-c", PEER, model_path, str(n_ctx), str(n_batch), str(threads)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self.process = subprocess.Popen(args, text=True, **pipes)
+            self.process = subprocess.Popen(args, text=True, stdin=pipe, stdout=pipe, stderr=null)
         except OSError as error:
             raise SessionError(f"--peer-python must be a Python, {python!r} can't be started: {error}") from error
         self.version = self._answer()
 
     def _answer(self) -> str:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
+        line: str = self.process.stdout.readline().strip()
         if not line:
             raise SessionError("the peer ended without an answer; its Python needs llama-cpp-python")
         return line
@@ -117,7 +117,9 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError(f"there must be a test and a repetition, got {len(tests)} and -r {args.repetitions}")
     args.ctx_size = args.ctx_size or max(t.n for t in tests) + 64
     model, options = load_model(args, exact=args.exact), session_options(args)
-    ids = [int(i) for i in np.random.default_rng(0).integers(0, model.decoder.hp.n_vocab, max(512, *(t.n for t in tests)))]
+    ids = [
+        int(i) for i in np.random.default_rng(0).integers(0, model.decoder.hp.n_vocab, max(512, *(t.n for t in tests)))
+    ]
     error = _error_of(model, args, ids, options)
     if not error < LIMIT:
         print(f"not measured: logits differ from the reference by NMSE {error:.1e}, over {LIMIT:.0e}", file=sys.stderr)
