@@ -9,8 +9,10 @@ READY  := $(VENV)/.ready
 run: $(READY)
 	$(BIN)/graphrt run -p "Write one sentence about the sea." -n 64 --seed 1
 
+# passive: waiting threads of several test processes must not fight over the cores
+test: export OMP_WAIT_POLICY = passive
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -37,8 +37,8 @@ class Weights:
             close = difflib.get_close_matches(name, self.file.tensors, 3)
             hint = f"; the nearest it has: {', '.join(close)}" if close else ""
             raise ArchError(
-                f"the model needs tensor {name!r} {list(ne)}, the file has none of that name{hint}. "
-                f"It is incomplete or of a variant that is not implemented; fetch it again or use another model"
+                f"the model needs tensor {name!r} {list(ne)}, the file has none of that name{hint}.\n"
+                f"It is incomplete or of a variant that is not implemented: fetch it again or use another model."
             )
         if full_dims(info.ne) != full_dims(ne):
             raise ArchError(
