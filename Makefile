@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: run test lint types clean
 
 run: $(READY)
-	$(BIN)/graphrt run -p "Write one sentence about the sea." -n 64 --seed 1
+	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
 
 # passive: waiting threads of several test processes must not fight over the cores
 test: export OMP_WAIT_POLICY = passive
