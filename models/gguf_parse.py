@@ -303,7 +303,10 @@ def _read_dtype(cur: Cursor, name: str) -> DType:
             f"the type {REMOVED_IDS[type_id]} of tensor {name!r} was removed from GGUF (id {type_id})",
             "Quantize the original model again, to q4_0 for instance.",
         )
-    cur.fail(f"the type of tensor {name!r} must be one that ggml has, got id {type_id}", "Update graphrt if the file is newer. " + AGAIN)
+    cur.fail(
+        f"the type of tensor {name!r} must be one that ggml has, got id {type_id}",
+        "Update graphrt if the file is newer. " + AGAIN,
+    )
 
 
 def _padded(n: int, alignment: int) -> int:
