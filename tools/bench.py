@@ -203,7 +203,7 @@ def _machine() -> dict[str, Any]:
     """What it ran on, and its ceilings: bytes/s of reading memory and FLOP/s of an f32 product, best of several."""
     import torch
 
-    from graphrt.backends.cpu.lower import dense
+    from graphrt.backends.cpu.products import dense
 
     memory, a = torch.ones(64 * 2**20), torch.ones(2048, 2048)
     read = min(_seconds(memory.sum) for _ in range(5))

@@ -13,7 +13,8 @@ from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, R
 from graphrt.backends.cpu import arithmetic, attention, fast, matmul, movement  # noqa: F401  (they fill REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.fuse import fuse
-from graphrt.backends.cpu.lower import Lowering
+from graphrt.backends.cpu.lower import lower
+from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
 from graphrt.backends.cpu.reference import REFERENCES, why_unsupported
 from graphrt.op import op_spec
@@ -79,7 +80,7 @@ class CpuBackend(Backend):
                 native.clear()
 
         for group in groups:
-            lowered = lowering.lower(group)
+            lowered = lower(lowering, group)
             if isinstance(lowered, list):
                 native += lowered
             else:

@@ -1,0 +1,148 @@
+"""MUL_MAT, alone and with what follows it: few tokens straight from the file's blocks, many through oneDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphrt.backends.cpu import fast
+from graphrt.backends.cpu.lowering import Lowering, rows_of
+from graphrt.tensor import Tensor
+
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+
+#: Decoded slices of a matrix are at most this large, so that they are still in cache when the product reads them.
+SLICE_BYTES = 4 * 2**20
+
+
+def _product(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
+    """Weights, activations and the number of tokens of a MUL_MAT that is one matrix times rows; else None."""
+    weight, x = t.src[0], t.src[1]
+    assert weight is not None and x is not None
+    rows = rows_of(x)
+    plain = weight.ne[2] == weight.ne[3] == 1 and weight.has_contiguous_rows and weight.dtype.name in fast.TYPES
+    return (weight, x, rows[0]) if plain and rows is not None else None
+
+
+def matmul(low: Lowering, nodes: list[Tensor]) -> Any | None:
+    """MUL_MAT, alone or with a residual added."""
+    product, out = nodes[0], nodes[-1]
+    residual = None
+    if len(nodes) == 2:
+        residual = out.src[1] if out.src[0] is product else out.src[0]
+    found, extra = _product(product), rows_of(residual) if residual is not None else (0, 0)
+    if found is None or extra is None:
+        return None
+    weight, x, n_tok = found
+    if n_tok > fast.MAX_TOKENS:
+        return _matmul_large(low, weight, x, out, residual)
+    return [
+        fast.gemv(
+            weight.dtype.name, y=low.at(out), w=low.at(weight), x=low.at(x), n_rows=weight.ne[1], n=weight.ne[0],
+            w_nb=weight.nb[1], n_tok=n_tok, x_nb=rows_of(x)[1], y_nb=weight.ne[1] * 4, res=low.at(residual),  # type: ignore[index]
+            res_nb=extra[1],
+        )
+    ]  # fmt: skip
+
+
+def _matmul_large(low: Lowering, weight: Tensor, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], None]:
+    """Products of decoded slices of the weights with all tokens."""
+    target = low.look(out).view(-1, out.ne[0])
+    return _product_into(low, weight, x, target, low.look(residual).view(-1, out.ne[0]) if residual else None)
+
+
+def _product_into(
+    low: Lowering, weight: Tensor, x: Tensor, target: torch.Tensor, added: torch.Tensor | None = None
+) -> Callable[[], None]:
+    activations = low.look(x).view(-1, x.ne[0])
+    slices = list(_slices(low, weight))
+
+    def run() -> None:
+        for start, stop, decode, matrix in slices:
+            decode()
+            y = dense(activations, matrix)
+            if added is None:
+                target[:, start:stop] = y
+            else:
+                torch.add(y, added[:, start:stop], out=target[:, start:stop])
+
+    return run
+
+
+def _glu_large(low: Lowering, nodes: list[Tensor], act: str) -> Callable[[], None]:
+    gate, up, out = nodes
+    x = gate.src[1]
+    assert gate.src[0] is not None and up.src[0] is not None and x is not None
+    halves = low.temporary("gate", x.n_rows, out.ne[0]), low.temporary("up", x.n_rows, out.ne[0])
+    make_gate = _product_into(low, gate.src[0], x, halves[0])
+    make_up = _product_into(low, up.src[0], x, halves[1])
+    join = fast.elementwise(
+        f"{act}_glu", y=low.at(out), a=halves[0].data_ptr(), b=halves[1].data_ptr(), n_rows=x.n_rows, n=out.ne[0],
+        y_nb=out.nb[1], a_nb=4 * out.ne[0], b_nb=4 * out.ne[0],
+    )  # fmt: skip
+
+    def run() -> None:
+        make_gate()
+        make_up()
+        join()
+
+    return run
+
+
+def _slices(low: Lowering, weight: Tensor) -> Any:
+    """(first row, end, what decodes them, the f32 matrix) for slices of a weight; a plain f32 one is taken whole."""
+    n, m = weight.ne[0], weight.ne[1]
+    if weight.dtype.name == "f32":
+        yield 0, m, lambda: None, low.look(weight)[0, 0]
+        return
+    step = max(1, min(m, SLICE_BYTES // (4 * n)))
+    for start in range(0, m, step):
+        stop = min(m, start + step)
+        matrix = low.temporary("weights", step, n)[: stop - start]
+        decode = fast.dequant_rows(
+            weight.dtype.name, "f32", dst=matrix.data_ptr(), w=low.at(weight) + start * weight.nb[1],
+            n_rows=stop - start, n=n, w_nb=weight.nb[1], dst_nb=4 * n,
+        )  # fmt: skip
+        yield start, stop, decode, matrix
+
+
+def _onednn() -> Callable[..., torch.Tensor] | None:
+    ops = getattr(torch.ops, "mkldnn", None)
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return getattr(ops, "_linear_pointwise", None) if available else None
+
+
+_ONEDNN = _onednn()
+
+
+def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [n, k] times w [m, k] transposed, f32.
+
+    oneDNN's product is asked for by name where torch has it: torch's own choice, MKL, reaches less than half of its
+    speed on AMD processors. The arithmetic is plain f32 either way.
+    """
+    if _ONEDNN is None:
+        return torch.nn.functional.linear(x, w)
+    # oneDNN takes a matrix with gaps between its rows too, by a code a thousand times slower
+    y: torch.Tensor = _ONEDNN(x.contiguous(), w.contiguous(), None, "none", [], "")
+    return y
+
+
+def gate_up_glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
+    gate, up, out = nodes
+    found, other, target = _product(gate), _product(up), rows_of(out)
+    if found is None or other is None or target is None:
+        return None
+    (w_gate, x, n_tok), w_up = found, other[0]
+    act = ACTIVATIONS[out.params.kind]
+    if n_tok > fast.MAX_TOKENS:
+        return _glu_large(low, nodes, act)
+    return [
+        fast.gemv_glu(
+            w_gate.dtype.name, w_up.dtype.name, act, y=low.at(out), w_gate=low.at(w_gate), w_up=low.at(w_up),
+            x=low.at(x), n_rows=w_gate.ne[1], n=w_gate.ne[0], gate_nb=w_gate.nb[1], up_nb=w_up.nb[1], n_tok=n_tok,
+            x_nb=rows_of(x)[1], y_nb=target[1],  # type: ignore[index]
+        )
+    ]  # fmt: skip
