@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One generated token: its id, and the text that became complete with it ("" inside a character)."""
 
     token: int

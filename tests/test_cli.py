@@ -598,3 +598,13 @@ def test_a_bug_is_not_hidden(graphrt: Cli, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hub, "resolve", resolve)
     with pytest.raises(KeyError, match="bug"):
         graphrt("info", "spm.gguf")
+
+
+def test_a_text_may_start_with_a_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_model(tmp_path / "m.gguf", "llama", tokenizer="spm"))
+    for flag in ("-p", "--prompt"):
+        assert cli.main(["tokenize", path, flag, "-c 5", "--ids", "--no-bos"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second and len(json.loads(first)) > 1
+    assert cli.main(["tokenize", path, "-p", "", "--ids", "--no-bos"]) == 0
+    assert json.loads(capsys.readouterr().out) == []

@@ -12,13 +12,14 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from graphrt import __version__
 from graphrt.errors import GraphrtError
 
-#: verb -> what it is for. The module is graphrt.tools.<verb>, with add_arguments(parser) and main(args) -> int.
+#: verb -> what it is for. The module is graphrt.tools.<verb>, with add_arguments(parser), main(args) -> int, and
+#: where flags take free text TEXT_FLAGS.
 VERBS = {
     "run": "generate text; without a model, the demo model",
     "pull": "fetch a model into the cache",
@@ -36,6 +37,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what it takes\n")
+
+    def has_flag(self, text: str) -> bool:
+        return text in self._option_string_actions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,8 +105,20 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     module = importlib.import_module(f"graphrt.tools.{verb}")
     parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
-    code: int = module.main(parser.parse_args(argv))
+    code: int = module.main(parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser)))
     return code
+
+
+def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:
+    """`-p TEXT` as one argument where TEXT starts with a dash and is no flag itself: argparse would refuse it."""
+    out: list[str] = []
+    for arg in argv:
+        flag = out[-1] if out else None
+        if flag in names and arg.startswith("-") and arg != "-" and not parser.has_flag(arg):
+            out[-1] = f"{flag}={arg}" if flag.startswith("--") else f"{flag}{arg}"  # type: ignore[union-attr]
+        else:
+            out.append(arg)
+    return out
 
 
 def _help() -> str:

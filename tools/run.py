@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from graphrt.models.session import Session
 
 
+#: Flags whose value may start with a dash.
+TEXT_FLAGS = ("-p", "--prompt")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()

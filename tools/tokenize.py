@@ -6,6 +6,9 @@ import argparse
 
 from graphrt.tools.common import MODEL_HELP, print_json, print_table, read_text
 
+#: Flags whose value may start with a dash.
+TEXT_FLAGS = ("-p", "--prompt")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
