@@ -109,6 +109,9 @@ class Backend(ABC):
     api_version: ClassVar[int]
     #: Every tensor in an arena starts at a multiple of this many bytes.
     alignment: int = 64
+    #: Two runs on equal inputs give equal bits. A backend that can't promise it (atomic additions) says False, and the
+    #: conformance tool does not compare its runs.
+    deterministic: bool = True
 
     @classmethod
     @abstractmethod

@@ -6,8 +6,8 @@ its result may take over, and its conformance cases. Computing is the backends' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphrt.dtypes import DType
@@ -62,6 +62,7 @@ class OpSpec:
     cases(): conformance cases. work(node): FLOPs and bytes. n_src: least and most sources. params: the dataclass of its
     parameters or None. is_view: the result is another look at src[0] and nothing is computed. inplace: indices of
     sources whose memory the result may take over. writes: index of the source that the op writes into and returns.
+    more_cases: further sets of cases by name, see testing.all_cases().
     """
 
     name: str
@@ -73,6 +74,7 @@ class OpSpec:
     is_view: bool = False
     inplace: tuple[int, ...] = ()
     writes: int | None = None
+    more_cases: Mapping[str, Callable[[], Iterable[Case]]] = field(default_factory=dict)
 
 
 _REGISTRY: dict[str, OpSpec] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,9 @@ def _binary_cases(op: str) -> Iterator[Case]:
         (((8, 4, 6, 2), (4, 2, 3, 1)), "f32"),
         (((33, 2, 1, 1), (33, 1, 1, 1)), "f16"),
         (((33, 2, 1, 1), (1, 1, 1, 1)), "bf16"),
+        (((1025, 3, 2, 1), (1025, 1, 2, 1)), "f32"),
+        (((33, 4, 3, 2), (1, 4, 1, 2)), "f32"),
+        (((33, 4, 3, 2), (33, 1, 3, 1)), "f16"),
     ]:
 
         def make(inputs: Inputs, ne_a: tuple[int, ...] = ne_a, ne_b: tuple[int, ...] = ne_b, dt: str = dt) -> Tensor:
@@ -45,11 +49,13 @@ def _binary_cases(op: str) -> Iterator[Case]:
 
         yield Case(op, {"type": dt, "ne_a": ne_a, "ne_b": ne_b}, make)
 
-    def make_gapped(inputs: Inputs) -> Tensor:
-        b = gapped(inputs, "b", "f32", (16, 1, 3, 1), Uniform(0.5, 2.0))
-        return build(BINARY[op], gapped(inputs, "a", "f32", (16, 5, 3, 2)), b)
+    for dt, same in itertools.product(("f32", "f16"), (False, True)):
 
-    yield Case(op, {"type": "f32", "gaps": True}, make_gapped)
+        def make_gapped(inputs: Inputs, dt: str = dt, same: bool = same) -> Tensor:
+            b = gapped(inputs, "b", dt, (16, 5, 3, 2) if same else (16, 1, 3, 1), Uniform(0.5, 2.0))
+            return build(BINARY[op], gapped(inputs, "a", dt, (16, 5, 3, 2)), b)
+
+        yield Case(op, {"type": dt, "gaps": True, "same_shape": same}, make_gapped)
 
 
 def _binary(op: str) -> OpSpec:
@@ -109,7 +115,7 @@ def _infer_same(op: str, src: Sources, params: object) -> Result:
 
 
 _SHAPES = [((10, 5, 4, 3), "f32", False), ((7, 1, 1, 1), "f32", False), ((33, 3, 1, 1), "f16", False)]
-_SHAPES += [((9, 4, 3, 2), "f32", True)]
+_SHAPES += [((9, 4, 3, 2), "f32", True), ((9, 4, 3, 2), "f16", True), ((1025, 3, 1, 1), "f32", False)]
 
 
 def _map_cases(op: str, params: object, low: float, high: float) -> Iterator[Case]:

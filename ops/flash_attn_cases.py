@@ -1,101 +1,223 @@
-"""Conformance cases of FLASH_ATTN_EXT and FLASH_ATTN_LSE."""
+"""The cases of FLASH_ATTN_EXT and FLASH_ATTN_LSE: groups of axes, each there because kernels have broken on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from graphrt.ops.flash_attn_ext import flash_attn_ext, flash_attn_lse
-from graphrt.ops.view import permute, view
-from graphrt.tensor import Tensor
-from graphrt.testing import Case, CausalMask, Init, Inputs, MaskValues, Normal, Uniform
+from graphrt.ops.flash_attn_axes import IMPOSSIBLE, MASKS, ROWS, SINKS, SPOILS, VALUES, Axes, as_case
+from graphrt.testing import Case, grid
+
+Choices = Mapping[str, Sequence[object]]
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+OTHERS = tuple(t for t in TYPES if t != "f16")
+HEAD_SIZES = (
+    (32, 32), (40, 40), (64, 128), (65, 67), (72, 72), (80, 80), (96, 64), (112, 112), (128, 128), (192, 128),
+    (256, 256), (320, 256), (512, 512),
+)  # fmt: skip
+RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 32, 64)
+#: Around the tiles of 16 to 256 keys, and the ends.
+CONTEXTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 1024, 1025)
 
 
 @dataclass(frozen=True)
-class Axes:
-    """What varies. d: D_k and D_v; heads: n_head and n_head_kv; types: of k and v; mask: see _MASKS, None for none;
-    layout: plain, permuted (heads inside rows), padded (a cache longer than n_kv), v_in_k (v is the start of k)."""
+class Group:
+    """Every combination of `quick` on `base` is in the quick set; those with the values of `more` too in the full."""
 
-    d: tuple[int, int] = (64, 64)
-    n_q: int = 3
-    n_kv: int = 113
-    heads: tuple[int, int] = (4, 2)
-    n_seq: int = 1
-    types: tuple[str, str] = ("f16", "f16")
-    mask: str | None = "causal"
-    sinks: bool = False
-    max_bias: float = 0.0
-    softcap: float = 0.0
-    layout: str = "plain"
+    base: Axes
+    quick: Choices = field(default_factory=dict)
+    more: Choices = field(default_factory=dict)
+
+    def axes(self, full: bool) -> Iterator[Axes]:
+        added = self.more if full else {}
+        names = dict.fromkeys([*self.quick, *added])
+        yield from grid(
+            self.base, {n: [*self.quick.get(n, [getattr(self.base, n)]), *added.get(n, ())] for n in names}, IMPOSSIBLE
+        )
 
 
-#: Values of each kind of mask. per_head has a mask a head, some_heads one for every other head and sequence.
-_MASKS: dict[str, Init] = {
-    "causal": CausalMask(),
-    "random": MaskValues(0.3),
-    "per_head": MaskValues(0.3),
-    "some_heads": MaskValues(0.3),
-    "rows_masked": MaskValues(0.3, empty_rows=2),
+BASE = Axes()
+_WIDE = replace(BASE, heads=(6, 2), n_seq=2)
+_LONG = replace(BASE, d=(64, 64), heads=(4, 1), n_q=1)
+
+GROUPS: Mapping[str, Sequence[Group]] = {
+    # D that is no power of two ends in NaN, so that what a kernel pads it with must be its own zeros.
+    "head sizes": (
+        Group(replace(BASE, layout="padded"), {"d": HEAD_SIZES, "n_q": (1, 9)}, {"n_kv": (300,), "n_q": (33, 65)}),
+        Group(
+            replace(BASE, d=(576, 512), heads=(16, 1)),
+            {"layout": ("v_in_k",), "n_q": (1, 4)},
+            {"layout": ("plain",), "n_kv": (512,), "heads": ((20, 1),)},
+        ),
+        Group(replace(BASE, d=(576, 512), heads=(16, 1), layout="v_in_k"), {"types": (("q8_0", "q8_0"),)}),
+    ),
+    "types": (
+        Group(BASE, {"types": [(t, t) for t in OTHERS], "n_q": (1, 33)}, {"layout": ("cache",), "d": ((128, 128),)}),
+        Group(BASE, {"types": [(t, "f16") for t in OTHERS] + [("f16", t) for t in OTHERS]}, {"n_q": (1, 33)}),
+        Group(
+            replace(BASE, d=(96, 128)),
+            {"types": [("q8_0", "q4_0"), ("q4_0", "q8_0"), ("q5_1", "bf16")]},
+            {"types": [(k, v) for k in OTHERS for v in OTHERS if k != v], "n_q": (1,)},
+        ),
+    ),
+    # Two heads of k and v, so that a head's modulo is not its quotient, and a sequence each of them misses.
+    "gqa": (
+        Group(
+            replace(BASE, d=(32, 32), n_seq=2, mask="random"),
+            {"heads": [(2 * r, 2) for r in RATIOS], "n_q": (1, 4)},
+            {"n_q": (9, 33), "layout": ("permuted",), "n_kv": (300,)},
+        ),
+        Group(replace(BASE, d=(128, 128), mask="random"), {"heads": [(12, 1), (15, 3), (64, 1)]}, {"n_q": (1, 17)}),
+    ),
+    "n_kv": (
+        Group(replace(BASE, layout="padded", mask=None), {"n_kv": CONTEXTS}, {"n_q": (1, 33), "mask": ("random",)}),
+        Group(BASE, {"n_kv": (1, 17, 255, 257, 1025), "n_q": (1, 9), "sinks": ("near",)}, {"sinks": (None, "large")}),
+    ),
+    "n_q": (
+        Group(
+            BASE,
+            {"n_q": (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127)},
+            {"n_kv": (40, 512), "mask": ("random",), "heads": ((8, 1),)},
+        ),
+        Group(replace(BASE, heads=(2, 1), d=(32, 32)), {"n_q": (512,), "n_kv": (40, 257)}, {"mask": ("random", None)}),
+    ),
+    "masks": (
+        Group(replace(_WIDE, n_q=40), {"mask": [None, *MASKS], "softcap": (0.0, 5.0)}, {"n_kv": (300,), "n_q": (1,)}),
+        Group(
+            replace(BASE, heads=(8, 2), n_seq=4),
+            {"mask": ("some_heads", "lengths", "head_lengths", "one_for_all"), "sinks": ("near",)},
+            {"n_q": (1, 33), "sinks": (None,)},
+        ),
+        Group(replace(BASE, n_q=70, layout="mask_padded"), {"mask": ("random", "per_head")}, {"n_q": (1, 5)}),
+        Group(replace(BASE, n_q=75, n_kv=40), {"mask": ("causal", "window", "random")}, {"sinks": ("near",)}),
+        # One sequence sees 127 keys: of a block of 16 to 128 keys the mask hides the last one alone.
+        Group(replace(BASE, mask="lengths", n_seq=4), {"n_kv": (508,)}),
+    ),
+    "rows masked": (
+        Group(
+            replace(BASE, n_q=70, n_kv=300),
+            {"rows": tuple(ROWS), "sinks": (None, "near"), "softcap": (0.0, 5.0)},
+            {"mask": ("random", "window"), "n_q": (9, 33), "d": ((512, 512),)},
+        ),
+        Group(replace(BASE, n_q=1), {"rows": ("all",), "sinks": (None, "large"), "n_kv": (1, 1025)}),
+        Group(replace(_WIDE, n_q=9, mask="per_head"), {"rows": ("leading", "trailing"), "sinks": ("none_of_it",)}),
+    ),
+    "sinks": (
+        Group(BASE, {"sinks": tuple(SINKS), "mask": (None, "random"), "n_q": (1, 9)}, {"heads": ((12, 4),)}),
+        Group(BASE, {"sinks": ("near",), "values": ("hot", "sunken", "raised"), "n_kv": (1025,)}, {"n_q": (1, 33)}),
+    ),
+    "alibi": (
+        Group(
+            replace(BASE, max_bias=8.0),
+            {"heads": [(4, 4), (6, 3), (7, 1), (12, 4)], "mask": ("distance", "random")},
+            {"max_bias": (4.0,), "n_q": (1, 33), "sinks": ("near",), "softcap": (5.0,), "mask": ("per_head",)},
+        ),
+        Group(replace(BASE, max_bias=4.0, heads=(12, 2), mask="distance"), {"sinks": ("near",), "softcap": (5.0,)}),
+    ),
+    "values": (
+        Group(BASE, {"values": tuple(VALUES), "n_q": (1, 9), "n_kv": (113, 1025)}, {"mask": (None,), "n_q": (33,)}),
+        # At a scale that is a power of two the logits stay exact.
+        Group(
+            replace(BASE, scale=0.0625),
+            {"values": ("sunken", "raised", "peaked"), "d": [(128, 128), (256, 256)]},
+            {"sinks": ("near",), "n_q": (1, 33)},
+        ),
+        Group(
+            replace(BASE, softcap=10.0),
+            {"values": ("hot", "peaked", "huge"), "mask": ("random", None)},
+            {"softcap": (2.0, 30.0), "n_q": (1, 33), "sinks": ("near",), "n_kv": (1025,)},
+        ),
+        Group(BASE, {"scale": (1.0, 0.3)}, {"d": [(128, 128)], "softcap": (30.0,), "n_q": (1, 33)}),
+        Group(replace(BASE, values="level"), {"types": [("q8_0", "f32"), ("f16", "bf16"), ("f16", "f32")]}),
+    ),
+    "spoiled": (
+        Group(
+            replace(BASE, n_q=9, spoil="nan"),
+            {"mask": ("random", "blocks", "per_head"), "sinks": (None, "near"), "spoil": SPOILS},
+            {"n_q": (1, 33), "n_kv": (300,), "heads": ((8, 1),), "layout": ("permuted",)},
+        ),
+        Group(replace(BASE, mask="random", spoil="nan"), {"types": [(t, t) for t in OTHERS]}, {"n_q": (1, 33)}),
+        Group(replace(BASE, mask="random", spoil="nan", n_q=9, softcap=5.0), {"rows": ("leading", "all")}),
+    ),
+    "layouts": (
+        Group(
+            _WIDE,
+            {"layout": ("permuted", "padded", "cache"), "types": [("f16", "f16"), ("q8_0", "q4_0")], "n_q": (1, 9)},
+            {"d": [(128, 128), (192, 128)], "n_kv": (257,), "sinks": ("near",)},
+        ),
+        Group(
+            replace(_WIDE, d=(96, 64)),
+            {"layout": ("v_in_k", "v_after"), "types": [("f16", "f16"), ("q8_0", "q8_0")]},
+            {"d": [(64, 64), (192, 128)], "n_q": (1, 33)},
+        ),
+    ),
+    # Thousands of keys: splits with a sum of their own, some of them empty, and sums that f16 can't hold.
+    "long": (
+        Group(_LONG, {"n_kv": (10000,), "values": ("normal", "level"), "sinks": (None, "near")}, {"n_q": (4, 16)}),
+        Group(
+            _LONG,
+            {"n_kv": (10000,), "mask": ("window", "big_blocks"), "values": ("normal", "sunken"), "n_q": (1, 4)},
+            {"sinks": ("near",), "heads": ((8, 2),), "types": (("q8_0", "q8_0"),)},
+        ),
+        Group(replace(_LONG, n_kv=10000), {"rows": ("all",), "values": ("peaked", "huge")}),
+        Group(replace(_LONG, n_kv=10000, mask="random", spoil="nan"), {}, {"n_q": (4,), "n_seq": (2,)}),
+        Group(
+            replace(_LONG, n_kv=4097, layout="cache", types=("q8_0", "q8_0")),
+            {"mask": ("lengths",), "n_seq": (3,)},
+            {"mask": ("causal", "window"), "n_q": (4, 32)},
+        ),
+    ),
+    "far": (Group(replace(BASE, layout="far"), {"mask": ("random",)}),),
 }
 
-
-def grid() -> Iterator[Axes]:
-    """One base case, then each axis of the contract varied alone or in the pairs that have broken kernels before."""
-    base = Axes()
-    yield base
-    for d in [(40, 40), (72, 72), (65, 67), (128, 128), (192, 128), (256, 256), (96, 64)]:
-        yield replace(base, d=d, types=("f32", "f16"))
-    for t in ("f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"):
-        yield replace(base, types=(t, t))
-        yield replace(base, types=(t, "f16"), n_q=1)
-    for heads in [(4, 4), (12, 1), (6, 2), (32, 2)]:
-        yield replace(base, heads=heads, n_seq=2, mask="random")
-    for n_q, n_kv in [(1, 1), (1, 17), (32, 512), (75, 40)]:
-        yield replace(base, n_q=n_q, n_kv=n_kv)
-    for mask in (None, "random", "per_head", "rows_masked"):
-        yield replace(base, mask=mask, sinks=True)
-        yield replace(base, mask=mask, softcap=10.0, n_seq=2)
-    yield replace(base, mask="some_heads", heads=(8, 2), n_seq=4, sinks=True)
-    for max_bias in (4.0, 8.0):
-        yield replace(base, max_bias=max_bias, heads=(6, 3), mask="random", sinks=True)
-    for layout in ("permuted", "padded", "v_in_k"):
-        yield replace(base, layout=layout, n_seq=2, mask="random")
-    yield replace(base, d=(576, 512), layout="v_in_k", heads=(16, 1), softcap=30.0, sinks=True)
+#: In the full set only.
+FULL_ONLY: Mapping[str, Sequence[Group]] = {
+    "very long": (
+        Group(replace(_LONG, d=(32, 32), heads=(2, 1), n_kv=131072),
+              {"values": ("normal", "level"), "sinks": (None, "near"), "mask": ("causal", "window", "big_blocks")}),
+        Group(replace(_LONG, n_kv=131072), {"types": [("f16", "f16"), ("q8_0", "q8_0")]}),
+    ),
+    "prefill": (
+        Group(replace(BASE, d=(128, 128), heads=(8, 2)), {"n_q": (128, 512), "n_kv": (512, 1025),
+              "mask": ("causal", "window", "blocks", None), "sinks": (None, "near")}),
+        Group(replace(BASE, d=(64, 64), n_q=130, n_seq=2), {"heads": [(6, 2), (5, 1)], "values": tuple(VALUES),
+              "mask": ("causal", "random")}),
+    ),
+    "pairs": (
+        Group(replace(BASE, n_q=9, layout="cache"), {"d": [(40, 40), (80, 80), (128, 128), (256, 256)],
+              "heads": [(4, 4), (6, 2), (8, 1)], "mask": ("causal", "window", "per_head"), "sinks": (None, "near"),
+              "softcap": (0.0, 5.0), "n_kv": (113, 257)}),
+    ),
+}  # fmt: skip
 
 
-def _cached(inputs: Inputs, name: str, dt: str, d: int, axes: Axes) -> Tensor:
-    """k or v as caches hold them. Rows that must be whole blocks are padded; `padded` leaves cells after n_kv too."""
-    n_head_kv, n_seq = axes.heads[1], axes.n_seq
-    block = 32 if dt.startswith(("q", "iq")) else 1
-    row = -(-d // block) * block
-    if axes.layout == "permuted":
-        return permute(inputs(name, dt, (row, n_head_kv, axes.n_kv, n_seq), Normal(1.0)), 0, 2, 1, 3)
-    spare = 7 if axes.layout == "padded" else 0
-    cache = inputs(name, dt, (row, axes.n_kv + spare, n_head_kv, n_seq), Normal(1.0))
-    return view(cache, (d, axes.n_kv, n_head_kv, n_seq), cache.nb[1:]) if (spare or row != d) else cache
+def points(which: str) -> list[Axes]:
+    """The points of a set, each once, in the order of the groups."""
+    if which not in ("quick", "full"):
+        raise ValueError(f"a set of points is quick or full, got {which!r}")
+    groups = [*GROUPS.values(), *(FULL_ONLY.values() if which == "full" else ())]
+    return list(dict.fromkeys(axes for group in groups for part in group for axes in part.axes(which == "full")))
 
 
-def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
-    (d_k, d_v), (n_head, _), n_seq = axes.d, axes.heads, axes.n_seq
-    q = inputs("q", "f32", (d_k, axes.n_q, n_head, n_seq), Normal(3.0))  # logits with a spread that softcap 10 bends
-    k = _cached(inputs, "k", axes.types[0], d_k, axes)
-    mask = None
-    if axes.mask is not None:
-        shared = {"per_head": (n_head, n_seq), "some_heads": (2, 2)}.get(axes.mask, (1, n_seq))
-        mask = inputs("mask", "f16", (axes.n_kv, axes.n_q, *shared), _MASKS[axes.mask])
-    sinks = inputs("sinks", "f32", (n_head,), Uniform(2, 10)) if axes.sinks else None  # as large as the sum
-    scale = d_k**-0.5
-    if lse:
-        return flash_attn_lse(q, k, mask, scale, sinks=sinks, max_bias=axes.max_bias, softcap=axes.softcap)
-    if axes.layout == "v_in_k":
-        v = view(k, (d_v, *k.ne[1:]), k.nb[1:])
+#: Of the quick set FLASH_ATTN_LSE has the groups that change logits or their sum; v it doesn't know.
+_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi")
+
+
+def _lse_points(which: str) -> list[Axes]:
+    if which == "full":
+        found = [replace(a, d=(a.d[0], a.d[0]), types=(a.types[0], "f16")) for a in points("full")]
     else:
-        v = _cached(inputs, "v", axes.types[1], d_v, axes)
-    return flash_attn_ext(q, k, v, mask, scale, sinks=sinks, max_bias=axes.max_bias, softcap=axes.softcap)
+        found = [axes for name in _LSE_GROUPS for part in GROUPS[name] for axes in part.axes(False)]
+    return [a for a in dict.fromkeys(found) if a.layout not in ("v_in_k", "v_after", "far")]
 
 
-def cases(op: str) -> Iterator[Case]:
-    """The cases of either op."""
-    for axes in grid():
-        yield Case(op, asdict(axes), partial(_make, axes=axes, lse=op == "FLASH_ATTN_LSE"))
+def cases(op: str, which: str = "quick") -> Iterator[Case]:
+    """The cases of either op. which: quick, full (quick among them) or, of FLASH_ATTN_EXT, ggml."""
+    if which == "ggml":
+        from graphrt.ops.flash_attn_ggml import ggml_cases
+
+        yield from ggml_cases(op)
+    else:
+        chosen = points(which) if op == "FLASH_ATTN_EXT" else _lse_points(which)
+        yield from (as_case(op, axes) for axes in chosen)

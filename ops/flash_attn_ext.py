@@ -16,7 +16,7 @@ Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,10 +86,14 @@ def _attn_work(node: Tensor) -> Work:
     return Work(2 * (k.ne[0] + d_v) * k.ne[1] * q.n_rows, moved_bytes(node) - shared)
 
 
-def _cases(op: str) -> Iterator[Case]:
+def _cases(op: str, which: str = "quick") -> Iterator[Case]:
     from graphrt.ops.flash_attn_cases import cases  # it needs the builders below
 
-    return cases(op)
+    return cases(op, which)
+
+
+def _more_cases(op: str) -> dict[str, Callable[[], Iterator[Case]]]:
+    return {which: partial(_cases, op, which) for which in ("full", "ggml")}
 
 
 FLASH_ATTN_EXT = register(
@@ -100,6 +104,7 @@ FLASH_ATTN_EXT = register(
         _attn_work,
         n_src=(3, 5),
         params=FlashAttnParams,
+        more_cases=_more_cases("FLASH_ATTN_EXT"),
     )
 )
 FLASH_ATTN_LSE = register(
@@ -110,6 +115,7 @@ FLASH_ATTN_LSE = register(
         _attn_work,
         n_src=(2, 4),
         params=FlashAttnParams,
+        more_cases=_more_cases("FLASH_ATTN_LSE"),
     )
 )
 

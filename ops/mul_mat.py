@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from graphrt.dtypes import F32
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
-from graphrt.ops.view import permute
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Inputs
+from graphrt.testing import Case
 
 
 def _infer(src: Sources, params: None) -> Result:
@@ -28,36 +28,13 @@ def _work(node: Tensor) -> Work:
     return Work(2 * a.ne[0] * node.n_elements, moved_bytes(node))
 
 
-def _cases() -> Iterator[Case]:
-    plain = ("f32", "f16", "bf16")
-    quantized = (
-        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs", "mxfp4",
-        "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m", "tq1_0", "tq2_0", "nvfp4",
-    )  # fmt: skip
-    for dt in (*plain, *quantized):
-        for n in (1, 2, 9):
+def _cases(which: str = "quick") -> Iterator[Case]:
+    from graphrt.ops.mul_mat_cases import cases  # it needs the builder below
 
-            def make(inputs: Inputs, dt: str = dt, n: int = n) -> Tensor:
-                return mul_mat(inputs("a", dt, (256, 16)), inputs("b", "f32", (256, n)))
-
-            yield Case("MUL_MAT", {"type": dt, "m": 16, "n": n, "k": 256}, make)
-    for dt, batch_a, batch_b in [("f32", (1, 1), (3, 2)), ("f16", (2, 1), (4, 3)), ("q8_0", (2, 2), (2, 4))]:
-
-        def make_batch(
-            inputs: Inputs, dt: str = dt, ba: tuple[int, int] = batch_a, bb: tuple[int, int] = batch_b
-        ) -> Tensor:
-            return mul_mat(inputs("a", dt, (64, 5, *ba)), inputs("b", "f32", (64, 3, *bb)))
-
-        yield Case("MUL_MAT", {"type": dt, "batch_a": batch_a, "batch_b": batch_b}, make_batch)
-
-    def make_permuted(inputs: Inputs) -> Tensor:
-        a = permute(inputs("a", "f16", (32, 3, 7)), 0, 2, 1, 3)
-        return mul_mat(a, permute(inputs("b", "f32", (32, 6, 5)), 0, 2, 1, 3))
-
-    yield Case("MUL_MAT", {"type": "f16", "permuted": True}, make_permuted)
+    return cases(which)
 
 
-MUL_MAT = register(OpSpec("MUL_MAT", _infer, _cases, _work, n_src=(2, 2)))
+MUL_MAT = register(OpSpec("MUL_MAT", _infer, _cases, _work, n_src=(2, 2), more_cases={"full": partial(_cases, "full")}))
 
 
 def mul_mat(a: Tensor, b: Tensor, name: str = "") -> Tensor:

@@ -9,7 +9,7 @@ from functools import partial
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
 from graphrt.ops.view import gapped
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Inputs, Uniform
+from graphrt.testing import Case, Init, Inputs, Normal, Uniform
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,39 @@ def _infer(op: str, src: Sources, params: NormParams) -> Result:
     return Result(a.dtype, a.ne)
 
 
+_Shape = tuple[int, int, int, int]
+#: Shape, eps, values and whether there are gaps: one element, tails, more than a block of threads takes, a large mean
+#: (whose square must not swallow the variance), rows so small that eps decides, or that their squares underflow f16.
+_POINTS: tuple[tuple[_Shape, float, str, bool], ...] = (
+    ((64, 5, 4, 3), 1e-6, "spread", False),
+    ((1, 3, 1, 1), 1e-5, "spread", False),
+    ((2, 3, 1, 1), 1e-5, "spread", False),
+    ((1023, 3, 1, 1), 1e-5, "spread", False),
+    ((1025, 2, 1, 1), 1e-5, "spread", False),
+    ((8193, 2, 1, 1), 1e-6, "spread", False),
+    ((33, 2, 1, 1), 0.1, "spread", False),
+    ((64, 5, 1, 1), 1e-12, "spread", False),
+    ((64, 5, 4, 3), 1e-6, "spread", True),
+    ((257, 3, 2, 1), 1e-5, "spread", True),
+    ((513, 7, 1, 1), 1e-6, "far", False),
+    ((64, 5, 1, 1), 1e-6, "tiny", False),
+    ((64, 5, 1, 1), 1e-5, "huge", False),
+)
+_VALUES: dict[str, Init] = {
+    "spread": Uniform(-1, 2), "far": Normal(1.0, 50.0, 2.0**-6), "tiny": Normal(1e-4), "huge": Normal(1e6),
+}  # fmt: skip
+
+
+def _make(inputs: Inputs, op: str, ne: _Shape, eps: float, values: str, gaps: bool) -> Tensor:
+    init = _VALUES[values]
+    a = gapped(inputs, "a", "f32", ne, init) if gaps else inputs("a", "f32", ne, init)
+    return build(NORMS[op], a, params=NormParams(eps))
+
+
 def _cases(op: str) -> Iterator[Case]:
-    for ne, eps in [((64, 5, 4, 3), 1e-6), ((1, 3, 1, 1), 1e-5), ((1025, 2, 1, 1), 1e-5), ((33, 2, 1, 1), 0.1)]:
-
-        def make(inputs: Inputs, ne: tuple[int, ...] = ne, eps: float = eps) -> Tensor:
-            return build(NORMS[op], inputs("a", "f32", ne, Uniform(-1, 2)), params=NormParams(eps))
-
-        yield Case(op, {"ne": ne, "eps": eps}, make)
-
-    def make_gapped(inputs: Inputs) -> Tensor:
-        return build(NORMS[op], gapped(inputs, "a", "f32", (64, 5, 4, 3), Uniform(-1, 2)), params=NormParams(1e-6))
-
-    yield Case(op, {"ne": (64, 5, 4, 3), "gaps": True}, make_gapped)
+    for ne, eps, values, gaps in _POINTS:
+        make = partial(_make, op=op, ne=ne, eps=eps, values=values, gaps=gaps)
+        yield Case(op, {"ne": ne, "eps": eps, "values": values, "gaps": gaps}, make)
 
 
 def _norm(op: str) -> OpSpec:
@@ -72,7 +93,7 @@ def _infer_sum_rows(src: Sources, params: None) -> Result:
 
 
 def _sum_rows_cases() -> Iterator[Case]:
-    for ne in [(10, 5, 4, 3), (1, 7, 1, 1), (1000, 2, 1, 1)]:
+    for ne in [(10, 5, 4, 3), (1, 7, 1, 1), (33, 3, 1, 1), (1000, 2, 1, 1), (8193, 3, 1, 1)]:
 
         def make(inputs: Inputs, ne: tuple[int, ...] = ne) -> Tensor:
             return sum_rows(inputs("a", "f32", ne))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from graphrt.dtypes import dtype
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import MAX_DIMS, Dims, Tensor, contiguous_nb, full_dims
-from graphrt.testing import Case, Init, Inputs
+from graphrt.testing import Case, Init, Inputs, Rows, Spoiled, Uniform
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,11 @@ def transpose(a: Tensor, name: str = "") -> Tensor:
 
 
 def gapped(inputs: Inputs, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
-    """For conformance cases: an input whose rows and matrices have gaps between them, as a view of a larger tensor."""
+    """For conformance cases: an input whose rows and matrices have gaps between them, as a view of a larger tensor.
+
+    The gaps hold NaN (integers: -1): whoever reads them shows it.
+    """
     dims = full_dims(ne)
-    whole = inputs(name, dt, (dims[0] * 2, dims[1] + 1, *dims[2:]), init)
+    init = init or (Rows(1000) if dtype(dt).kind == "int" else Uniform())
+    whole = inputs(name, dt, (dims[0] * 2, dims[1] + 1, *dims[2:]), Spoiled(init, (0,), used=dims[0]))
     return view(whole, dims, whole.nb[1:], offs=whole.nb[1])

@@ -1,4 +1,4 @@
-"""Random small graphs: a list of instructions, which shrinks well, read into a graph and evaluated naively.
+"""Random small graphs from hypothesis, and their naive evaluation.
 
 The naive evaluation gives every tensor that is no view memory of its own for good, and computes node by node with
 reference64. Whatever a planner, an in-place result, a fusion or a copy between backends gets wrong shows against it.
@@ -6,177 +6,20 @@ reference64. Whatever a planner, an in-place result, a fusion or a copy between 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import numpy as np
 from hypothesis import strategies as st
 from judging import addresses, stored
 from reference64 import REFERENCE64
 
-from graphrt import Graph, Tensor, new_input, ops
+from graphrt import Tensor
 from graphrt.execute import host_type
 from graphrt.op import op_spec
-from graphrt.ops import RopeParams
-from graphrt.ops.elementwise import can_repeat
-
-#: Inputs by number: shapes that fit each other often.
-SHAPES = [(4, 3, 2), (4, 3), (4,), (3, 4), (4, 4), (4, 1, 2), (8, 3, 2), (1,), (1, 3), (2, 3, 2)]
-#: No value of a program may exceed this, so that rounding stays small beside an error.
-BOUND = 64.0
+from graphrt.tools.conformance import programs
+from graphrt.tools.conformance.programs import KINDS, SHAPES, make_graph
 
 
-@dataclass
-class Program:
-    """A graph under construction: the tensors so far, with a bound on the values of each."""
-
-    pool: list[Tensor] = field(default_factory=list)
-    bounds: dict[Tensor, float] = field(default_factory=dict)
-
-    def add(self, t: Tensor, bound: float) -> None:
-        self.pool.append(t)
-        self.bounds[t] = bound
-
-    def pick(self, i: int, fits: Callable[[Tensor], bool] = lambda t: True) -> Tensor | None:
-        """The i-th tensor that fits, counted from the newest."""
-        found = [t for t in reversed(self.pool) if t.dtype.name == "f32" and fits(t)]
-        return found[i % len(found)] if found else None
-
-    def input(self, dt: str, *ne: int) -> Tensor:
-        return new_input(dt, *ne, name=f"in_{len(self.pool)}")
-
-
-Instruction = tuple[str, int, int, int]
-
-
-def _binary(p: Program, op: str, a: Tensor, j: int) -> None:
-    b = p.pick(j, lambda t: can_repeat(t, a))
-    assert b is not None  # a itself fits
-    bound = p.bounds[a] * p.bounds[b] if op == "mul" else p.bounds[a] + p.bounds[b]
-    if bound <= BOUND:
-        p.add(getattr(ops, op)(a, b), bound)
-
-
-def _unary(p: Program, a: Tensor, kind: int) -> None:
-    name = ("tanh", "sigmoid", "silu", "gelu", "relu")[kind % 5]
-    p.add(ops.unary(a, name), 1.0 if kind % 5 < 2 else p.bounds[a])
-
-
-def _row_map(p: Program, a: Tensor, kind: int) -> None:
-    result = (ops.rms_norm(a, 0.1), ops.norm(a, 0.1), ops.soft_max(a), ops.l2_norm(a, 0.5))[kind % 4]
-    p.add(result, a.ne[0] ** 0.5 if kind % 4 < 2 else 1.0 if kind % 4 == 2 else 2.0 * p.bounds[a])
-
-
-def _view(p: Program, a: Tensor, kind: int) -> None:
-    k = kind % 6
-    if k == 0:
-        look = ops.transpose(a)
-    elif k == 1:
-        look = ops.permute(a, 0, 2, 1, 3)
-    elif k == 2:
-        look = ops.permute(a, 2, 0, 1, 3)
-    elif k == 3 and a.is_contiguous:
-        look = ops.reshape(a, a.ne[0] * a.ne[1], *a.ne[2:])
-    elif k == 4 and a.ne[1] > 1:
-        look = ops.view(a, (a.ne[0], a.ne[1] - 1, *a.ne[2:]), a.nb[1:], offs=a.nb[1])
-    elif k == 5 and a.ne[0] % 2 == 0:
-        look = ops.view(a, (a.ne[0] // 2, *a.ne[1:]), a.nb[1:], offs=a.nb[0] * (a.ne[0] // 2) * (kind // 6 % 2))
-    else:
-        look = ops.reshape(a, *a.ne) if a.is_contiguous else ops.permute(a, 0, 1, 3, 2)
-    p.add(look, p.bounds[a])
-
-
-def _matmul(p: Program, a: Tensor, j: int) -> None:
-    fits = lambda b: b.ne[0] == a.ne[0] and b.ne[2] % a.ne[2] == 0 and b.ne[3] % a.ne[3] == 0  # noqa: E731
-    b = p.pick(j, fits)
-    if b is not None and a.ne[0] * p.bounds[a] * p.bounds[b] <= BOUND:
-        p.add(ops.mul_mat(a, b), a.ne[0] * p.bounds[a] * p.bounds[b])
-
-
-def _concat(p: Program, a: Tensor, j: int, k: int) -> None:
-    dim = k % 4
-    b = p.pick(j, lambda t: all(i == dim or t.ne[i] == a.ne[i] for i in range(4)))
-    if b is not None and a.n_elements + b.n_elements <= 400:
-        p.add(ops.concat(a, b, dim), max(p.bounds[a], p.bounds[b]))
-
-
-def _glu(p: Program, a: Tensor, j: int) -> None:
-    b = p.pick(j, lambda t: t.ne == a.ne)
-    assert b is not None
-    if p.bounds[a] * p.bounds[b] <= BOUND:
-        p.add(ops.glu(a, b, "swiglu"), p.bounds[a] * p.bounds[b])
-
-
-def _gather(p: Program, a: Tensor, k: int) -> None:
-    ids = p.input("i32", 3, a.ne[2], a.ne[3])
-    p.add(ids, a.ne[1])
-    p.add(ops.get_rows(a, ids), p.bounds[a])
-
-
-def _write_rows(p: Program, a: Tensor, j: int, k: int) -> None:
-    """A write into memory that somebody else owns: an input's or a node's. What comes later reads the new rows."""
-    rows = p.pick(
-        j, lambda t: t.root is not a.root and (t.ne[0], *t.ne[2:]) == (a.ne[0], *a.ne[2:]) and t.ne[1] <= a.ne[1]
-    )
-    if rows is None or not a.has_contiguous_rows:
-        return
-    ids = p.input("i64", rows.ne[1])
-    p.add(ids, -1.0 - k % (a.ne[1] - rows.ne[1] + 1))  # a bound under 0: consecutive indices from that row on
-    bound = max(p.bounds[a], p.bounds[rows])
-    for t in p.pool:
-        if t.root is a.root:
-            p.bounds[t] = bound
-    p.add(ops.set_rows(rows, ids, a), bound)
-
-
-def _rope(p: Program, a: Tensor, k: int) -> None:
-    if a.ne[0] % 2 == 0:
-        positions = p.input("i32", a.ne[2])
-        p.add(positions, 9)
-        p.add(ops.rope(a, positions, RopeParams(a.ne[0], ("normal", "neox")[k % 2])), 2 * p.bounds[a])
-
-
-def _step(p: Program, instruction: Instruction) -> None:
-    kind, i, j, k = instruction
-    a = p.pick(i)
-    assert a is not None
-    steps: dict[str, Callable[[], None]] = {
-        "add": lambda: _binary(p, "add", a, j), "sub": lambda: _binary(p, "sub", a, j),
-        "mul": lambda: _binary(p, "mul", a, j), "scale": lambda: p.add(ops.scale(a, 0.5, 0.25), p.bounds[a] + 1),
-        "unary": lambda: _unary(p, a, k), "rows": lambda: _row_map(p, a, k), "view": lambda: _view(p, a, k),
-        "cont": lambda: p.add(ops.cont(a), p.bounds[a]), "mul_mat": lambda: _matmul(p, a, j),
-        "concat": lambda: _concat(p, a, j, k), "glu": lambda: _glu(p, a, j), "gather": lambda: _gather(p, a, k),
-        "write": lambda: _write_rows(p, a, j, k), "rope": lambda: _rope(p, a, k),
-    }  # fmt: skip
-    if p.bounds[a] <= BOUND:
-        steps[kind]()
-
-
-KINDS = (
-    "add", "add", "sub", "mul", "mul", "scale", "scale", "unary", "unary", "rows", "view", "view", "view", "cont",
-    "mul_mat", "mul_mat", "concat", "glu", "gather", "write", "rope",
-)  # fmt: skip
-
-
-@dataclass
-class RandomGraph:
-    """A graph, and what its inputs may hold."""
-
-    graph: Graph
-    bounds: dict[Tensor, float]
-
-    def values(self, seed: int) -> dict[Tensor, np.ndarray]:
-        rng = np.random.default_rng(seed)
-        out: dict[Tensor, np.ndarray] = {}
-        for t in self.graph.inputs:
-            bound = self.bounds[t]
-            if t.dtype.kind == "float":
-                out[t] = rng.uniform(-1, 1, t.shape).astype(np.float32)
-            elif bound < 0:
-                out[t] = (rng.permutation(t.ne[0]) + int(-1 - bound)).astype(host_type(t.dtype)).reshape(t.shape)
-            else:
-                out[t] = rng.integers(0, int(bound), t.shape).astype(host_type(t.dtype))
-        return out
+class RandomGraph(programs.RandomGraph):
+    """A graph with its naive evaluation."""
 
     def naive(self, inputs: dict[Tensor, np.ndarray]) -> dict[Tensor, np.ndarray]:
         """Every output's final value, each root in memory of its own."""
@@ -198,19 +41,8 @@ class RandomGraph:
 @st.composite
 def random_graphs(draw: st.DrawFn, max_nodes: int = 14) -> RandomGraph:
     """A program of up to `max_nodes` instructions; its last tensor and up to two more are outputs."""
-    p = Program()
-    for i in draw(st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=4)):
-        p.add(p.input("f32", *SHAPES[i]), 1.0)
+    shapes = draw(st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=4))
     number = st.integers(0, 11)
-    for instruction in draw(st.lists(st.tuples(st.sampled_from(KINDS), number, number, number), max_size=max_nodes)):
-        _step(p, instruction)
-    floats = [t for t in p.pool if t.dtype.name == "f32"]
-    picked = [floats[-1], *(floats[i % len(floats)] for i in draw(st.lists(number, max_size=2)))]
-    writes = [t for t in p.pool if not t.is_leaf and op_spec(t.op).writes is not None]
-    return RandomGraph(Graph(*dict.fromkeys([*_in_order(p, [*writes, *picked])])), p.bounds)
-
-
-def _in_order(p: Program, outputs: list[Tensor]) -> list[Tensor]:
-    """In the order of the program, so that a write happens before what the program reads after it."""
-    place = {t: i for i, t in enumerate(p.pool)}
-    return sorted(outputs, key=lambda t: place[t])
+    instructions = draw(st.lists(st.tuples(st.sampled_from(KINDS), number, number, number), max_size=max_nodes))
+    made = make_graph(shapes, instructions, draw(st.lists(number, max_size=2)))
+    return RandomGraph(made.graph, made.bounds)

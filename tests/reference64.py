@@ -72,14 +72,19 @@ def _sigmoid(x: float) -> float:
     return (1.0 + math.tanh(x / 2.0)) / 2.0
 
 
+def _logistic(x: float) -> float:
+    """1 / (1 + e^-x), where e^-x is no number either."""
+    return 1.0 / (1.0 + math.exp(-x)) if x > -700.0 else math.exp(x)
+
+
 ACTIVATIONS: dict[str, Callable[[float], float]] = {
-    "silu": lambda x: x / (1.0 + math.exp(-x)),
+    "silu": lambda x: x * _logistic(x),
     "gelu": lambda x: x * _sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)),
     "gelu_erf": lambda x: x * (1.0 - math.erfc(x / math.sqrt(2.0)) / 2.0),
-    "gelu_quick": lambda x: x / (1.0 + math.exp(-1.702 * x)),
+    "gelu_quick": lambda x: x * _logistic(1.702 * x),
     "relu": lambda x: x if x > 0.0 else 0.0,
     "tanh": math.tanh,
-    "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
+    "sigmoid": _logistic,
     "exp": math.exp,
     "softplus": lambda x: math.log1p(math.exp(-abs(x))) + max(x, 0.0),
 }
@@ -99,7 +104,7 @@ def glu(node: Tensor, a: Array, b: Array | None = None) -> Array:
     if p.kind == "swiglu_oai":
         x = np.minimum(a, p.limit)
         y = np.minimum(np.maximum(b, -p.limit), p.limit)
-        return _each(lambda v: v / (1.0 + math.exp(-p.alpha * v)), x) * (y + 1.0)
+        return _each(lambda v: v * _logistic(p.alpha * v), x) * (y + 1.0)
     gate = ACTIVATIONS[{"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}[p.kind]]
     return _each(gate, a) * b
 
@@ -287,24 +292,38 @@ def soft_max(node: Tensor, a: Array, mask: Array | None = None, sinks: Array | N
     return out
 
 
-def _attention_rows(
+def _attention_heads(
     node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None
-) -> Iterator[tuple[int, int, int, Array, Array, float]]:
-    """(sequence, head, query, seen keys, their weights, lse): keys whose mask is -inf are never looked at."""
+) -> Iterator[tuple[int, int, Array, Array, Array, Array]]:
+    """(sequence, head, keys that some query sees, which of them each query sees, weights, lse) of every head.
+
+    Keys that no query sees are never looked at.
+    """
     p = node.params
     n_head = q.shape[1]
     group = n_head // k.shape[1]
     for s, h in np.ndindex(*q.shape[:2]):
-        sink = float(sinks.reshape(-1)[h]) if sinks is not None else None
-        slope = alibi_slope(h, n_head, p.max_bias)
-        for i in range(q.shape[2]):
-            bias = mask[s % mask.shape[0], h % mask.shape[1], i] if mask is not None else np.zeros(k.shape[2], q.dtype)
-            keys = np.flatnonzero(~np.isneginf(bias))
-            logits = (k[s, h // group, keys] @ q[s, h, i]) * p.scale
-            if p.softcap > 0:
-                logits = p.softcap * np.tanh(logits / p.softcap)
-            weights, lse = _row_softmax(logits + slope * bias[keys], sink)
-            yield s, h, i, keys, weights, lse
+        sink = float(sinks.reshape(-1)[h]) if sinks is not None else -math.inf
+        bias = np.zeros((q.shape[2], k.shape[2]), q.dtype)
+        if mask is not None:
+            bias = mask[s % mask.shape[0], h % mask.shape[1]]
+        keys = np.flatnonzero(~np.isneginf(bias).all(0))
+        bias = bias[:, keys]
+        seen = ~np.isneginf(bias)
+        logits = (q[s, h] @ k[s, h // group, keys].T) * q.dtype.type(p.scale)
+        if p.softcap > 0:
+            logits = q.dtype.type(p.softcap) * np.tanh(logits / q.dtype.type(p.softcap))
+        slope = q.dtype.type(alibi_slope(h, n_head, p.max_bias))
+        logits = np.where(seen, logits + slope * np.where(seen, bias, 0), -np.inf)
+        top = np.maximum(logits.max(axis=1, initial=-np.inf), sink)
+        shift = np.where(np.isneginf(top), 0, top).astype(q.dtype)
+        powers = np.exp(logits - shift[:, None])
+        total = np.exp(q.dtype.type(sink) - shift)
+        if len(keys) > 0:  # one after the other, as the plainest loop in low precision does
+            total = total + np.cumsum(powers, axis=1)[:, -1]
+        with np.errstate(divide="ignore"):
+            lse = np.log(total) + shift
+        yield s, h, keys, seen, powers / np.where(np.isneginf(lse), 1, total)[:, None], lse
 
 
 @reference64("FLASH_ATTN_EXT")
@@ -313,14 +332,19 @@ def flash_attn_ext(
 ) -> Array:
     out = np.zeros(node.shape, dtype=q.dtype)
     group = q.shape[1] // v.shape[1]
-    for s, h, i, keys, weights, _ in _attention_rows(node, q, k, mask, sinks):
-        out[s, i, h] = weights @ v[s, h // group, keys]
+    for s, h, keys, seen, weights, _ in _attention_heads(node, q, k, mask, sinks):
+        values = v[s, h // group, keys]
+        if np.isfinite(values).all():
+            out[s, :, h] = weights @ values
+        else:  # a weight of 0 must not meet NaN
+            for i, row in enumerate(seen):
+                out[s, i, h] = weights[i, row] @ values[row]
     return out
 
 
 @reference64("FLASH_ATTN_LSE")
 def flash_attn_lse(node: Tensor, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None) -> Array:
     out = np.empty(node.shape, dtype=q.dtype)
-    for s, h, i, _, _, lse in _attention_rows(node, q, k, mask, sinks):
-        out[0, s, i, h] = lse
+    for s, h, _, _, _, lse in _attention_heads(node, q, k, mask, sinks):
+        out[0, s, :, h] = lse
     return out

@@ -19,7 +19,8 @@ from graphrt.dtypes import DType
 from graphrt.op import op_spec, registered_ops
 from graphrt.testing import Case, all_cases, nmse
 
-CASES = {str(case): case for case in all_cases()}
+#: The conformance tool runs the huge ones where there is memory for them.
+CASES = {str(case): case for case in all_cases() if not case.needs_bytes}
 #: NMSE of the CPU's functions in float64 against reference64; angles of thousands of radians cost ROPE some digits.
 FLOAT64_CEILINGS = {"ROPE": 1e-20}
 
@@ -65,9 +66,8 @@ def test_every_op_is_covered() -> None:
 
 
 def test_a_case_is_named_once_and_uses_its_op() -> None:
-    cases = list(all_cases())
-    assert len({str(c) for c in cases}) == len(cases)
-    for case in cases:
+    assert len({str(c) for c in all_cases()}) == len(list(all_cases()))
+    for case in CASES.values():
         node = case.build().result
         assert case.op in (node.op, *(s.op for s in node.sources())), str(case)
 
@@ -81,7 +81,7 @@ def test_inputs_depend_on_case_seed_and_name_alone() -> None:
 
 
 def test_integer_inputs_are_not_all_equal() -> None:
-    for case in all_cases():
+    for case in CASES.values():
         for t, values in case.build().values.items():
             if t.dtype.kind == "int" and values.size > 2:
                 assert np.ptp(values) != 0, f"{case}: input {t.name} holds one value only"

@@ -28,6 +28,8 @@ VERBS = {
     "perplexity": "perplexity of a text, by llama-perplexity's method",
     "logits": "write the logits of every position to a .npy file",
     "bench": "speed of a model, beside the machine's ceilings and a peer",
+    "test": "conformance of a backend, op by op",
+    "replay": "run a case that a test saved when it failed",
     "devices": "backends, their scores and devices",
 }
 

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -37,7 +38,8 @@ class CpuBackend(Backend):
     def __init__(self, *, exact: bool = True, dtype: torch.dtype = torch.float32) -> None:
         self.exact = exact
         self.dtype = dtype
-        self._decoded: dict[object, torch.Tensor] = {}
+        # By buffer and not by its id, which another buffer takes over once it is gone.
+        self._decoded: WeakKeyDictionary[CpuBuffer, dict[object, torch.Tensor]] = WeakKeyDictionary()
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -139,13 +141,17 @@ class CpuBackend(Backend):
             return lambda: memory
         buffer, offset = place(t)
         if buffer.usage is Usage.WEIGHTS:
-            return lambda: self._constant(t, memory, (id(buffer), offset, t.ne, t.nb))
+            assert isinstance(buffer, CpuBuffer)
+            decoded = self._decoded.setdefault(buffer, {})
+            return lambda: self._constant(t, memory, decoded, (offset, t.dtype.id, t.ne, t.nb))
         return lambda: decode(memory, t.dtype, self.dtype)
 
-    def _constant(self, t: Tensor, memory: torch.Tensor, key: object) -> torch.Tensor:
-        if key not in self._decoded:
-            self._decoded[key] = decode(memory, t.dtype, self.dtype)
-        return self._decoded[key]
+    def _constant(
+        self, t: Tensor, memory: torch.Tensor, decoded: dict[object, torch.Tensor], key: object
+    ) -> torch.Tensor:
+        if key not in decoded:
+            decoded[key] = decode(memory, t.dtype, self.dtype)
+        return decoded[key]
 
 
 def _absent() -> None:

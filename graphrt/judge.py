@@ -1,0 +1,241 @@
+"""Is a result right? One judgement for the conformance tool, the tests of backends and third parties.
+
+The rule: a result's relative error (the root of its NMSE, the float64 reference's energy below) is at most twice that
+of an independent low-precision computation of the same inputs plus a rounding band, and never over a fixed ceiling.
+The same holds row by row, so that one wrong row in thousands can't hide in the sum. Moved elements are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.execute import host_type
+from graphrt.patterns import describe, place
+from graphrt.tensor import Tensor
+from graphrt.testing import dequantize
+
+Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Relative errors. band: always allowed; ceiling: never passed, whatever the low-precision computation does."""
+
+    band: float
+    ceiling: float
+
+
+#: The one table of tolerances, by what an op computes in. ggml allows 2.2e-2 (NMSE 5e-4) for attention and MUL_MAT of
+#: every type, and 3.2e-4 (1e-7) elsewhere.
+PRECISIONS = {
+    "f32": Precision(2.0**-22, 2.0**-18),
+    "f16": Precision(2.0**-13, 2.0**-8),
+    "bf16": Precision(2.0**-10, 2.0**-6),
+    "stored f16": Precision(2.0**-12, 2.0**-10),  # computed in f32, then rounded to the result's type
+    "stored bf16": Precision(2.0**-9, 2.0**-7),
+}
+#: Ops that may multiply in a source's type: indices of the sources that decide.
+_DECIDING = {"MUL_MAT": (0,), "FLASH_ATTN_EXT": (1, 2), "FLASH_ATTN_LSE": (1,)}
+#: A row's error may be this often the worst row's of the low-precision computation, and its ceiling this much higher.
+ROW_FACTOR, ROW_CEILING = 3.0, 8.0
+#: A row's energy counts as at least this part of the mean row's: a row that cancels out is no measure of itself.
+ROW_FLOOR = 2.0**-8
+#: Of elements written in a quantized type, this part may be off by one step.
+OFF_BY_ONE_SHARE = 0.01
+#: Differences under this part of a block's largest value come from the rounding of its f16 scale, not of an element.
+SCALE_ROUNDING = 2.0**-9
+#: Steps from zero to the largest value of a block (for types with an offset: from the least to the largest).
+_LEVELS = {"q8_0": 127.0, "q4_0": 8.0, "q5_0": 16.0, "q4_1": 15.0, "q5_1": 31.0}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """message: why it is wrong, "" when it is right. worst: index of the largest error in the order of ne."""
+
+    ok: bool
+    message: str = ""
+    nmse: float | None = None
+    limit: float | None = None
+    max_abs: float | None = None
+    worst: tuple[int, ...] | None = None
+
+
+def precision(node: Tensor) -> str:
+    """The key in PRECISIONS of what a node may compute in, which its sources' types decide."""
+    deciding = [node.src[i] for i in _DECIDING.get(node.op, ())]
+    names = {s.dtype.name for s in deciding if s is not None}
+    if names:
+        return "bf16" if "bf16" in names else "f32" if names == {"f32"} else "f16"
+    return f"stored {node.dtype.name}" if node.dtype.name in ("f16", "bf16") else "f32"
+
+
+def judge(node: Tensor, actual: npt.ArrayLike, expected: npt.ArrayLike, low: npt.ArrayLike) -> Verdict:
+    """Judges a result. All three in torch's shape and as numbers; expected: float64; low: the low-precision one.
+
+    Where the reference is NaN or infinite the result must be so too, and nowhere else. A result of an integer type, or
+    one that moves elements (low is None), must be equal.
+    """
+    a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    special = _special(node, a, e)
+    if special is not None:
+        return special
+    finite = np.isfinite(e)
+    a, e = np.where(finite, a, 0.0), np.where(finite, e, 0.0)
+    error = np.abs(a - e)
+    worst = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))[::-1]
+    figures = _Figures(node, error, e, np.where(finite, np.asarray(low, np.float64), 0.0))
+    message = figures.why_wrong(worst, a, e)
+    return Verdict(not message, message, figures.nmse, figures.limit, float(error.max()), worst)
+
+
+def _special(node: Tensor, a: Floats, e: Floats) -> Verdict | None:
+    """What NaN and infinity decide, None when they are where the reference has them."""
+    with np.errstate(over="ignore"):  # what the result's type can't hold is infinite in it
+        kind = host_type(node.dtype)
+        stored = e.astype(kind) if kind.kind == "f" else e.astype(np.float32)
+    overflow = np.isinf(stored) & np.isfinite(e)
+    special = ~np.isfinite(e)
+    wrong = ~np.isfinite(a) & ~special & ~(overflow & (a == stored))
+    lost = special & ~((a == e) | (np.isnan(a) & np.isnan(e)))
+    e[overflow & np.isinf(a)] = np.inf
+    for mask, what in ((wrong, "NaN or infinite where it must be a number"), (lost, "a number where it must not be")):
+        if mask.any():
+            first = tuple(int(i) for i in np.argwhere(mask)[0])
+            values = f"{a[first]:g} instead of {e[first]:g}"
+            where = f"first at {place(first[::-1], node.op)}: {values}; {describe(mask, node.op)}"
+            return Verdict(False, f"{what}: {int(mask.sum())} elements, {where}", math.inf, None, None, first[::-1])
+    return None
+
+
+class _Figures:
+    """Errors of a result and of the low-precision one, over all and by row."""
+
+    def __init__(self, node: Tensor, error: Floats, expected: Floats, low: Floats) -> None:
+        self.node, self.error = node, error
+        self.rule = PRECISIONS[precision(node)]
+        self.energy = (expected**2).sum(-1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.low_error = np.nan_to_num(np.abs(low - expected), nan=np.inf, posinf=np.inf)
+        self.rms = math.sqrt(float(self.energy.sum()) / max(error.size, 1))
+        self.nmse = _ratio(float((error**2).sum()), float(self.energy.sum()))
+        low_nmse = _ratio(float((self.low_error**2).sum()), float(self.energy.sum()))
+        self.limit = min(2.0 * math.sqrt(low_nmse) + self.rule.band, self.rule.ceiling) ** 2
+
+    def rows(self, error: Floats) -> Floats:
+        """The relative error of each row."""
+        floor = max(float(self.energy.mean()) * ROW_FLOOR, np.finfo(np.float64).tiny)
+        relative: Floats = np.sqrt((error**2).sum(-1) / np.maximum(self.energy, floor))
+        return relative
+
+    def why_wrong(self, worst: tuple[int, ...], a: Floats, e: Floats) -> str:
+        actual_rows = self.rows(self.error)
+        row_limit = ROW_FACTOR * float(self.rows(self.low_error).max()) + self.rule.band
+        row_limit = min(row_limit, ROW_CEILING * self.rule.ceiling)
+        if self.nmse > self.limit:
+            what = f"NMSE {self.nmse:.3g} over {self.limit:.3g}"
+        elif float(actual_rows.max()) > row_limit:
+            row = np.unravel_index(int(actual_rows.argmax()), actual_rows.shape)
+            named = place((0, *(int(i) for i in row[::-1])), self.node.op).rpartition(", ")[0]
+            figure = float(actual_rows.max()) ** 2
+            what = f"NMSE {figure:.3g} over {row_limit**2:.3g} in one row ({named}), {self.nmse:.3g} over all"
+        else:
+            return ""
+        at = worst[::-1]
+        return (
+            f"{what}; worst at {place(worst, self.node.op)}: {a[at]:.6g} instead of {e[at]:.6g}; "
+            f"{describe(self._bad(), self.node.op)}"
+        )
+
+    def _bad(self) -> npt.NDArray[np.bool_]:
+        """The elements to point at: far over what the low-precision computation does, or else the larger errors."""
+        finite = self.low_error[np.isfinite(self.low_error)]
+        noise = max(2.0 * float(finite.max(initial=0.0)), 4.0 * self.rule.band * self.rms)
+        bad: npt.NDArray[np.bool_] = self.error > noise
+        return bad if bad.any() else self.error > 0.5 * float(self.error.max())
+
+
+def _ratio(error: float, energy: float) -> float:
+    """error / energy; 0/0 is right only when met exactly."""
+    if energy == 0.0:
+        return 0.0 if error == 0.0 else math.inf
+    return error / energy if math.isfinite(error) else math.inf
+
+
+def judge_equal(node: Tensor, actual: Array, expected: Array) -> Verdict:
+    """Judges elements that were moved, and integers: every bit must be right, but that one NaN is as good as another.
+
+    Both as stored (see graphrt.execute.host_type), in torch's shape.
+    """
+    wrong = actual != expected
+    if not node.dtype.is_quantized and node.dtype.kind != "int":
+        a, e = dequantize(actual, node.dtype), dequantize(expected, node.dtype)
+        wrong &= ~(np.isnan(a) & np.isnan(e))
+        wrong |= (a == e) & (np.signbit(a) != np.signbit(e))
+    if not wrong.any():
+        return Verdict(True, "", 0.0, 0.0, 0.0)
+    first = tuple(int(i) for i in np.argwhere(wrong)[0])
+    unit = "bytes" if node.dtype.is_quantized else "elements"
+    where = f"first at {place(first[::-1], node.op)}: {actual[first]} instead of {expected[first]}"
+    message = f"{int(wrong.sum())} {unit} differ, {where}; {describe(wrong, node.op)}"
+    return Verdict(False, message, None, 0.0, None, first[::-1])
+
+
+def judge_order(node: Tensor, actual: Array, expected: Array, values: Floats) -> Verdict:
+    """Judges indices into rows of `values` (ARGMAX, ARGSORT, TOP_K) by what they point at: ties may go either way.
+
+    An index may appear once a row. TOP_K's order is free.
+    """
+    rows, n = values.reshape(-1, values.shape[-1]), values.shape[-1]
+    a, e = actual.reshape(len(rows), -1).astype(np.int64), expected.reshape(len(rows), -1).astype(np.int64)
+    if ((a < 0) | (a >= n)).any():
+        return Verdict(False, f"indices must lie in 0..{n - 1}, got {int(a.min())}..{int(a.max())}")
+    ordered = np.sort(a, axis=-1)
+    if (np.diff(ordered, axis=-1) == 0).any():
+        row = int(np.argwhere(np.diff(ordered, axis=-1) == 0)[0][0])
+        return Verdict(False, f"an index appears twice in row {row}: {a[row][:16].tolist()}")
+    got, right = np.take_along_axis(rows, a, -1), np.take_along_axis(rows, e, -1)
+    if node.op == "TOP_K":
+        got, right = np.sort(got, axis=-1), np.sort(right, axis=-1)
+    if np.array_equal(got, right, equal_nan=True):
+        return Verdict(True, "", 0.0, 0.0, 0.0)
+    wrong = (got != right).reshape(actual.shape)
+    first = tuple(int(i) for i in np.argwhere(wrong)[0])
+    where = f"first at {place(first[::-1], node.op)}: {actual[first]} instead of {expected[first]}"
+    return Verdict(False, f"{int(wrong.sum())} indices point at other values, {where}; {describe(wrong, node.op)}")
+
+
+def judge_written(node: Tensor, actual: Array, expected: Array) -> Verdict:
+    """Judges what was written in a quantized type, both as stored: at most one step off, in few elements.
+
+    A step is the block's largest value over its type's levels (see _LEVELS); OFF_BY_ONE_SHARE says what few is.
+    """
+    if np.array_equal(actual, expected):
+        return Verdict(True, "", 0.0, 0.0, 0.0)
+    if node.dtype.name not in _LEVELS:
+        return judge_equal(node, actual, expected)
+    size = node.dtype.block_size
+    a, e = (
+        np.asarray(dequantize(np.ascontiguousarray(x), node.dtype), np.float64).reshape(-1, size)
+        for x in (actual, expected)
+    )
+    span = np.ptp(e, axis=1) if node.dtype.name in ("q4_1", "q5_1") else np.abs(e).max(1)
+    step = (span / _LEVELS[node.dtype.name])[:, None]
+    error = np.where(np.isnan(a) & np.isnan(e), 0.0, np.abs(a - e))
+    off = ~(error <= SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))  # NaN is off
+    far = ~(error <= step * 1.01 + SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))
+    count, few = int(off.sum()), max(1, int(OFF_BY_ONE_SHARE * off.size))
+    max_abs = float(np.nan_to_num(error, nan=np.inf).max())
+    worst = tuple(int(i) for i in np.unravel_index(int(error.argmax()), node.shape))[::-1]
+    figures = (_ratio(float((error**2).sum()), float((e**2).sum())), None, max_abs, worst)
+    if far.any():
+        wrong = far.reshape(node.shape)
+        message = f"{int(far.sum())} elements are more than one {node.dtype.name} step off; {describe(wrong, node.op)}"
+        return Verdict(False, message, *figures)
+    if count > few:
+        return Verdict(False, f"{count} elements are one {node.dtype.name} step off, {few} may be", *figures)
+    return Verdict(True, "", *figures)

@@ -1,0 +1,106 @@
+"""Case: one conformance case as data, and Inputs: what it is built from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from graphrt.dtypes import dtype
+from graphrt.execute import Executable
+from graphrt.graph import Graph
+from graphrt.op import registered_ops
+from graphrt.tensor import Tensor, new_input
+from graphrt.testing.blocks import AnyArray, quantize
+from graphrt.testing.values import Init, Rows, Uniform
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One conformance case. axes: what varies, for people and for reruns; make: builds the node from inputs.
+
+    needs_bytes: free memory without which the case had better not run, given for huge ones only.
+    """
+
+    op: str
+    axes: Mapping[str, object]
+    make: Callable[[Inputs], Tensor] = field(compare=False)
+    needs_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op}({','.join(f'{k}={_shown(v)}' for k, v in self.axes.items())})"
+
+    def build(self, seed: int = 0) -> Inputs:
+        """The case's node and its inputs' values."""
+        inputs = Inputs(str(self), seed)
+        inputs.node = self.make(inputs)
+        return inputs
+
+
+def _shown(value: object) -> str:
+    """As ggml prints it: lists as [a,b], no spaces, no quotes."""
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(_shown(v) for v in value)}]"
+    return str(value).replace(" ", "")
+
+
+def grid(base: A, axes: Mapping[str, Sequence[object]], exclude: Mapping[str, Callable[[A], bool]] = {}) -> Iterator[A]:
+    """The dataclass `base` with every combination of its fields' values `axes`, but what a rule of `exclude` names."""
+    for values in itertools.product(*axes.values()):
+        point: A = dataclasses.replace(cast(Any, base), **dict(zip(axes, values)))
+        if not any(rule(point) for rule in exclude.values()):
+            yield point
+
+
+class Inputs:
+    """Makes the inputs of one case and remembers their values: calling it adds an input leaf."""
+
+    def __init__(self, case: str, seed: int) -> None:
+        self.case = case
+        self.seed = seed
+        self.values: dict[Tensor, AnyArray] = {}
+        self.node: Tensor | None = None
+
+    def __call__(self, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
+        """An input leaf of that type and shape, filled by `init`: without it floats in -1..1, integers below 1000."""
+        kind = dtype(dt)
+        init = init or (Rows(1000) if kind.kind == "int" else Uniform())
+        tensor = new_input(dt, *ne, name=name)
+        digest = hashlib.sha256(f"{self.seed}/{self.case}/{name}".encode()).digest()
+        rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:8], "little")))
+        store = getattr(init, "store", None)
+        values: AnyArray = store(rng, tensor.shape, kind) if store else quantize(init(rng, tensor.shape), kind, rng)
+        self.values[tensor] = values
+        return tensor
+
+    @property
+    def result(self) -> Tensor:
+        assert self.node is not None
+        return self.node
+
+    def graph(self) -> Graph:
+        return Graph(self.result)
+
+    def fill(self, exe: Executable) -> None:
+        """Writes every input."""
+        for tensor, values in self.values.items():
+            exe.write(tensor, values)
+
+
+def all_cases(op: str | None = None, which: str = "quick") -> Iterator[Case]:
+    """The cases of one op or of every registered op.
+
+    which: "quick", the default cases; "full", the larger set where an op has one, else its default cases; any other set
+    ("ggml": the grid of ggml's own suite) where an op has it, else nothing.
+    """
+    for name, spec in registered_ops().items():
+        if op in (None, name):
+            otherwise: Callable[[], Iterable[Case]] = spec.cases if which in ("quick", "full") else tuple
+            yield from spec.more_cases.get(which, otherwise)()

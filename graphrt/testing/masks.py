@@ -1,0 +1,125 @@
+"""Distributions of attention masks [..., n_q, n_kv]: -inf hides a key from a query, other values are added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphrt.testing.blocks import AnyArray
+from graphrt.testing.values import Init
+
+
+@dataclass(frozen=True)
+class MaskValues:
+    """-inf with probability p, else 0 or a negative number; the first and the last `empty_rows` rows all -inf."""
+
+    p: float
+    empty_rows: int = 0
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        bias = np.where(rng.random(shape) < 0.5, 0.0, -rng.uniform(0, 4, shape))
+        mask = np.where(rng.random(shape) < self.p, -np.inf, bias)
+        if self.empty_rows:
+            mask[..., : self.empty_rows, :] = mask[..., -self.empty_rows :, :] = -np.inf
+        elif shape[-1] > 0:
+            mask[..., 0] = np.where(np.isinf(mask).all(-1), 0.0, mask[..., 0])
+        return mask
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """-inf after the query's own position; the last query sees the last key. What is seen gets 0, with `distance` minus
+
+    its distance, as ALiBi has it. window: how many keys up to its own a query sees; 0 for all."""
+
+    window: int = 0
+    distance: bool = False
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        n_q, n_kv = shape[-2:]
+        ahead = np.arange(n_kv) - (np.arange(n_q)[:, None] + (n_kv - n_q))
+        seen = ahead <= 0
+        if self.window:
+            seen &= ahead > -self.window
+        bias = ahead.astype(np.float64) if self.distance else np.zeros(ahead.shape)
+        return np.broadcast_to(np.where(seen, bias, -np.inf), shape).copy()
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """Blocks of queries by keys, one in `one_in` seen and the rest -inf; each row of blocks sees at least one.
+
+    The first block of keys is never the only one seen: what sums up the leading keys meets -inf alone."""
+
+    n_q: int
+    n_kv: int
+    one_in: int = 4
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        across = (*shape[:-2], -(-shape[-2] // self.n_q), -(-shape[-1] // self.n_kv))
+        seen = rng.random(across) < 1 / self.one_in
+        one = rng.integers(min(1, across[-1] - 1), across[-1], across[:-1])
+        np.put_along_axis(seen, one[..., None], True, axis=-1)
+        whole = seen.repeat(self.n_q, -2).repeat(self.n_kv, -1)[..., : shape[-2], : shape[-1]]
+        return np.where(whole, np.where(rng.random(shape) < 0.5, 0.0, -rng.uniform(0, 2, shape)), -np.inf)
+
+
+@dataclass(frozen=True)
+class LengthMask:
+    """Each matrix (head and sequence) of the mask sees another number of leading keys, evenly up to all of them."""
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        count = int(np.prod(shape[:-2]))
+        lengths = -(-shape[-1] * (1 + rng.permutation(count)) // count)
+        mask = np.where(np.arange(shape[-1]) < lengths[:, None, None], 0.0, -np.inf)
+        return np.broadcast_to(mask, (count, *shape[-2:])).reshape(shape).copy()
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """`base`, with `cells` hidden from every query, and everything hidden from `rows`: shares of n_q from and to."""
+
+    base: Init
+    cells: Sequence[int] = ()
+    rows: tuple[float, float] = (0.0, 0.0)
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        mask = self.base(rng, shape)
+        mask[..., list(self.cells)] = -np.inf
+        first, last = (round(share * shape[-2]) for share in self.rows)
+        mask[..., first:last, :] = -np.inf
+        return mask
+
+
+@dataclass(frozen=True)
+class GgmlMask:
+    """What ggml's suite draws: -1..1, and blocks of 128 keys by 64 queries that are all -inf or all 0, where a fifth of
+
+    the mask is worth at least one block."""
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        mask = rng.uniform(-1.0, 1.0, shape)
+        for _ in range(int(0.2 * mask.size / (128 * 64))):
+            matrix = mask[rng.integers(shape[0]), rng.integers(shape[1])]
+            i, j = rng.integers(shape[2]), rng.integers(shape[3])
+            matrix[i : i + 64, j : j + 128] = -np.inf if rng.integers(2) else 0.0
+        return mask
+
+
+@dataclass(frozen=True)
+class GgmlSparseMask:
+    """What ggml's suite draws for n_kv_max: that many seen keys in the first row and up to 16 fewer in the following
+
+    ones, at random places, with small negative values."""
+
+    n_kv_max: int
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        mask = np.full((int(np.prod(shape[:-1])), shape[-1]), -np.inf)
+        for i, row in enumerate(mask):
+            count = self.n_kv_max - i % min(self.n_kv_max, 17)
+            seen = np.sort(rng.permutation(shape[-1])[:count])
+            row[seen] = -0.03125 * (1 + (np.arange(count) + i) % 7)
+        return mask.reshape(shape)

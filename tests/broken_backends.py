@@ -1,0 +1,153 @@
+"""Backends that are wrong on purpose, one way each, on the ToyBackend: `-b broken_backends:Crashing`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import numpy as np
+from toy import ToyBackend, ToyBuffer
+
+from graphrt import ops
+from graphrt.backend import Group, Place, Region
+from graphrt.backends.cpu import CpuBackend
+from graphrt.tensor import Tensor
+from graphrt.testing import Case
+
+Step = Callable[[], None]
+#: The case that each backend spoils; it is right on the others.
+SPOILT = "ADD(kind=spoilt)"
+
+
+def cases() -> Iterator[Case]:
+    """Six cases that the toy can run, the third of them the one that backends here spoil, and one that it refuses."""
+    for kind in ("plain", "other", "spoilt", "last"):
+        make = lambda inputs: ops.add(inputs("a", "f32", (32, 6, 4)), inputs("b", "f32", (32, 6, 4)))  # noqa: E731
+        yield Case("ADD", {"kind": kind}, make)
+    yield Case("SQR", {}, lambda inputs: ops.sqr(inputs("a", "f32", (5,))))
+    yield Case("SCALE", {}, lambda inputs: ops.scale(inputs("a", "f32", (5, 3)), 2.0, 1.0))
+    yield Case("SQRT", {}, lambda inputs: ops.sqrt(inputs("a", "f32", (5,))))
+
+
+class Right(ToyBackend):
+    name: ClassVar[str] = "right"
+
+    def _step(self, node: Tensor, place: Callable[[Tensor], Place]) -> Step:
+        step = super()._step(node, place)
+        if node.op != "ADD" or not self._is_spoilt(node, place):
+            return step
+        (buffer, offset), sources = place(node), [place(s) for s in node.sources()]
+        assert isinstance(buffer, ToyBuffer)
+        out = buffer.memory[offset : offset + node.nbytes].view(np.float32).reshape(node.shape)
+
+        def spoilt() -> None:
+            step()
+            self.spoil(out, buffer, offset + node.nbytes, sources)
+
+        return spoilt
+
+    def _is_spoilt(self, node: Tensor, place: Callable[[Tensor], Place]) -> bool:
+        """By its first input's first value: a backend does not see a case's name."""
+        buffer, offset = place(next(node.sources()))
+        return bool(buffer.read(offset, 4).view(np.float32)[0] == FIRST_VALUE)
+
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        """What goes wrong after the right result has been computed."""
+
+
+def _first_value() -> np.float32:
+    case = next(c for c in cases() if str(c) == SPOILT)
+    return np.float32(next(iter(case.build(0).values.values())).reshape(-1)[0])
+
+
+FIRST_VALUE = _first_value()
+
+
+class Crashing(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        os.write(2, b"toy: assertion failed\n")
+        os.abort()
+
+
+class Leaving(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        os._exit(3)
+
+
+class Raising(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        sys.exit("no more")
+
+
+class Hanging(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        time.sleep(600)
+
+
+class OutOfBounds(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        buffer.memory[end : end + 8] = 0
+
+
+class InputWriting(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        source, offset = sources[1]
+        source.write(offset + 4, np.zeros(4, np.uint8))
+
+
+class Undecided(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        out += np.float32(1e-7) * np.random.default_rng().random(out.shape, np.float32)
+
+
+class Printing(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        print("between the answers", flush=True)
+
+
+class NotANumber(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        out[0, 2, 5, 31] = np.nan
+
+
+class Unwritten(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        out.view(np.uint8)[..., -4:] = 0xFF
+
+
+class Swapping(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        out[0, [1, 2]] = out[0, [2, 1]]
+
+
+class TailLosing(Right):
+    def spoil(self, out: np.ndarray, buffer: ToyBuffer, end: int, sources: list[Place]) -> None:
+        out[..., -5:, :] = 0
+
+
+class Lying(ToyBackend):
+    """Says that it takes everything."""
+
+    name: ClassVar[str] = "lying"
+
+    def supports(self, node: Tensor) -> str | None:
+        return None
+
+
+class BadFusing(CpuBackend):
+    """Joins an elementwise node with the one before it although others read that one too."""
+
+    name: ClassVar[str] = "badfusing"
+
+    def fuse(self, region: Region) -> list[Group]:
+        groups: list[Group] = []
+        for node in region.nodes:
+            before = groups[-1].nodes[-1] if groups else None
+            if node.op in ("ADD", "MUL", "SCALE", "UNARY") and before in node.src and not region.kept(before):
+                groups[-1] = Group([*groups[-1].nodes, node])
+            else:
+                groups.append(Group([node]))
+        return groups

@@ -1,0 +1,175 @@
+"""Each op once more in float32 torch, written apart from the reference: the error of an honest kernel.
+
+low(node, sources) takes each source's numbers (float32, or int64) in torch's shape and gives the result. MUL_MAT rounds
+its activations to the type that the weights suggest, attention q, k, v and the probabilities; all else is float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from graphrt.judge import precision
+from graphrt.ops.rope import rope_frequencies
+from graphrt.ops.soft_max import alibi_slopes
+from graphrt.tensor import Tensor
+
+T = torch.Tensor
+LowPrecision = Callable[..., T]
+
+_TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def low(node: Tensor, sources: list[T | None]) -> T:
+    """The result of a node in low precision, rounded to the node's type."""
+    result = LOW[node.op](node, *sources)
+    kind = _TYPES.get(node.dtype.name, torch.float32)
+    return result.to(kind).to(torch.float64)
+
+
+def _tiled(b: T, a: T) -> T:
+    return torch.tile(b, tuple(m // n for m, n in zip(a.shape, b.shape)))
+
+
+def _rounding(node: Tensor) -> Callable[[T], T]:
+    kind = _TYPES[precision(node)]
+    return lambda x: x.to(kind).to(torch.float32)
+
+
+def _mul_mat(node: Tensor, a: T, b: T) -> T:
+    rounded = _rounding(node)
+    a, b = rounded(a), rounded(b)
+    grouped = b.reshape(a.shape[0], b.shape[0] // a.shape[0], a.shape[1], b.shape[1] // a.shape[1], *b.shape[2:])
+    product: T = torch.einsum("xymk,xiyjnk->xiyjnm", a, grouped)
+    return product.reshape(node.shape)
+
+
+def _mask_of(mask: T, n_head: int, n_seq: int, max_bias: float) -> T:
+    """[n_seq, n_head, n_q, n_kv], slopes included; -inf stays."""
+    heads = torch.arange(n_head) % mask.shape[1]
+    seqs = torch.arange(n_seq) % mask.shape[0]
+    slopes = torch.tensor(alibi_slopes(n_head, max_bias))[None, :, None, None]
+    return mask[seqs][:, heads] * slopes
+
+
+def _scores(node: Tensor, q: T, k: T, mask: T | None) -> T:
+    """Logits [n_seq, n_head, n_q, n_kv]."""
+    p, rounded = node.params, _rounding(node)
+    n_seq, n_head, n_q, d = q.shape
+    per = n_head // k.shape[1]
+    grouped = rounded(q).reshape(n_seq, k.shape[1], per * n_q, d)
+    s: T = torch.matmul(grouped, rounded(k).transpose(2, 3)).reshape(n_seq, n_head, n_q, -1) * p.scale
+    if p.softcap > 0:
+        s = torch.tanh(s / p.softcap) * p.softcap
+    if mask is None:
+        return s
+    bias = _mask_of(mask, n_head, n_seq, p.max_bias)
+    masked: T = torch.where(torch.isneginf(bias), bias, s + bias)
+    return masked
+
+
+def _with_sink(s: T, sinks: T | None) -> T:
+    """The logits with the sink as one more column, -inf where there is none."""
+    shape = (*s.shape[:3], 1)
+    column = torch.full(shape, -math.inf) if sinks is None else sinks.reshape(1, -1, 1, 1).expand(shape)
+    return torch.cat((s, column), dim=-1)
+
+
+def _flash_attn_ext(node: Tensor, q: T, k: T, v: T, mask: T | None = None, sinks: T | None = None) -> T:
+    rounded = _rounding(node)
+    s = _with_sink(_scores(node, q, k, mask), sinks)
+    top = s.amax(-1, keepdim=True)
+    e = torch.exp(s - torch.where(torch.isneginf(top), 0.0, top))
+    total = e.sum(-1, keepdim=True)
+    p = rounded(e[..., :-1])
+    n_seq, n_head, n_q, n_kv = p.shape
+    out = torch.matmul(p.reshape(n_seq, v.shape[1], -1, n_kv), torch.nan_to_num(rounded(v), 0.0))
+    out = out.reshape(n_seq, n_head, n_q, -1) / torch.where(total > 0, total, 1.0)
+    return out.permute(0, 2, 1, 3)
+
+
+def _flash_attn_lse(node: Tensor, q: T, k: T, mask: T | None = None, sinks: T | None = None) -> T:
+    lse = torch.logsumexp(_with_sink(_scores(node, q, k, mask), sinks), dim=-1)
+    return lse.permute(0, 2, 1).reshape(node.shape)
+
+
+def _soft_max(node: Tensor, a: T, mask: T | None = None, sinks: T | None = None) -> T:
+    s = a * node.params.scale
+    if mask is not None:
+        s = s + _mask_of(mask[:, :, : a.shape[2]], a.shape[1], a.shape[0], node.params.max_bias)
+    s = _with_sink(s, sinks)
+    empty = torch.isneginf(s).all(-1, keepdim=True)
+    return torch.where(empty, 0.0, torch.softmax(s, dim=-1))[..., :-1]
+
+
+def _rope(node: Tensor, a: T, positions: T, factors: T | None = None) -> T:
+    p = node.params
+    theta, magnitude = rope_frequencies(p, None if factors is None else factors.flatten().tolist())
+    angle = torch.outer(positions.flatten().double(), torch.tensor(theta, dtype=torch.float64))
+    turn = torch.polar(torch.full_like(angle, magnitude), angle).to(torch.complex64)[None, :, None]
+    head, rest = a[..., : p.n_dims], a[..., p.n_dims :]
+    shape = (*head.shape[:3], -1, 2) if p.mode == "normal" else (*head.shape[:3], 2, p.n_dims // 2)
+    pairs = head.reshape(shape) if p.mode == "normal" else head.reshape(shape).transpose(-1, -2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    turned = turned if p.mode == "normal" else turned.transpose(-1, -2)
+    return torch.cat((turned.reshape(head.shape), rest), dim=-1)
+
+
+_UNARY: dict[str, Callable[[T], T]] = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "gelu_quick": lambda x: x / (1.0 + torch.exp(-1.702 * x)),
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "softplus": F.softplus,
+}
+
+
+def _glu(node: Tensor, a: T, b: T | None = None) -> T:
+    p = node.params
+    if b is None:
+        n = a.shape[-1] // 2
+        a, b = (a[..., n:], a[..., :n]) if p.swapped else (a[..., :n], a[..., n:])
+    if p.kind == "swiglu_oai":
+        gate = torch.clamp(a, max=p.limit)
+        return (torch.clamp(b, -p.limit, p.limit) + 1.0) * gate / (1.0 + torch.exp(-p.alpha * gate))
+    return _UNARY[{"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}[p.kind]](a) * b
+
+
+def _get_rows(node: Tensor, a: T, ids: T) -> T:
+    index = ids.reshape(*node.shape[:3], 1).expand(node.shape)
+    return torch.gather(a, 2, index)
+
+
+LOW: dict[str, LowPrecision] = {
+    "ADD": lambda node, a, b: torch.add(a, _tiled(b, a)),
+    "SUB": lambda node, a, b: torch.sub(a, _tiled(b, a)),
+    "MUL": lambda node, a, b: torch.mul(a, _tiled(b, a)),
+    "DIV": lambda node, a, b: torch.mul(a, torch.reciprocal(_tiled(b, a))),
+    "SCALE": lambda node, a: torch.add(torch.full_like(a, node.params.bias), a, alpha=node.params.scale),
+    "CLAMP": lambda node, a: torch.clip(a, node.params.low, node.params.high),
+    "SQR": lambda node, a: torch.square(a),
+    "SQRT": lambda node, a: torch.pow(a, 0.5),
+    "UNARY": lambda node, a: _UNARY[node.params.kind](a),
+    "GLU": _glu,
+    "NORM": lambda node, a: F.layer_norm(a, a.shape[-1:], eps=node.params.eps),
+    "RMS_NORM": lambda node, a: a * torch.rsqrt(a.square().mean(-1, keepdim=True) + node.params.eps),
+    "L2_NORM": lambda node, a: F.normalize(a, dim=-1, eps=node.params.eps),
+    "SUM_ROWS": lambda node, a: torch.einsum("abcd->abc", a)[..., None],
+    "SOFT_MAX": _soft_max,
+    "ROPE": _rope,
+    "MUL_MAT": _mul_mat,
+    "FLASH_ATTN_EXT": _flash_attn_ext,
+    "FLASH_ATTN_LSE": _flash_attn_lse,
+    "GET_ROWS": _get_rows,
+    "CONT": lambda node, a: a,
+    "DUP": lambda node, a: a,
+    "CONCAT": lambda node, a, b: torch.cat((a, b), dim=3 - node.params.dim),
+    "REPEAT": lambda node, a: torch.tile(a, tuple(m // n for m, n in zip(node.shape, a.shape))),
+}
