@@ -261,7 +261,7 @@ def test_a_large_vocabulary_is_fast() -> None:
     sampler = Sampler(SamplerParams(seed=1, repeat_penalty=1.1))
     times = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.process_time()
         sampler.sample(logits, range(100))
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.005  # seconds; 0.0006 on an idle core
