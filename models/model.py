@@ -55,6 +55,13 @@ class Model:
         """The file's chat template, None when it has none."""
         return chat_from_metadata(self.file.metadata, self.tokenizer)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that one token reads: all but an embedding that serves only as a table of rows."""
+        decoder = self.decoder
+        table = 0 if decoder.output is decoder.token_embd else decoder.token_embd.nbytes
+        return self.weights.nbytes - table
+
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
         """A new, empty sequence."""
         return Session(self.decoder, self.backends, options)
@@ -114,7 +121,7 @@ class Model:
             logits = session.eval([token])
 
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
-        """Greedy sampling without penalties needs no more than the largest logit; the rest is the sampler's."""
+        """The sampler's choice after `history`; what generate() asks for each token."""
         return int(sampler.sample(torch.from_numpy(logits), history))
 
     def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:

@@ -227,12 +227,11 @@ def _add_shares(model: Model, report: dict[str, Any]) -> None:
     """Adds the rate that bounds each test: bytes of weights read (tg), FLOPs of the products (pp), and its share."""
     weights = model.weights.loaded.values()
     table = model.decoder.token_embd
-    read = sum(t.nbytes for t in weights) - (0 if model.decoder.output is table else table.nbytes)
     flops = 2 * sum(t.n_elements for t in weights if t.n_dims == 2 and t not in (table, model.decoder.output))
     for row in report["results"]:
         rate, machine = row["tokens_per_s"], report["machine"]
         if row["test"].startswith("tg"):
-            row["gb_per_s"] = rate * read / 1e9
+            row["gb_per_s"] = rate * model.bytes_per_token / 1e9
             row["share"] = row["gb_per_s"] / machine["read_gb_per_s"]
         else:
             row["gflop_per_s"] = rate * flops / 1e9

@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
     tally = Tally()
     pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, ignore_eos=args.ignore_eos)
     _stream(pieces, tally, quiet=args.json, bare=args.raw)
-    timings = tally.timings(len(tokens), _bytes_per_token(model))
+    timings = tally.timings(len(tokens), model.bytes_per_token)
     if args.json:
         text = "".join(tally.text)
         timings["load_s"] = load_s
@@ -186,13 +186,6 @@ def _prompt(args: argparse.Namespace) -> str:
     if not text:
         raise SessionError("a prompt must not be empty; give some text with -p, -f or on standard input")
     return text
-
-
-def _bytes_per_token(model: Model) -> int:
-    """Weights that one token reads: all but an embedding that serves only as a table of rows."""
-    decoder = model.decoder
-    table = 0 if decoder.output is decoder.token_embd else decoder.token_embd.nbytes
-    return model.weights.nbytes - table
 
 
 def _cut_short(tally: Tally, model: Model, args: argparse.Namespace) -> bool:
