@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 for path in (ROOT, ROOT / "tests"):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
+
+# Before any kernel is imported: without a GPU they run in Triton's interpreter, in child processes too.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("graphrt", deadline=None, derandomize=True)
 settings.load_profile("graphrt")

@@ -2,7 +2,7 @@
 
 Before anything is timed, the logits of some steps are compared with the reference's; a wrong result is not reported.
 The machine's ceilings are measured in the same process, and a peer in the same run: --peer-python names a Python that
-has llama-cpp-python.
+has llama-cpp-python. `graphrt bench op OP` measures one op on a GPU instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import add_session_arguments, load_model, print_json, print_table, session_options
+from graphrt.tools.common import (
+    add_session_arguments,
+    load_model,
+    markdown_lines,
+    print_json,
+    print_table,
+    session_options,
+)
 
 if TYPE_CHECKING:
     from graphrt.models.model import Model
@@ -251,8 +258,7 @@ def _print(args: argparse.Namespace, report: dict[str, Any]) -> None:
         shown = (f"{r['tokens_per_s']:.1f}", f"{r['deviation']:.1f}", rate, f"{100 * r['share']:.0f} %")
         rows.append([args.model.rpartition("/")[2], r["test"], *shown, *peer])
     if args.md:
-        for line in [columns, ["---"] * len(columns), *rows]:
-            print(f"| {' | '.join(line)} |")
+        print("\n".join(markdown_lines(columns, rows)))
     else:
         print_table(columns, rows)
     print(

@@ -27,11 +27,15 @@ VERBS = {
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
     "logits": "write the logits of every position to a .npy file",
-    "bench": "speed of a model, beside the machine's ceilings and a peer",
+    "bench": "speed of a model, beside the machine's ceilings and a peer; `bench op OP`: of one op on a GPU",
     "test": "conformance of a backend, op by op",
     "replay": "run a case that a test saved when it failed",
     "devices": "backends, their scores and devices",
 }
+
+
+#: A verb and its first argument -> the module of graphrt.tools that takes the rest. A file of that name is ./op.
+FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -104,7 +108,10 @@ def _dispatch(args: Sequence[str]) -> int:
 
 
 def _run_verb(verb: str, argv: Sequence[str]) -> int:
-    module = importlib.import_module(f"graphrt.tools.{verb}")
+    form = FORMS.get((verb, *argv[:1]))
+    if form is not None:
+        verb, argv = f"{verb} {argv[0]}", argv[1:]
+    module = importlib.import_module(f"graphrt.tools.{form or verb}")
     parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     code: int = module.main(parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser)))

@@ -124,13 +124,26 @@ def printable(text: str) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a plain table."""
+    for line in table_lines(columns, rows):
+        print(line)
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """A plain table: the same on a terminal and in a pipe. Numbers are right-aligned, control characters escaped."""
+    lines = []
     cells = [[printable(str(c)) for c in row] for row in rows]
     widths = [max(len(c), *(len(row[i]) for row in cells)) if cells else len(c) for i, c in enumerate(columns)]
     right = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(columns))]
     for line in [list(columns), *cells]:
         shown = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right)]
-        print("  ".join(shown).rstrip())
+        lines.append("  ".join(shown).rstrip())
+    return lines
+
+
+def markdown_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return [f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *rows]]
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""What GPU there is, and what its kernels may use. Imports no Triton: `graphrt devices` must work without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+#: Older GPUs lack bf16 and asynchronous copies.
+MIN_CAPABILITY = (8, 0)
+
+
+def interpreting() -> bool:
+    """Kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are made for. arch: "sm_90", "gfx942", ..., or "interpreter"; device: torch's name for it.
+
+    sm_count: multiprocessors; shared_memory: bytes that one program may use; l2: bytes of the last cache.
+    """
+
+    arch: str
+    device: str
+    sm_count: int
+    shared_memory: int
+    l2: int
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @property
+    def has_pdl(self) -> bool:
+        """Programmatic dependent launch: compute capability 9.0 and later."""
+        return self.is_nvidia and int(self.arch[3:]) >= 90
+
+
+#: Small, so that the interpreter's schedules have several programs a tile without taking long.
+INTERPRETER = Target("interpreter", "cpu", 4, 1 << 30, 1 << 20)
+
+
+def unusable() -> str | None:
+    """None when kernels can run here, else a sentence why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "it needs the package triton (pip install triton)"
+    if interpreting():
+        return None
+    if not torch.cuda.is_available():
+        return "it needs a GPU that torch can use, and there is none (TRITON_INTERPRET=1 runs it on the CPU, slowly)"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability()
+        return f"it needs a GPU of compute capability 8.0 or higher, this one has {major}.{minor}"
+    return None
+
+
+def target(index: int = 0) -> Target:
+    """The target of a device by its index in torch."""
+    if interpreting():
+        return INTERPRETER
+    p = torch.cuda.get_device_properties(index)
+    arch = p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}"
+    shared = getattr(p, "shared_memory_per_block_optin", 64 * 1024)
+    return Target(arch, f"cuda:{index}", p.multi_processor_count, shared, p.L2_cache_size)

@@ -1,0 +1,1 @@
+"""The Triton kernels, one folder or file a family."""

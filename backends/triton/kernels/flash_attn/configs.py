@@ -1,0 +1,108 @@
+"""Block sizes and the like, by architecture. Only speed depends on a row, never the result.
+
+Each row was measured or, where no such GPU was at hand, compiled: no spills, shared memory within the limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_m: query rows a tile; block_n: keys a k-block; warps: of 32 threads (64 on AMD); stages: k-blocks in flight;
+    ways: of the decode form, keys are shared out to so many warps, 0 for the other form; per_sm: programs a
+    multiprocessor holds at once, for the chooser."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    ways: int = 0
+    per_sm: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """config holds for at most `rows` query rows (of all queries and heads that share a KV head), head sizes up to `d`
+
+    and these kinds of K: "half" (f16, bf16), "f32" or "quantized"."""
+
+    rows: int
+    d: int
+    kinds: tuple[str, ...]
+    config: Config
+
+
+MANY = 1 << 30
+ALL = ("half", "f32", "quantized")
+
+#: The first row that fits holds.
+_HOPPER = (
+    Row(16, 64, ("half",), Config(16, 128, 4, 3, ways=4, per_sm=3)),
+    Row(16, 128, ("half",), Config(16, 64, 4, 3, ways=4, per_sm=2)),
+    Row(16, 128, ("quantized",), Config(16, 128, 4, 2, ways=4, per_sm=3)),
+    Row(16, 128, ("f32",), Config(16, 64, 4, 2, ways=4, per_sm=1)),
+    Row(16, 256, ("half",), Config(16, 64, 4, 2, per_sm=1)),
+    Row(16, 256, ("quantized",), Config(16, 64, 4, 2, per_sm=2)),
+    Row(16, 256, ("f32",), Config(16, 32, 4, 2, per_sm=1)),
+    Row(16, MANY, ("half", "quantized"), Config(16, 64, 8, 2, per_sm=1)),
+    Row(16, MANY, ("f32",), Config(16, 32, 8, 1, per_sm=1)),
+    Row(64, 128, ("half", "quantized"), Config(64, 64, 4, 3, per_sm=2)),
+    Row(MANY, 64, ("half", "quantized"), Config(128, 64, 8, 3, per_sm=1)),
+    Row(MANY, 128, ("half", "quantized"), Config(128, 64, 8, 3, per_sm=1)),
+    Row(MANY, 256, ("half", "quantized"), Config(64, 64, 4, 2, per_sm=1)),
+    Row(MANY, MANY, ("half",), Config(64, 64, 8, 2, per_sm=1)),
+    Row(MANY, MANY, ("quantized",), Config(64, 32, 8, 2, per_sm=1)),
+    Row(MANY, 128, ("f32",), Config(64, 32, 8, 1, per_sm=1)),
+    Row(MANY, MANY, ("f32",), Config(32, 32, 8, 1, per_sm=1)),
+)
+_AMPERE = (
+    Row(16, 128, ("half",), Config(16, 64, 4, 3, ways=4, per_sm=2)),
+    Row(16, 128, ("quantized",), Config(16, 64, 4, 2, ways=4, per_sm=2)),
+    Row(16, 128, ("f32",), Config(16, 32, 4, 2, ways=2, per_sm=1)),
+    Row(16, 256, ("half", "quantized"), Config(16, 64, 4, 2, per_sm=1)),
+    Row(16, MANY, ("half", "quantized"), Config(16, 32, 8, 2, per_sm=1)),
+    Row(MANY, 128, ("half", "quantized"), Config(64, 64, 4, 2, per_sm=2)),
+    Row(MANY, 256, ("half", "quantized"), Config(64, 32, 4, 2, per_sm=1)),
+    Row(MANY, MANY, ("half", "quantized"), Config(32, 32, 8, 1, per_sm=1)),
+    Row(MANY, 128, ("f32",), Config(32, 32, 4, 1, per_sm=1)),
+    Row(MANY, MANY, ("f32",), Config(16, 32, 8, 1, per_sm=1)),
+)
+_CDNA3 = (
+    Row(16, 128, ALL, Config(16, 32, 4, 1, per_sm=2)),
+    Row(16, MANY, ALL, Config(16, 32, 4, 1, per_sm=1)),
+    Row(MANY, 128, ("half", "quantized"), Config(64, 32, 4, 1, per_sm=1)),
+    Row(MANY, MANY, ALL, Config(32, 32, 4, 1, per_sm=1)),
+)
+#: Small blocks, so that small shapes have several tiles and k-blocks; both forms.
+_INTERPRETER = (
+    Row(16, 128, ALL, Config(16, 64, 1, 1, ways=2)),
+    Row(16, MANY, ALL, Config(16, 32, 1, 1)),
+    Row(MANY, MANY, ALL, Config(32, 32, 1, 1)),
+)
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    "sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _HOPPER, "gfx942": _CDNA3, "interpreter": _INTERPRETER,
+}  # fmt: skip
+
+
+def kind_of(type_name: str) -> str:
+    """The kind of a type of K or V: "half", "f32" or "quantized"."""
+    return "half" if type_name in ("f16", "bf16") else "f32" if type_name == "f32" else "quantized"
+
+
+def table_of(arch: str) -> tuple[Row, ...]:
+    """The rows of an architecture, or of the nearest older one."""
+    if arch in TABLES:
+        return TABLES[arch]
+    if arch.startswith("sm_"):
+        return TABLES["sm_100"] if int(arch[3:]) in range(100, 120) else TABLES["sm_80"]
+    return TABLES["gfx942"]
+
+
+def find_config(arch: str, rows: int, d: int, k_type: str, v_type: str) -> Config:
+    """The config for so many query rows that share a KV head, the larger head size and the types of K and V."""
+    kinds = {kind_of(k_type), kind_of(v_type)}
+    kind = "f32" if "f32" in kinds else "quantized" if "quantized" in kinds else "half"
+    return next(r.config for r in table_of(arch) if rows <= r.rows and d <= r.d and kind in r.kinds)

@@ -1,0 +1,74 @@
+"""The second phase of split and stream-K: joins the parts of a tile in the order of their programs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.kernels.flash_attn.forward import LOG2E, NEG_INF, normalized
+from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
+from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
+
+
+@triton.jit
+def flash_attn_fixup(
+    p_part, p_sinks, p_out, p_lse, p_counts, p_unit_start, n_q, n_head, n_groups, n_qt, n_blocks, n_tiles,
+    programs, splits, has_sinks, has_lse,
+    D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_V: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr, PACK: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, i) joins ROWS rows of a tile, PARTS parts at a time. Arguments are flash_attn's; DP: DV0 + DV1
+
+    rounded up to a power of two."""
+    tile = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first, last, n_units, total = fixup_range(
+        tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, BIG
+    )
+    if first != last:
+        i_qt = tile % n_qt
+        i_group = (tile // n_qt) % n_groups
+        i_seq = tile // (n_qt * n_groups)
+        i_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        row = i_qt * BLOCK_M + i_row
+        token = row // PACK
+        head = i_group * PACK + row % PACK
+        m_row = (token < n_q) & (i_row < BLOCK_M)
+        W: tl.constexpr = DV0 + DV1
+        i_d = tl.arange(0, DP)
+        m = tl.full([ROWS], NEG_INF, tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DP], tl.float32)
+        for base in range(first, last + 1, PARTS):
+            part = base + tl.arange(0, PARTS)
+            slot, used = part_slot(part, first, last, programs, splits, n_units, total)
+            m_part = used[None, :] & m_row[:, None]
+            p_slot = p_part + slot.to(tl.int64) * (BLOCK_M * (W + 2))
+            p_sums = p_slot[None, :] + BLOCK_M * W + i_row[:, None]
+            m_i = tl.load(p_sums, mask=m_part, other=NEG_INF)
+            l_i = tl.load(p_sums + BLOCK_M, mask=m_part, other=0.0)
+            m_new = tl.maximum(m, tl.max(m_i, 1))
+            safe = tl.where(m_new == NEG_INF, 0.0, m_new)
+            weight = tl.exp2(m_i - safe[:, None])
+            alpha = tl.exp2(m - safe)
+            l = l * alpha + tl.sum(l_i * weight, 1)
+            if HAS_V:
+                p_acc = p_slot[None, :, None] + (i_row * W)[:, None, None] + i_d[None, None, :]
+                a = tl.load(p_acc, mask=m_part[:, :, None] & (i_d < W)[None, None, :], other=0.0)
+                acc = acc * alpha[:, None] + tl.sum(a * weight[:, :, None], 1)
+            m = m_new
+        sink = tl.full([ROWS], NEG_INF, tl.float32)
+        if has_sinks:
+            sink = tl.load(p_sinks + head, mask=m_row, other=NEG_INF) * LOG2E
+        lse, weight = normalized(m, l, sink)
+        out_row = ((i_seq * n_q).to(tl.int64) + token) * n_head + head
+        if HAS_V:
+            i_element = slot_elements(i_d, V_KIND, V_ALIGNED)
+            m_store = m_row[:, None] & ((i_element < D_V) & (i_d < W))[None, :]
+            tl.store(p_out + out_row[:, None] * D_V + i_element[None, :], acc * weight[:, None], mask=m_store)
+        if has_lse:
+            tl.store(p_lse + out_row, lse * 0.6931471805599453, mask=m_row)

@@ -1,0 +1,387 @@
+"""FLASH_ATTN_EXT: the attention kernel. One source for prefill (many query rows a tile) and decode (few).
+
+A tile is BLOCK_M query rows of one group of heads that share a KV head, of one sequence. Rows run over queries first and
+over the group's heads within: row r is query r // PACK, head r % PACK of the group. A program works
+through a range of (tile, k-block) units (see stream_k.py) and writes a tile's result, or its part of it for fixup.py.
+
+Softmax runs online (Milakov and Gimelshein, arXiv 1805.02867) in units of log2: m is the largest logit so far, l the sum
+of 2^(s - m), acc the same sum of the rows of V. Dot products take f16 or bf16 and sum in f32; of f32 caches they are
+split into three tf32 products.
+
+WAYS > 0 is the decode form: each warp takes its own keys of a k-block with sums of its own, which meet at the end; so
+BLOCK_M can be 16 without all warps doing the same work, and no warp waits for another in the loop.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.kernels.flash_attn.ranges import program_range, tile_units
+from graphrt.backends.triton.kernels.flash_attn.tiles import is_quantized, load_quantized, slot_elements
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@triton.constexpr_function
+def _rank(x):
+    return len(x.shape)
+
+
+@triton.jit
+def _last(x, RANK: tl.constexpr):
+    """A vector of keys or columns along the last axis of RANK."""
+    return x[None, :] if RANK == 2 else x[None, None, :]
+
+
+@triton.jit
+def _rows(x, RANK: tl.constexpr):
+    """A vector of query rows along the second last axis of RANK."""
+    return x[:, None] if RANK == 2 else x[None, :, None]
+
+
+@triton.jit
+def _keys_last(i_key, WAYS: tl.constexpr):
+    """Keys [BN] or [WAYS, BN / WAYS] as columns of scores."""
+    return i_key[None, :] if WAYS == 0 else i_key[:, None, :]
+
+
+@triton.jit
+def _keys_first(i_key, WAYS: tl.constexpr):
+    """Keys [BN] or [WAYS, BN / WAYS] as rows of K and V."""
+    return i_key[:, None] if WAYS == 0 else i_key[:, :, None]
+
+
+@triton.jit
+def _key_index(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
+    """Keys of a k-block: [BN], or [WAYS, BN / WAYS]."""
+    if WAYS == 0:
+        return tl.arange(0, BLOCK_N)
+    else:
+        PER_WAY: tl.constexpr = BLOCK_N // WAYS
+        return tl.arange(0, WAYS)[:, None] * PER_WAY + tl.arange(0, PER_WAY)[None, :]
+
+
+@triton.jit
+def load_index(p, PTX: tl.constexpr):
+    """int32 that decide which rows of K and V are loaded.
+
+    As PTX because Triton's pipeliner takes a tl.load before another for a stage of its own, and would keep that many
+    fewer k-blocks in flight. It reads what an earlier kernel wrote, a few bytes of a line that is in L1 after the first.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def _tanh(x, ACCURATE: tl.constexpr):
+    """tanh in f32: 1 - 2 / (1 + e^2x), near 0 its series where relative accuracy counts."""
+    y = 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2E * x))
+    if ACCURATE:
+        z = x * x
+        series = x * (1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835 - z * (1382 / 155925))))))
+        y = tl.where(tl.abs(x) < 0.35, series, y)
+    return y
+
+
+@triton.jit
+def load_kv(
+    p_kv, stride, i_key, m_key, D: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+    ALIGNED: tl.constexpr, DOT: tl.constexpr, WAYS: tl.constexpr, ALL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """SIZE columns from column FROM of the rows i_key of K or V as DOT, [BN, SIZE] or [WAYS, BN / WAYS, SIZE].
+
+    p_kv: the k-block's first row; stride: between rows, in units of the pointer. Rows where m_key is false (ALL: there
+    are none) and columns past D are 0 and not read.
+    """
+    if is_quantized(KIND):
+        BN: tl.constexpr = i_key.numel
+        i_flat = tl.reshape(i_key, (BN,))
+        i_block = FROM // 32 + tl.arange(0, SIZE // 32)
+        m_block = (i_block < D // 32)[None, :]
+        m_block = tl.broadcast_to(m_block, (BN, SIZE // 32)) if ALL else tl.reshape(m_key, (BN,))[:, None] & m_block
+        x = load_quantized(p_kv + i_flat * stride, i_block, m_block, KIND, ALIGNED, PTX).to(DOT)
+        return x if WAYS == 0 else tl.reshape(x, (WAYS, BN // WAYS, SIZE))
+    else:
+        i_d = FROM + tl.arange(0, SIZE)
+        p_tile = p_kv + _keys_first(i_key * stride, WAYS) + _last(i_d, 2 if WAYS == 0 else 3)
+        m_d = _last(i_d < D, 2 if WAYS == 0 else 3)
+        if ALL and FROM + SIZE <= D:
+            return tl.load(p_tile).to(DOT)
+        elif ALL:
+            return tl.load(p_tile, mask=m_d, other=0.0).to(DOT)
+        elif FROM + SIZE <= D:
+            return tl.load(p_tile, mask=_keys_first(m_key, WAYS), other=0.0).to(DOT)
+        else:
+            return tl.load(p_tile, mask=_keys_first(m_key, WAYS) & m_d, other=0.0).to(DOT)
+
+
+@triton.jit
+def _turned(x):
+    """The last two axes exchanged."""
+    return tl.trans(x) if _rank(x) == 2 else tl.permute(x, 0, 2, 1)
+
+
+@triton.jit
+def load_q(
+    p_q, p_row, m_row, sign, D: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+    ALIGNED: tl.constexpr, DOT: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """Columns of the query rows in the order of K's tiles. p_row: offsets of the rows; sign: of the scale."""
+    i_d = slot_elements(FROM + tl.arange(0, SIZE), KIND, ALIGNED)
+    q = tl.load(p_q + p_row[:, None] + i_d[None, :], mask=m_row[:, None] & (i_d < D)[None, :], other=0.0)
+    q = (q * sign).to(DOT)
+    if WAYS > 0:
+        q = tl.broadcast_to(q[None, :, :], (WAYS, q.shape[0], SIZE))
+    return q
+
+
+@triton.jit
+def softmax_step(s, factor, m, l, GUARD: tl.constexpr):
+    """Online softmax: weights of the logits s * factor, and m, l and the factor on earlier sums.
+
+    factor: not negative; with the subtraction it is one multiply-add. GUARD: a row may be all -inf so far, and
+    -inf - -inf would be NaN.
+    """
+    AXIS: tl.constexpr = _rank(s) - 1
+    m_new = tl.maximum(m, tl.max(s, AXIS, keep_dims=True) * factor)
+    top = tl.where(m_new == NEG_INF, 0.0, m_new) if GUARD else m_new
+    p = tl.exp2(s * factor - top)
+    alpha = tl.exp2(m - top)
+    return p, m_new, l * alpha + tl.sum(p, AXIS, keep_dims=True), alpha
+
+
+@triton.jit
+def attend(
+    p_k, p_v, sk_n, sv_n, p_mask_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor, softcap,
+    D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
+    PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One k-block. factor: of q.k; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count."""
+    i_key = _key_index(BLOCK_N, WAYS)
+    first = i_kb * BLOCK_N
+    col = first + i_key
+    m_key = col < n_kv
+    if PARTIAL and HAS_MASK:  # cells that the mask hides from all rows are not read: they may hold NaN
+        bits = load_index(p_seen + i_kb * (BLOCK_N // 32) + i_key // 32, PTX)
+        m_key &= ((bits >> (i_key % 32)) & 1) != 0
+    p_kb = p_k + first.to(tl.int64) * sk_n
+    p_vb = p_v + first.to(tl.int64) * sv_n
+    i_row = i_key.to(tl.int64) if WIDE else i_key
+    k0 = load_kv(p_kb, sk_n, i_row, m_key, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS, not PARTIAL, PTX)
+    s = tl.dot(q0, _turned(k0), input_precision=PRECISION)
+    if DK1 > 0:
+        k1 = load_kv(p_kb, sk_n, i_row, m_key, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS, not PARTIAL, PTX)
+        s = tl.dot(q1, _turned(k1), s, input_precision=PRECISION)
+    if SOFTCAP:
+        s = (softcap * LOG2E) * _tanh(s * factor, K_DOT == tl.float32)
+        factor = 1.0
+    if PARTIAL:
+        s = s * factor
+        factor = 1.0
+        if HAS_MASK:
+            m_mask = m_rows & _keys_last(col < n_kv, WAYS)
+            bias = tl.load(p_mask_rows + _keys_last(col, WAYS), mask=m_mask, other=NEG_INF).to(tl.float32)
+            s = tl.where(bias == NEG_INF, NEG_INF, s + (slope * LOG2E) * bias)
+        else:
+            s = tl.where(_keys_last(col < n_kv, WAYS), s, NEG_INF)
+    p, m, l, alpha = softmax_step(s, factor, m, l, PARTIAL)
+    if HAS_V:
+        p = p.to(V_DOT)
+        if V_IN_K:
+            v0 = k0
+        else:
+            v0 = load_kv(p_vb, sv_n, i_row, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, not PARTIAL, PTX)
+        acc0 = tl.dot(p, v0, acc0 * alpha, input_precision=PRECISION)
+        if DV1 > 0:
+            v1 = load_kv(p_vb, sv_n, i_row, m_key, D_V, DV0, DV1, V_KIND, V_ALIGNED, V_DOT, WAYS, not PARTIAL, PTX)
+            acc1 = tl.dot(p, v1, acc1 * alpha, input_precision=PRECISION)
+    return m, l, acc0, acc1
+
+
+@triton.jit
+def join_ways(m, l, acc0, acc1, DV1: tl.constexpr):
+    """The sums of the warps of the decode form as one: [WAYS, BM, .] to [BM, .]."""
+    top = tl.max(m, 0)
+    safe = tl.where(top == NEG_INF, 0.0, top)
+    weight = tl.exp2(m - safe[None, :, :])
+    l = tl.sum(l * weight, 0)
+    acc0 = tl.sum(acc0 * weight, 0)
+    if DV1 > 0:
+        acc1 = tl.sum(acc1 * weight, 0)
+    return top, l, acc0, acc1
+
+
+@triton.jit
+def normalized(m, l, sink):
+    """(log2 of the denominator, the factor on acc) with the sink's weight added; a row without keys gives -inf and 0.
+
+    sink: in units of log2, -inf for none.
+    """
+    top = tl.maximum(m, sink)
+    safe = tl.where(top == NEG_INF, 0.0, top)
+    shrink = tl.exp2(m - safe)
+    total = l * shrink + tl.exp2(sink - safe)
+    empty = total == 0.0
+    lse = tl.where(empty, NEG_INF, safe + tl.log2(tl.where(empty, 1.0, total)))
+    return lse, tl.where(empty, 0.0, shrink / tl.where(empty, 1.0, total))
+
+
+@triton.jit
+def _store_columns(
+    p_rows, acc, m_rows, D: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    i_d = slot_elements(FROM + tl.arange(0, SIZE), KIND, ALIGNED)
+    tl.store(p_rows[:, None] + i_d[None, :], acc, mask=m_rows[:, None] & (i_d < D)[None, :])
+
+
+@triton.jit
+def flash_attn(
+    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start, p_part, p_bad,
+    sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,
+    n_q, n_kv, n_head, gqa, n_groups, n_qt, n_blocks, n_tiles, m2, m3, mask_groups,
+    programs, splits, section, sign, factor, softcap, has_sinks, has_lse,
+    sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
+    DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
+    PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
+    REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+):  # fmt: skip
+    """See the module. Strides count elements (quantized K and V: words, or halves unless aligned); those between keys
+    are a model's own and known when compiled, which saves the registers of all but one address a tile.
+
+    q: f32; mask: f16; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head]. counts, blocks, seen: what
+    mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
+    [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else one tile a program, the longest
+    first, in sections of `section` groups. REPAIR: only tiles whose `bad` is set.
+    """
+    pid = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+    if RANGES:
+        tile, unit, stop = program_range(
+            pid, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, BIG
+        )
+    else:
+        per_section = section * n_qt
+        within = pid % per_section
+        i_head = (pid // per_section) * section + within % section
+        tile = i_head * n_qt + n_qt - 1 - within // section
+        unit = 0
+        stop = 1
+        if REPAIR:
+            stop = tl.load(p_bad + tile)
+    while unit < stop:
+        i_qt = tile % n_qt
+        i_group = (tile // n_qt) % n_groups
+        i_seq = tile // (n_qt * n_groups)
+        head0 = i_group * PACK
+        i_kv_head = head0 // gqa
+        row = i_qt * BLOCK_M + tl.arange(0, BLOCK_M)
+        token = row // PACK
+        head = head0 + row % PACK
+        m_row = token < n_q
+        mask_tile = ((i_seq % m3) * mask_groups + i_group % mask_groups) * n_qt + i_qt
+        if HAS_MASK:
+            n_full = tl.load(p_counts + 2 * mask_tile)
+            n_all = n_full + tl.load(p_counts + 2 * mask_tile + 1)
+        else:
+            n_full = n_kv // BLOCK_N
+            n_all = n_blocks
+        if RANGES:
+            start, n_units = tile_units(tile, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
+            low = (unit - start).to(tl.int32)
+            high = (tl.minimum(stop, start + n_units) - start).to(tl.int32)
+            whole = (low == 0) & (high == n_units)
+            finishes = high == n_units
+            unit = start + high
+            high = tl.minimum(high, n_all)
+        else:
+            low = 0
+            high = n_all
+            whole = True
+            finishes = True
+            unit = stop
+
+        p_row = i_seq.to(tl.int64) * sq_s + token.to(tl.int64) * sq_t + head.to(tl.int64) * sq_h
+        q0 = load_q(p_q, p_row, m_row, sign, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS)
+        q1 = q0
+        if DK1 > 0:
+            q1 = load_q(p_q, p_row, m_row, sign, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS)
+        p_kh = p_k + i_seq.to(tl.int64) * sk_s + i_kv_head.to(tl.int64) * sk_h
+        p_vh = p_v + i_seq.to(tl.int64) * sv_s + i_kv_head.to(tl.int64) * sv_h
+        RANK: tl.constexpr = 2 if WAYS == 0 else 3
+        mask_row = (i_seq % m3).to(tl.int64) * sm_s + token.to(tl.int64) * sm_t
+        if PER_HEAD:
+            mask_row += (head % m2).to(tl.int64) * sm_h
+        p_mask_rows = p_mask + _rows(mask_row, RANK)
+        slope = _rows(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
+        m_rows = _rows(m_row, RANK)
+        p_list = p_blocks + mask_tile.to(tl.int64) * n_blocks
+        p_bits = p_seen + mask_tile.to(tl.int64) * n_blocks * (BLOCK_N // 32)
+        if WAYS == 0:
+            m = tl.full([BLOCK_M, 1], NEG_INF, tl.float32)
+            l = tl.zeros([BLOCK_M, 1], tl.float32)
+            acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
+            acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
+        else:
+            m = tl.full([WAYS, BLOCK_M, 1], NEG_INF, tl.float32)
+            l = tl.zeros([WAYS, BLOCK_M, 1], tl.float32)
+            acc0 = tl.zeros([WAYS, BLOCK_M, DV0], tl.float32)
+            acc1 = tl.zeros([WAYS, BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
+
+        for i in tl.range(low, tl.minimum(high, n_full), num_stages=STAGES):
+            i_kb = load_index(p_list + i, PTX) if HAS_MASK else i
+            m, l, acc0, acc1 = attend(
+                p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
+                factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
+                BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, False, WIDE, PTX, PRECISION,
+            )  # fmt: skip
+        for i in tl.range(tl.maximum(low, n_full), high, num_stages=PARTIAL_STAGES):
+            i_kb = load_index(p_list + i, PTX) if HAS_MASK else i
+            m, l, acc0, acc1 = attend(
+                p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
+                factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
+                BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, True, WIDE, PTX, PRECISION,
+            )  # fmt: skip
+
+        if WAYS > 0:
+            m, l, acc0, acc1 = join_ways(m, l, acc0, acc1, DV1)
+        if PDL:
+            gdc_launch_dependents()
+        if whole:
+            sink = tl.full([BLOCK_M, 1], NEG_INF, tl.float32)
+            if has_sinks:
+                sink = tl.load(p_sinks + head, mask=m_row, other=NEG_INF)[:, None] * LOG2E
+            lse, weight = normalized(m, l, sink)
+            out_row = ((i_seq * n_q).to(tl.int64) + token) * n_head + head
+            if HAS_V:
+                p_out_rows = p_out + out_row * D_V
+                _store_columns(p_out_rows, acc0 * weight, m_row, D_V, 0, DV0, V_KIND, V_ALIGNED)
+                if DV1 > 0:
+                    _store_columns(p_out_rows, acc1 * weight, m_row, D_V, DV0, DV1, V_KIND, V_ALIGNED)
+            if has_lse:
+                tl.store(p_lse + out_row[:, None], lse * 0.6931471805599453, mask=m_row[:, None])
+        else:
+            slot = pid if splits > 0 else 2 * pid + tl.where(finishes, 0, 1)
+            i_row = tl.arange(0, BLOCK_M)
+            p_slot = p_part + slot.to(tl.int64) * (BLOCK_M * (DV0 + DV1 + 2))
+            if HAS_V:
+                p_acc = p_slot + i_row * (DV0 + DV1)
+                _store_columns(p_acc, acc0, m_row, DV0 + DV1, 0, DV0, "f32", True)
+                if DV1 > 0:
+                    _store_columns(p_acc, acc1, m_row, DV0 + DV1, DV0, DV1, "f32", True)
+            p_sums = p_slot + BLOCK_M * (DV0 + DV1) + i_row[:, None]
+            tl.store(p_sums, m, mask=m_row[:, None])
+            tl.store(p_sums + BLOCK_M, l, mask=m_row[:, None])
+        tile += 1

@@ -1,0 +1,766 @@
+"""Flash attention forward for Hopper (sm_90), written in Gluon with explicit warp specialization.
+
+One thread block owns one tile at a time: 64 * N_WG query rows of one head of one sequence. One warp (the producer)
+copies blocks of K and V through TMA into two rings of shared-memory buffers; N_WG warpgroups (the consumers) each hold
+64 of the query rows and run, for every block j that the tile visits,
+
+    S_j = Q K_j^T          (wgmma, both operands in shared memory, f32 scores in registers)
+    P_j = softmax step     (online: running row maximum m and denominator den, in log2 units)
+    O  += P_j V_j          (wgmma, P in registers)
+
+The loop is skewed by one block: S_j is started first, then O += P_{j-1} V_{j-1}, and the softmax of block j runs while
+the second product is still in flight. With `pingpong` the warpgroups also take turns at starting their products, so
+that the softmax of one falls on the products of another.
+
+Everything that is exponentiated is in log2 units (scores * log2(e)); masked scores are -inf and the running maximum
+starts at a finite, very small number, so that -inf minus -inf never arises.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# Below every score that a finite f16 product can give, and finite: see the module's docstring.
+NO_MAX = gl.constexpr(-1.0e30)
+
+WG_ROWS = 64  # the M of one wgmma instruction: query rows of one consumer warpgroup
+MAX_SHARED_BYTES = 232448  # of one thread block on sm_90
+L2_SECTION_BYTES = 32 << 20  # K and V of the heads that run side by side should stay within this much of the L2 cache
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut up; every field is a compile-time constant of the kernel.
+
+    block_n: keys of one block (64 or 128).
+    stages: buffers in each of the K and V rings.
+    n_wg: consumer warpgroups (2 or 3).
+    pingpong: the warpgroups take turns at issuing their products.
+    persistent: one program per multiprocessor walks several tiles, and the producer runs ahead into the next one.
+    """
+
+    block_n: int
+    stages: int
+    n_wg: int = 2
+    pingpong: bool = False
+    persistent: bool = True
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of one tile."""
+        return WG_ROWS * self.n_wg
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The kernel's compile-time choices: the configuration and which of the optional features are on."""
+
+    d: int
+    block_n: int
+    stages: int
+    n_wg: int
+    pingpong: bool
+    persistent: bool
+    reversed_order: bool
+    q_vec: int  # strides of q and out come in units of this many elements (4 or 1), which lets loads be 16 bytes wide
+    has_mask: bool
+    mask_vec: int  # the same for the mask's strides (8 or 1)
+    has_softcap: bool
+    has_alibi: bool
+    has_sinks: bool
+    has_bad: bool
+    has_lse: bool
+
+
+DEFAULTS: dict[tuple[int, bool], Config] = {
+    # (D, has_mask)
+    (64, False): Config(block_n=128, stages=2, n_wg=2),
+    (64, True): Config(block_n=128, stages=2, n_wg=2),
+    (128, False): Config(block_n=128, stages=2, n_wg=2),
+    (128, True): Config(block_n=128, stages=2, n_wg=2),
+    (256, False): Config(block_n=64, stages=2, n_wg=2),
+    (256, True): Config(block_n=64, stages=2, n_wg=2),
+}
+
+
+@gluon.constexpr_function
+def mma_layout(n):
+    """Registers of one warpgroup's [64, n] accumulator."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+
+
+@gluon.constexpr_function
+def query_layout(d):
+    """Registers of a [64, d] f32 tile of q as it is loaded: 16 bytes a thread, whole rows by consecutive threads."""
+    lanes = min(32, d // 4)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def tile_shared_layout(dtype, rank):
+    """Shared memory of a 16-bit operand tile whose rows hold at least 128 bytes."""
+    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, rank)
+
+
+@aggregate
+class Ring:
+    """`stages` buffers of [1, 1, block_n, d], filled by TMA and emptied by every consumer warpgroup."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, stages):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def fill(self, desc, seq, head, row, step):
+        """Producer: copy [block_n, d] rows from `row` on into the buffer of the step-th block, once that is free."""
+        slot = step % self.stages
+        # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
+        mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
+        full = self.full.index(slot)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, [seq, head, row, 0], full, self.buffers.index(slot))
+
+    @gluon.jit
+    def wait_full(self, step):
+        """Consumer: wait until the step-th block has arrived."""
+        mbarrier.wait(self.full.index(step % self.stages), (step // self.stages) & 1)
+
+    @gluon.jit
+    def release(self, step):
+        """Consumer: this warpgroup no longer reads the step-th block."""
+        mbarrier.arrive(self.empty.index(step % self.stages), count=1)
+
+    @gluon.jit
+    def operand(self, step):
+        """The step-th block as [block_n, d]."""
+        tile = self.buffers.index(step % self.stages)
+        return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, spec: gl.constexpr):
+    layout: gl.constexpr = tile_shared_layout(dtype, 4)
+    buffers = gl.allocate_shared_memory(dtype, [spec.stages, 1, 1, spec.block_n, spec.d], layout)
+    full = make_barriers(spec.stages, 1)
+    empty = make_barriers(spec.stages, spec.n_wg)
+    return Ring(buffers, full, empty, spec.stages)
+
+
+@gluon.jit
+def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@aggregate
+class Problem:
+    """The kernel's run-time arguments. Strides are in elements (see Spec for their units); unused pointers are None."""
+
+    q: gl.tensor
+    out: gl.tensor
+    mask: gl.tensor | gl.constexpr
+    counts: gl.tensor | gl.constexpr
+    blocks: gl.tensor | gl.constexpr
+    slopes: gl.tensor | gl.constexpr
+    sinks: gl.tensor | gl.constexpr
+    bad: gl.tensor | gl.constexpr
+    lse: gl.tensor | gl.constexpr
+    scale: gl.tensor
+    softcap: gl.tensor
+    sq_t: gl.tensor
+    sq_h: gl.tensor
+    sq_s: gl.tensor
+    so_t: gl.tensor
+    so_h: gl.tensor
+    so_s: gl.tensor
+    sm_t: gl.tensor
+    sm_h: gl.tensor
+    sm_s: gl.tensor
+    mask_heads: gl.tensor
+    mask_seqs: gl.tensor
+    class_heads: gl.tensor
+    n_seq: gl.tensor
+    n_head: gl.tensor
+    gqa: gl.tensor
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    section: gl.tensor
+    spec: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap, sq_t, sq_h, sq_s, so_t,
+                 so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads, n_seq, n_head, gqa, n_q, n_kv,
+                 section, spec):
+        self.q = q
+        self.out = out
+        self.mask = gl.constexpr(None) if mask is None else mask
+        self.counts = gl.constexpr(None) if counts is None else counts
+        self.blocks = gl.constexpr(None) if blocks is None else blocks
+        self.slopes = gl.constexpr(None) if slopes is None else slopes
+        self.sinks = gl.constexpr(None) if sinks is None else sinks
+        self.bad = gl.constexpr(None) if bad is None else bad
+        self.lse = gl.constexpr(None) if lse is None else lse
+        self.scale = scale
+        self.softcap = softcap
+        self.sq_t = sq_t
+        self.sq_h = sq_h
+        self.sq_s = sq_s
+        self.so_t = so_t
+        self.so_h = so_h
+        self.so_s = so_s
+        self.sm_t = sm_t
+        self.sm_h = sm_h
+        self.sm_s = sm_s
+        self.mask_heads = mask_heads
+        self.mask_seqs = mask_seqs
+        self.class_heads = class_heads
+        self.n_seq = n_seq
+        self.n_head = n_head
+        self.gqa = gqa
+        self.n_q = n_q
+        self.n_kv = n_kv
+        self.section = section
+        self.spec = gl.constexpr(spec)
+
+    @gluon.jit
+    def query_tiles(self):
+        """Query tiles of one head."""
+        return gl.cdiv(self.n_q, 64 * self.spec.n_wg)
+
+    @gluon.jit
+    def rounds(self):
+        """How many tiles this program takes."""
+        if not self.spec.persistent:
+            return 1
+        tiles = self.query_tiles() * self.n_head * self.n_seq
+        width = gl.num_programs(0)
+        whole = tiles // width
+        return whole + (self.place(whole) < tiles - whole * width).to(gl.int32)
+
+    @gluon.jit
+    def place(self, turn):
+        """This program's place among the tiles of one round. Every other round runs backwards: tiles are ordered by
+        length, and a program that got the longest of one round gets the shortest of the next."""
+        pid = gl.program_id(0)
+        return gl.where((turn & 1) == 1, gl.num_programs(0) - 1 - pid, pid)
+
+    @gluon.jit
+    def tile(self, turn):
+        """Sequence, head and query tile of this program's turn-th tile.
+
+        Heads are cut into sections whose K and V fit the L2 cache; within a section the tiles of one query position are
+        neighbours, and with a mask the last positions, which under a causal mask are the longest, come first.
+        """
+        n_qt = self.query_tiles()
+        rank = turn * gl.num_programs(0) + self.place(turn)
+        part = rank // (n_qt * self.section)
+        first = part * self.section
+        rest = rank - first * n_qt
+        width = gl.minimum(self.section, self.n_seq * self.n_head - first)
+        row = rest // width
+        index = first + rest - row * width
+        seq = index // self.n_head
+        qt = row
+        if self.spec.reversed_order:
+            qt = n_qt - 1 - row
+        return seq, index - seq * self.n_head, qt
+
+    @gluon.jit
+    def visits(self, seq, head, qt):
+        """How many blocks the tile visits without and with mask work, and where its list of blocks starts."""
+        if self.spec.has_mask:
+            mt = ((seq % self.mask_seqs) * self.class_heads + head % self.class_heads) * self.query_tiles() + qt
+            n_full = gl.load(self.counts + 2 * mt)
+            # A tile without any block still runs one, the first listed or block 0: its mask hides every score.
+            n_all = gl.maximum(n_full + gl.load(self.counts + 2 * mt + 1), 1)
+            start = mt.to(gl.int64) * gl.cdiv(self.n_kv, self.spec.block_n)
+        else:
+            n_full = self.n_kv // self.spec.block_n
+            n_all = gl.cdiv(self.n_kv, self.spec.block_n)
+            start = gl.to_tensor(0).to(gl.int64)
+        return n_full, n_all, start
+
+    @gluon.jit
+    def block(self, start, j):
+        """Index of the j-th block that a tile visits. The list's tail past its counts is never used as an address."""
+        if self.spec.has_mask:
+            index = gl.load(self.blocks + start + j)
+            return gl.minimum(gl.maximum(index, 0), gl.cdiv(self.n_kv, self.spec.block_n) - 1)
+        return j
+
+
+@gluon.jit
+def produce(p, k_desc, v_desc, k_ring, v_ring):
+    """The producer warp: stream the blocks of every tile, K one block ahead of V as the consumers use them."""
+    step = 0
+    for turn in range(p.rounds()):
+        seq, head, qt = p.tile(turn)
+        kv_head = head // p.gqa
+        n_full, n_all, start = p.visits(seq, head, qt)
+        row = p.block(start, 0) * p.spec.block_n
+        k_ring.fill(k_desc, seq, kv_head, row, step)
+        for j in range(1, n_all):
+            next_row = p.block(start, j) * p.spec.block_n
+            k_ring.fill(k_desc, seq, kv_head, next_row, step + j)
+            v_ring.fill(v_desc, seq, kv_head, row, step + j - 1)
+            row = next_row
+        v_ring.fill(v_desc, seq, kv_head, row, step + n_all - 1)
+        step += n_all
+
+
+@gluon.jit
+def fetch_queries(p, turn, wg: gl.constexpr):
+    """A warpgroup's [64, d] f32 query rows of this program's turn-th tile; rows past n_q are 0."""
+    seq, head, qt = p.tile(turn)
+    token = (qt * p.spec.n_wg + wg) * 64
+    vec: gl.constexpr = p.spec.q_vec
+    layout: gl.constexpr = query_layout(p.spec.d)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = gl.arange(0, p.spec.d, gl.SliceLayout(0, layout))
+    base = p.q + (seq.to(gl.int64) * p.sq_s + head.to(gl.int64) * p.sq_h + token.to(gl.int64) * p.sq_t) * vec
+    offsets = rows[:, None] * (p.sq_t * vec) + cols[None, :]
+    return gl.load(base + offsets, mask=(token + rows < p.n_q)[:, None], other=0.0)
+
+
+@gluon.jit
+def load_mask(p, seq, head, token, block):
+    """[64, block_n] mask values in the scores' registers; -inf past n_q and n_kv."""
+    layout: gl.constexpr = mma_layout(p.spec.block_n)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
+    inside = cols < p.n_kv
+    if p.spec.mask_vec > 1:
+        # Rows start at multiples of 16 bytes, so the pair of an odd last column is readable: ask by pairs, and each
+        # thread's two neighbouring columns become one 4-byte load.
+        inside = cols // 2 * 2 < p.n_kv
+    base = p.mask + ((seq % p.mask_seqs).to(gl.int64) * p.sm_s + (head % p.mask_heads).to(gl.int64) * p.sm_h
+                     + token.to(gl.int64) * p.sm_t) * p.spec.mask_vec
+    offsets = rows[:, None] * (p.sm_t * p.spec.mask_vec) + cols[None, :]
+    keep = (token + rows < p.n_q)[:, None] & inside[None, :]
+    return gl.load(base + offsets, mask=keep, other=float("-inf"))
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x, one instruction: within an ulp, and 0 for infinity."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True,
+                                     pack=1)
+
+
+@gluon.jit
+def together(m):
+    """Returns m, row maxima not below NO_MAX, with each of a thread's two rows made to need the other.
+
+    Left alone, the assembler finishes the exponentials of one row before it starts on the maximum of the other, and
+    waits for the two chains of dependent maxima and shuffles in turn.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 low;
+        min.f32 low, $3, 0fF149F2CA;
+        max.f32 $0, $2, low;
+        min.f32 low, $2, 0fF149F2CA;
+        max.f32 $1, $3, low;
+        }""", "=&r,=&r,r,r", [m], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def settle(den):
+    """Returns den, a row sum of softmax weights, and keeps the assembler from moving a later wait above what den needs.
+
+    wgmma waits have no operands, so that the assembler would lift the wait for O += P V to right before the softmax
+    that is to run beside it. It keeps barrier operations in order, hence one that needs den and, den not being
+    negative, never happens.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred never;
+        .reg .f32 both;
+        .reg .u32 nowhere;
+        add.f32 both, $2, $3;
+        setp.lt.f32 never, both, 0fBF800000;
+        mov.u32 nowhere, 0;
+        @never mbarrier.arrive.shared::cta.b64 _, [nowhere];
+        mov.b32 $0, $2;
+        mov.b32 $1, $3;
+        }""", "=r,=r,r,r", [den], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def to_log2_units(p, s):
+    """Scale (and soft-cap) raw scores, times log2(e)."""
+    if p.spec.has_softcap:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp2 is 0 or inf.
+        e = gl.exp2(s * (p.scale / p.softcap * (2.0 * LOG2E)))
+        cap = p.softcap * LOG2E
+        return cap - (2.0 * cap) * reciprocal(e + 1.0)
+    return s * (p.scale * LOG2E)
+
+
+@gluon.jit
+def hide(p, s, mask, block, slope):
+    """Add the mask (times the head's slope) to scores in log2 units and make the hidden ones -inf, NaN or not."""
+    layout: gl.constexpr = mma_layout(p.spec.block_n)
+    cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
+    inside = (cols < p.n_kv)[None, :]
+    if p.spec.has_mask:
+        bias = mask.to(gl.float32)
+        s = gl.where(inside & (bias != float("-inf")), s + bias * slope, float("-inf"))
+    else:
+        s = gl.where(inside, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def halve(s, rows: gl.constexpr, cols: gl.constexpr):
+    """The elementwise maximum of the left and the right half of the columns, which a thread holds both of."""
+    left, right = s.reshape([rows, 2, cols // 2]).permute((0, 2, 1)).split()
+    return gl.maximum(left, right)
+
+
+@gluon.jit
+def row_maximum(s):
+    """Maximum of each row. By halves, as most of it is then independent work, where a reduction is one long chain."""
+    rows: gl.constexpr = s.shape[0]
+    cols: gl.constexpr = s.shape[1]
+    quarter = halve(halve(s, rows, cols), rows, cols // 2)
+    return gl.convert_layout(gl.max(quarter, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def softmax_step(s, m, den, factor):
+    """One online-softmax step: the weights of this block, and the running maximum, sum and the rescaling of what was
+    summed before. Scores are s * factor."""
+    m_new = together(gl.maximum(m, row_maximum(s) * factor))
+    weights = gl.exp2(s * factor - m_new[:, None])
+    decay = gl.exp2(m - m_new)
+    return weights, decay, m_new, den * decay + gl.sum(weights, 1)
+
+
+@gluon.jit
+def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
+    """Scores of one block to softmax weights."""
+    if partial:
+        s = hide(p, to_log2_units(p, s), mask, block, slope)
+        weights, decay, m, den = softmax_step(s, m, den, 1.0)
+    elif p.spec.has_softcap:
+        weights, decay, m, den = softmax_step(to_log2_units(p, s), m, den, 1.0)
+    else:
+        # The scale goes into the subtraction of the maximum (one fused multiply-add).
+        weights, decay, m, den = softmax_step(s, m, den, p.scale * LOG2E)
+    return weights, decay, m, den
+
+
+@gluon.jit
+def as_operand(p, weights, dtype: gl.constexpr):
+    """Softmax weights as the left operand of the second product; the registers already lie as it wants them."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma_layout(p.spec.d), 2)
+    return gl.convert_layout(weights.to(dtype), layout, assert_trivial=True)
+
+
+@gluon.jit
+def rescale(p, acc, decay):
+    """Multiply the accumulator's rows."""
+    layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.d))
+    return acc * gl.convert_layout(decay, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def start_scores(p, queries, k_ring, step):
+    """Start S = Q K^T for the step-th block."""
+    zero = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
+    k_ring.wait_full(step)
+    return warpgroup_mma(queries, k_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def advance(p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step, block, partial: gl.constexpr,
+            wg: gl.constexpr):
+    """One turn of the skewed loop: start S of block `step` and O += P V of the block before, then do the softmax of
+    block `step` while the latter runs. Returns the accumulator, the new P, m and l."""
+    seq, head, token, taken = tile
+    if p.spec.pingpong:
+        # Warpgroup 0 opens; each later turn is handed on by the neighbour once both of its products are issued.
+        first: gl.constexpr = 1 if wg == 0 else 0
+        mbarrier.wait(turns.index(wg), (taken & 1) ^ first)
+    scores = start_scores(p, queries, k_ring, step)
+    v_ring.wait_full(step - 1)
+    acc = warpgroup_mma(probs, v_ring.operand(step - 1), acc, is_async=True)
+    if p.spec.pingpong:
+        mbarrier.arrive(turns.index((wg + 1) % p.spec.n_wg), count=1)
+    mask = 0
+    if partial and p.spec.has_mask:
+        mask = load_mask(p, seq, head, token, block)
+    scores = warpgroup_mma_wait(1, [scores])
+    k_ring.release(step)
+    weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, partial)
+    den = settle(den)
+    acc, probs = warpgroup_mma_wait(0, [acc, probs])
+    v_ring.release(step - 1)
+    return rescale(p, acc, decay), as_operand(p, weights, probs.dtype), m, den
+
+
+@gluon.jit
+def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
+    """Divide by the denominator (the sink's share included) and store the rows, their LSE and the tile's flag."""
+    seq, head, token, taken = tile
+    acc_rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.d))
+    m = gl.convert_layout(m, acc_rows, assert_trivial=True)
+    den = gl.convert_layout(den, acc_rows, assert_trivial=True)
+    factor = gl.full([64], 1.0, gl.float32, acc_rows)
+    if p.spec.has_sinks:
+        sink = gl.load(p.sinks + head) * LOG2E
+        m_new = gl.maximum(m, sink)
+        factor = gl.exp2(m - m_new)
+        den = den * factor + gl.exp2(sink - m_new)
+        m = m_new
+    rows = gl.arange(0, 64, acc_rows)
+    cols = gl.arange(0, p.spec.d, gl.SliceLayout(0, mma_layout(p.spec.d)))
+    stored = token + rows < p.n_q
+    values = gl.where((den == 0.0)[:, None], 0.0, acc * (factor / den)[:, None])
+    vec: gl.constexpr = p.spec.q_vec
+    base = p.out + (seq.to(gl.int64) * p.so_s + head.to(gl.int64) * p.so_h + token.to(gl.int64) * p.so_t) * vec
+    gl.store(base + rows[:, None] * (p.so_t * vec) + cols[None, :], values, mask=stored[:, None])
+    if p.spec.has_lse:
+        at = p.lse + (seq.to(gl.int64) * p.n_q + token + rows) * p.n_head + head
+        gl.store(at, (m + gl.log2(den)) * LN2, mask=stored)
+    if p.spec.has_bad:
+        # 0 * x is 0 for every finite x and NaN otherwise.
+        spoilt = gl.where(stored & (gl.sum(values * 0.0, 1) != 0.0), 1, 0)
+        store_flag(p, gl.max(spoilt, 0), (seq * p.n_head + head) * p.query_tiles() + qt, wg)
+
+
+@gluon.jit
+def store_flag(p, flag, tile, wg: gl.constexpr):
+    """Each warpgroup owns a part of the tile's int32, so that neither atomics nor a cleared array are needed."""
+    if p.spec.n_wg == 2:
+        gl.store(p.bad.to(gl.pointer_type(gl.int16), bitcast=True) + 2 * tile + wg, flag.to(gl.int16))
+    elif wg == 0:
+        gl.store(p.bad.to(gl.pointer_type(gl.int16), bitcast=True) + 2 * tile, flag.to(gl.int16))
+    else:
+        gl.store(p.bad.to(gl.pointer_type(gl.int8), bitcast=True) + 4 * tile + wg + 1, flag.to(gl.int8))
+
+
+@gluon.jit
+def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
+    """A consumer warpgroup: rows 64 * wg .. 64 * wg + 63 of every tile."""
+    dtype: gl.constexpr = query_buffers.dtype
+    queries = query_buffers.index(wg)
+    row_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
+    # The next tile's queries are fetched into registers while the last product of a tile runs, if they fit beside it.
+    ahead: gl.constexpr = p.spec.persistent and p.spec.d * (p.spec.n_wg - 1) <= 128
+    step = 0
+    taken = 0
+    rounds = p.rounds()
+    if ahead:
+        fetched = fetch_queries(p, 0, wg)
+    for turn in range(rounds):
+        seq, head, qt = p.tile(turn)
+        token = (qt * p.spec.n_wg + wg) * 64
+        if not ahead:
+            fetched = fetch_queries(p, turn, wg)
+        n_full, n_all, start = p.visits(seq, head, qt)
+        slope = LOG2E
+        if p.spec.has_alibi:
+            slope = gl.load(p.slopes + head) * LOG2E
+
+        queries.store(fetched.to(dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+
+        m = gl.full([64], NO_MAX, gl.float32, row_layout)
+        den = gl.full([64], 0.0, gl.float32, row_layout)
+        acc = gl.full([64, p.spec.d], 0.0, gl.float32, mma_layout(p.spec.d))
+        tile = (seq, head, token, taken)
+        scores = start_scores(p, queries, k_ring, step)
+        scores = warpgroup_mma_wait(0, [scores])
+        k_ring.release(step)
+        if n_full > 0:
+            weights, decay, m, den = weigh(p, scores, m, den, 0, 0, slope, False)
+        else:
+            block = p.block(start, 0)
+            mask = 0
+            if p.spec.has_mask:
+                mask = load_mask(p, seq, head, token, block)
+            weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, True)
+        probs = as_operand(p, weights, dtype)
+
+        for j in range(1, n_full):
+            tile = (seq, head, token, taken + j - 1)
+            acc, probs, m, den = advance(p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step + j,
+                                         0, False, wg)
+        for j in range(gl.maximum(n_full, 1), n_all):
+            tile = (seq, head, token, taken + j - 1)
+            acc, probs, m, den = advance(p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step + j,
+                                         p.block(start, j), True, wg)
+
+        v_ring.wait_full(step + n_all - 1)
+        acc = warpgroup_mma(probs, v_ring.operand(step + n_all - 1), acc, is_async=True)
+        if ahead:
+            fetched = fetch_queries(p, gl.minimum(turn + 1, rounds - 1), wg)
+        acc, probs = warpgroup_mma_wait(0, [acc, probs])
+        v_ring.release(step + n_all - 1)
+        finish(p, acc, m, den, tile, qt, wg)
+        step += n_all
+        taken += n_all - 1
+
+
+INTEGER_ARGUMENTS = ("sq_t", "sq_h", "sq_s", "so_t", "so_h", "so_s", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs",
+                     "class_heads", "n_seq", "n_head", "gqa", "n_q", "n_kv", "section")
+
+
+@gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS))
+def hopper_flash_attn_kernel(q, k_desc, v_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+                             sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
+                             n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr):
+    p = Problem(q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap, sq_t, sq_h, sq_s, so_t, so_h,
+                so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads, n_seq, n_head, gqa, n_q, n_kv, section,
+                spec)
+    dtype: gl.constexpr = k_desc.dtype
+    query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], tile_shared_layout(dtype, 2))
+    k_ring = make_ring(dtype, spec)
+    v_ring = make_ring(dtype, spec)
+    turns = make_barriers(spec.n_wg, 1)
+    # setmaxnreg moves registers from the producer's warpgroup to the consumers; the first consumer, the default
+    # partition, takes what the others leave of the 64 Ki registers.
+    if spec.n_wg == 2:
+        gl.warp_specialize([
+            (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
+            (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
+            (produce, (p, k_desc, v_desc, k_ring, v_ring)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
+            (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
+            (consume, (p, query_buffers, k_ring, v_ring, turns, 2)),
+            (produce, (p, k_desc, v_desc, k_ring, v_ring)),
+        ], [4, 4, 1], [160, 160, 32])
+
+
+def shared_bytes(d: int, config: Config) -> int:
+    """Shared memory of one program: the queries, both rings, and some room for barriers and the compiler's own use."""
+    return 2 * d * (config.block_m + 2 * config.stages * config.block_n) + 1024
+
+
+def registers_at_start(config: Config) -> int:
+    """Registers of a thread at launch, before setmaxnreg: an even share of the file, the producer's group included."""
+    return 65536 // (128 * (config.n_wg + 1)) // 8 * 8
+
+
+def strides_in(unit: int, tensor: torch.Tensor, dims: tuple[int, ...]) -> list[int]:
+    """Strides of some dimensions in units of `unit` elements; a dimension of size 1 has none."""
+    return [tensor.stride(i) // unit if tensor.shape[i] > 1 else 0 for i in dims]
+
+
+def aligned(tensor: torch.Tensor, unit: int) -> bool:
+    """Whether every row of `unit` elements along the last dimension starts at a multiple of its own size."""
+    rows = range(tensor.dim() - 1)
+    return tensor.data_ptr() % (unit * tensor.element_size()) == 0 and all(
+        tensor.shape[i] == 1 or tensor.stride(i) % unit == 0 for i in rows)
+
+
+def tile_descriptor(tensor: torch.Tensor, block_n: int) -> TensorDescriptor:
+    """TMA descriptor of K or V [n_seq, n_head_kv, n_kv, d] in boxes of [1, 1, block_n, d]; rows past n_kv read as 0."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    shape = list(tensor.shape)
+    # TMA wants strides of whole 16 bytes even where the size is 1 and the stride means nothing.
+    strides = [tensor.stride(i) if shape[i] > 1 else shape[3] for i in range(3)] + [1]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, block_n, shape[3]], layout)
+
+
+def heads_side_by_side(d: int, n_kv: int, gqa: int, heads: int, ordered: bool) -> int:
+    """How many heads run at the same time: those of one kv head where tiles are equally long, else as many as keep K
+    and V within the L2 cache, so that there are enough tiles of one length to go round."""
+    if not ordered:
+        return gqa
+    per_kv_head = 4 * d * n_kv
+    return min(heads, gqa * max(1, L2_SECTION_BYTES // per_kv_head))
+
+
+def hopper_flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, scale: float,
+                      softcap: float = 0.0, mask: torch.Tensor | None = None, counts: torch.Tensor | None = None,
+                      blocks: torch.Tensor | None = None, slopes: torch.Tensor | None = None,
+                      sinks: torch.Tensor | None = None, bad: torch.Tensor | None = None,
+                      lse: torch.Tensor | None = None, config: Config | None = None) -> None:
+    """out = softmax(scale * q k^T (soft-capped) + slope * mask) v, for every sequence and head.
+
+    q: f32 [n_seq, n_head, n_q, d], any strides but the last, which is 1; d is 64, 128 or 256.
+    k, v: f16 or bf16 [n_seq, n_head_kv, n_kv, d], strides of whole 16 bytes. Head h reads kv head
+      h // (n_head / n_head_kv).
+    out: f32 [n_seq, n_q, n_head, d], written; any strides but the last.
+    scale: not negative. softcap: 0 for none.
+    mask: f16 [m3, m2, n_q, n_kv], last stride 1; sequence s and head h use mask[s % m3, h % m2]. -inf hides a key,
+      whatever its score. With it come the classes of its blocks of (config.block_m, config.block_n), for each of the
+      m3 * MG * ceil(n_q / block_m) query tiles, MG being m2 or 1: counts int32 [tiles, 2], how many key blocks hold
+      only zeros (full) and how many are visited besides (partial); blocks int32 [tiles, ceil(n_kv / block_n)], their
+      indices, the full ones first. A block that reaches past n_kv is never full.
+    slopes: f32 [n_head], ALiBi factors of the mask. sinks: f32 [n_head], a score that joins each row's denominator.
+    bad: int32 [n_seq * n_head * ceil(n_q / block_m)], written: 0, or not 0 where a tile's output holds NaN or infinity.
+      (V may hold such values in rows that the mask hides; the products here let them through.)
+    lse: f32 [n_seq, n_q, n_head] contiguous, written: the natural logarithm of each row's denominator.
+    A row whose keys are all hidden gives 0.
+    """
+    n_seq, n_head, n_q, d = q.shape
+    n_kv = k.shape[2]
+    config = config or DEFAULTS[d, mask is not None]
+    if k.shape != v.shape or k.dtype != v.dtype or k.dtype not in (torch.float16, torch.bfloat16) or k.shape[3] != d:
+        raise ValueError(f"k and v must share a 16-bit type and a shape: {k.dtype} {k.shape} and {v.dtype} {v.shape}")
+    if scale < 0:
+        raise ValueError(f"scale must not be negative, got {scale}")
+    if shared_bytes(d, config) > MAX_SHARED_BYTES:
+        raise ValueError(f"{config} needs {shared_bytes(d, config)} bytes of shared memory at d = {d}")
+    tiles_of_head = triton.cdiv(n_q, config.block_m)
+    mask_seqs = mask_heads = class_heads = mask_vec = 1
+    mask_strides = [0, 0, 0]
+    if mask is not None:
+        assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
+        mask_seqs, mask_heads = mask.shape[:2]
+        class_heads = counts.shape[0] // (mask_seqs * tiles_of_head)
+        mask_vec = 8 if aligned(mask, 8) else 1
+        mask_strides = strides_in(mask_vec, mask, (2, 1, 0))
+    q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
+    tiles = tiles_of_head * n_head * n_seq
+    ordered = mask is not None
+    spec = Spec(d=d, block_n=config.block_n, stages=config.stages, n_wg=config.n_wg, pingpong=config.pingpong,
+                persistent=config.persistent, reversed_order=ordered, q_vec=q_vec, has_mask=mask is not None,
+                mask_vec=mask_vec, has_softcap=softcap != 0.0, has_alibi=slopes is not None,
+                has_sinks=sinks is not None, has_bad=bad is not None, has_lse=lse is not None)
+    gqa = n_head // k.shape[1]
+    programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+    integers: list[Any] = [*strides_in(q_vec, q, (2, 1, 0)), *strides_in(q_vec, out, (1, 2, 0)), *mask_strides,
+                           mask_heads, mask_seqs, class_heads, n_seq, n_head, gqa, n_q, n_kv,
+                           heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered)]
+    hopper_flash_attn_kernel[(programs, )](
+        q, tile_descriptor(k, config.block_n), tile_descriptor(v, config.block_n), out, mask, counts, blocks, slopes,
+        sinks, bad, lse, float(scale), float(softcap), *integers, spec, num_warps=4,
+        maxnreg=registers_at_start(config))
+
+
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,105 @@
+"""What a mask hides, found once for all layers that share it: per tile of queries, which k-blocks there are to do.
+
+A k-block is skipped (every query of the tile has -inf), full (every one 0: nothing to add) or partial. What is found
+lies in device memory and is found anew each time the graph runs, so lengths may change between runs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SKIP, FULL, PARTIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def classify_blocks(
+    p_mask, p_class, p_seen, sm_t, sm_h, sm_s, n_q, n_kv, m2, heads_packed, mask_groups, n_qt, n_blocks,
+    PER_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (mask tile, i) classifies CHUNK k-blocks, ROWS mask rows at a time.
+
+    class: int32 [mask tiles, n_blocks]; seen: int32 [mask tiles, n_blocks, BLOCK_N / 32], a bit for each key that some
+    query of the tile sees. PER_HEAD: the heads of a tile have masks of their own, else one mask serves all.
+    """
+    mask_tile = tl.program_id(0)
+    i_qt = mask_tile % n_qt
+    i_group = (mask_tile // n_qt) % mask_groups
+    p_seq = p_mask + (mask_tile // (n_qt * mask_groups)).to(tl.int64) * sm_s
+    i_kb = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    col = i_kb[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    m_col = col < n_kv
+    first = i_qt * BLOCK_M
+    if PER_HEAD:
+        n_rows = tl.minimum(BLOCK_M, n_q * heads_packed - first)
+    else:
+        n_rows = tl.minimum(n_q, (first + BLOCK_M - 1) // heads_packed + 1) - first // heads_packed
+    seen = tl.zeros([CHUNK, BLOCK_N], tl.int32)
+    full = m_col.to(tl.int32)
+    for base in range(0, n_rows, ROWS):
+        i_row = base + tl.arange(0, ROWS)
+        m_row = i_row < n_rows
+        if PER_HEAD:
+            head = i_group * heads_packed + (first + i_row) % heads_packed
+            row = (head % m2).to(tl.int64) * sm_h + ((first + i_row) // heads_packed).to(tl.int64) * sm_t
+        else:
+            row = (first // heads_packed + i_row).to(tl.int64) * sm_t
+        m_load = m_row[:, None, None] & m_col[None, :, :]
+        x = tl.load(p_seq + row[:, None, None] + col[None, :, :], mask=m_load, other=float("-inf")).to(tl.float32)
+        seen = tl.maximum(seen, tl.max((x != float("-inf")).to(tl.int32), 0))
+        full = tl.minimum(full, tl.min(((x == 0.0) | (m_row[:, None, None] == 0)).to(tl.int32), 0))
+    any_seen = tl.max(seen, 1)
+    kind = tl.where(any_seen == 0, SKIP, tl.where(tl.min(full, 1) == 1, FULL, PARTIAL))
+    at = mask_tile.to(tl.int64) * n_blocks + i_kb
+    tl.store(p_class + at, kind, mask=i_kb < n_blocks)
+    bits = tl.reshape(seen, (CHUNK, BLOCK_N // 32, 32)) << tl.arange(0, 32)[None, None, :]
+    words = tl.sum(bits, 2)
+    i_word = tl.arange(0, BLOCK_N // 32)
+    tl.store(p_seen + at[:, None] * (BLOCK_N // 32) + i_word[None, :], words, mask=(i_kb < n_blocks)[:, None])
+
+
+@triton.jit
+def list_blocks(p_class, p_counts, p_blocks, n_blocks, CHUNK: tl.constexpr):
+    """Program i lists mask tile i's k-blocks: full ones in order, then partial ones.
+
+    counts: int32 [mask tiles, 2], how many of each; blocks: int32 [mask tiles, n_blocks].
+    """
+    mask_tile = tl.program_id(0)
+    p_class += mask_tile.to(tl.int64) * n_blocks
+    p_blocks += mask_tile.to(tl.int64) * n_blocks
+    n_full = 0
+    for base in range(0, n_blocks, CHUNK):
+        i = base + tl.arange(0, CHUNK)
+        kind = tl.load(p_class + i, mask=i < n_blocks, other=SKIP)
+        n_full += tl.sum((kind == FULL).to(tl.int32), 0)
+    done_full = 0
+    done_partial = n_full
+    for base in range(0, n_blocks, CHUNK):
+        i = base + tl.arange(0, CHUNK)
+        kind = tl.load(p_class + i, mask=i < n_blocks, other=SKIP)
+        is_full = (kind == FULL).to(tl.int32)
+        is_partial = (kind == PARTIAL).to(tl.int32)
+        tl.store(p_blocks + done_full + tl.cumsum(is_full, 0) - 1, i, mask=kind == FULL)
+        tl.store(p_blocks + done_partial + tl.cumsum(is_partial, 0) - 1, i, mask=kind == PARTIAL)
+        done_full += tl.sum(is_full, 0)
+        done_partial += tl.sum(is_partial, 0)
+    tl.store(p_counts + 2 * mask_tile, n_full)
+    tl.store(p_counts + 2 * mask_tile + 1, done_partial - n_full)
+
+
+@triton.jit
+def sum_units(p_counts, p_unit_start, n_tiles, n_qt, n_groups, mask_groups, m3, CHUNK: tl.constexpr):
+    """unit_start: int32 [n_tiles + 1], the prefix sums of max(1, k-blocks) over all tiles. One program."""
+    total = 0
+    tl.store(p_unit_start, 0)
+    for base in range(0, n_tiles, CHUNK):
+        tile = base + tl.arange(0, CHUNK)
+        i_group = (tile // n_qt) % n_groups
+        i_seq = tile // (n_qt * n_groups)
+        mask_tile = ((i_seq % m3) * mask_groups + i_group % mask_groups) * n_qt + tile % n_qt
+        inside = tile < n_tiles
+        n = tl.load(p_counts + 2 * mask_tile, mask=inside, other=0)
+        n += tl.load(p_counts + 2 * mask_tile + 1, mask=inside, other=0)
+        n = tl.where(inside, tl.maximum(n, 1), 0)
+        tl.store(p_unit_start + 1 + tile, total + tl.cumsum(n, 0), mask=inside)
+        total += tl.sum(n, 0)

@@ -1,0 +1,115 @@
+"""The integer arithmetic of stream_k.py as the kernels do it.
+
+Numbers are 32-bit as long as programs times units fit (BIG false): 64-bit divisions take a GPU a tenth of a microsecond
+each, before the first key can be loaded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_units(
+    tile, p_counts, n_blocks, p_unit_start, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr
+):
+    """(first unit, units) of a tile. UNIFORM: all tiles have as many."""
+    if UNIFORM:
+        n = n_blocks
+        if HAS_MASK:
+            n = tl.maximum(1, tl.load(p_counts) + tl.load(p_counts + 1))
+        if BIG:
+            n = n.to(tl.int64)
+        start = tile * n
+    else:
+        start = tl.load(p_unit_start + tile)
+        n = tl.load(p_unit_start + tile + 1) - start
+        if BIG:
+            start = start.to(tl.int64)
+            n = n.to(tl.int64)
+    return start, n
+
+
+@triton.jit
+def all_units(
+    n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr
+):
+    """Units of all tiles."""
+    if UNIFORM:
+        total, n = tile_units(n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, True, BIG)
+    else:
+        total = tl.load(p_unit_start + n_tiles)
+        if BIG:
+            total = total.to(tl.int64)
+    return total
+
+
+@triton.jit
+def find_tile(unit, p_unit_start, n_tiles):
+    """The tile that holds a unit: how many tiles end at or before it. One load's wait, not a search's many."""
+    tile = 0
+    for first in range(0, n_tiles, 1024):
+        i = first + tl.arange(0, 1024)
+        ends = tl.load(p_unit_start + 1 + i, mask=i < n_tiles, other=2**31 - 1)
+        tile += tl.sum((ends <= unit).to(tl.int32), 0)
+    return tile
+
+
+@triton.jit
+def program_range(
+    pid, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr,
+    BIG: tl.constexpr,
+):  # fmt: skip
+    """(first tile, first unit, end) of a program, in global units. splits: parts a tile, 0 for stream-K."""
+    if splits > 0:
+        tile = pid // splits
+        part = pid % splits
+        start, n = tile_units(tile, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
+        unit = start + part * n // splits
+        stop = start + (part + 1) * n // splits
+    else:
+        total = all_units(n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
+        unit = pid * total // programs
+        stop = (pid + 1) * total // programs
+        if UNIFORM:
+            start, n = tile_units(0, p_counts, n_blocks, p_unit_start, HAS_MASK, True, BIG)
+            tile = (unit // n).to(tl.int32)
+        else:
+            tile = find_tile(unit, p_unit_start, n_tiles)
+    return tile, unit, stop
+
+
+@triton.jit
+def fixup_range(
+    tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr,
+    BIG: tl.constexpr,
+):  # fmt: skip
+    """(first program, last program, units of the tile, units of all) of those that share a tile; first == last: one
+
+    program did it whole, and there is nothing to join."""
+    start, n = tile_units(tile, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
+    total = n
+    if splits > 0:
+        first = tile * splits
+        last = tl.where(n > 1, first + splits - 1, first)
+    else:
+        total = all_units(n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
+        first = (((start + 1) * programs - 1) // total).to(tl.int32)
+        last = (((start + n) * programs - 1) // total).to(tl.int32)
+    return first, last, n, total
+
+
+@triton.jit
+def part_slot(program, first, last, programs, splits, n_units, total):
+    """(slot, whether it holds anything) of the part that a program has of a tile. program: a number or a vector.
+
+    With stream-K the finisher's is 2p, an open part's 2p + 1; programs beyond the number of units have nothing."""
+    if splits > 0:
+        i = program - first
+        used = (i * n_units // splits) < ((i + 1) * n_units // splits)
+        slot = program
+    else:
+        used = (program * total // programs) < ((program + 1) * total // programs)
+        slot = 2 * program + tl.where(program == last, 0, 1)
+    return slot, used & (program <= last)

@@ -1,0 +1,46 @@
+"""What the backend refuses, and why. Needs neither Triton nor a GPU."""
+
+from __future__ import annotations
+
+from graphrt.op import op_spec
+from graphrt.tensor import Tensor
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+MAX_HEAD_SIZE = 576
+
+
+def why_unsupported(node: Tensor) -> str | None:
+    """None when the backend runs a node, else a sentence why not."""
+    if op_spec(node.op).is_view:
+        return None
+    if node.op == "FLASH_ATTN_EXT":
+        return _why_not_attention(node, ("k", "v"))
+    if node.op == "FLASH_ATTN_LSE":
+        return _why_not_attention(node, ("k",))
+    return f"it has no kernel for {node.op} yet"
+
+
+def _why_not_attention(node: Tensor, names: tuple[str, ...]) -> str | None:
+    q = node.src[0]
+    for name, t in zip(names, node.src[1:]):
+        assert t is not None
+        if t.dtype.name not in KV_TYPES:
+            return f"{name} must be one of {', '.join(KV_TYPES)} for its attention kernel, this one is {t.dtype.name}"
+        if t.ne[0] > MAX_HEAD_SIZE:
+            return f"its attention kernel has head sizes up to {MAX_HEAD_SIZE}, {name}'s is {t.ne[0]}"
+        reason = _why_not_strides(name, t)
+        if reason is not None:
+            return reason
+    for i, t in enumerate(node.src):
+        if t is not None and t.dtype.name in ("f32", "f16", "bf16") and any(n % t.dtype.type_size for n in t.nb):
+            return f"source {i}'s strides must be whole elements, they are {t.nb} bytes of {t.dtype.name}"
+    assert q is not None
+    if any(t is not None and t.nb[0] != t.dtype.type_size for t in node.src):
+        return "its attention kernel reads rows whose elements lie side by side, one source's do not"
+    return None
+
+
+def _why_not_strides(name: str, t: Tensor) -> str | None:
+    if t.dtype.is_quantized and any(n % 2 for n in t.nb[1:]):
+        return f"{name}'s strides must be even, they are {t.nb} bytes"
+    return None
