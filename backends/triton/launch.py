@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from triton.runtime.errors import OutOfResources
 
 from graphrt.backends.triton.device import interpreting
 
@@ -12,14 +13,32 @@ if interpreting():
     from graphrt.backends.triton import interpreter  # noqa: F401  (mends Triton's interpreter)
 
 
-@dataclass(frozen=True)
 class Launch:
-    """kernel: a triton.jit function; args: tensors, numbers and constexprs by name; options: num_warps etc."""
+    """kernel: a triton.jit function; args: tensors, numbers and constexprs by name; options: num_warps and the like.
 
-    kernel: Any
-    grid: tuple[int, ...]
-    args: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    smaller: arguments to replace, in order, where the device has too little shared memory. They change speed only.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
+        smaller: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.kernel = kernel
+        self.grid = grid
+        self.args = dict(args)
+        self.options = dict(options or {})
+        self.smaller = list(smaller)
 
     def __call__(self) -> None:
-        self.kernel[self.grid](**self.args, **self.options)
+        while True:
+            try:
+                self.kernel[self.grid](**self.args, **self.options)
+                return
+            except OutOfResources:
+                if not self.smaller:
+                    raise
+                self.args |= self.smaller.pop(0)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """block_m: query rows a tile; block_n: keys a k-block; warps: of 32 threads (64 on AMD); stages: k-blocks in flight;
-    ways: of the decode form, keys are shared out to so many warps, 0 for the other form; per_sm: programs a
-    multiprocessor holds at once, for the chooser."""
+    """block_m: query rows a tile; block_n: keys a k-block; warps: of 32 threads (64 on AMD); stages: k-blocks in
+    flight; ways: of the decode form, keys are shared out to so many warps, 0 for the other form; per_sm: programs that
+    a multiprocessor holds at once, for the chooser."""
 
     block_m: int
     block_n: int
@@ -26,48 +26,49 @@ class Config:
 class Row:
     """config holds for at most `rows` query rows (of all queries and heads that share a KV head), head sizes up to `d`
 
-    and these kinds of K: "half" (f16, bf16), "f32" or "quantized"."""
+    and these kinds of K: "half" (f16, bf16), "f32" or "quantized". v_in_k: only if V's tiles are parts of K's."""
 
     rows: int
     d: int
     kinds: tuple[str, ...]
     config: Config
+    v_in_k: bool = False
 
 
 MANY = 1 << 30
 ALL = ("half", "f32", "quantized")
 
-#: The first row that fits holds.
+#: The first row that fits holds. On Hopper decode.py and the hopper kernels take most shapes; this is for the others.
 _HOPPER = (
     Row(16, 64, ("half",), Config(16, 128, 4, 3, ways=4, per_sm=3)),
-    Row(16, 128, ("half",), Config(16, 64, 4, 3, ways=4, per_sm=2)),
-    Row(16, 128, ("quantized",), Config(16, 128, 4, 2, ways=4, per_sm=3)),
-    Row(16, 128, ("f32",), Config(16, 64, 4, 2, ways=4, per_sm=1)),
+    Row(16, 128, ("half",), Config(16, 128, 4, 3, per_sm=1)),
+    Row(16, 128, ("quantized",), Config(16, 64, 8, 3, ways=4, per_sm=2)),
+    Row(16, 128, ("f32",), Config(16, 32, 4, 2, per_sm=2)),
     Row(16, 256, ("half",), Config(16, 64, 4, 2, per_sm=1)),
     Row(16, 256, ("quantized",), Config(16, 64, 4, 2, per_sm=2)),
-    Row(16, 256, ("f32",), Config(16, 32, 4, 2, per_sm=1)),
+    Row(16, 256, ("f32",), Config(16, 32, 8, 1, per_sm=2)),
     Row(16, MANY, ("half", "quantized"), Config(16, 64, 8, 2, per_sm=1)),
-    Row(16, MANY, ("f32",), Config(16, 32, 8, 1, per_sm=1)),
-    Row(64, 128, ("half", "quantized"), Config(64, 64, 4, 3, per_sm=2)),
     Row(MANY, 64, ("half", "quantized"), Config(128, 64, 8, 3, per_sm=1)),
-    Row(MANY, 128, ("half", "quantized"), Config(128, 64, 8, 3, per_sm=1)),
-    Row(MANY, 256, ("half", "quantized"), Config(64, 64, 4, 2, per_sm=1)),
-    Row(MANY, MANY, ("half",), Config(64, 64, 8, 2, per_sm=1)),
-    Row(MANY, MANY, ("quantized",), Config(64, 32, 8, 2, per_sm=1)),
-    Row(MANY, 128, ("f32",), Config(64, 32, 8, 1, per_sm=1)),
-    Row(MANY, MANY, ("f32",), Config(32, 32, 8, 1, per_sm=1)),
+    Row(MANY, 128, ("half", "quantized"), Config(64, 64, 4, 3, per_sm=1)),
+    Row(MANY, 256, ("half", "quantized"), Config(64, 64, 8, 2, per_sm=1)),
+    Row(MANY, MANY, ("half",), Config(32, 32, 4, 2, per_sm=2)),
+    Row(MANY, MANY, ("quantized",), Config(16, 32, 8, 1, per_sm=2)),
+    Row(MANY, 128, ("f32",), Config(64, 32, 8, 2, per_sm=1)),
+    Row(MANY, MANY, ("f32",), Config(16, 16, 8, 1, per_sm=1)),
 )
 _AMPERE = (
-    Row(16, 128, ("half",), Config(16, 64, 4, 3, ways=4, per_sm=2)),
-    Row(16, 128, ("quantized",), Config(16, 64, 4, 2, ways=4, per_sm=2)),
-    Row(16, 128, ("f32",), Config(16, 32, 4, 2, ways=2, per_sm=1)),
+    Row(16, 128, ("half",), Config(16, 64, 4, 3, per_sm=2)),
+    Row(16, 128, ("quantized",), Config(16, 64, 4, 2, per_sm=2)),
+    Row(16, 128, ("f32",), Config(16, 32, 4, 2, per_sm=2)),
     Row(16, 256, ("half", "quantized"), Config(16, 64, 4, 2, per_sm=1)),
+    Row(16, 256, ("f32",), Config(16, 32, 8, 1, per_sm=1)),
     Row(16, MANY, ("half", "quantized"), Config(16, 32, 8, 2, per_sm=1)),
     Row(MANY, 128, ("half", "quantized"), Config(64, 64, 4, 2, per_sm=2)),
-    Row(MANY, 256, ("half", "quantized"), Config(64, 32, 4, 2, per_sm=1)),
-    Row(MANY, MANY, ("half", "quantized"), Config(32, 32, 8, 1, per_sm=1)),
-    Row(MANY, 128, ("f32",), Config(32, 32, 4, 1, per_sm=1)),
-    Row(MANY, MANY, ("f32",), Config(16, 32, 8, 1, per_sm=1)),
+    Row(MANY, 256, ("half", "quantized"), Config(64, 32, 8, 2, per_sm=1)),
+    Row(MANY, MANY, ("half",), Config(32, 32, 8, 1, per_sm=1)),
+    Row(MANY, MANY, ("quantized",), Config(16, 32, 8, 1, per_sm=1)),
+    Row(MANY, 128, ("f32",), Config(32, 32, 8, 1, per_sm=1)),
+    Row(MANY, MANY, ("f32",), Config(16, 16, 8, 1, per_sm=1)),
 )
 _CDNA3 = (
     Row(16, 128, ALL, Config(16, 32, 4, 1, per_sm=2)),
@@ -101,8 +102,13 @@ def table_of(arch: str) -> tuple[Row, ...]:
     return TABLES["gfx942"]
 
 
-def find_config(arch: str, rows: int, d: int, k_type: str, v_type: str) -> Config:
-    """The config for so many query rows that share a KV head, the larger head size and the types of K and V."""
+def find_config(arch: str, rows: int, d: int, k_type: str, v_type: str, *, v_in_k: bool = False) -> Config:
+    """The config for so many query rows that share a KV head, the larger head size and the types of K and V.
+
+    v_in_k: a tile of V is a part of K's and takes no memory of its own.
+    """
     kinds = {kind_of(k_type), kind_of(v_type)}
     kind = "f32" if "f32" in kinds else "quantized" if "quantized" in kinds else "half"
-    return next(r.config for r in table_of(arch) if rows <= r.rows and d <= r.d and kind in r.kinds)
+    return next(
+        r.config for r in table_of(arch) if rows <= r.rows and d <= r.d and kind in r.kinds and (v_in_k or not r.v_in_k)
+    )

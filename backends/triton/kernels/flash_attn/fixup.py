@@ -17,11 +17,9 @@ def flash_attn_fixup(
     programs, splits, has_sinks, has_lse,
     D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_V: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, i) joins ROWS rows of a tile, PARTS parts at a time. Arguments are flash_attn's; DP: DV0 + DV1
-
-    rounded up to a power of two."""
+    """Program (tile, i, j) joins ROWS rows, COLS columns of a tile, PARTS parts at a time. Arguments: flash_attn's."""
     tile = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -39,10 +37,10 @@ def flash_attn_fixup(
         head = i_group * PACK + row % PACK
         m_row = (token < n_q) & (i_row < BLOCK_M)
         W: tl.constexpr = DV0 + DV1
-        i_d = tl.arange(0, DP)
+        i_d = tl.program_id(2) * COLS + tl.arange(0, COLS)
         m = tl.full([ROWS], NEG_INF, tl.float32)
         l = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DP], tl.float32)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
         for base in range(first, last + 1, PARTS):
             part = base + tl.arange(0, PARTS)
             slot, used = part_slot(part, first, last, programs, splits, n_units, total)
@@ -51,14 +49,15 @@ def flash_attn_fixup(
             p_sums = p_slot[None, :] + BLOCK_M * W + i_row[:, None]
             m_i = tl.load(p_sums, mask=m_part, other=NEG_INF)
             l_i = tl.load(p_sums + BLOCK_M, mask=m_part, other=0.0)
+            if HAS_V:  # asked for before the sums are there, so that there is one wait for memory and not two
+                p_acc = p_slot[None, :, None] + (i_row * W)[:, None, None] + i_d[None, None, :]
+                a = tl.load(p_acc, mask=m_part[:, :, None] & (i_d < W)[None, None, :], other=0.0)
             m_new = tl.maximum(m, tl.max(m_i, 1))
             safe = tl.where(m_new == NEG_INF, 0.0, m_new)
             weight = tl.exp2(m_i - safe[:, None])
             alpha = tl.exp2(m - safe)
             l = l * alpha + tl.sum(l_i * weight, 1)
             if HAS_V:
-                p_acc = p_slot[None, :, None] + (i_row * W)[:, None, None] + i_d[None, None, :]
-                a = tl.load(p_acc, mask=m_part[:, :, None] & (i_d < W)[None, None, :], other=0.0)
                 acc = acc * alpha[:, None] + tl.sum(a * weight[:, :, None], 1)
             m = m_new
         sink = tl.full([ROWS], NEG_INF, tl.float32)

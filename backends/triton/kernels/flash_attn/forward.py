@@ -1,12 +1,12 @@
 """FLASH_ATTN_EXT: the attention kernel. One source for prefill (many query rows a tile) and decode (few).
 
-A tile is BLOCK_M query rows of one group of heads that share a KV head, of one sequence. Rows run over queries first and
-over the group's heads within: row r is query r // PACK, head r % PACK of the group. A program works
-through a range of (tile, k-block) units (see stream_k.py) and writes a tile's result, or its part of it for fixup.py.
+A tile is BLOCK_M query rows of one group of heads that share a KV head, of one sequence. Rows run over queries first
+and over the group's heads within: row r is query r // PACK, head r % PACK of the group. A program works through a range
+of (tile, k-block) units (see stream_k.py) and writes a tile's result, or its part of it for fixup.py.
 
-Softmax runs online (Milakov and Gimelshein, arXiv 1805.02867) in units of log2: m is the largest logit so far, l the sum
-of 2^(s - m), acc the same sum of the rows of V. Dot products take f16 or bf16 and sum in f32; of f32 caches they are
-split into three tf32 products.
+Softmax runs online (Milakov and Gimelshein, arXiv 1805.02867) in units of log2: m is the largest logit so far, l the
+sum of 2^(s - m), acc the same sum of the rows of V. Dot products take f16 or bf16 and sum in f32; of f32 caches they
+are split into three tf32 products.
 
 WAYS > 0 is the decode form: each warp takes its own keys of a k-block with sums of its own, which meet at the end; so
 BLOCK_M can be 16 without all warps doing the same work, and no warp waits for another in the loop.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphrt.backends.triton.kernels.flash_attn.ranges import program_range, tile_units
+from graphrt.backends.triton.kernels.flash_attn.ranges import longest_first, next_bad, program_range, tile_units
 from graphrt.backends.triton.kernels.flash_attn.tiles import is_quantized, load_quantized, slot_elements
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -69,7 +69,8 @@ def load_index(p, PTX: tl.constexpr):
     """int32 that decide which rows of K and V are loaded.
 
     As PTX because Triton's pipeliner takes a tl.load before another for a stage of its own, and would keep that many
-    fewer k-blocks in flight. It reads what an earlier kernel wrote, a few bytes of a line that is in L1 after the first.
+    fewer k-blocks in flight. The pipeliner does not guard it in rounds past the loop's end: `p` must be readable there
+    too. It reads what an earlier kernel wrote, and all but the first of a line's bytes come from L1.
     """
     if PTX:
         return tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
@@ -164,7 +165,7 @@ def attend(
     HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
     PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One k-block. factor: of q.k; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count."""
+    """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count."""
     i_key = _key_index(BLOCK_N, WAYS)
     first = i_kb * BLOCK_N
     col = first + i_key
@@ -180,16 +181,17 @@ def attend(
     if DK1 > 0:
         k1 = load_kv(p_kb, sk_n, i_row, m_key, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS, not PARTIAL, PTX)
         s = tl.dot(q1, _turned(k1), s, input_precision=PRECISION)
+    # What the mask adds is brought into the units of s: those stay exact where it adds 0, however large they are.
+    unit = LOG2E / factor
     if SOFTCAP:
         s = (softcap * LOG2E) * _tanh(s * factor, K_DOT == tl.float32)
+        unit = LOG2E
         factor = 1.0
     if PARTIAL:
-        s = s * factor
-        factor = 1.0
         if HAS_MASK:
             m_mask = m_rows & _keys_last(col < n_kv, WAYS)
             bias = tl.load(p_mask_rows + _keys_last(col, WAYS), mask=m_mask, other=NEG_INF).to(tl.float32)
-            s = tl.where(bias == NEG_INF, NEG_INF, s + (slope * LOG2E) * bias)
+            s = tl.where(bias == NEG_INF, NEG_INF, s + (slope * unit) * bias)
         else:
             s = tl.where(_keys_last(col < n_kv, WAYS), s, NEG_INF)
     p, m, l, alpha = softmax_step(s, factor, m, l, PARTIAL)
@@ -250,20 +252,20 @@ def flash_attn(
     n_q, n_kv, n_head, gqa, n_groups, n_qt, n_blocks, n_tiles, m2, m3, mask_groups,
     programs, splits, section, sign, factor, softcap, has_sinks, has_lse,
     sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
-    DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
-    K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
+    DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
     PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
     REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. Strides count elements (quantized K and V: words, or halves unless aligned); those between keys
     are a model's own and known when compiled, which saves the registers of all but one address a tile.
 
     q: f32; mask: f16; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head]. counts, blocks, seen: what
     mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
-    [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else one tile a program, the longest
-    first, in sections of `section` groups. REPAIR: only tiles whose `bad` is set.
+    [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
+    the order of longest_first. REPAIR: only those whose `bad` is set.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -273,15 +275,14 @@ def flash_attn(
             pid, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, BIG
         )
     else:
-        per_section = section * n_qt
-        within = pid % per_section
-        i_head = (pid // per_section) * section + within % section
-        tile = i_head * n_qt + n_qt - 1 - within // section
-        unit = 0
-        stop = 1
+        tile = 0
+        unit = pid
+        stop = n_tiles
         if REPAIR:
-            stop = tl.load(p_bad + tile)
+            unit = next_bad(pid, programs, n_tiles, n_qt, section, p_bad)
     while unit < stop:
+        if not RANGES:
+            tile = longest_first(unit, n_qt, section)
         i_qt = tile % n_qt
         i_group = (tile // n_qt) % n_groups
         i_seq = tile // (n_qt * n_groups)
@@ -311,7 +312,9 @@ def flash_attn(
             high = n_all
             whole = True
             finishes = True
-            unit = stop
+            unit += programs
+            if REPAIR:
+                unit = next_bad(unit, programs, n_tiles, n_qt, section, p_bad)
 
         p_row = i_seq.to(tl.int64) * sq_s + token.to(tl.int64) * sq_t + head.to(tl.int64) * sq_h
         q0 = load_q(p_q, p_row, m_row, sign, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS)
@@ -341,14 +344,14 @@ def flash_attn(
             acc1 = tl.zeros([WAYS, BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
 
         for i in tl.range(low, tl.minimum(high, n_full), num_stages=STAGES):
-            i_kb = load_index(p_list + i, PTX) if HAS_MASK else i
+            i_kb = load_index(p_list + tl.minimum(i, n_blocks - 1), PTX) if HAS_MASK else i
             m, l, acc0, acc1 = attend(
                 p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
                 factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
                 BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, False, WIDE, PTX, PRECISION,
             )  # fmt: skip
-        for i in tl.range(tl.maximum(low, n_full), high, num_stages=PARTIAL_STAGES):
-            i_kb = load_index(p_list + i, PTX) if HAS_MASK else i
+        for i in tl.range(tl.maximum(low, n_full), high, num_stages=STAGES):
+            i_kb = load_index(p_list + tl.minimum(i, n_blocks - 1), PTX) if HAS_MASK else i
             m, l, acc0, acc1 = attend(
                 p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
                 factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,

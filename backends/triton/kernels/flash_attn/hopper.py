@@ -85,17 +85,32 @@ class Spec:
     has_sinks: bool
     has_bad: bool
     has_lse: bool
+    # Quantized types whose order of elements (see slot_elements) the columns of the query tile and of the output have.
+    k_kind: str = ""
+    v_kind: str = ""
 
 
-DEFAULTS: dict[tuple[int, bool], Config] = {
-    # (D, has_mask)
-    (64, False): Config(block_n=128, stages=2, n_wg=2),
-    (64, True): Config(block_n=128, stages=2, n_wg=2),
-    (128, False): Config(block_n=128, stages=2, n_wg=2),
-    (128, True): Config(block_n=128, stages=2, n_wg=2),
-    (256, False): Config(block_n=64, stages=2, n_wg=2),
-    (256, True): Config(block_n=64, stages=2, n_wg=2),
+#: By head size. The fastest of those tried on an H100; see BENCHMARKS.md.
+DEFAULTS: dict[int, Config] = {
+    64: Config(block_n=128, stages=2, n_wg=2, pingpong=True),
+    128: Config(block_n=128, stages=2, n_wg=2, persistent=False),
+    256: Config(block_n=64, stages=2, n_wg=2, persistent=False),
 }
+#: Fewer queries than this leave most of a tile empty.
+MIN_QUERIES = 48
+
+
+def config_for(p: Any) -> Config | None:
+    """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
+    k, v = p.k_t, p.v_t
+    if p.out is None or v is None or k.dtype is not v.dtype or k.dtype.name not in ("f16", "bf16"):
+        return None
+    if k.ne[0] != v.ne[0] or k.ne[0] not in DEFAULTS or p.n_q < MIN_QUERIES or p.params.scale < 0:
+        return None
+    # TMA takes addresses and strides of whole 16 bytes.
+    if any(n % 16 for t in (k, v) for n in (*t.nb[1:], p.place(t)[1])):
+        return None
+    return DEFAULTS[k.ne[0]]
 
 
 @gluon.constexpr_function
@@ -213,9 +228,39 @@ class Problem:
     spec: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap, sq_t, sq_h, sq_s, so_t,
-                 so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads, n_seq, n_head, gqa, n_q, n_kv,
-                 section, spec):
+    def __init__(
+        self,
+        q,
+        out,
+        mask,
+        counts,
+        blocks,
+        slopes,
+        sinks,
+        bad,
+        lse,
+        scale,
+        softcap,
+        sq_t,
+        sq_h,
+        sq_s,
+        so_t,
+        so_h,
+        so_s,
+        sm_t,
+        sm_h,
+        sm_s,
+        mask_heads,
+        mask_seqs,
+        class_heads,
+        n_seq,
+        n_head,
+        gqa,
+        n_q,
+        n_kv,
+        section,
+        spec,
+    ):
         self.q = q
         self.out = out
         self.mask = gl.constexpr(None) if mask is None else mask
@@ -334,6 +379,24 @@ def produce(p, k_desc, v_desc, k_ring, v_ring):
 
 
 @gluon.jit
+def slot_elements(i_slot, KIND: gl.constexpr):
+    """Which element of a row each slot of a tile holds: rows of quantized blocks are unpacked in the order of their
+    bytes, by pairs of blocks that start on a 4-byte word (see hopper_quant.py). i_slot: int32, any shape."""
+    if KIND == "":
+        return i_slot
+    i_block = i_slot // 32
+    i = i_slot % 32
+    # The first two values of a pair's first block share a word with its scale; they come last.
+    turn = gl.where(i_block % 2 == 0, 2, 0)
+    if KIND == "q8_0":
+        # Pairs stay pairs, which one load or store may take.
+        return gl.max_contiguous(gl.multiple_of(i_block * 32 + (i + turn) % 32, 2), 2)
+    # A word of eight 4-bit numbers: the low halves of bytes 0 and 2, the high ones, then the same of bytes 1 and 3.
+    i_byte = i // 8 * 4 + i % 8 // 4 + i % 2 * 2
+    return i_block * 32 + (i_byte + turn) % 16 + i // 2 % 2 * 16
+
+
+@gluon.jit
 def fetch_queries(p, turn, wg: gl.constexpr):
     """A warpgroup's [64, d] f32 query rows of this program's turn-th tile; rows past n_q are 0."""
     seq, head, qt = p.tile(turn)
@@ -341,7 +404,8 @@ def fetch_queries(p, turn, wg: gl.constexpr):
     vec: gl.constexpr = p.spec.q_vec
     layout: gl.constexpr = query_layout(p.spec.d)
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    cols = gl.arange(0, p.spec.d, gl.SliceLayout(0, layout))
+    kind: gl.constexpr = p.spec.k_kind
+    cols = slot_elements(gl.arange(0, p.spec.d, gl.SliceLayout(0, layout)), kind)
     base = p.q + (seq.to(gl.int64) * p.sq_s + head.to(gl.int64) * p.sq_h + token.to(gl.int64) * p.sq_t) * vec
     offsets = rows[:, None] * (p.sq_t * vec) + cols[None, :]
     return gl.load(base + offsets, mask=(token + rows < p.n_q)[:, None], other=0.0)
@@ -358,8 +422,15 @@ def load_mask(p, seq, head, token, block):
         # Rows start at multiples of 16 bytes, so the pair of an odd last column is readable: ask by pairs, and each
         # thread's two neighbouring columns become one 4-byte load.
         inside = cols // 2 * 2 < p.n_kv
-    base = p.mask + ((seq % p.mask_seqs).to(gl.int64) * p.sm_s + (head % p.mask_heads).to(gl.int64) * p.sm_h
-                     + token.to(gl.int64) * p.sm_t) * p.spec.mask_vec
+    base = (
+        p.mask
+        + (
+            (seq % p.mask_seqs).to(gl.int64) * p.sm_s
+            + (head % p.mask_heads).to(gl.int64) * p.sm_h
+            + token.to(gl.int64) * p.sm_t
+        )
+        * p.spec.mask_vec
+    )
     offsets = rows[:, None] * (p.sm_t * p.spec.mask_vec) + cols[None, :]
     keep = (token + rows < p.n_q)[:, None] & inside[None, :]
     return gl.load(base + offsets, mask=keep, other=float("-inf"))
@@ -368,8 +439,7 @@ def load_mask(p, seq, head, token, block):
 @gluon.jit
 def reciprocal(x):
     """1 / x, one instruction: within an ulp, and 0 for infinity."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True,
-                                     pack=1)
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -386,7 +456,13 @@ def together(m):
         max.f32 $0, $2, low;
         min.f32 low, $2, 0fF149F2CA;
         max.f32 $1, $3, low;
-        }""", "=&r,=&r,r,r", [m], dtype=gl.float32, is_pure=True, pack=2)
+        }""",
+        "=&r,=&r,r,r",
+        [m],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
@@ -408,7 +484,13 @@ def settle(den):
         @never mbarrier.arrive.shared::cta.b64 _, [nowhere];
         mov.b32 $0, $2;
         mov.b32 $1, $3;
-        }""", "=r,=r,r,r", [den], dtype=gl.float32, is_pure=False, pack=2)
+        }""",
+        "=r,=r,r,r",
+        [den],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
 
 
 @gluon.jit
@@ -499,8 +581,23 @@ def start_scores(p, queries, k_ring, step):
 
 
 @gluon.jit
-def advance(p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step, block, partial: gl.constexpr,
-            wg: gl.constexpr):
+def advance(
+    p,
+    queries,
+    k_ring,
+    v_ring,
+    turns,
+    tile,
+    slope,
+    acc,
+    probs,
+    m,
+    den,
+    step,
+    block,
+    partial: gl.constexpr,
+    wg: gl.constexpr,
+):
     """One turn of the skewed loop: start S of block `step` and O += P V of the block before, then do the softmax of
     block `step` while the latter runs. Returns the accumulator, the new P, m and l."""
     seq, head, token, taken = tile
@@ -540,7 +637,8 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
         den = den * factor + gl.exp2(sink - m_new)
         m = m_new
     rows = gl.arange(0, 64, acc_rows)
-    cols = gl.arange(0, p.spec.d, gl.SliceLayout(0, mma_layout(p.spec.d)))
+    kind: gl.constexpr = p.spec.v_kind
+    cols = slot_elements(gl.arange(0, p.spec.d, gl.SliceLayout(0, mma_layout(p.spec.d))), kind)
     stored = token + rows < p.n_q
     values = gl.where((den == 0.0)[:, None], 0.0, acc * (factor / den)[:, None])
     vec: gl.constexpr = p.spec.q_vec
@@ -573,7 +671,8 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
     queries = query_buffers.index(wg)
     row_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
     # The next tile's queries are fetched into registers while the last product of a tile runs, if they fit beside it.
-    ahead: gl.constexpr = p.spec.persistent and p.spec.d * (p.spec.n_wg - 1) <= 128
+    # (A permuted tile's addresses would take as many again.)
+    ahead: gl.constexpr = p.spec.persistent and p.spec.d * (p.spec.n_wg - 1) <= 128 and p.spec.k_kind == ""
     step = 0
     taken = 0
     rounds = p.rounds()
@@ -612,12 +711,28 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
 
         for j in range(1, n_full):
             tile = (seq, head, token, taken + j - 1)
-            acc, probs, m, den = advance(p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step + j,
-                                         0, False, wg)
+            acc, probs, m, den = advance(
+                p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step + j, 0, False, wg
+            )
         for j in range(gl.maximum(n_full, 1), n_all):
             tile = (seq, head, token, taken + j - 1)
-            acc, probs, m, den = advance(p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step + j,
-                                         p.block(start, j), True, wg)
+            acc, probs, m, den = advance(
+                p,
+                queries,
+                k_ring,
+                v_ring,
+                turns,
+                tile,
+                slope,
+                acc,
+                probs,
+                m,
+                den,
+                step + j,
+                p.block(start, j),
+                True,
+                wg,
+            )
 
         v_ring.wait_full(step + n_all - 1)
         acc = warpgroup_mma(probs, v_ring.operand(step + n_all - 1), acc, is_async=True)
@@ -630,17 +745,95 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
         taken += n_all - 1
 
 
-INTEGER_ARGUMENTS = ("sq_t", "sq_h", "sq_s", "so_t", "so_h", "so_s", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs",
-                     "class_heads", "n_seq", "n_head", "gqa", "n_q", "n_kv", "section")
+INTEGER_ARGUMENTS = (
+    "sq_t",
+    "sq_h",
+    "sq_s",
+    "so_t",
+    "so_h",
+    "so_s",
+    "sm_t",
+    "sm_h",
+    "sm_s",
+    "mask_heads",
+    "mask_seqs",
+    "class_heads",
+    "n_seq",
+    "n_head",
+    "gqa",
+    "n_q",
+    "n_kv",
+    "section",
+)
 
 
 @gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS))
-def hopper_flash_attn_kernel(q, k_desc, v_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
-                             sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
-                             n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr):
-    p = Problem(q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap, sq_t, sq_h, sq_s, so_t, so_h,
-                so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads, n_seq, n_head, gqa, n_q, n_kv, section,
-                spec)
+def hopper_flash_attn_kernel(
+    q,
+    k_desc,
+    v_desc,
+    out,
+    mask,
+    counts,
+    blocks,
+    slopes,
+    sinks,
+    bad,
+    lse,
+    scale,
+    softcap,
+    sq_t,
+    sq_h,
+    sq_s,
+    so_t,
+    so_h,
+    so_s,
+    sm_t,
+    sm_h,
+    sm_s,
+    mask_heads,
+    mask_seqs,
+    class_heads,
+    n_seq,
+    n_head,
+    gqa,
+    n_q,
+    n_kv,
+    section,
+    spec: gl.constexpr,
+):
+    p = Problem(
+        q,
+        out,
+        mask,
+        counts,
+        blocks,
+        slopes,
+        sinks,
+        bad,
+        lse,
+        scale,
+        softcap,
+        sq_t,
+        sq_h,
+        sq_s,
+        so_t,
+        so_h,
+        so_s,
+        sm_t,
+        sm_h,
+        sm_s,
+        mask_heads,
+        mask_seqs,
+        class_heads,
+        n_seq,
+        n_head,
+        gqa,
+        n_q,
+        n_kv,
+        section,
+        spec,
+    )
     dtype: gl.constexpr = k_desc.dtype
     query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], tile_shared_layout(dtype, 2))
     k_ring = make_ring(dtype, spec)
@@ -649,18 +842,26 @@ def hopper_flash_attn_kernel(q, k_desc, v_desc, out, mask, counts, blocks, slope
     # setmaxnreg moves registers from the producer's warpgroup to the consumers; the first consumer, the default
     # partition, takes what the others leave of the 64 Ki registers.
     if spec.n_wg == 2:
-        gl.warp_specialize([
-            (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
-            (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
-            (produce, (p, k_desc, v_desc, k_ring, v_ring)),
-        ], [4, 1], [240, 24])
+        gl.warp_specialize(
+            [
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
+                (produce, (p, k_desc, v_desc, k_ring, v_ring)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     else:
-        gl.warp_specialize([
-            (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
-            (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
-            (consume, (p, query_buffers, k_ring, v_ring, turns, 2)),
-            (produce, (p, k_desc, v_desc, k_ring, v_ring)),
-        ], [4, 4, 1], [160, 160, 32])
+        gl.warp_specialize(
+            [
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 2)),
+                (produce, (p, k_desc, v_desc, k_ring, v_ring)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
 
 
 def shared_bytes(d: int, config: Config) -> int:
@@ -682,7 +883,8 @@ def aligned(tensor: torch.Tensor, unit: int) -> bool:
     """Whether every row of `unit` elements along the last dimension starts at a multiple of its own size."""
     rows = range(tensor.dim() - 1)
     return tensor.data_ptr() % (unit * tensor.element_size()) == 0 and all(
-        tensor.shape[i] == 1 or tensor.stride(i) % unit == 0 for i in rows)
+        tensor.shape[i] == 1 or tensor.stride(i) % unit == 0 for i in rows
+    )
 
 
 def tile_descriptor(tensor: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -703,11 +905,23 @@ def heads_side_by_side(d: int, n_kv: int, gqa: int, heads: int, ordered: bool) -
     return min(heads, gqa * max(1, L2_SECTION_BYTES // per_kv_head))
 
 
-def hopper_flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, scale: float,
-                      softcap: float = 0.0, mask: torch.Tensor | None = None, counts: torch.Tensor | None = None,
-                      blocks: torch.Tensor | None = None, slopes: torch.Tensor | None = None,
-                      sinks: torch.Tensor | None = None, bad: torch.Tensor | None = None,
-                      lse: torch.Tensor | None = None, config: Config | None = None) -> None:
+def hopper_flash_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bad: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> None:
     """out = softmax(scale * q k^T (soft-capped) + slope * mask) v, for every sequence and head.
 
     q: f32 [n_seq, n_head, n_q, d], any strides but the last, which is 1; d is 64, 128 or 256.
@@ -728,7 +942,7 @@ def hopper_flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: to
     """
     n_seq, n_head, n_q, d = q.shape
     n_kv = k.shape[2]
-    config = config or DEFAULTS[d, mask is not None]
+    config = config or DEFAULTS[d]
     if k.shape != v.shape or k.dtype != v.dtype or k.dtype not in (torch.float16, torch.bfloat16) or k.shape[3] != d:
         raise ValueError(f"k and v must share a 16-bit type and a shape: {k.dtype} {k.shape} and {v.dtype} {v.shape}")
     if scale < 0:
@@ -747,19 +961,58 @@ def hopper_flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: to
     q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
     tiles = tiles_of_head * n_head * n_seq
     ordered = mask is not None
-    spec = Spec(d=d, block_n=config.block_n, stages=config.stages, n_wg=config.n_wg, pingpong=config.pingpong,
-                persistent=config.persistent, reversed_order=ordered, q_vec=q_vec, has_mask=mask is not None,
-                mask_vec=mask_vec, has_softcap=softcap != 0.0, has_alibi=slopes is not None,
-                has_sinks=sinks is not None, has_bad=bad is not None, has_lse=lse is not None)
+    spec = Spec(
+        d=d,
+        block_n=config.block_n,
+        stages=config.stages,
+        n_wg=config.n_wg,
+        pingpong=config.pingpong,
+        persistent=config.persistent,
+        reversed_order=ordered,
+        q_vec=q_vec,
+        has_mask=mask is not None,
+        mask_vec=mask_vec,
+        has_softcap=softcap != 0.0,
+        has_alibi=slopes is not None,
+        has_sinks=sinks is not None,
+        has_bad=bad is not None,
+        has_lse=lse is not None,
+    )
     gqa = n_head // k.shape[1]
     programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
-    integers: list[Any] = [*strides_in(q_vec, q, (2, 1, 0)), *strides_in(q_vec, out, (1, 2, 0)), *mask_strides,
-                           mask_heads, mask_seqs, class_heads, n_seq, n_head, gqa, n_q, n_kv,
-                           heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered)]
-    hopper_flash_attn_kernel[(programs, )](
-        q, tile_descriptor(k, config.block_n), tile_descriptor(v, config.block_n), out, mask, counts, blocks, slopes,
-        sinks, bad, lse, float(scale), float(softcap), *integers, spec, num_warps=4,
-        maxnreg=registers_at_start(config))
+    integers: list[Any] = [
+        *strides_in(q_vec, q, (2, 1, 0)),
+        *strides_in(q_vec, out, (1, 2, 0)),
+        *mask_strides,
+        mask_heads,
+        mask_seqs,
+        class_heads,
+        n_seq,
+        n_head,
+        gqa,
+        n_q,
+        n_kv,
+        heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered),
+    ]
+    hopper_flash_attn_kernel[(programs,)](
+        q,
+        tile_descriptor(k, config.block_n),
+        tile_descriptor(v, config.block_n),
+        out,
+        mask,
+        counts,
+        blocks,
+        slopes,
+        sinks,
+        bad,
+        lse,
+        float(scale),
+        float(softcap),
+        *integers,
+        spec,
+        num_warps=4,
+        maxnreg=registers_at_start(config),
+    )
 
 
 def multiprocessors(device: torch.device) -> int:

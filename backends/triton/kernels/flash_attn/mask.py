@@ -34,8 +34,9 @@ def classify_blocks(
         n_rows = tl.minimum(BLOCK_M, n_q * heads_packed - first)
     else:
         n_rows = tl.minimum(n_q, (first + BLOCK_M - 1) // heads_packed + 1) - first // heads_packed
-    seen = tl.zeros([CHUNK, BLOCK_N], tl.int32)
-    full = m_col.to(tl.int32)
+    # Joined over rows at the end only: in the loop every thread looks at its own elements.
+    seen_rows = tl.zeros([ROWS, CHUNK, BLOCK_N], tl.int1)
+    full_rows = tl.full([ROWS, CHUNK, BLOCK_N], True, tl.int1) & m_col[None, :, :]
     for base in range(0, n_rows, ROWS):
         i_row = base + tl.arange(0, ROWS)
         m_row = i_row < n_rows
@@ -45,9 +46,11 @@ def classify_blocks(
         else:
             row = (first // heads_packed + i_row).to(tl.int64) * sm_t
         m_load = m_row[:, None, None] & m_col[None, :, :]
-        x = tl.load(p_seq + row[:, None, None] + col[None, :, :], mask=m_load, other=float("-inf")).to(tl.float32)
-        seen = tl.maximum(seen, tl.max((x != float("-inf")).to(tl.int32), 0))
-        full = tl.minimum(full, tl.min(((x == 0.0) | (m_row[:, None, None] == 0)).to(tl.int32), 0))
+        x = tl.load(p_seq + row[:, None, None] + col[None, :, :], mask=m_load, other=float("-inf"))
+        seen_rows |= x != float("-inf")
+        full_rows &= (x == 0.0) | (m_row[:, None, None] == 0)
+    seen = tl.max(seen_rows.to(tl.int32), 0)
+    full = tl.min(full_rows.to(tl.int32), 0)
     any_seen = tl.max(seen, 1)
     kind = tl.where(any_seen == 0, SKIP, tl.where(tl.min(full, 1) == 1, FULL, PARTIAL))
     at = mask_tile.to(tl.int64) * n_blocks + i_kb

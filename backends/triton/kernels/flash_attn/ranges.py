@@ -113,3 +113,25 @@ def part_slot(program, first, last, programs, splits, n_units, total):
         used = (program * total // programs) < ((program + 1) * total // programs)
         slot = 2 * program + tl.where(program == last, 0, 1)
     return slot, used & (program <= last)
+
+
+@triton.jit
+def longest_first(rank, n_qt, section):
+    """The tile of a rank in the order of launching: the last queries first, whose rows a causal mask leaves longest, in
+
+    sections of `section` head groups, whose K and V stay in the cache."""
+    within = rank % (section * n_qt)
+    i_group = (rank // (section * n_qt)) * section + within % section
+    return i_group * n_qt + n_qt - 1 - within // section
+
+
+@triton.jit
+def next_bad(rank, programs, n_tiles, n_qt, section, p_bad):
+    """The first rank from `rank` on, in steps of `programs`, whose tile's `bad` is set; n_tiles if there is none."""
+    found = n_tiles
+    for first in range(rank, n_tiles, programs * 128):
+        i = first + programs * tl.arange(0, 128)
+        tile = longest_first(i, n_qt, section)
+        bad = tl.load(p_bad + tile, mask=i < n_tiles, other=0) != 0
+        found = tl.minimum(found, tl.min(tl.where(bad, i, n_tiles), 0))
+    return found

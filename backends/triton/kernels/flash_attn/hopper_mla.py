@@ -1,0 +1,810 @@
+"""Flash attention for Hopper (sm_90) of MLA's shape: rows of K hold 576 numbers, V is the first 512 of each.
+
+A tile is 64 query rows: of one sequence, `pack` heads that share a KV head, the heads of a query next to each other
+(problem.py's Tiling). Its f32 output [64, 512] takes half of the register file, so the work on a block of keys is
+split by what it is, not by query rows:
+
+    scorer        one warpgroup; S_j = Q K_j^T (both operands in shared memory), the online softmax, P_j in 16 bits
+    accumulators  two warpgroups; each O[:, half] += P_j V_j[:, half], P_j and V_j in shared memory, 256 columns each
+    producer      one warp; K_j by TMA, cut into columns 0..255, 256..511 (the two halves of V) and 512..575
+
+While the accumulators multiply with block j, the scorer is at block j + 1.
+
+Why so. A wgmma of [64, 16] x [16, n] takes n / 2 cycles, and reads 2 KB (its left operand, unless in registers) and
+32 n bytes of shared memory at 128 bytes a cycle. For 64 rows and 64 keys that is, in cycles,
+
+                                       tensor cores          shared memory, TMA's writes (576) included
+    scores once, this form             1152 + 1024 = 2176    1152 + 512 + 128 + 576 + 64 = 2432
+    scores by both warpgroups          2304 + 1024 = 3328    2304 + 512 + 576            = 3392
+    scores of 32 keys by each          1152 + 1024 = 2176    1728 + 512 + 128 + 576 + 64 = 3008
+    two consumers that swap P          as the first one
+
+Two consumers, each scoring every other block, need the running maximum from each other on the way, and the registers
+of a score tile beside 128 for the output; here one warpgroup owns all of the softmax, and the accumulators get by
+without any of it. What both have in common decides the rest: shared memory holds two blocks of 64 keys, so a block's
+time in it (arrival, scores, softmax, output, about 4000 cycles) bounds the rate at one block per half of that. Starting
+S_{j+1} ahead of the softmax of S_j would keep blocks for longer, which is why the scorer does not. Blocks of 32 keys
+are bound by reading Q: 24 cycles of shared memory for 16 of the tensor cores.
+
+Units and conventions are hopper.py's: log2 units, hidden scores -inf, a finite start of the running maximum.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+from graphrt.backends.triton.kernels.flash_attn.hopper import (
+    LN2,
+    LOG2E,
+    MAX_SHARED_BYTES,
+    NO_MAX,
+    aligned,
+    make_barriers,
+    mma_layout,
+    multiprocessors,
+    reciprocal,
+    row_maximum,
+    strides_in,
+)
+
+D_K, D_V = 576, 512
+BLOCK_M = 64  # query rows of a tile
+HALF = gl.constexpr(256)  # columns of V of one accumulator
+PART = gl.constexpr(128)  # columns of one of its two products
+REST = gl.constexpr(64)  # columns of K past those of V
+#: Fewer query rows of a KV head than this leave most of a tile empty.
+MIN_ROWS = 64
+L2_SECTION_BYTES = 32 << 20  # K of the heads that run side by side should stay within this much of the L2 cache
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut up; every field is a compile-time constant of the kernel.
+
+    block_n: keys of one block (32 or 64). stages: blocks in shared memory.
+    persistent: one program per multiprocessor walks several tiles; the scorer starts on the next one while the
+      accumulators store the last.
+    early_decay: the accumulators learn of a block's row factors before its weights are ready.
+    """
+
+    block_n: int = 64
+    stages: int = 2
+    persistent: bool = True
+    early_decay: bool = True
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of one tile."""
+        return BLOCK_M
+
+
+#: The one believed best; see BENCHMARKS.md.
+DEFAULT = Config()
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The kernel's compile-time choices: the configuration and which of the optional features are on."""
+
+    block_n: int
+    stages: int
+    persistent: bool
+    early_decay: bool
+    pack: int
+    reversed_order: bool
+    q_vec: int  # strides of q and out come in units of this many elements (4 or 1), which lets loads be 16 bytes wide
+    mask_vec: int  # the same for the mask's strides (8 or 1)
+    has_mask: bool
+    has_softcap: bool
+    has_alibi: bool
+    has_sinks: bool
+    has_bad: bool
+    has_lse: bool
+
+
+def config_for(p: Any) -> Config | None:
+    """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
+    k = p.k_t
+    if p.out is None or p.v_t is None or not p.v_in_k or k.dtype.name not in ("f16", "bf16"):
+        return None
+    if p.k.d != D_K or p.v.d != D_V or p.n_q * p.gqa < MIN_ROWS or p.params.scale < 0:
+        return None
+    # TMA takes addresses and strides of whole 16 bytes.
+    if any(n % 16 for n in (*k.nb[1:], p.place(k)[1])):
+        return None
+    return DEFAULT
+
+
+@gluon.constexpr_function
+def operand_layout(dtype, cols, rank):
+    """Shared memory of a 16-bit operand tile with rows of `cols` elements."""
+    return gl.NVMMASharedLayout(min(128, cols * dtype.primitive_bitwidth // 8), dtype.primitive_bitwidth, rank)
+
+
+@gluon.constexpr_function
+def query_layout():
+    """Registers of a [64, 64] f32 piece of q as it is loaded: 16 bytes a thread, two whole rows a warp."""
+    return gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+
+
+@aggregate
+class Columns:
+    """`stages` buffers of [1, 1, block_n, cols]: some columns of K's blocks, filled by TMA, emptied by one warpgroup.
+
+    The last to read the columns of a block frees them: of V's halves that is their accumulator, because P_j comes
+    after S_j; of the rest it is the scorer.
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    first: gl.constexpr
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, first, stages):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.first = gl.constexpr(first)
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def fill(self, desc, seq, head, row, step):
+        """Producer: copy the columns of the rows from `row` on into the step-th block's buffer, once that is free."""
+        slot = step % self.stages
+        # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
+        mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
+        full = self.full.index(slot)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, [seq, head, row, self.first], full, self.buffers.index(slot))
+
+    @gluon.jit
+    def wait_full(self, step):
+        """Wait until the step-th block's columns have arrived."""
+        mbarrier.wait(self.full.index(step % self.stages), (step // self.stages) & 1)
+
+    @gluon.jit
+    def release(self, step):
+        """This warpgroup, the last one, no longer reads the step-th block's columns."""
+        mbarrier.arrive(self.empty.index(step % self.stages), count=1)
+
+    @gluon.jit
+    def operand(self, step):
+        """The step-th block's columns as [block_n, cols]."""
+        tile = self.buffers.index(step % self.stages)
+        return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def make_columns(dtype: gl.constexpr, first: gl.constexpr, cols: gl.constexpr, spec: gl.constexpr):
+    layout: gl.constexpr = operand_layout(dtype, cols, 4)
+    buffers = gl.allocate_shared_memory(dtype, [spec.stages, 1, 1, spec.block_n, cols], layout)
+    full = make_barriers(spec.stages, 1)
+    empty = make_barriers(spec.stages, 1)
+    return Columns(buffers, full, empty, first, spec.stages)
+
+
+@aggregate
+class Channel:
+    """One buffer from the scorer to both accumulators, and the barriers of its messages, counted from 0."""
+
+    buffer: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, buffer, full, empty):
+        self.buffer = buffer
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def wait_empty(self, message):
+        """Scorer: wait until both accumulators are done with the message before."""
+        mbarrier.wait(self.empty.index(0), (message & 1) ^ 1)
+
+    @gluon.jit
+    def publish(self):
+        """Scorer: the buffer's new contents are complete (every thread's stores: hence the barrier)."""
+        gl.thread_barrier()
+        mbarrier.arrive(self.full.index(0), count=1)
+
+    @gluon.jit
+    def wait_full(self, message):
+        """Accumulator: wait for a message."""
+        mbarrier.wait(self.full.index(0), message & 1)
+
+    @gluon.jit
+    def release(self):
+        """Accumulator: this warpgroup no longer reads the message."""
+        mbarrier.arrive(self.empty.index(0), count=1)
+
+
+@gluon.jit
+def make_channel(buffer):
+    full = make_barriers(1, 1)
+    empty = make_barriers(1, 2)
+    return Channel(buffer, full, empty)
+
+
+@aggregate
+class Problem:
+    """The kernel's run-time arguments. Strides are in elements (see Spec for their units); unused pointers are None."""
+
+    q: gl.tensor
+    out: gl.tensor
+    mask: gl.tensor | gl.constexpr
+    counts: gl.tensor | gl.constexpr
+    blocks: gl.tensor | gl.constexpr
+    slopes: gl.tensor | gl.constexpr
+    sinks: gl.tensor | gl.constexpr
+    bad: gl.tensor | gl.constexpr
+    lse: gl.tensor | gl.constexpr
+    scale: gl.tensor
+    softcap: gl.tensor
+    sq_t: gl.tensor
+    sq_h: gl.tensor
+    sq_s: gl.tensor
+    so_t: gl.tensor
+    so_h: gl.tensor
+    so_s: gl.tensor
+    sm_t: gl.tensor
+    sm_h: gl.tensor
+    sm_s: gl.tensor
+    mask_heads: gl.tensor
+    mask_seqs: gl.tensor
+    mask_groups: gl.tensor
+    n_seq: gl.tensor
+    n_head: gl.tensor
+    gqa: gl.tensor
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    section: gl.tensor
+    spec: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, *arguments):
+        """The kernel's arguments in its order, without the descriptors."""
+        (
+            self.q, self.out, mask, counts, blocks, slopes, sinks, bad, lse, self.scale, self.softcap,
+            self.sq_t, self.sq_h, self.sq_s, self.so_t, self.so_h, self.so_s, self.sm_t, self.sm_h, self.sm_s,
+            self.mask_heads, self.mask_seqs, self.mask_groups, self.n_seq, self.n_head, self.gqa,
+            self.n_q, self.n_kv, self.section, spec,
+        ) = arguments  # fmt: skip
+        self.mask = gl.constexpr(None) if mask is None else mask
+        self.counts = gl.constexpr(None) if counts is None else counts
+        self.blocks = gl.constexpr(None) if blocks is None else blocks
+        self.slopes = gl.constexpr(None) if slopes is None else slopes
+        self.sinks = gl.constexpr(None) if sinks is None else sinks
+        self.bad = gl.constexpr(None) if bad is None else bad
+        self.lse = gl.constexpr(None) if lse is None else lse
+        self.spec = gl.constexpr(spec)
+
+    @gluon.jit
+    def query_tiles(self):
+        """Tiles of one group of heads."""
+        return gl.cdiv(self.n_q * self.spec.pack, 64)
+
+    @gluon.jit
+    def groups(self):
+        """Groups of heads of one sequence."""
+        return self.n_head // self.spec.pack
+
+    @gluon.jit
+    def key_blocks(self):
+        """Blocks of keys if a mask hides none."""
+        return gl.cdiv(self.n_kv, self.spec.block_n)
+
+    @gluon.jit
+    def rounds(self):
+        """How many tiles this program takes."""
+        if not self.spec.persistent:
+            return 1
+        tiles = self.query_tiles() * self.groups() * self.n_seq
+        width = gl.num_programs(0)
+        whole = tiles // width
+        return whole + (self.place(whole) < tiles - whole * width).to(gl.int32)
+
+    @gluon.jit
+    def place(self, turn):
+        """This program's place among the tiles of one round; every other round runs backwards, because tiles are
+        ordered by length."""
+        pid = gl.program_id(0)
+        return gl.where((turn & 1) == 1, gl.num_programs(0) - 1 - pid, pid)
+
+    @gluon.jit
+    def tile(self, turn):
+        """Sequence, group of heads and query tile of this program's turn-th tile.
+
+        Groups are cut into sections whose K fits the L2 cache; within a section the tiles of one query position are
+        neighbours, and with a mask the last positions, which under a causal mask are the longest, come first.
+        """
+        n_qt = self.query_tiles()
+        n_groups = self.groups()
+        rank = turn * gl.num_programs(0) + self.place(turn)
+        part = rank // (n_qt * self.section)
+        first = part * self.section
+        rest = rank - first * n_qt
+        width = gl.minimum(self.section, self.n_seq * n_groups - first)
+        row = rest // width
+        index = first + rest - row * width
+        seq = index // n_groups
+        qt = row
+        if self.spec.reversed_order:
+            qt = n_qt - 1 - row
+        return seq, index - seq * n_groups, qt
+
+    @gluon.jit
+    def visits(self, seq, group, qt):
+        """How many blocks the tile visits without and with mask work, and where its list of blocks starts."""
+        if self.spec.has_mask:
+            mt = ((seq % self.mask_seqs) * self.mask_groups + group % self.mask_groups) * self.query_tiles() + qt
+            n_full = gl.load(self.counts + 2 * mt)
+            n_all = n_full + gl.load(self.counts + 2 * mt + 1)
+            start = mt.to(gl.int64) * self.key_blocks()
+        else:
+            n_full = self.n_kv // self.spec.block_n
+            n_all = self.key_blocks()
+            start = gl.to_tensor(0).to(gl.int64)
+        return n_full, n_all, start
+
+    @gluon.jit
+    def block(self, start, j):
+        """Index of the j-th block that a tile visits. The list's tail past its counts is never used as an address."""
+        if self.spec.has_mask:
+            last = self.key_blocks() - 1
+            index = gl.load(self.blocks + start + gl.minimum(j, last))
+            return gl.minimum(gl.maximum(index, 0), last)
+        return j
+
+    @gluon.jit
+    def rows(self, group, qt, layout: gl.constexpr):
+        """Query and head of each of the tile's 64 rows."""
+        row = qt * 64 + gl.arange(0, 64, layout)
+        token = row // self.spec.pack
+        return token, group * self.spec.pack + (row - token * self.spec.pack)
+
+
+@gluon.jit
+def produce(p, half_desc, rest_desc, left, right, rest):
+    """The producer warp: stream the blocks of every tile, each part in the order in which the scorer takes it."""
+    step = 0
+    for turn in range(p.rounds()):
+        seq, group, qt = p.tile(turn)
+        kv_head = group * p.spec.pack // p.gqa
+        n_full, n_all, start = p.visits(seq, group, qt)
+        block = p.block(start, 0)
+        for j in range(n_all):
+            row = block * p.spec.block_n
+            block = p.block(start, j + 1)  # ahead of the waits
+            rest.fill(rest_desc, seq, kv_head, row, step + j)
+            left.fill(half_desc, seq, kv_head, row, step + j)
+            right.fill(half_desc, seq, kv_head, row, step + j)
+        step += n_all
+
+
+@gluon.jit
+def fetch_queries(p, seq, group, qt, first: gl.constexpr):
+    """Columns first .. first + 63 of a tile's query rows, f32 [64, 64]; rows past n_q are 0."""
+    layout: gl.constexpr = query_layout()
+    token, head = p.rows(group, qt, gl.SliceLayout(1, layout))
+    cols = first + gl.arange(0, 64, gl.SliceLayout(0, layout))
+    offsets = (token.to(gl.int64) * p.sq_t + head.to(gl.int64) * p.sq_h) * p.spec.q_vec
+    base = p.q + seq.to(gl.int64) * p.sq_s * p.spec.q_vec
+    return gl.load(base + offsets[:, None] + cols[None, :], mask=(token < p.n_q)[:, None], other=0.0)
+
+
+@gluon.jit
+def load_queries(p, seq, group, qt, q_halves, q_rest):
+    """Queries of a tile to shared memory, 16 bits wide, a few pieces at a time."""
+    dtype: gl.constexpr = q_rest.dtype
+    for i in gl.static_range(4):
+        a = fetch_queries(p, seq, group, qt, 128 * i)
+        b = fetch_queries(p, seq, group, qt, 128 * i + 64)
+        store_queries(a.to(dtype), q_halves, q_rest, 2 * i)
+        store_queries(b.to(dtype), q_halves, q_rest, 2 * i + 1)
+    store_queries(fetch_queries(p, seq, group, qt, 512).to(dtype), q_halves, q_rest, 8)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def store_queries(x, q_halves, q_rest, piece: gl.constexpr):
+    """The piece-th 64 columns."""
+    if piece == 8:
+        q_rest.store(x)
+    else:
+        q_halves.index(piece // 4).slice(piece % 4 * 64, 64, dim=1).store(x)
+
+
+@gluon.jit
+def load_mask(p, seq, group, qt, block):
+    """[64, block_n] f16 mask values in the scores' registers; -inf past n_q and n_kv."""
+    layout: gl.constexpr = mma_layout(p.spec.block_n)
+    token, head = p.rows(group, qt, gl.SliceLayout(1, layout))
+    cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
+    inside = cols < p.n_kv
+    if p.spec.mask_vec > 1:
+        # Rows start at multiples of 16 bytes, so the pair of an odd last column is readable: ask by pairs, and each
+        # thread's two neighbouring columns become one 4-byte load.
+        inside = cols // 2 * 2 < p.n_kv
+    rows = token.to(gl.int64) * p.sm_t + (head % p.mask_heads).to(gl.int64) * p.sm_h
+    base = p.mask + (seq % p.mask_seqs).to(gl.int64) * p.sm_s * p.spec.mask_vec
+    keep = (token < p.n_q)[:, None] & inside[None, :]
+    return gl.load(base + (rows * p.spec.mask_vec)[:, None] + cols[None, :], mask=keep, other=float("-inf"))
+
+
+@gluon.jit
+def to_log2_units(p, s):
+    """Scale (and soft-cap) raw scores, times log2(e)."""
+    if p.spec.has_softcap:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp2 is 0 or inf.
+        e = gl.exp2(s * (p.scale / p.softcap * (2.0 * LOG2E)))
+        cap = p.softcap * LOG2E
+        return cap - (2.0 * cap) * reciprocal(e + 1.0)
+    return s * (p.scale * LOG2E)
+
+
+@gluon.jit
+def hide(p, s, mask, block, slope):
+    """Add the mask (times each row's slope) to scores in log2 units and make the hidden ones -inf, NaN or not."""
+    layout: gl.constexpr = mma_layout(p.spec.block_n)
+    cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
+    inside = (cols < p.n_kv)[None, :]
+    if p.spec.has_mask:
+        bias = mask.to(gl.float32)
+        if p.spec.has_alibi:
+            s = gl.where(inside & (bias != float("-inf")), s + bias * slope[:, None], float("-inf"))
+        else:
+            s = gl.where(inside & (bias != float("-inf")), s + bias * LOG2E, float("-inf"))
+    else:
+        s = gl.where(inside, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def block_scores(p, q_halves, q_rest, left, right, rest, step):
+    """Start S = Q K^T for the step-th block, f32 [64, block_n], part by part as they arrive."""
+    s = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
+    rest.wait_full(step)
+    s = warpgroup_mma(q_rest, rest.operand(step).permute((1, 0)), s, use_acc=False, is_async=True)
+    left.wait_full(step)
+    s = warpgroup_mma(q_halves.index(0), left.operand(step).permute((1, 0)), s, is_async=True)
+    right.wait_full(step)
+    return warpgroup_mma(q_halves.index(1), right.operand(step).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def attend(
+    p, q_halves, q_rest, left, right, rest, weights, factors, seq, group, qt, start, j, slope, m, den, step, message,
+    partial: gl.constexpr,
+):  # fmt: skip
+    """One block in the scorer: its scores, the factors on what was summed before, its weights. Returns m and den."""
+    s = block_scores(p, q_halves, q_rest, left, right, rest, step)
+    block = 0
+    mask = 0
+    if partial:
+        block = p.block(start, j)
+        if p.spec.has_mask:
+            mask = load_mask(p, seq, group, qt, block)
+    factors.wait_empty(message)  # long since: the accumulators copy them to registers
+    s = warpgroup_mma_wait(0, [s])
+    rest.release(step)
+    if partial:
+        s = hide(p, to_log2_units(p, s), mask, block, slope)
+        unit = 1.0
+    elif p.spec.has_softcap:
+        s = to_log2_units(p, s)
+        unit = 1.0
+    else:
+        # The scale goes into the subtraction of the maximum (one fused multiply-add).
+        unit = p.scale * LOG2E
+    m_new = gl.maximum(m, row_maximum(s) * unit)
+    decay = gl.exp2(m - m_new)
+    factors.buffer.store(decay)
+    if p.spec.early_decay:
+        factors.publish()
+    w = gl.exp2(s * unit - m_new[:, None])
+    den = den * decay + gl.sum(w, 1)
+    weights.wait_empty(step)
+    weights.buffer.store(w.to(weights.buffer.dtype))
+    fence_async_shared()
+    weights.publish()
+    if not p.spec.early_decay:
+        # The barrier in between also covered these stores.
+        mbarrier.arrive(factors.full.index(0), count=1)
+    return m_new, den
+
+
+@gluon.jit
+def score(p, q_halves, q_rest, left, right, rest, weights, factors):
+    """The scorer. Of each tile it sends n_all weights, and n_all + 1 factors of rows, the last one for the output."""
+    layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
+    step = 0
+    message = 0
+    for turn in range(p.rounds()):
+        seq, group, qt = p.tile(turn)
+        n_full, n_all, start = p.visits(seq, group, qt)
+        token, head = p.rows(group, qt, layout)
+        slope = 0.0
+        if p.spec.has_alibi:
+            slope = gl.load(p.slopes + head) * LOG2E
+        load_queries(p, seq, group, qt, q_halves, q_rest)
+        m = gl.full([64], NO_MAX, gl.float32, layout)
+        den = gl.full([64], 0.0, gl.float32, layout)
+        for j in range(0, n_full):
+            m, den = attend(
+                p, q_halves, q_rest, left, right, rest, weights, factors, seq, group, qt, start, j, slope, m, den,
+                step + j, message + j, False,
+            )  # fmt: skip
+        for j in range(n_full, n_all):
+            m, den = attend(
+                p, q_halves, q_rest, left, right, rest, weights, factors, seq, group, qt, start, j, slope, m, den,
+                step + j, message + j, True,
+            )  # fmt: skip
+        step += n_all
+        message += n_all
+
+        shrink = gl.full([64], 1.0, gl.float32, layout)
+        if p.spec.has_sinks:
+            sink = gl.load(p.sinks + head) * LOG2E
+            m_new = gl.maximum(m, sink)
+            shrink = gl.exp2(m - m_new)
+            den = den * shrink + gl.exp2(sink - m_new)
+            m = m_new
+        factors.wait_empty(message)
+        factors.buffer.store(gl.where(den == 0.0, 0.0, shrink / den))
+        factors.publish()
+        message += 1
+        if p.spec.has_lse:
+            at = p.lse + (seq.to(gl.int64) * p.n_q + token) * p.n_head + head
+            gl.store(at, (m + gl.log2(den)) * LN2, mask=token < p.n_q)
+
+
+@gluon.jit
+def accumulate(p, values, weights, factors, half: gl.constexpr):
+    """An accumulator: columns 256 * half .. 256 * half + 255 of the output, from `values`, those columns of V."""
+    rows: gl.constexpr = gl.SliceLayout(1, mma_layout(PART))
+    step = 0
+    message = 0
+    for turn in range(p.rounds()):
+        seq, group, qt = p.tile(turn)
+        n_full, n_all, start = p.visits(seq, group, qt)
+        acc0 = gl.full([64, PART], 0.0, gl.float32, mma_layout(PART))
+        acc1 = gl.full([64, PART], 0.0, gl.float32, mma_layout(PART))
+        for j in range(n_all):
+            factors.wait_full(message + j)
+            decay = factors.buffer.load(rows)
+            gl.thread_barrier()
+            factors.release()
+            acc0 = acc0 * decay[:, None]
+            acc1 = acc1 * decay[:, None]
+            weights.wait_full(step + j)
+            values.wait_full(step + j)
+            v = values.operand(step + j)
+            acc0 = warpgroup_mma(weights.buffer, v.slice(0, PART, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(weights.buffer, v.slice(PART, PART, dim=1), acc1, is_async=True)
+            acc0, acc1 = warpgroup_mma_wait(0, [acc0, acc1])
+            gl.thread_barrier()
+            weights.release()
+            values.release(step + j)
+        factors.wait_full(message + n_all)
+        factor = factors.buffer.load(rows)
+        gl.thread_barrier()
+        factors.release()
+        bad = finish(p, acc0, factor, seq, group, qt, 2 * half)
+        bad = gl.maximum(bad, finish(p, acc1, factor, seq, group, qt, 2 * half + 1))
+        if p.spec.has_bad:
+            # Each accumulator owns half of the tile's int32, so that neither atomics nor a cleared array are needed.
+            tile = (seq * p.groups() + group) * p.query_tiles() + qt
+            flags = p.bad.to(gl.pointer_type(gl.int16), bitcast=True)
+            gl.store(flags + 2 * tile + half, gl.max(bad, 0).to(gl.int16))
+        step += n_all
+        message += n_all + 1
+
+
+@gluon.jit
+def finish(p, acc, factor, seq, group, qt, part: gl.constexpr):
+    """Store a quarter of a tile, times each row's factor (0: a row without keys). Returns int32 [64], 1 for each row
+    that holds NaN or infinity."""
+    layout: gl.constexpr = mma_layout(PART)
+    token, head = p.rows(group, qt, gl.SliceLayout(1, layout))
+    cols = part * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
+    stored = token < p.n_q
+    values = gl.where((factor == 0.0)[:, None], 0.0, acc * factor[:, None])
+    offsets = (token.to(gl.int64) * p.so_t + head.to(gl.int64) * p.so_h) * p.spec.q_vec
+    base = p.out + seq.to(gl.int64) * p.so_s * p.spec.q_vec
+    gl.store(base + offsets[:, None] + cols[None, :], values, mask=stored[:, None])
+    # 0 * x is 0 for every finite x and NaN otherwise.
+    return gl.where(stored & (gl.sum(values * 0.0, 1) != 0.0), 1, 0)
+
+
+INTEGER_ARGUMENTS = (
+    "sq_t", "sq_h", "sq_s", "so_t", "so_h", "so_s", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs", "mask_groups",
+    "n_seq", "n_head", "gqa", "n_q", "n_kv", "section",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS))
+def hopper_mla_attn_kernel(
+    q, half_desc, rest_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+    sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
+    n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr,
+):  # fmt: skip
+    p = Problem(
+        q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+        sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
+        n_seq, n_head, gqa, n_q, n_kv, section, spec,
+    )  # fmt: skip
+    dtype: gl.constexpr = half_desc.dtype
+    q_halves = gl.allocate_shared_memory(dtype, [2, 64, HALF], operand_layout(dtype, HALF, 2))
+    q_rest = gl.allocate_shared_memory(dtype, [64, REST], operand_layout(dtype, REST, 2))
+    left = make_columns(dtype, 0, HALF, spec)
+    right = make_columns(dtype, HALF, HALF, spec)
+    rest = make_columns(dtype, 2 * HALF, REST, spec)
+    weights = make_channel(
+        gl.allocate_shared_memory(dtype, [64, spec.block_n], operand_layout(dtype, spec.block_n, 2))
+    )
+    factors = make_channel(gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0])))
+    # setmaxnreg moves registers from the producer's warpgroup to the accumulators; the scorer, the default partition,
+    # takes what the others leave of the 64 Ki registers: 512 a lane, less 2 * 168 and 24.
+    gl.warp_specialize(
+        [
+            (score, (p, q_halves, q_rest, left, right, rest, weights, factors)),
+            (accumulate, (p, left, weights, factors, 0)),
+            (accumulate, (p, right, weights, factors, 1)),
+            (produce, (p, half_desc, rest_desc, left, right, rest)),
+        ],
+        [4, 4, 1],
+        [168, 168, 24],
+    )
+
+
+def shared_bytes(config: Config) -> int:
+    """Shared memory of one program: queries, blocks of K, weights, and room for barriers and the compiler's own use."""
+    return 2 * (D_K * (BLOCK_M + config.stages * config.block_n) + BLOCK_M * config.block_n) + 2048
+
+
+def columns_descriptor(k: torch.Tensor, block_n: int, cols: int) -> TensorDescriptor:
+    """TMA descriptor of K [n_seq, n_head_kv, n_kv, 576] in boxes of [1, 1, block_n, cols]; rows past n_kv read as 0."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    shape = list(k.shape)
+    # TMA wants strides of whole 16 bytes even where the size is 1 and the stride means nothing.
+    strides = [k.stride(i) if shape[i] > 1 else shape[3] for i in range(3)] + [1]
+    return TensorDescriptor(k, shape, strides, [1, 1, block_n, cols], layout)
+
+
+def groups_side_by_side(n_kv: int, per_kv_head: int, groups: int, ordered: bool) -> int:
+    """How many groups of heads run at the same time: those of one kv head where tiles are equally long, else as many as
+    keep K within the L2 cache, so that there are enough tiles of one length to go round."""
+    if not ordered:
+        return per_kv_head
+    return min(groups, per_kv_head * max(1, L2_SECTION_BYTES // (2 * D_K * max(1, n_kv))))
+
+
+def hopper_mla_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
+    pack: int,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bad: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """out = softmax(scale * q k^T (soft-capped) + slope * mask) v, v = k[..., :512], for every sequence and head.
+
+    q: f32 [n_seq, n_head, n_q, 576], any strides but the last, which is 1.
+    k: f16 or bf16 [n_seq, n_head_kv, n_kv, 576], strides of whole 16 bytes. Head h reads kv head
+      h // (n_head / n_head_kv).
+    out: f32 [n_seq, n_q, n_head, 512], written; any strides but the last.
+    scale: not negative. softcap: 0 for none.
+    pack: heads whose rows share a tile, a divisor of n_head / n_head_kv up to 64. Tiles are those of
+      Tiling.of(problem, 64, config.block_n, pack).
+    mask: f16 [m3, m2, n_q, n_kv], last stride 1; sequence s and head h use mask[s % m3, h % m2]. -inf hides a key,
+      whatever its score. With it come the classes of its blocks, for each of the m3 * mask_groups * n_qt mask tiles:
+      counts int32 [mask tiles, 2], how many key blocks hold only zeros (full) and how many are visited besides
+      (partial); blocks int32 [mask tiles, ceil(n_kv / block_n)], their indices, the full ones first. A block that
+      reaches past n_kv is never full.
+    slopes: f32 [n_head], ALiBi factors of the mask. sinks: f32 [n_head], a score that joins each row's denominator.
+    bad: int32 [n_seq * (n_head / pack) * n_qt], written: 0, or not 0 where a tile's output holds NaN or infinity.
+      (V may hold such values in rows that the mask hides; the products here let them through.)
+    lse: f32 [n_seq, n_q, n_head] contiguous, written: the natural logarithm of each row's denominator.
+    A row whose keys are all hidden gives 0.
+    """
+    n_seq, n_head, n_q, d = q.shape
+    n_head_kv, n_kv = k.shape[1:3]
+    config = config or DEFAULT
+    gqa = n_head // n_head_kv
+    if k.dtype not in (torch.float16, torch.bfloat16) or d != D_K or k.shape[3] != D_K or out.shape[3] != D_V:
+        raise ValueError(f"q {q.shape}, k {k.dtype} {k.shape} and out {out.shape} are not of MLA's shape")
+    if scale < 0:
+        raise ValueError(f"scale must not be negative, got {scale}")
+    if not 1 <= pack <= BLOCK_M or gqa % pack:
+        raise ValueError(f"pack must divide the {gqa} heads of a KV head and be at most {BLOCK_M}, got {pack}")
+    if shared_bytes(config) > MAX_SHARED_BYTES:
+        raise ValueError(f"{config} needs {shared_bytes(config)} bytes of shared memory")
+    n_groups = n_head // pack
+    n_qt = triton.cdiv(n_q * pack, BLOCK_M)
+    mask_seqs = mask_heads = mask_groups = mask_vec = 1
+    mask_strides = [0, 0, 0]
+    if mask is not None:
+        assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
+        mask_seqs, mask_heads = mask.shape[:2]
+        mask_groups = 1 if mask_heads == 1 else n_groups
+        mask_vec = 8 if aligned(mask, 8) else 1
+        mask_strides = strides_in(mask_vec, mask, (2, 1, 0))
+    q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
+    tiles = n_qt * n_groups * n_seq
+    ordered = mask is not None
+    spec = Spec(
+        block_n=config.block_n,
+        stages=config.stages,
+        persistent=config.persistent,
+        early_decay=config.early_decay,
+        pack=pack,
+        reversed_order=ordered,
+        q_vec=q_vec,
+        mask_vec=mask_vec,
+        has_mask=mask is not None,
+        has_softcap=softcap != 0.0,
+        has_alibi=slopes is not None,
+        has_sinks=sinks is not None,
+        has_bad=bad is not None,
+        has_lse=lse is not None,
+    )
+    programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+    integers = [
+        *strides_in(q_vec, q, (2, 1, 0)),
+        *strides_in(q_vec, out, (1, 2, 0)),
+        *mask_strides,
+        mask_heads,
+        mask_seqs,
+        mask_groups,
+        n_seq,
+        n_head,
+        gqa,
+        n_q,
+        n_kv,
+        groups_side_by_side(n_kv, gqa // pack, n_seq * n_groups, ordered),
+    ]
+    hopper_mla_attn_kernel[(programs,)](
+        q,
+        columns_descriptor(k, config.block_n, HALF.value),
+        columns_descriptor(k, config.block_n, REST.value),
+        out,
+        mask,
+        counts,
+        blocks,
+        slopes,
+        sinks,
+        bad,
+        lse,
+        float(scale),
+        float(softcap),
+        *integers,
+        spec,
+        num_warps=4,
+        maxnreg=128,  # of the 512 threads at the start, before setmaxnreg: an even share
+    )

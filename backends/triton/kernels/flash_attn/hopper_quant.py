@@ -1,0 +1,552 @@
+"""Hopper's flash attention forward (hopper.py) for quantized caches: K and V of q8_0 or q4_0 blocks.
+
+The consumers are hopper.py's. What differs is the producer: where one warp asked the TMA for tiles, a whole warpgroup
+loads the blocks' bytes into registers, one or two tiles ahead of those it unpacks, makes f16 values of them and stores
+these into the rings, in the swizzled form in which the TMA would have left them.
+
+Both types' blocks have 2 bytes more than a whole number of 4-byte words, so that a row is read by pairs of blocks:
+
+    q8_0    word 0: d0 v0 v1    words 1..7: v2..v29    word 8: v30 v31 d1    words 9..16: the second block's values
+    q4_0    the same with bytes of two values: word 0: d0 b0 b1, words 1..3, word 4: b14 b15 d1, words 5..8
+
+All words but the first are taken as they lie; in the one with d1 these 2 bytes give way to the last 2 of word 0. The
+elements thus come in the order that hopper.slot_elements says. The columns of Q and of the output are permuted alike.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from graphrt.backends.triton.kernels.flash_attn.hopper import (
+    INTEGER_ARGUMENTS,
+    MAX_SHARED_BYTES,
+    MIN_QUERIES,
+    Config,
+    Problem,
+    Spec,
+    aligned,
+    consume,
+    heads_side_by_side,
+    make_barriers,
+    make_ring,
+    multiprocessors,
+    registers_at_start,
+    shared_bytes,
+    strides_in,
+    tile_shared_layout,
+)
+
+KINDS = ("q8_0", "q4_0")
+#: Registers of a producer's thread; the two consumer warpgroups share what it leaves of 3 * 168.
+PRODUCER_REGISTERS = 104
+#: What the producer holds of K or of V at a time: so many values, 64 of each thread.
+UNIT_VALUES = gl.constexpr(8192)
+
+#: By head size.
+DEFAULTS: dict[int, Config] = {
+    64: Config(block_n=128, stages=3, n_wg=2, pingpong=True),
+    128: Config(block_n=128, stages=2, n_wg=2, persistent=False),
+}
+
+
+def config_for(p: Any) -> Config | None:
+    """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
+    if p.out is None or p.v_t is None or p.k.kind not in KINDS or p.v.kind not in KINDS:
+        return None
+    if p.k.d != p.v.d or p.k.d not in DEFAULTS or not (p.k.aligned and p.v.aligned):
+        return None
+    return DEFAULTS[p.k.d] if p.n_q >= MIN_QUERIES and p.params.scale >= 0 else None
+
+
+@gluon.constexpr_function
+def group_words(kind):
+    """Words of 8 values, which one thread unpacks together."""
+    return 2 if kind == "q8_0" else 1
+
+
+@gluon.constexpr_function
+def rows_at_once(d):
+    """Rows that the producer's threads load by one instruction each: a row's groups of 8 lie in consecutive lanes."""
+    return 128 // (d // 8)
+
+
+@gluon.constexpr_function
+def raw_layout(kind, d, rows):
+    """Registers of [rows / rows_at_once, rows_at_once, d / 8 groups, words of a group]."""
+    lanes = d // 8
+    chunks = rows // rows_at_once(d)
+    return gl.BlockedLayout([chunks, 1, 1, group_words(kind)], [1, 32 // lanes, lanes, 1], [1, 4, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def parts_of(spec):
+    """How many units a tile of K or V is unpacked in."""
+    return max(1, spec.block_n * spec.d // UNIT_VALUES.value)
+
+
+@aggregate
+class Cache:
+    """K or V. words: pointer to int32; stride_h, stride_s: words from head to head and sequence to sequence; stride_n:
+    from key to key; kind: the type."""
+
+    words: gl.tensor
+    stride_h: gl.tensor
+    stride_s: gl.tensor
+    stride_n: gl.constexpr
+    kind: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, words, stride_h, stride_s, stride_n, kind):
+        self.words = words
+        self.stride_h = stride_h
+        self.stride_s = stride_s
+        self.stride_n = gl.constexpr(stride_n)
+        self.kind = gl.constexpr(kind)
+
+    @gluon.jit
+    def fetch(self, spec: gl.constexpr, block, part: gl.constexpr):
+        """One unit's raw words in raw_layout, 0 past the last key: int32 (values, the words with d); of the latter the
+        last dimension is 1."""
+        seq, kv_head, first, left = block
+        rows: gl.constexpr = spec.block_n // parts_of(spec)
+        words: gl.constexpr = group_words(self.kind)
+        layout: gl.constexpr = raw_layout(self.kind, spec.d, rows)
+        step: gl.constexpr = rows_at_once(spec.d)
+        base = self.words + (
+            seq.to(gl.int64) * self.stride_s
+            + kv_head.to(gl.int64) * self.stride_h
+            + (first + part * rows).to(gl.int64) * self.stride_n
+        )
+        chunk = along(0, rows // step, layout)
+        row = along(1, step, layout)
+        group = along(2, spec.d // 8, layout)
+        word = along(3, words, layout)
+        inside = chunk * step + row < left - part * rows
+        # What differs between a thread's registers is added last: it then goes into the instructions.
+        pair = base + (row * self.stride_n + group // 8 * (8 * words + 1))
+        chunks = chunk * (step * self.stride_n)
+        # Of the pair's eight groups the first four are the first block's.
+        heads = gl.load(pair + gl.where(group % 8 < 4, 0, 4 * words) + chunks, mask=inside, other=0)
+        values = gl.load(pair + group % 8 * words + (chunks + (1 + word)), mask=inside, other=0)
+        return values, heads
+
+
+@gluon.jit
+def along(dim: gl.constexpr, size: gl.constexpr, layout: gl.constexpr):
+    """0, 1, .. size - 1 along one of four dimensions, the others being 1."""
+    if dim == 0:
+        rest: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+        return gl.arange(0, size, rest).expand_dims(1).expand_dims(2).expand_dims(3)
+    elif dim == 1:
+        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+        return gl.arange(0, size, rest).expand_dims(0).expand_dims(2).expand_dims(3)
+    elif dim == 2:
+        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
+        return gl.arange(0, size, rest).expand_dims(0).expand_dims(1).expand_dims(3)
+    else:
+        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        return gl.arange(0, size, rest).expand_dims(0).expand_dims(1).expand_dims(2)
+
+
+@gluon.jit
+def select_bytes(a, b, selector):
+    """Four bytes of eight: digit i of the selector says which becomes byte i; 0 to 3 are a's, 4 to 7 b's. int32."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack(values, heads, kind: gl.constexpr):
+    """A unit's raw words as f16 pairs: int32 [rows, d / 2]."""
+    rows: gl.constexpr = values.shape[0] * values.shape[1]
+    groups: gl.constexpr = values.shape[2]
+    words: gl.constexpr = values.shape[3]
+    layout: gl.constexpr = values.type.layout
+    group = along(2, groups, layout) % 8
+    word = along(3, words, layout)
+    # Byte selectors: d, twice, is the low half of word 0 or the high half of the word with d1; this one's high half is
+    # replaced by that of word 0, which the threads of the first block have as their `heads`.
+    heads, pick_d = gl.broadcast(heads, gl.where(group < 4, 0x1010, 0x3232))
+    d, values = gl.broadcast(select_bytes(heads, heads, pick_d), values)
+    heads, values = gl.broadcast(heads, values)
+    pick, values = gl.broadcast(gl.where((group == 3) & (word == words - 1), 0x7610, 0x3210), values)
+    values = select_bytes(values, heads, pick)
+    if kind == "q8_0":
+        # A byte under the exponent of 1024 is the f16 number 1024 + byte; with its sign bit turned, 1152 + int8.
+        a, b = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 w, t, base, zero;
+            mov.b32 base, 0x64646464;
+            mov.b32 zero, 0x64806480;
+            xor.b32 w, $2, 0x80808080;
+            prmt.b32 t, w, base, 0x4140;
+            sub.f16x2 t, t, zero;
+            mul.f16x2 $0, t, $3;
+            prmt.b32 t, w, base, 0x4342;
+            sub.f16x2 t, t, zero;
+            mul.f16x2 $1, t, $3;
+            }""",
+            "=&r,=&r,r,r",
+            [values, d],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        pairs = gl.join(a, b)
+    else:
+        # Low halves n are put under 1024 as n, high ones as 16 n: (1024 + 16 n) / 16 - 72 is exactly n - 8.
+        a, b, c, e = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 w, t, base, eight, sixteenth, offset;
+            mov.b32 base, 0x64006400;
+            mov.b32 eight, 0x64086408;
+            mov.b32 sixteenth, 0x2C002C00;
+            mov.b32 offset, 0xD480D480;
+            mov.b32 w, $4;
+            lop3.b32 t, w, 0x000F000F, base, 0xEA;
+            sub.f16x2 t, t, eight;
+            mul.f16x2 $0, t, $5;
+            lop3.b32 t, w, 0x00F000F0, base, 0xEA;
+            fma.rn.f16x2 t, t, sixteenth, offset;
+            mul.f16x2 $1, t, $5;
+            shr.b32 w, w, 8;
+            lop3.b32 t, w, 0x000F000F, base, 0xEA;
+            sub.f16x2 t, t, eight;
+            mul.f16x2 $2, t, $5;
+            lop3.b32 t, w, 0x00F000F0, base, 0xEA;
+            fma.rn.f16x2 t, t, sixteenth, offset;
+            mul.f16x2 $3, t, $5;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [values, d],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        # join() puts its second argument last: the outer join's index is the innermost.
+        pairs = gl.join(gl.join(a, c), gl.join(b, e))
+    return pairs.reshape([rows, groups * 4])
+
+
+@gluon.jit
+def put(spec: gl.constexpr, ring, step, raw, kind: gl.constexpr, part: gl.constexpr):
+    """Unpack one unit into the step-th block's buffer: the first waits until that is free, the last passes it on."""
+    parts: gl.constexpr = parts_of(spec)
+    rows: gl.constexpr = spec.block_n // parts
+    slot = step % spec.stages
+    if part == 0:
+        # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
+        mbarrier.wait(ring.empty.index(slot), ((step // spec.stages) & 1) ^ 1)
+    values, heads = raw
+    words_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    # Two f16 are one word, in the same swizzled place.
+    tile = ring.operand(step)._reinterpret(gl.int32, [spec.block_n, spec.d // 2], words_layout)
+    tile.slice(part * rows, rows, dim=0).store(unpack(values, heads, kind))
+    if part == parts - 1:
+        # Every thread's stores must be seen by wgmma before one thread says that they are done.
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ring.full.index(slot), count=1)
+
+
+@gluon.jit
+def block_of(p, at, rounds):
+    """A cursor's block: sequence, kv head, first key, and how many keys it has (none past the last tile)."""
+    turn, j, n_all, start, seq, kv_head, index = at
+    first = gl.minimum(gl.maximum(index, 0), gl.cdiv(p.n_kv, p.spec.block_n) - 1) * p.spec.block_n
+    return seq, kv_head, first, gl.where(turn < rounds, p.n_kv - first, 0)
+
+
+@gluon.jit
+def index_at(p, start, j):
+    """Index of a tile's j-th block as listed. Loaded a step before it is used, so that nothing waits for it."""
+    if p.spec.has_mask:
+        return gl.load(p.blocks + start + j)
+    return j
+
+
+@gluon.jit
+def cursor_at(p, turn, rounds):
+    """The first block of this program's turn-th tile: turn, j, n_all, start, sequence, kv head, the block's index."""
+    seq, head, qt = p.tile(gl.minimum(turn, rounds - 1))
+    n_full, n_all, start = p.visits(seq, head, qt)
+    zero = turn * 0
+    return turn, zero, n_all, start, seq, head // p.gqa, index_at(p, start, zero)
+
+
+@gluon.jit
+def next_cursor(p, at, rounds):
+    """The block after a cursor's."""
+    turn, j, n_all, start, seq, kv_head, index = at
+    if j + 1 < n_all:
+        j += 1
+        index = index_at(p, start, j)
+    else:
+        turn, j, n_all, start, seq, kv_head, index = cursor_at(p, turn + 1, rounds)
+    return turn, j, n_all, start, seq, kv_head, index
+
+
+@gluon.jit
+def produce(p, k, v, k_ring, v_ring):
+    """The producer warpgroup: unpack the blocks of every tile, K one block ahead of V as the consumers use them. Two
+    units are always on their way from memory: those that are unpacked next."""
+    spec: gl.constexpr = p.spec
+    halves: gl.constexpr = parts_of(spec) == 2
+    rounds = p.rounds()
+    turn = gl.to_tensor(0)
+    ahead = cursor_at(p, turn, rounds)
+    this = block_of(p, ahead, rounds)
+    ahead = next_cursor(p, ahead, rounds)
+    raw = k.fetch(spec, this, 0)
+    if halves:
+        other = k.fetch(spec, this, 1)
+    else:
+        other = v.fetch(spec, this, 0)
+    next = block_of(p, ahead, rounds)
+    next_turn = ahead[0]
+    ahead = next_cursor(p, ahead, rounds)
+    put(spec, k_ring, 0, raw, k.kind, 0)
+    raw = k.fetch(spec, next, 0)
+    if halves:
+        put(spec, k_ring, 0, other, k.kind, 1)
+        other = k.fetch(spec, next, 1)
+    step = turn
+    while turn < rounds:
+        later = block_of(p, ahead, rounds)
+        later_turn = ahead[0]
+        ahead = next_cursor(p, ahead, rounds)
+        if halves:
+            if next_turn < rounds:
+                put(spec, k_ring, step + 1, raw, k.kind, 0)
+            v_raw = v.fetch(spec, this, 0)
+            if next_turn < rounds:
+                put(spec, k_ring, step + 1, other, k.kind, 1)
+            v_other = v.fetch(spec, this, 1)
+            put(spec, v_ring, step, v_raw, v.kind, 0)
+            raw = k.fetch(spec, later, 0)
+            put(spec, v_ring, step, v_other, v.kind, 1)
+            other = k.fetch(spec, later, 1)
+        else:
+            if next_turn < rounds:
+                put(spec, k_ring, step + 1, raw, k.kind, 0)
+            raw = k.fetch(spec, later, 0)
+            put(spec, v_ring, step, other, v.kind, 0)
+            other = v.fetch(spec, next, 0)
+        this = next
+        next = later
+        turn = next_turn
+        next_turn = later_turn
+        step += 1
+
+
+@gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS, "sk_h", "sk_s", "sv_h", "sv_s"))
+def hopper_quant_attn_kernel(
+    q,
+    k_words,
+    v_words,
+    out,
+    mask,
+    counts,
+    blocks,
+    slopes,
+    sinks,
+    bad,
+    lse,
+    scale,
+    softcap,
+    sq_t,
+    sq_h,
+    sq_s,
+    so_t,
+    so_h,
+    so_s,
+    sm_t,
+    sm_h,
+    sm_s,
+    mask_heads,
+    mask_seqs,
+    class_heads,
+    n_seq,
+    n_head,
+    gqa,
+    n_q,
+    n_kv,
+    section,
+    sk_h,
+    sk_s,
+    sv_h,
+    sv_s,
+    sk_n: gl.constexpr,
+    sv_n: gl.constexpr,
+    producer_registers: gl.constexpr,
+    spec: gl.constexpr,
+):
+    p = Problem(
+        q,
+        out,
+        mask,
+        counts,
+        blocks,
+        slopes,
+        sinks,
+        bad,
+        lse,
+        scale,
+        softcap,
+        sq_t,
+        sq_h,
+        sq_s,
+        so_t,
+        so_h,
+        so_s,
+        sm_t,
+        sm_h,
+        sm_s,
+        mask_heads,
+        mask_seqs,
+        class_heads,
+        n_seq,
+        n_head,
+        gqa,
+        n_q,
+        n_kv,
+        section,
+        spec,
+    )
+    k = Cache(k_words, sk_h, sk_s, sk_n, spec.k_kind)
+    v = Cache(v_words, sv_h, sv_s, sv_n, spec.v_kind)
+    query_buffers = gl.allocate_shared_memory(
+        gl.float16, [spec.n_wg, 64, spec.d], tile_shared_layout(gl.float16, 2)
+    )
+    k_ring = make_ring(gl.float16, spec)
+    v_ring = make_ring(gl.float16, spec)
+    turns = make_barriers(spec.n_wg, 1)
+    # setmaxnreg moves registers from the producers to the consumers, see hopper.py.
+    gl.warp_specialize(
+        [
+            (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
+            (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
+            (produce, (p, k, v, k_ring, v_ring)),
+        ],
+        [4, 4],
+        [(504 - producer_registers) // 16 * 8, producer_registers],
+    )
+
+
+def hopper_quant_attn(
+    q: torch.Tensor,
+    k_words: torch.Tensor,
+    v_words: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    k_kind: str,
+    v_kind: str,
+    k_strides: tuple[int, int, int],
+    v_strides: tuple[int, int, int],
+    n_kv: int,
+    n_head_kv: int,
+    scale: float,
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bad: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    config: Config | None = None,
+    producer_registers: int = PRODUCER_REGISTERS,
+) -> None:
+    """hopper_flash_attn of K and V in quantized blocks.
+
+    q: f32 [n_seq, n_head, n_q, d], as there; d is 64 or 128.
+    k_words, v_words: flat int32 tensors from the first word of K and of V: [n_seq, n_head_kv, n_kv, d] in blocks of
+      k_kind and v_kind (q8_0 or q4_0), whose rows start on words.
+    k_strides, v_strides: words from key to key, head to head and sequence to sequence.
+    The rest as there.
+    """
+    n_seq, n_head, n_q, d = q.shape
+    config = config or DEFAULTS[d]
+    if k_kind not in KINDS or v_kind not in KINDS or d not in DEFAULTS:
+        raise ValueError(f"k and v must be of {KINDS}, and d of {tuple(DEFAULTS)}: {k_kind}, {v_kind}, {d}")
+    if scale < 0:
+        raise ValueError(f"scale must not be negative, got {scale}")
+    if config.n_wg != 2 or shared_bytes(d, config) > MAX_SHARED_BYTES:
+        raise ValueError(f"{config} does not fit at d = {d}")
+    tiles_of_head = triton.cdiv(n_q, config.block_m)
+    mask_seqs = mask_heads = class_heads = mask_vec = 1
+    mask_strides = [0, 0, 0]
+    if mask is not None:
+        assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
+        mask_seqs, mask_heads = mask.shape[:2]
+        class_heads = counts.shape[0] // (mask_seqs * tiles_of_head)
+        mask_vec = 8 if aligned(mask, 8) else 1
+        mask_strides = strides_in(mask_vec, mask, (2, 1, 0))
+    q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
+    tiles = tiles_of_head * n_head * n_seq
+    ordered = mask is not None
+    spec = Spec(
+        d=d,
+        block_n=config.block_n,
+        stages=config.stages,
+        n_wg=config.n_wg,
+        pingpong=config.pingpong,
+        persistent=config.persistent,
+        reversed_order=ordered,
+        q_vec=q_vec,
+        has_mask=mask is not None,
+        mask_vec=mask_vec,
+        has_softcap=softcap != 0.0,
+        has_alibi=slopes is not None,
+        has_sinks=sinks is not None,
+        has_bad=bad is not None,
+        has_lse=lse is not None,
+        k_kind=k_kind,
+        v_kind=v_kind,
+    )
+    gqa = n_head // n_head_kv
+    programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+    integers: list[Any] = [
+        *strides_in(q_vec, q, (2, 1, 0)),
+        *strides_in(q_vec, out, (1, 2, 0)),
+        *mask_strides,
+        mask_heads,
+        mask_seqs,
+        class_heads,
+        n_seq,
+        n_head,
+        gqa,
+        n_q,
+        n_kv,
+        heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered),
+        *k_strides[1:],
+        *v_strides[1:],
+    ]
+    hopper_quant_attn_kernel[(programs,)](
+        q,
+        k_words,
+        v_words,
+        out,
+        mask,
+        counts,
+        blocks,
+        slopes,
+        sinks,
+        bad,
+        lse,
+        float(scale),
+        float(softcap),
+        *integers,
+        k_strides[0],
+        v_strides[0],
+        producer_registers,
+        spec,
+        num_warps=4,
+        maxnreg=registers_at_start(config),
+    )

@@ -1,0 +1,133 @@
+"""Launches of the portable kernel (forward.py) and its fixup: every shape, every GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
+from graphrt.backends.triton.kernels.flash_attn.configs import Config
+from graphrt.backends.triton.kernels.flash_attn.fixup import flash_attn_fixup
+from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.launch import Launch
+from graphrt.ops.soft_max import alibi_slopes
+
+LOG2E = math.log2(math.e)
+
+
+def main_arguments(
+    p: Problem, t: Tiling, config: Config, choice: Choice, plan: MaskPlan | None, part: torch.Tensor, target: Target
+) -> dict[str, Any]:
+    """The arguments of forward.py's flash_attn, by name. part: scratch of choice.scratch_bytes."""
+    k, v, params = p.k, p.v, p.params
+    # For what is absent any memory will do: nothing reads it.
+    none = torch.zeros(1, dtype=torch.int32, device=target.device)
+    absent = none.view(torch.float32)
+    mask_strides = [n // 2 for n in p.mask_t.nb[1:]] if p.mask_t is not None else [0, 0, 0]
+    plan = plan or MaskPlan(none, none, none, none)
+    ranges = choice.schedule != "tile"
+    return {
+        "p_q": p.memory(p.q_t, torch.float32), "p_k": k.data, "p_v": v.data,
+        "p_mask": p.memory(p.mask_t, torch.float16) if p.mask_t is not None else none.view(torch.float16),
+        "p_sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else absent,
+        "p_slopes": torch.tensor(alibi_slopes(p.n_head, params.max_bias), device=target.device),
+        "p_out": p.memory(p.out, torch.float32) if p.out is not None else absent,
+        "p_lse": p.memory(p.lse, torch.float32) if p.lse is not None else absent,
+        "p_counts": plan.counts, "p_blocks": plan.blocks, "p_seen": plan.seen, "p_unit_start": plan.unit_start,
+        "p_part": part, "p_bad": none,
+        **dict(zip(("sq_t", "sq_h", "sq_s"), (n // 4 for n in p.q_t.nb[1:]))),
+        **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
+        **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)),
+        "n_q": p.n_q, "n_kv": p.n_kv, "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_qt": t.n_qt,
+        "n_blocks": t.n_blocks, "n_tiles": t.n_tiles, "m2": p.m2, "m3": p.m3, "mask_groups": t.mask_groups,
+        "programs": choice.programs, "splits": choice.splits if choice.schedule == "split" else 0,
+        "section": _section(p, t, target), **_scaling(params),
+        "softcap": params.softcap, "has_sinks": int(p.sinks_t is not None), "has_lse": int(p.lse is not None),
+        "D_K": k.d, "D_V": v.d, "DK0": k.parts[0], "DK1": k.parts[1], "DV0": v.parts[0], "DV1": v.parts[1],
+        "K_KIND": k.kind, "V_KIND": v.kind, "K_ALIGNED": k.aligned, "V_ALIGNED": v.aligned, "K_DOT": k.dot,
+        "V_DOT": v.dot, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "WAYS": config.ways,
+        "SOFTCAP": params.softcap != 0, "HAS_MASK": p.mask_t is not None, "V_IN_K": p.v_in_k,
+        "HAS_V": p.out is not None, "PACK": t.pack, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
+        "UNIFORM": t.uniform(p.mask_t is not None), "BIG": not units_fit(t, choice.programs), "REPAIR": False,
+        "WIDE": max(k.strides[0], v.strides[0]) * t.block_n >= 2**31, "PTX": target.is_nvidia, "PDL": target.has_pdl,
+        "PRECISION": "tf32x3" if target.is_nvidia else "ieee",
+        "STAGES": config.stages if _copies_ahead(p) else 1,
+    }  # fmt: skip
+
+
+def main_launch(arguments: dict[str, Any], config: Config, target: Target) -> Launch:
+    """The kernel over its programs; with fewer stages where shared memory is too small for the config's."""
+    stages = range(config.stages, 0, -1)
+    return Launch(
+        flash_attn, (arguments["programs"],), arguments, options(target, config.warps),
+        tuple({"STAGES": n} for n in stages[1:]),
+    )  # fmt: skip
+
+
+def repair_launch(arguments: dict[str, Any], bad: torch.Tensor, warps: int, target: Target) -> Launch:
+    """The kernel over the tiles whose `bad` [tiles] is set, one tile a program."""
+    # Few programs that look at many flags each: nearly always there is nothing to do.
+    programs = min(bad.numel(), target.sm_count)
+    args = {**arguments, "p_bad": bad, "REPAIR": True, "RANGES": False, "programs": programs, "splits": 0}
+    return Launch(flash_attn, (programs,), args, options(target, warps), ({"STAGES": 1},))
+
+
+def fixup_launch(main: dict[str, Any], t: Tiling, p: Problem, target: Target) -> Launch:
+    """The fixup after a launch of these arguments.
+
+    Many parts of few rows (decode) are cut along the columns too, since the time of one program is what it takes.
+    """
+    most = main["programs"] // t.n_tiles + 2
+    parts = min(64, max(2, 1 << (most - 1).bit_length()))
+    width = 1 << (main["DV0"] + main["DV1"] - 1).bit_length()
+    cols = max(16, min(width, 64 if parts >= 16 else 256))
+    rows = max(1, min(4096 // (parts * cols), 16))
+    used = min(t.block_m, p.n_q * t.pack)
+    names = [name for name in flash_attn_fixup.arg_names if name not in ("ROWS", "PARTS", "COLS")]
+    args = {**{name: main[name] for name in names}, "ROWS": rows, "PARTS": parts, "COLS": cols}
+    return Launch(flash_attn_fixup, (t.n_tiles, -(-used // rows), -(-width // cols)), args, options(target, 4))
+
+
+def options(target: Target, warps: int) -> dict[str, Any]:
+    """How a kernel is launched."""
+    return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}
+
+
+def units_fit(t: Tiling, programs: int) -> bool:
+    """Programs times units stay within 32 bits (the fixup counts a few programs past the last)."""
+    return (programs + 64) * t.n_tiles * (t.n_blocks + 1) < 2**31
+
+
+def _copies_ahead(p: Problem) -> bool:
+    """Rows can be copied to shared memory while earlier ones are worked on: 4 bytes at a time at least.
+
+    Where they can't there is nothing to pipeline, and Triton 3.6 then gets the second part of a head size wrong: it
+    overwrites the shared memory of a product under way.
+    """
+    for x in (p.k, p.v):
+        size = x.data.element_size()
+        if not x.aligned or any(n * size % 4 for n in x.strides) or x.data.data_ptr() % 4:
+            return False
+        if x.kind not in ("f32", "f16", "bf16") and x.parts[1]:
+            return False
+    return True
+
+
+def _scaling(params: Any) -> dict[str, float]:
+    """sign: of the scale, or 0, which q is multiplied with; factor: what is left of it, always positive."""
+    sign = 0.0 if params.scale == 0 else math.copysign(1.0, params.scale)
+    size = abs(params.scale) if params.scale else 1.0
+    return {"sign": sign, "factor": size / params.softcap if params.softcap else size * LOG2E}
+
+
+def _section(p: Problem, t: Tiling, target: Target) -> int:
+    """Groups of heads whose tiles run at the same time, so that their K and V stay in the cache."""
+    groups = t.n_groups * p.n_seq
+    nbytes = sum(x.data_nbytes // (x.ne[2] * x.ne[3]) for x in (p.k_t, p.v_t) if x is not None)
+    fitting = max(1, int(0.6 * target.l2 / max(nbytes, 1))) * (p.gqa // t.pack)
+    return max(s for s in range(1, groups + 1) if groups % s == 0 and (s <= fitting or s == 1))

@@ -1,0 +1,134 @@
+"""What one attention is given, read off its nodes, and how it is cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from graphrt.backend import Place
+from graphrt.backends.triton.device import interpreting
+from graphrt.backends.triton.memory import TORCH_TYPES, elements
+from graphrt.dtypes import DType
+from graphrt.tensor import Tensor
+
+DOT_TYPES = {"f32": tl.float32, "bf16": tl.bfloat16}
+
+
+def split_head(d: int, at_least: int = 16) -> tuple[int, int]:
+    """A head size as one or two powers of two that cover it: 576 as 512 + 64, 112 as 128 + 0."""
+    whole = max(at_least, 1 << (d - 1).bit_length())
+    half = whole // 2
+    if d == whole or half < at_least:
+        return whole, 0
+    rest = max(at_least, 1 << (d - half - 1).bit_length())
+    return (half, rest) if half + rest < whole else (whole, 0)
+
+
+def dot_type(dt: DType) -> Any:
+    """What products with a type compute in. Triton's interpreter gets bf16 wrong, so there it is f32."""
+    kind = DOT_TYPES.get(dt.name, tl.float16)
+    return tl.float32 if interpreting() and kind == tl.bfloat16 else kind
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """K or V as kernels take it.
+
+    data: from its first element; strides: of keys, heads and sequences, in elements of `data`; kind: the type's name;
+    aligned: quantized rows can be read as 4-byte words; dot: what its product computes in; d: the head size; parts:
+    the powers of two that cover it.
+    """
+
+    data: torch.Tensor
+    strides: tuple[int, int, int]
+    kind: str
+    aligned: bool
+    dot: Any
+    d: int
+    parts: tuple[int, int]
+
+
+def operand(t: Tensor, place: Place) -> Operand:
+    """A tensor of K or V at its place."""
+    buffer, offset = place
+    kind = t.dtype.name
+    if t.dtype.is_quantized:
+        aligned = all(n % 4 == 0 for n in (*t.nb[1:], offset))
+        unit = torch.int32 if aligned else torch.int16
+    else:
+        aligned, unit = True, TORCH_TYPES[kind]
+    n, h, s = (stride // unit.itemsize for stride in t.nb[1:])
+    parts = split_head(t.ne[0], 32 if t.dtype.is_quantized else 16)
+    return Operand(elements(buffer, offset, t, unit), (n, h, s), kind, aligned, dot_type(t.dtype), t.ne[0], parts)
+
+
+class Problem:
+    """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one."""
+
+    def __init__(self, nodes: Sequence[Tensor], place: Callable[[Tensor], Place]) -> None:
+        self.nodes = list(nodes)
+        self.out = next((n for n in nodes if n.op == "FLASH_ATTN_EXT"), None)
+        self.lse = next((n for n in nodes if n.op == "FLASH_ATTN_LSE"), None)
+        sources = [*nodes[0].src, None, None]
+        q, k = sources[:2]
+        v, mask, sinks = sources[2:5] if self.out is not None else (None, *sources[2:4])
+        assert q is not None and k is not None
+        self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, sinks
+        self.params = nodes[0].params
+        self.place = place
+        self.k = operand(k, place(k))
+        self.v = operand(v, place(v)) if v is not None else self.k
+        self.n_kv, self.n_q, self.n_head, self.n_seq = k.ne[1], q.ne[1], q.ne[2], q.ne[3]
+        self.gqa = q.ne[2] // k.ne[2]
+        self.m2, self.m3 = (mask.ne[2], mask.ne[3]) if mask is not None else (1, 1)
+
+    @property
+    def v_in_k(self) -> bool:
+        """A tile of V is the first part of K's tile."""
+        k, v = self.k_t, self.v_t
+        if v is None or v.dtype is not k.dtype or v.nb != k.nb or self.place(v) != self.place(k):
+            return False
+        return self.v.parts == (self.k.parts[0], 0)
+
+    def memory(self, t: Tensor, kind: torch.dtype) -> torch.Tensor:
+        """A tensor's memory as a flat torch tensor."""
+        return elements(*self.place(t), t, kind)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A problem's tiles: block_m query rows of `pack` heads that share a KV head, against k-blocks of block_n keys.
+
+    n_groups: of heads, n_qt: tiles of one group, n_blocks: k-blocks if the mask hides none; mask_groups: groups with
+    masks of their own, 1 if all share one; n_mask_tiles: tiles whose masks differ.
+    """
+
+    block_m: int
+    block_n: int
+    pack: int
+    n_groups: int
+    n_qt: int
+    n_tiles: int
+    n_blocks: int
+    mask_groups: int
+    n_mask_tiles: int
+
+    @staticmethod
+    def of(p: Problem, block_m: int, block_n: int, pack: int | None = None) -> Tiling:
+        """pack: heads a tile, by default as many of those that share a KV head as fit."""
+        pack = pack or max(n for n in range(1, min(p.gqa, block_m) + 1) if p.gqa % n == 0)
+        n_groups = p.n_head // pack
+        n_qt = -(-p.n_q * pack // block_m)
+        groups = 1 if p.m2 == 1 else n_groups
+        return Tiling(
+            block_m, block_n, pack, n_groups, n_qt, n_qt * n_groups * p.n_seq, -(-p.n_kv // block_n), groups,
+            p.m3 * groups * n_qt,
+        )  # fmt: skip
+
+    def uniform(self, has_mask: bool) -> bool:
+        """All tiles have equally many k-blocks for sure."""
+        return not has_mask or self.n_mask_tiles == 1

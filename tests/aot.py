@@ -1,0 +1,198 @@
+"""Compiles kernels for GPUs that are not here, from the arguments that the launcher would give them.
+
+Run as a program in a process without TRITON_INTERPRET (see test_triton_aot.py): `python aot.py ARCH` prints one JSON
+line a compiled kernel: what it was compiled for, shared memory, registers, spills.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from graphrt.backend import Place, Usage
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn import chooser, configs, portable
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.dtypes import dtype
+from graphrt.ops.flash_attn_ext import flash_attn_ext
+from graphrt.ops.view import permute, view
+from graphrt.tensor import Tensor
+
+#: Shared memory of one program in bytes (CUDA programming guide, compute capabilities; LDS of a CDNA3 workgroup).
+SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows."""
+
+    d: tuple[int, int]
+    n_q: int
+    types: tuple[str, str]
+    v_in_k: bool = False
+    softcap: float = 0.0
+
+
+def gpu_target(arch: str) -> GPUTarget:
+    """Triton's target of an architecture."""
+    return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+
+
+def problem(shape: Shape) -> Problem:
+    """A problem of that shape over host memory: 4 heads on one of 2 KV heads, 512 keys, with a mask."""
+    places: dict[Tensor, Place] = {}
+
+    def leaf(kind: str, ne: tuple[int, ...], name: str) -> Tensor:
+        t = Tensor(dtype(kind), ne, name=name)
+        places[t] = (TritonBuffer(torch.zeros(t.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
+        return t
+
+    (d_k, d_v), n_kv = shape.d, 512
+    q = leaf("f32", (d_k, shape.n_q, 8), "q")
+    k = permute(leaf(shape.types[0], (d_k, 2, n_kv), "k"), 0, 2, 1, 3)
+    if shape.v_in_k:
+        v = view(k, (d_v, n_kv, 2), k.nb[1:])
+    else:
+        v = permute(leaf(shape.types[1], (d_v, 2, n_kv), "v"), 0, 2, 1, 3)
+    mask = leaf("f16", (n_kv, shape.n_q), "mask")
+    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap)
+    places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
+    return Problem([node], lambda t: (places[t.root][0], t.view_offs))
+
+
+def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule: str) -> list[Launch]:
+    """The portable kernel and its fixup as the launcher makes them."""
+    target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
+    p = problem(shape)
+    t = Tiling.of(p, config.block_m, config.block_n)
+    sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, t.block_m, t.block_n)
+    choice = chooser.choose(sizes, chooser.Device(132), schedule)
+    none = torch.zeros(4096, dtype=torch.int32)
+    plan = MaskPlan(none, none, none, none)
+    args = portable.main_arguments(p, t, config, choice, plan, none.view(torch.float32), target)
+    main = portable.main_launch(args, config, target)
+    return [main] if schedule == "tile" else [main, portable.fixup_launch(args, t, p, target)]
+
+
+def compiled(launch: Launch, arch: str) -> Any:
+    """The kernel of a launch, compiled for an architecture with the launch's own specialization."""
+    names, constants, signature, attrs = launch.kernel.arg_names, {}, {}, {}
+    fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
+    for i, name in enumerate(names):
+        value = launch.args[name]
+        if name in fixed or (isinstance(value, int) and value == 1):
+            constants[(i,)], signature[name] = value, "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+                               torch.int32: "*i32", torch.int16: "*i16"}[value.dtype]  # fmt: skip
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
+    wanted = {k: v for k, v in launch.options.items() if k == "num_warps" or arch.startswith("sm_")}
+    return triton.compile(source, target=gpu_target(arch), options=wanted)
+
+
+def figures(kernel: Any, arch: str) -> dict[str, Any]:
+    """shared: bytes; registers; spills: loads and stores of spilled registers; loop_spills: in the innermost loops."""
+    found: dict[str, Any] = {"shared": kernel.metadata.shared}
+    if not arch.startswith("sm_"):
+        text = kernel.asm["amdgcn"]
+        found["registers"] = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
+        found["spills"] = found["loop_spills"] = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])
+        return found
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, sass = (_tool("cuobjdump", flag, file.name) for flag in ("-res-usage", "-sass"))
+    found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
+    instructions = _instructions(sass)
+    found["spills"] = sum(is_spill(text) for _, text in instructions)
+    found["loop_spills"] = sum(is_spill(text) for at, text in instructions if _in_inner_loop(at, instructions))
+    return found
+
+
+def _tool(name: str, *args: str) -> str:
+    path = BIN / name
+    if not path.stat().st_mode & 0o111:  # some installers drop the wheel's file modes
+        path.chmod(0o755)
+    return subprocess.run([str(path), *args], capture_output=True, text=True, check=True).stdout
+
+
+def _instructions(sass: str) -> list[tuple[int, str]]:
+    found = (re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", line) for line in sass.splitlines())
+    return [(int(m[1], 16), m[2]) for m in found if m]
+
+
+def is_spill(text: str) -> bool:
+    return bool(re.search(r"\b(STL|LDL)\b", text))
+
+
+def _in_inner_loop(at: int, instructions: list[tuple[int, str]]) -> bool:
+    """Whether an address lies in a loop that holds no other loop and multiplies matrices."""
+    return any(low <= at <= high for low, high in _inner_loops(tuple(instructions)))
+
+
+_LOOPS: dict[int, list[tuple[int, int]]] = {}
+
+
+def _inner_loops(instructions: tuple[tuple[int, str], ...]) -> list[tuple[int, int]]:
+    key = hash(instructions)
+    if key not in _LOOPS:
+        jumps = [(int(m[1], 16), at) for at, text in instructions if (m := re.search(r"BRA.*?(0x[0-9a-f]+)", text))]
+        loops = [(low, high) for low, high in jumps if low < high]
+        inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+        _LOOPS[key] = [
+            (low, high) for low, high in inner if any("MMA" in text for at, text in instructions if low <= at <= high)
+        ]
+    return _LOOPS[key]
+
+
+def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """Every row of an architecture's table, at the largest shape that it serves: a name and what makes its launches."""
+    sizes = ((64, 64), (128, 128), (256, 256), (512, 512))
+    for i, row in enumerate(configs.table_of(arch)):
+        kind = {"half": "f16", "f32": "f32", "quantized": "q8_0"}
+        for name in row.kinds:
+            d = (576, 512) if row.v_in_k else next((s for s in reversed(sizes) if s[0] <= row.d))
+            shape = Shape(d, 1 if row.rows <= 16 else 64, (kind[name], kind[name]), row.v_in_k)
+            if configs.find_config(arch, shape.n_q * 4, max(d), *shape.types, v_in_k=row.v_in_k) is not row.config:
+                continue  # an earlier row takes it
+            schedule = "split" if row.rows <= 16 else "stream_k"
+            yield f"{arch} row {i} {shape}", partial(portable_launches, arch, shape, row.config, schedule)
+
+
+def main() -> None:
+    arch = sys.argv[1]
+    part, parts = (int(x) for x in sys.argv[2].split("/")) if len(sys.argv) > 2 else (0, 1)
+    for i, (name, make) in enumerate(rows_of(arch)):
+        if i % parts != part:
+            continue
+        for launch in make():
+            kernel = compiled(launch, arch)
+            print(json.dumps({"name": f"{name} {launch.kernel.__name__}", **figures(kernel, arch)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
