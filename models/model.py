@@ -18,6 +18,7 @@ from graphrt.models.chat import ChatTemplate
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import Keys
+from graphrt.models.placement import for_weights
 from graphrt.models.sampling import Sampler, SamplerParams
 from graphrt.models.session import Logits, Session, SessionOptions
 from graphrt.models.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ class Model:
         self.backends = list(backends)
         cls = architecture(file.get("general.architecture", str))
         hp = cls.read(Keys(file))
-        weights = Weights(file, self.backends[0])
+        weights = Weights(file, for_weights(self.backends))
         self.decoder: Decoder = cls(hp, weights)
         weights.check_all_used()
         self.weights = weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
+from graphrt.models.placement import for_cache
 
 Logits = npt.NDArray[np.float32]
 
@@ -54,9 +55,8 @@ class Session:
         self.decoder = decoder
         self.backends = list(backends)
         self.n_ctx, self.n_batch = _checked(options, hp.n_ctx_train)
-        self.cache = KVCache(
-            hp, self.backends[0], hp.windowed, self.n_ctx, self.n_batch, options.type_k, options.type_v
-        )
+        home = for_cache(self.backends, options.type_k)
+        self.cache = KVCache(hp, home, hp.windowed, self.n_ctx, self.n_batch, options.type_k, options.type_v)
         self.n_past = 0
         self._prepared: OrderedDict[tuple[int, int], Executable] = OrderedDict()
 
@@ -64,6 +64,18 @@ class Session:
         """Forgets the sequence; what was prepared stays."""
         self.cache.clear()
         self.n_past = 0
+
+    def fallbacks(self) -> list[str]:
+        """What of a decode step the preferred backend does not run, a sentence for each op, and how often it is cut."""
+        plan = self.executable(1, 1).schedule
+        reasons = {node.op: refused for node, refused in plan.refusals.items()}
+        counts = Counter(node.op for node in plan.refusals)
+        said = [
+            f"{n} {op} run on {next(a.backend for node, a in plan.assignments.items() if node.op == op)}: "
+            + "; ".join(f"{name} says {reason}" for name, reason in reasons[op].items())
+            for op, n in counts.most_common()
+        ]
+        return [*said, f"a step is cut into {len(plan.splits)} parts with copies between"] if said else []
 
     def executable(self, n_tokens: int, n_outputs: int) -> Executable:
         """The prepared graph for that many tokens and wanted rows; made on first use."""

@@ -115,7 +115,7 @@ def compiled(launch: Launch, arch: str) -> Any:
 
 
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
-    """shared: bytes; registers; spills: loads and stores of spilled registers; loop_spills: in the innermost loops."""
+    """shared: bytes; registers; spills: loads and stores of spilled ones; loop_spills: of these, in innermost loops."""
     found: dict[str, Any] = {"shared": kernel.metadata.shared}
     if not arch.startswith("sm_"):
         text = kernel.asm["amdgcn"]

@@ -1,4 +1,4 @@
-"""The triton backend, in Triton's interpreter where there is no GPU: kernels on small shapes and what surrounds them."""
+"""The triton backend, without a GPU in Triton's interpreter: kernels on small shapes, and what surrounds them."""
 
 from __future__ import annotations
 

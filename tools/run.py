@@ -134,6 +134,8 @@ def main(args: argparse.Namespace) -> int:
     model = load_model(args, args.exact)
     tokens = _tokens(model, prompt, args)
     session = model.session(session_options(args))
+    for sentence in session.fallbacks():
+        print(f"fallback: {sentence}", file=sys.stderr)
     load_s = time.perf_counter() - loading
     tally = Tally()
     pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, ignore_eos=args.ignore_eos)

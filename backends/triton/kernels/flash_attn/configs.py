@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class Config:
     """block_m: query rows a tile; block_n: keys a k-block; warps: of 32 threads (64 on AMD); stages: k-blocks in
     flight; ways: of the decode form, keys are shared out to so many warps, 0 for the other form; per_sm: programs that
-    a multiprocessor holds at once, for the chooser."""
+    a multiprocessor holds at once, for the chooser; ieee: f32 products without the matrix units (the three tf32 products
+    that stand for one take more registers than large heads leave)."""
 
     block_m: int
     block_n: int
@@ -20,6 +21,7 @@ class Config:
     stages: int
     ways: int = 0
     per_sm: int = 1
+    ieee: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,27 +50,30 @@ _HOPPER = (
     Row(16, 256, ("quantized",), Config(16, 64, 4, 2, per_sm=2)),
     Row(16, 256, ("f32",), Config(16, 32, 8, 1, per_sm=2)),
     Row(16, MANY, ("half", "quantized"), Config(16, 64, 8, 2, per_sm=1)),
+    Row(16, MANY, ("f32",), Config(16, 32, 16, 1, ieee=True)),
     Row(MANY, 64, ("half", "quantized"), Config(128, 64, 8, 3, per_sm=1)),
     Row(MANY, 128, ("half", "quantized"), Config(64, 64, 4, 3, per_sm=1)),
     Row(MANY, 256, ("half", "quantized"), Config(64, 64, 8, 2, per_sm=1)),
     Row(MANY, MANY, ("half",), Config(32, 32, 4, 2, per_sm=2)),
     Row(MANY, MANY, ("quantized",), Config(16, 32, 8, 1, per_sm=2)),
     Row(MANY, 128, ("f32",), Config(64, 32, 8, 2, per_sm=1)),
-    Row(MANY, MANY, ("f32",), Config(16, 16, 8, 1, per_sm=1)),
+    Row(MANY, MANY, ("f32",), Config(16, 32, 16, 1, ieee=True)),
 )
 _AMPERE = (
-    Row(16, 128, ("half",), Config(16, 64, 4, 3, per_sm=2)),
-    Row(16, 128, ("quantized",), Config(16, 64, 4, 2, per_sm=2)),
-    Row(16, 128, ("f32",), Config(16, 32, 4, 2, per_sm=2)),
-    Row(16, 256, ("half", "quantized"), Config(16, 64, 4, 2, per_sm=1)),
+    Row(16, 128, ("half", "quantized"), Config(16, 64, 8, 2, ways=4, per_sm=1)),
+    Row(16, 128, ("f32",), Config(16, 64, 8, 2, per_sm=1)),
+    Row(16, 256, ("half",), Config(16, 64, 4, 3, per_sm=1)),
+    Row(16, 256, ("quantized",), Config(16, 64, 4, 2, per_sm=1)),
     Row(16, 256, ("f32",), Config(16, 32, 8, 1, per_sm=1)),
     Row(16, MANY, ("half", "quantized"), Config(16, 32, 8, 2, per_sm=1)),
-    Row(MANY, 128, ("half", "quantized"), Config(64, 64, 4, 2, per_sm=2)),
-    Row(MANY, 256, ("half", "quantized"), Config(64, 32, 8, 2, per_sm=1)),
-    Row(MANY, MANY, ("half",), Config(32, 32, 8, 1, per_sm=1)),
+    Row(MANY, 128, ("half",), Config(64, 64, 4, 3, per_sm=1)),
+    Row(MANY, 128, ("quantized",), Config(64, 32, 8, 1, per_sm=1)),
+    Row(MANY, 256, ("half",), Config(64, 64, 8, 2, per_sm=1)),
+    Row(MANY, 256, ("quantized",), Config(32, 32, 8, 1, per_sm=1)),
+    Row(MANY, MANY, ("half",), Config(32, 32, 4, 2, per_sm=1)),
     Row(MANY, MANY, ("quantized",), Config(16, 32, 8, 1, per_sm=1)),
-    Row(MANY, 128, ("f32",), Config(32, 32, 8, 1, per_sm=1)),
-    Row(MANY, MANY, ("f32",), Config(16, 16, 8, 1, per_sm=1)),
+    Row(MANY, 128, ("f32",), Config(16, 32, 4, 2, per_sm=1)),
+    Row(MANY, MANY, ("f32",), Config(16, 32, 16, 1, ieee=True)),
 )
 _CDNA3 = (
     Row(16, 128, ALL, Config(16, 32, 4, 1, per_sm=2)),

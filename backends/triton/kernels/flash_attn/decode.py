@@ -77,8 +77,12 @@ def config_for(p: Any) -> Config | None:
     if p.out is None or p.n_q * p.gqa > ROWS.value or k.d != v.d or k.d not in (64, 128, 256):
         return None
     for x, t in ((k, p.k_t), (v, p.v_t)):
-        unit = 16 if x.kind in ("f16", "bf16") else 4
-        if x.kind not in KINDS or any(n % unit for n in (*t.nb[1:], p.place(t)[1])):
+        half = x.kind in ("f16", "bf16")
+        # What Triton must know to copy 16 bytes at once: of an address that they are its unit, of an element count that
+        # 16 divides it. Quantized rows are copied by words.
+        if x.kind not in KINDS or any(n % (16 if half else 4) for n in (t.nb[1], p.place(t)[1])):
+            return None
+        if any(n % (32 if half else 4) for n in t.nb[2:]):
             return None
     config = find_decode_config(k.d, k.kind, v.kind)
     return config if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n < 2**31 else None
@@ -859,16 +863,15 @@ def flash_attn_decode(
                 s = gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
             else:
                 s = gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
-            if SOFTCAP:
-                m_new = gl.maximum(m, gl.max(s, 2))
-            else:
-                m_new = gl.maximum(m, gl.max(s, 2) * factor)
+            # m is in the units of s, so that the largest logit's weight is exactly 1, as forward.py has it.
+            m_new = gl.maximum(m, gl.max(s, 2))
             top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
             if SOFTCAP:
                 p = gl.exp2(s - gl.expand_dims(top, 2))
+                alpha = gl.exp2(m - top)
             else:
-                p = gl.exp2(s * factor - gl.expand_dims(top, 2))
-            alpha = gl.exp2(m - top)
+                p = gl.exp2((s - gl.expand_dims(top, 2)) * factor)
+                alpha = gl.exp2((m - top) * factor)
             l = l * alpha + gl.sum(p, 2)
             m = m_new
             acc = acc * gl.expand_dims(alpha, 2)
@@ -881,6 +884,8 @@ def flash_attn_decode(
             )  # fmt: skip
             buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
+        if not SOFTCAP:
+            m = m * factor
         finish(
             p_sinks, p_out, p_lse, p_part, m, l, slot_order(acc, D, V_KIND), pid, splits, i_seq, i_group, whole,
             finishes, n_q, n_head, has_sinks, has_lse, PACK, D, V_KIND,

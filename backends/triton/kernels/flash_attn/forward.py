@@ -4,7 +4,7 @@ A tile is BLOCK_M query rows of one group of heads that share a KV head, of one 
 and over the group's heads within: row r is query r // PACK, head r % PACK of the group. A program works through a range
 of (tile, k-block) units (see stream_k.py) and writes a tile's result, or its part of it for fixup.py.
 
-Softmax runs online (Milakov and Gimelshein, arXiv 1805.02867) in units of log2: m is the largest logit so far, l the
+Softmax runs online (Milakov and Gimelshein, arXiv 1805.02867), in units of log2: m is the largest logit so far, l the
 sum of 2^(s - m), acc the same sum of the rows of V. Dot products take f16 or bf16 and sum in f32; of f32 caches they
 are split into three tf32 products.
 
@@ -145,14 +145,15 @@ def load_q(
 def softmax_step(s, factor, m, l, GUARD: tl.constexpr):
     """Online softmax: weights of the logits s * factor, and m, l and the factor on earlier sums.
 
-    factor: not negative; with the subtraction it is one multiply-add. GUARD: a row may be all -inf so far, and
-    -inf - -inf would be NaN.
+    m is in the units of s and subtracted first: as one multiply-add with a rounded m * factor, the largest logit's
+    weight would not be exactly 1, and rounded to f16 it would part from its share of l, the more the larger the logits.
+    GUARD: a row may be all -inf so far, and -inf - -inf would be NaN.
     """
     AXIS: tl.constexpr = _rank(s) - 1
-    m_new = tl.maximum(m, tl.max(s, AXIS, keep_dims=True) * factor)
+    m_new = tl.maximum(m, tl.max(s, AXIS, keep_dims=True))
     top = tl.where(m_new == NEG_INF, 0.0, m_new) if GUARD else m_new
-    p = tl.exp2(s * factor - top)
-    alpha = tl.exp2(m - top)
+    p = tl.exp2((s - top) * factor)
+    alpha = tl.exp2((m - top) * factor)
     return p, m_new, l * alpha + tl.sum(p, AXIS, keep_dims=True), alpha
 
 
@@ -253,7 +254,8 @@ def flash_attn(
     programs, splits, section, sign, factor, softcap, has_sinks, has_lse,
     sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
+    K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
     PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
     REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
@@ -358,6 +360,8 @@ def flash_attn(
                 BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, True, WIDE, PTX, PRECISION,
             )  # fmt: skip
 
+        if not SOFTCAP:
+            m = m * factor
         if WAYS > 0:
             m, l, acc0, acc1 = join_ways(m, l, acc0, acc1, DV1)
         if PDL:

@@ -35,11 +35,21 @@ from triton.language.core import _aggregate as aggregate
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# Odd polynomial for tanh(x), |x| <= TANH_RANGE, to 1.1e-6; it keeps falling below, to minus infinity.
+TANH_RANGE = gl.constexpr(0.9)
+TANH_AT_RANGE = gl.constexpr(0.7162978701990245)
+TANH = gl.constexpr((0.999986742, -0.332987063, 0.130767856, -0.045938528, 0.00984349093))
+# What is this much smaller in log2 units than a row's maximum is no part of the row's sum in f16.
+NEGLIGIBLE = gl.constexpr(24.0)
+# What NaN scores become, so that the mask can hide them; a row with such a maximum has one that it does not hide.
+LARGE = gl.constexpr(1.0e30)
+TOO_LARGE = gl.constexpr(1.0e20)
 # Below every score that a finite f16 product can give, and finite: see the module's docstring.
 NO_MAX = gl.constexpr(-1.0e30)
 
 WG_ROWS = 64  # the M of one wgmma instruction: query rows of one consumer warpgroup
 MAX_SHARED_BYTES = 232448  # of one thread block on sm_90
+LARGE_CAP = 28.0  # soft caps from here on: see cap_is_hard
 L2_SECTION_BYTES = 32 << 20  # K and V of the heads that run side by side should stay within this much of the L2 cache
 
 
@@ -88,6 +98,14 @@ class Spec:
     # Quantized types whose order of elements (see slot_elements) the columns of the query tile and of the output have.
     k_kind: str = ""
     v_kind: str = ""
+    pack: int = 1  # heads whose rows share a tile: row r is token r // pack of head r % pack (1, 2, 4 or 8)
+    mask_stages: int = 0  # buffers of the ring through which TMA brings the mask; 0: consumers load it themselves
+    # Hidden keys whose scores are NaN: True hides them, at an instruction a score; False lets them through to `bad`.
+    drop_nan: bool = True
+    # The soft cap of blocks without mask: 0 exact, 1 a polynomial where a row's maximum says that it holds, 2 where its
+    # minimum does too (see cap_is_easy).
+    softcap_form: int = 0
+    exp_share: int = 0  # of so many exponentials one is computed without the special function unit; 0: none
 
 
 #: By head size. The fastest of those tried on an H100; see BENCHMARKS.md.
@@ -117,6 +135,24 @@ def config_for(p: Any) -> Config | None:
 def mma_layout(n):
     """Registers of one warpgroup's [64, n] accumulator."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+
+
+@gluon.constexpr_function
+def packed_layout(pack, n):
+    """mma_layout(n) with the rows as [64 / pack, pack]."""
+    low = pack.bit_length() - 1
+
+    def row(bit):
+        return [0, 1 << bit, 0] if bit < low else [1 << (bit - low), 0, 0]
+
+    columns = [[0, 0, 1 << bit] for bit in range(n.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[columns[0], row(3), *columns[3:]],
+        lane_bases=[columns[1], columns[2], row(0), row(1), row(2)],
+        warp_bases=[row(4), row(5)],
+        block_bases=[],
+        shape=[64 // pack, pack, n],
+    )
 
 
 @gluon.constexpr_function
@@ -182,6 +218,68 @@ def make_ring(dtype: gl.constexpr, spec: gl.constexpr):
     full = make_barriers(spec.stages, 1)
     empty = make_barriers(spec.stages, spec.n_wg)
     return Ring(buffers, full, empty, spec.stages)
+
+
+@aggregate
+class MaskRing:
+    """Buffers of the mask's blocks: for each of `stages` and each warpgroup [1, 1, 64 / pack, block_n]."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    n_wg: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, stages, n_wg):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.n_wg = gl.constexpr(n_wg)
+
+    @gluon.jit
+    def fill(self, desc, seq, head, row, col, step):
+        """Producer: copy every warpgroup's rows, `row` and on, of the columns from `col` on."""
+        slot = step % self.stages
+        mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
+        full = self.full.index(slot)
+        mbarrier.expect(full, desc.block_type.nbytes * self.n_wg)
+        for wg in gl.static_range(self.n_wg):
+            place = [seq, head, row + wg * desc.block_shape[2], col]
+            tma.async_copy_global_to_shared(desc, place, full, self.buffers.index(slot * self.n_wg + wg))
+
+    @gluon.jit
+    def read(self, step, wg: gl.constexpr):
+        """Consumer: the warpgroup's [64, block_n] mask values of the step-th block in the scores' registers."""
+        slot = step % self.stages
+        mbarrier.wait(self.full.index(slot), (step // self.stages) & 1)
+        tile = self.buffers.index(slot * self.n_wg + wg)
+        tokens: gl.constexpr = tile.shape[2]
+        block_n: gl.constexpr = tile.shape[3]
+        if tokens == 64:
+            return tile.reshape([64, block_n]).load(mma_layout(block_n))
+        else:
+            packed: gl.constexpr = packed_layout(64 // tokens, block_n)
+            rows = tile.reshape([tokens, 1, block_n]).load(packed)
+            rows = gl.reshape(rows.broadcast_to([tokens, 64 // tokens, block_n]), [64, block_n])
+            return gl.convert_layout(rows, mma_layout(block_n), assert_trivial=True)
+
+    @gluon.jit
+    def release(self, step):
+        """Consumer: every thread of the warpgroup has read the step-th block."""
+        gl.thread_barrier()
+        mbarrier.arrive(self.empty.index(step % self.stages), count=1)
+
+
+@gluon.jit
+def make_mask_ring(spec: gl.constexpr):
+    layout: gl.constexpr = tile_shared_layout(gl.float16, 4)
+    shape: gl.constexpr = [spec.mask_stages * spec.n_wg, 1, 1, 64 // spec.pack, spec.block_n]
+    buffers = gl.allocate_shared_memory(gl.float16, shape, layout)
+    full = make_barriers(spec.mask_stages, 1)
+    empty = make_barriers(spec.mask_stages, spec.n_wg)
+    return MaskRing(buffers, full, empty, spec.mask_stages, spec.n_wg)
 
 
 @gluon.jit
@@ -294,15 +392,25 @@ class Problem:
 
     @gluon.jit
     def query_tiles(self):
-        """Query tiles of one head."""
-        return gl.cdiv(self.n_q, 64 * self.spec.n_wg)
+        """Query tiles of one group of heads (of one head, where they are not packed)."""
+        return gl.cdiv(self.n_q * self.spec.pack, 64 * self.spec.n_wg)
+
+    @gluon.jit
+    def groups(self):
+        """Groups of heads that share tiles."""
+        return self.n_head // self.spec.pack
+
+    @gluon.jit
+    def first_token(self, qt, wg: gl.constexpr):
+        """The token of a warpgroup's first row."""
+        return (qt * self.spec.n_wg + wg) * (64 // self.spec.pack)
 
     @gluon.jit
     def rounds(self):
         """How many tiles this program takes."""
         if not self.spec.persistent:
             return 1
-        tiles = self.query_tiles() * self.n_head * self.n_seq
+        tiles = self.query_tiles() * self.groups() * self.n_seq
         width = gl.num_programs(0)
         whole = tiles // width
         return whole + (self.place(whole) < tiles - whole * width).to(gl.int32)
@@ -316,7 +424,7 @@ class Problem:
 
     @gluon.jit
     def tile(self, turn):
-        """Sequence, head and query tile of this program's turn-th tile.
+        """Sequence, group of heads and query tile of this program's turn-th tile.
 
         Heads are cut into sections whose K and V fit the L2 cache; within a section the tiles of one query position are
         neighbours, and with a mask the last positions, which under a causal mask are the longest, come first.
@@ -326,14 +434,14 @@ class Problem:
         part = rank // (n_qt * self.section)
         first = part * self.section
         rest = rank - first * n_qt
-        width = gl.minimum(self.section, self.n_seq * self.n_head - first)
+        width = gl.minimum(self.section, self.n_seq * self.groups() - first)
         row = rest // width
         index = first + rest - row * width
-        seq = index // self.n_head
+        seq = index // self.groups()
         qt = row
         if self.spec.reversed_order:
             qt = n_qt - 1 - row
-        return seq, index - seq * self.n_head, qt
+        return seq, index - seq * self.groups(), qt
 
     @gluon.jit
     def visits(self, seq, head, qt):
@@ -360,18 +468,32 @@ class Problem:
 
 
 @gluon.jit
-def produce(p, k_desc, v_desc, k_ring, v_ring):
-    """The producer warp: stream the blocks of every tile, K one block ahead of V as the consumers use them."""
+def produce(p, k_desc, v_desc, k_ring, v_ring, mask_desc=None, mask_ring=None):
+    """The producer warp: stream the blocks of every tile, K one block ahead of V as the consumers use them, and the
+    mask's blocks, where they come through a ring, with K's."""
+    from_ring: gl.constexpr = p.spec.mask_stages > 0
     step = 0
+    mask_step = 0
     for turn in range(p.rounds()):
-        seq, head, qt = p.tile(turn)
-        kv_head = head // p.gqa
-        n_full, n_all, start = p.visits(seq, head, qt)
+        seq, group, qt = p.tile(turn)
+        kv_head = group * p.spec.pack // p.gqa
+        n_full, n_all, start = p.visits(seq, group, qt)
         row = p.block(start, 0) * p.spec.block_n
         k_ring.fill(k_desc, seq, kv_head, row, step)
+        if from_ring:
+            mask_seq = seq % p.mask_seqs
+            mask_head = (group * p.spec.pack) % p.mask_heads
+            token = p.first_token(qt, 0)
+            if n_full == 0:
+                mask_ring.fill(mask_desc, mask_seq, mask_head, token, row, mask_step)
+                mask_step += 1
         for j in range(1, n_all):
             next_row = p.block(start, j) * p.spec.block_n
             k_ring.fill(k_desc, seq, kv_head, next_row, step + j)
+            if from_ring:
+                if j >= n_full:
+                    mask_ring.fill(mask_desc, mask_seq, mask_head, token, next_row, mask_step)
+                    mask_step += 1
             v_ring.fill(v_desc, seq, kv_head, row, step + j - 1)
             row = next_row
         v_ring.fill(v_desc, seq, kv_head, row, step + n_all - 1)
@@ -389,31 +511,34 @@ def slot_elements(i_slot, KIND: gl.constexpr):
     # The first two values of a pair's first block share a word with its scale; they come last.
     turn = gl.where(i_block % 2 == 0, 2, 0)
     if KIND == "q8_0":
-        # Pairs stay pairs, which one load or store may take.
-        return gl.max_contiguous(gl.multiple_of(i_block * 32 + (i + turn) % 32, 2), 2)
-    # A word of eight 4-bit numbers: the low halves of bytes 0 and 2, the high ones, then the same of bytes 1 and 3.
-    i_byte = i // 8 * 4 + i % 8 // 4 + i % 2 * 2
-    return i_block * 32 + (i_byte + turn) % 16 + i // 2 % 2 * 16
+        element = i_block * 32 + (i + turn) % 32
+    else:  # of a word's four bytes first the low halves, then the high ones
+        i_byte = i // 8 * 4 + i % 4
+        element = i_block * 32 + (i_byte + turn) % 16 + i // 4 % 2 * 16
+    # Pairs stay pairs, which one load or store may take.
+    return gl.max_contiguous(gl.multiple_of(element, 2), 2)
 
 
 @gluon.jit
 def fetch_queries(p, turn, wg: gl.constexpr):
     """A warpgroup's [64, d] f32 query rows of this program's turn-th tile; rows past n_q are 0."""
-    seq, head, qt = p.tile(turn)
-    token = (qt * p.spec.n_wg + wg) * 64
+    seq, group, qt = p.tile(turn)
+    head = group * p.spec.pack
+    token = p.first_token(qt, wg)
     vec: gl.constexpr = p.spec.q_vec
     layout: gl.constexpr = query_layout(p.spec.d)
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     kind: gl.constexpr = p.spec.k_kind
     cols = slot_elements(gl.arange(0, p.spec.d, gl.SliceLayout(0, layout)), kind)
     base = p.q + (seq.to(gl.int64) * p.sq_s + head.to(gl.int64) * p.sq_h + token.to(gl.int64) * p.sq_t) * vec
-    offsets = rows[:, None] * (p.sq_t * vec) + cols[None, :]
-    return gl.load(base + offsets, mask=(token + rows < p.n_q)[:, None], other=0.0)
+    places = rows // p.spec.pack * (p.sq_t * vec) + rows % p.spec.pack * (p.sq_h * vec)
+    offsets = places[:, None] + cols[None, :]
+    return gl.load(base + offsets, mask=(token + rows // p.spec.pack < p.n_q)[:, None], other=0.0)
 
 
 @gluon.jit
-def load_mask(p, seq, head, token, block):
-    """[64, block_n] mask values in the scores' registers; -inf past n_q and n_kv."""
+def load_mask(p, seq, group, token, block):
+    """[64, block_n] mask values in the scores' registers; -inf past n_q, anything past n_kv."""
     layout: gl.constexpr = mma_layout(p.spec.block_n)
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
@@ -422,18 +547,34 @@ def load_mask(p, seq, head, token, block):
         # Rows start at multiples of 16 bytes, so the pair of an odd last column is readable: ask by pairs, and each
         # thread's two neighbouring columns become one 4-byte load.
         inside = cols // 2 * 2 < p.n_kv
-    base = (
-        p.mask
-        + (
-            (seq % p.mask_seqs).to(gl.int64) * p.sm_s
-            + (head % p.mask_heads).to(gl.int64) * p.sm_h
-            + token.to(gl.int64) * p.sm_t
-        )
-        * p.spec.mask_vec
-    )
-    offsets = rows[:, None] * (p.sm_t * p.spec.mask_vec) + cols[None, :]
-    keep = (token + rows < p.n_q)[:, None] & inside[None, :]
-    return gl.load(base + offsets, mask=keep, other=float("-inf"))
+    vec: gl.constexpr = p.spec.mask_vec
+    head = group * p.spec.pack
+    base = p.mask + ((seq % p.mask_seqs).to(gl.int64) * p.sm_s + token.to(gl.int64) * p.sm_t) * vec
+    places = rows // p.spec.pack * (p.sm_t * vec)
+    if p.spec.pack == 1:
+        base += (head % p.mask_heads).to(gl.int64) * p.sm_h * vec
+    else:
+        places += (head + rows % p.spec.pack) % p.mask_heads * (p.sm_h * vec)
+    keep = (token + rows // p.spec.pack < p.n_q)[:, None] & inside[None, :]
+    return gl.load(base + places[:, None] + cols[None, :], mask=keep, other=float("-inf"))
+
+
+@gluon.jit
+def kept_inside(x):
+    """Returns x, a number, and keeps what needs it inside the branch where this stands: the compiler would compute and
+    select for every block, to be rid of the branch."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def hide_past_end(p, mask, block):
+    """The mask with -inf past n_kv, which only the last block reaches."""
+    if (block + 1) * p.spec.block_n > p.n_kv:
+        end = kept_inside(p.n_kv)
+        layout: gl.constexpr = mma_layout(p.spec.block_n)
+        cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
+        mask = gl.where((cols < end)[None, :], mask, gl.full(mask.shape, float("-inf"), gl.float16, layout))
+    return mask
 
 
 @gluon.jit
@@ -504,18 +645,111 @@ def to_log2_units(p, s):
     return s * (p.scale * LOG2E)
 
 
+@gluon.constexpr_function
+def capped_asm(n, terms, exponential):
+    """PTX of `capped` for n elements. Operands: the results, then n of each argument."""
+
+    def arg(i, k=0):
+        return f"${n * (1 + i) + k}"
+
+    score, shift, hard, exponent, cap, minus_two_caps, first = range(7)
+    lines = ["{", ".reg .pred hard;", ".reg .f32 a, b;", f"setp.ne.f32 hard, {arg(hard)}, 0f00000000;"]
+    lines += ["@hard bra.uni HARD;"]
+    for k in range(n):
+        lines += [f"mul.f32 a, {arg(score, k)}, {arg(score, k)};"]
+        lines += [f"fma.rn.f32 b, a, {arg(first + terms - 1)}, {arg(first + terms - 2)};"]
+        lines += [f"fma.rn.f32 b, a, b, {arg(first + i)};" for i in reversed(range(terms - 2))]
+        lines += [f"fma.rn.f32 ${k}, {arg(score, k)}, b, {arg(shift, k)};"]
+        lines += [f"ex2.approx.ftz.f32 ${k}, ${k};"] if exponential else []
+    lines += ["bra.uni DONE;", "HARD:"]
+    for k in range(n):
+        lines += [f"mul.f32 a, {arg(score, k)}, {arg(exponent)};", "ex2.approx.ftz.f32 a, a;"]
+        lines += ["add.f32 a, a, 0f3F800000;", "rcp.approx.ftz.f32 a, a;"]
+        lines += [f"fma.rn.f32 a, a, {arg(minus_two_caps)}, {arg(cap)};", f"add.f32 ${k}, a, {arg(shift, k)};"]
+        lines += [f"ex2.approx.ftz.f32 ${k}, ${k};"] if exponential else []
+    return "\n".join([*lines, "DONE:", "}"])
+
+
+@gluon.constexpr_function
+def asm_operands(outputs, inputs):
+    return ",".join(["=&r"] * outputs + ["r"] * inputs)
+
+
 @gluon.jit
-def hide(p, s, mask, block, slope):
-    """Add the mask (times the head's slope) to scores in log2 units and make the hidden ones -inf, NaN or not."""
+def capped(p, s, shift, hard, exponential: gl.constexpr, pack: gl.constexpr):
+    """Soft-capped scores in log2 units plus shift, or 2 to the power of that. hard is not 0 in warps where the polynomial does not hold; it is
+    that for all lanes of a warp at once."""
+    ratio = p.scale / p.softcap
+    cap = p.softcap * LOG2E
+    square = ratio * ratio
+    c0 = TANH[0] * cap * ratio
+    c1 = TANH[1] * cap * ratio * square
+    c2 = TANH[2] * cap * ratio * (square * square)
+    c3 = TANH[3] * cap * ratio * (square * square * square)
+    c4 = TANH[4] * cap * ratio * (square * square * square * square)
+    source: gl.constexpr = capped_asm(pack, 5, exponential)
+    return gl.inline_asm_elementwise(
+        source,
+        asm_operands(pack, 11 * pack),
+        [s, shift, hard, ratio * (2.0 * LOG2E), cap, -2.0 * cap, c0, c1, c2, c3, c4],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=pack,
+    )
+
+
+@gluon.jit
+def any_of_warp(x):
+    """For a [64] tensor of row values, which is the same in the four lanes of a row: x != 0 in some row of the warp."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred here;
+        .reg .b32 both;
+        or.b32 both, $2, $3;
+        setp.ne.b32 here, both, 0;
+        vote.sync.any.pred here, here, 0xffffffff;
+        selp.f32 $0, 0f3F800000, 0f00000000, here;
+        mov.b32 $1, $0;
+        }""",
+        "=&r,=&r,r,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def cap_is_hard(p, s, top):
+    """Whether the polynomial does not serve for a block's raw scores, whose row maxima are `top`; by warps (see
+    any_of_warp). It does not above TANH_RANGE; below -TANH_RANGE it gives too little, which does no harm where that is
+    NEGLIGIBLE beside the row's maximum (form 1) or if nothing is (form 2)."""
+    limit = p.softcap / p.scale * TANH_RANGE
+    # Past this the highest coefficient nears the smallest numbers.
+    limit = gl.where(limit < 4000.0, limit, -1.0)
+    if p.spec.softcap_form == 1:
+        # |tanh(x)| <= |x|: a maximum of least * scale is at least that when capped.
+        least = (NEGLIGIBLE - p.softcap * (LOG2E * TANH_AT_RANGE)) / (p.scale * LOG2E)
+        easy = (top <= limit) & (top >= gl.where(least <= 0.0, least, limit))
+    else:
+        easy = (top <= limit) & (row_maximum(-s) <= limit)
+    return any_of_warp(gl.where(easy, 0, 1))
+
+
+@gluon.jit
+def hide(p, s, block):
+    """Without a mask: make scores past n_kv -inf."""
     layout: gl.constexpr = mma_layout(p.spec.block_n)
     cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
-    inside = (cols < p.n_kv)[None, :]
-    if p.spec.has_mask:
-        bias = mask.to(gl.float32)
-        s = gl.where(inside & (bias != float("-inf")), s + bias * slope, float("-inf"))
-    else:
-        s = gl.where(inside, s, float("-inf"))
-    return s
+    return gl.where((cols < p.n_kv)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def smaller(x, bound):
+    """min(x, bound), which is bound for NaN: one instruction."""
+    return gl.inline_asm_elementwise(
+        "min.f32 $0, $1, $2;", "=r,r,r", [x, bound], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -534,27 +768,99 @@ def row_maximum(s):
     return gl.convert_layout(gl.max(quarter, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
+@gluon.constexpr_function
+def exponential_asm(share):
+    """PTX for 2^x of `share` numbers: the last of them by a polynomial, the others by the special function unit."""
+    lines = [f"ex2.approx.ftz.f32 ${k}, ${share + k};" for k in range(share - 1)]
+    x = f"${2 * share - 1}"
+    # The nearest integer falls into the low bits of x + 1.5 * 2^23, and from there into the exponent.
+    return "\n".join([
+        "{", ".reg .b32 x, t, r, y, e;", *lines,
+        f"max.f32 x, {x}, 0fC2FC0000;",
+        "add.f32 t, x, 0f4B400000;",
+        "sub.f32 r, t, 0f4B400000;",
+        "sub.f32 r, x, r;",
+        "fma.rn.f32 y, r, 0f3D61FBB0, 0f3E786F0D;",
+        "fma.rn.f32 y, y, r, 0f3F31798D;",
+        "fma.rn.f32 y, y, r, 0f3F7FFB49;",
+        "shl.b32 e, t, 23;",
+        f"add.s32 ${share - 1}, e, y;",
+        "}",
+    ])  # fmt: skip
+
+
 @gluon.jit
-def softmax_step(s, m, den, factor):
+def exponential(p, x):
+    """2^x for the x of softmax weights, which are not above 0 by more than rounding."""
+    if p.spec.exp_share == 0:
+        return gl.exp2(x)
+    else:
+        share: gl.constexpr = p.spec.exp_share
+        source: gl.constexpr = exponential_asm(share)
+        return gl.inline_asm_elementwise(
+            source, asm_operands(share, share), [x], dtype=gl.float32, is_pure=True, pack=share
+        )
+
+
+@gluon.jit
+def softmax_step(p, s, m, den, factor, by_row: gl.constexpr = False):
     """One online-softmax step: the weights of this block, and the running maximum, sum and the rescaling of what was
-    summed before. Scores are s * factor."""
+    summed before. Scores are s * factor, a number or (by_row) one for each row."""
     m_new = together(gl.maximum(m, row_maximum(s) * factor))
-    weights = gl.exp2(s * factor - m_new[:, None])
+    if by_row:
+        s = s * factor[:, None]
+    else:
+        s = s * factor
+    weights = exponential(p, s - m_new[:, None])
     decay = gl.exp2(m - m_new)
     return weights, decay, m_new, den * decay + gl.sum(weights, 1)
 
 
 @gluon.jit
+def slope_of(p, group, layout: gl.constexpr):
+    """What the mask of a tile is multiplied by in log2 units, and the scores' scale divided by it; with packed heads
+    under ALiBi one of each for every row."""
+    if p.spec.has_alibi:
+        slope = row_values(p, p.slopes, group, layout) * LOG2E
+        return slope, p.scale * LOG2E / slope
+    else:
+        return gl.to_tensor(1.0) * LOG2E, p.scale
+
+
+@gluon.jit
 def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
-    """Scores of one block to softmax weights."""
-    if partial:
-        s = hide(p, to_log2_units(p, s), mask, block, slope)
-        weights, decay, m, den = softmax_step(s, m, den, 1.0)
+    """Scores of one block to softmax weights. slope: see slope_of."""
+    if partial and p.spec.has_mask:
+        by_row: gl.constexpr = p.spec.has_alibi and p.spec.pack > 1
+        slope, ratio = slope
+        bias = hide_past_end(p, mask, block).to(gl.float32)
+        if p.spec.has_softcap:
+            s = to_log2_units(p, s)
+        if p.spec.drop_nan:
+            s = smaller(s, LARGE)
+        if p.spec.has_softcap:
+            s = s + bias * (slope[:, None] if by_row else slope)
+            weights, decay, m, den = softmax_step(p, s, m, den, 1.0)
+        else:
+            # In units of the slope, so that scale, mask and maximum take two fused multiply-adds.
+            s = s * (ratio[:, None] if by_row else ratio) + bias
+            weights, decay, m, den = softmax_step(p, s, m, den, slope, by_row)
+    elif partial:
+        weights, decay, m, den = softmax_step(p, hide(p, to_log2_units(p, s), block), m, den, 1.0)
+    elif p.spec.has_softcap and p.spec.softcap_form > 0:
+        # The cap keeps the order, so that the maximum can be found first and is the only one to be capped twice.
+        top = row_maximum(s)
+        hard = cap_is_hard(p, s, top)
+        m_new = gl.maximum(m, capped(p, top, 0.0, hard, False, 2))
+        weights = capped(p, s, -m_new[:, None], hard[:, None], True, 32)
+        decay = gl.exp2(m - m_new)
+        m = m_new
+        den = den * decay + gl.sum(weights, 1)
     elif p.spec.has_softcap:
-        weights, decay, m, den = softmax_step(to_log2_units(p, s), m, den, 1.0)
+        weights, decay, m, den = softmax_step(p, to_log2_units(p, s), m, den, 1.0)
     else:
         # The scale goes into the subtraction of the maximum (one fused multiply-add).
-        weights, decay, m, den = softmax_step(s, m, den, p.scale * LOG2E)
+        weights, decay, m, den = softmax_step(p, s, m, den, p.scale * LOG2E)
     return weights, decay, m, den
 
 
@@ -581,12 +887,33 @@ def start_scores(p, queries, k_ring, step):
 
 
 @gluon.jit
+def fetch_mask(p, mask_ring, seq, group, token, block, step, wg: gl.constexpr):
+    """[64, block_n] mask values in the scores' registers, for the step-th block of the mask's ring, if there is one."""
+    if p.spec.mask_stages == 0:
+        return load_mask(p, seq, group, token, block)
+    else:
+        mask = mask_ring.read(step, wg)
+        mask_ring.release(step)
+        return mask
+
+
+@gluon.jit
+def row_values(p, values, group, layout: gl.constexpr):
+    """Of a value for each head, those of a tile's rows; one for all if heads are not packed."""
+    if p.spec.pack == 1:
+        return gl.load(values + group)
+    else:
+        return gl.load(values + group * p.spec.pack + gl.arange(0, 64, layout) % p.spec.pack)
+
+
+@gluon.jit
 def advance(
     p,
     queries,
     k_ring,
     v_ring,
     turns,
+    mask_ring,
     tile,
     slope,
     acc,
@@ -600,7 +927,7 @@ def advance(
 ):
     """One turn of the skewed loop: start S of block `step` and O += P V of the block before, then do the softmax of
     block `step` while the latter runs. Returns the accumulator, the new P, m and l."""
-    seq, head, token, taken = tile
+    seq, group, token, taken, mask_step = tile
     if p.spec.pingpong:
         # Warpgroup 0 opens; each later turn is handed on by the neighbour once both of its products are issued.
         first: gl.constexpr = 1 if wg == 0 else 0
@@ -612,7 +939,7 @@ def advance(
         mbarrier.arrive(turns.index((wg + 1) % p.spec.n_wg), count=1)
     mask = 0
     if partial and p.spec.has_mask:
-        mask = load_mask(p, seq, head, token, block)
+        mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
     scores = warpgroup_mma_wait(1, [scores])
     k_ring.release(step)
     weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, partial)
@@ -625,13 +952,16 @@ def advance(
 @gluon.jit
 def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     """Divide by the denominator (the sink's share included) and store the rows, their LSE and the tile's flag."""
-    seq, head, token, taken = tile
+    seq, group, token, taken, mask_step = tile
+    head = group * p.spec.pack
     acc_rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.d))
     m = gl.convert_layout(m, acc_rows, assert_trivial=True)
     den = gl.convert_layout(den, acc_rows, assert_trivial=True)
+    if p.spec.has_mask and p.spec.drop_nan:
+        den = gl.where(m > TOO_LARGE, float("nan"), den)
     factor = gl.full([64], 1.0, gl.float32, acc_rows)
     if p.spec.has_sinks:
-        sink = gl.load(p.sinks + head) * LOG2E
+        sink = row_values(p, p.sinks, group, acc_rows) * LOG2E
         m_new = gl.maximum(m, sink)
         factor = gl.exp2(m - m_new)
         den = den * factor + gl.exp2(sink - m_new)
@@ -639,18 +969,21 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     rows = gl.arange(0, 64, acc_rows)
     kind: gl.constexpr = p.spec.v_kind
     cols = slot_elements(gl.arange(0, p.spec.d, gl.SliceLayout(0, mma_layout(p.spec.d))), kind)
-    stored = token + rows < p.n_q
+    place = rows // p.spec.pack
+    lane = rows % p.spec.pack
+    stored = token + place < p.n_q
     values = gl.where((den == 0.0)[:, None], 0.0, acc * (factor / den)[:, None])
     vec: gl.constexpr = p.spec.q_vec
     base = p.out + (seq.to(gl.int64) * p.so_s + head.to(gl.int64) * p.so_h + token.to(gl.int64) * p.so_t) * vec
-    gl.store(base + rows[:, None] * (p.so_t * vec) + cols[None, :], values, mask=stored[:, None])
+    places = place * (p.so_t * vec) + lane * (p.so_h * vec)
+    gl.store(base + places[:, None] + cols[None, :], values, mask=stored[:, None])
     if p.spec.has_lse:
-        at = p.lse + (seq.to(gl.int64) * p.n_q + token + rows) * p.n_head + head
+        at = p.lse + (seq.to(gl.int64) * p.n_q + token + place) * p.n_head + head + lane
         gl.store(at, (m + gl.log2(den)) * LN2, mask=stored)
     if p.spec.has_bad:
         # 0 * x is 0 for every finite x and NaN otherwise.
         spoilt = gl.where(stored & (gl.sum(values * 0.0, 1) != 0.0), 1, 0)
-        store_flag(p, gl.max(spoilt, 0), (seq * p.n_head + head) * p.query_tiles() + qt, wg)
+        store_flag(p, gl.max(spoilt, 0), (seq * p.groups() + group) * p.query_tiles() + qt, wg)
 
 
 @gluon.jit
@@ -665,7 +998,7 @@ def store_flag(p, flag, tile, wg: gl.constexpr):
 
 
 @gluon.jit
-def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
+def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring=None):
     """A consumer warpgroup: rows 64 * wg .. 64 * wg + 63 of every tile."""
     dtype: gl.constexpr = query_buffers.dtype
     queries = query_buffers.index(wg)
@@ -675,18 +1008,17 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
     ahead: gl.constexpr = p.spec.persistent and p.spec.d * (p.spec.n_wg - 1) <= 128 and p.spec.k_kind == ""
     step = 0
     taken = 0
+    mask_step = 0
     rounds = p.rounds()
     if ahead:
         fetched = fetch_queries(p, 0, wg)
     for turn in range(rounds):
-        seq, head, qt = p.tile(turn)
-        token = (qt * p.spec.n_wg + wg) * 64
+        seq, group, qt = p.tile(turn)
+        token = p.first_token(qt, wg)
         if not ahead:
             fetched = fetch_queries(p, turn, wg)
-        n_full, n_all, start = p.visits(seq, head, qt)
-        slope = LOG2E
-        if p.spec.has_alibi:
-            slope = gl.load(p.slopes + head) * LOG2E
+        n_full, n_all, start = p.visits(seq, group, qt)
+        slope = slope_of(p, group, row_layout)
 
         queries.store(fetched.to(dtype))
         fence_async_shared()
@@ -695,7 +1027,7 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
         m = gl.full([64], NO_MAX, gl.float32, row_layout)
         den = gl.full([64], 0.0, gl.float32, row_layout)
         acc = gl.full([64, p.spec.d], 0.0, gl.float32, mma_layout(p.spec.d))
-        tile = (seq, head, token, taken)
+        tile = (seq, group, token, taken, mask_step)
         scores = start_scores(p, queries, k_ring, step)
         scores = warpgroup_mma_wait(0, [scores])
         k_ring.release(step)
@@ -705,23 +1037,24 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
             block = p.block(start, 0)
             mask = 0
             if p.spec.has_mask:
-                mask = load_mask(p, seq, head, token, block)
+                mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
             weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, True)
         probs = as_operand(p, weights, dtype)
 
         for j in range(1, n_full):
-            tile = (seq, head, token, taken + j - 1)
+            tile = (seq, group, token, taken + j - 1, 0)
             acc, probs, m, den = advance(
-                p, queries, k_ring, v_ring, turns, tile, slope, acc, probs, m, den, step + j, 0, False, wg
+                p, queries, k_ring, v_ring, turns, mask_ring, tile, slope, acc, probs, m, den, step + j, 0, False, wg
             )
         for j in range(gl.maximum(n_full, 1), n_all):
-            tile = (seq, head, token, taken + j - 1)
+            tile = (seq, group, token, taken + j - 1, mask_step + j - n_full)
             acc, probs, m, den = advance(
                 p,
                 queries,
                 k_ring,
                 v_ring,
                 turns,
+                mask_ring,
                 tile,
                 slope,
                 acc,
@@ -743,6 +1076,7 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr):
         finish(p, acc, m, den, tile, qt, wg)
         step += n_all
         taken += n_all - 1
+        mask_step += n_all - n_full
 
 
 INTEGER_ARGUMENTS = (
@@ -801,6 +1135,7 @@ def hopper_flash_attn_kernel(
     n_kv,
     section,
     spec: gl.constexpr,
+    mask_desc=None,
 ):
     p = Problem(
         q,
@@ -839,14 +1174,20 @@ def hopper_flash_attn_kernel(
     k_ring = make_ring(dtype, spec)
     v_ring = make_ring(dtype, spec)
     turns = make_barriers(spec.n_wg, 1)
+    # Without a ring for the mask, K's stands in its place, unused.
+    mask_ring = k_ring
+    mask_source = k_desc
+    if spec.mask_stages > 0:
+        mask_ring = make_mask_ring(spec)
+        mask_source = mask_desc
     # setmaxnreg moves registers from the producer's warpgroup to the consumers; the first consumer, the default
     # partition, takes what the others leave of the 64 Ki registers.
     if spec.n_wg == 2:
         gl.warp_specialize(
             [
-                (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
-                (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
-                (produce, (p, k_desc, v_desc, k_ring, v_ring)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 0, mask_ring)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 1, mask_ring)),
+                (produce, (p, k_desc, v_desc, k_ring, v_ring, mask_source, mask_ring)),
             ],
             [4, 1],
             [240, 24],
@@ -854,10 +1195,10 @@ def hopper_flash_attn_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
-                (consume, (p, query_buffers, k_ring, v_ring, turns, 1)),
-                (consume, (p, query_buffers, k_ring, v_ring, turns, 2)),
-                (produce, (p, k_desc, v_desc, k_ring, v_ring)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 0, mask_ring)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 1, mask_ring)),
+                (consume, (p, query_buffers, k_ring, v_ring, turns, 2, mask_ring)),
+                (produce, (p, k_desc, v_desc, k_ring, v_ring, mask_source, mask_ring)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -896,6 +1237,25 @@ def tile_descriptor(tensor: torch.Tensor, block_n: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, shape, strides, [1, 1, block_n, shape[3]], layout)
 
 
+def mask_descriptor(mask: torch.Tensor, block_n: int, pack: int) -> TensorDescriptor:
+    """TMA descriptor of the mask [m3, m2, n_q, n_kv] in boxes of one warpgroup's tokens by block_n; 0 outside."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    shape = list(mask.shape)
+    strides = [mask.stride(i) if shape[i] > 1 else 8 for i in range(3)] + [1]
+    return TensorDescriptor(mask, shape, strides, [1, 1, WG_ROWS // pack, block_n], layout)
+
+
+def mask_fits_ring(mask: torch.Tensor, pack: int) -> bool:
+    """Whether TMA can bring the mask: rows of whole 16 bytes, and the heads of a tile share them."""
+    return aligned(mask, 8) and mask.stride(3) == 1 and (pack == 1 or mask.shape[1] == 1)
+
+
+def mask_ring_stages(d: int, config: Config, pack: int) -> int:
+    """Buffers of the mask's ring that fit beside the rest, at most two."""
+    left = MAX_SHARED_BYTES - shared_bytes(d, config)
+    return min(2, left // (2 * config.block_m // pack * config.block_n))
+
+
 def heads_side_by_side(d: int, n_kv: int, gqa: int, heads: int, ordered: bool) -> int:
     """How many heads run at the same time: those of one kv head where tiles are equally long, else as many as keep K
     and V within the L2 cache, so that there are enough tiles of one length to go round."""
@@ -921,6 +1281,11 @@ def hopper_flash_attn(
     bad: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     config: Config | None = None,
+    pack: int = 1,
+    mask_stages: int | None = None,
+    drop_nan: bool = True,
+    softcap_form: int | None = None,
+    exp_share: int = 0,
 ) -> None:
     """out = softmax(scale * q k^T (soft-capped) + slope * mask) v, for every sequence and head.
 
@@ -938,6 +1303,10 @@ def hopper_flash_attn(
     bad: int32 [n_seq * n_head * ceil(n_q / block_m)], written: 0, or not 0 where a tile's output holds NaN or infinity.
       (V may hold such values in rows that the mask hides; the products here let them through.)
     lse: f32 [n_seq, n_q, n_head] contiguous, written: the natural logarithm of each row's denominator.
+    pack: heads whose rows share a tile (see Spec), a divisor of n_head / n_head_kv among 1, 2, 4, 8. The tiles of the
+      mask's classes and of `bad` are then those of n_head / pack groups with n_q * pack rows: MG is 1 or n_head / pack.
+    mask_stages: of the mask's ring, 0 for none; by default as many as fit (at most 2) where mask_fits_ring.
+    drop_nan, softcap_form, exp_share: see Spec; softcap_form by default as the cap needs.
     A row whose keys are all hidden gives 0.
     """
     n_seq, n_head, n_q, d = q.shape
@@ -945,21 +1314,29 @@ def hopper_flash_attn(
     config = config or DEFAULTS[d]
     if k.shape != v.shape or k.dtype != v.dtype or k.dtype not in (torch.float16, torch.bfloat16) or k.shape[3] != d:
         raise ValueError(f"k and v must share a 16-bit type and a shape: {k.dtype} {k.shape} and {v.dtype} {v.shape}")
+    if pack not in (1, 2, 4, 8) or n_head // k.shape[1] % pack:
+        raise ValueError(f"{n_head // k.shape[1]} query heads of a kv head cannot be packed by {pack}")
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale}")
     if shared_bytes(d, config) > MAX_SHARED_BYTES:
         raise ValueError(f"{config} needs {shared_bytes(d, config)} bytes of shared memory at d = {d}")
-    tiles_of_head = triton.cdiv(n_q, config.block_m)
+    tiles_of_group = triton.cdiv(n_q * pack, config.block_m)
+    groups = n_head // pack
     mask_seqs = mask_heads = class_heads = mask_vec = 1
     mask_strides = [0, 0, 0]
     if mask is not None:
         assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
         mask_seqs, mask_heads = mask.shape[:2]
-        class_heads = counts.shape[0] // (mask_seqs * tiles_of_head)
+        class_heads = counts.shape[0] // (mask_seqs * tiles_of_group)
         mask_vec = 8 if aligned(mask, 8) else 1
         mask_strides = strides_in(mask_vec, mask, (2, 1, 0))
+        if mask_stages is None:
+            mask_stages = mask_ring_stages(d, config, pack) if mask_fits_ring(mask, pack) else 0
     q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
-    tiles = tiles_of_head * n_head * n_seq
+    tiles = tiles_of_group * groups * n_seq
+    mask_stages = mask_stages or 0
+    if softcap_form is None:
+        softcap_form = 0 if softcap == 0.0 else 1 if softcap >= LARGE_CAP else 2
     ordered = mask is not None
     spec = Spec(
         d=d,
@@ -977,6 +1354,11 @@ def hopper_flash_attn(
         has_sinks=sinks is not None,
         has_bad=bad is not None,
         has_lse=lse is not None,
+        pack=pack,
+        mask_stages=mask_stages,
+        drop_nan=drop_nan,
+        softcap_form=softcap_form,
+        exp_share=exp_share,
     )
     gqa = n_head // k.shape[1]
     programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
@@ -992,7 +1374,7 @@ def hopper_flash_attn(
         gqa,
         n_q,
         n_kv,
-        heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered),
+        heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered) // pack,
     ]
     hopper_flash_attn_kernel[(programs,)](
         q,
@@ -1010,6 +1392,7 @@ def hopper_flash_attn(
         float(softcap),
         *integers,
         spec,
+        mask_descriptor(mask, config.block_n, pack) if mask is not None and mask_stages else None,
         num_warps=4,
         maxnreg=registers_at_start(config),
     )

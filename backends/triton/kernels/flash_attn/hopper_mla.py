@@ -5,19 +5,21 @@ A tile is 64 query rows: of one sequence, `pack` heads that share a KV head, the
 split by what it is, not by query rows:
 
     scorer        one warpgroup; S_j = Q K_j^T (both operands in shared memory), the online softmax, P_j in 16 bits
-    accumulators  two warpgroups; each O[:, half] += P_j V_j[:, half], P_j and V_j in shared memory, 256 columns each
-    producer      one warp; K_j by TMA, cut into columns 0..255, 256..511 (the two halves of V) and 512..575
+    accumulators  two warpgroups; each O[:, half] += P_j V_j[:, half], 256 columns, P_j and V_j in shared memory
+    producer      one warp; K_j by TMA, in five parts: columns 0..127, .., 384..511 (V) and 512..575
 
-While the accumulators multiply with block j, the scorer is at block j + 1.
+A part is freed, and its buffer filled anew, as soon as its last reader is done: each accumulator has two of the parts,
+one product each. (One product of 256 columns does not compile: ptxas wants more registers for it than the 128 that 512
+threads start with.) While the accumulators multiply with block j, the scorer is at block j + 1.
 
 Why so. A wgmma of [64, 16] x [16, n] takes n / 2 cycles, and reads 2 KB (its left operand, unless in registers) and
 32 n bytes of shared memory at 128 bytes a cycle. For 64 rows and 64 keys that is, in cycles,
 
                                        tensor cores          shared memory, TMA's writes (576) included
-    scores once, this form             1152 + 1024 = 2176    1152 + 512 + 128 + 576 + 64 = 2432
+    scores once, this form             1152 + 1024 = 2176    1152 + 512 + 256 + 576 + 64 = 2560
     scores by both warpgroups          2304 + 1024 = 3328    2304 + 512 + 576            = 3392
-    scores of 32 keys by each          1152 + 1024 = 2176    1728 + 512 + 128 + 576 + 64 = 3008
-    two consumers that swap P          as the first one
+    scores of 32 keys by each          1152 + 1024 = 2176    1728 + 512 + 256 + 576 + 64 = 3136
+    two consumers that swap P          1152 + 1024 = 2176    1152 + 512 + 64 + 576 + 64  = 2368
 
 Two consumers, each scoring every other block, need the running maximum from each other on the way, and the registers
 of a score tile beside 128 for the output; here one warpgroup owns all of the softmax, and the accumulators get by
@@ -62,8 +64,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper import (
 
 D_K, D_V = 576, 512
 BLOCK_M = 64  # query rows of a tile
-HALF = gl.constexpr(256)  # columns of V of one accumulator
-PART = gl.constexpr(128)  # columns of one of its two products
+PART = gl.constexpr(128)  # columns of V of one product; an accumulator has two
 REST = gl.constexpr(64)  # columns of K past those of V
 #: Fewer query rows of a KV head than this leave most of a tile empty.
 MIN_ROWS = 64
@@ -144,8 +145,8 @@ def query_layout():
 class Columns:
     """`stages` buffers of [1, 1, block_n, cols]: some columns of K's blocks, filled by TMA, emptied by one warpgroup.
 
-    The last to read the columns of a block frees them: of V's halves that is their accumulator, because P_j comes
-    after S_j; of the rest it is the scorer.
+    The last to read the columns of a block frees them: of V's that is their accumulator, because P_j comes after S_j;
+    of the rest it is the scorer.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -380,8 +381,8 @@ class Problem:
 
 
 @gluon.jit
-def produce(p, half_desc, rest_desc, left, right, rest):
-    """The producer warp: stream the blocks of every tile, each part in the order in which the scorer takes it."""
+def produce(p, part_desc, rest_desc, part0, part1, part2, part3, rest):
+    """The producer warp: stream the blocks of every tile, the parts in the order in which the scorer takes them."""
     step = 0
     for turn in range(p.rounds()):
         seq, group, qt = p.tile(turn)
@@ -392,43 +393,36 @@ def produce(p, half_desc, rest_desc, left, right, rest):
             row = block * p.spec.block_n
             block = p.block(start, j + 1)  # ahead of the waits
             rest.fill(rest_desc, seq, kv_head, row, step + j)
-            left.fill(half_desc, seq, kv_head, row, step + j)
-            right.fill(half_desc, seq, kv_head, row, step + j)
+            part0.fill(part_desc, seq, kv_head, row, step + j)
+            part2.fill(part_desc, seq, kv_head, row, step + j)
+            part1.fill(part_desc, seq, kv_head, row, step + j)
+            part3.fill(part_desc, seq, kv_head, row, step + j)
         step += n_all
 
 
 @gluon.jit
-def fetch_queries(p, seq, group, qt, first: gl.constexpr):
-    """Columns first .. first + 63 of a tile's query rows, f32 [64, 64]; rows past n_q are 0."""
+def fetch_queries(p, seq, group, qt, piece: gl.constexpr):
+    """The piece-th 64 columns of a tile's query rows, f32 [64, 64]; rows past n_q are 0."""
     layout: gl.constexpr = query_layout()
     token, head = p.rows(group, qt, gl.SliceLayout(1, layout))
-    cols = first + gl.arange(0, 64, gl.SliceLayout(0, layout))
+    cols = piece * REST + gl.arange(0, REST, gl.SliceLayout(0, layout))
     offsets = (token.to(gl.int64) * p.sq_t + head.to(gl.int64) * p.sq_h) * p.spec.q_vec
     base = p.q + seq.to(gl.int64) * p.sq_s * p.spec.q_vec
     return gl.load(base + offsets[:, None] + cols[None, :], mask=(token < p.n_q)[:, None], other=0.0)
 
 
 @gluon.jit
-def load_queries(p, seq, group, qt, q_halves, q_rest):
-    """Queries of a tile to shared memory, 16 bits wide, a few pieces at a time."""
+def load_queries(p, seq, group, qt, q_pieces, q_rest):
+    """Queries of a tile to shared memory, 16 bits wide, two pieces of 64 columns at a time."""
     dtype: gl.constexpr = q_rest.dtype
     for i in gl.static_range(4):
-        a = fetch_queries(p, seq, group, qt, 128 * i)
-        b = fetch_queries(p, seq, group, qt, 128 * i + 64)
-        store_queries(a.to(dtype), q_halves, q_rest, 2 * i)
-        store_queries(b.to(dtype), q_halves, q_rest, 2 * i + 1)
-    store_queries(fetch_queries(p, seq, group, qt, 512).to(dtype), q_halves, q_rest, 8)
+        a = fetch_queries(p, seq, group, qt, 2 * i)
+        b = fetch_queries(p, seq, group, qt, 2 * i + 1)
+        q_pieces.index(2 * i).store(a.to(dtype))
+        q_pieces.index(2 * i + 1).store(b.to(dtype))
+    q_rest.store(fetch_queries(p, seq, group, qt, 8).to(dtype))
     fence_async_shared()
     gl.thread_barrier()
-
-
-@gluon.jit
-def store_queries(x, q_halves, q_rest, piece: gl.constexpr):
-    """The piece-th 64 columns."""
-    if piece == 8:
-        q_rest.store(x)
-    else:
-        q_halves.index(piece // 4).slice(piece % 4 * 64, 64, dim=1).store(x)
 
 
 @gluon.jit
@@ -477,24 +471,31 @@ def hide(p, s, mask, block, slope):
 
 
 @gluon.jit
-def block_scores(p, q_halves, q_rest, left, right, rest, step):
+def multiply_part(q_parts, part: gl.constexpr, columns, s, step):
+    """Start adding a part's share of the scores."""
+    columns.wait_full(step)
+    return warpgroup_mma(q_parts.index(part), columns.operand(step).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def start_scores(p, q_parts, q_rest, part0, part1, part2, part3, rest, step):
     """Start S = Q K^T for the step-th block, f32 [64, block_n], part by part as they arrive."""
     s = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
     rest.wait_full(step)
     s = warpgroup_mma(q_rest, rest.operand(step).permute((1, 0)), s, use_acc=False, is_async=True)
-    left.wait_full(step)
-    s = warpgroup_mma(q_halves.index(0), left.operand(step).permute((1, 0)), s, is_async=True)
-    right.wait_full(step)
-    return warpgroup_mma(q_halves.index(1), right.operand(step).permute((1, 0)), s, is_async=True)
+    s = multiply_part(q_parts, 0, part0, s, step)
+    s = multiply_part(q_parts, 2, part2, s, step)
+    s = multiply_part(q_parts, 1, part1, s, step)
+    return multiply_part(q_parts, 3, part3, s, step)
 
 
 @gluon.jit
 def attend(
-    p, q_halves, q_rest, left, right, rest, weights, factors, seq, group, qt, start, j, slope, m, den, step, message,
-    partial: gl.constexpr,
+    p, q_parts, q_rest, part0, part1, part2, part3, rest, weights, factors, seq, group, qt, start, j, slope, m, den,
+    step, message, partial: gl.constexpr,
 ):  # fmt: skip
     """One block in the scorer: its scores, the factors on what was summed before, its weights. Returns m and den."""
-    s = block_scores(p, q_halves, q_rest, left, right, rest, step)
+    s = start_scores(p, q_parts, q_rest, part0, part1, part2, part3, rest, step)
     block = 0
     mask = 0
     if partial:
@@ -531,9 +532,12 @@ def attend(
 
 
 @gluon.jit
-def score(p, q_halves, q_rest, left, right, rest, weights, factors):
+def score(p, q_pieces, q_rest, part0, part1, part2, part3, rest, weights, factors):
     """The scorer. Of each tile it sends n_all weights, and n_all + 1 factors of rows, the last one for the output."""
     layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
+    # Swizzled rows of 128 bytes lie in panels of 64 columns, one after the other: two pieces are one operand.
+    operands: gl.constexpr = operand_layout(q_rest.dtype, PART, 2)
+    q_parts = q_pieces._reinterpret(q_rest.dtype, [4, 64, PART], operands)
     step = 0
     message = 0
     for turn in range(p.rounds()):
@@ -543,18 +547,18 @@ def score(p, q_halves, q_rest, left, right, rest, weights, factors):
         slope = 0.0
         if p.spec.has_alibi:
             slope = gl.load(p.slopes + head) * LOG2E
-        load_queries(p, seq, group, qt, q_halves, q_rest)
+        load_queries(p, seq, group, qt, q_pieces, q_rest)
         m = gl.full([64], NO_MAX, gl.float32, layout)
         den = gl.full([64], 0.0, gl.float32, layout)
         for j in range(0, n_full):
             m, den = attend(
-                p, q_halves, q_rest, left, right, rest, weights, factors, seq, group, qt, start, j, slope, m, den,
-                step + j, message + j, False,
+                p, q_parts, q_rest, part0, part1, part2, part3, rest, weights, factors, seq, group, qt, start, j,
+                slope, m, den, step + j, message + j, False,
             )  # fmt: skip
         for j in range(n_full, n_all):
             m, den = attend(
-                p, q_halves, q_rest, left, right, rest, weights, factors, seq, group, qt, start, j, slope, m, den,
-                step + j, message + j, True,
+                p, q_parts, q_rest, part0, part1, part2, part3, rest, weights, factors, seq, group, qt, start, j,
+                slope, m, den, step + j, message + j, True,
             )  # fmt: skip
         step += n_all
         message += n_all
@@ -576,8 +580,8 @@ def score(p, q_halves, q_rest, left, right, rest, weights, factors):
 
 
 @gluon.jit
-def accumulate(p, values, weights, factors, half: gl.constexpr):
-    """An accumulator: columns 256 * half .. 256 * half + 255 of the output, from `values`, those columns of V."""
+def accumulate(p, first, second, weights, factors, half: gl.constexpr):
+    """An accumulator: columns 256 * half .. 256 * half + 255 of the output, from two parts of V with those columns."""
     rows: gl.constexpr = gl.SliceLayout(1, mma_layout(PART))
     step = 0
     message = 0
@@ -594,14 +598,17 @@ def accumulate(p, values, weights, factors, half: gl.constexpr):
             acc0 = acc0 * decay[:, None]
             acc1 = acc1 * decay[:, None]
             weights.wait_full(step + j)
-            values.wait_full(step + j)
-            v = values.operand(step + j)
-            acc0 = warpgroup_mma(weights.buffer, v.slice(0, PART, dim=1), acc0, is_async=True)
-            acc1 = warpgroup_mma(weights.buffer, v.slice(PART, PART, dim=1), acc1, is_async=True)
-            acc0, acc1 = warpgroup_mma_wait(0, [acc0, acc1])
+            first.wait_full(step + j)
+            acc0 = warpgroup_mma(weights.buffer, first.operand(step + j), acc0, is_async=True)
+            second.wait_full(step + j)
+            acc1 = warpgroup_mma(weights.buffer, second.operand(step + j), acc1, is_async=True)
+            acc0 = warpgroup_mma_wait(1, [acc0])
+            gl.thread_barrier()
+            first.release(step + j)
+            acc1 = warpgroup_mma_wait(0, [acc1])
             gl.thread_barrier()
             weights.release()
-            values.release(step + j)
+            second.release(step + j)
         factors.wait_full(message + n_all)
         factor = factors.buffer.load(rows)
         gl.thread_barrier()
@@ -641,7 +648,7 @@ INTEGER_ARGUMENTS = (
 
 @gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS))
 def hopper_mla_attn_kernel(
-    q, half_desc, rest_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+    q, part_desc, rest_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
     sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
     n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr,
 ):  # fmt: skip
@@ -650,24 +657,24 @@ def hopper_mla_attn_kernel(
         sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
         n_seq, n_head, gqa, n_q, n_kv, section, spec,
     )  # fmt: skip
-    dtype: gl.constexpr = half_desc.dtype
-    q_halves = gl.allocate_shared_memory(dtype, [2, 64, HALF], operand_layout(dtype, HALF, 2))
+    dtype: gl.constexpr = part_desc.dtype
+    q_pieces = gl.allocate_shared_memory(dtype, [8, 64, REST], operand_layout(dtype, REST, 2))
     q_rest = gl.allocate_shared_memory(dtype, [64, REST], operand_layout(dtype, REST, 2))
-    left = make_columns(dtype, 0, HALF, spec)
-    right = make_columns(dtype, HALF, HALF, spec)
-    rest = make_columns(dtype, 2 * HALF, REST, spec)
-    weights = make_channel(
-        gl.allocate_shared_memory(dtype, [64, spec.block_n], operand_layout(dtype, spec.block_n, 2))
-    )
+    part0 = make_columns(dtype, 0, PART, spec)
+    part1 = make_columns(dtype, PART, PART, spec)
+    part2 = make_columns(dtype, 2 * PART, PART, spec)
+    part3 = make_columns(dtype, 3 * PART, PART, spec)
+    rest = make_columns(dtype, 4 * PART, REST, spec)
+    weights = make_channel(gl.allocate_shared_memory(dtype, [64, spec.block_n], operand_layout(dtype, spec.block_n, 2)))
     factors = make_channel(gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0])))
     # setmaxnreg moves registers from the producer's warpgroup to the accumulators; the scorer, the default partition,
     # takes what the others leave of the 64 Ki registers: 512 a lane, less 2 * 168 and 24.
     gl.warp_specialize(
         [
-            (score, (p, q_halves, q_rest, left, right, rest, weights, factors)),
-            (accumulate, (p, left, weights, factors, 0)),
-            (accumulate, (p, right, weights, factors, 1)),
-            (produce, (p, half_desc, rest_desc, left, right, rest)),
+            (score, (p, q_pieces, q_rest, part0, part1, part2, part3, rest, weights, factors)),
+            (accumulate, (p, part0, part1, weights, factors, 0)),
+            (accumulate, (p, part2, part3, weights, factors, 1)),
+            (produce, (p, part_desc, rest_desc, part0, part1, part2, part3, rest)),
         ],
         [4, 4, 1],
         [168, 168, 24],
@@ -791,7 +798,7 @@ def hopper_mla_attn(
     ]
     hopper_mla_attn_kernel[(programs,)](
         q,
-        columns_descriptor(k, config.block_n, HALF.value),
+        columns_descriptor(k, config.block_n, PART.value),
         columns_descriptor(k, config.block_n, REST.value),
         out,
         mask,

@@ -42,15 +42,19 @@ from graphrt.backends.triton.kernels.flash_attn.hopper import (
 )
 
 KINDS = ("q8_0", "q4_0")
-#: Registers of a producer's thread; the two consumer warpgroups share what it leaves of 3 * 168.
-PRODUCER_REGISTERS = 104
-#: What the producer holds of K or of V at a time: so many values, 64 of each thread.
-UNIT_VALUES = gl.constexpr(8192)
+#: By head size: tiles of K and V are loaded and unpacked in units of so many values, 64 or 32 of each of the producer's
+#: threads, which have so many registers; the two consumer warpgroups share what is left of 3 * 168.
+PRODUCERS: dict[int, tuple[int, int]] = {64: (8192, 88), 128: (8192, 88), 256: (4096, 72)}
 
-#: By head size.
-DEFAULTS: dict[int, Config] = {
-    64: Config(block_n=128, stages=3, n_wg=2, pingpong=True),
-    128: Config(block_n=128, stages=2, n_wg=2, persistent=False),
+#: By head size, and with a mask or without.
+DEFAULTS: dict[tuple[int, bool], Config] = {
+    (64, False): Config(block_n=128, stages=3, n_wg=2, pingpong=True),
+    (64, True): Config(block_n=128, stages=3, n_wg=2, pingpong=True),
+    (128, False): Config(block_n=128, stages=2, n_wg=2, persistent=False),
+    # With the producer's registers gone, [64, 128] scores do not fit beside a mask.
+    (128, True): Config(block_n=64, stages=4, n_wg=2, persistent=False),
+    (256, False): Config(block_n=64, stages=2, n_wg=2, persistent=False),
+    (256, True): Config(block_n=64, stages=2, n_wg=2, persistent=False),
 }
 
 
@@ -58,9 +62,9 @@ def config_for(p: Any) -> Config | None:
     """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
     if p.out is None or p.v_t is None or p.k.kind not in KINDS or p.v.kind not in KINDS:
         return None
-    if p.k.d != p.v.d or p.k.d not in DEFAULTS or not (p.k.aligned and p.v.aligned):
+    if p.k.d != p.v.d or not (p.k.aligned and p.v.aligned) or p.n_q < MIN_QUERIES or p.params.scale < 0:
         return None
-    return DEFAULTS[p.k.d] if p.n_q >= MIN_QUERIES and p.params.scale >= 0 else None
+    return DEFAULTS.get((p.k.d, p.mask_t is not None))
 
 
 @gluon.constexpr_function
@@ -83,37 +87,33 @@ def raw_layout(kind, d, rows):
     return gl.BlockedLayout([chunks, 1, 1, group_words(kind)], [1, 32 // lanes, lanes, 1], [1, 4, 1, 1], [3, 2, 1, 0])
 
 
-@gluon.constexpr_function
-def parts_of(spec):
-    """How many units a tile of K or V is unpacked in."""
-    return max(1, spec.block_n * spec.d // UNIT_VALUES.value)
-
-
 @aggregate
 class Cache:
     """K or V. words: pointer to int32; stride_h, stride_s: words from head to head and sequence to sequence; stride_n:
-    from key to key; kind: the type."""
+    from key to key; kind: the type; parts: units of one tile."""
 
     words: gl.tensor
     stride_h: gl.tensor
     stride_s: gl.tensor
     stride_n: gl.constexpr
     kind: gl.constexpr
+    parts: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, words, stride_h, stride_s, stride_n, kind):
+    def __init__(self, words, stride_h, stride_s, stride_n, kind, parts):
         self.words = words
         self.stride_h = stride_h
         self.stride_s = stride_s
         self.stride_n = gl.constexpr(stride_n)
         self.kind = gl.constexpr(kind)
+        self.parts = gl.constexpr(parts)
 
     @gluon.jit
     def fetch(self, spec: gl.constexpr, block, part: gl.constexpr):
         """One unit's raw words in raw_layout, 0 past the last key: int32 (values, the words with d); of the latter the
         last dimension is 1."""
         seq, kv_head, first, left = block
-        rows: gl.constexpr = spec.block_n // parts_of(spec)
+        rows: gl.constexpr = spec.block_n // self.parts
         words: gl.constexpr = group_words(self.kind)
         layout: gl.constexpr = raw_layout(self.kind, spec.d, rows)
         step: gl.constexpr = rows_at_once(spec.d)
@@ -175,7 +175,10 @@ def unpack(values, heads, kind: gl.constexpr):
     heads, pick_d = gl.broadcast(heads, gl.where(group < 4, 0x1010, 0x3232))
     d, values = gl.broadcast(select_bytes(heads, heads, pick_d), values)
     heads, values = gl.broadcast(heads, values)
-    pick, values = gl.broadcast(gl.where((group == 3) & (word == words - 1), 0x7610, 0x3210), values)
+    if kind == "q8_0":
+        pick, values = gl.broadcast(gl.where((group == 3) & (word == words - 1), 0x7610, 0x3210), values)
+    else:  # with the two bytes in the middle swapped, so that the masks below yield neighbours
+        pick, values = gl.broadcast(gl.where((group == 3) & (word == words - 1), 0x7160, 0x3120), values)
     values = select_bytes(values, heads, pick)
     if kind == "q8_0":
         # A byte under the exponent of 1024 is the f16 number 1024 + byte; with its sign bit turned, 1152 + int8.
@@ -230,25 +233,24 @@ def unpack(values, heads, kind: gl.constexpr):
             pack=1,
         )
         # join() puts its second argument last: the outer join's index is the innermost.
-        pairs = gl.join(gl.join(a, c), gl.join(b, e))
+        pairs = gl.join(gl.join(a, b), gl.join(c, e))
     return pairs.reshape([rows, groups * 4])
 
 
 @gluon.jit
-def put(spec: gl.constexpr, ring, step, raw, kind: gl.constexpr, part: gl.constexpr):
+def put(spec: gl.constexpr, ring, step, raw, cache, part: gl.constexpr):
     """Unpack one unit into the step-th block's buffer: the first waits until that is free, the last passes it on."""
-    parts: gl.constexpr = parts_of(spec)
-    rows: gl.constexpr = spec.block_n // parts
+    rows: gl.constexpr = spec.block_n // cache.parts
     slot = step % spec.stages
     if part == 0:
         # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
         mbarrier.wait(ring.empty.index(slot), ((step // spec.stages) & 1) ^ 1)
     values, heads = raw
-    words_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     # Two f16 are one word, in the same swizzled place.
-    tile = ring.operand(step)._reinterpret(gl.int32, [spec.block_n, spec.d // 2], words_layout)
-    tile.slice(part * rows, rows, dim=0).store(unpack(values, heads, kind))
-    if part == parts - 1:
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    tile = ring.operand(step)._reinterpret(gl.int32, [spec.block_n, spec.d // 2], layout)
+    tile.slice(part * rows, rows, dim=0).store(unpack(values, heads, cache.kind))
+    if part == cache.parts - 1:
         # Every thread's stores must be seen by wgmma before one thread says that they are done.
         fence_async_shared()
         gl.thread_barrier()
@@ -293,55 +295,71 @@ def next_cursor(p, at, rounds):
 
 
 @gluon.jit
+def fetch_unit(spec: gl.constexpr, cache, block, then, then_block, unit: gl.constexpr):
+    """The unit-th unit of a block, or past its end the first ones of the block that comes then."""
+    if unit < cache.parts:
+        raw = cache.fetch(spec, block, unit)
+    else:
+        raw = then.fetch(spec, then_block, unit - cache.parts)
+    return raw
+
+
+@gluon.jit
 def produce(p, k, v, k_ring, v_ring):
     """The producer warpgroup: unpack the blocks of every tile, K one block ahead of V as the consumers use them. Two
-    units are always on their way from memory: those that are unpacked next."""
+    units are always on their way from memory: those that are unpacked next. They are asked for after the fence and the
+    barrier of what was stored before, which would wait for them."""
     spec: gl.constexpr = p.spec
-    halves: gl.constexpr = parts_of(spec) == 2
+    parts: gl.constexpr = k.parts
     rounds = p.rounds()
     turn = gl.to_tensor(0)
     ahead = cursor_at(p, turn, rounds)
     this = block_of(p, ahead, rounds)
     ahead = next_cursor(p, ahead, rounds)
-    raw = k.fetch(spec, this, 0)
-    if halves:
-        other = k.fetch(spec, this, 1)
-    else:
-        other = v.fetch(spec, this, 0)
-    next = block_of(p, ahead, rounds)
-    next_turn = ahead[0]
+    coming = block_of(p, ahead, rounds)
+    coming_turn = ahead[0]
     ahead = next_cursor(p, ahead, rounds)
-    put(spec, k_ring, 0, raw, k.kind, 0)
-    raw = k.fetch(spec, next, 0)
-    if halves:
-        put(spec, k_ring, 0, other, k.kind, 1)
-        other = k.fetch(spec, next, 1)
+    if parts == 1:
+        a = k.fetch(spec, this, 0)
+        b = v.fetch(spec, this, 0)
+        put(spec, k_ring, 0, a, k, 0)
+        a = k.fetch(spec, coming, 0)
+    else:
+        a = k.fetch(spec, this, 0)
+        b = k.fetch(spec, this, 1)
+        for i in gl.static_range(0, parts, 2):
+            put(spec, k_ring, 0, a, k, i)
+            a = fetch_unit(spec, k, this, k, coming, i + 2)
+            put(spec, k_ring, 0, b, k, i + 1)
+            b = fetch_unit(spec, k, this, k, coming, i + 3)
     step = turn
     while turn < rounds:
         later = block_of(p, ahead, rounds)
         later_turn = ahead[0]
         ahead = next_cursor(p, ahead, rounds)
-        if halves:
-            if next_turn < rounds:
-                put(spec, k_ring, step + 1, raw, k.kind, 0)
-            v_raw = v.fetch(spec, this, 0)
-            if next_turn < rounds:
-                put(spec, k_ring, step + 1, other, k.kind, 1)
-            v_other = v.fetch(spec, this, 1)
-            put(spec, v_ring, step, v_raw, v.kind, 0)
-            raw = k.fetch(spec, later, 0)
-            put(spec, v_ring, step, v_other, v.kind, 1)
-            other = k.fetch(spec, later, 1)
+        if parts == 1:
+            if coming_turn < rounds:
+                put(spec, k_ring, step + 1, a, k, 0)
+            a = k.fetch(spec, later, 0)
+            put(spec, v_ring, step, b, v, 0)
+            b = v.fetch(spec, coming, 0)
         else:
-            if next_turn < rounds:
-                put(spec, k_ring, step + 1, raw, k.kind, 0)
-            raw = k.fetch(spec, later, 0)
-            put(spec, v_ring, step, other, v.kind, 0)
-            other = v.fetch(spec, next, 0)
-        this = next
-        next = later
-        turn = next_turn
-        next_turn = later_turn
+            for i in gl.static_range(0, parts, 2):
+                if coming_turn < rounds:
+                    put(spec, k_ring, step + 1, a, k, i)
+                a = fetch_unit(spec, k, coming, v, this, i + 2)
+                if coming_turn < rounds:
+                    put(spec, k_ring, step + 1, b, k, i + 1)
+                b = fetch_unit(spec, k, coming, v, this, i + 3)
+            for i in gl.static_range(0, parts, 2):
+                put(spec, v_ring, step, a, v, i)
+                a = fetch_unit(spec, v, this, k, later, i + 2)
+                put(spec, v_ring, step, b, v, i + 1)
+                b = fetch_unit(spec, v, this, k, later, i + 3)
+        this = coming
+        coming = later
+        turn = coming_turn
+        coming_turn = later_turn
         step += 1
 
 
@@ -384,6 +402,7 @@ def hopper_quant_attn_kernel(
     sv_s,
     sk_n: gl.constexpr,
     sv_n: gl.constexpr,
+    parts: gl.constexpr,
     producer_registers: gl.constexpr,
     spec: gl.constexpr,
 ):
@@ -419,11 +438,9 @@ def hopper_quant_attn_kernel(
         section,
         spec,
     )
-    k = Cache(k_words, sk_h, sk_s, sk_n, spec.k_kind)
-    v = Cache(v_words, sv_h, sv_s, sv_n, spec.v_kind)
-    query_buffers = gl.allocate_shared_memory(
-        gl.float16, [spec.n_wg, 64, spec.d], tile_shared_layout(gl.float16, 2)
-    )
+    k = Cache(k_words, sk_h, sk_s, sk_n, spec.k_kind, parts)
+    v = Cache(v_words, sv_h, sv_s, sv_n, spec.v_kind, parts)
+    query_buffers = gl.allocate_shared_memory(gl.float16, [spec.n_wg, 64, spec.d], tile_shared_layout(gl.float16, 2))
     k_ring = make_ring(gl.float16, spec)
     v_ring = make_ring(gl.float16, spec)
     turns = make_barriers(spec.n_wg, 1)
@@ -461,20 +478,22 @@ def hopper_quant_attn(
     bad: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     config: Config | None = None,
-    producer_registers: int = PRODUCER_REGISTERS,
+    producer: tuple[int, int] | None = None,
 ) -> None:
     """hopper_flash_attn of K and V in quantized blocks.
 
-    q: f32 [n_seq, n_head, n_q, d], as there; d is 64 or 128.
+    q: f32 [n_seq, n_head, n_q, d], as there; d is 64, 128 or 256.
     k_words, v_words: flat int32 tensors from the first word of K and of V: [n_seq, n_head_kv, n_kv, d] in blocks of
       k_kind and v_kind (q8_0 or q4_0), whose rows start on words.
     k_strides, v_strides: words from key to key, head to head and sequence to sequence.
+    producer: see PRODUCERS.
     The rest as there.
     """
     n_seq, n_head, n_q, d = q.shape
-    config = config or DEFAULTS[d]
-    if k_kind not in KINDS or v_kind not in KINDS or d not in DEFAULTS:
-        raise ValueError(f"k and v must be of {KINDS}, and d of {tuple(DEFAULTS)}: {k_kind}, {v_kind}, {d}")
+    config = config or DEFAULTS[d, mask is not None]
+    unit_values, producer_registers = producer or PRODUCERS[d]
+    if k_kind not in KINDS or v_kind not in KINDS or d not in PRODUCERS:
+        raise ValueError(f"k and v must be of {KINDS}, and d of {tuple(PRODUCERS)}: {k_kind}, {v_kind}, {d}")
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale}")
     if config.n_wg != 2 or shared_bytes(d, config) > MAX_SHARED_BYTES:
@@ -545,6 +564,7 @@ def hopper_quant_attn(
         *integers,
         k_strides[0],
         v_strides[0],
+        max(1, config.block_n * d // unit_values),
         producer_registers,
         spec,
         num_warps=4,

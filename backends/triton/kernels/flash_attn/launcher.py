@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_conf
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
-from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
 Step = Callable[[], None]
@@ -49,6 +47,8 @@ class Launcher:
             config = Config(16, decode.block_n, decode.warps, decode.stages, per_sm=decode.per_sm)
         else:
             rows, d = p.n_q * p.gqa, max(p.k.d, p.v.d)
+            if not (p.k.aligned and p.v.aligned) and self.target.is_nvidia:
+                rows = min(rows, 16)  # Triton 3.6 fails to compile Hopper's products with K read by halves
             config = find_config(self.target.arch, rows, d, p.k.kind, p.v.kind, v_in_k=p.v_in_k)
         t = Tiling.of(p, config.block_m, config.block_n)
         choice = self._choose(p, t, config, self.schedule)
@@ -97,50 +97,26 @@ class Launcher:
         return self.scratch
 
     def _prefill(self, p: Problem) -> list[Step] | None:
-        """Hopper's own kernel for many queries; None if it does not serve here."""
+        """Hopper's own kernels for many queries; None where none of them serves."""
         if self.target.arch != "sm_90":
             return None
         # Gluon is imported where it is used: other GPUs' Triton may lack it.
-        from graphrt.backends.triton.kernels.flash_attn import hopper
+        from graphrt.backends.triton.kernels.flash_attn import prefill
 
-        config = hopper.config_for(p)
-        if config is None:
+        kernel = prefill.find(p)
+        if kernel is None:
             return None
-        t = Tiling.of(p, config.block_m, config.block_n, pack=1)
+        t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
         if t.n_tiles < self.target.sm_count // 2 and self.schedule is None:
             return None  # too few tiles: shared out, they are done sooner
-        # One program has the shared memory of a multiprocessor; of `again` see below.
-        again = Config(t.block_m, t.block_n, 8, 1)
-        choice = self._choose(p, t, again, "tile")
+        choice = self._choose(p, t, Config(t.block_m, t.block_n, 8, 1), "tile")
         self.choices.update(dict.fromkeys(p.nodes, choice))
-        q = _as_torch(p.q_t, p.memory(p.q_t, torch.float32))
-        k = _as_torch(p.k_t, p.k.data)
-        assert p.v_t is not None and p.out is not None
-        arguments = {
-            "scale": p.params.scale, "softcap": p.params.softcap, "config": config,
-            "sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else None,
-            "lse": p.memory(p.lse, torch.float32) if p.lse is not None else None,
-        }  # fmt: skip
-        out = p.memory(p.out, torch.float32).view(p.n_seq, p.n_q, p.n_head, p.v.d)
-        steps: list[Step] = []
         if p.mask_t is None:
-            return [partial(hopper.hopper_flash_attn, q, k, _as_torch(p.v_t, p.v.data), out, **arguments)]
-        plan, made = self.masks.plan(p, t, False)
+            return [kernel.launch(p, None, None)]
+        plan, steps = self.masks.plan(p, t, False)
         bad = torch.zeros(t.n_tiles, dtype=torch.int32, device=self.target.device)
-        slopes = torch.tensor(alibi_slopes(p.n_head, p.params.max_bias), device=self.target.device)
-        arguments |= {
-            "mask": _as_torch(p.mask_t, p.memory(p.mask_t, torch.float16)), "counts": plan.counts, "bad": bad,
-            "blocks": plan.blocks, "slopes": slopes if p.params.max_bias > 0 else None,
-        }  # fmt: skip
-        steps = [*made, partial(hopper.hopper_flash_attn, q, k, _as_torch(p.v_t, p.v.data), out, **arguments)]
         # V may hold NaN in cells that the mask hides; the portable kernel, which reads no such cell, does the tiles
         # where one came through again.
+        again = Config(t.block_m, t.block_n, 8, 1)
         args = portable.main_arguments(p, t, again, choice, plan, self._part(0), self.target)
-        steps.append(portable.repair_launch(args, bad, again.warps, self.target))
-        return steps
-
-
-def _as_torch(t: Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """A tensor in torch's shape and strides over its memory."""
-    size = t.dtype.type_size
-    return memory.as_strided(t.shape, [n // size for n in t.nb[::-1]])
+        return [*steps, kernel.launch(p, plan, bad), portable.repair_launch(args, bad, again.warps, self.target)]

@@ -55,7 +55,7 @@ def main_arguments(
         "HAS_V": p.out is not None, "PACK": t.pack, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
         "UNIFORM": t.uniform(p.mask_t is not None), "BIG": not units_fit(t, choice.programs), "REPAIR": False,
         "WIDE": max(k.strides[0], v.strides[0]) * t.block_n >= 2**31, "PTX": target.is_nvidia, "PDL": target.has_pdl,
-        "PRECISION": "tf32x3" if target.is_nvidia else "ieee",
+        "PRECISION": "tf32x3" if target.is_nvidia and not config.ieee else "ieee",
         "STAGES": config.stages if _copies_ahead(p) else 1,
     }  # fmt: skip
 
@@ -106,16 +106,10 @@ def units_fit(t: Tiling, programs: int) -> bool:
 def _copies_ahead(p: Problem) -> bool:
     """Rows can be copied to shared memory while earlier ones are worked on: 4 bytes at a time at least.
 
-    Where they can't there is nothing to pipeline, and Triton 3.6 then gets the second part of a head size wrong: it
-    overwrites the shared memory of a product under way.
+    Where they can't there is nothing to pipeline, and products that take what lies in registers are not safe to overlap
+    in Triton 3.6.
     """
-    for x in (p.k, p.v):
-        size = x.data.element_size()
-        if not x.aligned or any(n * size % 4 for n in x.strides) or x.data.data_ptr() % 4:
-            return False
-        if x.kind not in ("f32", "f16", "bf16") and x.parts[1]:
-            return False
-    return True
+    return all(x.by_words and (x.kind in ("f32", "f16", "bf16") or not x.parts[1]) for x in (p.k, p.v))
 
 
 def _scaling(params: Any) -> dict[str, float]:

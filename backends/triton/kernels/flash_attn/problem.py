@@ -39,14 +39,15 @@ class Operand:
     """K or V as kernels take it.
 
     data: from its first element; strides: of keys, heads and sequences, in elements of `data`; kind: the type's name;
-    aligned: quantized rows can be read as 4-byte words; dot: what its product computes in; d: the head size; parts:
-    the powers of two that cover it.
+    aligned: quantized rows can be read as 4-byte words; by_words: rows of any kind can; dot: what its product computes
+    in; d: the head size; parts: the powers of two that cover it.
     """
 
     data: torch.Tensor
     strides: tuple[int, int, int]
     kind: str
     aligned: bool
+    by_words: bool
     dot: Any
     d: int
     parts: tuple[int, int]
@@ -62,8 +63,11 @@ def operand(t: Tensor, place: Place) -> Operand:
     else:
         aligned, unit = True, TORCH_TYPES[kind]
     n, h, s = (stride // unit.itemsize for stride in t.nb[1:])
-    parts = split_head(t.ne[0], 32 if t.dtype.is_quantized else 16)
-    return Operand(elements(buffer, offset, t, unit), (n, h, s), kind, aligned, dot_type(t.dtype), t.ne[0], parts)
+    by_words = aligned and all(x % 4 == 0 for x in (*t.nb[1:], offset))
+    # Triton 3.6 gets a narrow second part wrong that does not come from asynchronous copies.
+    parts = split_head(t.ne[0], 64 if not by_words else 32 if t.dtype.is_quantized else 16)
+    data = elements(buffer, offset, t, unit)
+    return Operand(data, (n, h, s), kind, aligned, by_words, dot_type(t.dtype), t.ne[0], parts)
 
 
 class Problem:
