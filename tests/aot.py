@@ -12,19 +12,32 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.flash_attn import chooser, configs, portable
+from graphrt.backends.triton.kernels.flash_attn import (
+    chooser,
+    configs,
+    decode,
+    hopper,
+    hopper_mla,
+    hopper_quant,
+    portable,
+    prefill,
+)
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
@@ -93,25 +106,102 @@ def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule:
 
 def compiled(launch: Launch, arch: str) -> Any:
     """The kernel of a launch, compiled for an architecture with the launch's own specialization."""
-    names, constants, signature, attrs = launch.kernel.arg_names, {}, {}, {}
-    fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
-    for i, name in enumerate(names):
-        value = launch.args[name]
-        if name in fixed or (isinstance(value, int) and value == 1):
+    wanted = {k: v for k, v in launch.options.items() if k in ("num_warps", "maxnreg") or arch.startswith("sm_")}
+    return compile_kernel(launch.kernel, launch.args, wanted, arch)
+
+
+def compile_kernel(kernel: Any, args: dict[str, Any], options: dict[str, Any], arch: str) -> Any:
+    """A kernel compiled for arguments by name."""
+    constants, signature, attrs = {}, {}, {}
+    fixed = {p.name for p in kernel.params if p.is_constexpr}
+    general = {p.name for p in kernel.params if p.do_not_specialize}
+    for i, name in enumerate(kernel.arg_names):
+        value = args[name]
+        kind = None if name in fixed or value is None else _kind(value)
+        if kind is None or (type(value) is int and value == 1 and name not in general):
             constants[(i,)], signature[name] = value, "constexpr"
-        elif isinstance(value, torch.Tensor):
-            signature[name] = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-                               torch.int32: "*i32", torch.int16: "*i16"}[value.dtype]  # fmt: skip
+            continue
+        signature[name] = kind
+        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0 and name not in general):
             attrs[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0:
-                attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
-    wanted = {k: v for k, v in launch.options.items() if k == "num_warps" or arch.startswith("sm_")}
-    return triton.compile(source, target=gpu_target(arch), options=wanted)
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    if source is GluonASTSource:
+        constants = {kernel.arg_names[i]: value for (i,), value in constants.items()}
+    made = source(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(made, target=gpu_target(arch), options=options)
+
+
+_POINTERS = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int16: "i16"
+}  # fmt: skip
+
+
+def _kind(value: Any) -> str | None:
+    """How Triton writes a value's type, None for what is a constant."""
+    if isinstance(value, torch.Tensor):
+        return "*" + _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if type(value) is int else None
+
+
+class Recorder:
+    """Stands for a kernel and keeps what it is called with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.calls: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            names = self.kernel.arg_names
+            given = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}
+            self.calls.append((given, {k: v for k, v in kwargs.items() if k not in names}))
+
+        return call
+
+
+def hopper_kernels(shape: Shape) -> Iterator[Any]:
+    """What the launcher's own prefill kernel for a shape compiles to on sm_90."""
+    p = problem(shape)
+    kernel = prefill.find(p)
+    assert kernel is not None, shape
+    t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
+    none = torch.zeros(max(2 * t.n_mask_tiles, t.n_tiles), dtype=torch.int32)
+    plan = MaskPlan(none[: 2 * t.n_mask_tiles].view(-1, 2), none, none, none)
+    recorders = []
+    with ExitStack() as stack:
+        for module in (hopper, hopper_mla, hopper_quant):
+            stack.enter_context(patch.object(module, "multiprocessors", lambda device: 132))
+            for name in [n for n in vars(module) if n.endswith("_kernel")]:
+                recorders.append(Recorder(getattr(module, name)))
+                stack.enter_context(patch.object(module, name, recorders[-1]))
+        kernel.launch(p, plan, none)()
+    for recorder in recorders:
+        for args, options in recorder.calls:
+            yield compile_kernel(recorder.kernel, args, options, "sm_90")
+
+
+def decode_launch(arch: str, shape: Shape) -> Launch:
+    """The decode kernel's launch for a shape, with as many stages as shared memory holds."""
+    p = problem(shape)
+    own = decode.config_for(p)
+    assert own is not None, shape
+    t = Tiling.of(p, 16, own.block_n)
+    target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
+    sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, 16, t.block_n)
+    choice = chooser.choose(sizes, chooser.Device(132), "stream_k")
+    none = torch.zeros(4096, dtype=torch.int32)
+    config = configs.Config(16, own.block_n, own.warps, own.stages)
+    args = portable.main_arguments(
+        p, t, config, choice, MaskPlan(none, none, none, none), none.view(torch.float32), target
+    )
+    given = decode.arguments(args, own)
+    while decode.shared_bytes(p.k.d, p.k.kind, p.v.kind, replace(own, stages=given["STAGES"])) > SHARED[arch]:
+        given["STAGES"] -= 1
+    return Launch(decode.flash_attn_decode, (1,), given, {"num_warps": own.warps})
 
 
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
@@ -170,12 +260,12 @@ def _inner_loops(instructions: tuple[tuple[int, str], ...]) -> list[tuple[int, i
 
 
 def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
-    """Every row of an architecture's table, at the largest shape that it serves: a name and what makes its launches."""
+    """Every row of an architecture's table at the largest shape that it serves: a name, and what makes its launches."""
     sizes = ((64, 64), (128, 128), (256, 256), (512, 512))
     for i, row in enumerate(configs.table_of(arch)):
         kind = {"half": "f16", "f32": "f32", "quantized": "q8_0"}
         for name in row.kinds:
-            d = (576, 512) if row.v_in_k else next((s for s in reversed(sizes) if s[0] <= row.d))
+            d = (576, 512) if row.v_in_k else next(s for s in reversed(sizes) if s[0] <= row.d)
             shape = Shape(d, 1 if row.rows <= 16 else 64, (kind[name], kind[name]), row.v_in_k)
             if configs.find_config(arch, shape.n_q * 4, max(d), *shape.types, v_in_k=row.v_in_k) is not row.config:
                 continue  # an earlier row takes it
@@ -183,15 +273,35 @@ def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"{arch} row {i} {shape}", partial(portable_launches, arch, shape, row.config, schedule)
 
 
+DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
+PREFILL = [
+    *(Shape((d, d), 128, ("f16", "f16")) for d in (64, 128, 256)),
+    Shape((128, 128), 128, ("bf16", "bf16"), softcap=30.0),
+    Shape((576, 512), 128, ("f16", "f16"), v_in_k=True), *(Shape((d, d), 128, ("q8_0", "q8_0")) for d in (64, 128)),
+    Shape((128, 128), 128, ("q4_0", "q8_0")),
+]  # fmt: skip
+
+
+def kernels_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
+    """Everything that is compiled for an architecture: a name, and what compiles it."""
+    for name, make in rows_of(arch):
+        yield name, lambda make=make: [compiled(launch, arch) for launch in make()]
+    if arch in ("sm_80", "sm_90"):
+        for shape in DECODE:
+            yield f"{arch} decode {shape}", lambda s=shape: [compiled(decode_launch(arch, s), arch)]
+    if arch == "sm_90":
+        for shape in PREFILL:
+            yield f"{arch} prefill {shape}", lambda s=shape: list(hopper_kernels(s))
+
+
 def main() -> None:
     arch = sys.argv[1]
     part, parts = (int(x) for x in sys.argv[2].split("/")) if len(sys.argv) > 2 else (0, 1)
-    for i, (name, make) in enumerate(rows_of(arch)):
-        if i % parts != part:
-            continue
-        for launch in make():
-            kernel = compiled(launch, arch)
-            print(json.dumps({"name": f"{name} {launch.kernel.__name__}", **figures(kernel, arch)}), flush=True)
+    wanted = sys.argv[3] if len(sys.argv) > 3 else ""
+    for i, (name, make) in enumerate(kernels_of(arch)):
+        if i % parts == part and wanted in name:
+            for kernel in make():
+                print(json.dumps({"name": name, **figures(kernel, arch)}), flush=True)
 
 
 if __name__ == "__main__":

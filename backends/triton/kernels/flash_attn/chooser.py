@@ -4,7 +4,7 @@ Pure arithmetic on static shapes. With a mask, how many k-blocks a tile really h
 changes from one replay of a graph to the next; so the choice assumes nothing about it but the upper bound.
 
     tile      the tiles alone fill the device: no scratch, no fixup
-    split     too few tiles, all of one length (no mask): S equal parts each
+    split     too few tiles, all of one length (no mask, or one that all share): S equal parts each
     stream_k  too few tiles of unknown lengths, or no S divides well: equal shares of all units, whatever the mask hides
 
 The estimate of the time, in k-blocks: waves of programs times what the longest program does, its k-blocks and the cost
@@ -180,7 +180,7 @@ def choose(
     if tiles >= MANY_WAVES * at_once:
         reasons.append(f"from {MANY_WAVES} waves on little is lost in the last one: no scratch, no fixup")
         return _choice(problem, device, "tile", tiles, 1, reasons)
-    reasons.append(f"no mask: every tile has {blocks} k-blocks")
+    reasons.append(f"all tiles are of one length, {blocks} k-blocks at most")
     best = best_splits(problem, device)
     reached = _split_efficiency(problem, device, best)
     streamed = _stream_k_efficiency(problem, device, _stream_k_programs(problem, device))

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """block_m: query rows a tile; block_n: keys a k-block; warps: of 32 threads (64 on AMD); stages: k-blocks in
-    flight; ways: of the decode form, keys are shared out to so many warps, 0 for the other form; per_sm: programs that
-    a multiprocessor holds at once, for the chooser; ieee: f32 products without the matrix units (the three tf32 products
-    that stand for one take more registers than large heads leave)."""
+    """block_m: query rows a tile; block_n: keys a k-block; warps: of 32 threads, 64 on AMD; stages: k-blocks in flight;
+    ways: of the decode form, keys are shared out to so many warps, 0 for the other form; per_sm: programs that a
+    multiprocessor holds at once, for the chooser; ieee: f32 products without the matrix units (the three tf32 products
+    that stand for one take more registers than large heads leave).
+    """
 
     block_m: int
     block_n: int
@@ -56,7 +57,7 @@ _HOPPER = (
     Row(MANY, 256, ("half", "quantized"), Config(64, 64, 8, 2, per_sm=1)),
     Row(MANY, MANY, ("half",), Config(32, 32, 4, 2, per_sm=2)),
     Row(MANY, MANY, ("quantized",), Config(16, 32, 8, 1, per_sm=2)),
-    Row(MANY, 128, ("f32",), Config(64, 32, 8, 2, per_sm=1)),
+    Row(MANY, 128, ("f32",), Config(16, 32, 4, 2, per_sm=2)),
     Row(MANY, MANY, ("f32",), Config(16, 32, 16, 1, ieee=True)),
 )
 _AMPERE = (
@@ -79,7 +80,9 @@ _CDNA3 = (
     Row(16, 128, ALL, Config(16, 32, 4, 1, per_sm=2)),
     Row(16, MANY, ALL, Config(16, 32, 4, 1, per_sm=1)),
     Row(MANY, 128, ("half", "quantized"), Config(64, 32, 4, 1, per_sm=1)),
-    Row(MANY, MANY, ALL, Config(32, 32, 4, 1, per_sm=1)),
+    Row(MANY, 256, ALL, Config(32, 32, 4, 1, per_sm=1)),
+    Row(MANY, MANY, ("half", "quantized"), Config(16, 32, 4, 1, per_sm=1)),
+    Row(MANY, MANY, ("f32",), Config(16, 16, 4, 1, per_sm=1)),
 )
 #: Small blocks, so that small shapes have several tiles and k-blocks; both forms.
 _INTERPRETER = (

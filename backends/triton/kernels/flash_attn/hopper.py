@@ -46,6 +46,8 @@ LARGE = gl.constexpr(1.0e30)
 TOO_LARGE = gl.constexpr(1.0e20)
 # Below every score that a finite f16 product can give, and finite: see the module's docstring.
 NO_MAX = gl.constexpr(-1.0e30)
+# Up to this |maximum| in log2 units, half a unit of its last place (3e-5) is nothing beside f16's rounding of a weight.
+EXACT_TO = gl.constexpr(512.0)
 
 WG_ROWS = 64  # the M of one wgmma instruction: query rows of one consumer warpgroup
 MAX_SHARED_BYTES = 232448  # of one thread block on sm_90
@@ -267,8 +269,7 @@ class MaskRing:
 
     @gluon.jit
     def release(self, step):
-        """Consumer: every thread of the warpgroup has read the step-th block."""
-        gl.thread_barrier()
+        """Consumer: the warpgroup's threads, which have met at a barrier, have read the step-th block."""
         mbarrier.arrive(self.empty.index(step % self.stages), count=1)
 
 
@@ -567,14 +568,13 @@ def kept_inside(x):
 
 
 @gluon.jit
-def hide_past_end(p, mask, block):
-    """The mask with -inf past n_kv, which only the last block reaches."""
+def hide_past_end(p, s, block):
+    """Scores with -inf past n_kv, which only the last block reaches."""
     if (block + 1) * p.spec.block_n > p.n_kv:
         end = kept_inside(p.n_kv)
-        layout: gl.constexpr = mma_layout(p.spec.block_n)
-        cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
-        mask = gl.where((cols < end)[None, :], mask, gl.full(mask.shape, float("-inf"), gl.float16, layout))
-    return mask
+        cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, mma_layout(p.spec.block_n)))
+        s = gl.where((cols < end)[None, :], s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -677,8 +677,8 @@ def asm_operands(outputs, inputs):
 
 @gluon.jit
 def capped(p, s, shift, hard, exponential: gl.constexpr, pack: gl.constexpr):
-    """Soft-capped scores in log2 units plus shift, or 2 to the power of that. hard is not 0 in warps where the polynomial does not hold; it is
-    that for all lanes of a warp at once."""
+    """Soft-capped scores in log2 units plus shift, or 2 to the power of that. hard is not 0 in warps where the
+    polynomial does not hold; it is that for all lanes of a warp at once."""
     ratio = p.scale / p.softcap
     cap = p.softcap * LOG2E
     square = ratio * ratio
@@ -833,17 +833,17 @@ def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
     if partial and p.spec.has_mask:
         by_row: gl.constexpr = p.spec.has_alibi and p.spec.pack > 1
         slope, ratio = slope
-        bias = hide_past_end(p, mask, block).to(gl.float32)
+        bias = mask.to(gl.float32)
         if p.spec.has_softcap:
             s = to_log2_units(p, s)
         if p.spec.drop_nan:
             s = smaller(s, LARGE)
         if p.spec.has_softcap:
-            s = s + bias * (slope[:, None] if by_row else slope)
+            s = hide_past_end(p, s + bias * (slope[:, None] if by_row else slope), block)
             weights, decay, m, den = softmax_step(p, s, m, den, 1.0)
         else:
             # In units of the slope, so that scale, mask and maximum take two fused multiply-adds.
-            s = s * (ratio[:, None] if by_row else ratio) + bias
+            s = hide_past_end(p, s * (ratio[:, None] if by_row else ratio) + bias, block)
             weights, decay, m, den = softmax_step(p, s, m, den, slope, by_row)
     elif partial:
         weights, decay, m, den = softmax_step(p, hide(p, to_log2_units(p, s), block), m, den, 1.0)
@@ -865,10 +865,24 @@ def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
 
 
 @gluon.jit
-def as_operand(p, weights, dtype: gl.constexpr):
-    """Softmax weights as the left operand of the second product; the registers already lie as it wants them."""
+def packed(weights, dtype: gl.constexpr):
+    """Softmax weights in 16 bits, neighbouring columns in one int32: what a loop carries as 16-bit numbers would be
+    moved from register to register each turn."""
+    rows: gl.constexpr = weights.shape[0]
+    cols: gl.constexpr = weights.shape[1]
+    low, high = weights.reshape([rows, cols // 2, 2]).split()
+    source: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if dtype == gl.float16 else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(source, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_operand(p, pairs, dtype: gl.constexpr):
+    """Packed softmax weights as the left operand of the second product; the registers already lie as it wants them."""
     layout: gl.constexpr = gl.DotOperandLayout(0, mma_layout(p.spec.d), 2)
-    return gl.convert_layout(weights.to(dtype), layout, assert_trivial=True)
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    weights = gl.join(low, high).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(weights, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -892,9 +906,7 @@ def fetch_mask(p, mask_ring, seq, group, token, block, step, wg: gl.constexpr):
     if p.spec.mask_stages == 0:
         return load_mask(p, seq, group, token, block)
     else:
-        mask = mask_ring.read(step, wg)
-        mask_ring.release(step)
-        return mask
+        return mask_ring.read(step, wg)
 
 
 @gluon.jit
@@ -917,7 +929,7 @@ def advance(
     tile,
     slope,
     acc,
-    probs,
+    pairs,
     m,
     den,
     step,
@@ -932,6 +944,7 @@ def advance(
         # Warpgroup 0 opens; each later turn is handed on by the neighbour once both of its products are issued.
         first: gl.constexpr = 1 if wg == 0 else 0
         mbarrier.wait(turns.index(wg), (taken & 1) ^ first)
+    probs = as_operand(p, pairs, queries.dtype)
     scores = start_scores(p, queries, k_ring, step)
     v_ring.wait_full(step - 1)
     acc = warpgroup_mma(probs, v_ring.operand(step - 1), acc, is_async=True)
@@ -941,12 +954,17 @@ def advance(
     if partial and p.spec.has_mask:
         mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
     scores = warpgroup_mma_wait(1, [scores])
+    from_ring: gl.constexpr = partial and p.spec.mask_stages > 0
+    if from_ring:
+        gl.thread_barrier()
     k_ring.release(step)
+    if from_ring:
+        mask_ring.release(mask_step)
     weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, partial)
     den = settle(den)
     acc, probs = warpgroup_mma_wait(0, [acc, probs])
     v_ring.release(step - 1)
-    return rescale(p, acc, decay), as_operand(p, weights, probs.dtype), m, den
+    return rescale(p, acc, decay), packed(weights, queries.dtype), m, den
 
 
 @gluon.jit
@@ -957,6 +975,9 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     acc_rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.d))
     m = gl.convert_layout(m, acc_rows, assert_trivial=True)
     den = gl.convert_layout(den, acc_rows, assert_trivial=True)
+    # One multiply-add scales a score and subtracts the maximum; with large ones its rounding shows in the weight of the
+    # largest, which should be 1. Such tiles are done again, exactly.
+    far = (gl.maximum(m, -m) > EXACT_TO) & (m > NO_MAX)
     if p.spec.has_mask and p.spec.drop_nan:
         den = gl.where(m > TOO_LARGE, float("nan"), den)
     factor = gl.full([64], 1.0, gl.float32, acc_rows)
@@ -982,7 +1003,7 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
         gl.store(at, (m + gl.log2(den)) * LN2, mask=stored)
     if p.spec.has_bad:
         # 0 * x is 0 for every finite x and NaN otherwise.
-        spoilt = gl.where(stored & (gl.sum(values * 0.0, 1) != 0.0), 1, 0)
+        spoilt = gl.where(stored & (far | (gl.sum(values * 0.0, 1) != 0.0)), 1, 0)
         store_flag(p, gl.max(spoilt, 0), (seq * p.groups() + group) * p.query_tiles() + qt, wg)
 
 
@@ -1038,17 +1059,20 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
             mask = 0
             if p.spec.has_mask:
                 mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
+            if p.spec.mask_stages > 0:
+                gl.thread_barrier()
+                mask_ring.release(mask_step)
             weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, True)
-        probs = as_operand(p, weights, dtype)
+        pairs = packed(weights, dtype)
 
         for j in range(1, n_full):
             tile = (seq, group, token, taken + j - 1, 0)
-            acc, probs, m, den = advance(
-                p, queries, k_ring, v_ring, turns, mask_ring, tile, slope, acc, probs, m, den, step + j, 0, False, wg
+            acc, pairs, m, den = advance(
+                p, queries, k_ring, v_ring, turns, mask_ring, tile, slope, acc, pairs, m, den, step + j, 0, False, wg
             )
         for j in range(gl.maximum(n_full, 1), n_all):
             tile = (seq, group, token, taken + j - 1, mask_step + j - n_full)
-            acc, probs, m, den = advance(
+            acc, pairs, m, den = advance(
                 p,
                 queries,
                 k_ring,
@@ -1058,7 +1082,7 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
                 tile,
                 slope,
                 acc,
-                probs,
+                pairs,
                 m,
                 den,
                 step + j,
@@ -1067,6 +1091,7 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
                 wg,
             )
 
+        probs = as_operand(p, pairs, dtype)
         v_ring.wait_full(step + n_all - 1)
         acc = warpgroup_mma(probs, v_ring.operand(step + n_all - 1), acc, is_async=True)
         if ahead:
@@ -1300,8 +1325,9 @@ def hopper_flash_attn(
       only zeros (full) and how many are visited besides (partial); blocks int32 [tiles, ceil(n_kv / block_n)], their
       indices, the full ones first. A block that reaches past n_kv is never full.
     slopes: f32 [n_head], ALiBi factors of the mask. sinks: f32 [n_head], a score that joins each row's denominator.
-    bad: int32 [n_seq * n_head * ceil(n_q / block_m)], written: 0, or not 0 where a tile's output holds NaN or infinity.
-      (V may hold such values in rows that the mask hides; the products here let them through.)
+    bad: int32 [n_seq * n_head * ceil(n_q / block_m)], written: 0, or not 0 where a tile should be
+      done again: its output holds NaN or infinity (V may hold such values in rows that the mask hides; the products
+      here let them through), or its logits are so large that their rounding shows.
     lse: f32 [n_seq, n_q, n_head] contiguous, written: the natural logarithm of each row's denominator.
     pack: heads whose rows share a tile (see Spec), a divisor of n_head / n_head_kv among 1, 2, 4, 8. The tiles of the
       mask's classes and of `bad` are then those of n_head / pack groups with n_q * pack rows: MG is 1 or n_head / pack.

@@ -46,15 +46,11 @@ KINDS = ("q8_0", "q4_0")
 #: threads, which have so many registers; the two consumer warpgroups share what is left of 3 * 168.
 PRODUCERS: dict[int, tuple[int, int]] = {64: (8192, 88), 128: (8192, 88), 256: (4096, 72)}
 
-#: By head size, and with a mask or without.
-DEFAULTS: dict[tuple[int, bool], Config] = {
-    (64, False): Config(block_n=128, stages=3, n_wg=2, pingpong=True),
-    (64, True): Config(block_n=128, stages=3, n_wg=2, pingpong=True),
-    (128, False): Config(block_n=128, stages=2, n_wg=2, persistent=False),
-    # With the producer's registers gone, [64, 128] scores do not fit beside a mask.
-    (128, True): Config(block_n=64, stages=4, n_wg=2, persistent=False),
-    (256, False): Config(block_n=64, stages=2, n_wg=2, persistent=False),
-    (256, True): Config(block_n=64, stages=2, n_wg=2, persistent=False),
+#: By head size. The fastest of those tried on an H100; see BENCHMARKS.md.
+DEFAULTS: dict[int, Config] = {
+    64: Config(block_n=128, stages=3, n_wg=2, pingpong=True, persistent=False),
+    128: Config(block_n=128, stages=2, n_wg=2, persistent=False),
+    256: Config(block_n=64, stages=2, n_wg=2, persistent=False),
 }
 
 
@@ -64,7 +60,7 @@ def config_for(p: Any) -> Config | None:
         return None
     if p.k.d != p.v.d or not (p.k.aligned and p.v.aligned) or p.n_q < MIN_QUERIES or p.params.scale < 0:
         return None
-    return DEFAULTS.get((p.k.d, p.mask_t is not None))
+    return DEFAULTS.get(p.k.d)
 
 
 @gluon.constexpr_function
@@ -490,7 +486,7 @@ def hopper_quant_attn(
     The rest as there.
     """
     n_seq, n_head, n_q, d = q.shape
-    config = config or DEFAULTS[d, mask is not None]
+    config = config or DEFAULTS[d]
     unit_values, producer_registers = producer or PRODUCERS[d]
     if k_kind not in KINDS or v_kind not in KINDS or d not in PRODUCERS:
         raise ValueError(f"k and v must be of {KINDS}, and d of {tuple(PRODUCERS)}: {k_kind}, {v_kind}, {d}")

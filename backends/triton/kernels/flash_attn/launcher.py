@@ -83,9 +83,11 @@ class Launcher:
         return Launch(decode.flash_attn_decode, (args["programs"],), decode.arguments(args, config), options, fewer)
 
     def _choose(self, p: Problem, t: Tiling, config: Config, force: str | None) -> chooser.Choice:
-        # A group of heads is to the chooser one head with as many more query rows.
+        # A group of heads is to the chooser one head with as many more query rows; a mask that all tiles share leaves
+        # them of one length, as none does.
+        has_mask = not t.uniform(p.mask_t is not None)
         problem = chooser.Problem(
-            p.n_q * t.pack, p.n_kv, t.n_groups, p.n_head // p.gqa, p.n_seq, p.k.d, p.v.d, p.mask_t is not None,
+            p.n_q * t.pack, p.n_kv, t.n_groups, p.n_head // p.gqa, p.n_seq, p.k.d, p.v.d, has_mask,
             t.block_m, t.block_n, d_v_stored=sum(p.v.parts),
         )  # fmt: skip
         return chooser.choose(problem, chooser.Device(self.target.sm_count, config.per_sm), force)
@@ -111,12 +113,10 @@ class Launcher:
             return None  # too few tiles: shared out, they are done sooner
         choice = self._choose(p, t, Config(t.block_m, t.block_n, 8, 1), "tile")
         self.choices.update(dict.fromkeys(p.nodes, choice))
-        if p.mask_t is None:
-            return [kernel.launch(p, None, None)]
-        plan, steps = self.masks.plan(p, t, False)
+        plan, steps = self.masks.plan(p, t, False) if p.mask_t is not None else (None, [])
         bad = torch.zeros(t.n_tiles, dtype=torch.int32, device=self.target.device)
-        # V may hold NaN in cells that the mask hides; the portable kernel, which reads no such cell, does the tiles
-        # where one came through again.
+        # V may hold NaN in cells that the mask hides, and logits may be very large. The portable kernel, which reads no
+        # hidden cell and subtracts before it scales, does those tiles again.
         again = Config(t.block_m, t.block_n, 8, 1)
         args = portable.main_arguments(p, t, again, choice, plan, self._part(0), self.target)
         return [*steps, kernel.launch(p, plan, bad), portable.repair_launch(args, bad, again.warps, self.target)]

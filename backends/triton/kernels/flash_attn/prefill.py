@@ -9,53 +9,82 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.flash_attn import hopper, hopper_mla
+from graphrt.backends.triton.kernels.flash_attn import hopper, hopper_mla, hopper_quant
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
-from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """config: of its own kind, with block_m and block_n; pack: heads a tile, None for as many as fit; run: called as
+    """config: of its own kind, with block_m and block_n; pack: heads a tile; run: called as run(q, out, **keywords)
 
-    run(q, k, v, out, **keywords) with torch tensors."""
+    with torch tensors, K and V bound already."""
 
     config: Any
-    pack: int | None
+    pack: int
     run: Callable[..., None]
 
-    def launch(self, p: Problem, plan: MaskPlan | None, bad: torch.Tensor | None) -> Callable[[], None]:
-        """The launch over a problem. plan, bad: of its mask, None without one."""
-        assert p.v_t is not None and p.out is not None
+    def launch(self, p: Problem, plan: MaskPlan | None, bad: torch.Tensor) -> Callable[[], None]:
+        """The launch over a problem. plan: of its mask, None without one; bad [tiles]: set where it is to do again."""
+        assert p.out is not None
         q = _as_torch(p.q_t, p.memory(p.q_t, torch.float32))
-        k, v = _as_torch(p.k_t, p.k.data), _as_torch(p.v_t, p.v.data)
         out = p.memory(p.out, torch.float32).view(p.n_seq, p.n_q, p.n_head, p.v.d)
         keywords: dict[str, Any] = {"scale": p.params.scale, "softcap": p.params.softcap, "config": self.config}
         keywords["sinks"] = p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else None
+        keywords["bad"] = bad
         keywords["lse"] = p.memory(p.lse, torch.float32) if p.lse is not None else None
         if plan is not None and p.mask_t is not None:
             slopes = torch.tensor(alibi_slopes(p.n_head, p.params.max_bias), device=out.device)
             keywords |= {
                 "mask": _as_torch(p.mask_t, p.memory(p.mask_t, torch.float16)), "counts": plan.counts,
-                "blocks": plan.blocks, "bad": bad, "slopes": slopes if p.params.max_bias > 0 else None,
+                "blocks": plan.blocks, "slopes": slopes if p.params.max_bias > 0 else None,
             }  # fmt: skip
-        return partial(self.run, q, k, v, out, **keywords)
+        return partial(self.run, q, out, **keywords)
 
 
 def find(p: Problem) -> Kernel | None:
     """The kernel for a problem, None where none serves."""
-    mla = hopper_mla.config_for(p)
-    if mla is not None:
-        pack = max(n for n in range(1, min(p.gqa, mla.block_m) + 1) if p.gqa % n == 0)
-        return Kernel(mla, pack, partial(_mla, pack))
+    for make in (_mla, _half, _quantized):
+        kernel = make(p)
+        if kernel is not None:
+            return kernel
+    return None
+
+
+def _mla(p: Problem) -> Kernel | None:
+    config = hopper_mla.config_for(p)
+    if config is None:
+        return None
+    k, pack = _as_torch(p.k_t, p.k.data), Tiling.of(p, config.block_m, config.block_n).pack
+    return Kernel(config, pack, lambda q, out, **rest: hopper_mla.hopper_mla_attn(q, k, out, pack=pack, **rest))
+
+
+def _half(p: Problem) -> Kernel | None:
     config = hopper.config_for(p)
-    return None if config is None else Kernel(config, 1, hopper.hopper_flash_attn)
+    if config is None or p.v_t is None:
+        return None
+    k, v = _as_torch(p.k_t, p.k.data), _as_torch(p.v_t, p.v.data)
+    # Heads that share a mask's rows share a tile: a mask is then read once for all of them.
+    pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if p.mask_t is not None and p.m2 == 1 else 1
+    return Kernel(config, pack, lambda q, out, **rest: hopper.hopper_flash_attn(q, k, v, out, pack=pack, **rest))
 
 
-def _mla(pack: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, **keywords: Any) -> None:
-    hopper_mla.hopper_mla_attn(q, k, out, pack=pack, **keywords)
+def _quantized(p: Problem) -> Kernel | None:
+    config = hopper_quant.config_for(p)
+    if config is None:
+        return None
+    k, v = p.k, p.v
+    bound: dict[str, Any] = {
+        "k_kind": k.kind, "v_kind": v.kind, "k_strides": k.strides, "v_strides": v.strides, "n_kv": p.n_kv,
+        "n_head_kv": p.n_head // p.gqa,
+    }  # fmt: skip
+
+    def run(q: torch.Tensor, out: torch.Tensor, **rest: Any) -> None:
+        hopper_quant.hopper_quant_attn(q, k.data, v.data, out, **bound, **rest)
+
+    return Kernel(config, 1, run)
 
 
 def _as_torch(t: Tensor, memory: torch.Tensor) -> torch.Tensor:
