@@ -18,6 +18,8 @@ from graphrt.backends.triton.launch import Launch
 from graphrt.tensor import Tensor
 
 Step = Callable[[], None]
+#: A tile of so many k-blocks is done as soon as its parts would be joined.
+SHORT = 8
 
 
 class Launcher:
@@ -109,8 +111,9 @@ class Launcher:
         if kernel is None:
             return None
         t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
-        if t.n_tiles < self.target.sm_count // 2 and self.schedule is None:
-            return None  # too few tiles: shared out, they are done sooner
+        few = t.n_tiles < self.target.sm_count // 2 and t.n_blocks > SHORT
+        if few and self.schedule is None:
+            return None  # few long tiles: shared out, they are done sooner
         choice = self._choose(p, t, Config(t.block_m, t.block_n, 8, 1), "tile")
         self.choices.update(dict.fromkeys(p.nodes, choice))
         plan, steps = self.masks.plan(p, t, False) if p.mask_t is not None else (None, [])
