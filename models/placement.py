@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from graphrt.backend import Backend
 from graphrt.dtypes import dtype
+from graphrt.errors import GraphError
 from graphrt.ops.mul_mat import mul_mat
 from graphrt.ops.rows import set_rows
 from graphrt.tensor import Tensor
@@ -24,5 +25,9 @@ def for_weights(backends: Sequence[Backend]) -> Backend:
 
 def for_cache(backends: Sequence[Backend], cache_type: str) -> Backend:
     """The preferred backend of those that write into a cache: writing happens where the memory is."""
-    target = Tensor(dtype(cache_type), (_N, 2))
-    return _first(backends, set_rows(Tensor(dtype("f32"), (_N, 1)), Tensor(dtype("i64"), (1,)), target))
+    try:
+        target = Tensor(dtype(cache_type), (_N, 2))
+        probe = set_rows(Tensor(dtype("f32"), (_N, 1)), Tensor(dtype("i64"), (1,)), target)
+    except GraphError:  # no type that a cache can have: the cache itself says so, in its own words
+        return backends[0]
+    return _first(backends, probe)

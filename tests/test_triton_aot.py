@@ -16,8 +16,17 @@ HERE = Path(__file__).resolve().parent
 #: As in aot.py, which can't be imported where kernels are interpreted.
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 PARTS = 3
-#: f32 caches with heads over 256 on CDNA3, where the sums alone fill the registers: they work, slowly.
-SPILLING = ("gfx942", "(512, 512)", "'f32'")
+#: Kernels that spill in a loop and are kept: parts of their names, and why.
+SPILLING = {
+    ("gfx942", "(512, 512)", "'f32'"): "the sums alone fill the registers",
+    ("sm_90 decode", "(256, 256)", "q8_0"): "41 us where the portable kernel takes 57 (D256, GQA 16, 20000 keys, H100)",
+    ("sm_90 decode", "(256, 256)", "q4_0"): "as q8_0",
+    ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
+}
+
+
+def _kept(name: str) -> bool:
+    return any(all(part in name for part in parts) for parts in SPILLING)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -32,4 +41,4 @@ def test_config_rows_compile(arch: str, part: int) -> None:
     assert kernels, "no row of this part"
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[arch], kernel
-        assert kernel["loop_spills"] == 0 or all(part in kernel["name"] for part in SPILLING), kernel
+        assert kernel["loop_spills"] == 0 or _kept(kernel["name"]), kernel

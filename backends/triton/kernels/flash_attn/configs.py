@@ -80,7 +80,8 @@ _CDNA3 = (
     Row(16, 128, ALL, Config(16, 32, 4, 1, per_sm=2)),
     Row(16, MANY, ALL, Config(16, 32, 4, 1, per_sm=1)),
     Row(MANY, 128, ("half", "quantized"), Config(64, 32, 4, 1, per_sm=1)),
-    Row(MANY, 256, ALL, Config(32, 32, 4, 1, per_sm=1)),
+    Row(MANY, 256, ("half", "quantized"), Config(32, 32, 4, 1, per_sm=1)),
+    Row(MANY, 256, ("f32",), Config(16, 32, 4, 1, per_sm=1)),
     Row(MANY, MANY, ("half", "quantized"), Config(16, 32, 4, 1, per_sm=1)),
     Row(MANY, MANY, ("f32",), Config(16, 16, 4, 1, per_sm=1)),
 )

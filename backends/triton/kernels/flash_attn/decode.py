@@ -71,10 +71,16 @@ def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
     return max(ring, join)
 
 
-def config_for(p: Any) -> Config | None:
-    """The configuration for a problem (problem.py's Problem), None if this kernel does not serve it."""
+def config_for(p: Any, hopper: bool) -> Config | None:
+    """The configuration for a problem (problem.py's Problem), None if this kernel does not serve it.
+
+    hopper: the GPU is an sm_90 or later. On others heads of 256 are the portable kernel's: there registers spill here,
+    and nobody has measured whether it is the faster one all the same, as it is on an H100.
+    """
     k, v = p.k, p.v
     if p.out is None or p.n_q * p.gqa > ROWS.value or k.d != v.d or k.d not in (64, 128, 256):
+        return None
+    if k.d == 256 and not hopper:
         return None
     for x, t in ((k, p.k_t), (v, p.v_t)):
         half = x.kind in ("f16", "bf16")

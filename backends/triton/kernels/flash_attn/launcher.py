@@ -75,7 +75,7 @@ class Launcher:
             return None
         from graphrt.backends.triton.kernels.flash_attn import decode
 
-        return decode.config_for(p)
+        return decode.config_for(p, self.target.has_pdl)
 
     def _decode_launch(self, args: dict[str, Any], config: Any) -> Launch:
         from graphrt.backends.triton.kernels.flash_attn import decode

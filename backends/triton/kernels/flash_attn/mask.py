@@ -13,6 +13,16 @@ SKIP, FULL, PARTIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)  # NaN is neither hidden nor 0
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def classify_blocks(
     p_mask, p_class, p_seen, sm_t, sm_h, sm_s, n_q, n_kv, m2, heads_packed, mask_groups, n_qt, n_blocks,
     PER_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -34,25 +44,26 @@ def classify_blocks(
         n_rows = tl.minimum(BLOCK_M, n_q * heads_packed - first)
     else:
         n_rows = tl.minimum(n_q, (first + BLOCK_M - 1) // heads_packed + 1) - first // heads_packed
+    # A column's largest and least value tell all: hidden from everybody if the largest is -inf, full if both are 0.
     # Joined over rows at the end only: in the loop every thread looks at its own elements.
-    seen_rows = tl.zeros([ROWS, CHUNK, BLOCK_N], tl.int1)
-    full_rows = tl.full([ROWS, CHUNK, BLOCK_N], True, tl.int1) & m_col[None, :, :]
+    high = tl.full([ROWS, CHUNK, BLOCK_N], float("-inf"), tl.float16)
+    low = tl.full([ROWS, CHUNK, BLOCK_N], float("inf"), tl.float16)
     for base in range(0, n_rows, ROWS):
-        i_row = base + tl.arange(0, ROWS)
-        m_row = i_row < n_rows
+        i_row = tl.minimum(base + tl.arange(0, ROWS), n_rows - 1)  # past the end the last row once more
         if PER_HEAD:
             head = i_group * heads_packed + (first + i_row) % heads_packed
             row = (head % m2).to(tl.int64) * sm_h + ((first + i_row) // heads_packed).to(tl.int64) * sm_t
         else:
             row = (first // heads_packed + i_row).to(tl.int64) * sm_t
-        m_load = m_row[:, None, None] & m_col[None, :, :]
-        x = tl.load(p_seq + row[:, None, None] + col[None, :, :], mask=m_load, other=float("-inf"))
-        seen_rows |= x != float("-inf")
-        full_rows &= (x == 0.0) | (m_row[:, None, None] == 0)
-    seen = tl.max(seen_rows.to(tl.int32), 0)
-    full = tl.min(full_rows.to(tl.int32), 0)
-    any_seen = tl.max(seen, 1)
-    kind = tl.where(any_seen == 0, SKIP, tl.where(tl.min(full, 1) == 1, FULL, PARTIAL))
+        p_x = p_seq + row[:, None, None] + col[None, :, :]
+        x = tl.load(p_x, mask=m_col[None, :, :], other=float("-inf"))
+        high = _larger(high, x)
+        low = _smaller(low, x)
+    high = tl.reduce(high, 0, _larger)
+    low = tl.reduce(low, 0, _smaller)
+    seen = (high != float("-inf")).to(tl.int32)
+    full = ((high == 0.0) & (low == 0.0)).to(tl.int32)
+    kind = tl.where(tl.max(seen, 1) == 0, SKIP, tl.where(tl.min(full, 1) == 1, FULL, PARTIAL))
     at = mask_tile.to(tl.int64) * n_blocks + i_kb
     tl.store(p_class + at, kind, mask=i_kb < n_blocks)
     bits = tl.reshape(seen, (CHUNK, BLOCK_N // 32, 32)) << tl.arange(0, 32)[None, None, :]

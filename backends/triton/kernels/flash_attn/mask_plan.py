@@ -63,7 +63,7 @@ def _classify(p: Problem, t: Tiling, plan: MaskPlan, kinds: torch.Tensor) -> lis
     per_head = p.m2 > 1
     most = t.block_m if per_head else min(p.n_q, t.block_m // t.pack + 1)
     rows = min(32, 1 << (most - 1).bit_length())
-    chunk = max(1, min(1 << (t.n_blocks - 1).bit_length(), 4096 // (rows * t.block_n)))
+    chunk = max(1, min(1 << (t.n_blocks - 1).bit_length(), 8192 // (rows * t.block_n)))
     args = {
         "p_mask": p.memory(mask, torch.float16), "p_class": kinds, "p_seen": plan.seen,
         **dict(zip(("sm_t", "sm_h", "sm_s"), (n // 2 for n in mask.nb[1:]))), "n_q": p.n_q, "n_kv": p.n_kv,
