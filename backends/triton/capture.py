@@ -1,4 +1,4 @@
-"""A compiled split as one captured CUDA graph: from the third run on its launches cost the host nothing."""
+"""A compiled split as one captured CUDA graph: from the second run on its launches cost the host nothing."""
 
 from __future__ import annotations
 
