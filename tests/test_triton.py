@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -293,3 +294,15 @@ def test_listing_backends_does_not_import_triton() -> None:
     code = "import sys; from graphrt.backend import discover; discover(); sys.exit('triton.language' in sys.modules)"
     assert importlib.util.find_spec("triton") is not None
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tune_prints_rows_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from graphrt.tools.cli import main
+
+    path = tmp_path / "rows.txt"
+    command = ["tune", "--tiny", "--form", "decode", "-d", "64", "--kind", "half", "-o", str(path)]
+    assert main(command) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("Row(")]
+    assert row in path.read_text()
+    made = eval(row.split("#")[0].strip().rstrip(","), {"Row": configs.Row, "Config": configs.Config})
+    assert made.rows == 16 and made.d == 64 and made.kinds == ("half",) and made.config.block_m == 16

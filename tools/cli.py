@@ -29,6 +29,7 @@ VERBS = {
     "logits": "write the logits of every position to a .npy file",
     "bench": "speed of a model, beside the machine's ceilings and a peer; `bench op OP`: of one op on a GPU",
     "test": "conformance of a backend, op by op",
+    "tune": "measure configurations of the portable attention kernel, and write the fastest as rows of its table",
     "replay": "run a case that a test saved when it failed",
     "devices": "backends, their scores and devices",
 }

@@ -10,6 +10,7 @@ import torch
 from graphrt.backend import API_VERSION, Backend, Device, Group, Place, Region, Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.capture import Captured
+from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.memory import TritonBuffer, allocate
 from graphrt.backends.triton.support import why_unsupported
 from graphrt.errors import BackendError
@@ -22,19 +23,22 @@ SCHEDULES = ("tile", "split", "stream_k")
 class TritonBackend(Backend):
     """Kernels in Triton on one GPU.
 
-    schedule: forces a schedule of the attention kernel (tile, split, stream_k), None to choose; capture: replay a split
-    as a CUDA graph; exact: taken for the interface's sake, there is one form of each op. Raises BackendError for an
-    unknown schedule.
+    schedule: forces a schedule of the attention kernel (tile, split, stream_k), None to choose; config: forces the
+    portable attention kernel with that configuration, as `graphrt tune` does; capture: replay a split as a CUDA graph;
+    exact: taken for the interface's sake, there is one form of each op. Raises BackendError for an unknown schedule.
     """
 
     name: ClassVar[str] = "triton"
     api_version: ClassVar[int] = API_VERSION
     alignment = 256
 
-    def __init__(self, *, exact: bool = True, schedule: str | None = None, capture: bool = True) -> None:
+    def __init__(
+        self, *, exact: bool = True, schedule: str | None = None, config: Config | None = None, capture: bool = True
+    ) -> None:
         if schedule is not None and schedule not in SCHEDULES:
             raise BackendError(f"a schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}; None chooses")
         self.schedule = schedule
+        self.config = config
         self.target = device.target()
         self.capture = capture and not device.interpreting()
 
@@ -70,7 +74,7 @@ class TritonBackend(Backend):
         # Triton is imported by the first program, not by whoever lists backends.
         from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 
-        launcher = Launcher(self.target, place, self.schedule)
+        launcher = Launcher(self.target, place, self.schedule, self.config)
         steps: list[Callable[[], None]] = []
         for group in groups:
             nodes = [n for n in group.nodes if not op_spec(n.op).is_view]

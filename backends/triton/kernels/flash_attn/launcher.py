@@ -25,13 +25,21 @@ SHORT = 8
 class Launcher:
     """Makes the launches of a program's attentions. They run in order, so they share scratch and masks' plans.
 
-    schedule: forces one. choices: what was chosen for each node, for those who ask why.
+    schedule: forces one. config: forces the portable kernel, with that configuration. choices: what was chosen for each
+    node, for those who ask why.
     """
 
-    def __init__(self, target: Target, place: Callable[[Tensor], Place], schedule: str | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        place: Callable[[Tensor], Place],
+        schedule: str | None = None,
+        config: Config | None = None,
+    ) -> None:
         self.target = target
         self.place = place
         self.schedule = schedule
+        self.config = config
         self.masks = MaskPlans(target.device)
         self.scratch = torch.empty(0, device=target.device)
         self.choices: dict[Tensor, chooser.Choice] = {}
@@ -39,13 +47,15 @@ class Launcher:
     def launches(self, nodes: Sequence[Tensor]) -> list[Step]:
         """The launches of FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources."""
         p = Problem(nodes, self.place)
-        steps = self._prefill(p) if self.schedule in (None, "tile") else None
+        steps = self._prefill(p) if self.schedule in (None, "tile") and self.config is None else None
         return steps if steps is not None else self._shared_out(p)
 
     def _shared_out(self, p: Problem) -> list[Step]:
         """The decode kernel where it serves, else the portable one, and the fixup behind either."""
         decode = self._decode_config(p)
-        if decode is not None:
+        if self.config is not None:
+            config = self.config
+        elif decode is not None:
             config = Config(16, decode.block_n, decode.warps, decode.stages, per_sm=decode.per_sm)
         else:
             rows, d = p.n_q * p.gqa, max(p.k.d, p.v.d)
@@ -71,7 +81,7 @@ class Launcher:
 
     def _decode_config(self, p: Problem) -> Any:
         """decode.py's configuration, None where its kernel does not serve: it is NVIDIA's and can't be interpreted."""
-        if not self.target.is_nvidia:
+        if not self.target.is_nvidia or self.config is not None:
             return None
         from graphrt.backends.triton.kernels.flash_attn import decode
 
