@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", help=f"the op: {', '.join(SHAPES)}")
     add = parser.add_argument_group("which shapes").add_argument
     add("-s", "--shape", default="", metavar="SUBSTRING", help="only shapes with that in their names")
-    add("--set", default="default", choices=SETS, help="default: default, under a minute; full: KV up to 65536")
+    add("--set", default="default", choices=SETS, help="default: default, about a minute; full: KV up to 65536")
     add("--list", action="store_true", help="print the shapes and their marks, and measure nothing")
     add("--tiny", action="store_true", help="shrink every size, to try this out on a CPU")
     add = parser.add_argument_group("how").add_argument
