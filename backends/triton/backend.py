@@ -11,13 +11,11 @@ from graphrt.backend import API_VERSION, Backend, Device, Group, Place, Region, 
 from graphrt.backends.triton import device
 from graphrt.backends.triton.capture import Captured
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
+from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
 from graphrt.backends.triton.support import why_unsupported
-from graphrt.errors import BackendError
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
-
-SCHEDULES = ("tile", "split", "stream_k")
 
 
 class TritonBackend(Backend):
@@ -35,9 +33,7 @@ class TritonBackend(Backend):
     def __init__(
         self, *, exact: bool = True, schedule: str | None = None, config: Config | None = None, capture: bool = True
     ) -> None:
-        if schedule is not None and schedule not in SCHEDULES:
-            raise BackendError(f"a schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}; None chooses")
-        self.schedule = schedule
+        self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
         self.target = device.target()
         self.capture = capture and not device.interpreting()

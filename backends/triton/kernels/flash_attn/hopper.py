@@ -327,41 +327,14 @@ class Problem:
     spec: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        q,
-        out,
-        mask,
-        counts,
-        blocks,
-        slopes,
-        sinks,
-        bad,
-        lse,
-        scale,
-        softcap,
-        sq_t,
-        sq_h,
-        sq_s,
-        so_t,
-        so_h,
-        so_s,
-        sm_t,
-        sm_h,
-        sm_s,
-        mask_heads,
-        mask_seqs,
-        class_heads,
-        n_seq,
-        n_head,
-        gqa,
-        n_q,
-        n_kv,
-        section,
-        spec,
-    ):
-        self.q = q
-        self.out = out
+    def __init__(self, *arguments):
+        """The kernels' arguments in their order, without K and V."""
+        (
+            self.q, self.out, mask, counts, blocks, slopes, sinks, bad, lse, self.scale, self.softcap,
+            self.sq_t, self.sq_h, self.sq_s, self.so_t, self.so_h, self.so_s, self.sm_t, self.sm_h, self.sm_s,
+            self.mask_heads, self.mask_seqs, self.class_heads, self.n_seq, self.n_head, self.gqa,
+            self.n_q, self.n_kv, self.section, spec,
+        ) = arguments  # fmt: skip
         self.mask = gl.constexpr(None) if mask is None else mask
         self.counts = gl.constexpr(None) if counts is None else counts
         self.blocks = gl.constexpr(None) if blocks is None else blocks
@@ -369,26 +342,6 @@ class Problem:
         self.sinks = gl.constexpr(None) if sinks is None else sinks
         self.bad = gl.constexpr(None) if bad is None else bad
         self.lse = gl.constexpr(None) if lse is None else lse
-        self.scale = scale
-        self.softcap = softcap
-        self.sq_t = sq_t
-        self.sq_h = sq_h
-        self.sq_s = sq_s
-        self.so_t = so_t
-        self.so_h = so_h
-        self.so_s = so_s
-        self.sm_t = sm_t
-        self.sm_h = sm_h
-        self.sm_s = sm_s
-        self.mask_heads = mask_heads
-        self.mask_seqs = mask_seqs
-        self.class_heads = class_heads
-        self.n_seq = n_seq
-        self.n_head = n_head
-        self.gqa = gqa
-        self.n_q = n_q
-        self.n_kv = n_kv
-        self.section = section
         self.spec = gl.constexpr(spec)
 
     @gluon.jit
@@ -1128,72 +1081,15 @@ INTEGER_ARGUMENTS = (
 
 @gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS))
 def hopper_flash_attn_kernel(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    mask,
-    counts,
-    blocks,
-    slopes,
-    sinks,
-    bad,
-    lse,
-    scale,
-    softcap,
-    sq_t,
-    sq_h,
-    sq_s,
-    so_t,
-    so_h,
-    so_s,
-    sm_t,
-    sm_h,
-    sm_s,
-    mask_heads,
-    mask_seqs,
-    class_heads,
-    n_seq,
-    n_head,
-    gqa,
-    n_q,
-    n_kv,
-    section,
-    spec: gl.constexpr,
-    mask_desc=None,
-):
+    q, k_desc, v_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+    sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
+    n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr, mask_desc=None,
+):  # fmt: skip
     p = Problem(
-        q,
-        out,
-        mask,
-        counts,
-        blocks,
-        slopes,
-        sinks,
-        bad,
-        lse,
-        scale,
-        softcap,
-        sq_t,
-        sq_h,
-        sq_s,
-        so_t,
-        so_h,
-        so_s,
-        sm_t,
-        sm_h,
-        sm_s,
-        mask_heads,
-        mask_seqs,
-        class_heads,
-        n_seq,
-        n_head,
-        gqa,
-        n_q,
-        n_kv,
-        section,
-        spec,
-    )
+        q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+        sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
+        n_seq, n_head, gqa, n_q, n_kv, section, spec,
+    )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], tile_shared_layout(dtype, 2))
     k_ring = make_ring(dtype, spec)
@@ -1253,21 +1149,15 @@ def aligned(tensor: torch.Tensor, unit: int) -> bool:
     )
 
 
-def tile_descriptor(tensor: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """TMA descriptor of K or V [n_seq, n_head_kv, n_kv, d] in boxes of [1, 1, block_n, d]; rows past n_kv read as 0."""
+def box_descriptor(tensor: torch.Tensor, rows: int, cols: int, idle: int) -> TensorDescriptor:
+    """TMA descriptor of a 16-bit tensor [n0, n1, n2, n3] in boxes of [1, 1, rows, cols]; what lies outside reads as 0.
+
+    idle: the stride of a dimension of size 1. It means nothing, but TMA wants whole 16 bytes there too.
+    """
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     shape = list(tensor.shape)
-    # TMA wants strides of whole 16 bytes even where the size is 1 and the stride means nothing.
-    strides = [tensor.stride(i) if shape[i] > 1 else shape[3] for i in range(3)] + [1]
-    return TensorDescriptor(tensor, shape, strides, [1, 1, block_n, shape[3]], layout)
-
-
-def mask_descriptor(mask: torch.Tensor, block_n: int, pack: int) -> TensorDescriptor:
-    """TMA descriptor of the mask [m3, m2, n_q, n_kv] in boxes of one warpgroup's tokens by block_n; 0 outside."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    shape = list(mask.shape)
-    strides = [mask.stride(i) if shape[i] > 1 else 8 for i in range(3)] + [1]
-    return TensorDescriptor(mask, shape, strides, [1, 1, WG_ROWS // pack, block_n], layout)
+    strides = [tensor.stride(i) if shape[i] > 1 else idle for i in range(3)] + [1]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, cols], layout)
 
 
 def mask_fits_ring(mask: torch.Tensor, pack: int) -> bool:
@@ -1281,13 +1171,33 @@ def mask_ring_stages(d: int, config: Config, pack: int) -> int:
     return min(2, left // (2 * config.block_m // pack * config.block_n))
 
 
-def heads_side_by_side(d: int, n_kv: int, gqa: int, heads: int, ordered: bool) -> int:
-    """How many heads run at the same time: those of one kv head where tiles are equally long, else as many as keep K
-    and V within the L2 cache, so that there are enough tiles of one length to go round."""
+def side_by_side(kv_head_bytes: int, per_kv_head: int, most: int, ordered: bool) -> int:
+    """How many groups of heads run at the same time: those of one kv head where tiles are equally long, else as many as
+    keep K and V (of kv_head_bytes) within the L2 cache, so that there are enough tiles of one length to go round."""
     if not ordered:
-        return gqa
-    per_kv_head = 4 * d * n_kv
-    return min(heads, gqa * max(1, L2_SECTION_BYTES // per_kv_head))
+        return per_kv_head
+    return min(most, per_kv_head * max(1, L2_SECTION_BYTES // kv_head_bytes))
+
+
+def launch_integers(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    class_heads: int,
+    gqa: int,
+    n_kv: int,
+    section: int,
+) -> tuple[int, int, list[int]]:
+    """(q_vec, mask_vec, integers): units of strides, see Spec, and the kernels' INTEGER_ARGUMENTS in their order."""
+    n_seq, n_head, n_q, _ = q.shape
+    q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
+    mask_vec, mask_strides, mask_dims = 1, [0, 0, 0], [1, 1]
+    if mask is not None:
+        mask_vec = 8 if aligned(mask, 8) else 1
+        mask_strides, mask_dims = strides_in(mask_vec, mask, (2, 1, 0)), [mask.shape[1], mask.shape[0]]
+    strides = [*strides_in(q_vec, q, (2, 1, 0)), *strides_in(q_vec, out, (1, 2, 0)), *mask_strides]
+    return q_vec, mask_vec, [*strides, *mask_dims, class_heads, n_seq, n_head, gqa, n_q, n_kv, section]
 
 
 def hopper_flash_attn(
@@ -1348,22 +1258,22 @@ def hopper_flash_attn(
         raise ValueError(f"{config} needs {shared_bytes(d, config)} bytes of shared memory at d = {d}")
     tiles_of_group = triton.cdiv(n_q * pack, config.block_m)
     groups = n_head // pack
-    mask_seqs = mask_heads = class_heads = mask_vec = 1
-    mask_strides = [0, 0, 0]
+    class_heads = 1
     if mask is not None:
         assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
-        mask_seqs, mask_heads = mask.shape[:2]
-        class_heads = counts.shape[0] // (mask_seqs * tiles_of_group)
-        mask_vec = 8 if aligned(mask, 8) else 1
-        mask_strides = strides_in(mask_vec, mask, (2, 1, 0))
+        class_heads = counts.shape[0] // (mask.shape[0] * tiles_of_group)
         if mask_stages is None:
             mask_stages = mask_ring_stages(d, config, pack) if mask_fits_ring(mask, pack) else 0
-    q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
+    ordered = mask is not None
+    gqa = n_head // k.shape[1]
+    section = side_by_side(4 * d * n_kv, gqa, n_seq * n_head, ordered) // pack
+    q_vec, mask_vec, integers = launch_integers(
+        q, out, mask, class_heads=class_heads, gqa=gqa, n_kv=n_kv, section=section
+    )
     tiles = tiles_of_group * groups * n_seq
     mask_stages = mask_stages or 0
     if softcap_form is None:
         softcap_form = 0 if softcap == 0.0 else 1 if softcap >= LARGE_CAP else 2
-    ordered = mask is not None
     spec = Spec(
         d=d,
         block_n=config.block_n,
@@ -1386,26 +1296,11 @@ def hopper_flash_attn(
         softcap_form=softcap_form,
         exp_share=exp_share,
     )
-    gqa = n_head // k.shape[1]
     programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
-    integers: list[Any] = [
-        *strides_in(q_vec, q, (2, 1, 0)),
-        *strides_in(q_vec, out, (1, 2, 0)),
-        *mask_strides,
-        mask_heads,
-        mask_seqs,
-        class_heads,
-        n_seq,
-        n_head,
-        gqa,
-        n_q,
-        n_kv,
-        heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered) // pack,
-    ]
     hopper_flash_attn_kernel[(programs,)](
         q,
-        tile_descriptor(k, config.block_n),
-        tile_descriptor(v, config.block_n),
+        box_descriptor(k, config.block_n, d, idle=d),
+        box_descriptor(v, config.block_n, d, idle=d),
         out,
         mask,
         counts,
@@ -1418,7 +1313,7 @@ def hopper_flash_attn(
         float(softcap),
         *integers,
         spec,
-        mask_descriptor(mask, config.block_n, pack) if mask is not None and mask_stages else None,
+        box_descriptor(mask, WG_ROWS // pack, config.block_n, idle=8) if mask is not None and mask_stages else None,
         num_warps=4,
         maxnreg=registers_at_start(config),
     )

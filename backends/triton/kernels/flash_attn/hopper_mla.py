@@ -45,7 +45,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.kernels.flash_attn.hopper import (
@@ -53,13 +52,14 @@ from graphrt.backends.triton.kernels.flash_attn.hopper import (
     LOG2E,
     MAX_SHARED_BYTES,
     NO_MAX,
-    aligned,
+    box_descriptor,
+    launch_integers,
     make_barriers,
     mma_layout,
     multiprocessors,
     reciprocal,
     row_maximum,
-    strides_in,
+    side_by_side,
 )
 
 D_K, D_V = 576, 512
@@ -68,7 +68,6 @@ PART = gl.constexpr(128)  # columns of V of one product; an accumulator has two
 REST = gl.constexpr(64)  # columns of K past those of V
 #: Fewer query rows of a KV head than this leave most of a tile empty.
 MIN_ROWS = 64
-L2_SECTION_BYTES = 32 << 20  # K of the heads that run side by side should stay within this much of the L2 cache
 
 
 @dataclass(frozen=True)
@@ -686,23 +685,6 @@ def shared_bytes(config: Config) -> int:
     return 2 * (D_K * (BLOCK_M + config.stages * config.block_n) + BLOCK_M * config.block_n) + 2048
 
 
-def columns_descriptor(k: torch.Tensor, block_n: int, cols: int) -> TensorDescriptor:
-    """TMA descriptor of K [n_seq, n_head_kv, n_kv, 576] in boxes of [1, 1, block_n, cols]; rows past n_kv read as 0."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    shape = list(k.shape)
-    # TMA wants strides of whole 16 bytes even where the size is 1 and the stride means nothing.
-    strides = [k.stride(i) if shape[i] > 1 else shape[3] for i in range(3)] + [1]
-    return TensorDescriptor(k, shape, strides, [1, 1, block_n, cols], layout)
-
-
-def groups_side_by_side(n_kv: int, per_kv_head: int, groups: int, ordered: bool) -> int:
-    """How many groups of heads run at the same time: those of one kv head where tiles are equally long, else as many as
-    keep K within the L2 cache, so that there are enough tiles of one length to go round."""
-    if not ordered:
-        return per_kv_head
-    return min(groups, per_kv_head * max(1, L2_SECTION_BYTES // (2 * D_K * max(1, n_kv))))
-
-
 def hopper_mla_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -754,17 +736,16 @@ def hopper_mla_attn(
         raise ValueError(f"{config} needs {shared_bytes(config)} bytes of shared memory")
     n_groups = n_head // pack
     n_qt = triton.cdiv(n_q * pack, BLOCK_M)
-    mask_seqs = mask_heads = mask_groups = mask_vec = 1
-    mask_strides = [0, 0, 0]
+    mask_groups = 1
     if mask is not None:
         assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
-        mask_seqs, mask_heads = mask.shape[:2]
-        mask_groups = 1 if mask_heads == 1 else n_groups
-        mask_vec = 8 if aligned(mask, 8) else 1
-        mask_strides = strides_in(mask_vec, mask, (2, 1, 0))
-    q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
-    tiles = n_qt * n_groups * n_seq
+        mask_groups = 1 if mask.shape[1] == 1 else n_groups
     ordered = mask is not None
+    section = side_by_side(2 * D_K * max(1, n_kv), gqa // pack, n_seq * n_groups, ordered)
+    q_vec, mask_vec, integers = launch_integers(
+        q, out, mask, class_heads=mask_groups, gqa=gqa, n_kv=n_kv, section=section
+    )
+    tiles = n_qt * n_groups * n_seq
     spec = Spec(
         block_n=config.block_n,
         stages=config.stages,
@@ -782,24 +763,10 @@ def hopper_mla_attn(
         has_lse=lse is not None,
     )
     programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
-    integers = [
-        *strides_in(q_vec, q, (2, 1, 0)),
-        *strides_in(q_vec, out, (1, 2, 0)),
-        *mask_strides,
-        mask_heads,
-        mask_seqs,
-        mask_groups,
-        n_seq,
-        n_head,
-        gqa,
-        n_q,
-        n_kv,
-        groups_side_by_side(n_kv, gqa // pack, n_seq * n_groups, ordered),
-    ]
     hopper_mla_attn_kernel[(programs,)](
         q,
-        columns_descriptor(k, config.block_n, PART.value),
-        columns_descriptor(k, config.block_n, REST.value),
+        box_descriptor(k, config.block_n, PART.value, idle=D_K),
+        box_descriptor(k, config.block_n, REST.value, idle=D_K),
         out,
         mask,
         counts,

@@ -29,15 +29,14 @@ from graphrt.backends.triton.kernels.flash_attn.hopper import (
     Config,
     Problem,
     Spec,
-    aligned,
     consume,
-    heads_side_by_side,
+    launch_integers,
     make_barriers,
     make_ring,
     multiprocessors,
     registers_at_start,
     shared_bytes,
-    strides_in,
+    side_by_side,
     tile_shared_layout,
 )
 
@@ -361,79 +360,16 @@ def produce(p, k, v, k_ring, v_ring):
 
 @gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS, "sk_h", "sk_s", "sv_h", "sv_s"))
 def hopper_quant_attn_kernel(
-    q,
-    k_words,
-    v_words,
-    out,
-    mask,
-    counts,
-    blocks,
-    slopes,
-    sinks,
-    bad,
-    lse,
-    scale,
-    softcap,
-    sq_t,
-    sq_h,
-    sq_s,
-    so_t,
-    so_h,
-    so_s,
-    sm_t,
-    sm_h,
-    sm_s,
-    mask_heads,
-    mask_seqs,
-    class_heads,
-    n_seq,
-    n_head,
-    gqa,
-    n_q,
-    n_kv,
-    section,
-    sk_h,
-    sk_s,
-    sv_h,
-    sv_s,
-    sk_n: gl.constexpr,
-    sv_n: gl.constexpr,
-    parts: gl.constexpr,
-    producer_registers: gl.constexpr,
-    spec: gl.constexpr,
-):
+    q, k_words, v_words, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+    sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
+    n_seq, n_head, gqa, n_q, n_kv, section, sk_h, sk_s, sv_h, sv_s,
+    sk_n: gl.constexpr, sv_n: gl.constexpr, parts: gl.constexpr, producer_registers: gl.constexpr, spec: gl.constexpr,
+):  # fmt: skip
     p = Problem(
-        q,
-        out,
-        mask,
-        counts,
-        blocks,
-        slopes,
-        sinks,
-        bad,
-        lse,
-        scale,
-        softcap,
-        sq_t,
-        sq_h,
-        sq_s,
-        so_t,
-        so_h,
-        so_s,
-        sm_t,
-        sm_h,
-        sm_s,
-        mask_heads,
-        mask_seqs,
-        class_heads,
-        n_seq,
-        n_head,
-        gqa,
-        n_q,
-        n_kv,
-        section,
-        spec,
-    )
+        q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+        sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
+        n_seq, n_head, gqa, n_q, n_kv, section, spec,
+    )  # fmt: skip
     k = Cache(k_words, sk_h, sk_s, sk_n, spec.k_kind, parts)
     v = Cache(v_words, sv_h, sv_s, sv_n, spec.v_kind, parts)
     query_buffers = gl.allocate_shared_memory(gl.float16, [spec.n_wg, 64, spec.d], tile_shared_layout(gl.float16, 2))
@@ -495,17 +431,17 @@ def hopper_quant_attn(
     if config.n_wg != 2 or shared_bytes(d, config) > MAX_SHARED_BYTES:
         raise ValueError(f"{config} does not fit at d = {d}")
     tiles_of_head = triton.cdiv(n_q, config.block_m)
-    mask_seqs = mask_heads = class_heads = mask_vec = 1
-    mask_strides = [0, 0, 0]
+    class_heads = 1
     if mask is not None:
         assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
-        mask_seqs, mask_heads = mask.shape[:2]
-        class_heads = counts.shape[0] // (mask_seqs * tiles_of_head)
-        mask_vec = 8 if aligned(mask, 8) else 1
-        mask_strides = strides_in(mask_vec, mask, (2, 1, 0))
-    q_vec = 4 if aligned(q, 4) and aligned(out, 4) else 1
-    tiles = tiles_of_head * n_head * n_seq
+        class_heads = counts.shape[0] // (mask.shape[0] * tiles_of_head)
     ordered = mask is not None
+    gqa = n_head // n_head_kv
+    section = side_by_side(4 * d * n_kv, gqa, n_seq * n_head, ordered)
+    q_vec, mask_vec, integers = launch_integers(
+        q, out, mask, class_heads=class_heads, gqa=gqa, n_kv=n_kv, section=section
+    )
+    tiles = tiles_of_head * n_head * n_seq
     spec = Spec(
         d=d,
         block_n=config.block_n,
@@ -525,24 +461,7 @@ def hopper_quant_attn(
         k_kind=k_kind,
         v_kind=v_kind,
     )
-    gqa = n_head // n_head_kv
     programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
-    integers: list[Any] = [
-        *strides_in(q_vec, q, (2, 1, 0)),
-        *strides_in(q_vec, out, (1, 2, 0)),
-        *mask_strides,
-        mask_heads,
-        mask_seqs,
-        class_heads,
-        n_seq,
-        n_head,
-        gqa,
-        n_q,
-        n_kv,
-        heads_side_by_side(d, n_kv, gqa, n_seq * n_head, ordered),
-        *k_strides[1:],
-        *v_strides[1:],
-    ]
     hopper_quant_attn_kernel[(programs,)](
         q,
         k_words,
@@ -558,6 +477,8 @@ def hopper_quant_attn(
         float(scale),
         float(softcap),
         *integers,
+        *k_strides[1:],
+        *v_strides[1:],
         k_strides[0],
         v_strides[0],
         max(1, config.block_n * d // unit_values),

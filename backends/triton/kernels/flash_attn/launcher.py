@@ -124,12 +124,12 @@ class Launcher:
         few = t.n_tiles < self.target.sm_count // 2 and t.n_blocks > SHORT
         if few and self.schedule is None:
             return None  # few long tiles: shared out, they are done sooner
-        choice = self._choose(p, t, Config(t.block_m, t.block_n, 8, 1), "tile")
+        again = Config(t.block_m, t.block_n, 8, 1)  # of the portable kernel over the same tiles, see below
+        choice = self._choose(p, t, again, "tile")
         self.choices.update(dict.fromkeys(p.nodes, choice))
         plan, steps = self.masks.plan(p, t, False) if p.mask_t is not None else (None, [])
         bad = torch.zeros(t.n_tiles, dtype=torch.int32, device=self.target.device)
         # V may hold NaN in cells that the mask hides, and logits may be very large. The portable kernel, which reads no
         # hidden cell and subtracts before it scales, does those tiles again.
-        again = Config(t.block_m, t.block_n, 8, 1)
         args = portable.main_arguments(p, t, again, choice, plan, self._part(0), self.target)
         return [*steps, kernel.launch(p, plan, bad), portable.repair_launch(args, bad, again.warps, self.target)]
