@@ -98,7 +98,7 @@ def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule:
     sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, t.block_m, t.block_n)
     choice = chooser.choose(sizes, chooser.Device(132), schedule)
     none = torch.zeros(4096, dtype=torch.int32)
-    plan = MaskPlan(none, none, none, none)
+    plan = MaskPlan(none, none, none, none, none)
     args = portable.main_arguments(p, t, config, choice, plan, none.view(torch.float32), target)
     main = portable.main_launch(args, config, target)
     return [main] if schedule == "tile" else [main, portable.fixup_launch(args, t, p, target)]
@@ -170,7 +170,7 @@ def hopper_kernels(shape: Shape) -> Iterator[Any]:
     assert kernel is not None, shape
     t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
     none = torch.zeros(max(2 * t.n_mask_tiles, t.n_tiles), dtype=torch.int32)
-    plan = MaskPlan(none[: 2 * t.n_mask_tiles].view(-1, 2), none, none, none)
+    plan = MaskPlan(none[: 2 * t.n_mask_tiles].view(-1, 2), none, none, none, none)
     recorders = []
     with ExitStack() as stack:
         for module in (hopper, hopper_mla, hopper_quant):
@@ -184,7 +184,30 @@ def hopper_kernels(shape: Shape) -> Iterator[Any]:
             yield compile_kernel(recorder.kernel, args, options, "sm_90")
 
 
-def decode_launch(arch: str, shape: Shape) -> Launch:
+def mla_shared_out_kernels(shape: Shape, schedule: str) -> Iterator[Any]:
+    """The kernel for MLA's tiles that are shared out, and its fixup, on sm_90."""
+    p = problem(shape)
+    kernel = prefill.find_shared_out(p)
+    assert kernel is not None, shape
+    t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
+    config = configs.Config(t.block_m, t.block_n, 8, 1)
+    target = Target("sm_90", "cpu", 132, SHARED["sm_90"], 50 << 20)
+    has_mask = not t.uniform(True)
+    sizes = chooser.Problem(p.n_q * t.pack, p.n_kv, t.n_groups, 2, 1, 576, 512, has_mask, t.block_m, t.block_n)
+    choice = chooser.choose(sizes, chooser.Device(132), schedule)
+    none = torch.zeros(4096, dtype=torch.int32)
+    plan = MaskPlan(none, none, none, none, none)
+    args = portable.main_arguments(p, t, config, choice, plan, none.view(torch.float32), target)
+    recorder = Recorder(hopper_mla.hopper_mla_attn_kernel)
+    with patch.object(hopper_mla, "hopper_mla_attn_kernel", recorder):
+        kernel.launch(p, plan, None, prefill.ranges_of(args))()
+    for given, options in recorder.calls:
+        yield compile_kernel(recorder.kernel, given, options, "sm_90")
+    if schedule != "tile":
+        yield compiled(portable.fixup_launch(args, t, p, target), "sm_90")
+
+
+def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) -> Launch:
     """The decode kernel's launch for a shape, with as many stages as shared memory holds."""
     p = problem(shape)
     own = decode.config_for(p, arch != "sm_80")
@@ -196,9 +219,9 @@ def decode_launch(arch: str, shape: Shape) -> Launch:
     none = torch.zeros(4096, dtype=torch.int32)
     config = configs.Config(16, own.block_n, own.warps, own.stages)
     args = portable.main_arguments(
-        p, t, config, choice, MaskPlan(none, none, none, none), none.view(torch.float32), target
+        p, t, config, choice, MaskPlan(none, none, none, none, none), none.view(torch.float32), target
     )
-    given = decode.arguments(args, own)
+    given = decode.arguments(args, own, none, none, join or decode.join_of(args, t, own))
     while decode.shared_bytes(p.k.d, p.k.kind, p.v.kind, replace(own, stages=given["STAGES"])) > SHARED[arch]:
         given["STAGES"] -= 1
     return Launch(decode.flash_attn_decode, (1,), given, {"num_warps": own.warps})
@@ -290,6 +313,12 @@ def kernels_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
         for shape in DECODE if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [compiled(decode_launch(arch, s), arch)]
     if arch == "sm_90":
+        for n_q, schedule in ((1, "split"), (6, "stream_k"), (64, "stream_k")):
+            shape = Shape((576, 512), n_q, ("f16", "f16"), v_in_k=True)
+            yield (
+                f"{arch} shared out {schedule} {shape}",
+                lambda s=shape, how=schedule: list(mla_shared_out_kernels(s, how)),
+            )
         for shape in PREFILL:
             yield f"{arch} prefill {shape}", lambda s=shape: list(hopper_kernels(s))
 

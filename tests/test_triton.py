@@ -202,6 +202,10 @@ def test_the_plan_of_a_mask(kind: str) -> None:
         assert plan.counts[i].tolist() == [len(full), len(partial)]
         assert plan.blocks[i][: len(full) + len(partial)].tolist() == full + partial
         lengths.append(max(1, len(full) + len(partial)))
+        first, run = plan.runs[i].tolist()
+        assert (full + partial)[:run] == list(range(first, first + run)), "the run is the list's start"
+        for listed in (full, full + partial):
+            assert run >= len(listed) or listed != list(range(listed[0], listed[0] + len(listed)))
         tile = mask[i * 16 : (i + 1) * 16]
         for j in range(t.n_blocks):
             seen = ~np.isneginf(tile[:, j * 64 : (j + 1) * 64]).all(0)

@@ -94,9 +94,40 @@ def config_for(p: Any, hopper: bool) -> Config | None:
     return config if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n < 2**31 else None
 
 
-def arguments(main: dict[str, Any], config: Config) -> dict[str, Any]:
-    """The portable kernel's arguments (portable.py) as this kernel takes them."""
-    known = {**main, "D": main["D_K"], "STAGES": config.stages}
+#: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
+#: them all. (H100: gains 1.1 us of 13 at D128; over q8_0 and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
+JOIN_BYTES = 160 << 10
+#: The largest head size that is joined so: at 256 the join's registers make the loop spill more (18 us lost).
+JOIN_D = 128
+
+
+def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
+    """(rows, parts at a time) of the join within a launch of these arguments; (0, 0): fixup.py joins, or nobody need.
+
+    t: the tiling. Powers of two, so that a thread holds at most 128 values and every lane one of the row maxima.
+    """
+    most = min(main["splits"] or main["programs"] // t.n_tiles + 2, t.n_blocks)
+    rows, d = 1 << (main["n_q"] * t.pack - 1).bit_length(), main["D_K"]
+    if not main["RANGES"] or main["programs"] < t.n_tiles or d > JOIN_D:
+        return 0, 0
+    if any(main[kind] not in ("f16", "bf16") for kind in ("K_KIND", "V_KIND")):
+        return 0, 0
+    if rows * (d + 2) * most * 4 > JOIN_BYTES:
+        return 0, 0
+    return rows, max(32 // rows, min(1 << (most - 1).bit_length(), 128 * 32 * config.warps // (rows * d)))
+
+
+def arguments(
+    main: dict[str, Any], config: Config, runs: Any, counter: Any, join: tuple[int, int] = (0, 0)
+) -> dict[str, Any]:
+    """The portable kernel's arguments (portable.py) as this kernel takes them.
+
+    runs: the mask's (mask.py); counter: int32 [tiles], zeros; join: join_of's.
+    """
+    known = {
+        **main, "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
+        "JOIN": join[0], "JOIN_PARTS": join[1],
+    }  # fmt: skip
     return {name: known[name] for name in flash_attn_decode.arg_names}
 
 
@@ -291,6 +322,22 @@ def join_shared(D, W, KIND):
         free = [b for b in (2, 3, 4) if b not in (t, t + 1)]
         swaps = [(bit, free.pop(0)) for bit in (t, t + 1, n) if bit > 4]
     return gl.SharedLinearLayout(swapped(bases, swaps))
+
+
+@gluon.constexpr_function
+def sums_layout(P, R, W):
+    """[P, R], all of it in each warp: rows over lanes, then parts."""
+    bits = [[0, 1 << i] for i in range(log2(R))] + [[1 << i, 0] for i in range(log2(P))]
+    return gl.DistributedLinearLayout(bits[5:], bits[:5], [[0, 0]] * log2(W), [], [P, R])
+
+
+@gluon.constexpr_function
+def parts_layout(P, R, D, W):
+    """[P, R, D]: four columns a thread side by side, the other columns over the threads, then rows, then parts."""
+    columns = [[0, 0, 1 << i] for i in range(log2(D))]
+    bits = columns[2:] + [[0, 1 << i, 0] for i in range(log2(R))] + [[1 << i, 0, 0] for i in range(log2(P))]
+    w = 5 + log2(W)
+    return gl.DistributedLinearLayout(columns[:2] + bits[w:], bits[:5], bits[5:w], [], [P, R, D])
 
 
 # --- small things ---
@@ -741,18 +788,22 @@ def value_nibbles(words, dd):
     ],  # fmt: skip
 )
 def flash_attn_decode(
-    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start, p_part,
-    sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,
+    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs, p_unit_start, p_part,
+    p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,
     n_q, n_kv, n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
     has_sinks, has_lse,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
+    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of forward.py's flash_attn with one query tile a KV head: at most 16 rows, all heads of a KV
 
     head in one tile (PACK of them, n_groups = KV heads, n_qt = 1), and not BIG nor WIDE. D: of K and V. K and V of f16
     and bf16 have rows aligned to 16 bytes; q8_0 and q4_0 are int32, rows aligned to 4 bytes.
+
+    JOIN: rows that are joined in this launch, JOIN_PARTS parts at a time, by the last of a tile's programs to be done,
+    which counter [n_tiles] tells; 0: fixup.py joins.
     """
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
@@ -761,6 +812,16 @@ def flash_attn_decode(
     pid = gl.program_id(0)
     if PDL and (HAS_MASK or not UNIFORM):  # what follows reads what the mask's kernels wrote
         gdc_wait()
+    # A mask that all tiles share has one mask tile: all that is known of it is loaded at once, first of all.
+    n_full = n_kv // BLOCK_N
+    n_all = n_blocks
+    run_first = 0
+    run = 0
+    if HAS_MASK and UNIFORM:
+        n_full = gl.load(p_counts)
+        n_all = n_full + gl.load(p_counts + 1)
+        run_first = gl.load(p_runs)
+        run = gl.load(p_runs + 1)
     if RANGES:
         if splits > 0:
             tile = quotient(pid, splits)
@@ -792,12 +853,14 @@ def flash_attn_decode(
         i_group = tile - i_seq * n_groups
         mask_tile = i_seq
         if HAS_MASK:
-            mask_tile = (i_seq % m3) * mask_groups + i_group % mask_groups
-            n_full = gl.load(p_counts + 2 * mask_tile)
-            n_all = n_full + gl.load(p_counts + 2 * mask_tile + 1)
-        else:
-            n_full = n_kv // BLOCK_N
-            n_all = n_blocks
+            if UNIFORM:
+                mask_tile = i_seq * 0
+            else:
+                mask_tile = (i_seq % m3) * mask_groups + i_group % mask_groups
+                n_full = gl.load(p_counts + 2 * mask_tile)
+                n_all = n_full + gl.load(p_counts + 2 * mask_tile + 1)
+                run_first = gl.load(p_runs + 2 * mask_tile)
+                run = gl.load(p_runs + 2 * mask_tile + 1)
         if RANGES:
             start, n_units = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
             low = unit - start
@@ -825,8 +888,8 @@ def flash_attn_decode(
         # A buffer's copies are two groups, K's and V's; where there is no k-block left, they are empty.
         for i in range(STAGES):
             copy_block(
-                ring_k, ring_v, p_kh, p_vh, p_list, p_bits, low + i, n_full, high, n_kv, i, sk_n, sv_n, NW, D,
-                K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, False,
+                ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low + i, n_full, high, n_kv, i, sk_n, sv_n,
+                NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, False,
             )  # fmt: skip
 
         LQ: gl.constexpr = query_layout(D, W, K_KIND)
@@ -857,7 +920,7 @@ def flash_attn_decode(
             bias = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
             if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
                 if i >= n_full:
-                    col = gl.load(p_list + i) * BLOCK_N + i_key
+                    col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
                     bias = gl.load(
                         p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
                     ).to(gl.float32)  # fmt: skip
@@ -885,8 +948,8 @@ def flash_attn_decode(
             async_copy.wait_group(2 * STAGES - 2)
             acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
             copy_block(
-                ring_k, ring_v, p_kh, p_vh, p_list, p_bits, i + STAGES, n_full, high, n_kv, buffer, sk_n, sv_n, NW, D,
-                K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True,
+                ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i + STAGES, n_full, high, n_kv, buffer,
+                sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True,
             )  # fmt: skip
             buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
@@ -894,16 +957,17 @@ def flash_attn_decode(
             m = m * factor
         finish(
             p_sinks, p_out, p_lse, p_part, m, l, slot_order(acc, D, V_KIND), pid, splits, i_seq, i_group, whole,
-            finishes, n_q, n_head, has_sinks, has_lse, PACK, D, V_KIND,
+            finishes, n_q, n_head, has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles,
+            n_blocks, PACK, D, V_KIND, HAS_MASK, UNIFORM, JOIN, JOIN_PARTS,
         )  # fmt: skip
         tile += 1
 
 
 @gluon.jit
 def copy_block(
-    ring_k, ring_v, p_kh, p_vh, p_list, p_bits, i, n_full, high, n_kv, buffer, sk_n: gl.constexpr, sv_n: gl.constexpr,
-    NW: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr, BLOCK_N: gl.constexpr,
-    HAS_MASK: gl.constexpr, PDL: gl.constexpr, BOTH: gl.constexpr,
+    ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i, n_full, high, n_kv, buffer, sk_n: gl.constexpr,
+    sv_n: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
+    BLOCK_N: gl.constexpr, HAS_MASK: gl.constexpr, PDL: gl.constexpr, BOTH: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the i-th k-block of the list, as two groups: K, V. Empty ones if i is not below high.
 
@@ -913,7 +977,7 @@ def copy_block(
         i_kb = i
         bits = i
         if HAS_MASK:
-            i_kb = gl.load(p_list + i)
+            i_kb = listed(p_list, run_first, run, i)
             bits = seen_bits(p_bits + i_kb * (BLOCK_N // 32), i >= n_full, NW)
         first = i_kb * BLOCK_N
         left = n_kv - first
@@ -935,11 +999,22 @@ def copy_block(
 
 
 @gluon.jit
+def listed(p_list, run_first, run, i):
+    """The i-th k-block of the list, which need not be read within its run."""
+    return gl.load(p_list + i, mask=i >= run, other=run_first + i)
+
+
+@gluon.jit
 def finish(
     p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq, i_group, whole, finishes, n_q, n_head, has_sinks,
-    has_lse, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr,
+    has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
+    PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, HAS_MASK: gl.constexpr, UNIFORM: gl.constexpr,
+    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Joins the ways' sums and writes the result, or the part of it. m, l: [W, 16]; acc: [W, 16, D], slots' order."""
+    """Joins the ways' sums and writes the result, or the part of it. m, l: [W, 16]; acc: [W, 16, D], slots' order.
+
+    With JOIN the last of a tile's programs to write its part joins them all.
+    """
     W: gl.constexpr = gl.num_warps()
     L: gl.constexpr = join_layout(D, W)
     sums = gl.allocate_shared_memory(gl.float32, [2, W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -975,8 +1050,115 @@ def finish(
     else:
         slot = pid
         if splits == 0:
-            slot = 2 * pid + gl.where(finishes, 0, 1)
-        p_slot = p_part + slot.to(gl.int64) * (ROWS * (D + 2))
+            # With JOIN side by side: from a segment to the next the program, the tile or both go up.
+            slot = pid + tile if JOIN > 0 else 2 * pid + gl.where(finishes, 0, 1)
+        SLOT: gl.constexpr = ROWS * (D + 2)
+        p_slot = p_part + slot.to(gl.int64) * SLOT
         gl.store(p_slot + (i_row * D + i_slot), acc, mask=m_row & (i_slot >= 0))
         gl.store(p_slot + ROWS * D + i_row, m, mask=m_row)
         gl.store(p_slot + ROWS * D + ROWS + i_row, l, mask=m_row)
+        if JOIN > 0:
+            first, last, parts, shares, units = tile_parts(
+                tile, programs, splits, n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM
+            )
+            # All threads' stores come before the count, and all reads of others' parts after it.
+            gl.thread_barrier()
+            done = gl.atomic_add(p_counter + tile, 1, sem="acq_rel", scope="gpu")
+            if done == parts - 1:
+                gl.store(p_counter + tile, 0)  # for the next launch; in this one nobody counts here any more
+                join_parts(
+                    p_sinks, p_out, p_lse, p_slot - (pid - first).to(gl.int64) * SLOT, first, last, shares, units,
+                    splits, i_seq, i_group, n_q, n_head,
+                    has_sinks, has_lse, PACK, D, KIND, JOIN, JOIN_PARTS,
+                )  # fmt: skip
+
+
+@gluon.jit
+def tile_parts(
+    tile, programs, splits, n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK: gl.constexpr, UNIFORM: gl.constexpr
+):
+    """(first program, last program, programs between them that have units, shares, units) of a tile, int32: ranges.py's
+
+    fixup_range and stream_k.py's part_count. Of `shares` shares of `units` units the programs have their own: of the
+    tile's units if it is split, else of all tiles'."""
+    start, n = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
+    if splits > 0:
+        first = tile * splits
+        last = first + splits - 1
+        shares = splits
+        units = n
+    else:
+        if UNIFORM:
+            units = n_tiles * n
+        else:
+            units = gl.load(p_unit_start + n_tiles)
+        first = quotient((start + 1) * programs - 1, units)
+        last = quotient((start + n) * programs - 1, units)
+        shares = programs
+    return first, last, gl.minimum(last - first + 1, n), shares, units
+
+
+@gluon.jit
+def join_parts(
+    p_sinks, p_out, p_lse, p_first, first, last, shares, units, splits, i_seq, i_group, n_q, n_head, has_sinks, has_lse,
+    PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Joins a tile's parts in the order of their programs and writes the result: fixup.py in one program. p_first: the
+
+    slot of program `first`, the next programs' follow.
+
+    Whoever runs it gets the same bits. Others wrote the parts in this launch, so they are read past the L1 cache.
+    """
+    W: gl.constexpr = gl.num_warps()
+    S: gl.constexpr = sums_layout(P, R, W)
+    L: gl.constexpr = parts_layout(P, R, D, W)
+    SLOT: gl.constexpr = ROWS * (D + 2)
+    s_row = axis_index(S, 2, 1, R)
+    a_row = axis_index(L, 3, 1, R)
+    i_slot = axis_index(L, 3, 2, D)
+    s_head = gl.arange(0, R, layout=axis_layout(S, 2, 1))
+    s_token = s_head // PACK
+    s_head = i_group * PACK + s_head % PACK
+    sink = gl.full([R], NEG_INF, gl.float32, layout=axis_layout(S, 2, 1))
+    if has_sinks != 0:
+        sink = gl.load(p_sinks + s_head, mask=s_token < n_q, other=NEG_INF) * LOG2E
+    m = gl.full([R], NEG_INF, gl.float32, layout=axis_layout(S, 2, 1))
+    l = gl.full([R], 0.0, gl.float32, layout=axis_layout(S, 2, 1))
+    acc = gl.full([R, D], 0.0, gl.float32, layout=gl.SliceLayout(0, L))
+    for base in range(first, last + 1, P):
+        i = base + axis_index(S, 2, 0, P)
+        used = i <= last
+        if units < shares:  # some programs have nothing and wrote no part
+            i_share = gl.where(splits > 0, i - first, i)
+            used = used & (quotient(i_share * units, shares) < quotient((i_share + 1) * units, shares))
+        p_base = p_first + (base - first).to(gl.int64) * SLOT
+        p_sums = p_base + (axis_index(S, 2, 0, P) * SLOT + ROWS * D + s_row)
+        m_sums = used & (s_row // PACK < n_q)
+        m_part = gl.load(p_sums, mask=m_sums, other=NEG_INF, cache_modifier=".cg")
+        l_part = gl.load(p_sums + ROWS, mask=m_sums, other=0.0, cache_modifier=".cg")
+        i = base + axis_index(L, 3, 0, P)
+        p_acc = p_base + (axis_index(L, 3, 0, P) * SLOT + a_row * D + i_slot)
+        # What a program without units never wrote is read too, and left out below.
+        a = gl.load(
+            p_acc, mask=(i <= last) & (a_row // PACK < n_q) & (i_slot >= 0), other=0.0, cache_modifier=".cg"
+        )  # fmt: skip
+        m_new = gl.maximum(m, gl.max(m_part, 0))
+        safe = gl.where(m_new == NEG_INF, 0.0, m_new)
+        weight = gl.exp2(m_part - gl.expand_dims(safe, 0))
+        alpha = gl.exp2(m - safe)
+        l = l * alpha + gl.sum(l_part * weight, 0)
+        m = m_new
+        weight = gl.convert_layout(gl.where(used, weight, -1.0), gl.SliceLayout(2, L))
+        weight = gl.expand_dims(weight, 2)
+        alpha = gl.expand_dims(gl.convert_layout(alpha, axis_layout(gl.SliceLayout(0, L), 2, 0)), 1)
+        acc = acc * alpha + gl.sum(gl.where(weight < 0.0, 0.0, a * weight), 0)
+    lse, scale = normalized(m, l, sink)
+    scale = gl.expand_dims(gl.convert_layout(scale, axis_layout(gl.SliceLayout(0, L), 2, 0)), 1)
+    first_row = (i_seq * n_q).to(gl.int64)
+    i_row = axis_index(gl.SliceLayout(0, L), 2, 0, R)
+    i_slot = axis_index(gl.SliceLayout(0, L), 2, 1, D)
+    token = i_row // PACK
+    out_row = (first_row + token) * n_head + (i_group * PACK + i_row % PACK)
+    gl.store(p_out + (out_row * D + slot_elements(i_slot, KIND)), acc * scale, mask=(token < n_q) & (i_slot >= 0))
+    if has_lse != 0:
+        gl.store(p_lse + ((first_row + s_token) * n_head + s_head), lse * 0.6931471805599453, mask=s_token < n_q)

@@ -28,6 +28,12 @@ time in it (arrival, scores, softmax, output, about 4000 cycles) bounds the rate
 S_{j+1} ahead of the softmax of S_j would keep blocks for longer, which is why the scorer does not. Blocks of 32 keys
 are bound by reading Q: 24 cycles of shared memory for 16 of the tensor cores.
 
+Shared out (RANGES, for decode and few tiles): a program has a range of units, as stream_k.py says, and puts its part of
+a tile into scratch for fixup.py. Rows past the real ones are padding: they cost shared memory's and the tensor cores'
+time (2560 cycles a block), of which there is more than enough while a block takes 5700 cycles to arrive (72 KB, 132
+multiprocessors, 3 TB/s). Here nothing is done again by another kernel: keys that the mask hides from all rows are made
+0 in shared memory, and maxima are subtracted before they are scaled, as in forward.py.
+
 Units and conventions are hopper.py's: log2 units, hidden scores -inf, a finite start of the running maximum.
 """
 
@@ -47,6 +53,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from graphrt.backends.triton.kernels.flash_attn.decode import (
+    find_tile,
+    gdc_launch_dependents,
+    gdc_wait,
+    quotient,
+    tile_units,
+)
 from graphrt.backends.triton.kernels.flash_attn.hopper import (
     LN2,
     LOG2E,
@@ -93,6 +106,25 @@ class Config:
 
 #: The one believed best; see BENCHMARKS.md.
 DEFAULT = Config()
+#: For work that is shared out.
+SHARED_OUT = Config()
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """How work is shared out: forward.py's arguments of these names. seen, unit_start: None where nothing reads them.
+
+    uniform: all tiles have as many units; pdl: launched as a dependent of the kernel before. Programs times units must
+    fit 32 bits.
+    """
+
+    part: torch.Tensor
+    programs: int
+    splits: int
+    seen: torch.Tensor | None
+    unit_start: torch.Tensor | None
+    uniform: bool
+    pdl: bool
 
 
 @dataclass(frozen=True)
@@ -113,19 +145,30 @@ class Spec:
     has_sinks: bool
     has_bad: bool
     has_lse: bool
+    ranges: bool = False
+    uniform: bool = True
+    pdl: bool = False
+    rows: int = 64  # of queries that are loaded, of a tile's 64
 
 
 def config_for(p: Any) -> Config | None:
     """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
+    return DEFAULT if _serves(p) and p.n_q * p.gqa >= MIN_ROWS else None
+
+
+def shared_out_config_for(p: Any) -> Config | None:
+    """The same for its form that shares tiles out."""
+    return SHARED_OUT if _serves(p) and p.params.scale > 0 else None
+
+
+def _serves(p: Any) -> bool:
     k = p.k_t
     if p.out is None or p.v_t is None or not p.v_in_k or k.dtype.name not in ("f16", "bf16"):
-        return None
-    if p.k.d != D_K or p.v.d != D_V or p.n_q * p.gqa < MIN_ROWS or p.params.scale < 0:
-        return None
+        return False
+    if p.k.d != D_K or p.v.d != D_V or p.params.scale < 0:
+        return False
     # TMA takes addresses and strides of whole 16 bytes.
-    if any(n % 16 for n in (*k.nb[1:], p.place(k)[1])):
-        return None
-    return DEFAULT
+    return not any(n % 16 for n in (*k.nb[1:], p.place(k)[1]))
 
 
 @gluon.constexpr_function
@@ -274,6 +317,14 @@ class Problem:
     n_q: gl.tensor
     n_kv: gl.tensor
     section: gl.tensor
+    part: gl.tensor | gl.constexpr
+    seen: gl.tensor | gl.constexpr
+    unit_start: gl.tensor | gl.constexpr
+    splits: gl.tensor
+    first_tile: gl.tensor
+    first_unit: gl.tensor
+    stop_unit: gl.tensor
+    turns: gl.tensor
     spec: gl.constexpr
 
     @gluon.constexpr_function
@@ -283,8 +334,12 @@ class Problem:
             self.q, self.out, mask, counts, blocks, slopes, sinks, bad, lse, self.scale, self.softcap,
             self.sq_t, self.sq_h, self.sq_s, self.so_t, self.so_h, self.so_s, self.sm_t, self.sm_h, self.sm_s,
             self.mask_heads, self.mask_seqs, self.mask_groups, self.n_seq, self.n_head, self.gqa,
-            self.n_q, self.n_kv, self.section, spec,
+            self.n_q, self.n_kv, self.section, part, seen, unit_start, self.splits, self.first_tile, self.first_unit,
+            self.stop_unit, self.turns, spec,
         ) = arguments  # fmt: skip
+        self.part = gl.constexpr(None) if part is None else part
+        self.seen = gl.constexpr(None) if seen is None else seen
+        self.unit_start = gl.constexpr(None) if unit_start is None else unit_start
         self.mask = gl.constexpr(None) if mask is None else mask
         self.counts = gl.constexpr(None) if counts is None else counts
         self.blocks = gl.constexpr(None) if blocks is None else blocks
@@ -312,6 +367,8 @@ class Problem:
     @gluon.jit
     def rounds(self):
         """How many tiles this program takes."""
+        if self.spec.ranges:
+            return self.turns
         if not self.spec.persistent:
             return 1
         tiles = self.query_tiles() * self.groups() * self.n_seq
@@ -335,6 +392,11 @@ class Problem:
         """
         n_qt = self.query_tiles()
         n_groups = self.groups()
+        if self.spec.ranges:
+            i = self.first_tile + turn
+            i_head = i // n_qt
+            i_seq = i_head // n_groups
+            return i_seq, i_head - i_seq * n_groups, i - i_head * n_qt
         rank = turn * gl.num_programs(0) + self.place(turn)
         part = rank // (n_qt * self.section)
         first = part * self.section
@@ -363,6 +425,26 @@ class Problem:
         return n_full, n_all, start
 
     @gluon.jit
+    def segment(self, turn, n_all):
+        """Of this program's turn-th tile: its blocks' first and end, whether that is all of it, its part's slot."""
+        start, n_units = tile_units(
+            self.first_tile + turn, self.counts, self.key_blocks(), self.spec.has_mask, self.unit_start,
+            self.spec.uniform,
+        )  # fmt: skip
+        low = gl.maximum(self.first_unit - start, 0)
+        high = gl.minimum(self.stop_unit - start, n_units)
+        finishes = high == n_units
+        slot = gl.program_id(0)
+        if self.splits == 0:
+            slot = 2 * slot + gl.where(finishes, 0, 1)
+        return low, gl.minimum(high, n_all), (low == 0) & finishes, slot
+
+    @gluon.jit
+    def slot_memory(self, slot):
+        """A slot of scratch: acc [64, 512], m [64], l [64]."""
+        return self.part + slot.to(gl.int64) * (64 * (4 * PART + 2))
+
+    @gluon.jit
     def block(self, start, j):
         """Index of the j-th block that a tile visits. The list's tail past its counts is never used as an address."""
         if self.spec.has_mask:
@@ -387,16 +469,22 @@ def produce(p, part_desc, rest_desc, part0, part1, part2, part3, rest):
         seq, group, qt = p.tile(turn)
         kv_head = group * p.spec.pack // p.gqa
         n_full, n_all, start = p.visits(seq, group, qt)
-        block = p.block(start, 0)
-        for j in range(n_all):
+        low = 0
+        high = n_all
+        if p.spec.ranges:
+            low, high, _whole, _slot = p.segment(turn, n_all)
+        block = p.block(start, low)
+        for j in range(low, high):
             row = block * p.spec.block_n
             block = p.block(start, j + 1)  # ahead of the waits
-            rest.fill(rest_desc, seq, kv_head, row, step + j)
-            part0.fill(part_desc, seq, kv_head, row, step + j)
-            part2.fill(part_desc, seq, kv_head, row, step + j)
-            part1.fill(part_desc, seq, kv_head, row, step + j)
-            part3.fill(part_desc, seq, kv_head, row, step + j)
-        step += n_all
+            rest.fill(rest_desc, seq, kv_head, row, step + j - low)
+            part0.fill(part_desc, seq, kv_head, row, step + j - low)
+            part2.fill(part_desc, seq, kv_head, row, step + j - low)
+            part1.fill(part_desc, seq, kv_head, row, step + j - low)
+            part3.fill(part_desc, seq, kv_head, row, step + j - low)
+        step += high - low
+    if p.spec.pdl:
+        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -422,6 +510,69 @@ def load_queries(p, seq, group, qt, q_pieces, q_rest):
     q_rest.store(fetch_queries(p, seq, group, qt, 8).to(dtype))
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def fetch_rows(p, seq, group, qt, piece: gl.constexpr):
+    """The piece-th 64 columns of a tile's first query rows, 16 bits wide [rows, 64]."""
+    layout: gl.constexpr = query_layout()
+    row = qt * 64 + gl.arange(0, p.spec.rows, gl.SliceLayout(1, layout))
+    token = row // p.spec.pack
+    head = group * p.spec.pack + (row - token * p.spec.pack)
+    cols = piece * REST + gl.arange(0, REST, gl.SliceLayout(0, layout))
+    offsets = (token.to(gl.int64) * p.sq_t + head.to(gl.int64) * p.sq_h) * p.spec.q_vec
+    base = p.q + seq.to(gl.int64) * p.sq_s * p.spec.q_vec
+    return gl.load(base + offsets[:, None] + cols[None, :], mask=(token < p.n_q)[:, None], other=0.0)
+
+
+@gluon.jit
+def clear_queries(p, q_pieces, q_rest):
+    """The rows that load_few_queries leaves out."""
+    zeros = gl.full([64, REST], 0.0, gl.float32, query_layout()).to(q_rest.dtype)
+    for i in gl.static_range(8):
+        q_pieces.index(i).store(zeros)
+    q_rest.store(zeros)
+
+
+@gluon.jit
+def load_few_queries(p, seq, group, qt, q_pieces, q_rest):
+    """The first rows of a tile to shared memory, with one wait for all: load_queries has no registers for that."""
+    a = fetch_rows(p, seq, group, qt, 0)
+    b = fetch_rows(p, seq, group, qt, 1)
+    c = fetch_rows(p, seq, group, qt, 2)
+    d = fetch_rows(p, seq, group, qt, 3)
+    e = fetch_rows(p, seq, group, qt, 4)
+    f = fetch_rows(p, seq, group, qt, 5)
+    g = fetch_rows(p, seq, group, qt, 6)
+    h = fetch_rows(p, seq, group, qt, 7)
+    i = fetch_rows(p, seq, group, qt, 8)
+    store_rows(p, q_pieces.index(0), a)
+    store_rows(p, q_pieces.index(1), b)
+    store_rows(p, q_pieces.index(2), c)
+    store_rows(p, q_pieces.index(3), d)
+    store_rows(p, q_pieces.index(4), e)
+    store_rows(p, q_pieces.index(5), f)
+    store_rows(p, q_pieces.index(6), g)
+    store_rows(p, q_pieces.index(7), h)
+    store_rows(p, q_rest, i)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def store_rows(p, tile, values):
+    tile.slice(0, p.spec.rows, 0).store(values.to(tile.dtype))
+
+
+@gluon.jit
+def clear_hidden(p, columns, bits0, bits1, step):
+    """Rows of a block's columns whose bits are not set become 0: 0 times the NaN that they may hold would be NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    key = gl.arange(0, p.spec.block_n, gl.SliceLayout(1, layout))
+    seen = ((gl.where(key < 32, bits0, bits1) >> (key & 31)) & 1) != 0
+    tile = columns.operand(step)
+    values = tile.load(layout)
+    tile.store(gl.where(seen[:, None], values, gl.full_like(values, 0.0)))
 
 
 @gluon.jit
@@ -453,17 +604,18 @@ def to_log2_units(p, s):
 
 
 @gluon.jit
-def hide(p, s, mask, block, slope):
-    """Add the mask (times each row's slope) to scores in log2 units and make the hidden ones -inf, NaN or not."""
+def hide(p, s, mask, block, slope, unit):
+    """Add the mask (times each row's slope) to scores and make the hidden ones -inf, NaN or not. unit: of the scores,
+    over log2 units."""
     layout: gl.constexpr = mma_layout(p.spec.block_n)
     cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
     inside = (cols < p.n_kv)[None, :]
     if p.spec.has_mask:
         bias = mask.to(gl.float32)
         if p.spec.has_alibi:
-            s = gl.where(inside & (bias != float("-inf")), s + bias * slope[:, None], float("-inf"))
+            s = gl.where(inside & (bias != float("-inf")), s + bias * (slope * unit)[:, None], float("-inf"))
         else:
-            s = gl.where(inside & (bias != float("-inf")), s + bias * LOG2E, float("-inf"))
+            s = gl.where(inside & (bias != float("-inf")), s + bias * (LOG2E * unit), float("-inf"))
     else:
         s = gl.where(inside, s, float("-inf"))
     return s
@@ -504,8 +656,12 @@ def attend(
     factors.wait_empty(message)  # long since: the accumulators copy them to registers
     s = warpgroup_mma_wait(0, [s])
     rest.release(step)
+    if p.spec.ranges:
+        return weigh_exactly(
+            p, s, part0, part1, part2, part3, weights, factors, start, block, mask, slope, m, den, step, partial
+        )  # fmt: skip
     if partial:
-        s = hide(p, to_log2_units(p, s), mask, block, slope)
+        s = hide(p, to_log2_units(p, s), mask, block, slope, 1.0)
         unit = 1.0
     elif p.spec.has_softcap:
         s = to_log2_units(p, s)
@@ -531,6 +687,47 @@ def attend(
 
 
 @gluon.jit
+def weigh_exactly(
+    p, s, part0, part1, part2, part3, weights, factors, start, block, mask, slope, m, den, step, partial: gl.constexpr
+):  # fmt: skip
+    """What follows the scores where work is shared out. s and m in units of the scores, as forward.py has them."""
+    unit = score_unit(p)
+    if p.spec.has_softcap:
+        s = to_log2_units(p, s)
+    if partial:
+        s = hide(p, s, mask, block, slope, 1.0 / unit)
+    m_new = gl.maximum(m, row_maximum(s))
+    decay = gl.exp2((m - m_new) * unit)
+    factors.buffer.store(decay)
+    factors.publish()
+    w = gl.exp2((s - m_new[:, None]) * unit)
+    den = den * decay + gl.sum(w, 1)
+    if partial and p.spec.has_mask:
+        words: gl.constexpr = p.spec.block_n // 32
+        at = p.seen + (start + block) * words
+        bits0 = gl.load(at)
+        bits1 = gl.load(at + words - 1)
+        if (bits0 & bits1) != -1:
+            clear_hidden(p, part0, bits0, bits1, step)
+            clear_hidden(p, part1, bits0, bits1, step)
+            clear_hidden(p, part2, bits0, bits1, step)
+            clear_hidden(p, part3, bits0, bits1, step)
+    weights.wait_empty(step)
+    weights.buffer.store(w.to(weights.buffer.dtype))
+    fence_async_shared()
+    weights.publish()
+    return m_new, den
+
+
+@gluon.jit
+def score_unit(p):
+    """Log2 units of a score as weigh_exactly has it."""
+    if p.spec.has_softcap:
+        return 1.0
+    return p.scale * LOG2E
+
+
+@gluon.jit
 def score(p, q_pieces, q_rest, part0, part1, part2, part3, rest, weights, factors):
     """The scorer. Of each tile it sends n_all weights, and n_all + 1 factors of rows, the last one for the output."""
     layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
@@ -539,29 +736,46 @@ def score(p, q_pieces, q_rest, part0, part1, part2, part3, rest, weights, factor
     q_parts = q_pieces._reinterpret(q_rest.dtype, [4, 64, PART], operands)
     step = 0
     message = 0
+    if p.spec.rows < 64:
+        clear_queries(p, q_pieces, q_rest)
     for turn in range(p.rounds()):
         seq, group, qt = p.tile(turn)
         n_full, n_all, start = p.visits(seq, group, qt)
+        low = 0
+        first_partial = n_full
+        if p.spec.ranges:
+            low, n_all, whole, slot = p.segment(turn, n_all)
+            n_full = gl.minimum(n_full, n_all)
+            first_partial = gl.maximum(n_full, low)
         token, head = p.rows(group, qt, layout)
         slope = 0.0
         if p.spec.has_alibi:
             slope = gl.load(p.slopes + head) * LOG2E
-        load_queries(p, seq, group, qt, q_pieces, q_rest)
+        if p.spec.rows < 64:
+            load_few_queries(p, seq, group, qt, q_pieces, q_rest)
+        else:
+            load_queries(p, seq, group, qt, q_pieces, q_rest)
         m = gl.full([64], NO_MAX, gl.float32, layout)
         den = gl.full([64], 0.0, gl.float32, layout)
-        for j in range(0, n_full):
+        for j in range(low, n_full):
             m, den = attend(
                 p, q_parts, q_rest, part0, part1, part2, part3, rest, weights, factors, seq, group, qt, start, j,
-                slope, m, den, step + j, message + j, False,
+                slope, m, den, step + j - low, message + j - low, False,
             )  # fmt: skip
-        for j in range(n_full, n_all):
+        for j in range(first_partial, n_all):
             m, den = attend(
                 p, q_parts, q_rest, part0, part1, part2, part3, rest, weights, factors, seq, group, qt, start, j,
-                slope, m, den, step + j, message + j, True,
+                slope, m, den, step + j - low, message + j - low, True,
             )  # fmt: skip
-        step += n_all
-        message += n_all
+        step += n_all - low
+        message += n_all - low
 
+        if p.spec.ranges:
+            m = m * score_unit(p)
+            if not whole:
+                p_slot = p.slot_memory(slot) + 4 * PART * 64 + gl.arange(0, 64, layout)
+                gl.store(p_slot, gl.where(den == 0.0, float("-inf"), m), mask=token < p.n_q)
+                gl.store(p_slot + 64, den, mask=token < p.n_q)
         shrink = gl.full([64], 1.0, gl.float32, layout)
         if p.spec.has_sinks:
             sink = gl.load(p.sinks + head) * LOG2E
@@ -575,7 +789,10 @@ def score(p, q_pieces, q_rest, part0, part1, part2, part3, rest, weights, factor
         message += 1
         if p.spec.has_lse:
             at = p.lse + (seq.to(gl.int64) * p.n_q + token) * p.n_head + head
-            gl.store(at, (m + gl.log2(den)) * LN2, mask=token < p.n_q)
+            stored = token < p.n_q
+            if p.spec.ranges:
+                stored = stored & whole
+            gl.store(at, (m + gl.log2(den)) * LN2, mask=stored)
 
 
 @gluon.jit
@@ -587,40 +804,51 @@ def accumulate(p, first, second, weights, factors, half: gl.constexpr):
     for turn in range(p.rounds()):
         seq, group, qt = p.tile(turn)
         n_full, n_all, start = p.visits(seq, group, qt)
+        low = 0
+        if p.spec.ranges:
+            low, n_all, whole, slot = p.segment(turn, n_all)
         acc0 = gl.full([64, PART], 0.0, gl.float32, mma_layout(PART))
         acc1 = gl.full([64, PART], 0.0, gl.float32, mma_layout(PART))
-        for j in range(n_all):
-            factors.wait_full(message + j)
+        for j in range(low, n_all):
+            factors.wait_full(message + j - low)
             decay = factors.buffer.load(rows)
             gl.thread_barrier()
             factors.release()
             acc0 = acc0 * decay[:, None]
             acc1 = acc1 * decay[:, None]
-            weights.wait_full(step + j)
-            first.wait_full(step + j)
-            acc0 = warpgroup_mma(weights.buffer, first.operand(step + j), acc0, is_async=True)
-            second.wait_full(step + j)
-            acc1 = warpgroup_mma(weights.buffer, second.operand(step + j), acc1, is_async=True)
+            weights.wait_full(step + j - low)
+            first.wait_full(step + j - low)
+            acc0 = warpgroup_mma(weights.buffer, first.operand(step + j - low), acc0, is_async=True)
+            second.wait_full(step + j - low)
+            acc1 = warpgroup_mma(weights.buffer, second.operand(step + j - low), acc1, is_async=True)
             acc0 = warpgroup_mma_wait(1, [acc0])
             gl.thread_barrier()
-            first.release(step + j)
+            first.release(step + j - low)
             acc1 = warpgroup_mma_wait(0, [acc1])
             gl.thread_barrier()
             weights.release()
-            second.release(step + j)
-        factors.wait_full(message + n_all)
+            second.release(step + j - low)
+        factors.wait_full(message + n_all - low)
         factor = factors.buffer.load(rows)
         gl.thread_barrier()
         factors.release()
-        bad = finish(p, acc0, factor, seq, group, qt, 2 * half)
-        bad = gl.maximum(bad, finish(p, acc1, factor, seq, group, qt, 2 * half + 1))
+        if p.spec.ranges:
+            if whole:
+                finish(p, acc0, factor, seq, group, qt, 2 * half)
+                finish(p, acc1, factor, seq, group, qt, 2 * half + 1)
+            else:
+                store_part(p, acc0, slot, group, qt, 2 * half)
+                store_part(p, acc1, slot, group, qt, 2 * half + 1)
+        else:
+            bad = finish(p, acc0, factor, seq, group, qt, 2 * half)
+            bad = gl.maximum(bad, finish(p, acc1, factor, seq, group, qt, 2 * half + 1))
         if p.spec.has_bad:
             # Each accumulator owns half of the tile's int32, so that neither atomics nor a cleared array are needed.
             tile = (seq * p.groups() + group) * p.query_tiles() + qt
             flags = p.bad.to(gl.pointer_type(gl.int16), bitcast=True)
             gl.store(flags + 2 * tile + half, gl.max(bad, 0).to(gl.int16))
-        step += n_all
-        message += n_all + 1
+        step += n_all - low
+        message += n_all - low + 1
 
 
 @gluon.jit
@@ -639,9 +867,47 @@ def finish(p, acc, factor, seq, group, qt, part: gl.constexpr):
     return gl.where(stored & (gl.sum(values * 0.0, 1) != 0.0), 1, 0)
 
 
+@gluon.jit
+def store_part(p, acc, slot, group, qt, part: gl.constexpr):
+    """Store a quarter of a tile's sums, as they are, into a slot."""
+    layout: gl.constexpr = mma_layout(PART)
+    token, _head = p.rows(group, qt, gl.SliceLayout(1, layout))
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = part * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
+    at = p.slot_memory(slot) + (row * (4 * PART))[:, None] + cols[None, :]
+    gl.store(at, acc, mask=(token < p.n_q)[:, None])
+
+
+@gluon.jit
+def program_range(counts, n_blocks, unit_start, programs, splits, n_tiles, spec: gl.constexpr):
+    """(first tile, first unit, end, tiles) of this program, as ranges.py has it in 32 bits."""
+    pid = gl.program_id(0)
+    if splits > 0:
+        tile = quotient(pid, splits)
+        part = pid - tile * splits
+        start, n = tile_units(tile, counts, n_blocks, spec.has_mask, unit_start, spec.uniform)
+        unit = start + quotient(part * n, splits)
+        stop = start + quotient((part + 1) * n, splits)
+        last = tile
+    else:
+        if spec.uniform:
+            total, n = tile_units(n_tiles, counts, n_blocks, spec.has_mask, unit_start, True)
+        else:
+            total = gl.load(unit_start + n_tiles)
+        unit = quotient(pid * total, programs)
+        stop = quotient((pid + 1) * total, programs)
+        if spec.uniform:
+            tile = quotient(unit, n)
+            last = quotient(gl.maximum(stop, 1) - 1, n)
+        else:
+            tile = find_tile(unit, unit_start, n_tiles)
+            last = find_tile(gl.maximum(stop, 1) - 1, unit_start, n_tiles)
+    return tile, unit, stop, gl.where(unit < stop, last - tile + 1, 0)
+
+
 INTEGER_ARGUMENTS = (
     "sq_t", "sq_h", "sq_s", "so_t", "so_h", "so_s", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs", "mask_groups",
-    "n_seq", "n_head", "gqa", "n_q", "n_kv", "section",
+    "n_seq", "n_head", "gqa", "n_q", "n_kv", "section", "programs", "splits", "n_tiles",
 )  # fmt: skip
 
 
@@ -649,12 +915,23 @@ INTEGER_ARGUMENTS = (
 def hopper_mla_attn_kernel(
     q, part_desc, rest_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
     sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
-    n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr,
+    n_seq, n_head, gqa, n_q, n_kv, section, programs, splits, n_tiles, part, seen, unit_start, spec: gl.constexpr,
 ):  # fmt: skip
+    if spec.pdl:
+        gdc_wait()
+    first_tile = n_tiles
+    first_unit = n_tiles
+    stop_unit = n_tiles
+    turns = n_tiles
+    if spec.ranges:
+        first_tile, first_unit, stop_unit, turns = program_range(
+            counts, gl.cdiv(n_kv, spec.block_n), unit_start, programs, splits, n_tiles, spec
+        )  # fmt: skip
     p = Problem(
         q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
         sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
-        n_seq, n_head, gqa, n_q, n_kv, section, spec,
+        n_seq, n_head, gqa, n_q, n_kv, section, part, seen, unit_start, splits, first_tile, first_unit, stop_unit,
+        turns, spec,
     )  # fmt: skip
     dtype: gl.constexpr = part_desc.dtype
     q_pieces = gl.allocate_shared_memory(dtype, [8, 64, REST], operand_layout(dtype, REST, 2))
@@ -701,6 +978,7 @@ def hopper_mla_attn(
     bad: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     config: Config | None = None,
+    ranges: Ranges | None = None,
 ) -> None:
     """out = softmax(scale * q k^T (soft-capped) + slope * mask) v, v = k[..., :512], for every sequence and head.
 
@@ -720,6 +998,8 @@ def hopper_mla_attn(
     bad: int32 [n_seq * (n_head / pack) * n_qt], written: 0, or not 0 where a tile's output holds NaN or infinity.
       (V may hold such values in rows that the mask hides; the products here let them through.)
     lse: f32 [n_seq, n_q, n_head] contiguous, written: the natural logarithm of each row's denominator.
+    ranges: shares the tiles out; then counts etc. are the plan's of mask.py with block_m 64, bad is None, and fixup.py
+      has to follow if several programs share a tile.
     A row whose keys are all hidden gives 0.
     """
     n_seq, n_head, n_q, d = q.shape
@@ -761,8 +1041,16 @@ def hopper_mla_attn(
         has_sinks=sinks is not None,
         has_bad=bad is not None,
         has_lse=lse is not None,
+        ranges=ranges is not None,
+        uniform=ranges is None or ranges.uniform,
+        pdl=ranges is not None and ranges.pdl,
+        rows=16 if ranges is not None and n_q * pack <= 16 else 64,
     )
-    programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+    if ranges is not None:
+        programs = ranges.programs
+    else:
+        programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+    integers += [programs, ranges.splits if ranges is not None else 0, tiles]
     hopper_mla_attn_kernel[(programs,)](
         q,
         box_descriptor(k, config.block_n, PART.value, idle=D_K),
@@ -778,7 +1066,11 @@ def hopper_mla_attn(
         float(scale),
         float(softcap),
         *integers,
+        ranges.part if ranges is not None else None,
+        ranges.seen if ranges is not None else None,
+        ranges.unit_start if ranges is not None else None,
         spec,
         num_warps=4,
         maxnreg=128,  # of the 512 threads at the start, before setmaxnreg: an even share
+        **({"launch_pdl": True} if spec.pdl else {}),
     )

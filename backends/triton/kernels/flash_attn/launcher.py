@@ -12,7 +12,7 @@ from graphrt.backend import Place
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn import chooser, portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_config
-from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
 from graphrt.tensor import Tensor
@@ -42,12 +42,15 @@ class Launcher:
         self.config = config
         self.masks = MaskPlans(target.device)
         self.scratch = torch.empty(0, device=target.device)
+        self.counters = torch.zeros(0, dtype=torch.int32, device=target.device)
         self.choices: dict[Tensor, chooser.Choice] = {}
 
     def launches(self, nodes: Sequence[Tensor]) -> list[Step]:
         """The launches of FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources."""
         p = Problem(nodes, self.place)
         steps = self._prefill(p) if self.schedule in (None, "tile") and self.config is None else None
+        if steps is None and self.config is None:
+            steps = self._mla_shared_out(p)
         return steps if steps is not None else self._shared_out(p)
 
     def _shared_out(self, p: Problem) -> list[Step]:
@@ -71,10 +74,40 @@ class Launcher:
             plan, made = self.masks.plan(p, t, ranges and not t.uniform(True))
             steps += made
         args = portable.main_arguments(p, t, config, choice, plan, self._part(choice.scratch_bytes), self.target)
+        joined = False
         if decode is not None and not args["BIG"]:
-            steps.append(self._decode_launch(args, decode))
+            launch = self._decode_launch(args, decode, t, plan)
+            joined = launch.args["JOIN"] > 0
+            steps.append(launch)
         else:
             steps.append(portable.main_launch(args, config, self.target))
+        if ranges and not joined:
+            steps.append(portable.fixup_launch(args, t, p, self.target))
+        return steps
+
+    def _mla_shared_out(self, p: Problem) -> list[Step] | None:
+        """Hopper's kernel for MLA's shape with tiles shared out, and the fixup; None where it does not serve."""
+        if self.target.arch != "sm_90":
+            return None
+        from graphrt.backends.triton.kernels.flash_attn import prefill
+
+        kernel = prefill.find_shared_out(p)
+        if kernel is None:
+            return None
+        config = Config(kernel.config.block_m, kernel.config.block_n, 8, 1)
+        t = Tiling.of(p, config.block_m, config.block_n, kernel.pack)
+        choice = self._choose(p, t, config, self.schedule)
+        if not portable.units_fit(t, choice.programs):
+            return None
+        self.choices.update(dict.fromkeys(p.nodes, choice))
+        ranges = choice.schedule != "tile"
+        # One program a tile is a split in one part: units are summed for that too.
+        plan, steps = None, list[Step]()
+        if p.mask_t is not None:
+            plan, made = self.masks.plan(p, t, not t.uniform(True))
+            steps += made
+        args = portable.main_arguments(p, t, config, choice, plan, self._part(choice.scratch_bytes), self.target)
+        steps.append(kernel.launch(p, plan, None, prefill.ranges_of(args)))
         if ranges:
             steps.append(portable.fixup_launch(args, t, p, self.target))
         return steps
@@ -87,12 +120,14 @@ class Launcher:
 
         return decode.config_for(p, self.target.has_pdl)
 
-    def _decode_launch(self, args: dict[str, Any], config: Any) -> Launch:
+    def _decode_launch(self, args: dict[str, Any], config: Any, t: Tiling, plan: MaskPlan | None) -> Launch:
         from graphrt.backends.triton.kernels.flash_attn import decode
 
         fewer = tuple({"STAGES": n} for n in range(config.stages - 1, 0, -1))
         options = portable.options(self.target, config.warps)
-        return Launch(decode.flash_attn_decode, (args["programs"],), decode.arguments(args, config), options, fewer)
+        runs = plan.runs if plan is not None else args["p_counts"]
+        known = decode.arguments(args, config, runs, self._counters(t.n_tiles), decode.join_of(args, t, config))
+        return Launch(decode.flash_attn_decode, (args["programs"],), known, options, fewer)
 
     def _choose(self, p: Problem, t: Tiling, config: Config, force: str | None) -> chooser.Choice:
         # A group of heads is to the chooser one head with as many more query rows; a mask that all tiles share leaves
@@ -109,6 +144,12 @@ class Launcher:
         if self.scratch.numel() * 4 < max(nbytes, 4):
             self.scratch = torch.full((max(1, -(-nbytes // 4)),), math.nan, device=self.target.device)
         return self.scratch
+
+    def _counters(self, n: int) -> torch.Tensor:
+        """One for each tile, 0 between launches; fresh ones if there are too few (what was given out stays valid)."""
+        if self.counters.numel() < n:
+            self.counters = torch.zeros(n, dtype=torch.int32, device=self.target.device)
+        return self.counters
 
     def _prefill(self, p: Problem) -> list[Step] | None:
         """Hopper's own kernels for many queries; None where none of them serves."""

@@ -73,19 +73,26 @@ def classify_blocks(
 
 
 @triton.jit
-def list_blocks(p_class, p_counts, p_blocks, n_blocks, CHUNK: tl.constexpr):
+def list_blocks(p_class, p_counts, p_blocks, p_runs, n_blocks, CHUNK: tl.constexpr):
     """Program i lists mask tile i's k-blocks: full ones in order, then partial ones.
 
-    counts: int32 [mask tiles, 2], how many of each; blocks: int32 [mask tiles, n_blocks].
+    counts: int32 [mask tiles, 2], how many of each; blocks: int32 [mask tiles, n_blocks]; runs: int32 [mask tiles, 2],
+    the list's first k-block and for how many entries from there on it counts up one by one (it may be longer by itself:
+    either none, all full ones, or all there are).
     """
     mask_tile = tl.program_id(0)
     p_class += mask_tile.to(tl.int64) * n_blocks
     p_blocks += mask_tile.to(tl.int64) * n_blocks
     n_full = 0
+    first_full, first_partial, last_full, last_partial = n_blocks, n_blocks, -1, -1
     for base in range(0, n_blocks, CHUNK):
         i = base + tl.arange(0, CHUNK)
         kind = tl.load(p_class + i, mask=i < n_blocks, other=SKIP)
         n_full += tl.sum((kind == FULL).to(tl.int32), 0)
+        first_full = tl.minimum(first_full, tl.min(tl.where(kind == FULL, i, n_blocks), 0))
+        first_partial = tl.minimum(first_partial, tl.min(tl.where(kind == PARTIAL, i, n_blocks), 0))
+        last_full = tl.maximum(last_full, tl.max(tl.where(kind == FULL, i, -1), 0))
+        last_partial = tl.maximum(last_partial, tl.max(tl.where(kind == PARTIAL, i, -1), 0))
     done_full = 0
     done_partial = n_full
     for base in range(0, n_blocks, CHUNK):
@@ -98,7 +105,17 @@ def list_blocks(p_class, p_counts, p_blocks, n_blocks, CHUNK: tl.constexpr):
         done_full += tl.sum(is_full, 0)
         done_partial += tl.sum(is_partial, 0)
     tl.store(p_counts + 2 * mask_tile, n_full)
-    tl.store(p_counts + 2 * mask_tile + 1, done_partial - n_full)
+    n_partial = done_partial - n_full
+    tl.store(p_counts + 2 * mask_tile + 1, n_partial)
+    run = tl.where(last_full - first_full + 1 == n_full, n_full, 0)
+    follows = (last_partial - first_partial + 1 == n_partial) & (first_partial == last_full + 1)
+    run = tl.where((run == n_full) & follows, n_full + n_partial, run)
+    run_first = first_full
+    if n_full == 0:
+        run_first = first_partial
+        run = tl.where(last_partial - first_partial + 1 == n_partial, n_partial, 0)
+    tl.store(p_runs + 2 * mask_tile, run_first)
+    tl.store(p_runs + 2 * mask_tile + 1, run)
 
 
 @triton.jit

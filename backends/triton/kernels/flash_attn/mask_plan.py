@@ -16,12 +16,13 @@ from graphrt.tensor import Tensor
 class MaskPlan:
     """In device memory, int32: counts [mask tiles, 2], blocks [mask tiles, n_blocks], seen [mask tiles, n_blocks,
 
-    block_n / 32], unit_start [tiles + 1]; see mask.py."""
+    block_n / 32], unit_start [tiles + 1], runs [mask tiles, 2]; see mask.py."""
 
     counts: torch.Tensor
     blocks: torch.Tensor
     seen: torch.Tensor
     unit_start: torch.Tensor
+    runs: torch.Tensor
 
 
 class MaskPlans:
@@ -50,6 +51,7 @@ class MaskPlans:
         return MaskPlan(
             zeros(t.n_mask_tiles, 2), zeros(t.n_mask_tiles, t.n_blocks),
             zeros(t.n_mask_tiles, t.n_blocks, t.block_n // 32), zeros(t.n_tiles + 1),
+            zeros(t.n_mask_tiles, 2),
         )  # fmt: skip
 
     def _zeros(self, *shape: int) -> torch.Tensor:
@@ -72,7 +74,8 @@ def _classify(p: Problem, t: Tiling, plan: MaskPlan, kinds: torch.Tensor) -> lis
     }  # fmt: skip
     step = min(1024, 1 << (t.n_blocks - 1).bit_length())
     lists = {
-        "p_class": kinds, "p_counts": plan.counts, "p_blocks": plan.blocks, "n_blocks": t.n_blocks, "CHUNK": step,
+        "p_class": kinds, "p_counts": plan.counts, "p_blocks": plan.blocks, "p_runs": plan.runs, "n_blocks": t.n_blocks,
+        "CHUNK": step,
     }  # fmt: skip
     return [
         Launch(classify_blocks, (t.n_mask_tiles, -(-t.n_blocks // chunk)), args),

@@ -29,7 +29,7 @@ def main_arguments(
     none = torch.zeros(1, dtype=torch.int32, device=target.device)
     absent = none.view(torch.float32)
     mask_strides = [n // 2 for n in p.mask_t.nb[1:]] if p.mask_t is not None else [0, 0, 0]
-    plan = plan or MaskPlan(none, none, none, none)
+    plan = plan or MaskPlan(none, none, none, none, none)
     ranges = choice.schedule != "tile"
     return {
         "p_q": p.memory(p.q_t, torch.float32), "p_k": k.data, "p_v": v.data,

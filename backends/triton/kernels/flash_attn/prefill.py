@@ -26,8 +26,12 @@ class Kernel:
     pack: int
     run: Callable[..., None]
 
-    def launch(self, p: Problem, plan: MaskPlan | None, bad: torch.Tensor) -> Callable[[], None]:
-        """The launch over a problem. plan: of its mask, None without one; bad [tiles]: set where it is to do again."""
+    def launch(
+        self, p: Problem, plan: MaskPlan | None, bad: torch.Tensor | None, ranges: hopper_mla.Ranges | None = None
+    ) -> Callable[[], None]:
+        """The launch over a problem. plan: of its mask, None without one; bad [tiles]: set where it is to do again;
+
+        ranges: for the form that shares tiles out."""
         assert p.out is not None
         q = _as_torch(p.q_t, p.memory(p.q_t, torch.float32))
         out = p.memory(p.out, torch.float32).view(p.n_seq, p.n_q, p.n_head, p.v.d)
@@ -41,6 +45,8 @@ class Kernel:
                 "mask": _as_torch(p.mask_t, p.memory(p.mask_t, torch.float16)), "counts": plan.counts,
                 "blocks": plan.blocks, "slopes": slopes if p.params.max_bias > 0 else None,
             }  # fmt: skip
+        if ranges is not None:
+            keywords["ranges"] = ranges
         return partial(self.run, q, out, **keywords)
 
 
@@ -53,8 +59,23 @@ def find(p: Problem) -> Kernel | None:
     return None
 
 
-def _mla(p: Problem) -> Kernel | None:
-    config = hopper_mla.config_for(p)
+def find_shared_out(p: Problem) -> Kernel | None:
+    """The kernel for a problem of few tiles, which programs share; None where none serves."""
+    config = hopper_mla.shared_out_config_for(p)
+    return _mla(p, config) if config is not None else None
+
+
+def ranges_of(args: dict[str, Any]) -> hopper_mla.Ranges:
+    """How the portable kernel's arguments (portable.py) share the tiles out. One program a tile is a split in one."""
+    return hopper_mla.Ranges(
+        part=args["p_part"], programs=args["programs"], splits=args["splits"] if args["RANGES"] else 1,
+        seen=args["p_seen"] if args["HAS_MASK"] else None, unit_start=None if args["UNIFORM"] else args["p_unit_start"],
+        uniform=args["UNIFORM"] or not args["HAS_MASK"], pdl=args["PDL"],
+    )  # fmt: skip
+
+
+def _mla(p: Problem, config: hopper_mla.Config | None = None) -> Kernel | None:
+    config = config or hopper_mla.config_for(p)
     if config is None:
         return None
     k, pack = _as_torch(p.k_t, p.k.data), Tiling.of(p, config.block_m, config.block_n).pack
