@@ -61,6 +61,7 @@ class Shape:
     types: tuple[str, str]
     v_in_k: bool = False
     softcap: float = 0.0
+    n_kv: int = 512
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -69,7 +70,7 @@ def gpu_target(arch: str) -> GPUTarget:
 
 
 def problem(shape: Shape) -> Problem:
-    """A problem of that shape over host memory: 4 heads on one of 2 KV heads, 512 keys, with a mask."""
+    """A problem of that shape over host memory: 4 heads on one of 2 KV heads, with a mask."""
     places: dict[Tensor, Place] = {}
 
     def leaf(kind: str, ne: tuple[int, ...], name: str) -> Tensor:
@@ -77,7 +78,7 @@ def problem(shape: Shape) -> Problem:
         places[t] = (TritonBuffer(torch.zeros(t.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
         return t
 
-    (d_k, d_v), n_kv = shape.d, 512
+    (d_k, d_v), n_kv = shape.d, shape.n_kv
     q = leaf("f32", (d_k, shape.n_q, 8), "q")
     k = permute(leaf(shape.types[0], (d_k, 2, n_kv), "k"), 0, 2, 1, 3)
     if shape.v_in_k:
@@ -228,8 +229,10 @@ def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) 
 
 
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
-    """shared: bytes; registers; spills: loads and stores of spilled ones; loop_spills: of these, in innermost loops."""
-    found: dict[str, Any] = {"shared": kernel.metadata.shared}
+    """shared: bytes; registers; spills: loads and stores of spilled ones; loop_spills: of these, in innermost loops;
+
+    unset: the first instruction that reads a uniform register before anything wrote it, "" if none does."""
+    found: dict[str, Any] = {"shared": kernel.metadata.shared, "unset": ""}
     if not arch.startswith("sm_"):
         text = kernel.asm["amdgcn"]
         found["registers"] = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
@@ -241,6 +244,7 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
         usage, sass = (_tool("cuobjdump", flag, file.name) for flag in ("-res-usage", "-sass"))
     found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
     instructions = _instructions(sass)
+    found["unset"] = read_unset([text for _, text in instructions])
     found["spills"] = sum(is_spill(text) for _, text in instructions)
     found["loop_spills"] = sum(is_spill(text) for at, text in instructions if _in_inner_loop(at, instructions))
     return found
@@ -256,6 +260,25 @@ def _tool(name: str, *args: str) -> str:
 def _instructions(sass: str) -> list[tuple[int, str]]:
     found = (re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", line) for line in sass.splitlines())
     return [(int(m[1], 16), m[2]) for m in found if m]
+
+
+def read_unset(instructions: list[str]) -> str:
+    """The first instruction up to the first branch that reads a uniform register which none before it wrote, or "".
+
+    ptxas 12.8 makes such code (configs.py). Of a matrix product's four operand registers the first two may be unused.
+    """
+    written: set[int] = set()
+    for text in instructions:
+        name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
+        if name.startswith(("BRA", "BRX", "RET", "JMP")) and not text.startswith("@"):
+            break
+        first, *others = operands.split(",") if name[0] == "U" or name in ("S2UR", "R2UR") else ["", operands]
+        read = {int(n) for part in others for n in re.findall(r"\bUR(\d+)\b", part)}
+        if not name.startswith("HGMMA") and read - written:
+            return text
+        width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+        written.update(int(n) + i for n in re.findall(r"\bUR(\d+)\b", first) for i in range(width))
+    return ""
 
 
 def is_spill(text: str) -> bool:
@@ -290,12 +313,14 @@ def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for name in row.kinds:
             d = (576, 512) if row.v_in_k else next(s for s in reversed(sizes) if s[0] <= row.d)
             shape = Shape(d, 1 if row.rows <= 16 else 64, (kind[name], kind[name]), row.v_in_k)
-            if configs.find_config(arch, shape.n_q * 4, max(d), *shape.types, v_in_k=row.v_in_k) is not row.config:
+            if configs.find_config(arch, shape.n_q * 4, d, *shape.types, v_in_k=row.v_in_k) is not row.config:
                 continue  # an earlier row takes it
             schedule = "split" if row.rows <= 16 else "stream_k"
             yield f"{arch} row {i} {shape}", partial(portable_launches, arch, shape, row.config, schedule)
 
 
+#: Head sizes whose pieces are not all whole, which row of the table they have, and a mask whose rows are not aligned.
+ODD = [(40, 40), (72, 72), (90, 90), (65, 67)]
 DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
 PREFILL = [
     *(Shape((d, d), 128, ("f16", "f16")) for d in (64, 128, 256)),
@@ -309,6 +334,11 @@ def kernels_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
     """Everything that is compiled for an architecture: a name, and what compiles it."""
     for name, make in rows_of(arch):
         yield name, lambda make=make: [compiled(launch, arch) for launch in make()]
+    for d in ODD if arch == "sm_90" else []:
+        shape, config = Shape(d, 33, ("f16", "f16"), n_kv=257), configs.find_config(arch, 33 * 4, d, "f16", "f16")
+        for how in ("tile", "stream_k"):
+            make = partial(portable_launches, arch, shape, config, how)
+            yield f"{arch} odd {shape} {how}", lambda make=make: [compiled(launch, arch) for launch in make()]
     if arch in ("sm_80", "sm_90"):
         for shape in DECODE if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [compiled(decode_launch(arch, s), arch)]

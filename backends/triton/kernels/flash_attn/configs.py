@@ -96,6 +96,11 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _HOPPER, "gfx942": _CDNA3, "interpreter": _INTERPRETER,
 }  # fmt: skip
 
+#: Tiles of too few rows for wgmma. ptxas 12.8, which Triton 3.6 brings, compiles the addresses of its operands wrong in
+#: kernels that load head sizes like 40, 72 and 90 in masked pieces: a uniform register is read that nothing wrote
+#: (12.9 does it right). tests/aot.py looks for such reads in every kernel.
+_NO_WGMMA = Config(32, 32, 8, 2)
+
 
 def kind_of(type_name: str) -> str:
     """The kind of a type of K or V: "half", "f32" or "quantized"."""
@@ -111,13 +116,17 @@ def table_of(arch: str) -> tuple[Row, ...]:
     return TABLES["gfx942"]
 
 
-def find_config(arch: str, rows: int, d: int, k_type: str, v_type: str, *, v_in_k: bool = False) -> Config:
-    """The config for so many query rows that share a KV head, the larger head size and the types of K and V.
+def find_config(arch: str, rows: int, d: tuple[int, int], k_type: str, v_type: str, *, v_in_k: bool = False) -> Config:
+    """The config for so many query rows that share a KV head, the head sizes and types of K and V.
 
     v_in_k: a tile of V is a part of K's and takes no memory of its own.
     """
     kinds = {kind_of(k_type), kind_of(v_type)}
     kind = "f32" if "f32" in kinds else "quantized" if "quantized" in kinds else "half"
-    return next(
-        r.config for r in table_of(arch) if rows <= r.rows and d <= r.d and kind in r.kinds and (v_in_k or not r.v_in_k)
+    fits = (
+        r.config
+        for r in table_of(arch)
+        if rows <= r.rows and max(d) <= r.d and kind in r.kinds and (v_in_k or not r.v_in_k)
     )
+    config = next(fits)
+    return _NO_WGMMA if arch == "sm_90" and config.block_m >= 64 and any(n % 16 for n in d) else config

@@ -61,10 +61,10 @@ class Launcher:
         elif decode is not None:
             config = Config(16, decode.block_n, decode.warps, decode.stages, per_sm=decode.per_sm)
         else:
-            rows, d = p.n_q * p.gqa, max(p.k.d, p.v.d)
+            rows = p.n_q * p.gqa
             if not (p.k.aligned and p.v.aligned) and self.target.is_nvidia:
                 rows = min(rows, 16)  # Triton 3.6 fails to compile Hopper's products with K read by halves
-            config = find_config(self.target.arch, rows, d, p.k.kind, p.v.kind, v_in_k=p.v_in_k)
+            config = find_config(self.target.arch, rows, (p.k.d, p.v.d), p.k.kind, p.v.kind, v_in_k=p.v_in_k)
         t = Tiling.of(p, config.block_m, config.block_n)
         choice = self._choose(p, t, config, self.schedule)
         self.choices.update(dict.fromkeys(p.nodes, choice))
