@@ -53,6 +53,12 @@ class Buffer(ABC):
     def write(self, offset: int, data: Bytes) -> None:
         """Copies host bytes to `offset`. The caller may reuse `data` at once."""
 
+    def read_later(self, offset: int, nbytes: int) -> Callable[[], Bytes]:
+        """What read() would give now, when the call of the result asks for it: a backend whose work is queued copies in
+        its turn meanwhile."""
+        data = self.read(offset, nbytes)
+        return lambda: data
+
     def host_view(self) -> Bytes | None:
         """The memory itself as uint8 [nbytes] when the host can address it, else None."""
         return None
@@ -112,6 +118,8 @@ class Backend(ABC):
     #: Two runs on equal inputs give equal bits. A backend that can't promise it (atomic additions) says False, and the
     #: conformance tool does not compare its runs.
     deterministic: bool = True
+    #: run() returns before the work is done, so that a caller gains by queuing runs ahead of what it reads.
+    asynchronous: bool = False
 
     @classmethod
     @abstractmethod
@@ -138,6 +146,13 @@ class Backend(ABC):
     def wrap_host(self, data: Bytes) -> Buffer | None:
         """(optional) A WEIGHTS buffer over host memory without a copy, or None when the backend can't do that."""
         return None
+
+    def hold(self, weight: Tensor, data: Bytes) -> Buffer:
+        """(optional) A WEIGHTS buffer with a weight's bytes. The backend may lay them out as its kernels want them, as
+        long as read() gives them back as they were. Raises MemoryPlanError when there is no room."""
+        buffer = self.alloc(data.size, Usage.WEIGHTS)
+        buffer.write(0, data)
+        return buffer
 
     def fuse(self, region: Region) -> list[Group]:
         """(optional) Cuts a region into groups, in order. Called before memory is planned: all tensors that a group

@@ -78,6 +78,7 @@ class KVCache:
         type_v: str,
     ) -> None:
         types = _cache_type("k", type_k, hp.d_k), _cache_type("v", type_v, hp.d_v)
+        self.type_k = type_k
         self.rings = {"full": Ring(n_ctx, 0)}
         if any(windowed):
             self.rings["swa"] = Ring(min(n_ctx, hp.window + n_batch), hp.window)

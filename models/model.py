@@ -102,15 +102,11 @@ class Model:
             raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
         tokens = self.prompt_tokens(prompt, raw=raw) if isinstance(prompt, str) else list(prompt)
         session = session or self.session()
-        sampler = Sampler(sampling)
-        history = list(tokens)
+        if n == 0:
+            session.eval(tokens)
+            return
         stream = self.tokenizer.stream()
-        logits = session.eval(tokens)
-        made = 0
-        while made != n:
-            token = self.next_token(sampler, logits, history)
-            history.append(token)
-            made += 1
+        for made, token in enumerate(self._choices(tokens, n, Sampler(sampling), session), 1):
             if self.tokenizer.is_eog(token) and not ignore_eos:
                 yield Piece(token, stream.flush())
                 return
@@ -118,6 +114,18 @@ class Model:
             text = stream.push(token)
             yield Piece(token, text + stream.flush() if last else text)
             if last:
+                return
+
+    def _choices(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Iterator[int]:
+        """The tokens that are chosen after `tokens`, at most n (-1: any number) and while the context has room."""
+        history = list(tokens)
+        logits = session.eval(tokens)
+        while True:
+            token = self.next_token(sampler, logits, history)
+            history.append(token)
+            yield token
+            if sampler.is_greedy and session.runs_ahead:
+                yield from session.likeliest(token, n - 1 if n > 0 else session.n_ctx)
                 return
             logits = session.eval([token])
 

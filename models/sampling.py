@@ -193,6 +193,13 @@ class Sampler:
         self.seed = secrets.randbits(32) if self.params.seed == -1 else int(self.params.seed)
         self.reset()
 
+    @property
+    def is_greedy(self) -> bool:
+        """Every choice is the likeliest token, whatever came before."""
+        p = self.params
+        same = p.repeat_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0
+        return p.temp <= 0 and (same or p.repeat_last_n == 0)
+
     def reset(self) -> None:
         """Starts the random numbers over."""
         # the stream of a numpy bit generator is fixed for ever, that of numpy.random.Generator is not

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.backend import Backend
+from graphrt.backend import Backend, Usage
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
 from graphrt.models.placement import for_cache
+from graphrt.tensor import new_tensor
 
 Logits = npt.NDArray[np.float32]
 
@@ -22,6 +23,8 @@ Logits = npt.NDArray[np.float32]
 MAX_LOGITS_BYTES = 256 * 2**20
 #: Prepared graphs that a session keeps: one for each number of tokens it has lately been given.
 MAX_PREPARED = 8
+#: Steps that are queued on a device beyond the token that the host waits for.
+MAX_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Session:
         self.cache = KVCache(hp, home, hp.windowed, self.n_ctx, self.n_batch, options.type_k, options.type_v)
         self.n_past = 0
         self._prepared: OrderedDict[tuple[int, int], Executable] = OrderedDict()
+        self._chained: Executable | None = None
+        self._token = new_tensor("i32", 1, name="inp_token")
 
     def reset(self) -> None:
         """Forgets the sequence; what was prepared stays."""
@@ -133,18 +138,65 @@ class Session:
         if bad is not None:
             raise SessionError(f"a token id must be 0 to {self.decoder.hp.n_vocab - 1}, got {bad}")
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether likeliest() gains over eval() and a choice by the host: one asynchronous backend runs the whole step."""
+        splits = self.executable(1, 1).splits
+        return len(splits) == 1 and splits[0].backend.asynchronous
+
+    def likeliest(self, token: int, n: int) -> Iterator[int]:
+        """Reads `token` and gives the likeliest next one, reads that, and so on: at most n, until the context is full.
+
+        Steps are queued ahead of what the caller takes; those it never takes count as not read, so that a caller may
+        stop anywhere. n_past is right whenever a token is given. Raises SessionError as eval() does.
+        """
+        self._check([token])
+        exe = self._chain()
+        buffer, offset = exe.place(self._token)
+        exe.write(self._token, np.array([token], np.int32))
+        start, given, queued = self.n_past, 0, 0
+        ahead = min(MAX_AHEAD, self.n_batch)
+        most = min(n, self.n_ctx - start)
+        answers: deque[Callable[[], npt.NDArray[np.uint8]]] = deque()
+        try:
+            while given < most:
+                while queued < min(most, given + ahead):
+                    self._write_places(exe, np.array([start + queued], np.int64))
+                    exe.run()
+                    answers.append(buffer.read_later(offset, 4))
+                    queued += 1
+                answer = answers.popleft()().view(np.int32)
+                given += 1
+                self.n_past = start + given
+                yield int(answer[0])
+        finally:  # what was queued beyond is forgotten: no later step sees those cells before they are written again
+            for ring in self.cache.rings.values():
+                ring.forget_from(self.n_past)
+
+    def _chain(self) -> Executable:
+        if self._chained is None:
+            home = for_cache(self.backends, self.cache.type_k)
+            self._token.buffer = home.alloc(self._token.nbytes, Usage.STATE)
+            self._chained = prepare(self.decoder.chained_graph(self._token, self.cache), self.backends)
+            self._chained.write("inp_out_ids", np.zeros(1, np.int32))
+        return self._chained
+
+    def _write_places(self, exe: Executable, positions: npt.NDArray[np.int64]) -> None:
+        """Where the next tokens stand: their positions, cells, and what each may see."""
+        exe.write("inp_pos", positions)
+        for kind, ring in self.cache.rings.items():
+            suffix = "_swa" if kind == "swa" else ""
+            exe.write(f"attn_inp_k_idxs{suffix}", ring.take(positions))
+            exe.write(f"attn_inp_kq_mask{suffix}", ring.mask(positions))
+
     def _step(self, ids: npt.NDArray[np.int32], first_row: int) -> Logits:
         n = len(ids)
         rows = np.arange(n - 1 if first_row < 0 else first_row, n, dtype=np.int32)
         exe = self.executable(n, len(rows))
         positions = np.arange(self.n_past, self.n_past + n, dtype=np.int64)
         exe.write("inp_tokens", ids)
-        exe.write("inp_pos", positions)
         exe.write("inp_out_ids", rows)
-        for kind, ring in self.cache.rings.items():
-            suffix = "_swa" if kind == "swa" else ""
-            exe.write(f"attn_inp_k_idxs{suffix}", ring.take(positions))
-            exe.write(f"attn_inp_kq_mask{suffix}", ring.mask(positions))
+        self._write_places(exe, positions)
         try:
             exe.run()
         except KeyboardInterrupt:  # the tokens were not read, whatever cells they reached

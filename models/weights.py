@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import overload
 
-from graphrt.backend import Backend, Buffer, Usage
+from graphrt.backend import Backend, Buffer
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
 from graphrt.tensor import Tensor, full_dims, new_tensor
@@ -46,17 +46,13 @@ class Weights:
                 f"the file is damaged or of another architecture"
             )
         leaf = new_tensor(info.dtype, *info.ne, name=name)
-        leaf.buffer = self._bind(name, info.nbytes)
+        leaf.buffer = self._bind(leaf)
         self.loaded[name] = leaf
         return leaf
 
-    def _bind(self, name: str, nbytes: int) -> Buffer:
-        data = self.file.data(name)
-        buffer = self.backend.wrap_host(data)
-        if buffer is None:
-            buffer = self.backend.alloc(nbytes, Usage.WEIGHTS)
-            buffer.write(0, data)
-        return buffer
+    def _bind(self, leaf: Tensor) -> Buffer:
+        data = self.file.data(leaf.name)
+        return self.backend.wrap_host(data) or self.backend.hold(leaf, data)
 
     def check_all_used(self) -> None:
         """Raises ArchError when the file has tensors that the architecture never asked for."""

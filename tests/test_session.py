@@ -262,3 +262,38 @@ def test_models_share_no_state(path: Path) -> None:
     one, two = load(path).session(), load(path).session()
     one.eval(tokens())
     assert np.array_equal(two.eval([1]), load(path).session().eval([1]))
+
+
+def test_steps_that_run_ahead(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """likeliest() gives what eval() and a choice by the host give, and forgets what nobody took."""
+    prompt = [1, 5, 9, 3]
+    plain = model.session()
+    logits, expected = plain.eval(prompt), []
+    for _ in range(12):
+        expected.append(int(logits.argmax()))
+        logits = plain.eval(expected[-1:])
+    ahead = model.session()
+    first = int(ahead.eval(prompt).argmax())
+    assert [first, *ahead.likeliest(first, 11)] == expected
+    assert ahead.n_past == len(prompt) + 11
+    ahead.reset()
+    ahead.eval(prompt)
+    taken = [token for token, _ in zip(ahead.likeliest(first, 100), range(3))]
+    assert taken == expected[1:4]
+    # zip took the first three and asked the range for a fourth: nothing beyond counts.
+    assert ahead.n_past == len(prompt) + 4
+    monkeypatch.setattr(type(model.backends[0]), "asynchronous", True)
+    again = model.session()
+    assert ids(list(model.generate(prompt, 12, sampling=GREEDY, session=again, ignore_eos=True))) == expected
+
+
+def test_steps_that_run_ahead_pass_the_window_and_fill_the_context(windowed: Model) -> None:
+    plain = windowed.session()
+    logits, expected = plain.eval([1, 5, 9]), []
+    while plain.n_past < plain.n_ctx:
+        expected.append(int(logits.argmax()))
+        logits = plain.eval(expected[-1:])
+    ahead = windowed.session()
+    first = int(ahead.eval([1, 5, 9]).argmax())
+    assert [first, *ahead.likeliest(first, 10**6)][: len(expected)] == expected
+    assert ahead.n_past == ahead.n_ctx

@@ -114,12 +114,22 @@ class Decoder(ABC):
     def graph(self, n_tokens: int, n_outputs: int, cache: KVCache) -> Graph:
         """The graph of one step. Inputs: inp_tokens, inp_pos, inp_out_ids, attn_inp_k_idxs and attn_inp_kq_mask (with
         _swa for windows). Output: result_output, f32 [n_vocab, n_outputs]."""
-        step = _inputs(n_tokens, n_outputs, cache)
+        tokens = new_input("i32", n_tokens, name="inp_tokens")
+        return Graph(self.result(_inputs(tokens, n_outputs, cache), cache))
+
+    def chained_graph(self, token: Tensor, cache: KVCache) -> Graph:
+        """The graph of one step that reads its token from `token`, a leaf i32 [1] with a buffer, and writes the likeliest
+        next one there: the next step can be queued before the host knows it. The other inputs are graph()'s."""
+        logits = self.result(_inputs(token, 1, cache), cache)
+        return Graph(ops.cpy(ops.argmax(logits), token, name="next_token"))
+
+    def result(self, step: Step, cache: KVCache) -> Tensor:
+        """The logits of a step: f32 [n_vocab, n_outputs]."""
         x = self.embed(step)
         for il in range(self.hp.n_layer):
             x = self.layer(il, x, step, cache.layers[il])
         x = self.normed(x, self.output_norm, "result_norm")
-        return Graph(self.logits(x))
+        return self.logits(x)
 
     def embed(self, step: Step) -> Tensor:
         return ops.get_rows(self.token_embd, step.tokens, name="inp_embd")
@@ -201,14 +211,15 @@ def heads_view(cache: Tensor, head_size: int, n_head: int) -> Tensor:
     return ops.view(cache, (head_size, cache.ne[1], n_head), (cache.nb[1], cache.dtype.row_size(head_size)))
 
 
-def _inputs(n_tokens: int, n_outputs: int, cache: KVCache) -> Step:
+def _inputs(tokens: Tensor, n_outputs: int, cache: KVCache) -> Step:
     cells, masks = {}, {}
+    n_tokens = tokens.ne[0]
     for kind, ring in cache.rings.items():
         suffix = "_swa" if kind == "swa" else ""
         cells[kind] = new_input("i64", n_tokens, name=f"attn_inp_k_idxs{suffix}")
         masks[kind] = new_input("f16", ring.size, n_tokens, name=f"attn_inp_kq_mask{suffix}")
     return Step(
-        new_input("i32", n_tokens, name="inp_tokens"),
+        tokens,
         new_input("i32", n_tokens, name="inp_pos"),
         new_input("i32", n_outputs, name="inp_out_ids"),
         cells,
