@@ -1,6 +1,6 @@
 """The KV cache: static buffers, written by SET_ROWS at index inputs, and the masks that say who sees which cell.
 
-Each layer has a k and a v tensor of [heads * head size, cells]. Layers with a sliding window share a smaller ring of
+Each layer has a k and a v tensor of [heads * head size, cells, sequences]. Layers with a sliding window share a smaller ring of
 cells: a token at position p lies in cell p mod size. Nothing of a graph depends on the position.
 """
 
@@ -23,30 +23,34 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 class Ring:
-    """Cells shared by the layers of one kind. positions[c]: the position in cell c, -1 for an empty one.
+    """Cells shared by the layers of one kind. positions[s, c]: the position in cell c of sequence s, -1 for an empty one.
 
     window: how many positions back a token sees, itself included; 0 for all.
     """
 
-    def __init__(self, size: int, window: int) -> None:
+    def __init__(self, size: int, window: int, n_seq: int = 1) -> None:
         self.size = size
         self.window = window
-        self.positions = np.full(size, -1, np.int64)
+        self.positions = np.full((n_seq, size), -1, np.int64)
 
     def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The cells of new tokens, noted as taken."""
+        """The cells of new tokens, noted as taken. positions: [n_seq, n_tokens]; cells: the same."""
         cells = positions % self.size
-        self.positions[cells] = positions
+        np.put_along_axis(self.positions, cells, positions, 1)
         return cells
 
-    def forget_from(self, position: int) -> None:
-        """Empties the cells of tokens from `position` on. What they overwrote was out of every later token's window."""
-        self.positions[self.positions >= position] = -1
+    def forget_from(self, position: int, seq: int = 0) -> None:
+        """Empties a sequence's cells of tokens from `position` on. What they overwrote was out of every later token's
+        window."""
+        held = self.positions[seq]
+        held[held >= position] = -1
 
     def mask(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
-        """f16 [n_tokens, size]: 0 where the token sees the cell; -inf where that is empty, later, or out of sight."""
-        back = positions[:, None] - self.positions[None, :]
-        hidden = (self.positions[None, :] < 0) | (back < 0)
+        """f16 [n_seq, 1, n_tokens, size]: 0 where the token sees the cell; -inf where that is empty, later, or out of
+        sight."""
+        held = self.positions[:, None, None, :]
+        back = positions[:, None, :, None] - held
+        hidden = (held < 0) | (back < 0)
         if self.window:
             hidden |= back >= self.window
         return np.where(hidden, np.float16(-np.inf), np.float16(0))
@@ -62,9 +66,10 @@ class LayerCache:
 
 
 class KVCache:
-    """The cache of one sequence of at most n_ctx tokens.
+    """The cache of n_seq sequences of at most n_ctx tokens each.
 
-    n_batch: the most tokens that are written at once. Raises SessionError for a type that can't hold this model.
+    n_batch: the most tokens of a sequence that are written at once. Raises SessionError for a type that can't hold this
+    model.
     """
 
     def __init__(
@@ -76,12 +81,14 @@ class KVCache:
         n_batch: int,
         type_k: str,
         type_v: str,
+        n_seq: int = 1,
     ) -> None:
         types = _cache_type("k", type_k, hp.d_k), _cache_type("v", type_v, hp.d_v)
         self.type_k = type_k
-        self.rings = {"full": Ring(n_ctx, 0)}
+        self.n_seq = n_seq
+        self.rings = {"full": Ring(n_ctx, 0, n_seq)}
         if any(windowed):
-            self.rings["swa"] = Ring(min(n_ctx, hp.window + n_batch), hp.window)
+            self.rings["swa"] = Ring(min(n_ctx, hp.window + n_batch), hp.window, n_seq)
         self.layers = [self._layer(hp, backend, il, swa, types) for il, swa in enumerate(windowed)]
         if all(windowed):
             del self.rings["full"]
@@ -91,7 +98,7 @@ class KVCache:
         cells = self.rings[kind].size
         leafs = []
         for side, dt, head_size in (("k", types[0], hp.d_k), ("v", types[1], hp.d_v)):
-            leaf = new_tensor(dt, head_size * hp.n_head_kv[il], cells, name=f"cache_{side}_l{il}")
+            leaf = new_tensor(dt, head_size * hp.n_head_kv[il], cells, self.n_seq, name=f"cache_{side}_l{il}")
             leaf.buffer = backend.alloc(leaf.nbytes, Usage.STATE)
             leafs.append(leaf)
         return LayerCache(leafs[0], leafs[1], kind)

@@ -41,7 +41,8 @@ class SessionOptions:
 DEFAULT_CTX = 4096
 
 
-def _checked(options: SessionOptions, n_ctx_train: int) -> tuple[int, int]:
+def check_options(options: SessionOptions, n_ctx_train: int) -> tuple[int, int]:
+    """(n_ctx, n_batch) as they will be. Raises SessionError for those that can't."""
     n_ctx = options.n_ctx or min(n_ctx_train, DEFAULT_CTX)
     if not 1 <= n_ctx <= n_ctx_train:
         raise SessionError(f"the context (-c) must be 1 to {n_ctx_train}, the model's own limit, got {n_ctx}")
@@ -57,7 +58,7 @@ class Session:
         hp = decoder.hp
         self.decoder = decoder
         self.backends = list(backends)
-        self.n_ctx, self.n_batch = _checked(options, hp.n_ctx_train)
+        self.n_ctx, self.n_batch = check_options(options, hp.n_ctx_train)
         home = for_cache(self.backends, options.type_k)
         self.cache = KVCache(hp, home, hp.windowed, self.n_ctx, self.n_batch, options.type_k, options.type_v)
         self.n_past = 0
@@ -161,7 +162,7 @@ class Session:
         try:
             while given < most:
                 while queued < min(most, given + ahead):
-                    self._write_places(exe, np.array([start + queued], np.int64))
+                    write_places(exe, self.cache, np.array([[start + queued]]))
                     exe.run()
                     answers.append(buffer.read_later(offset, 4))
                     queued += 1
@@ -181,14 +182,6 @@ class Session:
             self._chained.write("inp_out_ids", np.zeros(1, np.int32))
         return self._chained
 
-    def _write_places(self, exe: Executable, positions: npt.NDArray[np.int64]) -> None:
-        """Where the next tokens stand: their positions, cells, and what each may see."""
-        exe.write("inp_pos", positions)
-        for kind, ring in self.cache.rings.items():
-            suffix = "_swa" if kind == "swa" else ""
-            exe.write(f"attn_inp_k_idxs{suffix}", ring.take(positions))
-            exe.write(f"attn_inp_kq_mask{suffix}", ring.mask(positions))
-
     def _step(self, ids: npt.NDArray[np.int32], first_row: int) -> Logits:
         n = len(ids)
         rows = np.arange(n - 1 if first_row < 0 else first_row, n, dtype=np.int32)
@@ -196,7 +189,7 @@ class Session:
         positions = np.arange(self.n_past, self.n_past + n, dtype=np.int64)
         exe.write("inp_tokens", ids)
         exe.write("inp_out_ids", rows)
-        self._write_places(exe, positions)
+        write_places(exe, self.cache, positions[None])
         try:
             exe.run()
         except KeyboardInterrupt:  # the tokens were not read, whatever cells they reached
@@ -206,6 +199,15 @@ class Session:
         self.n_past += n
         logits = exe.host_array("result_output")
         return np.asarray(exe.read("result_output") if logits is None else logits, np.float32).reshape(len(rows), -1)
+
+
+def write_places(exe: Executable, cache: KVCache, positions: npt.NDArray[np.int64]) -> None:
+    """Writes where the next tokens stand, int64 [n_seq, n]: their positions, cells, and what each may see."""
+    exe.write("inp_pos", positions)
+    for kind, ring in cache.rings.items():
+        suffix = "_swa" if kind == "swa" else ""
+        exe.write(f"attn_inp_k_idxs{suffix}", ring.take(positions))
+        exe.write(f"attn_inp_kq_mask{suffix}", ring.mask(positions))
 
 
 def _batches(first: int, n: int, without: int, with_logits: int) -> Iterator[tuple[int, int]]:

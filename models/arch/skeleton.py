@@ -20,8 +20,9 @@ from graphrt.tensor import Tensor, new_input
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs of one graph. tokens, positions: i32 [n_tokens]; rows: i32 [n_outputs], the tokens whose logits are
-    wanted; cells: i64 [n_tokens] and mask: f16 [cells, n_tokens] by the kind of cache."""
+    """The inputs of one graph. tokens, positions: i32 [n_tokens], those of a sequence side by side, equally many of each;
+    rows: i32 [n_outputs], the tokens whose logits are wanted; cells: i64 [n, n_seq] and mask: f16 [cells, n, 1, n_seq] by
+    the kind of cache, n = n_tokens / n_seq."""
 
     tokens: Tensor
     positions: Tensor
@@ -118,9 +119,10 @@ class Decoder(ABC):
         return Graph(self.result(_inputs(tokens, n_outputs, cache), cache))
 
     def chained_graph(self, token: Tensor, cache: KVCache) -> Graph:
-        """The graph of one step that reads its token from `token`, a leaf i32 [1] with a buffer, and writes the likeliest
-        next one there: the next step can be queued before the host knows it. The other inputs are graph()'s."""
-        logits = self.result(_inputs(token, 1, cache), cache)
+        """The graph of one step that reads its tokens, one a sequence, from `token`, a leaf i32 [n_seq] with a buffer, and
+        writes the likeliest next ones there: the next step can be queued before the host knows them. The other inputs
+        are graph()'s."""
+        logits = self.result(_inputs(token, cache.n_seq, cache), cache)
         return Graph(ops.cpy(ops.argmax(logits), token, name="next_token"))
 
     def result(self, step: Step, cache: KVCache) -> Tensor:
@@ -162,6 +164,8 @@ class Decoder(ABC):
     def attention(self, il: int, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         w, hp = self.layers[il], self.hp
         n_tokens, n_head, n_head_kv = x.ne[1], hp.n_head[il], hp.n_head_kv[il]
+        n_seq = cache.k.ne[2]
+        n = n_tokens // n_seq
         q = ops.reshape(linear(w.q, x, w.q_bias, f"Qcur-{il}"), hp.d_k, n_head, n_tokens)
         k = ops.reshape(linear(w.k, x, w.k_bias, f"Kcur-{il}"), hp.d_k, n_head_kv, n_tokens)
         v = linear(w.v, x, w.v_bias, f"Vcur-{il}")
@@ -171,11 +175,12 @@ class Decoder(ABC):
         k = ops.rope(k, step.positions, rope, factors, name=f"Kcur_rope-{il}")
         cells = step.cells[cache.kind]
         k_cache = ops.set_rows(
-            ops.reshape(k, hp.d_k * n_head_kv, n_tokens), cells, cache.k, name=f"cache_k_l{il} (set)"
+            ops.reshape(k, hp.d_k * n_head_kv, n, n_seq), cells, cache.k, name=f"cache_k_l{il} (set)"
         )
+        v = v if n_seq == 1 else ops.reshape(v, hp.d_v * n_head_kv, n, n_seq)
         v_cache = ops.set_rows(v, cells, cache.v, name=f"cache_v_l{il} (set)")
         attn = ops.flash_attn_ext(
-            ops.permute(q, 0, 2, 1, 3),
+            ops.permute(q if n_seq == 1 else ops.reshape(q, hp.d_k, n_head, n, n_seq), 0, 2, 1, 3),
             heads_view(k_cache, hp.d_k, n_head_kv),
             heads_view(v_cache, hp.d_v, n_head_kv),
             step.masks[cache.kind],
@@ -207,17 +212,19 @@ def linear(weight: Tensor, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
 
 
 def heads_view(cache: Tensor, head_size: int, n_head: int) -> Tensor:
-    """A cache [heads * head size, cells] as attention reads it: [head size, cells, heads]."""
-    return ops.view(cache, (head_size, cache.ne[1], n_head), (cache.nb[1], cache.dtype.row_size(head_size)))
+    """A cache [heads * head size, cells, n_seq] as attention reads it: [head size, cells, heads, n_seq]."""
+    ne = (head_size, cache.ne[1], n_head, cache.ne[2])
+    return ops.view(cache, ne, (cache.nb[1], cache.dtype.row_size(head_size), cache.nb[2]))
 
 
 def _inputs(tokens: Tensor, n_outputs: int, cache: KVCache) -> Step:
     cells, masks = {}, {}
     n_tokens = tokens.ne[0]
+    n = n_tokens // cache.n_seq
     for kind, ring in cache.rings.items():
         suffix = "_swa" if kind == "swa" else ""
-        cells[kind] = new_input("i64", n_tokens, name=f"attn_inp_k_idxs{suffix}")
-        masks[kind] = new_input("f16", ring.size, n_tokens, name=f"attn_inp_kq_mask{suffix}")
+        cells[kind] = new_input("i64", n, cache.n_seq, name=f"attn_inp_k_idxs{suffix}")
+        masks[kind] = new_input("f16", ring.size, n, 1, cache.n_seq, name=f"attn_inp_kq_mask{suffix}")
     return Step(
         tokens,
         new_input("i32", n_tokens, name="inp_pos"),

@@ -1,0 +1,218 @@
+"""Models made up in memory: a known model's shapes and types, and random weights. What `graphrt bench` measures with.
+
+    file = synthetic("llama-8b:q4_k_m")      # no data yet
+    Model(file, [backend])                   # each tensor is made when it is asked for, and then let go
+
+The architecture itself says what tensors it needs; a recipe has its keys, and a mix the types. There is no vocabulary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graphrt.dtypes import DType, dtype
+from graphrt.errors import SessionError
+from graphrt.models.arch import architecture
+from graphrt.models.gguf import GGUFFile, Metadata, TensorInfo
+from graphrt.models.hparams import Keys
+from graphrt.models.synthetic_blocks import Bytes, cut, pool
+from graphrt.models.weights import Weights
+from graphrt.tensor import Tensor, new_tensor
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The types of a quantization. base: of matrices; output: of the output, and of an embedding tied to it; better:
+    of the tensors named `where`, in the layers that `more_bits` picks."""
+
+    base: str
+    output: str
+    better: str = ""
+    where: tuple[str, ...] = ()
+
+    def type_of(self, name: str, k: int, layers: int, tied: bool) -> DType:
+        """The type of the matrix `name` with rows of k elements."""
+        block, _, rest = name.removeprefix("blk.").partition(".")
+        if name == "output.weight" or (tied and name == "token_embd.weight"):
+            kind = self.output
+        elif rest.removesuffix(".weight") in self.where and more_bits(int(block), layers):
+            kind = self.better
+        else:
+            kind = self.base
+        return _fitting(dtype(kind), k)
+
+
+def more_bits(layer: int, layers: int) -> bool:
+    """The first eighth of the layers, the last eighth, and every third between (llama.cpp, src/llama-quant.cpp)."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+#: llama.cpp's mixes (the same file), without an importance matrix.
+MIXES = {
+    "q4_k_m": Mix("q4_K", "q6_K", "q6_K", ("attn_v", "ffn_down")),
+    "q4_0": Mix("q4_0", "q6_K"),
+    "q4_1": Mix("q4_1", "q6_K"),
+    "q8_0": Mix("q8_0", "q8_0"),
+    "f16": Mix("f16", "f16"),
+}
+#: What takes a type's place where a row is no whole number of its blocks (the same file); f16 where that fails too.
+FALLBACKS = {"q4_K": "q5_0", "q6_K": "q8_0"}
+
+
+def _fitting(kind: DType, k: int) -> DType:
+    if k % kind.block_size:
+        kind = dtype(FALLBACKS.get(kind.name, "f16"))
+    return dtype("f16") if k % kind.block_size else kind
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model's shape. keys: of its file, without the architecture's name; tied: the output is the embedding; mix: of
+    the file that people use; rope_factor: of Llama 3.1's stretched rotation, 0 for none."""
+
+    arch: str
+    keys: Mapping[str, int | float]
+    tied: bool
+    mix: str = "q4_k_m"
+    rope_factor: float = 0.0
+
+
+def _keys(
+    vocab: int,
+    context: int,
+    embd: int,
+    layers: int,
+    ff: int,
+    heads: tuple[int, int],
+    head: int,
+    eps: float,
+    base: float,
+) -> dict[str, int | float]:
+    return {
+        "vocab_size": vocab, "context_length": context, "embedding_length": embd, "block_count": layers,
+        "feed_forward_length": ff, "attention.head_count": heads[0], "attention.head_count_kv": heads[1],
+        "attention.key_length": head, "attention.value_length": head, "attention.layer_norm_rms_epsilon": eps,
+        "rope.dimension_count": head, "rope.freq_base": base,
+    }  # fmt: skip
+
+
+#: Llama 3.1 8B, Llama 3.2 1B (whose output is tied; here it is a matrix of its own, as in llama.cpp's figures that this
+#: is compared with), SmolLM2 135M, Gemma 3 270M, and one to try things out.
+RECIPES = {
+    "llama-8b": Recipe(
+        "llama", _keys(128256, 131072, 4096, 32, 14336, (32, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
+    ),
+    "llama-1b": Recipe(
+        "llama", _keys(128256, 131072, 2048, 16, 8192, (32, 8), 64, 1e-5, 500000.0), False, rope_factor=32.0
+    ),
+    "smollm2-135m": Recipe("llama", _keys(49152, 8192, 576, 30, 1536, (9, 3), 64, 1e-5, 100000.0), True, "q4_1"),
+    "gemma3-270m": Recipe(
+        "gemma3",
+        _keys(262144, 32768, 640, 18, 2048, (4, 1), 256, 1e-6, 1000000.0) | {"attention.sliding_window": 512},
+        True,
+    ),
+    "tiny": Recipe("llama", _keys(512, 512, 256, 3, 416, (4, 2), 64, 1e-5, 10000.0), False, rope_factor=8.0),
+}
+
+
+def synthetic(name: str, layers: int | None = None) -> SyntheticFile:
+    """The model "RECIPE:MIX", or "RECIPE" in its usual mix. layers: cut down to the first so many.
+
+    Raises SessionError for a name that isn't known.
+    """
+    shape, _, mix = name.lower().partition(":")
+    recipe = _known("a synthetic model", RECIPES, shape)
+    return SyntheticFile(shape, recipe, mix or recipe.mix, layers)
+
+
+def _known(what: str, table: Mapping[str, Any], name: str) -> Any:
+    if name not in table:
+        close = difflib.get_close_matches(name, table, 1, 0.4)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise SessionError(f"{what} must be one of {', '.join(table)}, got {name[:40]!r}{hint}")
+    return table[name]
+
+
+class SyntheticFile(GGUFFile):
+    """What a Model needs of a file. The same name gives the same bytes, on every machine.
+
+    nbytes: of all tensors.
+    """
+
+    def __init__(self, shape: str, recipe: Recipe, mix: str, layers: int | None) -> None:
+        types: Mix = _known(f"a quantization of {shape}", MIXES, mix)
+        self.name = f"{shape}:{mix}"
+        self.recipe = recipe
+        self.version, self.byte_order, self.alignment, self.paths = 3, "little", 32, []
+        self._buffers, self._swap = [], False
+        self._pools: dict[tuple[str, int], Bytes] = {}
+        keys = recipe.keys if layers is None else {**recipe.keys, "block_count": layers}
+        values = {"general.architecture": recipe.arch, "tokenizer.ggml.model": "no_vocab"}
+        self.metadata = Metadata(values | {f"{recipe.arch}.{key}": v for key, v in keys.items()}, b"", "<")
+        self.tensors = {}
+        offset = 0
+        for tensor, ne in self._shapes().items():
+            n_layers = int(keys["block_count"])
+            kind = types.type_of(tensor, ne[0], n_layers, recipe.tied) if len(ne) > 1 else dtype("f32")
+            nbytes = kind.row_size(math.prod(ne))
+            self.tensors[tensor] = TensorInfo(tensor, kind, ne, offset, nbytes)
+            offset += nbytes
+        self.nbytes = offset
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        absent = {"output.weight"} if self.recipe.tied else set()
+        if not self.recipe.rope_factor:
+            absent.add("rope_freqs.weight")
+        cls, asked = architecture(self.recipe.arch), _Asked(absent)
+        cls(cls.read(Keys(self)), asked)
+        return asked.shapes
+
+    def data(self, name: str) -> Bytes:
+        """The tensor's bytes, 1-D, made anew at each call. Raises GGUFError for an unknown name."""
+        info = self._info(name)
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        if name == "rope_freqs.weight":
+            return self._rope_factors().astype(np.float32).view(np.uint8)
+        if len(info.ne) == 1:
+            return rng.uniform(0.8, 1.2, info.ne).astype(np.float32).view(np.uint8)
+        key = info.dtype.name, info.ne[0]
+        if key not in self._pools:
+            self._pools[key] = pool(info.dtype, info.ne[0] ** -0.5, np.random.default_rng(info.ne[0]))
+        return cut(self._pools[key], info.nbytes, rng)
+
+    def _rope_factors(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Llama 3.1's: wavelengths over the trained context of 8192 are stretched by the factor, those under a quarter
+        of it stay, and between the two it goes over smoothly."""
+        keys = Keys(self)
+        n_dims, base = keys.require("rope.dimension_count", int), keys.require("rope.freq_base", float)
+        turns = 8192 / (2 * np.pi * base ** (np.arange(0, n_dims, 2) / n_dims))
+        kept = np.clip((turns - 1) / 3, 0, 1)
+        factors: np.ndarray[Any, np.dtype[np.float64]] = 1 / (kept + (1 - kept) / self.recipe.rope_factor)
+        return factors
+
+    @property
+    def _label(self) -> str:
+        return f"synthetic {self.name}"
+
+
+class _Asked(Weights):
+    """Notes what an architecture asks for, and gives it leafs without memory. absent: what the model has not."""
+
+    def __init__(self, absent: set[str]) -> None:
+        self.absent = absent
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __call__(self, name: str, *ne: int, optional: bool = False) -> Any:
+        if name in self.absent or (optional and name.endswith(".bias")):
+            return None
+        self.shapes[name] = ne
+        leaf: Tensor = new_tensor("f32", *ne, name=name)
+        return leaf
