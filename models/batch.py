@@ -49,7 +49,7 @@ class Batch:
         self.n_past[:] = 0
 
     def executable(self, n: int) -> Executable:
-        """The prepared graph for n tokens of each sequence, with the logits after each one's last; made on first use."""
+        """The prepared graph for n tokens of each sequence and the logits after each one's last; made on first use."""
         if n not in self._prepared:
             self._prepared[n] = prepare(self.decoder.graph(n * self.n_seq, self.n_seq, self.cache), self.backends)
             if len(self._prepared) > MAX_PREPARED:
@@ -70,7 +70,7 @@ class Batch:
         return logits
 
     def likeliest(self, tokens: Ids, n: int) -> Iterator[Ids]:
-        """Reads a token of each sequence, int32 [n_seq], gives the likeliest next ones, reads those, and so on, n times.
+        """Reads a token of each sequence, int32 [n_seq], gives the likeliest next ones, reads those, and so on.
 
         Steps are queued ahead of what the caller takes, those it never takes count as not read: as Session.likeliest().
         """

@@ -1,7 +1,7 @@
 """The KV cache: static buffers, written by SET_ROWS at index inputs, and the masks that say who sees which cell.
 
-Each layer has a k and a v tensor of [heads * head size, cells, sequences]. Layers with a sliding window share a smaller ring of
-cells: a token at position p lies in cell p mod size. Nothing of a graph depends on the position.
+Each layer has a k and a v tensor of [heads * head size, cells, sequences]. Layers with a sliding window share a smaller
+ring of cells: a token at position p lies in cell p mod size. Nothing of a graph depends on the position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 class Ring:
-    """Cells shared by the layers of one kind. positions[s, c]: the position in cell c of sequence s, -1 for an empty one.
+    """Cells shared by the layers of one kind. positions[s, c]: the position in cell c of sequence s, -1: it is empty.
 
     window: how many positions back a token sees, itself included; 0 for all.
     """

@@ -141,7 +141,7 @@ class Session:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether likeliest() gains over eval() and a choice by the host: one asynchronous backend runs the whole step."""
+        """likeliest() gains over eval() and a choice by the host: one asynchronous backend runs the whole step."""
         splits = self.executable(1, 1).splits
         return len(splits) == 1 and splits[0].backend.asynchronous
 

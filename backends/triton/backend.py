@@ -1,38 +1,42 @@
-"""TritonBackend: FLASH_ATTN_EXT on a GPU. What it does not run, it refuses with a reason."""
+"""TritonBackend: whole graphs on a GPU. What it does not run, it refuses with a reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from graphrt.backend import API_VERSION, Backend, Device, Group, Place, Region, Usage
+from graphrt.backend import API_VERSION, Backend, Buffer, Bytes, Device, Group, Place, Region, Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.capture import Captured
+from graphrt.backends.triton.fuse import EXACT_PATTERNS, fuse
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
+from graphrt.backends.triton.weights import hold_weight
 from graphrt.backends.triton.support import why_unsupported
-from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 
 
 class TritonBackend(Backend):
     """Kernels in Triton on one GPU.
 
-    schedule: forces a schedule of the attention kernel (tile, split, stream_k), None to choose; config: forces the
-    portable attention kernel with that configuration, as `graphrt tune` does; capture: replay a split as a CUDA graph;
-    exact: taken for the interface's sake, there is one form of each op. Raises BackendError for an unknown schedule.
+    exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
+    tokens round activations to 8 bits in groups of 32. schedule: forces a schedule of the attention kernel (tile, split,
+    stream_k), None to choose; config: forces the portable attention kernel with that configuration, as `graphrt tune`
+    does; capture: replay a split as a CUDA graph. Raises BackendError for an unknown schedule.
     """
 
     name: ClassVar[str] = "triton"
     api_version: ClassVar[int] = API_VERSION
     alignment = 256
+    asynchronous = True
 
     def __init__(
         self, *, exact: bool = True, schedule: str | None = None, config: Config | None = None, capture: bool = True
     ) -> None:
+        self.exact = exact
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
         self.target = device.target()
@@ -44,9 +48,7 @@ class TritonBackend(Backend):
 
     @classmethod
     def score(cls) -> int:
-        # As preferred as the CPU, which is found first: as long as it runs attention alone, a whole model on it would
-        # spend its time copying.
-        return 0 if device.interpreting() else 1
+        return 0 if device.interpreting() else 10
 
     def devices(self) -> list[Device]:
         if device.interpreting():
@@ -63,44 +65,25 @@ class TritonBackend(Backend):
     def alloc(self, nbytes: int, usage: Usage) -> TritonBuffer:
         return allocate(nbytes, usage, self.target.device)
 
+    def hold(self, weight: Tensor, data: Bytes) -> Buffer:
+        return hold_weight(weight, data, self.target.device)
+
     def fuse(self, region: Region) -> list[Group]:
-        return _pair_lse(region.nodes)
+        return fuse(region, EXACT_PATTERNS if self.exact else None)
 
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
         # Triton is imported by the first program, not by whoever lists backends.
+        from graphrt.backends.triton.context import Context
         from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+        from graphrt.backends.triton.lowering import lower
 
-        launcher = Launcher(self.target, place, self.schedule, self.config)
-        steps: list[Callable[[], None]] = []
-        for group in groups:
-            nodes = [n for n in group.nodes if not op_spec(n.op).is_view]
-            if nodes:
-                steps += launcher.launches(nodes)
+        attention = Launcher(self.target, place, self.schedule, self.config)
+        steps = lower(groups, Context(place, self.target, self.exact), attention)
         return Captured(steps) if self.capture else _sequence(steps)
 
     def synchronize(self) -> None:
         if not device.interpreting():
             torch.cuda.synchronize(self.target.device)
-
-
-def _pair_lse(nodes: Sequence[Tensor]) -> list[Group]:
-    """Each node a group, but FLASH_ATTN_LSE joins the FLASH_ATTN_EXT before it that has the same sources."""
-    groups: list[Group] = []
-    for node in nodes:
-        before = groups[-1] if groups else None
-        if before is not None and node.op == "FLASH_ATTN_LSE" and _same_scores(before.nodes[0], node):
-            groups[-1] = Group([*before.nodes, node], results=[*before.nodes, node])
-        else:
-            groups.append(Group([node]))
-    return groups
-
-
-def _same_scores(attn: Tensor, lse: Tensor) -> bool:
-    if attn.op != "FLASH_ATTN_EXT" or attn.params != lse.params:
-        return False
-    a: list[Any] = [*attn.src[:2], *attn.src[3:], None, None]
-    b: list[Any] = [*lse.src, None, None]
-    return all(x is y for x, y in zip(a[:4], b[:4]))
 
 
 def _sequence(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -1,6 +1,8 @@
-"""GPU memory: buffers, and typed looks into them for kernels."""
+"""GPU memory: buffers, the way of host bytes into them, and typed looks into them for kernels."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,6 +12,56 @@ from graphrt.errors import MemoryPlanError
 from graphrt.tensor import Tensor
 
 TORCH_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+#: Bytes of pinned memory that hold what is on its way to the device, in so many pieces.
+STAGE_BYTES, STAGE_PIECES = 64 * 2**20, 4
+
+
+class Stage:
+    """Pinned host memory that uploads pass through: the host goes on while the device copies.
+
+    Pieces are used in turn; one that is used again waits for its last copy. Larger uploads take several.
+    """
+
+    def __init__(self) -> None:
+        self.size = STAGE_BYTES // STAGE_PIECES
+        self.pieces = [torch.empty(self.size, dtype=torch.uint8, pin_memory=True) for _ in range(STAGE_PIECES)]
+        self.done: list[torch.cuda.Event | None] = [None] * STAGE_PIECES
+        self.piece, self.used = 0, 0
+
+    def upload(self, source: Bytes, target: torch.Tensor) -> None:
+        """Queues a copy of host bytes into device memory; `source` may be reused on return."""
+        for start in range(0, source.size, self.size):
+            part = source[start : start + self.size]
+            slot = self._room(part.size)
+            slot.numpy()[:] = part
+            target[start : start + part.size].copy_(slot, non_blocking=True)
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if self.used + nbytes > self.size:
+            event = torch.cuda.Event()
+            event.record()
+            self.done[self.piece] = event
+            self.piece, self.used = (self.piece + 1) % STAGE_PIECES, 0
+            before = self.done[self.piece]
+            if before is not None:
+                before.synchronize()
+        start, self.used = self.used, self.used + -(-nbytes // 64) * 64
+        return self.pieces[self.piece][start : start + nbytes]
+
+
+_stages: dict[torch.device, Stage] = {}
+
+
+def upload(source: Bytes, target: torch.Tensor) -> None:
+    """Copies host bytes to `target`, uint8 of the same size. The host may go on before the device has them."""
+    flat = source.reshape(-1)
+    if target.device.type != "cuda":
+        target.copy_(torch.from_numpy(np.require(flat, requirements="W")))
+        return
+    stage = _stages.get(target.device)
+    if stage is None:
+        stage = _stages[target.device] = Stage()
+    stage.upload(flat, target)
 
 
 class TritonBuffer(Buffer):
@@ -25,16 +77,35 @@ class TritonBuffer(Buffer):
     def read(self, offset: int, nbytes: int) -> Bytes:
         return self.memory[offset : offset + nbytes].cpu().numpy().copy()
 
+    def read_later(self, offset: int, nbytes: int) -> Callable[[], Bytes]:
+        source = self.memory[offset : offset + nbytes]
+        if not source.is_cuda:
+            return super().read_later(offset, nbytes)
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        host.copy_(source, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> Bytes:
+            copied.synchronize()
+            data: Bytes = host.numpy()
+            return data
+
+        return wait
+
     def write(self, offset: int, data: Bytes) -> None:
-        source = torch.from_numpy(np.require(data.reshape(-1), requirements="W"))
-        self.memory[offset : offset + data.size].copy_(source)
+        upload(data, self.memory[offset : offset + data.size])
 
 
 def allocate(nbytes: int, usage: Usage, device: str) -> TritonBuffer:
     """A buffer of NaN (every byte 0xFF), or of zeros for state. Raises MemoryPlanError when there is no room."""
+    return TritonBuffer(empty(nbytes, usage, device).fill_(0 if usage is Usage.STATE else 0xFF), usage)
+
+
+def empty(nbytes: int, usage: Usage, device: str) -> torch.Tensor:
+    """uint8 [nbytes] of anything. Raises MemoryPlanError when there is no room."""
     try:
-        fill = 0 if usage is Usage.STATE else 0xFF
-        return TritonBuffer(torch.full((nbytes,), fill, dtype=torch.uint8, device=device), usage)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch reports lack of memory that way, on the CPU too
         raise MemoryPlanError(
             f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on {device}; use a shorter context (-c), "

@@ -20,9 +20,9 @@ from graphrt.tensor import Tensor, new_input
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs of one graph. tokens, positions: i32 [n_tokens], those of a sequence side by side, equally many of each;
-    rows: i32 [n_outputs], the tokens whose logits are wanted; cells: i64 [n, n_seq] and mask: f16 [cells, n, 1, n_seq] by
-    the kind of cache, n = n_tokens / n_seq."""
+    """The inputs of one graph. tokens, positions: i32 [n_tokens], those of a sequence side by side, equally many of
+    each; rows: i32 [n_outputs], the tokens whose logits are wanted; cells: i64 [n, n_seq] and mask: f16 [cells, n, 1,
+    n_seq] by the kind of cache, n = n_tokens / n_seq."""
 
     tokens: Tensor
     positions: Tensor
@@ -119,9 +119,9 @@ class Decoder(ABC):
         return Graph(self.result(_inputs(tokens, n_outputs, cache), cache))
 
     def chained_graph(self, token: Tensor, cache: KVCache) -> Graph:
-        """The graph of one step that reads its tokens, one a sequence, from `token`, a leaf i32 [n_seq] with a buffer, and
-        writes the likeliest next ones there: the next step can be queued before the host knows them. The other inputs
-        are graph()'s."""
+        """The graph of one step that reads its tokens, one a sequence, from `token`, a leaf i32 [n_seq] with a buffer,
+        and writes the likeliest next ones there: the next step can be queued before the host knows them. The other
+        inputs are graph()'s."""
         logits = self.result(_inputs(token, cache.n_seq, cache), cache)
         return Graph(ops.cpy(ops.argmax(logits), token, name="next_token"))
 
