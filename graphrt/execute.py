@@ -197,10 +197,19 @@ def _fuse(graph: Graph, sched: Schedule, backends: dict[str, Backend]) -> list[l
     mine = [set(split.nodes) for split in sched.splits]
     for i, split in enumerate(sched.splits):  # a neighbour split of the same backend reads it in place
         for node in split.nodes:
-            kept.update(s for s in node.sources() if not s.is_leaf and s not in mine[i])
+            kept.update(s for s in node.sources() if not s.is_leaf and _made_by(s) not in mine[i])
     roots_kept = kept | {t.root for t in kept}
     regions = [Region(split.nodes, lambda t: uses.get(t, 0), lambda t: t in roots_kept) for split in sched.splits]
     return [backends[s.backend].fuse(r) for s, r in zip(sched.splits, regions)]
+
+
+def _made_by(tensor: Tensor) -> Tensor:
+    """The node whose result a chain of views looks at; the tensor itself if it is no view."""
+    while not tensor.is_leaf and op_spec(tensor.op).is_view:
+        source = tensor.src[0]
+        assert source is not None
+        tensor = source
+    return tensor
 
 
 def _count_use(source: Tensor, uses: dict[Tensor, int]) -> None:

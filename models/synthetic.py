@@ -156,7 +156,7 @@ class SyntheticFile(GGUFFile):
         self._pools: dict[tuple[str, int], Bytes] = {}
         keys = recipe.keys if layers is None else {**recipe.keys, "block_count": layers}
         values = {"general.architecture": recipe.arch, "tokenizer.ggml.model": "no_vocab"}
-        self.metadata = Metadata(values | {f"{recipe.arch}.{key}": v for key, v in keys.items()}, b"", "<")
+        self.metadata = Metadata(values | {f"{recipe.arch}.{key}": v for key, v in keys.items()}, bytearray(), "<")
         self.tensors = {}
         offset = 0
         for tensor, ne in self._shapes().items():

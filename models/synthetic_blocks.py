@@ -49,18 +49,20 @@ def cut(pool: Bytes, nbytes: int, rng: np.random.Generator) -> Bytes:
 
 def _put_f16(blocks: Bytes, offset: int, values: Floats) -> Floats:
     """Writes an f16 into each block and returns what became of it."""
-    halfs = values.astype("<f2")
+    halfs: npt.NDArray[np.float16] = values.astype(np.float16)
     blocks[:, offset : offset + 2] = halfs.view(np.uint8).reshape(-1, 2)
     return halfs.astype(np.float64)
 
 
 def _scales(n: int, mean: float, rng: np.random.Generator) -> Floats:
-    return mean * rng.uniform(1 - JITTER, 1 + JITTER, n)
+    factors: Floats = rng.uniform(1 - JITTER, 1 + JITTER, n)
+    return mean * factors
 
 
 def _signed_scales(n: int, mean: float, rng: np.random.Generator) -> Floats:
     """In either sign: codes are not centred (-8 to 7), and so their mean does not show."""
-    return _scales(n, mean, rng) * rng.choice([-1.0, 1.0], n)
+    signs: Floats = rng.choice([-1.0, 1.0], n)
+    return _scales(n, mean, rng) * signs
 
 
 def _rms(values: npt.ArrayLike) -> float:

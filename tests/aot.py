@@ -133,7 +133,8 @@ def compile_kernel(kernel: Any, args: dict[str, Any], options: dict[str, Any], a
 
 
 _POINTERS = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int16: "i16"
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -272,7 +273,7 @@ def read_unset(instructions: list[str]) -> str:
         name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
         if name.startswith(("BRA", "BRX", "RET", "JMP")) and not text.startswith("@"):
             break
-        first, *others = operands.split(",") if name[0] == "U" or name in ("S2UR", "R2UR") else ["", operands]
+        first, *others = operands.split(",") if name[0] == "U" or name in ("S2UR", "R2UR", "LDCU") else ["", operands]
         read = {int(n) for part in others for n in re.findall(r"\bUR(\d+)\b", part)}
         if not name.startswith("HGMMA") and read - written:
             return text

@@ -14,8 +14,8 @@ from graphrt.backends.triton.fuse import EXACT_PATTERNS, fuse
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
-from graphrt.backends.triton.weights import hold_weight
 from graphrt.backends.triton.support import why_unsupported
+from graphrt.backends.triton.weights import hold_weight
 from graphrt.tensor import Tensor
 
 
@@ -41,6 +41,11 @@ class TritonBackend(Backend):
         self.config = config
         self.target = device.target()
         self.capture = capture and not device.interpreting()
+
+    @property
+    def logits_nmse(self) -> float:
+        """How far a model's logits may be from exact arithmetic's: its activations are rounded to f16 or to 8 bits."""
+        return 1e-5 if self.exact else 1e-3
 
     @classmethod
     def unusable(cls) -> str | None:

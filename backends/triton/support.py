@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES
+from graphrt.backends.triton.packing import packing_of
 from graphrt.op import op_spec
+from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MAX_HEAD_SIZE = 576
+#: Ops beside attention and views.
+OPS = {
+    "ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "UNARY", "GLU", "NORM", "RMS_NORM", "L2_NORM",
+    "SUM_ROWS", "SOFT_MAX", "ROPE", "GET_ROWS", "SET_ROWS", "CPY", "CONT", "DUP", "CONCAT", "REPEAT", "ARGMAX",
+    "ARGSORT", "TOP_K", "MUL_MAT",
+}  # fmt: skip
 
 
 def why_unsupported(node: Tensor) -> str | None:
@@ -17,7 +26,29 @@ def why_unsupported(node: Tensor) -> str | None:
         return _why_not_attention(node, ("k", "v"))
     if node.op == "FLASH_ATTN_LSE":
         return _why_not_attention(node, ("k",))
-    return f"it has no kernel for {node.op} yet"
+    if node.op not in OPS:
+        return f"it has no kernel for {node.op}"
+    return _why_not_types(node) or _why_not_elements(node)
+
+
+def _why_not_types(node: Tensor) -> str | None:
+    source = node.src[0]
+    assert source is not None
+    if node.op == "CPY" and source.dtype != node.dtype and node.dtype.is_quantized and node.dtype.name not in WRITABLE:
+        return f"it does not round to {node.dtype.name}"
+    decodes = node.op in ("MUL_MAT", "GET_ROWS") or (node.op == "CPY" and source.dtype != node.dtype)
+    kind = source.dtype.name
+    if decodes and source.dtype.is_quantized and packing_of(kind) is None and kind not in RARE_TYPES:
+        return f"it has no decoder for {kind}"
+    return None
+
+
+def _why_not_elements(node: Tensor) -> str | None:
+    for i, t in enumerate(node.src):
+        plain = t is not None and not t.dtype.is_quantized
+        if t is not None and plain and any(n > 1 and step % t.dtype.type_size for n, step in zip(t.ne, t.nb)):
+            return f"source {i}'s strides must be whole elements, they are {t.nb} bytes of {t.dtype.name}"
+    return None
 
 
 def _why_not_attention(node: Tensor, names: tuple[str, ...]) -> str | None:

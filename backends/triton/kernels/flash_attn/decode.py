@@ -5,6 +5,8 @@ units, lists of k-blocks, slots of scratch and fixup.py; only how the work insid
 
 - Copies of the first STAGES k-blocks start before Q is read: a ring of buffers in shared memory, filled by cp.async.
 - Each warp has its own keys of a k-block ("way") with sums of its own; the ways meet once, at the end of a segment.
+  Where such sums leave a warp no registers (f16 and bf16 heads of 256) the warps own columns of the result instead:
+  keys are shared out for Q K^T only, and every k-block's maxima and weights pass through shared memory.
 - Quantized rows are copied as they are, in 4-byte words, and read from shared memory straight into the registers where
   the matrix units want the dequantized values: which element of a row a slot of an operand holds is free as long as Q
   (for K) or the result (for V) follows the same order, and the orders here are made so that no value changes its lane.
@@ -54,11 +56,20 @@ CONFIGS: dict[tuple[int, str], Config] = {
     (128, "q4_0"): Config(64, 4, 3, 2),
     (256, "q4_0"): Config(64, 4, 4, 1),
 }
+#: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
+COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
 KINDS = ("f16", "bf16", "q8_0", "q4_0")
+
+
+def owns_columns(d: int, k_kind: str, v_kind: str) -> bool:
+    """Whether a warp has columns of the result, and not keys, as its own."""
+    return d in COLUMNS and all(k in ("f16", "bf16") for k in (k_kind, v_kind))
 
 
 def find_decode_config(d: int, k_kind: str, v_kind: str) -> Config:
     """The configuration for a head size and the types of K and V."""
+    if owns_columns(d, k_kind, v_kind):
+        return COLUMNS[d]
     kinds = ("half" if k in ("f16", "bf16") else k for k in (k_kind, v_kind))
     return CONFIGS[d, min(kinds, key=("half", "q8_0", "q4_0").index)]
 
@@ -67,6 +78,8 @@ def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
     """Shared memory of a program."""
     per_block = {"f16": 64, "bf16": 64, "q8_0": 36, "q4_0": 20}  # of 32 values, heads included
     ring = config.stages * config.block_n * (d // 32) * (per_block[k_kind] + per_block[v_kind])
+    if owns_columns(d, k_kind, v_kind):  # while Q or weights pass through
+        return ring + ROWS.value * max(d * 2, config.block_n * 2 + 64)
     join = config.warps * ROWS.value * (d + 2) * 4
     return max(ring, join)
 
@@ -97,8 +110,13 @@ def config_for(p: Any, hopper: bool) -> Config | None:
 #: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
 #: them all. (H100: gains 1.1 us of 13 at D128; over q8_0 and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
 JOIN_BYTES = 160 << 10
-#: The largest head size that is joined so: at 256 the join's registers make the loop spill more (18 us lost).
+#: The largest head size that is joined so. (With sums of its own in each warp the join's registers made the loop spill
+#: more at 256: 18 us lost. Not measured since columns are shared out there.)
 JOIN_D = 128
+
+
+#: Read counts and runs of a plan that is old enough while the launch before still runs; off to compare.
+PLAN_EARLY = True
 
 
 def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
@@ -118,15 +136,22 @@ def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
 
 
 def arguments(
-    main: dict[str, Any], config: Config, runs: Any, counter: Any, join: tuple[int, int] = (0, 0)
+    main: dict[str, Any],
+    config: Config,
+    runs: Any,
+    counter: Any,
+    join: tuple[int, int] = (0, 0),
+    early: bool = False,
 ) -> dict[str, Any]:
     """The portable kernel's arguments (portable.py) as this kernel takes them.
 
-    runs: the mask's (mask.py); counter: int32 [tiles], zeros; join: join_of's.
+    runs: the mask's (mask.py); counter: int32 [tiles], zeros; join: join_of's; early: the mask's plan was made before
+    the launch that precedes this one.
     """
     known = {
         **main, "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
-        "JOIN": join[0], "JOIN_PARTS": join[1],
+        "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
+        "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
     }  # fmt: skip
     return {name: known[name] for name in flash_attn_decode.arg_names}
 
@@ -197,6 +222,12 @@ def axis_layout(layout, rank, axis):
 def mma_layout(W):
     """[W, 16, n]: each warp a product of its own. Lane 4g + t holds rows g, g + 8 and columns 2t, 2t + 1 of every 8."""
     return gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def column_mma_layout(W):
+    """[16, n] of all warps: warp w holds columns 8w .. 8w + 7 of every 8 W. Lanes as in mma_layout."""
+    return gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
 
 
 @gluon.constexpr_function
@@ -403,17 +434,23 @@ def normalized(m, l, sink):
 
 
 @gluon.jit
+def planned(p):
+    """A number of the mask's plan. Past the L1 cache, which may hold an older one before gdc_wait."""
+    return gl.load(p, cache_modifier=".cg")
+
+
+@gluon.jit
 def tile_units(tile, p_counts, n_blocks, HAS_MASK: gl.constexpr, p_unit_start, UNIFORM: gl.constexpr):
     """(first unit, units) of a tile, int32. UNIFORM: all tiles have as many."""
     if UNIFORM:
         if HAS_MASK:
-            n = gl.maximum(1, gl.load(p_counts) + gl.load(p_counts + 1))
+            n = gl.maximum(1, planned(p_counts) + planned(p_counts + 1))
         else:
             n = n_blocks
         return tile * n, n
     else:
-        start = gl.load(p_unit_start + tile)
-        return start, gl.load(p_unit_start + tile + 1) - start
+        start = planned(p_unit_start + tile)
+        return start, planned(p_unit_start + tile + 1) - start
 
 
 @gluon.jit
@@ -423,7 +460,7 @@ def find_tile(unit, p_unit_start, n_tiles):
     tile = 0
     for first in range(0, n_tiles, 1024):
         i = first + gl.arange(0, 1024, layout=LAYOUT)
-        ends = gl.load(p_unit_start + 1 + i, mask=i < n_tiles, other=2**31 - 1)
+        ends = gl.load(p_unit_start + 1 + i, mask=i < n_tiles, other=2**31 - 1, cache_modifier=".cg")
         tile += gl.sum((ends <= unit).to(gl.int32), 0)
     return tile
 
@@ -795,7 +832,7 @@ def flash_attn_decode(
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
-    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
+    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of forward.py's flash_attn with one query tile a KV head: at most 16 rows, all heads of a KV
 
@@ -804,13 +841,19 @@ def flash_attn_decode(
 
     JOIN: rows that are joined in this launch, JOIN_PARTS parts at a time, by the last of a tile's programs to be done,
     which counter [n_tiles] tells; 0: fixup.py joins.
+
+    PLAN_EARLY: the mask's plan is older than the launch before this one. Kernels let their successors start only after
+    a gdc_wait of their own, so that when this one starts, all launches but the one before it are complete.
+
+    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16.
     """
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
-    MMA: gl.constexpr = mma_layout(W)
-    gl.static_assert(NW % 16 == 0 and (NW <= 32 or not HAS_MASK))
+    # All that is read of a plan before the first copies is what list_blocks and sum_units made of it.
+    WAIT_LATE: gl.constexpr = PLAN_EARLY or (UNIFORM and not HAS_MASK)
+    gl.static_assert(NW % (8 if COLUMNS else 16) == 0 and (NW <= 32 or not HAS_MASK))
     pid = gl.program_id(0)
-    if PDL and (HAS_MASK or not UNIFORM):  # what follows reads what the mask's kernels wrote
+    if PDL and not WAIT_LATE:  # what follows reads what the mask's kernels wrote
         gdc_wait()
     # A mask that all tiles share has one mask tile: all that is known of it is loaded at once, first of all.
     n_full = n_kv // BLOCK_N
@@ -818,10 +861,10 @@ def flash_attn_decode(
     run_first = 0
     run = 0
     if HAS_MASK and UNIFORM:
-        n_full = gl.load(p_counts)
-        n_all = n_full + gl.load(p_counts + 1)
-        run_first = gl.load(p_runs)
-        run = gl.load(p_runs + 1)
+        n_full = planned(p_counts)
+        n_all = n_full + planned(p_counts + 1)
+        run_first = planned(p_runs)
+        run = planned(p_runs + 1)
     if RANGES:
         if splits > 0:
             tile = quotient(pid, splits)
@@ -833,7 +876,7 @@ def flash_attn_decode(
             if UNIFORM:
                 total, n0 = tile_units(n_tiles, p_counts, n_blocks, HAS_MASK, p_unit_start, True)
             else:
-                total = gl.load(p_unit_start + n_tiles)
+                total = planned(p_unit_start + n_tiles)
                 n0 = 1
             unit = quotient(pid * total, programs)
             stop = quotient((pid + 1) * total, programs)
@@ -857,10 +900,10 @@ def flash_attn_decode(
                 mask_tile = i_seq * 0
             else:
                 mask_tile = (i_seq % m3) * mask_groups + i_group % mask_groups
-                n_full = gl.load(p_counts + 2 * mask_tile)
-                n_all = n_full + gl.load(p_counts + 2 * mask_tile + 1)
-                run_first = gl.load(p_runs + 2 * mask_tile)
-                run = gl.load(p_runs + 2 * mask_tile + 1)
+                n_full = planned(p_counts + 2 * mask_tile)
+                n_all = n_full + planned(p_counts + 2 * mask_tile + 1)
+                run_first = planned(p_runs + 2 * mask_tile)
+                run = planned(p_runs + 2 * mask_tile + 1)
         if RANGES:
             start, n_units = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
             low = unit - start
@@ -883,84 +926,234 @@ def flash_attn_decode(
         ring_k = allocate(STAGES, NW, D, K_KIND, False)
         ring_v = allocate(STAGES, NW, D, V_KIND, True)
 
-        if PDL and UNIFORM and not HAS_MASK:  # so late that all that comes before overlaps with the kernel before
+        if PDL and WAIT_LATE:  # so late that all that comes before overlaps with the kernel before
             gdc_wait()
         # A buffer's copies are two groups, K's and V's; where there is no k-block left, they are empty.
         for i in range(STAGES):
             copy_block(
                 ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low + i, n_full, high, n_kv, i, sk_n, sv_n,
-                NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, False,
+                NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, COLUMNS,
             )  # fmt: skip
 
-        LQ: gl.constexpr = query_layout(D, W, K_KIND)
-        row_q = axis_index(LQ, 3, 1, ROWS)
-        token_q = row_q // PACK
-        head_q = i_group * PACK + row_q % PACK
-        p_row = i_seq.to(gl.int64) * sq_s + token_q.to(gl.int64) * sq_t + head_q.to(gl.int64) * sq_h
-        q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
-
-        row = axis_index(MMA, 3, 1, ROWS)
-        token = row // PACK
-        head = i_group * PACK + row % PACK
-        slope = row.to(gl.float32)
-        p_mask_rows = p_mask
-        if HAS_MASK:
-            # In the units of s, which so stays exact where the mask adds 0.
-            slope = gl.load(p_slopes + head, mask=token < n_q, other=0.0) * (LOG2E if SOFTCAP else LOG2E / factor)
-            mask_row = (i_seq % m3).to(gl.int64) * sm_s + token.to(gl.int64) * sm_t
-            if PER_HEAD:
-                mask_row += (head % m2).to(gl.int64) * sm_h
-            p_mask_rows = p_mask + mask_row
-        i_key = axis_index(MMA, 3, 0, W) * NW + axis_index(MMA, 3, 2, NW)
-        m = gl.full([W, ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(2, MMA))
-        l = gl.full([W, ROWS], 0.0, gl.float32, layout=gl.SliceLayout(2, MMA))
-        acc = gl.full([W, ROWS, D], 0.0, gl.float32, layout=MMA)
-        buffer = 0
-        for i in range(low, high):
-            bias = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
-            if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
-                if i >= n_full:
-                    col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
-                    bias = gl.load(
-                        p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
-                    ).to(gl.float32)  # fmt: skip
-            async_copy.wait_group(2 * STAGES - 1)
-            s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA))
-            if SOFTCAP:
-                s = (softcap * LOG2E) * tanh(s * factor)
-            if HAS_MASK:  # where the mask is -inf, so is the logit, whatever q.k is
-                s = gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
-            else:
-                s = gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
-            # m is in the units of s, so that the largest logit's weight is exactly 1, as forward.py has it.
-            m_new = gl.maximum(m, gl.max(s, 2))
-            top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
-            if SOFTCAP:
-                p = gl.exp2(s - gl.expand_dims(top, 2))
-                alpha = gl.exp2(m - top)
-            else:
-                p = gl.exp2((s - gl.expand_dims(top, 2)) * factor)
-                alpha = gl.exp2((m - top) * factor)
-            l = l * alpha + gl.sum(p, 2)
-            m = m_new
-            acc = acc * gl.expand_dims(alpha, 2)
-            p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-            async_copy.wait_group(2 * STAGES - 2)
-            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
-            copy_block(
-                ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i + STAGES, n_full, high, n_kv, buffer,
-                sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True,
+        if COLUMNS:
+            m, l, acc = column_sums(
+                p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
+                i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
+                sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
             )  # fmt: skip
-            buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
-
-        if not SOFTCAP:
-            m = m * factor
-        finish(
-            p_sinks, p_out, p_lse, p_part, m, l, slot_order(acc, D, V_KIND), pid, splits, i_seq, i_group, whole,
-            finishes, n_q, n_head, has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles,
-            n_blocks, PACK, D, V_KIND, HAS_MASK, UNIFORM, JOIN, JOIN_PARTS,
+            LAYOUT: gl.constexpr = column_mma_layout(W)
+        else:
+            m, l, acc = way_sums(
+                p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
+                i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
+                sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
+            )  # fmt: skip
+            m, l, acc = joined_ways(m, l, acc, D, V_KIND)
+            LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
+        deliver(
+            p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq, i_group, whole, finishes, n_q, n_head,
+            has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
+            LAYOUT, PACK, D, V_KIND, HAS_MASK, UNIFORM, JOIN, JOIN_PARTS,
         )  # fmt: skip
         tile += 1
+
+
+@gluon.jit
+def mask_rows(
+    p_mask, p_slopes, token, head, i_seq, sm_t, sm_h, sm_s, n_q, m2, m3, factor,
+    SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PER_HEAD: gl.constexpr,
+):  # fmt: skip
+    """(slopes, the mask's rows) of a tile's rows: ALiBi's factors in the units of s, f32, and pointers to f16."""
+    slope = token.to(gl.float32)
+    p_rows = p_mask
+    if HAS_MASK:
+        # In the units of s, which so stays exact where the mask adds 0.
+        slope = gl.load(p_slopes + head, mask=token < n_q, other=0.0) * (LOG2E if SOFTCAP else LOG2E / factor)
+        mask_row = (i_seq % m3).to(gl.int64) * sm_s + token.to(gl.int64) * sm_t
+        if PER_HEAD:
+            mask_row += (head % m2).to(gl.int64) * sm_h
+        p_rows = p_mask + mask_row
+    return slope, p_rows
+
+
+@gluon.jit
+def way_sums(
+    p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
+    i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
+    sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
+    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
+    PDL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """(m, l, acc) of a segment, k-blocks low .. high - 1 of the list, of which copies of the first STAGES have started.
+
+    m: f32 [W, 16], each way's row maxima, log2; l: f32 [W, 16], its sums of weights; acc: f32 [W, 16, D], its weighted
+    sums of V, in the order of slots.
+    """
+    W: gl.constexpr = gl.num_warps()
+    NW: gl.constexpr = BLOCK_N // W
+    MMA: gl.constexpr = mma_layout(W)
+    LQ: gl.constexpr = query_layout(D, W, K_KIND)
+    row_q = axis_index(LQ, 3, 1, ROWS)
+    token_q = row_q // PACK
+    head_q = i_group * PACK + row_q % PACK
+    p_row = i_seq.to(gl.int64) * sq_s + token_q.to(gl.int64) * sq_t + head_q.to(gl.int64) * sq_h
+    q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
+
+    row = axis_index(MMA, 3, 1, ROWS)
+    token = row // PACK
+    head = i_group * PACK + row % PACK
+    slope, p_mask_rows = mask_rows(
+        p_mask, p_slopes, token, head, i_seq, sm_t, sm_h, sm_s, n_q, m2, m3, factor, SOFTCAP, HAS_MASK, PER_HEAD
+    )
+    i_key = axis_index(MMA, 3, 0, W) * NW + axis_index(MMA, 3, 2, NW)
+    m = gl.full([W, ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(2, MMA))
+    l = gl.full([W, ROWS], 0.0, gl.float32, layout=gl.SliceLayout(2, MMA))
+    acc = gl.full([W, ROWS, D], 0.0, gl.float32, layout=MMA)
+    buffer = 0
+    for i in range(low, high):
+        bias = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
+        if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
+            if i >= n_full:
+                col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
+                bias = gl.load(
+                    p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
+                ).to(gl.float32)  # fmt: skip
+        async_copy.wait_group(2 * STAGES - 1)
+        s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA))
+        if SOFTCAP:
+            s = (softcap * LOG2E) * tanh(s * factor)
+        if HAS_MASK:  # where the mask is -inf, so is the logit, whatever q.k is
+            s = gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
+        else:
+            s = gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
+        # m is in the units of s, so that the largest logit's weight is exactly 1, as forward.py has it.
+        m_new = gl.maximum(m, gl.max(s, 2))
+        top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
+        if SOFTCAP:
+            p = gl.exp2(s - gl.expand_dims(top, 2))
+            alpha = gl.exp2(m - top)
+        else:
+            p = gl.exp2((s - gl.expand_dims(top, 2)) * factor)
+            alpha = gl.exp2((m - top) * factor)
+        l = l * alpha + gl.sum(p, 2)
+        m = m_new
+        acc = acc * gl.expand_dims(alpha, 2)
+        p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+        async_copy.wait_group(2 * STAGES - 2)
+        acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
+        copy_block(
+            ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i + STAGES, n_full, high, n_kv, buffer,
+            sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True,
+        )  # fmt: skip
+        buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
+
+    if not SOFTCAP:
+        m = m * factor
+    return m, l, slot_order(acc, D, V_KIND)
+
+
+@gluon.jit
+def column_sums(
+    p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
+    i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
+    sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
+    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
+    PDL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As way_sums, with the keys of all warps together: (m, l, acc) f32 [16, 1], [16, 1], [16, D].
+
+    Of S = Q K^T a warp has 8 keys of every 8 W, of acc as many columns.
+    """
+    W: gl.constexpr = gl.num_warps()
+    NW: gl.constexpr = BLOCK_N // W
+    MMA: gl.constexpr = column_mma_layout(W)
+    FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    q = gl.allocate_shared_memory(
+        dot_dtype(K_KIND), [ROWS, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
+        load_rows(p_q, i_seq, i_group, sq_t, sq_h, sq_s, n_q, sign, D, PACK).to(dot_dtype(K_KIND)),
+    ).load(FIRST)  # fmt: skip
+
+    row = axis_index(MMA, 2, 0, ROWS)
+    token = row // PACK
+    head = i_group * PACK + row % PACK
+    slope, p_mask_rows = mask_rows(
+        p_mask, p_slopes, token, head, i_seq, sm_t, sm_h, sm_s, n_q, m2, m3, factor, SOFTCAP, HAS_MASK, PER_HEAD
+    )
+    i_key = axis_index(MMA, 2, 1, BLOCK_N)
+    m = gl.full([ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(1, MMA))
+    l = lane_sums(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA))
+    acc = gl.full([ROWS, D], 0.0, gl.float32, layout=MMA)
+    buffer = 0
+    for i in range(low, high):
+        bias = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA)
+        if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
+            if i >= n_full:
+                col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
+                bias = gl.load(
+                    p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
+                ).to(gl.float32)  # fmt: skip
+        async_copy.wait_group(2 * STAGES - 1)
+        k = block_rows(ring_k, buffer, BLOCK_N, D).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
+        s = mma_v2(q, k, gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA))
+        if SOFTCAP:
+            s = (softcap * LOG2E) * tanh(s * factor)
+        if HAS_MASK:  # where the mask is -inf, so is the logit, whatever q.k is
+            s = gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
+        else:
+            s = gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
+        m_new = gl.maximum(m, gl.max(s, 1))
+        top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
+        if SOFTCAP:
+            p = gl.exp2(s - gl.expand_dims(top, 1))
+            alpha = gl.exp2(m - top)
+        else:
+            p = gl.exp2((s - gl.expand_dims(top, 1)) * factor)
+            alpha = gl.exp2((m - top) * factor)
+        m = m_new
+        shrink = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
+        l = l * gl.expand_dims(shrink, 1) + lane_sums(p)
+        acc = acc * gl.expand_dims(alpha, 1)
+        p = gl.convert_layout(p.to(dot_dtype(V_KIND)), FIRST)
+        async_copy.wait_group(2 * STAGES - 2)
+        acc = mma_v2(p, block_rows(ring_v, buffer, BLOCK_N, D).load(gl.DotOperandLayout(1, MMA, 2)), acc)
+        copy_block(
+            ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i + STAGES, n_full, high, n_kv, buffer,
+            sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True,
+        )  # fmt: skip
+        buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
+
+    if not SOFTCAP:
+        m = m * factor
+    l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, MMA), assert_trivial=True)
+    return gl.expand_dims(m, 1), gl.expand_dims(l, 1), acc
+
+
+@gluon.jit
+def load_rows(
+    p_q, i_seq, i_group, sq_t, sq_h, sq_s, n_q, sign, D: gl.constexpr, PACK: gl.constexpr
+):  # fmt: skip
+    """A tile's rows of Q times sign, f32 [16, D], each thread with four columns side by side; rows past n_q are 0."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    row = axis_index(L, 2, 0, ROWS)
+    column = axis_index(L, 2, 1, D)
+    token = row // PACK
+    head = i_group * PACK + row % PACK
+    p_row = i_seq.to(gl.int64) * sq_s + token.to(gl.int64) * sq_t + head.to(gl.int64) * sq_h
+    return gl.load(p_q + p_row + column, mask=(token < n_q) & (column >= 0), other=0.0) * sign
+
+
+@gluon.jit
+def block_rows(ring, slot, BLOCK_N: gl.constexpr, D: gl.constexpr):
+    """A buffer of the ring of a half K or V as one tile in shared memory, [BLOCK_N, D]."""
+    tiles, _ = ring
+    return tiles.index(slot).reshape([BLOCK_N, D])
+
+
+@gluon.jit
+def lane_sums(p):
+    """Row sums of [16, n] in column_mma_layout as far as a thread has them, so that none waits: [16, 4 W]."""
+    W: gl.constexpr = gl.num_warps()
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, p.shape[1] // (8 * W), 4 * W, 2]), 3), 1)
 
 
 @gluon.jit
@@ -1005,16 +1198,8 @@ def listed(p_list, run_first, run, i):
 
 
 @gluon.jit
-def finish(
-    p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq, i_group, whole, finishes, n_q, n_head, has_sinks,
-    has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
-    PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, HAS_MASK: gl.constexpr, UNIFORM: gl.constexpr,
-    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
-):  # fmt: skip
-    """Joins the ways' sums and writes the result, or the part of it. m, l: [W, 16]; acc: [W, 16, D], slots' order.
-
-    With JOIN the last of a tile's programs to write its part joins them all.
-    """
+def joined_ways(m, l, acc, D: gl.constexpr, KIND: gl.constexpr):
+    """The ways' sums as one: way_sums' to f32 [16, 1], [16, 1], [16, D]."""
     W: gl.constexpr = gl.num_warps()
     L: gl.constexpr = join_layout(D, W)
     sums = gl.allocate_shared_memory(gl.float32, [2, W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -1028,11 +1213,20 @@ def finish(
     top = gl.max(m, 0)
     safe = gl.where(top == NEG_INF, 0.0, top)
     weight = gl.exp2(m - gl.expand_dims(safe, 0))
-    m = top
-    l = gl.sum(l * weight, 0)
-    acc = gl.sum(acc * weight, 0)
+    return top, gl.sum(l * weight, 0), gl.sum(acc * weight, 0)
 
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, L)
+
+@gluon.jit
+def deliver(
+    p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq, i_group, whole, finishes, n_q, n_head, has_sinks,
+    has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
+    LAYOUT: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, HAS_MASK: gl.constexpr,
+    UNIFORM: gl.constexpr, JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Writes a segment's result, or its part of it. m, l: [16, 1]; acc: [16, D] in LAYOUT, slots' order.
+
+    With JOIN the last of a tile's programs to write its part joins them all.
+    """
     i_row = axis_index(LAYOUT, 2, 0, ROWS)
     i_slot = axis_index(LAYOUT, 2, 1, D)
     token = i_row // PACK
@@ -1091,7 +1285,7 @@ def tile_parts(
         if UNIFORM:
             units = n_tiles * n
         else:
-            units = gl.load(p_unit_start + n_tiles)
+            units = planned(p_unit_start + n_tiles)
         first = quotient((start + 1) * programs - 1, units)
         last = quotient((start + n) * programs - 1, units)
         shares = programs

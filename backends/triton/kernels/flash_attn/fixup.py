@@ -21,12 +21,14 @@ def flash_attn_fixup(
 ):  # fmt: skip
     """Program (tile, i, j) joins ROWS rows, COLS columns of a tile, PARTS parts at a time. Arguments: flash_attn's."""
     tile = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    # Of the mask's plan, which is older than the launch that wrote the parts. That one let this one start after a
+    # gdc_wait of its own only, when all launches before it were complete.
     first, last, n_units, total = fixup_range(
         tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, BIG
     )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if first != last:
         i_qt = tile % n_qt
         i_group = (tile // n_qt) % n_groups

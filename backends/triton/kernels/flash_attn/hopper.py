@@ -35,15 +35,18 @@ from triton.language.core import _aggregate as aggregate
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# Odd polynomial for tanh(x), |x| <= TANH_RANGE, to 1.1e-6; it keeps falling below, to minus infinity.
-TANH_RANGE = gl.constexpr(0.9)
-TANH_AT_RANGE = gl.constexpr(0.7162978701990245)
-TANH = gl.constexpr((0.999986742, -0.332987063, 0.130767856, -0.045938528, 0.00984349093))
-# What is this much smaller in log2 units than a row's maximum is no part of the row's sum in f16.
-NEGLIGIBLE = gl.constexpr(24.0)
-# What NaN scores become, so that the mask can hide them; a row with such a maximum has one that it does not hide.
-LARGE = gl.constexpr(1.0e30)
-TOO_LARGE = gl.constexpr(1.0e20)
+# Odd polynomials for tanh(x): where |x| <= SHORT_RANGE to 2.7e-6, where |x| <= LONG_RANGE to 1.1e-6. Both keep falling
+# below, to minus infinity.
+SHORT_RANGE = gl.constexpr(0.45)
+SHORT_TANH = gl.constexpr((0.99995852, -0.33165442, 0.11609694))
+LONG_RANGE = gl.constexpr(0.9)
+LONG_TANH = gl.constexpr((0.999986742, -0.332987063, 0.130767856, -0.045938528, 0.00984349093))
+# Their tanh at the end of their range, and so many log2 units below a row's maximum what they have wrong further down
+# is less than f16's rounding of a weight: the short one's error is still small where its range ends.
+SHORT_LAST, SHORT_BELOW = gl.constexpr(0.42189901), gl.constexpr(13.8)
+LONG_LAST, LONG_BELOW = gl.constexpr(0.7162978701990245), gl.constexpr(24.0)
+# Which form of the soft cap a warp takes, see cap_level.
+SHORT, LONG, EXACT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Below every score that a finite f16 product can give, and finite: see the module's docstring.
 NO_MAX = gl.constexpr(-1.0e30)
 # Up to this |maximum| in log2 units, half a unit of its last place (3e-5) is nothing beside f16's rounding of a weight.
@@ -51,7 +54,7 @@ EXACT_TO = gl.constexpr(512.0)
 
 WG_ROWS = 64  # the M of one wgmma instruction: query rows of one consumer warpgroup
 MAX_SHARED_BYTES = 232448  # of one thread block on sm_90
-LARGE_CAP = 28.0  # soft caps from here on: see cap_is_hard
+LARGE_CAP = 28.0  # soft caps from here on: see cap_level
 L2_SECTION_BYTES = 32 << 20  # K and V of the heads that run side by side should stay within this much of the L2 cache
 
 
@@ -102,12 +105,8 @@ class Spec:
     v_kind: str = ""
     pack: int = 1  # heads whose rows share a tile: row r is token r // pack of head r % pack (1, 2, 4 or 8)
     mask_stages: int = 0  # buffers of the ring through which TMA brings the mask; 0: consumers load it themselves
-    # Hidden keys whose scores are NaN: True hides them, at an instruction a score; False lets them through to `bad`.
-    drop_nan: bool = True
-    # The soft cap of blocks without mask: 0 exact, 1 a polynomial where a row's maximum says that it holds, 2 where its
-    # minimum does too (see cap_is_easy).
-    softcap_form: int = 0
-    exp_share: int = 0  # of so many exponentials one is computed without the special function unit; 0: none
+    # A row's largest score alone tells which form of the soft cap serves (see cap_level); False: the least does too.
+    large_cap: bool = False
 
 
 #: By head size. The fastest of those tried on an H100; see BENCHMARKS.md.
@@ -587,40 +586,83 @@ def settle(den):
     )
 
 
-@gluon.jit
-def to_log2_units(p, s):
-    """Scale (and soft-cap) raw scores, times log2(e)."""
-    if p.spec.has_softcap:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp2 is 0 or inf.
-        e = gl.exp2(s * (p.scale / p.softcap * (2.0 * LOG2E)))
-        cap = p.softcap * LOG2E
-        return cap - (2.0 * cap) * reciprocal(e + 1.0)
-    return s * (p.scale * LOG2E)
+@gluon.constexpr_function
+def capped_lines(form, result, score, shift, constants):
+    """PTX for result = a raw score soft-capped + shift. constants: scale / softcap, softcap in the wanted units, and
+    the coefficients of the short form, into which both are multiplied."""
+    ratio, cap, *first = constants
+    if form == SHORT:
+        return [
+            f"mul.f32 a, {score}, {score};",
+            f"fma.rn.f32 b, a, {first[2]}, {first[1]};",
+            f"fma.rn.f32 b, a, b, {first[0]};",
+            f"fma.rn.f32 {result}, {score}, b, {shift};",
+        ]
+    lines = [f"mul.f32 x, {score}, {ratio};"]
+    if form == LONG:
+        last, *others = reversed(LONG_TANH.value)
+        lines += ["mul.f32 a, x, x;", f"mov.f32 b, {last};", *(f"fma.rn.f32 b, a, b, {c};" for c in others)]
+        lines += ["mul.f32 x, x, b;"]
+    else:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp2 is 0 or infinite
+        lines += [f"mul.f32 x, x, {2.0 * LOG2E.value};", "ex2.approx.ftz.f32 x, x;", "add.f32 x, x, 1.0;"]
+        lines += ["rcp.approx.ftz.f32 x, x;", "fma.rn.f32 x, x, -2.0, 1.0;"]
+    return [*lines, f"fma.rn.f32 {result}, x, {cap}, {shift};"]
 
 
 @gluon.constexpr_function
-def capped_asm(n, terms, exponential):
+def by_level(level, make, aside=()):
+    """PTX that runs make(form) of the form that `level`, the same for a whole warp, says. aside: PTX that none of them
+    runs into; it ends where they end."""
+    lines = ["{", ".reg .pred p, never;", ".reg .f32 a, b, x;"]
+    lines += [f"setp.ne.s32 p, {level}, 0;", "@p bra.uni FAR;", *make(SHORT), "bra.uni DONE;", "FAR:"]
+    lines += [f"setp.ne.s32 p, {level}, 1;", "@p bra.uni FARTHER;", *make(LONG), "bra.uni DONE;", "FARTHER:"]
+    return "\n".join([*lines, *make(EXACT), "bra.uni DONE;", *aside, "DONE:", "}"])
+
+
+@gluon.constexpr_function
+def capped_asm(n):
     """PTX of `capped` for n elements. Operands: the results, then n of each argument."""
 
-    def arg(i, k=0):
-        return f"${n * (1 + i) + k}"
+    def lines(form):
+        constants = [f"${n * i}" for i in range(4, 9)]
+        return [x for k in range(n) for x in capped_lines(form, f"${k}", f"${n + k}", f"${2 * n + k}", constants)]
 
-    score, shift, hard, exponent, cap, minus_two_caps, first = range(7)
-    lines = ["{", ".reg .pred hard;", ".reg .f32 a, b;", f"setp.ne.f32 hard, {arg(hard)}, 0f00000000;"]
-    lines += ["@hard bra.uni HARD;"]
-    for k in range(n):
-        lines += [f"mul.f32 a, {arg(score, k)}, {arg(score, k)};"]
-        lines += [f"fma.rn.f32 b, a, {arg(first + terms - 1)}, {arg(first + terms - 2)};"]
-        lines += [f"fma.rn.f32 b, a, b, {arg(first + i)};" for i in reversed(range(terms - 2))]
-        lines += [f"fma.rn.f32 ${k}, {arg(score, k)}, b, {arg(shift, k)};"]
-        lines += [f"ex2.approx.ftz.f32 ${k}, ${k};"] if exponential else []
-    lines += ["bra.uni DONE;", "HARD:"]
-    for k in range(n):
-        lines += [f"mul.f32 a, {arg(score, k)}, {arg(exponent)};", "ex2.approx.ftz.f32 a, a;"]
-        lines += ["add.f32 a, a, 0f3F800000;", "rcp.approx.ftz.f32 a, a;"]
-        lines += [f"fma.rn.f32 a, a, {arg(minus_two_caps)}, {arg(cap)};", f"add.f32 ${k}, a, {arg(shift, k)};"]
-        lines += [f"ex2.approx.ftz.f32 ${k}, ${k};"] if exponential else []
-    return "\n".join([*lines, "DONE:", "}"])
+    return by_level(f"${3 * n}", lines)
+
+
+@gluon.constexpr_function
+def capped_weights_asm(n):
+    """PTX of `capped_weights` for n pairs. Operands: low, high and total, then n of each argument.
+
+    The special function unit takes longest: it should be busy from the first pairs on, while the multiply-adds of the
+    next ones run. The assembler would put most of those first. It moves nothing past a branch behind which what is to
+    be moved is used on both sides; so there are branches, never taken, to places that use it (and give NaN).
+    """
+    chunk = 4
+    constants = [f"${n * i}" for i in range(7, 12)]
+
+    def exponents(form, pairs):
+        shift = [f"${5 * n + k}" for k in range(n)]
+        both = [(n * half + k, n * (3 + half) + k, k) for k in pairs for half in (0, 1)]
+        return [x for to, score, k in both for x in capped_lines(form, f"${to}", f"${score}", shift[k], constants)]
+
+    def lines(form):
+        chunks = [list(range(at, min(at + chunk, n))) for at in range(0, n, chunk)]
+        found, aside = exponents(form, chunks[0]), []
+        name = "NEVER_SHORT" if form == SHORT else "NEVER_LONG"
+        for i, pairs in enumerate(chunks):
+            before = chunks[i - 1] if i > 0 else []
+            if form != EXACT and before:
+                found += [f"setp.gt.f32 never, ${pairs[-1]}, 1.0e30;", f"@never bra.uni {name}_{i};"]
+                aside += [f"{name}_{i}:", "mov.f32 x, 0f7F800000;"]
+                aside += [f"mul.f32 x, x, ${half + k};" for k in before for half in (0, n)] + ["bra.uni NEVER;"]
+            for k in pairs:
+                found += [f"ex2.approx.ftz.f32 ${k}, ${k};", f"ex2.approx.ftz.f32 ${n + k}, ${n + k};"]
+            found += exponents(form, chunks[i + 1]) if i + 1 < len(chunks) else []
+            found += [f"add.f32 ${2 * n + k}, ${k}, ${n + k};" for k in before]
+        return [*found, *(f"add.f32 ${2 * n + k}, ${k}, ${n + k};" for k in chunks[-1]), "bra.uni DONE;", *aside]
+
+    return by_level(f"${6 * n}", lines, ["NEVER:", *(f"mov.f32 ${k}, x;" for k in range(3 * n))])
 
 
 @gluon.constexpr_function
@@ -629,22 +671,24 @@ def asm_operands(outputs, inputs):
 
 
 @gluon.jit
-def capped(p, s, shift, hard, exponential: gl.constexpr, pack: gl.constexpr):
-    """Soft-capped scores in log2 units plus shift, or 2 to the power of that. hard is not 0 in warps where the
-    polynomial does not hold; it is that for all lanes of a warp at once."""
+def cap_constants(p, unit: gl.constexpr):
+    """What capped_lines takes, for capped scores in units of 1 / unit."""
     ratio = p.scale / p.softcap
-    cap = p.softcap * LOG2E
+    cap = p.softcap * unit
     square = ratio * ratio
-    c0 = TANH[0] * cap * ratio
-    c1 = TANH[1] * cap * ratio * square
-    c2 = TANH[2] * cap * ratio * (square * square)
-    c3 = TANH[3] * cap * ratio * (square * square * square)
-    c4 = TANH[4] * cap * ratio * (square * square * square * square)
-    source: gl.constexpr = capped_asm(pack, 5, exponential)
+    first = cap * ratio
+    return ratio, cap, SHORT_TANH[0] * first, SHORT_TANH[1] * first * square, SHORT_TANH[2] * first * (square * square)
+
+
+@gluon.jit
+def capped(p, s, shift, level, unit: gl.constexpr, pack: gl.constexpr):
+    """Raw scores soft-capped, times unit, plus shift. level: see cap_level."""
+    ratio, cap, c0, c1, c2 = cap_constants(p, unit)
+    source: gl.constexpr = capped_asm(pack)
     return gl.inline_asm_elementwise(
         source,
-        asm_operands(pack, 11 * pack),
-        [s, shift, hard, ratio * (2.0 * LOG2E), cap, -2.0 * cap, c0, c1, c2, c3, c4],
+        asm_operands(pack, 8 * pack),
+        [s, shift, level, ratio, cap, c0, c1, c2],
         dtype=gl.float32,
         is_pure=True,
         pack=pack,
@@ -652,41 +696,76 @@ def capped(p, s, shift, hard, exponential: gl.constexpr, pack: gl.constexpr):
 
 
 @gluon.jit
-def any_of_warp(x):
-    """For a [64] tensor of row values, which is the same in the four lanes of a row: x != 0 in some row of the warp."""
+def capped_weights(p, s, m, level):
+    """(low, high, total): 2 to the power of soft-capped scores less m, of even and of odd columns, and low + high. In
+    one piece, since the assembler does not mix what lies on two sides of a branch."""
+    rows: gl.constexpr = s.shape[0]
+    cols: gl.constexpr = s.shape[1]
+    low, high = s.reshape([rows, cols // 2, 2]).split()
+    row_layout: gl.constexpr = gl.SliceLayout(1, low.type.layout)
+    m = gl.convert_layout(m, row_layout, assert_trivial=True)
+    level = gl.convert_layout(level, row_layout, assert_trivial=True)
+    ratio, cap, c0, c1, c2 = cap_constants(p, LOG2E)
+    n: gl.constexpr = cols // 4
+    source: gl.constexpr = capped_weights_asm(n)
+    return gl.inline_asm_elementwise(
+        source,
+        asm_operands(3 * n, 9 * n),
+        [low, high, -m[:, None], level[:, None], ratio, cap, c0, c1, c2],
+        dtype=(gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=n,
+    )
+
+
+@gluon.jit
+def largest_of_warp(x):
+    """The largest of an int32 [64] of row values, for each warp that of its own rows."""
     return gl.inline_asm_elementwise(
         """{
-        .reg .pred here;
         .reg .b32 both;
-        or.b32 both, $2, $3;
-        setp.ne.b32 here, both, 0;
-        vote.sync.any.pred here, here, 0xffffffff;
-        selp.f32 $0, 0f3F800000, 0f00000000, here;
+        max.s32 both, $2, $3;
+        redux.sync.max.s32 $0, both, 0xffffffff;
         mov.b32 $1, $0;
         }""",
         "=&r,=&r,r,r",
         [x],
-        dtype=gl.float32,
+        dtype=gl.int32,
         is_pure=False,
         pack=2,
     )
 
 
 @gluon.jit
-def cap_is_hard(p, s, top):
-    """Whether the polynomial does not serve for a block's raw scores, whose row maxima are `top`; by warps (see
-    any_of_warp). It does not above TANH_RANGE; below -TANH_RANGE it gives too little, which does no harm where that is
-    NEGLIGIBLE beside the row's maximum (form 1) or if nothing is (form 2)."""
-    limit = p.softcap / p.scale * TANH_RANGE
+def cap_level(p, s, m, top, both_sides: gl.constexpr):
+    """Which form of the soft cap serves for a block's raw scores, by warps.
+
+    A polynomial does not above its range; below, it gives too little, which does no harm where that is negligible
+    beside the row's maximum: `m` of the blocks before in log2 units, or `top` of this one's raw scores. both_sides:
+    only where nothing lies below its range; m and top are of no use.
+    """
+    reach = p.softcap / p.scale
+    short = reach * SHORT_RANGE
     # Past this the highest coefficient nears the smallest numbers.
-    limit = gl.where(limit < 4000.0, limit, -1.0)
-    if p.spec.softcap_form == 1:
-        # |tanh(x)| <= |x|: a maximum of least * scale is at least that when capped.
-        least = (NEGLIGIBLE - p.softcap * (LOG2E * TANH_AT_RANGE)) / (p.scale * LOG2E)
-        easy = (top <= limit) & (top >= gl.where(least <= 0.0, least, limit))
+    short = gl.where(short < 4000.0, short, -1.0)
+    long = reach * LONG_RANGE
+    if both_sides:
+        largest = row_size(s)
+        level = gl.where(largest <= short, SHORT, gl.where(largest <= long, LONG, EXACT))
     else:
-        easy = (top <= limit) & (row_maximum(-s) <= limit)
-    return any_of_warp(gl.where(easy, 0, 1))
+        # |tanh(x)| <= |x|: a negative maximum is at least this when capped.
+        least = gl.maximum(m, top * (p.scale * LOG2E))
+        is_short = (top <= short) & (least >= floor_of(p, SHORT_BELOW, SHORT_LAST))
+        is_long = (top <= long) & (least >= floor_of(p, LONG_BELOW, LONG_LAST))
+        level = gl.where(is_short, SHORT, gl.where(is_long, LONG, EXACT))
+    return largest_of_warp(level)
+
+
+@gluon.jit
+def floor_of(p, below: gl.constexpr, last: gl.constexpr):
+    """The least row maximum, not positive, beside which a polynomial's errors below its range are negligible."""
+    floor = below - p.softcap * (LOG2E * last)
+    return gl.where(floor <= 0.0, floor, -NO_MAX)
 
 
 @gluon.jit
@@ -695,14 +774,6 @@ def hide(p, s, block):
     layout: gl.constexpr = mma_layout(p.spec.block_n)
     cols = block * p.spec.block_n + gl.arange(0, p.spec.block_n, gl.SliceLayout(0, layout))
     return gl.where((cols < p.n_kv)[None, :], s, float("-inf"))
-
-
-@gluon.jit
-def smaller(x, bound):
-    """min(x, bound), which is bound for NaN: one instruction."""
-    return gl.inline_asm_elementwise(
-        "min.f32 $0, $1, $2;", "=r,r,r", [x, bound], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -721,38 +792,21 @@ def row_maximum(s):
     return gl.convert_layout(gl.max(quarter, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
-@gluon.constexpr_function
-def exponential_asm(share):
-    """PTX for 2^x of `share` numbers: the last of them by a polynomial, the others by the special function unit."""
-    lines = [f"ex2.approx.ftz.f32 ${k}, ${share + k};" for k in range(share - 1)]
-    x = f"${2 * share - 1}"
-    # The nearest integer falls into the low bits of x + 1.5 * 2^23, and from there into the exponent.
-    return "\n".join([
-        "{", ".reg .b32 x, t, r, y, e;", *lines,
-        f"max.f32 x, {x}, 0fC2FC0000;",
-        "add.f32 t, x, 0f4B400000;",
-        "sub.f32 r, t, 0f4B400000;",
-        "sub.f32 r, x, r;",
-        "fma.rn.f32 y, r, 0f3D61FBB0, 0f3E786F0D;",
-        "fma.rn.f32 y, y, r, 0f3F31798D;",
-        "fma.rn.f32 y, y, r, 0f3F7FFB49;",
-        "shl.b32 e, t, 23;",
-        f"add.s32 ${share - 1}, e, y;",
-        "}",
-    ])  # fmt: skip
-
-
 @gluon.jit
-def exponential(p, x):
-    """2^x for the x of softmax weights, which are not above 0 by more than rounding."""
-    if p.spec.exp_share == 0:
-        return gl.exp2(x)
-    else:
-        share: gl.constexpr = p.spec.exp_share
-        source: gl.constexpr = exponential_asm(share)
-        return gl.inline_asm_elementwise(
-            source, asm_operands(share, share), [x], dtype=gl.float32, is_pure=True, pack=share
-        )
+def row_size(s):
+    """Largest absolute value of each row, in as many instructions as the maximum."""
+    rows: gl.constexpr = s.shape[0]
+    cols: gl.constexpr = s.shape[1]
+    left, right = s.reshape([rows, 2, cols // 2]).permute((0, 2, 1)).split()
+    sizes = gl.inline_asm_elementwise(
+        "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; max.f32 $0, a, b; }",
+        "=r,r,r",
+        [left, right],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return gl.convert_layout(row_maximum(sizes), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
 @gluon.jit
@@ -764,7 +818,7 @@ def softmax_step(p, s, m, den, factor, by_row: gl.constexpr = False):
         s = s * factor[:, None]
     else:
         s = s * factor
-    weights = exponential(p, s - m_new[:, None])
+    weights = gl.exp2(s - m_new[:, None])
     decay = gl.exp2(m - m_new)
     return weights, decay, m_new, den * decay + gl.sum(weights, 1)
 
@@ -781,6 +835,17 @@ def slope_of(p, group, layout: gl.constexpr):
 
 
 @gluon.jit
+def capped_scores(p, s, bias, at_once: gl.constexpr):
+    """Raw scores soft-capped, plus bias. at_once: elements of a thread between two branches."""
+    if p.spec.k_kind == "":
+        return capped(p, s, bias, cap_level(p, s, 0.0, 0.0, True)[:, None], 1.0, at_once)
+    else:
+        # Beside producers that unpack K and V, consumers have too few registers for more than the exact form.
+        e = gl.exp2(s * (p.scale / p.softcap * (2.0 * LOG2E)))
+        return p.softcap - (2.0 * p.softcap) * reciprocal(e + 1.0) + bias
+
+
+@gluon.jit
 def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
     """Scores of one block to softmax weights. slope: see slope_of."""
     if partial and p.spec.has_mask:
@@ -788,29 +853,34 @@ def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
         slope, ratio = slope
         bias = mask.to(gl.float32)
         if p.spec.has_softcap:
-            s = to_log2_units(p, s)
-        if p.spec.drop_nan:
-            s = smaller(s, LARGE)
-        if p.spec.has_softcap:
-            s = hide_past_end(p, s + bias * (slope[:, None] if by_row else slope), block)
-            weights, decay, m, den = softmax_step(p, s, m, den, 1.0)
+            if p.spec.has_alibi:
+                bias = bias * ((slope[:, None] if by_row else slope) * LN2)
+            # By few at a time, since all of a bias in f32 takes too many registers.
+            at_once: gl.constexpr = 4 if p.spec.has_alibi else 16
+            s = hide_past_end(p, capped_scores(p, s, bias, at_once), block)
+            weights, decay, m, den = softmax_step(p, s, m, den, LOG2E)
         else:
             # In units of the slope, so that scale, mask and maximum take two fused multiply-adds.
             s = hide_past_end(p, s * (ratio[:, None] if by_row else ratio) + bias, block)
             weights, decay, m, den = softmax_step(p, s, m, den, slope, by_row)
+    elif p.spec.has_softcap and (partial or p.spec.k_kind != ""):
+        s = capped_scores(p, s, 0.0, 8)
+        if partial:
+            s = hide(p, s, block)
+        weights, decay, m, den = softmax_step(p, s, m, den, LOG2E)
     elif partial:
-        weights, decay, m, den = softmax_step(p, hide(p, to_log2_units(p, s), block), m, den, 1.0)
-    elif p.spec.has_softcap and p.spec.softcap_form > 0:
+        weights, decay, m, den = softmax_step(p, hide(p, s * (p.scale * LOG2E), block), m, den, 1.0)
+    elif p.spec.has_softcap:
         # The cap keeps the order, so that the maximum can be found first and is the only one to be capped twice.
         top = row_maximum(s)
-        hard = cap_is_hard(p, s, top)
-        m_new = gl.maximum(m, capped(p, top, 0.0, hard, False, 2))
-        weights = capped(p, s, -m_new[:, None], hard[:, None], True, 32)
+        level = cap_level(p, s, m, top, not p.spec.large_cap)
+        m_new = gl.maximum(m, capped(p, top, 0.0, level, LOG2E, 2))
+        low, high, total = capped_weights(p, s, m_new, level)
+        weights = gl.join(low, high).reshape([s.shape[0], s.shape[1]])
+        weights = gl.convert_layout(weights, s.type.layout, assert_trivial=True)
         decay = gl.exp2(m - m_new)
         m = m_new
-        den = den * decay + gl.sum(weights, 1)
-    elif p.spec.has_softcap:
-        weights, decay, m, den = softmax_step(p, to_log2_units(p, s), m, den, 1.0)
+        den = den * decay + gl.convert_layout(gl.sum(total, 1), m.type.layout, assert_trivial=True)
     else:
         # The scale goes into the subtraction of the maximum (one fused multiply-add).
         weights, decay, m, den = softmax_step(p, s, m, den, p.scale * LOG2E)
@@ -931,8 +1001,6 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     # One multiply-add scales a score and subtracts the maximum; with large ones its rounding shows in the weight of the
     # largest, which should be 1. Such tiles are done again, exactly.
     far = (gl.maximum(m, -m) > EXACT_TO) & (m > NO_MAX)
-    if p.spec.has_mask and p.spec.drop_nan:
-        den = gl.where(m > TOO_LARGE, float("nan"), den)
     factor = gl.full([64], 1.0, gl.float32, acc_rows)
     if p.spec.has_sinks:
         sink = row_values(p, p.sinks, group, acc_rows) * LOG2E
@@ -1218,9 +1286,6 @@ def hopper_flash_attn(
     config: Config | None = None,
     pack: int = 1,
     mask_stages: int | None = None,
-    drop_nan: bool = True,
-    softcap_form: int | None = None,
-    exp_share: int = 0,
 ) -> None:
     """out = softmax(scale * q k^T (soft-capped) + slope * mask) v, for every sequence and head.
 
@@ -1229,20 +1294,19 @@ def hopper_flash_attn(
       h // (n_head / n_head_kv).
     out: f32 [n_seq, n_q, n_head, d], written; any strides but the last.
     scale: not negative. softcap: 0 for none.
-    mask: f16 [m3, m2, n_q, n_kv], last stride 1; sequence s and head h use mask[s % m3, h % m2]. -inf hides a key,
-      whatever its score. With it come the classes of its blocks of (config.block_m, config.block_n), for each of the
-      m3 * MG * ceil(n_q / block_m) query tiles, MG being m2 or 1: counts int32 [tiles, 2], how many key blocks hold
-      only zeros (full) and how many are visited besides (partial); blocks int32 [tiles, ceil(n_kv / block_n)], their
-      indices, the full ones first. A block that reaches past n_kv is never full.
+    mask: f16 [m3, m2, n_q, n_kv], last stride 1; sequence s and head h use mask[s % m3, h % m2]. -inf hides a key
+      (see `bad` for scores of NaN). With it come the classes of its blocks of (config.block_m, config.block_n), for
+      each of the m3 * MG * ceil(n_q / block_m) query tiles, MG being m2 or 1: counts int32 [tiles, 2], how many key
+      blocks hold only zeros (full) and how many are visited besides (partial); blocks int32 [tiles,
+      ceil(n_kv / block_n)], their indices, the full ones first. A block that reaches past n_kv is never full.
     slopes: f32 [n_head], ALiBi factors of the mask. sinks: f32 [n_head], a score that joins each row's denominator.
     bad: int32 [n_seq * n_head * ceil(n_q / block_m)], written: 0, or not 0 where a tile should be
-      done again: its output holds NaN or infinity (V may hold such values in rows that the mask hides; the products
-      here let them through), or its logits are so large that their rounding shows.
+      done again: its output holds NaN or infinity (K and V may hold such values in rows that the mask hides; the
+      softmax and the products here let them through), or its logits are so large that their rounding shows.
     lse: f32 [n_seq, n_q, n_head] contiguous, written: the natural logarithm of each row's denominator.
     pack: heads whose rows share a tile (see Spec), a divisor of n_head / n_head_kv among 1, 2, 4, 8. The tiles of the
       mask's classes and of `bad` are then those of n_head / pack groups with n_q * pack rows: MG is 1 or n_head / pack.
     mask_stages: of the mask's ring, 0 for none; by default as many as fit (at most 2) where mask_fits_ring.
-    drop_nan, softcap_form, exp_share: see Spec; softcap_form by default as the cap needs.
     A row whose keys are all hidden gives 0.
     """
     n_seq, n_head, n_q, d = q.shape
@@ -1272,8 +1336,6 @@ def hopper_flash_attn(
     )
     tiles = tiles_of_group * groups * n_seq
     mask_stages = mask_stages or 0
-    if softcap_form is None:
-        softcap_form = 0 if softcap == 0.0 else 1 if softcap >= LARGE_CAP else 2
     spec = Spec(
         d=d,
         block_n=config.block_n,
@@ -1292,9 +1354,7 @@ def hopper_flash_attn(
         has_lse=lse is not None,
         pack=pack,
         mask_stages=mask_stages,
-        drop_nan=drop_nan,
-        softcap_form=softcap_form,
-        exp_share=exp_share,
+        large_cap=softcap >= LARGE_CAP,
     )
     programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
     hopper_flash_attn_kernel[(programs,)](

@@ -73,10 +73,11 @@ class Launcher:
         if p.mask_t is not None:
             plan, made = self.masks.plan(p, t, ranges and not t.uniform(True))
             steps += made
+        early = plan is not None and not steps  # the launch that used the plan first comes between
         args = portable.main_arguments(p, t, config, choice, plan, self._part(choice.scratch_bytes), self.target)
         joined = False
         if decode is not None and not args["BIG"]:
-            launch = self._decode_launch(args, decode, t, plan)
+            launch = self._decode_launch(args, decode, t, plan, early)
             joined = launch.args["JOIN"] > 0
             steps.append(launch)
         else:
@@ -120,13 +121,16 @@ class Launcher:
 
         return decode.config_for(p, self.target.has_pdl)
 
-    def _decode_launch(self, args: dict[str, Any], config: Any, t: Tiling, plan: MaskPlan | None) -> Launch:
+    def _decode_launch(
+        self, args: dict[str, Any], config: Any, t: Tiling, plan: MaskPlan | None, early: bool
+    ) -> Launch:
         from graphrt.backends.triton.kernels.flash_attn import decode
 
         fewer = tuple({"STAGES": n} for n in range(config.stages - 1, 0, -1))
         options = portable.options(self.target, config.warps)
         runs = plan.runs if plan is not None else args["p_counts"]
-        known = decode.arguments(args, config, runs, self._counters(t.n_tiles), decode.join_of(args, t, config))
+        join = decode.join_of(args, t, config)
+        known = decode.arguments(args, config, runs, self._counters(t.n_tiles), join, early)
         return Launch(decode.flash_attn_decode, (args["programs"],), known, options, fewer)
 
     def _choose(self, p: Problem, t: Tiling, config: Config, force: str | None) -> chooser.Choice:

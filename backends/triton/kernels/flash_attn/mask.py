@@ -12,42 +12,48 @@ import triton.language as tl
 SKIP, FULL, PARTIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)  # NaN is neither hidden nor 0
+@triton.constexpr_function
+def hidden_bits(PER):
+    """PER f16 -inf side by side, as a signed number."""
+    return -1024 if PER == 1 else -1024 * 65537 + 65536
 
 
 @triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def _either(a, b):
+    return a | b
 
 
 @triton.jit
 def classify_blocks(
     p_mask, p_class, p_seen, sm_t, sm_h, sm_s, n_q, n_kv, m2, heads_packed, mask_groups, n_qt, n_blocks,
     PER_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Program (mask tile, i) classifies CHUNK k-blocks, ROWS mask rows at a time.
 
     class: int32 [mask tiles, n_blocks]; seen: int32 [mask tiles, n_blocks, BLOCK_N / 32], a bit for each key that some
     query of the tile sees. PER_HEAD: the heads of a tile have masks of their own, else one mask serves all.
+    UNIT: strides and n_kv are whole numbers of so many values (8, 2 or 1), and the strides are given in them; mask:
+    int32 pointers to pairs of f16 values, int16 ones to single values where UNIT is 1.
     """
+    PER: tl.constexpr = 1 if UNIT == 1 else 2
+    HIDDEN: tl.constexpr = hidden_bits(PER)
+    ITEMS: tl.constexpr = UNIT // PER
     mask_tile = tl.program_id(0)
     i_qt = mask_tile % n_qt
     i_group = (mask_tile // n_qt) % mask_groups
-    p_seq = p_mask + (mask_tile // (n_qt * mask_groups)).to(tl.int64) * sm_s
+    p_seq = p_mask + (mask_tile // (n_qt * mask_groups)).to(tl.int64) * sm_s * ITEMS
     i_kb = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    col = i_kb[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    m_col = col < n_kv
+    item = i_kb[:, None] * (BLOCK_N // PER) + tl.arange(0, BLOCK_N // PER)[None, :]
+    m_item = item // ITEMS < n_kv // UNIT
     first = i_qt * BLOCK_M
     if PER_HEAD:
         n_rows = tl.minimum(BLOCK_M, n_q * heads_packed - first)
     else:
         n_rows = tl.minimum(n_q, (first + BLOCK_M - 1) // heads_packed + 1) - first // heads_packed
-    # A column's largest and least value tell all: hidden from everybody if the largest is -inf, full if both are 0.
-    # Joined over rows at the end only: in the loop every thread looks at its own elements.
-    high = tl.full([ROWS, CHUNK, BLOCK_N], float("-inf"), tl.float16)
-    low = tl.full([ROWS, CHUNK, BLOCK_N], float("inf"), tl.float16)
+    # Bits tell all: hidden from everybody if no row's differ from those of -inf, full if no row has any but the sign.
+    other = tl.zeros([CHUNK, BLOCK_N // PER], p_mask.dtype.element_ty)
+    some = other
     for base in range(0, n_rows, ROWS):
         i_row = tl.minimum(base + tl.arange(0, ROWS), n_rows - 1)  # past the end the last row once more
         if PER_HEAD:
@@ -55,19 +61,22 @@ def classify_blocks(
             row = (head % m2).to(tl.int64) * sm_h + ((first + i_row) // heads_packed).to(tl.int64) * sm_t
         else:
             row = (first // heads_packed + i_row).to(tl.int64) * sm_t
-        p_x = p_seq + row[:, None, None] + col[None, :, :]
-        x = tl.load(p_x, mask=m_col[None, :, :], other=float("-inf"))
-        high = _larger(high, x)
-        low = _smaller(low, x)
-    high = tl.reduce(high, 0, _larger)
-    low = tl.reduce(low, 0, _smaller)
-    seen = (high != float("-inf")).to(tl.int32)
-    full = ((high == 0.0) & (low == 0.0)).to(tl.int32)
-    kind = tl.where(tl.max(seen, 1) == 0, SKIP, tl.where(tl.min(full, 1) == 1, FULL, PARTIAL))
+        p_x = p_seq + (row * ITEMS)[:, None, None] + item[None, :, :]
+        x = tl.load(p_x, mask=m_item[None, :, :], other=HIDDEN)
+        other |= tl.reduce(x ^ HIDDEN, 0, _either)
+        some |= tl.reduce(x, 0, _either)
+    some = tl.reduce(some.to(tl.int32), 1, _either)
+    seen = ((other.to(tl.int32) & 0xFFFF) != 0).to(tl.int32)
+    if PER == 2:
+        seen |= ((other >> 16) != 0).to(tl.int32) << 1
+        is_full = (some & 0x7FFF7FFF) == 0
+    else:
+        is_full = (some & 0x7FFF) == 0
+    bits = tl.reshape(seen, (CHUNK, BLOCK_N // 32, 32 // PER)) << (PER * tl.arange(0, 32 // PER))[None, None, :]
+    words = tl.reduce(bits, 2, _either)
+    kind = tl.where(tl.reduce(words, 1, _either) == 0, SKIP, tl.where(is_full, FULL, PARTIAL))
     at = mask_tile.to(tl.int64) * n_blocks + i_kb
     tl.store(p_class + at, kind, mask=i_kb < n_blocks)
-    bits = tl.reshape(seen, (CHUNK, BLOCK_N // 32, 32)) << tl.arange(0, 32)[None, None, :]
-    words = tl.sum(bits, 2)
     i_word = tl.arange(0, BLOCK_N // 32)
     tl.store(p_seen + at[:, None] * (BLOCK_N // 32) + i_word[None, :], words, mask=(i_kb < n_blocks)[:, None])
 

@@ -63,14 +63,19 @@ def _classify(p: Problem, t: Tiling, plan: MaskPlan, kinds: torch.Tensor) -> lis
     mask = p.mask_t
     assert mask is not None
     per_head = p.m2 > 1
-    most = t.block_m if per_head else min(p.n_q, t.block_m // t.pack + 1)
-    rows = min(32, 1 << (most - 1).bit_length())
-    chunk = max(1, min(1 << (t.n_blocks - 1).bit_length(), 8192 // (rows * t.block_n)))
+    most = t.block_m if per_head else min(p.n_q, (t.block_m - 1) // t.pack + 1 + (t.block_m % t.pack > 0))
+    at = (*mask.nb[1:], p.place(mask)[1])
+    unit = next(n for n in (8, 2, 1) if p.n_kv % n == 0 and all(x % (2 * n) == 0 for x in at))
+    # A program is one warp (all rows of a column are a thread's own) that has 16 KB of the mask in flight, 64 or 128
+    # registers a thread; with few rows it has fewer, so that there are enough programs.
+    rows = min(32 if unit > 1 else 8, 1 << (most - 1).bit_length())
+    columns = min(1024, 8192 // (rows if unit > 1 else 4 * rows))
+    chunk = max(1, min(1 << (t.n_blocks - 1).bit_length(), columns // t.block_n))
     args = {
-        "p_mask": p.memory(mask, torch.float16), "p_class": kinds, "p_seen": plan.seen,
-        **dict(zip(("sm_t", "sm_h", "sm_s"), (n // 2 for n in mask.nb[1:]))), "n_q": p.n_q, "n_kv": p.n_kv,
+        "p_mask": p.memory(mask, torch.int16 if unit == 1 else torch.int32), "p_class": kinds, "p_seen": plan.seen,
+        **dict(zip(("sm_t", "sm_h", "sm_s"), (n // (2 * unit) for n in mask.nb[1:]))), "n_q": p.n_q, "n_kv": p.n_kv,
         "m2": p.m2, "heads_packed": t.pack, "mask_groups": t.mask_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks,
-        "PER_HEAD": per_head, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "ROWS": rows, "CHUNK": chunk,
+        "PER_HEAD": per_head, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "ROWS": rows, "CHUNK": chunk, "UNIT": unit,
     }  # fmt: skip
     step = min(1024, 1 << (t.n_blocks - 1).bit_length())
     lists = {
@@ -78,7 +83,7 @@ def _classify(p: Problem, t: Tiling, plan: MaskPlan, kinds: torch.Tensor) -> lis
         "CHUNK": step,
     }  # fmt: skip
     return [
-        Launch(classify_blocks, (t.n_mask_tiles, -(-t.n_blocks // chunk)), args),
+        Launch(classify_blocks, (t.n_mask_tiles, -(-t.n_blocks // chunk)), args, {"num_warps": 1}),
         Launch(list_blocks, (t.n_mask_tiles,), lists),
     ]
 

@@ -18,6 +18,8 @@ from graphrt.backends.triton.launch import Launch
 from graphrt.ops.soft_max import alibi_slopes
 
 LOG2E = math.log2(math.e)
+#: The most parts that the fixup reads at a time. A second time is a second wait for memory.
+PARTS = 128
 
 
 def main_arguments(
@@ -82,10 +84,10 @@ def fixup_launch(main: dict[str, Any], t: Tiling, p: Problem, target: Target) ->
 
     Many parts of few rows (decode) are cut along the columns too, since the time of one program is what it takes.
     """
-    most = main["programs"] // t.n_tiles + 2
-    parts = min(64, max(2, 1 << (most - 1).bit_length()))
+    most = main["splits"] or main["programs"] // t.n_tiles + 2
+    parts = min(PARTS, max(2, 1 << (most - 1).bit_length()))
     width = 1 << (main["DV0"] + main["DV1"] - 1).bit_length()
-    cols = max(16, min(width, 64 if parts >= 16 else 256))
+    cols = max(16, min(width, 32 if parts >= 128 else 64 if parts >= 16 else 256))
     rows = max(1, min(4096 // (parts * cols), 16))
     used = min(t.block_m, p.n_q * t.pack)
     names = [name for name in flash_attn_fixup.arg_names if name not in ("ROWS", "PARTS", "COLS")]

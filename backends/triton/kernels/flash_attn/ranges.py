@@ -2,12 +2,19 @@
 
 Numbers are 32-bit as long as programs times units fit (BIG false): 64-bit divisions take a GPU a tenth of a microsecond
 each, before the first key can be loaded.
+
+What the mask's kernels wrote is read past the L1 cache, since fixup.py reads it before gdc_wait.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def planned(p):
+    return tl.load(p, cache_modifier=".cg")
 
 
 @triton.jit
@@ -18,13 +25,13 @@ def tile_units(
     if UNIFORM:
         n = n_blocks
         if HAS_MASK:
-            n = tl.maximum(1, tl.load(p_counts) + tl.load(p_counts + 1))
+            n = tl.maximum(1, planned(p_counts) + planned(p_counts + 1))
         if BIG:
             n = n.to(tl.int64)
         start = tile * n
     else:
-        start = tl.load(p_unit_start + tile)
-        n = tl.load(p_unit_start + tile + 1) - start
+        start = planned(p_unit_start + tile)
+        n = planned(p_unit_start + tile + 1) - start
         if BIG:
             start = start.to(tl.int64)
             n = n.to(tl.int64)
@@ -39,7 +46,7 @@ def all_units(
     if UNIFORM:
         total, n = tile_units(n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, True, BIG)
     else:
-        total = tl.load(p_unit_start + n_tiles)
+        total = planned(p_unit_start + n_tiles)
         if BIG:
             total = total.to(tl.int64)
     return total
@@ -105,14 +112,17 @@ def part_slot(program, first, last, programs, splits, n_units, total):
     """(slot, whether it holds anything) of the part that a program has of a tile. program: a number or a vector.
 
     With stream-K the finisher's is 2p, an open part's 2p + 1; programs beyond the number of units have nothing."""
+    used = program <= last
     if splits > 0:
-        i = program - first
-        used = (i * n_units // splits) < ((i + 1) * n_units // splits)
         slot = program
+        if n_units < splits:  # else a part has a unit at least; the divisions take longer than all else here
+            i = program - first
+            used = used & ((i * n_units // splits) < ((i + 1) * n_units // splits))
     else:
-        used = (program * total // programs) < ((program + 1) * total // programs)
         slot = 2 * program + tl.where(program == last, 0, 1)
-    return slot, used & (program <= last)
+        if total < programs:
+            used = used & ((program * total // programs) < ((program + 1) * total // programs))
+    return slot, used
 
 
 @triton.jit

@@ -1,0 +1,309 @@
+"""The fusion pass: which nodes become one step. Patterns are small, named, and can be switched off.
+
+GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_mul,matmul_add) leaves only those on. The
+nodes of a group need not follow one another in the graph: groups are put in an order that keeps every dependency.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from graphrt.backend import Group, Region
+from graphrt.backends.triton.packing import packing_of
+from graphrt.errors import BackendError
+from graphrt.op import op_spec
+from graphrt.tensor import Tensor
+
+#: Products of at most so many tokens are bound by the weights' bytes: mul_mat/gemv.py's.
+FEW_TOKENS = 8
+#: A norm is made anew by each program of a product when rows are at most so long: it costs less than a launch.
+SHORT_ROW, SHORT_TOKENS = 1024, 2
+
+
+def is_view(node: Tensor) -> bool:
+    """A look at another tensor's memory, which takes no step. SET_ROWS and the like are none: they write."""
+    return not node.is_leaf and op_spec(node.op).is_view
+
+
+def looked_at(t: Tensor) -> Tensor:
+    """The tensor whose memory `t` looks at, through any chain of views."""
+    while is_view(t):
+        source = t.src[0]
+        assert source is not None
+        t = source
+    return t
+
+
+class Nodes:
+    """A region's nodes as patterns ask for them. Views are not among them: what reads a view reads what it looks at."""
+
+    def __init__(self, region: Region) -> None:
+        self.all = [n for n in region.nodes if not is_view(n)]
+        self.kept = region.kept
+        self._readers: dict[Tensor, list[Tensor]] = {}
+        self._viewed: set[Tensor] = set()
+        for node in self.all:
+            for source in dict.fromkeys(node.sources()):
+                seen = looked_at(source)
+                readers = self._readers.setdefault(seen, [])
+                if node not in readers:
+                    readers.append(node)
+                if seen is not source:
+                    self._viewed.add(seen)
+
+    def of(self, op: str) -> Iterator[Tensor]:
+        return (n for n in self.all if n.op == op)
+
+    def readers(self, t: Tensor) -> list[Tensor]:
+        """Who reads `t` or a view of it, in order."""
+        return self._readers.get(t, [])
+
+    def only_as_it_is(self, t: Tensor) -> bool:
+        """`t` is no output, and nobody reads a view of it."""
+        return t not in self._viewed and not self.kept(t)
+
+    def only_reader(self, t: Tensor) -> Tensor | None:
+        """The one node that reads `t`, directly and not through a view; None if there are others, or it is an output."""
+        readers = self.readers(t)
+        return readers[0] if len(readers) == 1 and self.only_as_it_is(t) else None
+
+
+Pattern = Callable[[Nodes], Iterator[Group]]
+
+
+def _is_row(weight: Tensor | None, of: Tensor) -> bool:
+    """`weight` is one contiguous f32 row as long as `of`'s."""
+    return weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1)
+
+
+def _is_product(node: Tensor, few: bool = False) -> bool:
+    """MUL_MAT of one matrix with contiguous f32 rows of one sequence; few: of few tokens."""
+    if node.op != "MUL_MAT":
+        return False
+    w, x = node.src[0], node.src[1]
+    assert w is not None and x is not None
+    plain = w.ne[2] == w.ne[3] == 1 and x.ne[2] == x.ne[3] == 1 and x.dtype.name == "f32" and x.is_contiguous
+    return plain and w.is_leaf and w.is_contiguous and (not few or x.ne[1] <= FEW_TOKENS)
+
+
+def norm_mul(nodes: Nodes) -> Iterator[Group]:
+    """RMS_NORM, MUL by a row of weights, and ADD of a residual if one follows."""
+    for norm in nodes.of("RMS_NORM"):
+        scaled = nodes.only_reader(norm)
+        if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not _is_row(scaled.src[1], norm):
+            continue
+        total = nodes.only_reader(scaled)
+        if total is not None and total.op == "ADD" and total.ne == scaled.ne and total.src[0] is not total.src[1]:
+            yield Group([norm, scaled, total], kernel="norm_mul_add")
+        elif _is_rounded(nodes, scaled):
+            yield Group([norm, scaled], kernel="norm_mul_rounded")
+        else:
+            yield Group([norm, scaled], kernel="norm_mul")
+
+
+def _is_rounded(nodes: Nodes, x: Tensor) -> bool:
+    """Nobody needs x but products of packed weights, which round it to 8 bits."""
+    readers = nodes.readers(x)
+    alone = bool(readers) and nodes.only_as_it_is(x) and x.ne[0] % 32 == 0
+    return alone and all(n.src[1] is x and is_rounding_product(n) for n in readers)
+
+
+def is_rounding_product(node: Tensor) -> bool:
+    """MUL_MAT of a packed matrix and few tokens: what mul_mat/gemv.py does with activations of 8 bits."""
+    w = node.src[0]
+    return _is_product(node, few=True) and w is not None and packing_of(w.dtype.name) is not None and w.ne[1] > 1
+
+
+def _products_of(nodes: Nodes, x: Tensor) -> list[Tensor]:
+    return [n for n in nodes.readers(x) if _is_product(n, few=True) and n.src[1] is x]
+
+
+def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
+    """Two MUL_MAT of one x of few tokens, then GLU of both; with the norm of x where rows are short."""
+    for out in nodes.of("GLU"):
+        gate, up = (*out.src, None)[:2]
+        if gate is None or up is None or gate is up or not (_is_product(gate, True) and _is_product(up, True)):
+            continue
+        same = gate.src[1] is up.src[1] and gate.ne == up.ne
+        alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
+        if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
+            yield Group([*_norm_of(nodes, gate.src[1], [gate, up]), gate, up, out], kernel="gate_up_glu")
+
+
+def projections(nodes: Nodes) -> Iterator[Group]:
+    """MUL_MATs of one x of few tokens (q, k and v), at most three; with the norm of x where rows are short."""
+    for x in dict.fromkeys(n.src[1] for n in nodes.of("MUL_MAT")):
+        assert x is not None
+        found = _products_of(nodes, x)
+        before = _norm_of(nodes, x, found)
+        if 2 <= len(found) <= 3 or (len(found) == 1 and before):
+            yield Group([*before, *found], kernel="projections", results=list(found))
+
+
+def _norm_of(nodes: Nodes, x: Tensor | None, products: Sequence[Tensor]) -> list[Tensor]:
+    """RMS_NORM and MUL that make x, if these products alone read it and its rows are short; else nothing."""
+    if x is None or x.op != "MUL" or not products or nodes.readers(x) != list(products):
+        return []
+    norm = x.src[0]
+    if norm is None or norm.op != "RMS_NORM" or not nodes.only_as_it_is(x) or nodes.only_reader(norm) is not x:
+        return []
+    source = norm.src[0]
+    short = x.ne[0] <= SHORT_ROW and x.ne[0] % 32 == 0 and x.ne[1] <= SHORT_TOKENS
+    fits = short and _is_row(x.src[1], x) and source is not None and source.is_contiguous
+    return [norm, x] if fits and all(is_rounding_product(n) for n in products) else []
+
+
+def matmul_add(nodes: Nodes) -> Iterator[Group]:
+    """MUL_MAT, then ADD of a residual of the same shape."""
+    for product in nodes.of("MUL_MAT"):
+        total = nodes.only_reader(product)
+        if not _is_product(product) or total is None or total.op != "ADD" or total.ne != product.ne:
+            continue
+        residual = total.src[1] if total.src[0] is product else total.src[0]
+        if residual is None or residual is product or residual.ne != total.ne:
+            continue
+        if residual.dtype.name == "f32" and residual.is_contiguous:
+            yield Group([product, total], kernel="matmul_add")
+
+
+def rope_cache(nodes: Nodes) -> Iterator[Group]:
+    """The rotation of q and k, and the writing of k and v into the cache that an attention reads."""
+    for attention in nodes.of("FLASH_ATTN_EXT"):
+        q, k_set, v_set = (looked_at(s) for s in attention.src[:3] if s is not None)
+        if q.op != "ROPE" or k_set.op != "SET_ROWS" or v_set.op != "SET_ROWS" or k_set is v_set:
+            continue
+        k_rows = k_set.src[0]
+        assert k_rows is not None
+        k = looked_at(k_rows)
+        if k.op != "ROPE" or nodes.readers(k) != [k_set] or nodes.kept(k) or k.params != q.params:
+            continue
+        alike = k.src[1:] == q.src[1:] and k_set.src[1] is v_set.src[1] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
+        if alike and k_set.root is not v_set.root and _is_rope_cache_plain(q, k, k_set, v_set):
+            yield Group([q, k, k_set, v_set], kernel="rope_cache", results=[q, k_set, v_set])
+
+
+def _is_rope_cache_plain(q: Tensor, k: Tensor, k_set: Tensor, v_set: Tensor) -> bool:
+    """All that is rotated or written is f32 with contiguous rows, one token a row of the caches."""
+    sources = [q.src[0], k.src[0], v_set.src[0]]
+    f32 = all(s is not None and s.dtype.name == "f32" and s.has_contiguous_rows for s in sources)
+    flat = all(s.src[0] is not None and s.src[0].ne[2:] == (1, 1) and s.src[2] is not None for s in (k_set, v_set))
+    k_rows = k_set.src[0]
+    assert k_rows is not None
+    return f32 and flat and k_rows.ne[0] == k.ne[0] * k.ne[1] and k_rows.ne[1] == k.ne[2]
+
+
+def attention_lse(nodes: Nodes) -> Iterator[Group]:
+    """FLASH_ATTN_EXT and the FLASH_ATTN_LSE of the same sources."""
+    for attention in nodes.of("FLASH_ATTN_EXT"):
+        lse = next((n for n in nodes.of("FLASH_ATTN_LSE") if _same_scores(attention, n)), None)
+        if lse is not None:
+            yield Group([attention, lse], kernel="attention_lse", results=[attention, lse])
+
+
+def _same_scores(attention: Tensor, lse: Tensor) -> bool:
+    if attention.params != lse.params:
+        return False
+    a = [*attention.src[:2], *attention.src[3:], None, None]
+    b = [*lse.src, None, None]
+    return all(x is y for x, y in zip(a[:4], b[:4]))
+
+
+#: Patterns by name, in the order in which they are tried: a node belongs to the first group that takes it.
+PATTERNS: dict[str, Pattern] = {
+    "gate_up_glu": gate_up_glu,
+    "projections": projections,
+    "norm_mul": norm_mul,
+    "matmul_add": matmul_add,
+    "rope_cache": rope_cache,
+    "attention_lse": attention_lse,
+}
+#: Those that change no rounding: an exact backend has no others.
+EXACT_PATTERNS = {"attention_lse": attention_lse}
+
+
+def wanted_patterns() -> dict[str, Pattern]:
+    """PATTERNS less what GRAPHRT_FUSE switches off. Raises BackendError for a name that is none of theirs."""
+    text = os.environ.get("GRAPHRT_FUSE", "1").strip()
+    if text in ("", "1", "all"):
+        return PATTERNS
+    names = [] if text == "0" else [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in PATTERNS]
+    if unknown:
+        raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(PATTERNS)}, got {unknown[0]!r}")
+    return {name: PATTERNS[name] for name in PATTERNS if name in names}
+
+
+@dataclass(frozen=True, order=True)
+class _Ready:
+    first: int
+    index: int
+
+
+def fuse(region: Region, patterns: dict[str, Pattern] | None = None) -> list[Group]:
+    """The region cut into groups, in an order in which every group comes after what it reads."""
+    nodes = Nodes(region)
+    groups: list[Group] = []
+    owner: dict[Tensor, int] = {}
+
+    def take(group: Group) -> None:
+        owner.update(dict.fromkeys(group.nodes, len(groups)))
+        groups.append(group)
+
+    for pattern in (wanted_patterns() if patterns is None else patterns).values():
+        for group in pattern(nodes):
+            if not any(n in owner for n in group.nodes):
+                take(group)
+    for node in region.nodes:
+        if node not in owner:
+            take(Group([node]))
+    return _ordered(region.nodes, groups, owner)
+
+
+def _by_writing(nodes: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of nodes that must keep their order because one of them writes into what the other reads or writes."""
+    touching: dict[Tensor, list[tuple[int, Tensor]]] = {}
+    for i, node in enumerate(nodes):
+        for root in dict.fromkeys(s.root for s in node.sources()):
+            touching.setdefault(root, []).append((i, node))
+    for i, node in enumerate(nodes):
+        if op_spec(node.op).writes is not None:
+            for j, other in touching[node.root]:
+                if other is not node:
+                    yield (other, node) if j < i else (node, other)
+
+
+def _ordered(nodes: Sequence[Tensor], groups: list[Group], owner: dict[Tensor, int]) -> list[Group]:
+    """The groups in a topological order, the one with the earliest node first among those that are ready.
+
+    A group that waits for itself through others (its nodes can't run together) is taken apart.
+    """
+    position = {node: i for i, node in enumerate(nodes)}
+    needs = [
+        {owner[looked_at(s)] for n in group.nodes for s in n.sources() if looked_at(s) in owner} for group in groups
+    ]
+    for earlier, later in _by_writing(nodes):
+        needs[owner[later]].add(owner[earlier])
+    needs = [wanted - {i} for i, wanted in enumerate(needs)]
+    feeds: list[list[int]] = [[] for _ in groups]
+    for i, wanted in enumerate(needs):
+        for j in wanted:
+            feeds[j].append(i)
+    ready = [_Ready(min(position[n] for n in g.nodes), i) for i, g in enumerate(groups) if not needs[i]]
+    heapq.heapify(ready)
+    left = [len(wanted) for wanted in needs]
+    order: list[Group] = []
+    while ready:
+        i = heapq.heappop(ready).index
+        order.append(groups[i])
+        for j in feeds[i]:
+            left[j] -= 1
+            if not left[j]:
+                heapq.heappush(ready, _Ready(min(position[n] for n in groups[j].nodes), j))
+    if len(order) == len(groups):
+        return order
+    stuck = next(i for i, n in enumerate(left) if n and len(groups[i].nodes) > 1)
+    apart = [g for i, g in enumerate(groups) if i != stuck] + [Group([n]) for n in groups[stuck].nodes]
+    return _ordered(nodes, apart, {n: i for i, g in enumerate(apart) for n in g.nodes})

@@ -1,0 +1,255 @@
+"""Packed matrices (packing.py) as numbers: whole, or some rows. One program takes a tile of groups of 32 elements.
+
+In a tile values are two halves [GROUPS, 16]: elements 0..15 and 16..31 of every group. A thread then has 16 elements of
+one group in its registers, which are one wide load of 4-bit or 8-bit codes, and shifts of its words are constants.
+Values are bit for bit what gguf's dequantization gives in f32: scales of scales are exact products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.packing import GROUP, Packed, packing_of
+
+__all__ = ["dequantize", "dequantize_rare", "gather_rows", "group_values", "plane_args"]
+
+#: Groups of a program, and its warps: a group or two a thread, so that all loads of a thread are in flight at once.
+_TILE, _WARPS = 256, 4
+#: The same of one row that is gathered: rows are few and short, and more programs wait for memory side by side.
+_ROW_TILE, _ROW_WARPS = 32, 1
+
+
+def _book_word(kind: str, half: int) -> Any:
+    """8 values of a type's codebook as the bytes of an int64: those of codes 8 * half on."""
+    packing = packing_of(kind)
+    assert packing is not None and packing.codebook is not None
+    values = bytes(v & 0xFF for v in packing.codebook[8 * half : 8 * half + 8])
+    return tl.constexpr(int.from_bytes(values, "little", signed=True))
+
+
+IQ4_FIRST, IQ4_SECOND = _book_word("iq4_nl", 0), _book_word("iq4_nl", 1)
+MXFP4_FIRST, MXFP4_SECOND = _book_word("mxfp4", 0), _book_word("mxfp4", 1)
+
+# Facts of packing.py's Packing as kernels can ask for them.
+
+
+@triton.constexpr_function
+def code_bits(KIND):
+    """Bits of a code in the quants."""
+    return 8 if KIND == "q8_0" else 2 if KIND in ("q2_K", "q3_K") else 4
+
+
+@triton.constexpr_function
+def high_bits(KIND):
+    """Bits of a code in the plane of high bits."""
+    return 2 if KIND == "q6_K" else 1 if KIND in ("q5_0", "q5_1", "q5_K", "q3_K") else 0
+
+
+@triton.constexpr_function
+def code_offset(KIND):
+    """What codes are more than the value that the scale multiplies."""
+    if KIND == "q3_K":
+        return 4
+    return 8 if KIND == "q4_0" else 16 if KIND == "q5_0" else 32 if KIND == "q6_K" else 0
+
+
+@triton.constexpr_function
+def has_codebook(KIND):
+    return KIND in ("iq4_nl", "iq4_xs", "mxfp4")
+
+
+@triton.constexpr_function
+def has_min(KIND):
+    """A value is d * scale * code - d_min * min."""
+    return KIND in ("q2_K", "q4_K", "q5_K")
+
+
+@triton.jit
+def looked_up(code, KIND: tl.constexpr):
+    """Codes of 4 bits (int32) as their codebook's values, int8."""
+    first = tl.full([1, 1], MXFP4_FIRST if KIND == "mxfp4" else IQ4_FIRST, tl.int64)
+    second = tl.full([1, 1], MXFP4_SECOND if KIND == "mxfp4" else IQ4_SECOND, tl.int64)
+    return (tl.where(code < 8, first, second) >> (8 * (code & 7)).to(tl.int64)).to(tl.int8)
+
+
+@triton.jit
+def two_bits(word, i):
+    """Codes of 2 bits of elements i (of 0..15) and 16 + i, int32, from a group's int64 word [GROUPS, 1]."""
+    at = 32 * (i // 8) + 8 * (i % 4) + 4 * (i // 4 % 2)
+    word = word >> at.to(tl.int64)
+    return (word & 3).to(tl.int32), (word >> 2 & 3).to(tl.int32)
+
+
+@triton.jit
+def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """What scales multiply, f32, halves [GROUPS, 16]: codes less their offset, or the codebook's values."""
+    group = tl.arange(0, GROUPS)
+    live = group < n_live
+    i = tl.arange(0, 16)[None, :]
+    BITS: tl.constexpr = code_bits(KIND)
+    HIGH: tl.constexpr = high_bits(KIND)
+    if BITS == 2:
+        low, high = two_bits(tl.load(p_quants + first + group, mask=live, other=0)[:, None], i)
+    elif BITS == 4:
+        byte = tl.load(p_quants + first * 16 + (group[:, None] * 16 + i), mask=live[:, None], other=0).to(tl.int32)
+        low, high = byte & 0xF, byte >> 4
+    else:
+        at = p_quants + first * 32 + (group[:, None] * 32 + i)
+        low = tl.load(at, mask=live[:, None], other=0).to(tl.int8, bitcast=True)
+        high = tl.load(at + 16, mask=live[:, None], other=0).to(tl.int8, bitcast=True)
+    if HIGH == 1:
+        word = tl.load(p_high + first + group, mask=live, other=0)[:, None] >> (8 * (i % 4) + 2 * (i // 4))
+        low, high = low | (word & 1) << BITS, high | (word >> 1 & 1) << BITS
+    elif HIGH == 2:
+        more_low, more_high = two_bits(tl.load(p_high + first + group, mask=live, other=0)[:, None], i)
+        low, high = low | more_low << BITS, high | more_high << BITS
+    if has_codebook(KIND):
+        low, high = looked_up(low, KIND), looked_up(high, KIND)
+    elif code_offset(KIND) != 0:
+        low, high = low - code_offset(KIND), high - code_offset(KIND)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def f16_pair(word):
+    """The two f16 of an int32, as f32."""
+    low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def group_scales(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min (q4_1, q5_1: + min)."""
+    group = tl.arange(0, GROUPS)
+    live = group < n_live
+    scale = tl.load(p_scales + first + group, mask=live, other=0)
+    if KIND == "q4_1" or KIND == "q5_1":
+        d, m = f16_pair(scale)
+        return d, d, m, m
+    elif KIND == "mxfp4":
+        exponent = scale.to(tl.int32)  # of twice the scale; below 2 the half of it is denormal
+        bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
+        d = bits.to(tl.float32, bitcast=True)
+        return d, d, d, d
+    elif has_min(KIND):
+        d, d_min = f16_pair(tl.load(p_supers + first // 8 + group // 8, mask=live, other=0))
+        a, b = scale.to(tl.int32) & 0xFF, scale.to(tl.int32) >> 8 & 0xFF
+        if KIND == "q2_K":
+            low, high = d * (a & 0xF).to(tl.float32), d * (b & 0xF).to(tl.float32)
+            return low, high, d_min * (a >> 4).to(tl.float32), d_min * (b >> 4).to(tl.float32)
+        else:
+            d, m = d * a.to(tl.float32), d_min * b.to(tl.float32)
+            return d, d, m, m
+    elif KIND == "q3_K" or KIND == "q6_K":
+        d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32)
+        low, high = scale.to(tl.int8), (scale >> 8).to(tl.int8)
+        return d * low.to(tl.float32), d * high.to(tl.float32), d, d
+    elif KIND == "iq4_xs":
+        d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32) * scale.to(tl.float32)
+        return d, d, d, d
+    else:
+        d = scale.to(tl.float32)
+        return d, d, d, d
+
+
+@triton.jit
+def group_values(p_quants, p_high, p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Values of groups `first` to first + n_live - 1 of a packed matrix (rows one after the other).
+
+    -> f32 [GROUPS, 16] of elements 0..15 and of 16..31; rows from n_live on hold no values. The pointers: plane_args().
+    first: a multiple of 8 for types with supers, int64 where addresses need it; n_live: at most GROUPS.
+    """
+    low, high = group_codes(p_quants, p_high, first, n_live, KIND, GROUPS)
+    d_low, d_high, m_low, m_high = group_scales(p_scales, p_supers, first, n_live, KIND, GROUPS)
+    low, high = d_low[:, None] * low, d_high[:, None] * high
+    if KIND == "q4_1" or KIND == "q5_1":
+        low, high = low + m_low[:, None], high + m_high[:, None]
+    elif has_min(KIND):
+        low, high = low - m_low[:, None], high - m_high[:, None]
+    return low, high
+
+
+@triton.jit
+def store_groups(p_out, low, high, n_live, GROUPS: tl.constexpr):
+    """Halves of values to the n_live groups of 32 elements from p_out on, rounded once."""
+    group = tl.arange(0, GROUPS)[:, None]
+    at = p_out + (group * 32 + tl.arange(0, 16)[None, :])
+    tl.store(at, low.to(p_out.dtype.element_ty), mask=group < n_live)
+    tl.store(at + 16, high.to(p_out.dtype.element_ty), mask=group < n_live)
+
+
+@triton.jit
+def dequantize_groups(
+    p_quants, p_high, p_scales, p_supers, p_out, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Program i: groups i * GROUPS on, of all rows as one."""
+    first = tl.program_id(0).to(tl.int64) * GROUPS
+    n_live = tl.minimum(n_groups - first, GROUPS).to(tl.int32)
+    low, high = group_values(p_quants, p_high, p_scales, p_supers, first, n_live, KIND, GROUPS)
+    store_groups(p_out + first * 32, low, high, n_live, GROUPS)
+
+
+@triton.jit
+def gather_groups(
+    p_quants, p_high, p_scales, p_supers, p_ids, p_out, n_ids, d2, stride_0, stride_1, stride_2, n_rows, n_groups,
+    KIND: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): groups j * GROUPS on of the row that index i names; n_groups: of a row; n_rows: of a matrix."""
+    i = tl.program_id(0)
+    i_matrix = i // n_ids
+    p_id = p_ids + (i % n_ids).to(tl.int64) * stride_0
+    p_id += (i_matrix % d2).to(tl.int64) * stride_1 + (i_matrix // d2).to(tl.int64) * stride_2
+    row = tl.load(p_id) + i_matrix.to(tl.int64) * n_rows
+    start = tl.program_id(1) * GROUPS
+    n_live = tl.minimum(n_groups - start, GROUPS)
+    low, high = group_values(p_quants, p_high, p_scales, p_supers, row * n_groups + start, n_live, KIND, GROUPS)
+    store_groups(p_out + (i.to(tl.int64) * n_groups + start) * 32, low, high, n_live, GROUPS)
+
+
+def plane_args(packed: Packed) -> dict[str, Any]:
+    """The planes as the kernels here take them: by name, each in words that a group, or a half of it, is one of."""
+    packing = packing_of(packed.kind)
+    assert packing is not None
+    quants = packed.quants.view(torch.int64 if packing.bits == 2 else torch.uint8)
+    high, scales, supers = packed.high, packed.scales, packed.supers
+    if high is not None and packing.high_bits == 2:
+        high = high.view(torch.int64)
+    if packing.scales == 2:
+        scales = scales.view(torch.int32 if packing.scale_type is torch.float16 else torch.int16)
+    if supers is not None and packing.supers == 2:
+        supers = supers.view(torch.int32)
+    return {
+        "p_quants": quants, "p_high": quants if high is None else high, "p_scales": scales,
+        "p_supers": scales if supers is None else supers, "KIND": packed.kind,
+    }  # fmt: skip
+
+
+def dequantize(packed: Packed, out: torch.Tensor) -> Launch:
+    """All rows: out f32 or f16 [rows, k], contiguous. f16 values are f32 ones rounded once."""
+    assert out.is_contiguous() and out.dtype in (torch.float32, torch.float16) and out.numel() == packed.rows * packed.k
+    n_groups = packed.rows * packed.k // GROUP
+    args = plane_args(packed) | {"p_out": out, "n_groups": n_groups, "GROUPS": _TILE}
+    return Launch(dequantize_groups, (triton.cdiv(n_groups, _TILE),), args, {"num_warps": _WARPS})
+
+
+def gather_rows(packed: Packed, ids: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Rows by index, as GET_ROWS takes them. ids: i32 [d3, d2, n], any strides; out: f32 [d3 * d2 * n, k], contiguous.
+
+    The packed rows are those of d3 * d2 matrices of equal height, and indices count from the first row of their own.
+    """
+    d3, d2, n_ids = ids.shape
+    assert out.is_contiguous() and out.numel() == ids.numel() * packed.k
+    groups = packed.k // GROUP
+    args = plane_args(packed) | {
+        "p_ids": ids, "p_out": out, "n_ids": n_ids, "d2": d2,
+        "stride_0": ids.stride(2), "stride_1": ids.stride(1), "stride_2": ids.stride(0),
+        "n_rows": packed.rows // (d3 * d2), "n_groups": groups, "GROUPS": _ROW_TILE,
+    }  # fmt: skip
+    grid = (ids.numel(), triton.cdiv(groups, _ROW_TILE))
+    return Launch(gather_groups, grid, args, {"num_warps": _ROW_WARPS})

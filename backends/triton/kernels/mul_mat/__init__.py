@@ -1,0 +1,1 @@
+"""Products of matrices: activations as kernels take them, and the kernels."""

@@ -1,0 +1,279 @@
+"""Activations as matrix products take them: rounded to 8 bits in groups of 32, or f16; what comes before is joined in.
+
+A group's scale is d = max|x| / 127 and q = x / d to the nearest integer (ties to even). A group with a value that is
+not finite gets a d that is not finite, so that its products aren't either.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.device import Target, interpreting
+from graphrt.backends.triton.launch import Launch
+
+#: Elements that share a scale.
+GROUP = 32
+#: Elements that one program of a norm holds at once; longer rows are read twice.
+_NORM_BLOCK = 8192
+#: Elements of a program where groups are independent of each other.
+_BLOCK = 1024
+#: A gate's activations that kernels know, as GLU's `kind`.
+GLU_KINDS = ("swiglu", "geglu", "reglu")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Vectors as kernels read or write them: element i of row t is data[t * row_stride + i * stride].
+
+    data: flat, f32, f16 or bf16, from the first row's first element on.
+    """
+
+    data: torch.Tensor
+    n: int
+    k: int
+    row_stride: int
+    stride: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """n rows of k values rounded to 8 bits. q: int8 [n, k]; d: f32 [n, k/32]; s: f32 [n, k/16], d times the sum of q
+    over each half group."""
+
+    q: torch.Tensor
+    d: torch.Tensor
+    s: torch.Tensor
+
+    @property
+    def n(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.q.shape[1]
+
+    @staticmethod
+    def nbytes(n: int, k: int) -> int:
+        """Bytes of memory for n rows of k values, its start at a multiple of 16."""
+        return sum(_planes(n, k)[1])
+
+    @classmethod
+    def inside(cls, memory: torch.Tensor, n: int, k: int) -> Activations:
+        """In the memory of a flat tensor, such as the f32 one that the values come from."""
+        data = memory.view(torch.uint8)
+        start = -data.data_ptr() % 16
+        shapes, sizes = _planes(n, k)
+        assert start + sum(sizes) <= data.numel(), (n, k, data.numel())
+        planes = []
+        for kind, shape, size in zip((torch.int8, torch.float32, torch.float32), shapes, sizes):
+            planes.append(data[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape))
+            start += size
+        return cls(*planes)
+
+    @classmethod
+    def empty(cls, n: int, k: int, device: str | torch.device) -> Activations:
+        return cls.inside(torch.empty(cls.nbytes(n, k), dtype=torch.uint8, device=device), n, k)
+
+
+def _planes(n: int, k: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Shapes of q, d and s, and the bytes from one's start to the next one's: multiples of 16."""
+    assert k % GROUP == 0, k
+    shapes = [(n, k), (n, k // GROUP), (n, 2 * k // GROUP)]
+    return shapes, [-(-math.prod(shape) * size // 16) * 16 for shape, size in zip(shapes, (1, 4, 4))]
+
+
+# --- parts of kernels ---
+
+
+@triton.jit
+def magnitude(x):
+    """|x| as an int32 that orders as |x| does, NaN above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(most):
+    """(d, 1 / d) of groups whose largest magnitude() is `most`. Of numbers so small that 1 / d is none, 1: q is 0."""
+    d = most.to(tl.float32, bitcast=True) * (1.0 / 127.0)
+    return d, 1.0 / tl.where(d >= 1.2e-38, d, 1.0)
+
+
+@triton.jit
+def rounded(x):
+    """x to the nearest integer, as f32, and as an int32 whose low 8 bits are its int8. |x| is below 2**21."""
+    shifted = x + 12582912.0  # 1.5 * 2**23: an ulp is 1
+    return shifted - 12582912.0, shifted.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """GLU's activation(gate) * up, in f32. KIND: swiglu, geglu (the tanh form) or reglu."""
+    if KIND == "swiglu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif KIND == "geglu":  # 0.5 (1 + tanh y) = sigmoid(2 y)
+        y = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp(-2.0 * y)) * up
+    else:
+        tl.static_assert(KIND == "reglu")
+        return tl.maximum(gate, 0.0) * up
+
+
+@triton.jit
+def _store_q8(x, p_q, p_d, p_s, at, m):
+    """Rounds x, f32 [groups, 32], and stores it as groups `at` ([groups] int) where m ([groups])."""
+    G: tl.constexpr = x.shape[0]
+    d, inverse = scale_of(tl.max(magnitude(x), 1))
+    number, byte = rounded(x * inverse[:, None])
+    # Four bytes a lane, as it has them from loading f32: with more, values would go through shared memory first.
+    i = tl.max_contiguous(at[:, None] * 32 + tl.arange(0, 32)[None, :], (1, 4))
+    tl.store(p_q + i, byte.to(tl.int8), mask=m[:, None])
+    tl.store(p_d + at, d, mask=m)
+    sums = tl.sum(tl.reshape(number, (G, 2, 16)), 2) * d[:, None]
+    tl.store(p_s + at[:, None] * 2 + tl.arange(0, 2)[None, :], sums, mask=m[:, None])
+
+
+@triton.jit
+def _store_f16(x, p_q, at, m):
+    """The same as f16, of rows that need not be whole groups. at: elements, m: which of them, [groups, 32]."""
+    tl.store(p_q + at, x.to(tl.float16), mask=m)
+
+
+# --- kernels ---
+@triton.jit
+def round_rows(
+    p_x, x_row, x_col, p_up, up_row, up_col, p_q, p_d, p_s, k,
+    GLU: tl.constexpr, Q8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, i) rounds elements i * BLOCK to (i + 1) * BLOCK - 1 of a row of x, or of activation(x) * up.
+
+    x_row, x_col: strides of x, up_row, up_col of up, in elements; GLU: its kind, "" for none; Q8: to q [n, k],
+    d [n, k/32] and s [n, k/16], else to f16 in q.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    m = at < k
+    if PDL:
+        gdc_wait()
+    x = tl.load(p_x + row * x_row + at * x_col, mask=m, other=0.0).to(tl.float32)
+    if GLU != "":
+        up = tl.load(p_up + row * up_row + at * up_col, mask=m, other=0.0).to(tl.float32)
+        if PDL:
+            gdc_launch_dependents()
+        x = gated(x, up, GLU)
+    elif PDL:
+        gdc_launch_dependents()
+    if Q8:
+        _store_q8(x, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
+    else:
+        _store_f16(x, p_q, row * k + at, m)
+
+
+@triton.jit
+def norm_rows(
+    p_x, x_row, x_col, p_w, eps, p_out, out_row, p_q, p_d, p_s, k,
+    TO_F32: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): x / sqrt(mean(x**2) + eps) * w of a row of x. w: f32 [k] or None.
+
+    TO_F32: into `out`, rows out_row apart; TO: "q8" or "f16" as round_rows, "" for neither. WHOLE: a block is a row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    p_row = p_x + row * x_row
+    if PDL:
+        gdc_wait()
+    x = tl.load(p_row + i * x_col, mask=i < k, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+    squares = x * x
+    if not WHOLE:
+        for start in range(BLOCK, k, BLOCK):
+            x = tl.load(p_row + (start + i) * x_col, mask=start + i < k, other=0.0).to(tl.float32)
+            squares += x * x
+    factor = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0) / k + eps)
+    for start in range(0, BLOCK if WHOLE else k, BLOCK):
+        at = start + i
+        m = at < k
+        if not WHOLE:
+            x = tl.load(p_row + at * x_col, mask=m, other=0.0).to(tl.float32)
+        y = x * factor
+        if p_w is not None:
+            y *= tl.load(p_w + at, mask=m, other=0.0)
+        if TO_F32:
+            tl.store(p_out + row * out_row + at, y, mask=m)
+        if TO == "q8":
+            group = start // 32 + tl.arange(0, BLOCK // 32)
+            _store_q8(y, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
+        elif TO == "f16":
+            _store_f16(y, p_q, row * k + at, m)
+
+
+# --- launches ---
+
+
+def launch_options(target: Target, warps: int) -> dict[str, Any]:
+    """How a kernel is launched; with programmatic dependent launch where there is that."""
+    return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}
+
+
+def quantize_rows(target: Target, x: Rows, out: Activations | torch.Tensor) -> Launch:
+    """Rounds rows of x. out: Activations of x's n and k, or f16 [n, k]; its memory must not overlap x's."""
+    return _rounding(target, x, None, "", out)
+
+
+def glu_quantize(target: Target, gate: Rows, up: Rows, kind: str, out: Activations | torch.Tensor) -> Launch:
+    """Rounds activation(gate) * up; kind: one of GLU_KINDS. out: as quantize_rows."""
+    assert kind in GLU_KINDS, kind
+    assert (gate.n, gate.k) == (up.n, up.k)
+    return _rounding(target, gate, up, kind, out)
+
+
+def norm_quantize(
+    target: Target, x: Rows, weight: torch.Tensor | None, eps: float, out: Activations | torch.Tensor | None,
+    out_f32: Rows | None = None,
+) -> Launch:  # fmt: skip
+    """Rounds the RMS norm of x's rows times `weight` (f32 [k]). out: as quantize_rows, or None for out_f32 alone.
+
+    out_f32: takes the result unrounded, its elements side by side; it may be x itself.
+    """
+    block = min(_NORM_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
+    to = "" if out is None else "q8" if isinstance(out, Activations) else "f16"
+    assert out_f32 is None or out_f32.stride == 1
+    args = {
+        "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, "p_w": weight, "eps": eps,
+        "p_out": None if out_f32 is None else out_f32.data, "out_row": 0 if out_f32 is None else out_f32.row_stride,
+        **_outputs(out), "k": x.k, "TO_F32": out_f32 is not None, "TO": to, "BLOCK": block, "WHOLE": x.k <= block,
+        "PDL": target.has_pdl,
+    }  # fmt: skip
+    return Launch(norm_rows, (x.n,), args, launch_options(target, min(16, max(1, block // 256))))
+
+
+def _rounding(target: Target, x: Rows, up: Rows | None, kind: str, out: Activations | torch.Tensor) -> Launch:
+    block = min(_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
+    args = {
+        "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride,
+        "p_up": None if up is None else up.data, "up_row": 0 if up is None else up.row_stride,
+        "up_col": 1 if up is None else up.stride,
+        **_outputs(out), "k": x.k, "GLU": kind, "Q8": isinstance(out, Activations), "BLOCK": block,
+        "PDL": target.has_pdl,
+    }  # fmt: skip
+    return Launch(round_rows, (x.n, -(-x.k // block)), args, launch_options(target, max(1, block // 256)))
+
+
+def _outputs(out: Activations | torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    if isinstance(out, Activations):
+        return {"p_q": out.q, "p_d": out.d, "p_s": out.s}
+    return {"p_q": out, "p_d": None, "p_s": None}
+
+
+def uses_ptx(target: Target) -> bool:
+    """Kernels may hold PTX: the GPU is NVIDIA's and nothing is interpreted."""
+    return target.is_nvidia and not interpreting()

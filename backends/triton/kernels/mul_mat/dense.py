@@ -1,0 +1,68 @@
+"""Products of many tokens, the plain way: weights as an f16 matrix in scratch, then the vendor's own product.
+
+A matrix is dequantized anew in each run: of many tokens that is a small part, and the memory of one matrix serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from graphrt.backends.triton.context import Context, Step
+from graphrt.backends.triton.kernels.dequantize import dequantize
+from graphrt.backends.triton.packing import Packed
+
+#: Bytes of dequantized weights at a time; larger matrices are multiplied in slices of rows.
+SCRATCH = 256 << 20
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """out = x w^T with sums in f32. x: [n, k], w: [m, k], both f16, bf16 or f32; out: f32 [n, m]."""
+    if x.dtype is torch.float32:
+        torch.mm(x, w.t(), out=out)
+    elif x.is_cuda and torch.version.cuda:
+        torch.mm(x, w.t(), torch.float32, out=out)
+    else:  # a product of f16 into f32 is CUDA's alone
+        torch.mm(x.float(), w.t().float(), out=out)
+
+
+def multiply_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
+    return lambda: multiply(x, w, out)
+
+
+def packed_steps(packed: Packed, first: int, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
+    """Rows first to first + m - 1 of a packed matrix times x, f16 [n, k], to out, f32 [n, m]."""
+    steps: list[Step] = []
+    for a, b in _slices(m, packed.k):
+        w = _scratch(b - a, packed.k, ctx)
+        steps += [dequantize(packed.part(first + a, first + b), w), multiply_step(x, w, out[:, a:b])]
+    return steps
+
+
+def raw_steps(
+    blocks: torch.Tensor, values: Callable[[torch.Tensor, torch.Tensor], None], k: int, x: torch.Tensor,
+    out: torch.Tensor, ctx: Context,
+) -> list[Step]:  # fmt: skip
+    """The same for raw blocks, uint8 [m, row bytes], whose values(blocks, f16 [rows, k]) writes."""
+
+    def step(part: torch.Tensor, w: torch.Tensor) -> Step:
+        return lambda: values(part, w)
+
+    steps: list[Step] = []
+    for a, b in _slices(blocks.shape[0], k):
+        w = _scratch(b - a, k, ctx)
+        steps += [step(blocks[a:b], w), multiply_step(x, w, out[:, a:b])]
+    return steps
+
+
+def _slices(m: int, k: int) -> Iterator[tuple[int, int]]:
+    step = max(1, SCRATCH // (2 * k))
+    for first in range(0, m, step):
+        yield first, min(first + step, m)
+
+
+def _scratch(rows: int, k: int, ctx: Context) -> torch.Tensor:
+    """f16 [rows, k], the same memory for all products of a split."""
+    nbytes = 2 * rows * k
+    return ctx.shared_scratch("weights in f16", nbytes)[:nbytes].view(torch.float16).view(rows, k)

@@ -1,0 +1,81 @@
+"""Kernels before and after a product in 16 bits: see half.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphrt.backends.triton.kernels.mul_mat.activations import gated
+
+
+@triton.jit(do_not_specialize=("n_1", "n_2", "k"))
+def round_rows(
+    p_x, p_out, p_factors, stride_0, stride_1, stride_2, stride_3, n_1, n_2, k, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program i: row i of x f32 [.., n_2, n_1, k], of any strides, to f16 [rows, k] and its factor."""
+    i_row = tl.program_id(0)
+    i_1, i_2, i_3 = i_row % n_1, i_row // n_1 % n_2, i_row // n_1 // n_2
+    p_x += i_1.to(tl.int64) * stride_1 + i_2.to(tl.int64) * stride_2 + i_3.to(tl.int64) * stride_3
+    most = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, k, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        size = tl.abs(tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0))
+        most = tl.where(size > most, size, most)  # NaN never is; with an infinity nothing else counts
+    exponent = (tl.max(most, 0).to(tl.int32, bitcast=True) >> 23) - 127
+    shift = tl.where(exponent >= 15, exponent - 14, tl.where(exponent < -6, tl.maximum(exponent, -126), 0))
+    shift = tl.where(exponent == -127, 0, shift)  # a row of zeros, or of what is no more than that in f32
+    scale = ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    tl.store(p_factors + i_row, ((127 + shift) << 23).to(tl.float32, bitcast=True))
+    p_out += i_row.to(tl.int64) * k
+    for start in range(0, k, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0)
+        tl.store(p_out + i, (x * scale).to(tl.float16), mask=i < k)
+
+
+@triton.jit
+def _joined(gate, up, alpha, limit, GLU: tl.constexpr):
+    """A gate's activation times the other half."""
+    if GLU == "swiglu_oai":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        return gated(gate, up, GLU)
+
+
+@triton.jit
+def _sum_parts(p, at, m, part_stride, PARTS: tl.constexpr):
+    total = tl.load(p + at, mask=m, other=0.0)
+    for i in tl.static_range(1, PARTS):
+        total += tl.load(p + i * part_stride + at, mask=m, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=("part_stride", "cols", "alpha", "limit"))
+def finish(
+    p_a, p_a_factors, p_b, p_b_factors, p_residual, p_out, part_stride, cols, alpha, limit,
+    A_PARTS: tl.constexpr, A_FACTORS: tl.constexpr, B_PARTS: tl.constexpr, B_FACTORS: tl.constexpr, GLU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ONLY_FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = a[i], summed over its parts, times its row's factor, plus residual[i]; with a GLU, gated with b's.
+
+    Program (i, j): blocks j, j + (number of such), ... of row i, f32. ONLY_FACTORS: out is a, nothing is added.
+    """
+    i_row = tl.program_id(0).to(tl.int64)
+    a_factor = 1.0
+    if A_FACTORS:
+        a_factor = tl.load(p_a_factors + i_row)
+    if not ONLY_FACTORS or a_factor != 1.0:
+        for start in range(tl.program_id(1) * BLOCK, cols, tl.num_programs(1) * BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            at, m = i_row * cols + i, i < cols
+            y = _sum_parts(p_a, at, m, part_stride, A_PARTS) * a_factor
+            if GLU != "":
+                up = _sum_parts(p_b, at, m, part_stride, B_PARTS)
+                if B_FACTORS:
+                    up = up * tl.load(p_b_factors + i_row)
+                y = _joined(y, up, alpha, limit, GLU)
+            if HAS_RESIDUAL:
+                y += tl.load(p_residual + at, mask=m, other=0.0)
+            tl.store(p_out + at, y, mask=m)

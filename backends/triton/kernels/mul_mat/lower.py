@@ -1,0 +1,306 @@
+"""MUL_MAT: which of the ways a product takes, by type and number of tokens, and its steps.
+
+gemv.py: few tokens times packed weights, activations rounded to 8 bits; never if results are to be exact.
+gemm.py, few.py: few tokens in 16 bits, weights dequantized on their way. dense.py: many, weights dequantized before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from graphrt.backends.triton.context import Context, Step, View
+from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
+from graphrt.backends.triton.kernels.mul_mat import dense, few
+from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, Activations, Rows, quantize_rows
+from graphrt.backends.triton.kernels.mul_mat.few import Batch
+from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_INLINE, MAX_TOKENS, Segment, gemv
+from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, Sums, as_half, copying, finish_steps
+from graphrt.backends.triton.packing import Packed, PackedBuffer, packing_of
+from graphrt.tensor import Tensor
+
+#: Up to so many tokens a product takes gemm.py, by the kind of its weights.
+GEMM_TOKENS = {"packed": 64, "plain": 64, "f32": 8}
+
+#: gemv.py rounds activations in each of its programs for at most so many tokens; a launch before is cheaper for more.
+INLINE_TOKENS = 2
+#: Weights that gemv.py takes in one launch.
+_SEGMENTS = 3
+
+_PLAIN = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def why_not(node: Tensor) -> str | None:
+    """None when a MUL_MAT can run, else a sentence why not."""
+    w = node.src[0]
+    assert w is not None
+    kind = w.dtype.name
+    if kind in _PLAIN or kind == "f64" or packing_of(kind) is not None or kind in RARE_TYPES:
+        return None
+    return f"its products know no weights of type {kind}"
+
+
+def batch_of(w: Tensor, x_ne: Sequence[int]) -> Batch:
+    """Which matrix of the weights serves which tokens, with as many tokens together as can be."""
+    (n, b2, b3), (a2, a3) = x_ne[1:], w.ne[2:]
+    if a2 == 1 and a3 == 1:
+        return Batch(n * b2 * b3)
+    if a2 == 1:
+        return Batch(b3 // a3 * b2 * n, a3)
+    return Batch(b2 // a2 * n, a2 * b3, a2, b3 // a3)
+
+
+def half_type(w: Tensor) -> torch.dtype:
+    """The type of activations that weights are multiplied with, but by gemv.py."""
+    return torch.float32 if w.dtype.name == "f64" else _PLAIN.get(w.dtype.name, torch.float16)
+
+
+def takes_gemm(w: Tensor, tokens: int) -> bool:
+    kind = "f32" if w.dtype.name == "f32" else "plain" if w.dtype.name in _PLAIN else "packed"
+    known = kind != "packed" or packing_of(w.dtype.name) is not None
+    return known and tokens <= GEMM_TOKENS[kind]
+
+
+def lower_mul_mat(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """The steps of one MUL_MAT."""
+    (node,) = nodes
+    w, x = node.src
+    assert w is not None and x is not None
+    return product([w], x, [node], ctx)
+
+
+Prepared = Half | Activations
+
+
+def product(
+    weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[Tensor], ctx: Context, *,
+    residual: Tensor | None = None, gate: Gate | None = None,
+) -> list[Step]:  # fmt: skip
+    """Products of one x with some weights.
+
+    x: f32 or f16; or, prepared for all of the weights, f16 [tokens, k], or 8 bits where takes_gemv() says so. outs: for
+    each weight f32 [m, tokens...], without gaps; with a gate there are two weights and one out,
+    activation(weights[0] x) * (weights[1] x). residual: is added to the only out, of its shape, f32 without gaps; its
+    memory may be out's.
+    """
+    if isinstance(x, Tensor):
+        x = ctx.rounded.get(x, x)
+    targets = [_lines(ctx.view(out)) for out in outs]
+    added = None if residual is None else _lines(ctx.view(residual))
+    if gate is not None:
+        if all(takes_gemv(w, x, ctx) for w in weights) and _may_share(weights, gate):
+            return _gemv(weights, x, targets, ctx, added, gate)
+        return _in_16_bits(weights, x, targets, ctx, added, gate)
+    steps: list[Step] = []
+    rest: list[int] = []
+    together: dict[bool, list[int]] = {}
+    for i, w in enumerate(weights):
+        few = takes_gemv(w, x, ctx)
+        (together.setdefault(packing_of(w.dtype.name) is None, []) if few else rest).append(i)
+    for found in together.values():
+        for first in range(0, len(found), _SEGMENTS):
+            part = found[first : first + _SEGMENTS]
+            steps += _gemv([weights[i] for i in part], x, [targets[i] for i in part], ctx, added, None)
+    if rest:
+        steps += _in_16_bits([weights[i] for i in rest], x, [targets[i] for i in rest], ctx, added, None)
+    return steps
+
+
+def takes_gemv(w: Tensor, x: Tensor | Prepared, ctx: Context) -> bool:
+    """Whether a product takes gemv.py: plain weights times f32 x as they are, packed ones unless exact."""
+    if isinstance(x, Activations):
+        return True
+    if isinstance(x, Half):
+        return False
+    batch = batch_of(w, x.ne)
+    if batch.count > 1 or batch.tokens > MAX_TOKENS or not (x.is_contiguous or x.ne[2] == x.ne[3] == 1):
+        return False
+    if w.dtype.name in _PLAIN:
+        return x.dtype.name == "f32" and x.has_contiguous_rows and w.has_contiguous_rows
+    return packing_of(w.dtype.name) is not None and not ctx.exact
+
+
+def _may_share(weights: Sequence[Tensor], gate: Gate) -> bool:
+    """gemv.py takes both of a gate's weights in one launch: all packed or all plain."""
+    return gate.kind in GLU_KINDS and len({packing_of(w.dtype.name) is None for w in weights}) == 1
+
+
+def _gemv(
+    weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[torch.Tensor], ctx: Context,
+    residual: torch.Tensor | None, gate: Gate | None,
+) -> list[Step]:  # fmt: skip
+    """One launch for up to three weights, all packed or all plain."""
+    steps: list[Step] = []
+    segments: list[Segment] = []
+    for i, w in enumerate(weights):
+        out = outs[0 if gate else i]
+        if packing_of(w.dtype.name) is None:
+            segments.append(Segment(ctx.view(w).torch()[0, 0], out.view(-1), out.shape[1]))
+        else:
+            packed, made = packed_weights(w, ctx)
+            steps += made
+            segments.append(Segment(packed, out.view(-1), out.shape[1]))
+    assert not isinstance(x, Half)
+    if isinstance(x, Tensor):
+        rows = _rows(ctx.view(x))
+        x_form: Activations | Rows = rows
+        inline = x.dtype.name == "f32" and rows.stride == 1 and rows.k <= MAX_INLINE and rows.n <= INLINE_TOKENS
+        if packing_of(weights[0].dtype.name) is not None and not inline:
+            memory = ctx.shared_scratch("activations in 8 bits", Activations.nbytes(rows.n, rows.k))
+            x_form = Activations.inside(memory, rows.n, rows.k)
+            steps.append(quantize_rows(ctx.target, rows, x_form))
+    else:
+        x_form = x
+    added = None if residual is None else (residual.view(-1), residual.shape[1])
+    kind = gate.kind if gate else ""
+    return [*steps, gemv(ctx.target, segments, x_form, glu=kind, residual=added)]
+
+
+def _rows(x: View) -> Rows:
+    """Activations as rows at equal distances: all of one matrix, or without gaps."""
+    one = x.ne[2] == x.ne[3] == 1
+    return Rows(x.data, x.ne[1] * x.ne[2] * x.ne[3], x.ne[0], x.strides[1] if one else x.ne[0], x.strides[0])
+
+
+def _in_16_bits(
+    weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[torch.Tensor], ctx: Context,
+    residual: torch.Tensor | None, gate: Gate | None,
+) -> list[Step]:  # fmt: skip
+    """Products of f16, bf16 or f32 activations, whichever each of the weights wants."""
+    assert not isinstance(x, Activations)
+    x_ne = (x.k, x.rows, 1, 1) if isinstance(x, Half) else x.ne
+    steps: list[Step] = []
+    halves: dict[torch.dtype, Half] = {}
+    gated: list[Sums] = []
+    for i, w in enumerate(weights):
+        out = outs[0 if gate else i]
+        kind = half_type(w)
+        if kind not in halves:
+            halves[kind], made = (x, []) if isinstance(x, Half) else as_half(ctx.view(x).torch(), kind, ctx)
+            steps += made
+        free = gate is None and residual is None
+        sums, made = _Job(w, halves[kind], batch_of(w, x_ne), out, residual, ctx, i, free).run()
+        steps += made
+        if gate is None:
+            steps += finish_steps(sums, out, residual)
+        else:
+            gated.append(sums)
+    if gate is not None:
+        steps += finish_steps(gated[0], outs[0], None, gated[1], gate)
+    return steps
+
+
+def _lines(view: View) -> torch.Tensor:
+    """A tensor without gaps as [rows, ne[0]]."""
+    return view.data.view(-1, view.ne[0])
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One product. free: out may be written before all is read that the steps read. place: see few.packed_product."""
+
+    w: Tensor
+    x: Half
+    batch: Batch
+    out: torch.Tensor
+    residual: torch.Tensor | None
+    ctx: Context
+    place: int
+    free: bool
+
+    def run(self) -> tuple[Sums, list[Step]]:
+        """The sums, and what makes them."""
+        kind, is_few = self.w.dtype.name, takes_gemm(self.w, self.batch.tokens)
+        if packing_of(kind) is not None:
+            packed, steps = packed_weights(self.w, self.ctx)
+            sums, made = self._gemm_packed(packed) if is_few else self._dense_packed(packed)
+            return sums, steps + made
+        if kind in RARE_TYPES:
+            return self._dense_rare()
+        return self._gemm_plain() if is_few else self._dense_plain()
+
+    def _gemm_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
+        target = self.out if self.free or self.residual is not None else self._own()
+        m = self.w.ne[1]
+        return few.packed_product(packed, m, self.x, self.batch, target, self.residual, self.ctx, self.place)
+
+    def _gemm_plain(self) -> tuple[Sums, list[Step]]:
+        view, steps = self._with_whole_rows()
+        target = self.out if self.free or self.residual is not None else self._own()
+        sums, made = few.plain_product(view, self.x, self.batch, target, self.residual, self.ctx, self.place)
+        return sums, steps + made
+
+    def _with_whole_rows(self) -> tuple[View, list[Step]]:
+        """Plain weights whose rows' elements lie side by side: a copy, if they don't."""
+        view = self.ctx.view(self.w)
+        if view.strides[0] == 1 or view.ne[0] == 1:
+            return view, []
+        source = view.torch()
+        copy = self.ctx.scratch(tuple(source.shape), source.dtype)
+        s3, s2, s1, s0 = copy.stride()
+        return View(self.w, copy.view(-1), (s0, s1, s2, s3)), [copying(source, copy)]
+
+    def _dense_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
+        m = self.w.ne[1]
+        return self._each(lambda i, x, out: dense.packed_steps(packed, i * m, m, x, out, self.ctx))
+
+    def _dense_rare(self) -> tuple[Sums, list[Step]]:
+        """Types that aren't packed: their blocks as they are."""
+        view, k = self.ctx.view(self.w), self.w.ne[0]
+        row_bytes = self.w.dtype.row_size(k)
+        blocks = view.data.as_strided((*self.w.ne[:0:-1], row_bytes), (*view.strides[:0:-1], 1))
+        values = partial(_rare_values, kind=self.w.dtype.name)
+
+        def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
+            return dense.raw_steps(blocks[divmod(i, self.w.ne[2])], values, k, x, out, self.ctx)
+
+        return self._each(steps)
+
+    def _dense_plain(self) -> tuple[Sums, list[Step]]:
+        matrices = self.ctx.view(self.w).torch()
+        kind = self.x.values.dtype
+
+        def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
+            w = matrices[divmod(i, self.w.ne[2])]
+            return [lambda: dense.multiply(x, w.to(kind), out)]
+
+        return self._each(steps)
+
+    def _each(self, steps: Callable[[int, torch.Tensor, torch.Tensor], list[Step]]) -> tuple[Sums, list[Step]]:
+        """One product a matrix. steps(matrix, its x, its part of the sums) makes them."""
+        b = self.batch
+        sums = self.out if self.free else self._own()
+        found: list[Step] = []
+        for i in range(b.count):
+            matrix = i // b.matrices2 // b.ratio3 * b.matrices2 + i % b.matrices2
+            lines = slice(i * b.tokens, (i + 1) * b.tokens)
+            found += steps(matrix, self.x.values[lines], sums[lines])
+        return Sums(sums[None], self.x.factors, complete=self.free and self.x.factors is None), found
+
+    def _own(self) -> torch.Tensor:
+        """Memory like out's, for sums that are not the result yet."""
+        nbytes = self.out.numel() * 4
+        memory = self.ctx.shared_scratch(f"sums {self.place}", nbytes)[:nbytes]
+        return memory.view(torch.float32).view(self.out.shape)
+
+
+def packed_weights(w: Tensor, ctx: Context) -> tuple[Packed, list[Step]]:
+    """A quantized tensor packed, of rows of all its matrices, and the steps that make it so."""
+    buffer, offset = ctx.place(w)
+    if isinstance(buffer, PackedBuffer) and (offset or w.nbytes != buffer.nbytes):
+        # A part of packed weights: whole rows of them are rows of the planes.
+        first, rest = divmod(offset, buffer.packed.row_bytes)
+        if rest == 0 and w.is_contiguous and w.ne[0] == buffer.packed.k:
+            return buffer.packed.part(first, first + w.n_rows), []
+    return ctx.packed(w)
+
+
+def _rare_values(blocks: torch.Tensor, out: torch.Tensor, kind: str) -> None:
+    dequantize_rare(blocks, kind, out)
+
+
+#: By op, what lowers it.
+LOWERINGS = {"MUL_MAT": lower_mul_mat}

@@ -1,0 +1,324 @@
+"""ROPE: a table of cosines and sines, made once a run for all layers that share it, and the rotations that read it.
+
+The fused form rotates q, rotates k into its cache's rows and writes v into its own, in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.context import Context, Step, View
+from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.quantize import (
+    BLOCK,
+    WRITABLE,
+    block_elements,
+    launch_options,
+    store_blocks,
+    store_part,
+    store_plain,
+    stored,
+)
+from graphrt.backends.triton.launch import Launch
+from graphrt.ops.rope import RopeParams, rope_frequencies
+from graphrt.tensor import Tensor
+
+#: Elements of the table that one program makes, and most elements that one program of a rotation takes.
+_TABLE, _MOST = 128, 1024
+
+
+@dataclass(frozen=True, eq=False)
+class RopeTable:
+    """cos, sin: f32 [n_tokens, n_dims/2], times the magnitude, in device memory; filled by rope_table()'s steps."""
+
+    params: RopeParams
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@triton.constexpr_function
+def power_of_two(N):
+    """The least power of two that is not less."""
+    return triton.next_power_of_2(N)
+
+
+@triton.jit
+def fill_table(
+    p_positions, p_theta, p_factors, p_cos, p_sin, s_position, s_factor, n_tokens,
+    HALF: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i makes SIZE elements of the table. theta: f64 [HALF + 1], angles at position 1, then the magnitude.
+
+    Angles in f64: at position 131071 one in f32 would have an error of a hundredth.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    live = i < n_tokens * HALF
+    pair = i % HALF
+    angle = tl.load(p_theta + pair, mask=live, other=0.0)
+    if p_factors is not None:
+        angle /= tl.load(p_factors + pair * s_factor, mask=live, other=1.0).to(tl.float64)
+    angle *= tl.load(p_positions + (i // HALF).to(tl.int64) * s_position, mask=live, other=0).to(tl.float64)
+    magnitude = tl.load(p_theta + HALF)
+    tl.store(p_cos + i, (tl.cos(angle) * magnitude).to(tl.float32), mask=live)
+    tl.store(p_sin + i, (tl.sin(angle) * magnitude).to(tl.float32), mask=live)
+
+
+@triton.jit
+def rotate_heads(
+    p_in, s0, s1, p_out, so1, head, n_head, p_cos, p_sin,
+    D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Rotates HEADS heads of one token from `head` on. p_in, p_out: head 0; p_cos, p_sin: the token's angles.
+
+    Every element is read once, by whoever writes it: out may be in.
+    """
+    HALF: tl.constexpr = N_DIMS // 2
+    WIDTH: tl.constexpr = power_of_two(HALF)
+    i_head = head + tl.arange(0, HEADS)
+    m_head = (i_head < n_head)[:, None]
+    p_in += i_head.to(tl.int64)[:, None] * s1
+    p_out += i_head.to(tl.int64)[:, None] * so1
+    pair = tl.arange(0, WIDTH)
+    cos = tl.load(p_cos + pair, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(p_sin + pair, mask=pair < HALF, other=0.0)[None, :]
+    if NEOX:
+        live = m_head & (pair < HALF)[None, :]
+        x = tl.load(p_in + pair.to(tl.int64)[None, :] * s0, mask=live, other=0.0).to(tl.float32)
+        y = tl.load(p_in + (pair.to(tl.int64)[None, :] + HALF) * s0, mask=live, other=0.0).to(tl.float32)
+        store_plain(p_out + pair[None, :], x * cos - y * sin, live, KIND)
+        store_plain(p_out + pair[None, :] + HALF, x * sin + y * cos, live, KIND)
+    else:
+        i = tl.arange(0, 2 * WIDTH)[None, :]
+        live = m_head & (i < N_DIMS)
+        both = tl.load(p_in + i.to(tl.int64) * s0, mask=live, other=0.0).to(tl.float32)
+        x, y = tl.split(tl.reshape(both, (HEADS, WIDTH, 2)))
+        turned = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), (HEADS, 2 * WIDTH))
+        store_plain(p_out + i, turned, live, KIND)
+    if D > N_DIMS:
+        i = N_DIMS + tl.arange(0, power_of_two(D - N_DIMS))[None, :]
+        rest = tl.load(p_in + i.to(tl.int64) * s0, mask=m_head & (i < D), other=0.0).to(tl.float32)
+        store_plain(p_out + i, rest, m_head & (i < D), KIND)
+
+
+@triton.jit
+def rotate_into_blocks(
+    p_in, s0, s1, p_out, part, n, p_cos, p_sin,
+    D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Rotates and rounds elements part * SIZE on of all heads of a token, n elements, side by side in a row of blocks.
+
+    A block may hold parts of two heads: each element finds its partner by itself.
+    """
+    HALF: tl.constexpr = N_DIMS // 2
+    i_block = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
+    m_block = i_block < n // 32
+    flat = i_block[:, None, None] * 32 + block_elements(KIND)[None, :, :]
+    i = flat % D
+    if NEOX:
+        first = i < HALF
+        partner = tl.where(first, i + HALF, i - HALF)
+        pair = tl.where(first, i, partner)
+    else:
+        first = i % 2 == 0
+        partner = i ^ 1
+        pair = i // 2
+    live = m_block[:, None, None] & (i < D)
+    turns = live & (i < N_DIMS)
+    p_head = p_in + (flat // D).to(tl.int64) * s1
+    x = tl.load(p_head + i.to(tl.int64) * s0, mask=live, other=0.0).to(tl.float32)
+    y = tl.load(p_head + partner.to(tl.int64) * s0, mask=turns, other=0.0).to(tl.float32)
+    cos = tl.load(p_cos + pair, mask=turns, other=1.0)
+    sin = tl.load(p_sin + pair, mask=turns, other=0.0)
+    store_blocks(
+        p_out + i_block.to(tl.int64) * halves_a_block(KIND), x * cos + tl.where(first, -y, y) * sin, m_block, KIND
+    )
+
+
+@triton.jit
+def rotate(
+    p_in, p_out, p_cos, p_sin, n_head, n_tokens, s0, s1, s2, s3, so1, so2, so3,
+    D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, i) rotates HEADS heads. in, out: f32 or f16 [D, n_head, n_tokens, n_seq] with strides s, so."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, i_seq = tl.program_id(0) % n_tokens, (tl.program_id(0) // n_tokens).to(tl.int64)
+    at = token.to(tl.int64) * s2 + i_seq * s3
+    out_at = token.to(tl.int64) * so2 + i_seq * so3
+    angles = token.to(tl.int64) * (N_DIMS // 2)
+    rotate_heads(
+        p_in + at, s0, s1, p_out + out_at, so1, tl.program_id(1) * HEADS, n_head, p_cos + angles, p_sin + angles,
+        D, N_DIMS, NEOX, HEADS, "f32",
+    )  # fmt: skip
+
+
+@triton.jit
+def rotate_and_write(
+    p_q, p_q_out, p_k, p_k_cache, p_v, p_v_cache, p_ids, p_cos, p_sin, n_head, n_head_kv, n_v, q_parts, k_parts,
+    sq0, sq1, sq2, sqo1, sqo2, sk0, sk1, sk2, sv0, sv1, s_id, s_k_cache, s_v_cache,
+    D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, i) rotates HEADS heads of q; past q_parts of k into row ids[token] of the k cache (SIZE elements
+
+    of it where that is quantized); past k_parts more it writes SIZE elements of v into the same row of the v cache.
+    q: [D, n_head, n_tokens]; k: [D, n_head_kv, n_tokens]; v: [n_v, n_tokens]; caches: as quantize.stored() has them.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    p_cos += token * (N_DIMS // 2)
+    p_sin += token * (N_DIMS // 2)
+    if part < q_parts:
+        p_from, p_to = p_q + token * sq2, p_q_out + token * sqo2
+        rotate_heads(
+            p_from, sq0, sq1, p_to, sqo1, part * HEADS, n_head, p_cos, p_sin, D, N_DIMS, NEOX, HEADS, "f32"
+        )  # fmt: skip
+    else:
+        part -= q_parts
+        row = tl.load(p_ids + token * s_id).to(tl.int64)
+        if part < k_parts:
+            p_from, p_to = p_k + token * sk2, p_k_cache + row * s_k_cache
+            if is_quantized(K_KIND):
+                rotate_into_blocks(
+                    p_from, sk0, sk1, p_to, part, n_head_kv * D, p_cos, p_sin, D, N_DIMS, NEOX, SIZE, K_KIND
+                )
+            else:
+                rotate_heads(
+                    p_from, sk0, sk1, p_to, D, part * HEADS, n_head_kv, p_cos, p_sin, D, N_DIMS, NEOX, HEADS, K_KIND
+                )
+        else:
+            store_part(p_v + token * sv1, sv0, p_v_cache + row * s_v_cache, part - k_parts, n_v, V_KIND, SIZE)
+
+
+def rope_table(
+    positions: Tensor, params: RopeParams, factors: Tensor | None, ctx: Context
+) -> tuple[RopeTable, list[Step]]:
+    """The table of a rotation, and the steps that fill it: none if the split has them already, for an earlier node."""
+    key = ("rope table", positions, params, factors)
+    if key in ctx.shared:
+        return ctx.shared[key], []
+    theta, magnitude = rope_frequencies(params)
+    half, n_tokens = params.n_dims // 2, positions.ne[0]
+    table = RopeTable(params, *(ctx.scratch((n_tokens, half), torch.float32) for _ in range(2)))
+    ctx.shared[key] = table
+    at, by = ctx.view(positions), ctx.view(factors) if factors is not None else None
+    args = {
+        "p_positions": at.data, "p_factors": by.data if by is not None else None, "p_cos": table.cos,
+        "p_theta": torch.tensor([*theta, magnitude], dtype=torch.float64, device=ctx.target.device),
+        "p_sin": table.sin, "s_position": at.strides[0], "s_factor": by.strides[0] if by is not None else 0,
+        "n_tokens": n_tokens, "HALF": half, "SIZE": _TABLE, "PDL": ctx.target.has_pdl,
+    }  # fmt: skip
+    return table, [Launch(fill_table, (-(-n_tokens * half // _TABLE),), args, launch_options(ctx.target, 4))]
+
+
+def _heads_a_program(n_head: int, n_tokens: int, d: int, ctx: Context) -> int:
+    """One where there are few heads of few tokens; else more, which share the angles."""
+    heads, enough = 1, 4 * ctx.target.sm_count
+    while 2 * heads <= n_head and 2 * heads * d <= _MOST and n_tokens * n_head // (2 * heads) >= enough:
+        heads *= 2
+    return heads
+
+
+def _warps(heads: int, d: int) -> int:
+    return max(1, min(4, 1 << (heads * d // 256).bit_length() >> 1))
+
+
+def _constants(params: RopeParams, d: int, heads: int, ctx: Context) -> dict[str, Any]:
+    return {
+        "D": d, "N_DIMS": params.n_dims, "NEOX": params.mode == "neox", "HEADS": heads, "PDL": ctx.target.has_pdl
+    }  # fmt: skip
+
+
+def lower_rope(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """ROPE."""
+    node = nodes[0]
+    a, positions, factors = (*node.src, None)[:3]
+    assert a is not None and positions is not None
+    table, steps = rope_table(positions, node.params, factors, ctx)
+    return [*steps, _rotate_launch(ctx.view(a), ctx.view(node), table, ctx)]
+
+
+def _rotate_launch(a: View, out: View, table: RopeTable, ctx: Context) -> Launch:
+    d, n_head, n_tokens, n_seq = a.ne
+    heads = _heads_a_program(n_head, n_tokens * n_seq, d, ctx)
+    s0, s1, s2, s3 = a.strides
+    args = {
+        "p_in": a.data, "p_out": out.data, "p_cos": table.cos, "p_sin": table.sin, "n_head": n_head,
+        "n_tokens": n_tokens, "s0": s0, "s1": s1, "s2": s2, "s3": s3, "so1": out.strides[1], "so2": out.strides[2],
+        "so3": out.strides[3], **_constants(table.params, d, heads, ctx),
+    }  # fmt: skip
+    grid = (n_tokens * n_seq, -(-n_head // heads))
+    return Launch(rotate, grid, args, launch_options(ctx.target, _warps(heads, d)))
+
+
+def lower_rope_set_rows(
+    q: View, q_out: View, k: View, k_cache: View, v: View, v_cache: View, ids: View, table: RopeTable, ctx: Context
+) -> list[Step]:
+    """One launch: q rotated into q_out, k rotated into rows `ids` of k_cache, v written into these rows of v_cache.
+
+    q, k: f32 or f16 [d, n_head or n_head_kv, n_tokens]; q_out: q's shape and type, may be q's memory (or k's, which
+    takes two launches); v: f32 or f16 [n_v, n_tokens]; ids: i32 or i64 [n_tokens]; k_cache: [d * n_head_kv, cells],
+    v_cache: [n_v, cells], of types in WRITABLE, without common elements. Strides are free but for the rows of q_out and
+    the caches, which are contiguous.
+    """
+    assert k_cache.kind in WRITABLE and v_cache.kind in WRITABLE
+    d, n_head, n_tokens, _ = q.ne
+    n_head_kv, n_v = k.ne[1], v.ne[0]
+    heads = _heads_a_program(n_head, n_tokens, d, ctx)
+    size = max(BLOCK, triton.next_power_of_2(heads * d))
+    (k_memory, (s_k, _, _)), (v_memory, (s_v, _, _)) = stored(k_cache), stored(v_cache)
+    k_parts = -(-n_head_kv * d // size) if k_cache.tensor.dtype.is_quantized else -(-n_head_kv // heads)
+    together = not (_overlap(q_out, k) or _overlap(q_out, v))
+    q_parts = -(-n_head // heads) if together else 0
+    args = {
+        "p_q": q.data, "p_q_out": q_out.data, "p_k": k.data, "p_k_cache": k_memory, "p_v": v.data,
+        "p_v_cache": v_memory, "p_ids": ids.data, "p_cos": table.cos, "p_sin": table.sin, "n_head": n_head,
+        "n_head_kv": n_head_kv, "n_v": n_v, "q_parts": q_parts, "k_parts": k_parts,
+        "sq0": q.strides[0], "sq1": q.strides[1], "sq2": q.strides[2], "sqo1": q_out.strides[1],
+        "sqo2": q_out.strides[2], "sk0": k.strides[0], "sk1": k.strides[1], "sk2": k.strides[2],
+        "sv0": v.strides[0], "sv1": v.strides[1], "s_id": ids.strides[0], "s_k_cache": s_k, "s_v_cache": s_v,
+        "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind, **_constants(table.params, d, heads, ctx),
+    }  # fmt: skip
+    options = launch_options(ctx.target, _warps(heads, d))
+    for cache in (k_cache, v_cache):
+        options |= launch_options(ctx.target, _warps(heads, d), cache.kind)
+    launch = Launch(rotate_and_write, (n_tokens, q_parts + k_parts + -(-n_v // size)), args, options)
+    return [launch] if together else [launch, _rotate_launch(q, q_out, table, ctx)]
+
+
+def _overlap(a: View, b: View) -> bool:
+    """Whether two tensors' memory has bytes in common, or may have."""
+    starts = [x.data.data_ptr() for x in (a, b)]
+    ends = [start + x.data.nbytes for start, x in zip(starts, (a, b))]
+    return max(starts) < min(ends)
+
+
+def lower_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """A group of fuse.rope_cache: ROPE of q and of k, SET_ROWS of k and of v."""
+    q_out, k_out, k_set, v_set = nodes
+    (q, positions, *factors), k = q_out.src, k_out.src[0]
+    (_, ids, k_cache), (v, _, v_cache) = k_set.src, v_set.src
+    assert q is not None and k is not None and v is not None and positions is not None
+    assert ids is not None and k_cache is not None and v_cache is not None
+    table, steps = rope_table(positions, q_out.params, (*factors, None)[0], ctx)
+    look = ctx.view
+    return steps + lower_rope_set_rows(
+        look(q), look(q_out), look(k), look(k_cache), look(v), look(v_cache), look(ids), table, ctx
+    )
+
+
+LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"ROPE": lower_rope}

@@ -1,0 +1,164 @@
+"""GET_ROWS and SET_ROWS: rows by index, and rows rounded to a target's type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.context import Context, Step, View
+from graphrt.backends.triton.kernels.dequantize import gather_rows
+from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
+from graphrt.backends.triton.kernels.quantize import BLOCK, launch_options, store_part, stored
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.packing import packing_of
+from graphrt.tensor import Tensor
+
+#: Most elements of a row that one program takes.
+_MOST = 1024
+
+
+@triton.jit
+def read_rows(
+    p_a, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, SIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program (i, part) copies SIZE elements of row ids[i], converted to the result's type.
+
+    a: [n, rows, n2, n3] with strides s; ids: [n1, n2, n3] with strides si; out: contiguous [n, n1, n2, n3].
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    i1, i2, i3 = (row % n1).to(tl.int64), ((row // n1) % n2).to(tl.int64), (row // (n1 * n2)).to(tl.int64)
+    wanted = tl.load(p_ids + i1 * si0 + i2 * si1 + i3 * si2).to(tl.int64)
+    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    p_row = p_a + wanted * s1 + i2 * s2 + i3 * s3
+    x = tl.load(p_row + i.to(tl.int64) * s0, mask=i < n)
+    tl.store(p_out + row.to(tl.int64) * n + i, x.to(p_out.dtype.element_ty), mask=i < n)
+
+
+@triton.jit
+def write_rows(
+    p_rows, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, e1, e2, so1, so2, so3,
+    KIND: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, part) rounds SIZE elements of row i and stores them in row ids[i] of out, or in row i without ids.
+
+    rows: [n, n1, n2, n3] with strides s; ids: [n1, e1, e2], whose dimensions e1 and e2 divide n2 and n3; out: as
+    quantize.stored() has it, with strides so.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    i1, i2, i3 = (row % n1).to(tl.int64), ((row // n1) % n2).to(tl.int64), (row // (n1 * n2)).to(tl.int64)
+    target = i1
+    if p_ids is not None:
+        target = tl.load(p_ids + i1 * si0 + (i2 % e1) * si1 + (i3 % e2) * si2).to(tl.int64)
+    p_in = p_rows + i1 * s1 + i2 * s2 + i3 * s3
+    store_part(p_in, s0, p_out + target * so1 + i2 * so2 + i3 * so3, tl.program_id(1), n, KIND, SIZE)
+
+
+def _size(n: int) -> int:
+    """Elements of a row of n that one program takes."""
+    return max(BLOCK, min(_MOST, 1 << (n - 1).bit_length()))
+
+
+def _warps(size: int) -> int:
+    return max(1, min(4, size // 256))
+
+
+def read_launch(a: View, ids: View, out: View, ctx: Context) -> Launch:
+    """GET_ROWS of a plain type."""
+    size = _size(a.ne[0])
+    s0, s1, s2, s3 = a.strides
+    args = {
+        "p_a": a.data, "p_ids": ids.data, "p_out": out.data, "n": a.ne[0], "n1": ids.ne[0], "n2": ids.ne[1],
+        "s0": s0, "s1": s1, "s2": s2, "s3": s3, "si0": ids.strides[0], "si1": ids.strides[1], "si2": ids.strides[2],
+        "SIZE": size, "PDL": ctx.target.has_pdl,
+    }  # fmt: skip
+    grid = (ids.tensor.n_elements, -(-a.ne[0] // size))
+    return Launch(read_rows, grid, args, launch_options(ctx.target, _warps(size)))
+
+
+def write_launch(rows: torch.Tensor, ids: View | None, out: View, ctx: Context) -> Launch:
+    """Writes rows, [n3, n2, n1, n] of any strides, into a tensor of a type of quantize.WRITABLE with contiguous rows.
+
+    ids: the rows' places as SET_ROWS has them, None: in order.
+    """
+    n3, n2, n1, n = rows.shape
+    s3, s2, s1, s0 = rows.stride()
+    memory, (so1, so2, so3) = stored(out)
+    si, e = (ids.strides, ids.ne) if ids is not None else ((0,) * 4, (1,) * 4)
+    size = _size(n)
+    args: dict[str, Any] = {
+        "p_rows": rows, "p_ids": ids.data if ids is not None else None, "p_out": memory, "n": n, "n1": n1, "n2": n2,
+        "s0": s0, "s1": s1, "s2": s2, "s3": s3, "si0": si[0], "si1": si[1], "si2": si[2], "e1": e[1], "e2": e[2],
+        "so1": so1, "so2": so2, "so3": so3, "KIND": out.kind, "SIZE": size, "PDL": ctx.target.has_pdl,
+    }  # fmt: skip
+    return Launch(write_rows, (n1 * n2 * n3, -(-n // size)), args, launch_options(ctx.target, _warps(size), out.kind))
+
+
+def why_not_decoded(t: Tensor) -> str | None:
+    """None when a tensor's values can be had as f32, else a sentence why not."""
+    kind = t.dtype.name
+    if not t.dtype.is_quantized or packing_of(kind) is not None or kind in RARE_TYPES:
+        return None
+    return f"it has no decoder for {kind}"
+
+
+def why_not(node: Tensor) -> str | None:
+    """None when GET_ROWS or SET_ROWS runs, else a sentence why not."""
+    source = node.src[0]
+    assert source is not None
+    return why_not_decoded(source) if node.op == "GET_ROWS" else None
+
+
+def lower_set_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """SET_ROWS."""
+    rows, ids, target = nodes[0].src
+    assert rows is not None and ids is not None and target is not None
+    return [write_launch(ctx.view(rows).torch(), ctx.view(ids), ctx.view(target), ctx)]
+
+
+def lower_get_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """GET_ROWS: packed rows are decoded where they lie, rows of types that are not packed are taken first."""
+    node = nodes[0]
+    a, ids = node.src
+    assert a is not None and ids is not None
+    out = ctx.view(node)
+    if not a.dtype.is_quantized:
+        return [read_launch(ctx.view(a), ctx.view(ids), out, ctx)]
+    wanted = ctx.view(ids).torch()[0]
+    if packing_of(a.dtype.name) is not None:
+        packed, steps = ctx.packed(a)
+        return [*steps, gather_rows(packed, wanted, out.data)]
+    return [_rare_rows(block_rows(ctx.view(a)), wanted, a.dtype.name, out.data)]
+
+
+def block_rows(view: View) -> torch.Tensor:
+    """The rows of a quantized tensor as bytes: uint8 [ne[3], ne[2], ne[1], row bytes]."""
+    t = view.tensor
+    return view.data.as_strided((*t.ne[:0:-1], t.dtype.row_size(t.ne[0])), (*view.strides[:0:-1], 1))
+
+
+def _rare_rows(rows: torch.Tensor, ids: torch.Tensor, kind: str, out: torch.Tensor) -> Step:
+    """Decodes chosen rows of a type that is not packed. rows: uint8 [d3, d2, n_rows, bytes]; ids: i32 [d3, d2, n]."""
+    d3, d2, _ = ids.shape
+    i3 = torch.arange(d3, device=rows.device)[:, None, None]
+    i2 = torch.arange(d2, device=rows.device)[None, :, None]
+
+    def step() -> None:
+        dequantize_rare(rows[i3, i2, ids.long()].flatten(0, 2), kind, out)
+
+    return step
+
+
+LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
+    "GET_ROWS": lower_get_rows, "SET_ROWS": lower_set_rows,
+}  # fmt: skip

@@ -1,0 +1,35 @@
+"""From groups of nodes to steps: kernel launches with all their arguments, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from graphrt.backend import Group
+from graphrt.backends.triton.context import Context, Step
+from graphrt.backends.triton.fuse import is_view
+from graphrt.backends.triton.kernels import copy, elementwise, fused, norm, rope, rows, soft_max, sort
+from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.tensor import Tensor
+
+Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
+
+#: By op, for nodes that run by themselves.
+OPS: dict[str, Lowering] = {
+    **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
+    **rope.LOWERINGS, **sort.LOWERINGS, "MUL_MAT": fused.lower_mul_mat,
+}  # fmt: skip
+
+
+def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Step]:
+    """The steps of a split. attention: makes the launches of FLASH_ATTN_EXT and FLASH_ATTN_LSE."""
+    steps: list[Step] = []
+    for group in groups:
+        nodes = [n for n in group.nodes if not is_view(n)]
+        if not nodes:
+            continue
+        if nodes[0].op.startswith("FLASH_ATTN"):
+            steps += attention.launches(nodes)
+        else:
+            make = fused.LOWERINGS[group.kernel] if group.kernel else OPS[nodes[0].op]
+            steps += make(nodes, ctx)
+    return steps

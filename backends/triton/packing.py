@@ -1,0 +1,400 @@
+"""Quantized matrices as planes: codes, scales and scales of scales apart, so that kernels load them wide and aligned.
+
+A row's elements are taken in groups of 32. For group g of a row, with codes c[0..31]:
+quants: int32 words; byte b of word i of 4-bit codes holds c[4i + b] in its low nibble and c[16 + 4i + b] in its high
+  one; of 8-bit codes it holds c[4i + b]; of 2-bit codes byte b of word j holds, from its low bits on, c[8j + b],
+  c[16 + 8j + b], c[8j + 4 + b], c[16 + 8j + 4 + b].
+high: further bits of the codes. One bit: bit 2i of byte b belongs to c[4i + b], the next to c[16 + 4i + b]. Two bits:
+  as 2-bit codes.
+scales, supers: see Packing.
+A packed matrix holds the bits of the raw blocks and no others: unpack() gives back every byte, of NaN scales too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import gguf
+import torch
+
+from graphrt.backend import Buffer, Bytes, Usage
+from graphrt.backends.triton.memory import TritonBuffer, empty, upload
+from graphrt.dtypes import dtype
+
+#: Elements of a group.
+GROUP = 32
+#: Elements packed at a time: what bounds the temporary memory (some 5 bytes an element).
+_SLICE = 1 << 24
+#: Where planes begin in a packed matrix's memory, in bytes.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a type lies packed. A value is scale * (code - offset), or scale * code - min where the type has mins.
+
+    bits: of a code in `quants`; high_bits: of a code in `high`, above those; scale_type, scales: `scales` is
+    [rows, k / 32, scales] of it; supers: `supers` is f16 [rows, k / 256, supers], 0: there are none; signed: codes are
+    int8; codebook: values that codes stand for (int8), None: the code itself.
+    scales: 1 of the group; 2: of q4_1 and q5_1 d and m (a value is d * code + m), of q4_K and q5_K the 6-bit scale and
+    min (d * scale * code - dmin * min), of q2_K, q3_K and q6_K one for each half of 16 (q2_K: scale | min << 4).
+    """
+
+    kind: str
+    bits: int
+    high_bits: int
+    scale_type: torch.dtype
+    scales: int
+    supers: int
+    offset: int = 0
+    signed: bool = False
+    codebook: tuple[int, ...] | None = None
+
+    @property
+    def words(self) -> int:
+        """int32 words of a group's `quants`."""
+        return self.bits * GROUP // 32
+
+    @property
+    def high_words(self) -> int:
+        """int32 words of a group's `high`."""
+        return self.high_bits * GROUP // 32
+
+    @property
+    def has_min(self) -> bool:
+        return self.kind in ("q4_1", "q5_1", "q2_K", "q4_K", "q5_K")
+
+    @property
+    def half_scales(self) -> bool:
+        """Each half group has a scale of its own."""
+        return self.kind in ("q2_K", "q3_K", "q6_K")
+
+
+_IQ4 = tuple(gguf.quants.IQ4_NL.kvalues)
+#: Twice e2m1's values. (gguf has them too, but not in every version that will do for the rest.)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_F16, _I8, _U8 = torch.float16, torch.int8, torch.uint8
+
+_PACKINGS = {
+    p.kind: p
+    for p in (
+        Packing("q4_0", 4, 0, _F16, 1, 0, offset=8),
+        Packing("q4_1", 4, 0, _F16, 2, 0),
+        Packing("q5_0", 4, 1, _F16, 1, 0, offset=16),
+        Packing("q5_1", 4, 1, _F16, 2, 0),
+        Packing("q8_0", 8, 0, _F16, 1, 0, signed=True),
+        Packing("q2_K", 2, 0, _U8, 2, 2),
+        Packing("q3_K", 2, 1, _I8, 2, 1, offset=4),
+        Packing("q4_K", 4, 0, _U8, 2, 2),
+        Packing("q5_K", 4, 1, _U8, 2, 2),
+        Packing("q6_K", 4, 2, _I8, 2, 1, offset=32),
+        Packing("iq4_nl", 4, 0, _F16, 1, 0, codebook=_IQ4),
+        Packing("iq4_xs", 4, 0, _I8, 1, 1, codebook=_IQ4),
+        Packing("mxfp4", 4, 0, _U8, 1, 0, codebook=_E2M1),
+    )
+}
+
+#: Names of the types that can be packed.
+PACKED_TYPES = tuple(_PACKINGS)
+
+
+def packing_of(kind: str) -> Packing | None:
+    """How the type of that name is packed, None when it isn't."""
+    return _PACKINGS.get(kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A quantized matrix of `rows` rows of k elements. The planes are views of `memory`, uint8, each 256-byte aligned.
+
+    quants: int32 [rows, k/32, words]; high: int32 [rows, k/32, high_words] or None; scales: [rows, k/32, scales];
+    supers: f16 [rows, k/256, supers] or None.
+    """
+
+    kind: str
+    rows: int
+    k: int
+    quants: torch.Tensor
+    high: torch.Tensor | None
+    scales: torch.Tensor
+    supers: torch.Tensor | None
+    memory: torch.Tensor
+
+    @classmethod
+    def empty(cls, kind: str, rows: int, k: int, device: str | torch.device) -> Packed:
+        """Memory for a matrix, filled with 0xFF: NaN scales.
+
+        Raises GraphError when k isn't whole blocks, MemoryPlanError when there is no room.
+        """
+        packing = _PACKINGS[kind]
+        dtype(kind).row_size(k)
+        groups = k // GROUP
+        shapes = {
+            "quants": (torch.int32, (rows, groups, packing.words)),
+            "high": (torch.int32, (rows, groups, packing.high_words)),
+            "scales": (packing.scale_type, (rows, groups, packing.scales)),
+            "supers": (_F16, (rows, k // 256, packing.supers)),
+        }
+        sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in shapes.items()}
+        starts, end = {}, 0
+        for name, size in sizes.items():
+            starts[name], end = end, end + -(-size // _ALIGNMENT) * _ALIGNMENT
+        memory = empty(end, Usage.WEIGHTS, str(device)).fill_(0xFF)
+        planes = {
+            name: memory[starts[name] : starts[name] + sizes[name]].view(kind).view(shape)
+            for name, (kind, shape) in shapes.items()
+        }
+        high = planes["high"] if packing.high_bits else None
+        supers = planes["supers"] if packing.supers else None
+        return cls(kind, rows, k, planes["quants"], high, planes["scales"], supers, memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, with the gaps between planes."""
+        return self.memory.numel()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of raw blocks."""
+        return dtype(self.kind).row_size(self.k)
+
+    def part(self, first: int, last: int) -> Packed:
+        """Rows first to last - 1, in the same memory."""
+        high = None if self.high is None else self.high[first:last]
+        supers = None if self.supers is None else self.supers[first:last]
+        quants, scales = self.quants[first:last], self.scales[first:last]
+        return Packed(self.kind, last - first, self.k, quants, high, scales, supers, self.memory)
+
+
+@dataclass(frozen=True)
+class _Bits:
+    """Codes in a raw block: from byte `start` on, `size` bytes, each of several codes of `bits` bits.
+
+    The codes of `lanes` neighbouring bytes follow one another: first all from their lowest bits, then from the next.
+    """
+
+    start: int
+    size: int
+    bits: int
+    lanes: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """Where a raw block has what: codes, scales and supers, these two as (first byte, size)."""
+
+    low: _Bits
+    scales: tuple[int, int]
+    high: _Bits | None = None
+    supers: tuple[int, int] = (0, 0)
+
+
+_RAW = {
+    "q4_0": _Raw(_Bits(2, 16, 4, 16), (0, 2)),
+    "q4_1": _Raw(_Bits(4, 16, 4, 16), (0, 4)),
+    "q5_0": _Raw(_Bits(6, 16, 4, 16), (0, 2), _Bits(2, 4, 1, 1)),
+    "q5_1": _Raw(_Bits(8, 16, 4, 16), (0, 4), _Bits(4, 4, 1, 1)),
+    "q8_0": _Raw(_Bits(2, 32, 8, 1), (0, 2)),
+    "q2_K": _Raw(_Bits(16, 64, 2, 32), (0, 16), None, (80, 4)),
+    "q3_K": _Raw(_Bits(32, 64, 2, 32), (96, 12), _Bits(0, 32, 1, 32), (108, 2)),
+    "q4_K": _Raw(_Bits(16, 128, 4, 32), (4, 12), None, (0, 4)),
+    "q5_K": _Raw(_Bits(48, 128, 4, 32), (4, 12), _Bits(16, 32, 1, 32), (0, 4)),
+    "q6_K": _Raw(_Bits(0, 128, 4, 64), (192, 16), _Bits(128, 64, 2, 32), (208, 2)),
+    "iq4_nl": _Raw(_Bits(2, 16, 4, 16), (0, 2)),
+    "iq4_xs": _Raw(_Bits(8, 128, 4, 16), (2, 6), None, (0, 2)),
+    "mxfp4": _Raw(_Bits(1, 16, 4, 16), (0, 1)),
+}
+
+
+def pack(blocks: torch.Tensor, into: Packed) -> None:
+    """Raw blocks, uint8 [rows, row bytes], into a packed matrix on the same device. Fit for a captured graph."""
+    for first, last in _slices(into.rows, into.k):
+        _pack_rows(blocks[first:last], into.part(first, last))
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The raw blocks again: uint8 [rows, row bytes], byte for byte what pack() was given."""
+    blocks = torch.empty((packed.rows, packed.row_bytes), dtype=_U8, device=packed.memory.device)
+    for first, last in _slices(packed.rows, packed.k):
+        _unpack_rows(packed.part(first, last), blocks[first:last])
+    return blocks
+
+
+def _slices(rows: int, k: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _SLICE // k)
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+def _pack_rows(blocks: torch.Tensor, into: Packed) -> None:
+    packing, raw, dt = _PACKINGS[into.kind], _RAW[into.kind], dtype(into.kind)
+    blocks = blocks.reshape(into.rows, into.k // dt.block_size, dt.type_size)
+    _copy(into.quants, _to_plane(_codes(blocks, raw.low), packing.bits))
+    if into.high is not None and raw.high is not None:
+        _copy(into.high, _to_plane(_codes(blocks, raw.high), packing.high_bits))
+    scales = blocks[..., _span(raw.scales)]
+    if into.kind in _SCALES:
+        scales = _SCALES[into.kind][0](scales)
+    _copy(into.scales, scales)
+    if into.supers is not None:
+        _copy(into.supers, blocks[..., _span(raw.supers)])
+
+
+def _unpack_rows(packed: Packed, blocks: torch.Tensor) -> None:
+    packing, raw, dt = _PACKINGS[packed.kind], _RAW[packed.kind], dtype(packed.kind)
+    shape = (packed.rows, packed.k // dt.block_size)
+    blocks = blocks.view(*shape, dt.type_size)
+
+    def put(span: slice, data: torch.Tensor) -> None:
+        blocks[..., span] = data.reshape(*shape, span.stop - span.start)
+
+    put(raw.low.span, _merged(_from_plane(packed.quants, packing.bits).view(*shape, -1), raw.low))
+    if packed.high is not None and raw.high is not None:
+        put(raw.high.span, _merged(_from_plane(packed.high, packing.high_bits).view(*shape, -1), raw.high))
+    scales = packed.scales.view(_U8).reshape(*shape, -1)
+    put(_span(raw.scales), _SCALES[packed.kind][1](scales) if packed.kind in _SCALES else scales)
+    if packed.supers is not None:
+        put(_span(raw.supers), packed.supers.view(_U8))
+
+
+def _span(part: tuple[int, int]) -> slice:
+    return slice(part[0], part[0] + part[1])
+
+
+def _copy(plane: torch.Tensor, data: torch.Tensor) -> None:
+    """Bytes into a plane of any type: as bytes, since a NaN may lose its bits as a number."""
+    plane = plane.view(_U8)
+    plane.copy_(data.reshape(plane.shape))
+
+
+def _codes(blocks: torch.Tensor, where: _Bits) -> torch.Tensor:
+    """The codes of raw blocks, in the elements' order: uint8 [rows, blocks, codes a block]."""
+    return split_bits(blocks[..., where.span], where.bits, where.lanes)
+
+
+def _merged(codes: torch.Tensor, where: _Bits) -> torch.Tensor:
+    return merge_bits(codes, where.bits, where.lanes)
+
+
+def _to_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in order as the bytes of a plane. Two halves of 16 in order become 4 + 4 of both in turn."""
+    if bits == 8:
+        return codes
+    return merge_bits(codes.reshape(*codes.shape[:-1], -1, 2, 4, 4).transpose(-3, -2).flatten(-4), bits, 4)
+
+
+def _from_plane(plane: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes of a plane [rows, groups, words], in order: uint8 [rows, codes]."""
+    codes = plane.view(_U8).flatten(1)
+    if bits == 8:
+        return codes
+    codes = split_bits(codes, bits, 4)
+    return codes.view(codes.shape[0], -1, 4, 2, 4).transpose(-3, -2).flatten(1)
+
+
+def split_bits(data: torch.Tensor, bits: int, lanes: int) -> torch.Tensor:
+    """Bytes [..., n] as codes, uint8 [..., n * 8 / bits]: for every `lanes` bytes first their lowest bits' codes."""
+    if bits == 8:
+        return data
+    shifts = torch.arange(0, 8, bits, dtype=_U8, device=data.device)
+    data = data.reshape(*data.shape[:-1], -1, 1, lanes)
+    return ((data >> shifts[:, None]) & ((1 << bits) - 1)).flatten(-3)
+
+
+def merge_bits(codes: torch.Tensor, bits: int, lanes: int) -> torch.Tensor:
+    """Inverse of split_bits."""
+    if bits == 8:
+        return codes
+    parts = codes.reshape(*codes.shape[:-1], -1, 8 // bits, lanes)
+    data = parts[..., 0, :].clone()
+    for i in range(1, 8 // bits):
+        data |= parts[..., i, :] << (bits * i)
+    return data.flatten(-2)
+
+
+def _k4_scales(raw: torch.Tensor) -> torch.Tensor:
+    """q4_K's and q5_K's 12 bytes [..., 12] as 8 pairs of 6-bit scale and min: uint8 [..., 16]."""
+    scale, low_min, nibbles = raw[..., 0:4], raw[..., 4:8], raw[..., 8:12]
+    first = torch.stack([scale & 0x3F, low_min & 0x3F], -1)
+    second = torch.stack([nibbles & 0xF | scale >> 6 << 4, nibbles >> 4 | low_min >> 6 << 4], -1)
+    return torch.cat([first, second], -2).flatten(-2)
+
+
+def _k4_raw(pairs: torch.Tensor) -> torch.Tensor:
+    first, second = pairs.reshape(*pairs.shape[:-1], 2, 4, 2).unbind(-3)
+    low = first | second >> 4 << 6
+    nibbles = second[..., 0] & 0xF | second[..., 1] << 4
+    return torch.cat([low[..., 0], low[..., 1], nibbles], -1)
+
+
+def _q3_scales(raw: torch.Tensor) -> torch.Tensor:
+    """q3_K's 12 bytes [..., 12] as the bits of 16 int8, each the 6-bit number less 32."""
+    return (split_bits(raw[..., :8], 4, 8) | split_bits(raw[..., 8:], 2, 4) << 4) - 32
+
+
+def _q3_raw(scales: torch.Tensor) -> torch.Tensor:
+    codes = scales + 32
+    return torch.cat([merge_bits(codes & 0xF, 4, 8), merge_bits(codes >> 4, 2, 4)], -1)
+
+
+def _iq4_scales(raw: torch.Tensor) -> torch.Tensor:
+    """iq4_xs' 6 bytes [..., 6] (16 bits of high bits, 8 nibbles) as the bits of 8 int8, each the number less 32."""
+    return (split_bits(raw[..., 2:], 4, 1) | split_bits(raw[..., :2], 2, 1) << 4) - 32
+
+
+def _iq4_raw(scales: torch.Tensor) -> torch.Tensor:
+    codes = scales + 32
+    return torch.cat([merge_bits(codes >> 4, 2, 1), merge_bits(codes & 0xF, 4, 1)], -1)
+
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
+#: Types whose raw blocks don't have a scale a byte: from raw bytes, and back.
+_SCALES: dict[str, tuple[_Map, _Map]] = {
+    "q3_K": (_q3_scales, _q3_raw),
+    "q4_K": (_k4_scales, _k4_raw),
+    "q5_K": (_k4_scales, _k4_raw),
+    "iq4_xs": (_iq4_scales, _iq4_raw),
+}
+
+
+class PackedBuffer(TritonBuffer):
+    """Memory of one packed matrix that reads and writes as if it held the raw blocks. nbytes: of these."""
+
+    def __init__(self, packed: Packed, usage: Usage) -> None:
+        super().__init__(packed.memory, usage)
+        self.packed = packed
+        self.nbytes = packed.rows * packed.row_bytes
+
+    def read(self, offset: int, nbytes: int) -> Bytes:
+        first, last = self._rows(offset, nbytes)
+        skip = offset - first * self.packed.row_bytes
+        found: Bytes = unpack(self.packed.part(first, last)).flatten()[skip : skip + nbytes].cpu().numpy().copy()
+        return found
+
+    def read_later(self, offset: int, nbytes: int) -> Callable[[], Bytes]:
+        return Buffer.read_later(self, offset, nbytes)
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Whole rows at their place. Part of a row keeps the rest of it."""
+        data = data.reshape(-1)
+        row_bytes = self.packed.row_bytes
+        first, last = self._rows(offset, data.size)
+        skip = offset - first * row_bytes
+        for a, b in _slices(last - first, self.packed.k):
+            part = self.packed.part(first + a, first + b)
+            begin, end = max(a * row_bytes, skip), min(b * row_bytes, skip + data.size)
+            whole = end - begin == (b - a) * row_bytes
+            rows = torch.empty((b - a, row_bytes), dtype=_U8, device=self.memory.device) if whole else unpack(part)
+            upload(data[begin - skip : end - skip], rows.view(-1)[begin - a * row_bytes : end - a * row_bytes])
+            pack(rows, part)
+
+    def _rows(self, offset: int, nbytes: int) -> tuple[int, int]:
+        """The rows that a span of raw bytes touches."""
+        row_bytes = self.packed.row_bytes
+        return offset // row_bytes, -(-(offset + nbytes) // row_bytes)

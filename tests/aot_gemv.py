@@ -1,0 +1,68 @@
+"""Launches of the products with few vectors, for compiling ahead of time on sm_90 (see aot.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.mul_mat.activations import (
+    Activations,
+    Rows,
+    glu_quantize,
+    norm_quantize,
+    quantize_rows,
+)
+from graphrt.backends.triton.kernels.mul_mat.gemv import Segment, gemv
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.packing import PACKED_TYPES, Packed
+
+TARGET = Target("sm_90", "cpu", 132, 232448, 50 << 20)
+
+
+def _weight(kind: str, m: int, k: int) -> Packed | torch.Tensor:
+    plain = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    return torch.empty(m, k, dtype=plain[kind]) if kind in plain else Packed.empty(kind, m, k, "cpu")
+
+
+def _launch(kinds: tuple[str, ...], m: int, k: int, n: int, inline: bool = False, **how: Any) -> Launch:
+    """A product of matrices [m, k] of those types; inline: activations are rounded in the kernel."""
+    out = torch.empty(n * m)
+    plain = kinds[0] in ("f32", "f16", "bf16")
+    x = Rows(torch.empty(n * k), n, k, k) if plain or inline else Activations.empty(n, k, "cpu")
+    return gemv(TARGET, [Segment(_weight(kind, m, k), out, m) for kind in kinds], x, **how)
+
+
+def _launches() -> Iterator[tuple[str, Launch]]:
+    vector = torch.empty(4096)
+    for kind in (*PACKED_TYPES, "f16", "bf16", "f32"):
+        yield f"gemv {kind} n=1", _launch((kind,), 4096, 4096, 1)
+    for n in (2, 4, 8):
+        for kind in ("q4_K", "q6_K", "q8_0", "q4_0", "mxfp4", "f16"):
+            yield f"gemv {kind} n={n}", _launch((kind,), 4096, 4096, n)
+    yield "gemv long rows", _launch(("q4_K",), 4096, 14336, 1)
+    yield "gemv few rows", _launch(("q4_K",), 512, 8192, 1)
+    yield "gemv rows of no whole tiles", _launch(("q6_K",), 640, 2304, 1)
+    yield "gemv glu", _launch(("q4_K", "q4_K"), 4096, 4096, 1, glu="swiglu")
+    yield "gemv plain glu", _launch(("f16", "f16"), 1536, 576, 1, glu="geglu")
+    residual = (torch.empty(512), 512)
+    yield "gemv segments", _launch(("q4_K", "q4_K", "q6_K"), 512, 4096, 1, bias=vector, residual=residual)
+    for n in (1, 2):
+        yield (
+            f"gemv norm inside n={n}",
+            _launch(("q4_0", "q4_0"), 1536, 576, n, True, glu="swiglu", norm=(vector, 1e-6)),
+        )
+    for k in (576, 4096, 14336):
+        x, found = Rows(torch.empty(2 * k), 2, k, k), Activations.empty(2, k, "cpu")
+        yield f"quantize {k}", quantize_rows(TARGET, x, found)
+        yield f"norm {k}", norm_quantize(TARGET, x, torch.empty(k), 1e-6, found, x)
+        yield f"norm to f16 {k}", norm_quantize(TARGET, x, torch.empty(k), 1e-6, torch.empty(2, k, dtype=torch.float16))
+        yield f"glu {k}", glu_quantize(TARGET, x, x, "swiglu", found)
+
+
+def aot_cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
+    """What to compile: a name, the kernel, its arguments by name, its options."""
+    for name, launch in _launches():
+        yield name, launch.kernel, launch.args, launch.options

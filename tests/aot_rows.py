@@ -1,0 +1,83 @@
+"""Launches of what moves and rotates rows, as the lowerings make them for a GPU, to be compiled without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from graphrt import ops
+from graphrt.backend import Place, Usage
+from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels import rope, rows, sort
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.ops.rope import RopeParams
+from graphrt.tensor import Tensor
+
+Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
+
+
+H100 = Target("sm_90", "cpu", 132, 232448, 50 << 20)
+
+
+def context(target: Target = H100) -> Context:
+    """Places every tensor in memory of its own, zeros."""
+    places: dict[Tensor, TritonBuffer] = {}
+
+    def place(t: Tensor) -> Place:
+        if t.root not in places:
+            places[t.root] = TritonBuffer(
+                torch.zeros(t.root.nbytes, dtype=torch.uint8, device=target.device), Usage.COMPUTE
+            )
+        return places[t.root], t.view_offs
+
+    return Context(place, target, exact=False)
+
+
+def rope_cache_nodes(
+    kind: str,
+    n_tokens: int,
+    mode: str,
+    d: int = 128,
+    n_dims: int = 128,
+    heads: tuple[int, int] = (32, 8),
+    cells: int = 64,
+) -> list[Tensor]:
+    """The nodes of a group of fuse.rope_cache: heads of q and of k; kind: of both caches."""
+    params = RopeParams(n_dims, mode)
+    positions, ids = Tensor("i32", (n_tokens,)), Tensor("i64", (n_tokens,))
+    q, k = (ops.rope(Tensor("f32", (d, n, n_tokens)), positions, params) for n in heads)
+    k_cache, v_cache = (Tensor(kind, (d * heads[1], cells)) for _ in "kv")
+    k_set = ops.set_rows(ops.reshape(k, d * heads[1], n_tokens), ids, k_cache)
+    return [q, k, k_set, ops.set_rows(Tensor("f32", (d * heads[1], n_tokens)), ids, v_cache)]
+
+
+def _launches() -> Iterator[tuple[str, list[Any]]]:
+    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
+        for n_tokens, mode in ((1, "neox"), (512, "normal")):
+            nodes = rope_cache_nodes(kind, n_tokens, mode)
+            yield f"rope_cache {kind} {mode} {n_tokens}", rope.lower_rope_cache(nodes, context())
+    yield "rope_cache odd", rope.lower_rope_cache(rope_cache_nodes("q8_0", 33, "neox", 80, 20, (5, 2)), context())
+    for mode, kind in (("normal", "f32"), ("neox", "f16")):
+        a, factors = Tensor(kind, (80, 5, 33, 2)), Tensor("f32", (10,))
+        node = ops.rope(a, Tensor("i32", (33,)), RopeParams(20, mode), factors)
+        yield f"rope {mode} {kind}", rope.lower_rope([node], context())
+    for kind in ("f32", "f16", "bf16", "q8_0", "q5_1"):
+        node = ops.set_rows(Tensor("f32", (1024, 5, 3)), Tensor("i64", (5, 3)), Tensor(kind, (1024, 9, 3)))
+        yield f"set_rows {kind}", rows.lower_set_rows([node], context())
+    for kind in ("f32", "bf16", "i32"):
+        node = ops.get_rows(Tensor(kind, (1025, 9)), Tensor("i32", (5,)))
+        yield f"get_rows {kind}", rows.lower_get_rows([node], context())
+    for n in (1000, 128256, 262144):
+        yield f"argmax {n}", sort.lower_argmax([ops.argmax(Tensor("f32", (n, 1)))], context())
+
+
+def aot_cases() -> Iterator[Case]:
+    """A name, a kernel, its arguments by name (tensors for pointers) and the options of its launch."""
+    for name, launches in _launches():
+        for launch in launches:
+            assert isinstance(launch, Launch)
+            yield f"{name}: {launch.kernel.fn.__name__}", launch.kernel, launch.args, launch.options

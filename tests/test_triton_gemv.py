@@ -1,0 +1,337 @@
+"""Few vectors times packed and plain matrices, and the rounding of activations, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import gguf
+import numpy as np
+
+from graphrt.backends.triton import device
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+from graphrt.backends.triton.kernels.mul_mat.activations import (
+    GLU_KINDS,
+    Activations,
+    Rows,
+    glu_quantize,
+    norm_quantize,
+    quantize_rows,
+)
+from graphrt.backends.triton.kernels.mul_mat.gemv import GemvConfig, Segment, config_for, gemv
+from graphrt.backends.triton.packing import PACKED_TYPES, Packed, pack
+from graphrt.dtypes import dtype
+
+TARGET = device.target()
+DEVICE = TARGET.device
+#: What f32 sums of some thousand terms, each rounded a few times, may be off, against the sum of the terms' magnitudes.
+CLOSE = 5e-7
+
+
+#: Where a block has f16 scales.
+_HALF_SCALES = {
+    "q4_0": [0], "q5_0": [0], "q8_0": [0], "iq4_nl": [0], "q4_1": [0, 2], "q5_1": [0, 2], "q2_K": [80, 82],
+    "q3_K": [108], "q4_K": [0, 2], "q5_K": [0, 2], "q6_K": [208], "iq4_xs": [0],
+}  # fmt: skip
+
+
+class Matrix:
+    """A random packed matrix and its values in float64."""
+
+    def __init__(self, kind: str, m: int, k: int, seed: int = 0) -> None:
+        rng = np.random.default_rng((seed, m, k))
+        dt = dtype(kind)
+        blocks = rng.integers(0, 256, (m, k // dt.block_size, dt.type_size), dtype=np.uint8)
+        halves = _HALF_SCALES.get(kind, [])
+        for at in halves:
+            scale = (rng.uniform(0.5, 1.5, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])).astype(np.float16)
+            blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+        if kind == "mxfp4":
+            blocks[..., 0] = rng.integers(120, 134, blocks.shape[:2])
+        raw = blocks.reshape(m, -1)
+        self.values = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])).double()
+        self.packed = Packed.empty(kind, m, k, DEVICE)
+        pack(torch.from_numpy(raw).to(DEVICE), self.packed)
+
+
+def _vectors(n: int, k: int, seed: int = 1) -> torch.Tensor:
+    """Values with very different groups, one of them zero."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, k // 32, 32, generator=g) * torch.exp(2 * torch.randn(n, k // 32, 1, generator=g))
+    x = x.reshape(n, k)
+    x[0, :32] = 0
+    return x
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """The definition, in float32 as kernels have it, returned as float64."""
+    groups = x.float().reshape(x.shape[0], -1, 32)
+    d = groups.abs().amax(-1, keepdim=True) * np.float32(1 / 127)
+    q = torch.round(groups * (1 / torch.where(d > 0, d, 1)))
+    return (q.double() * d.double()).reshape(x.shape)
+
+
+def _activations(x: torch.Tensor) -> Activations:
+    n, k = x.shape
+    found = Activations.empty(n, k, DEVICE)
+    quantize_rows(TARGET, Rows(x.to(DEVICE), n, k, k), found)()
+    return found
+
+
+def _check(y: torch.Tensor, w: torch.Tensor, x: torch.Tensor, more: torch.Tensor | float = 0.0) -> None:
+    """y [n, m] is w x + more, each element to within rounding of the sum of its terms' magnitudes."""
+    expected = x @ w.T + more
+    size = x.abs() @ w.abs().T + torch.as_tensor(more).abs()
+    off = ((y.cpu().double() - expected).abs() / size.clamp_min(1e-30)).max().item()
+    assert off < CLOSE, off
+
+
+def _out(n: int, m: int) -> torch.Tensor:
+    return torch.full((n, m), torch.nan, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", PACKED_TYPES)
+@pytest.mark.parametrize(("n", "m", "k", "config"), [
+    (1, 5, 1280, GemvConfig(1, 32, 1, 1)),  # two tiles, the second not full
+    (3, 5, 256, GemvConfig(1, 8, 2, 1)),  # one block of a K type, odd rows, rows over lanes
+    (2, 3, 2048, GemvConfig(2, 64, 1, 1)),  # warps side by side along k
+])  # fmt: skip
+def test_every_type(kind: str, n: int, m: int, k: int, config: GemvConfig) -> None:
+    matrix, x = Matrix(kind, m, k), _vectors(n, k)
+    out = _out(n, m)
+    gemv(TARGET, [Segment(matrix.packed, out, m)], _activations(x), config=config)()
+    _check(out, matrix.values, _rounded(x))
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q5_1", "q8_0", "mxfp4"])
+@pytest.mark.parametrize("k", [32, 96])
+def test_short_rows(kind: str, k: int) -> None:
+    matrix, x = Matrix(kind, 7, k), _vectors(1, k)
+    x[0, 0] = 1.0
+    out = _out(1, 7)
+    gemv(TARGET, [Segment(matrix.packed, out, 7)], _activations(x))()
+    _check(out, matrix.values, _rounded(x))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_tokens(n: int) -> None:
+    """Whatever config_for says; results lie apart, and nothing between them is written."""
+    matrix, x = Matrix("q4_K", 10, 1024), _vectors(n, 1024)
+    out = _out(n, 17)
+    gemv(TARGET, [Segment(matrix.packed, out, 17)], _activations(x))()
+    _check(out[:, :10], matrix.values, _rounded(x))
+    assert out[:, 10:].isnan().all()
+
+
+@pytest.mark.parametrize("u", [1, 2, 4])
+def test_steps_in_registers(u: int) -> None:
+    matrix, x = Matrix("q6_K", 4, 1792), _vectors(2, 1792)
+    out = _out(2, 4)
+    gemv(TARGET, [Segment(matrix.packed, out, 4)], _activations(x), config=GemvConfig(1, 8, 2, u))()
+    _check(out, matrix.values, _rounded(x))
+
+
+def test_segments_of_different_types() -> None:
+    x = _vectors(2, 512)
+    matrices = [Matrix("q4_K", 9, 512), Matrix("q8_0", 4, 512), Matrix("q6_K", 5, 512)]
+    for count in (2, 3):
+        used = matrices[:count]
+        outs = [_out(2, m.packed.rows + 1) for m in used]
+        bias, residual = torch.randn(9), torch.randn(2, 11)
+        segments = [Segment(m.packed, out, out.shape[1]) for m, out in zip(used, outs)]
+        gemv(TARGET, segments, _activations(x), bias=bias.to(DEVICE), residual=(residual.to(DEVICE), 11),
+             config=GemvConfig(1, 16, 2, 1))()  # fmt: skip
+        for i, (m, out) in enumerate(zip(used, outs)):
+            more = (bias + residual[:, :9]).double() if i == 0 else 0.0
+            _check(out[:, :-1], m.values, _rounded(x), more)
+            assert out[:, -1].isnan().all()
+
+
+def test_a_residual_may_be_the_result() -> None:
+    matrix, x = Matrix("q4_0", 6, 64), _vectors(2, 64)
+    before = torch.randn(2, 6)
+    out = before.to(DEVICE, copy=True)
+    gemv(TARGET, [Segment(matrix.packed, out, 6)], _activations(x), residual=(out, 6))()
+    _check(out, matrix.values, _rounded(x), before.double())
+
+
+def _gated(kind: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    f = {"swiglu": torch.nn.functional.silu, "reglu": torch.relu,
+         "geglu": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}[kind]  # fmt: skip
+    return f(gate) * up
+
+
+@pytest.mark.parametrize("kind", GLU_KINDS)
+@pytest.mark.parametrize("types", [("q4_K", "q4_K"), ("q5_0", "q8_0"), ("f16", "f16")])
+def test_glu(kind: str, types: tuple[str, str]) -> None:
+    n, m, k, config = 2, 5, 512, GemvConfig(1, 8)  # several tiles
+    x = _vectors(n, k) * 0.02
+    out = _out(n, m)
+    if types[0] == "f16":
+        w, v = (torch.randn(m, k).half() for _ in range(2))
+        gemv(
+            TARGET,
+            [Segment(t.to(DEVICE), out, m) for t in (w, v)],
+            Rows(x.to(DEVICE), n, k, k),
+            glu=kind,
+            config=config,
+        )()
+        gate, up = x.double() @ w.double().T, x.double() @ v.double().T
+    else:
+        a, b = (Matrix(t, m, k, seed) for seed, t in enumerate(types))
+        for matrix in (a, b):  # so that the activation is neither 0 nor the gate itself
+            matrix.packed = _divided(matrix, 256)
+        gemv(TARGET, [Segment(w.packed, out, m) for w in (a, b)], _activations(x), glu=kind, config=config)()
+        gate, up = _rounded(x) @ a.values.T, _rounded(x) @ b.values.T
+    expected = _gated(kind, gate, up)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def _divided(matrix: Matrix, by: int) -> Packed:
+    """The same matrix with smaller scales: of f16 ones by a power of two."""
+    packed = matrix.packed
+    scales = packed.scales if packed.supers is None else packed.supers
+    scales /= by
+    matrix.values /= by
+    return packed
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 576), (2, 1024), (3, 32)])
+def test_activations_rounded_in_the_kernel(n: int, k: int, norm: bool) -> None:
+    matrix, x = Matrix("q4_1", 6, k), _vectors(n, k)
+    x[0, 1] = 0.5
+    weight = torch.rand(k) + 0.5
+    out, given = _out(n, 6), torch.full((n, k + 5), torch.nan)
+    given[:, :k] = x
+    launch = gemv(TARGET, [Segment(matrix.packed, out, 6)], Rows(given.to(DEVICE), n, k, k + 5),
+                  norm=(weight.to(DEVICE), 1e-5) if norm else None, config=GemvConfig(1, 32))  # fmt: skip
+    launch()
+    if norm:
+        x = _normed(x, weight, 1e-5).float()
+        # A value on the edge between two numbers may go to either: compared with what that can do.
+        expected = _rounded(x) @ matrix.values.T
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=2e-3 * expected.abs().max().item())
+    else:
+        _check(out, matrix.values, _rounded(x))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("n", "m", "k", "stride"), [(1, 7, 520, 520), (2, 5, 37, 41), (5, 3, 1, 1), (1, 6, 2048, 2048)]
+)
+def test_plain_weights(kind: torch.dtype, n: int, m: int, k: int, stride: int) -> None:
+    w = torch.full((m, stride), torch.nan)
+    w[:, :k] = torch.randn(m, k)
+    w = w.to(kind).to(DEVICE)[:, :k]
+    x = torch.full((n, k + 3), torch.nan)
+    x[:, :k] = torch.randn(n, k)
+    outs = [_out(n, m + 1) for _ in range(3)]
+    halves = [w, w[: m // 2], w[m // 2 :]]
+    gemv(TARGET, [Segment(part, out, m + 1) for part, out in zip(halves, outs)], Rows(x.to(DEVICE), n, k, k + 3))()
+    for part, out in zip(halves, outs):
+        _check(out[:, : part.shape[0]], part.cpu().double(), x[:, :k].double())
+        assert out[:, part.shape[0] :].isnan().all()
+
+
+def test_results_repeat() -> None:
+    matrix, x = Matrix("q5_K", 3, 2048), _vectors(1, 2048)
+    outs = [_out(1, 3), _out(1, 3)]
+    for out in outs:
+        gemv(TARGET, [Segment(matrix.packed, out, 3)], _activations(x), config=GemvConfig(4, 128))()
+    assert torch.equal(*outs)
+
+
+# --- activations ---
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    x = x.double()
+    y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight.double()
+
+
+def _check_activations(found: Activations, x: torch.Tensor, exact: bool) -> None:
+    """x float64, unrounded. exact: the kernel had it to the last bit, so that q is the definition's."""
+    n, k = x.shape
+    d, q = found.d.cpu().double().reshape(n, -1, 1), found.q.cpu().double().reshape(n, -1, 32)
+    groups = x.reshape(n, -1, 32)
+    torch.testing.assert_close(d, groups.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=0)
+    if exact:
+        torch.testing.assert_close((q * d).reshape(n, k), _rounded(x), rtol=1e-6, atol=0)
+    assert ((q * d - groups).abs() <= d * 0.5001).all()
+    sums = (q * d).reshape(n, -1, 16).sum(-1)
+    torch.testing.assert_close(found.s.cpu().double(), sums, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (3, 96), (2, 1600)])
+def test_quantize_rows(kind: torch.dtype, n: int, k: int) -> None:
+    x = _vectors(n, k).to(kind)
+    spread = torch.full((n, k + 1, 3), torch.nan, dtype=kind)  # strides of their own
+    spread[:, :k, 1] = x
+    data = spread.flatten()[1:].to(DEVICE)
+    found = Activations.inside(_out(n, k).flatten(), n, k)
+    quantize_rows(TARGET, Rows(data, n, k, 3 * (k + 1), 3), found)()
+    _check_activations(found, x.double(), True)
+    half = torch.empty(n, k, dtype=torch.float16, device=DEVICE)
+    quantize_rows(TARGET, Rows(data, n, k, 3 * (k + 1), 3), half)()
+    assert torch.equal(half.cpu(), x.float().half())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    x = _vectors(1, 64)
+    x[0, 40] = bad
+    found = _activations(x)
+    assert found.d[0, 0].isfinite() and not found.d[0, 1].isfinite()
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 64), (1, 576), (2, 8256)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_norm_quantize(n: int, k: int, weighted: bool) -> None:
+    x, weight = _vectors(n, k), torch.rand(k) + 0.5 if weighted else None
+    expected = _normed(x, weight, 1e-5)
+    given = weight if weight is None else weight.to(DEVICE)
+    rows = Rows(x.to(DEVICE), n, k, k)
+    found, plain = Activations.empty(n, k, DEVICE), _out(n, k + 1)
+    norm_quantize(TARGET, rows, given, 1e-5, found, Rows(plain, n, k, k + 1))()
+    _check_activations(found, expected, False)
+    torch.testing.assert_close(plain[:, :k].cpu().double(), expected, rtol=2e-6, atol=1e-7)
+    assert plain[:, k].isnan().all()
+    half = torch.empty(n, k, dtype=torch.float16, device=DEVICE)
+    norm_quantize(TARGET, rows, given, 1e-5, half)()
+    torch.testing.assert_close(half.cpu().double(), expected, rtol=6e-4, atol=1e-6)
+
+
+def test_norm_of_a_row_that_is_not_whole_groups() -> None:
+    x, plain = _vectors(2, 64)[:, :45].contiguous(), _out(2, 45)
+    norm_quantize(TARGET, Rows(x.to(DEVICE), 2, 45, 45), None, 1e-6, None, Rows(plain, 2, 45, 45))()
+    torch.testing.assert_close(plain.cpu().double(), _normed(x, None, 1e-6), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", GLU_KINDS)
+def test_glu_quantize(kind: str) -> None:
+    n, k = 2, 1120
+    both = torch.cat([torch.randn(n, k) * 3, torch.randn(n, k)], 1).to(DEVICE)  # as one tensor of two halves has it
+    gate, up = Rows(both.flatten(), n, k, 2 * k), Rows(both.flatten()[k:], n, k, 2 * k)
+    expected = _gated(kind, both[:, :k].cpu().double(), both[:, k:].cpu().double())
+    found, half = Activations.empty(n, k, DEVICE), torch.empty(n, k, dtype=torch.float16, device=DEVICE)
+    glu_quantize(TARGET, gate, up, kind, found)()
+    glu_quantize(TARGET, gate, up, kind, half)()
+    _check_activations(found, expected, False)
+    torch.testing.assert_close(half.cpu().double(), expected, rtol=6e-4, atol=1e-5)
+
+
+def test_configs_hold_their_shape() -> None:
+    for kind in ("f32", "f16", "q4_K", "q8_0"):
+        for m in (1, 640, 1024, 4096, 128256):
+            for k in (256, 512, 576, 1536, 4096, 14336):
+                for n in range(1, 9):
+                    c = config_for(kind, m, k, n)
+                    assert c.w >= 1 and c.w * c.g == 32 * c.warps and c.g >= 8, (kind, m, k, n, c)

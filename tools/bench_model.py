@@ -1,0 +1,222 @@
+"""What `graphrt bench MODEL` measures: a model from a file or made up, and sessions at a depth, timed and put back."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from graphrt.errors import SessionError
+from graphrt.tools.common import session_options
+
+if TYPE_CHECKING:
+    from graphrt.backend import Backend
+    from graphrt.models.model import Model
+    from graphrt.models.session import Session, SessionOptions
+    from graphrt.tools.bench_model_peer import Peer
+
+#: Steps before anything is timed: a GPU backend may compile in the first and capture in the next ones.
+WARM_UP_STEPS = 3
+#: Room in the cache after a test's last token, where the model allows it.
+SPARE = 64
+
+
+@dataclass(frozen=True)
+class Test:
+    """kind: "pp", n tokens read at once, or "tg", n tokens one by one; depth: tokens in the cache before."""
+
+    kind: str
+    n: int
+    depth: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def start(self) -> int:
+        """The position of the first timed token: generating starts after one at least."""
+        return max(self.depth, 1) if self.kind == "tg" else self.depth
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n
+
+    def steps(self, n_batch: int) -> int:
+        """How many graphs are run."""
+        return self.n if self.kind == "tg" else math.ceil(self.n / n_batch)
+
+
+class Source:
+    """The model that the options name: a file (pulled if need be), or with --synthetic one made up."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if (args.model is None) == (args.synthetic is None):
+            raise SessionError("one model must be given: MODEL, or --synthetic NAME such as llama-8b:q4_k_m")
+        self.synthetic: str | None = args.synthetic
+        self.model: str | None = args.model
+        if self.synthetic:
+            from graphrt.models.synthetic import synthetic
+
+            synthetic(self.synthetic)  # a bad name must show first
+
+    @property
+    def label(self) -> str:
+        return self.synthetic or str(self.model).rpartition("/")[2]
+
+    @cached_property
+    def path(self) -> str:
+        from graphrt.models import hub
+
+        return str(hub.resolve(self.model))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        from graphrt.models.gguf import GGUFFile
+        from graphrt.models.synthetic import synthetic
+
+        if self.synthetic:
+            return synthetic(self.synthetic).nbytes
+        with GGUFFile.open(self.path) as file:
+            return sum(info.nbytes for info in file.tensors.values())
+
+    def load(self, backends: Sequence[Backend], layers: int | None = None) -> Model:
+        """The model on backends. layers: a synthetic one's first so many only."""
+        from graphrt.models.model import Model, load
+        from graphrt.models.synthetic import synthetic
+
+        if self.synthetic:
+            return Model(synthetic(self.synthetic, layers), backends)
+        return load(self.path, backends)
+
+
+def backends_for(name: str, exact: bool) -> list[Backend]:
+    """The backend of that name, and the CPU for what it refuses. Raises BackendError."""
+    from graphrt.backend import get_backend
+
+    backends = [get_backend(name, exact=exact)]
+    if backends[0].name != "cpu":
+        backends.append(get_backend("cpu", exact=exact))
+    return backends
+
+
+def options_for(test: Test, args: argparse.Namespace, model: Model) -> SessionOptions:
+    """A context as long as the test needs, as llama-bench makes it, unless -c gives one.
+
+    Raises SessionError for a test that does not fit.
+    """
+    limit = model.decoder.hp.n_ctx_train
+    longest = args.ctx_size or limit
+    if test.end > longest:
+        raise SessionError(
+            f"test {test} needs a context of {test.end} tokens, "
+            + (f"-c gives {longest}; raise it" if args.ctx_size else f"the model allows {longest}; use a shorter one")
+        )
+    return replace(session_options(args), n_ctx=args.ctx_size or min(test.end + SPARE, limit))
+
+
+class Prepared:
+    """A session with a test's depth in its cache, which each repetition starts from. ids: of test.end tokens."""
+
+    def __init__(self, session: Session, test: Test, ids: Sequence[int]) -> None:
+        self.session, self.test, self.ids = session, test, ids
+        if test.start:
+            session.eval(ids[: test.start])
+        self._cells = {kind: ring.positions.copy() for kind, ring in session.cache.rings.items()}
+
+    def once(self) -> float:
+        """Seconds of the test, from its depth on. Ends with a result on the host, so nothing is left queued.
+
+        Tokens are generated as `run` does it: each the likeliest after the one before where steps are queued ahead.
+        """
+        for kind, ring in self.session.cache.rings.items():  # what a window lost stays so: same work, other text
+            ring.positions[:] = self._cells[kind]
+        self.session.n_past = self.test.start
+        timed = self.ids[self.test.start : self.test.end]
+        start = time.perf_counter()
+        if self.test.kind == "pp":
+            self.session.eval(timed)
+        elif self.session.runs_ahead:
+            deque(self.session.likeliest(timed[0], len(timed)), maxlen=0)
+        else:
+            for token in timed:
+                self.session.eval([token])
+        return time.perf_counter() - start
+
+
+def measure(prepared: Prepared, repetitions: int, peer: Peer | None) -> dict[str, Any]:
+    """A row: tokens/s of a test, the peer's in turn with ours, and what a token costs."""
+    test, session = prepared.test, prepared.session
+    warm_ups = 1 if session.backends[0].name == "cpu" else math.ceil(WARM_UP_STEPS / test.steps(session.n_batch))
+    for _ in range(warm_ups):
+        prepared.once()
+    if peer:
+        peer.seconds(test, prepared.ids)
+    ours, theirs = [], []
+    for _ in range(repetitions):  # in turn, so that both meet the same machine
+        ours.append(test.n / prepared.once())
+        if peer:
+            theirs.append(test.n / peer.seconds(test, prepared.ids))
+    row: dict[str, Any] = {"test": str(test), "kind": test.kind, "n": test.n, "depth": test.depth, **_summary(ours)}
+    if theirs:
+        row["peer"] = _summary(theirs)
+        row["ratio"] = row["tokens_per_s"] / row["peer"]["tokens_per_s"]
+    return row
+
+
+def _summary(rates: list[float]) -> dict[str, float]:
+    deviation = statistics.stdev(rates) if len(rates) > 1 else 0.0
+    return {"tokens_per_s": statistics.median(rates), "deviation": deviation}
+
+
+def add_work(row: dict[str, Any], model: Model, prepared: Prepared) -> None:
+    """Adds what bounds a test: tg reads the weights and the cells that a token sees, GB/s; pp multiplies, GFLOP/s."""
+    rate = row["tokens_per_s"]
+    if prepared.test.kind == "tg":
+        row["kv_bytes_per_token"] = _kv_bytes(prepared)
+        row["bytes_per_token"] = model.bytes_per_token + row["kv_bytes_per_token"]
+        row["gb_per_s"] = rate * row["bytes_per_token"] / 1e9
+    else:
+        row["gflop_per_s"] = rate * (_product_flops(model) + _attention_flops(prepared)) / 1e9
+
+
+def _product_flops(model: Model) -> int:
+    """Of a prompt's token: all matrices but the embedding and the output, which few tokens reach."""
+    table, output = model.decoder.token_embd, model.decoder.output
+    weights = (t for t in model.weights.loaded.values() if t is not table and t is not output)
+    return 2 * sum(t.n_elements for t in weights if t.n_dims == 2)
+
+
+def _attention_flops(prepared: Prepared) -> float:
+    hp = prepared.session.decoder.hp
+    return sum(
+        2 * hp.n_head[il] * (hp.d_k + hp.d_v) * _seen(prepared.test, hp.window if windowed else 0)
+        for il, windowed in enumerate(hp.windowed)
+    )
+
+
+def _kv_bytes(prepared: Prepared) -> float:
+    session = prepared.session
+    window = session.decoder.hp.window
+    return sum(
+        sum(t.dtype.row_size(t.ne[0]) for t in (layer.k, layer.v))
+        * _seen(prepared.test, window if layer.kind == "swa" else 0)
+        for layer in session.cache.layers
+    )
+
+
+def _seen(test: Test, window: int) -> float:
+    """How many tokens one of the test's sees, itself included, on average."""
+    return statistics.fmean(min(p + 1, window or p + 1) for p in range(test.start, test.end))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
