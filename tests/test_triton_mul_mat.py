@@ -169,7 +169,8 @@ def test_a_split_of_k_changes_only_rounding(kind: str, monkeypatch: pytest.Monke
 def test_batches(kind: str, batches: Any, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "GEMM_TOKENS", dict.fromkeys(lower.GEMM_TOKENS, few_tokens))
     monkeypatch.setattr(lower, "MAX_TOKENS", 0)
-    run, k = Run(), 512  # enough for a split of k
+    monkeypatch.setattr(few, "splits_of", lambda *args: 2)
+    run, k = Run(), 512
     w = run.leaf(kind, (k, 5, *batches[0]), packed=kind in PACKED_TYPES)
     run.product(w, run.leaf("f32", (k, 3, *batches[1])))
 

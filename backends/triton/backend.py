@@ -23,9 +23,9 @@ class TritonBackend(Backend):
     """Kernels in Triton on one GPU.
 
     exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
-    tokens round activations to 8 bits in groups of 32. schedule: forces a schedule of the attention kernel (tile, split,
-    stream_k), None to choose; config: forces the portable attention kernel with that configuration, as `graphrt tune`
-    does; capture: replay a split as a CUDA graph. Raises BackendError for an unknown schedule.
+    tokens round activations to 8 bits in groups of 32. schedule: forces a schedule of the attention kernel (tile,
+    split, stream_k), None to choose; config: forces the portable attention kernel with that configuration, as `graphrt
+    tune` does; capture: replay a split as a CUDA graph. Raises BackendError for an unknown schedule.
     """
 
     name: ClassVar[str] = "triton"

@@ -52,10 +52,9 @@ class View:
 class Context:
     """One split while it is compiled.
 
-    place: where tensors lie; target: the device; exact: no form that rounds activations to 8 bits; shared: what steps of
-    several nodes have in common, by a key of its maker's (tables of rotations); rounded: tensors whose memory holds
-    not f32 but what the products that read them take (mul_mat/activations.py); readers: of a tensor, if only products
-    read it.
+    place: where tensors lie; target: the device; exact: no form that rounds activations to 8 bits; shared: what steps
+    of several nodes have in common, by a key of its maker's (tables of rotations); rounded: tensors whose memory holds
+    not f32 but what the products that read them take (mul_mat/activations.py).
     """
 
     def __init__(self, place: Callable[[Tensor], Place], target: Target, exact: bool) -> None:
@@ -67,7 +66,7 @@ class Context:
         self._scratch: dict[str, torch.Tensor] = {}
 
     def view(self, t: Tensor) -> View:
-        """A tensor with a plain or quantized layout in memory. A packed weight is unpacked into memory of the step's."""
+        """A tensor with a plain or quantized layout in memory. A packed weight is unpacked into memory of its own."""
         buffer, offset = self.place(t)
         assert isinstance(buffer, TritonBuffer)
         memory = unpacked(buffer) if isinstance(buffer, PackedBuffer) else buffer.memory

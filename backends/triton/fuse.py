@@ -1,14 +1,14 @@
 """The fusion pass: which nodes become one step. Patterns are small, named, and can be switched off.
 
-GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_mul,matmul_add) leaves only those on. The
-nodes of a group need not follow one another in the graph: groups are put in an order that keeps every dependency.
+GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_mul,matmul_add) leaves only those on.
+The nodes of a group need not follow one another in the graph: groups are put in an order that keeps dependencies.
 """
 
 from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphrt.backend import Group, Region
@@ -19,8 +19,6 @@ from graphrt.tensor import Tensor
 
 #: Products of at most so many tokens are bound by the weights' bytes: mul_mat/gemv.py's.
 FEW_TOKENS = 8
-#: A norm is made anew by each program of a product when rows are at most so long: it costs less than a launch.
-SHORT_ROW, SHORT_TOKENS = 1024, 2
 
 
 def is_view(node: Tensor) -> bool:
@@ -66,7 +64,7 @@ class Nodes:
         return t not in self._viewed and not self.kept(t)
 
     def only_reader(self, t: Tensor) -> Tensor | None:
-        """The one node that reads `t`, directly and not through a view; None if there are others, or it is an output."""
+        """The one node that reads `t`, and not through a view; None if there are others, or it is an output."""
         readers = self.readers(t)
         return readers[0] if len(readers) == 1 and self.only_as_it_is(t) else None
 
@@ -117,12 +115,8 @@ def is_rounding_product(node: Tensor) -> bool:
     return _is_product(node, few=True) and w is not None and packing_of(w.dtype.name) is not None and w.ne[1] > 1
 
 
-def _products_of(nodes: Nodes, x: Tensor) -> list[Tensor]:
-    return [n for n in nodes.readers(x) if _is_product(n, few=True) and n.src[1] is x]
-
-
 def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
-    """Two MUL_MAT of one x of few tokens, then GLU of both; with the norm of x where rows are short."""
+    """Two MUL_MAT of one x of few tokens, then GLU of both."""
     for out in nodes.of("GLU"):
         gate, up = (*out.src, None)[:2]
         if gate is None or up is None or gate is up or not (_is_product(gate, True) and _is_product(up, True)):
@@ -130,30 +124,16 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
         same = gate.src[1] is up.src[1] and gate.ne == up.ne
         alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
         if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
-            yield Group([*_norm_of(nodes, gate.src[1], [gate, up]), gate, up, out], kernel="gate_up_glu")
+            yield Group([gate, up, out], kernel="gate_up_glu")
 
 
 def projections(nodes: Nodes) -> Iterator[Group]:
-    """MUL_MATs of one x of few tokens (q, k and v), at most three; with the norm of x where rows are short."""
+    """Two or three MUL_MATs of one x of few tokens: q, k and v."""
     for x in dict.fromkeys(n.src[1] for n in nodes.of("MUL_MAT")):
         assert x is not None
-        found = _products_of(nodes, x)
-        before = _norm_of(nodes, x, found)
-        if 2 <= len(found) <= 3 or (len(found) == 1 and before):
-            yield Group([*before, *found], kernel="projections", results=list(found))
-
-
-def _norm_of(nodes: Nodes, x: Tensor | None, products: Sequence[Tensor]) -> list[Tensor]:
-    """RMS_NORM and MUL that make x, if these products alone read it and its rows are short; else nothing."""
-    if x is None or x.op != "MUL" or not products or nodes.readers(x) != list(products):
-        return []
-    norm = x.src[0]
-    if norm is None or norm.op != "RMS_NORM" or not nodes.only_as_it_is(x) or nodes.only_reader(norm) is not x:
-        return []
-    source = norm.src[0]
-    short = x.ne[0] <= SHORT_ROW and x.ne[0] % 32 == 0 and x.ne[1] <= SHORT_TOKENS
-    fits = short and _is_row(x.src[1], x) and source is not None and source.is_contiguous
-    return [norm, x] if fits and all(is_rounding_product(n) for n in products) else []
+        found = [n for n in nodes.readers(x) if _is_product(n, few=True) and n.src[1] is x]
+        if 2 <= len(found) <= 3:
+            yield Group(found, kernel="projections", results=list(found))
 
 
 def matmul_add(nodes: Nodes) -> Iterator[Group]:
@@ -221,7 +201,7 @@ PATTERNS: dict[str, Pattern] = {
     "attention_lse": attention_lse,
 }
 #: Those that change no rounding: an exact backend has no others.
-EXACT_PATTERNS = {"attention_lse": attention_lse}
+EXACT_PATTERNS: dict[str, Pattern] = {"attention_lse": attention_lse}
 
 
 def wanted_patterns() -> dict[str, Pattern]:
@@ -242,7 +222,7 @@ class _Ready:
     index: int
 
 
-def fuse(region: Region, patterns: dict[str, Pattern] | None = None) -> list[Group]:
+def fuse(region: Region, patterns: Mapping[str, Pattern] | None = None) -> list[Group]:
     """The region cut into groups, in an order in which every group comes after what it reads."""
     nodes = Nodes(region)
     groups: list[Group] = []

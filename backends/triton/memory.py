@@ -38,7 +38,7 @@ class Stage:
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if self.used + nbytes > self.size:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self.done[self.piece] = event
             self.piece, self.used = (self.piece + 1) % STAGE_PIECES, 0
@@ -83,7 +83,7 @@ class TritonBuffer(Buffer):
             return super().read_later(offset, nbytes)
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         host.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
 
         def wait() -> Bytes:
