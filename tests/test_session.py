@@ -14,6 +14,7 @@ from tiny import CHAT, IM_END, IM_START, tokens, write_model
 import graphrt
 from graphrt.errors import BackendError, GGUFError, SessionError
 from graphrt.models import Model, Piece, SamplerParams, load
+from graphrt.models.cache import Ring
 from graphrt.models.session import MAX_PREPARED, SessionOptions, _batches
 from graphrt.testing import nmse
 
@@ -297,3 +298,23 @@ def test_steps_that_run_ahead_pass_the_window_and_fill_the_context(windowed: Mod
     first = int(ahead.eval([1, 5, 9]).argmax())
     assert [first, *ahead.likeliest(first, 10**6)][: len(expected)] == expected
     assert ahead.n_past == ahead.n_ctx
+
+
+@pytest.mark.parametrize("window", [0, 5, 20])
+def test_masks_by_runs_are_those_by_a_look_at_each_cell(window: int) -> None:
+    rng = np.random.default_rng(window)
+    ring = Ring(16 if window else 64, window, 2)
+    position = np.zeros(2, np.int64)
+    for n in (1, 3, 7, 1, 1, 8, 2, 5, 1, 6):
+        at = position[:, None] + np.arange(n)
+        ring.take(at)
+        expected = np.full((2, 1, n, ring.size), -np.inf, np.float16)
+        for seq, i, cell in np.ndindex(2, n, ring.size):
+            held = ring.positions[seq, cell]
+            sees = 0 <= held <= at[seq, i] and (not window or at[seq, i] - held < window)
+            expected[seq, 0, i, cell] = 0 if sees else -np.inf
+        np.testing.assert_array_equal(ring.mask(at), expected)
+        position += n
+        if rng.random() < 0.4:  # a sequence that was cut off: cells are empty now that held older positions
+            position[1] -= 1
+            ring.forget_from(int(position[1]), 1)

@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--n-prompt", default="512", metavar="N,..", help="prompt lengths (default: 512)")
     parser.add_argument("-n", "--n-gen", default="128", metavar="N,..", help="generated lengths (default: 128)")
     parser.add_argument("-d", "--depth", default="0", metavar="N,..", help="tokens in the cache before (default: 0)")
+    parser.add_argument(
+        "--batch", default="1", metavar="N,..", help="sequences that generate together in one graph (default: 1)"
+    )
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
     parser.add_argument("--exact", action="store_true", help="measure the reference forms")
@@ -101,9 +104,15 @@ def _machine() -> dict[str, Any]:
 
 
 def _tests(args: argparse.Namespace) -> list[Test]:
-    """Every length at every depth. Raises SessionError."""
+    """Every length at every depth; several sequences only generate. Raises SessionError."""
     lengths = [("pp", n) for n in _numbers(args.n_prompt) if n] + [("tg", n) for n in _numbers(args.n_gen) if n]
-    tests = [Test(kind, n, depth) for depth in _numbers(args.depth) for kind, n in lengths]
+    tests = [
+        Test(kind, n, depth, batch)
+        for depth in _numbers(args.depth)
+        for batch in _numbers(args.batch)
+        for kind, n in lengths
+        if batch == 1 or (batch > 1 and kind == "tg")
+    ]
     if args.repetitions < 1 or not tests:
         raise SessionError(f"there must be a test and a repetition, got {len(tests)} and -r {args.repetitions}")
     return tests
@@ -122,7 +131,7 @@ def _rows(args: argparse.Namespace, model: Model, tests: list[Test], peer: Peer 
     n = max(512, *(t.end for t in tests))
     ids = np.random.default_rng(0).integers(0, model.decoder.hp.n_vocab, n).tolist()
     for test in tests:
-        prepared = Prepared(model.session(options_for(test, args, model)), test, ids[: test.end])
+        prepared = Prepared.of(model, test, options_for(test, args, model), ids)
         row = measure(prepared, args.repetitions, peer)
         add_work(row, model, prepared)
         print(f"{test}: {row['tokens_per_s']:.1f} t/s", file=sys.stderr, flush=True)

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from graphrt.errors import SessionError
 from graphrt.tools.common import session_options
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
+    from graphrt.models.batch import Batch
     from graphrt.models.model import Model
     from graphrt.models.session import Session, SessionOptions
     from graphrt.tools.bench_model_peer import Peer
@@ -29,14 +32,17 @@ SPARE = 64
 
 @dataclass(frozen=True)
 class Test:
-    """kind: "pp", n tokens read at once, or "tg", n tokens one by one; depth: tokens in the cache before."""
+    """kind: "pp", n tokens read at once, or "tg", n tokens one by one; depth: tokens in the cache before; batch: so
+    many sequences in one graph, whose tokens are counted together."""
 
     kind: str
     n: int
     depth: int = 0
+    batch: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+        times = f" x {self.batch}" if self.batch > 1 else ""
+        return f"{self.kind}{self.n}{times}" + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def start(self) -> int:
@@ -124,11 +130,19 @@ def options_for(test: Test, args: argparse.Namespace, model: Model) -> SessionOp
 class Prepared:
     """A session with a test's depth in its cache, which each repetition starts from. ids: of test.end tokens."""
 
+    @staticmethod
+    def of(model: Model, test: Test, options: SessionOptions, ids: Sequence[int]) -> Prepared | PreparedBatch:
+        if test.batch == 1:
+            return Prepared(model.session(options), test, ids[: test.end])
+        from graphrt.models.batch import Batch
+
+        return PreparedBatch(Batch(model.decoder, model.backends, test.batch, options), test, ids)
+
     def __init__(self, session: Session, test: Test, ids: Sequence[int]) -> None:
         self.session, self.test, self.ids = session, test, ids
         if test.start:
             session.eval(ids[: test.start])
-        self._cells = {kind: ring.positions.copy() for kind, ring in session.cache.rings.items()}
+        self._cells = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
 
     def once(self) -> float:
         """Seconds of the test, from its depth on. Ends with a result on the host, so nothing is left queued.
@@ -136,7 +150,7 @@ class Prepared:
         Tokens are generated as `run` does it: each the likeliest after the one before where steps are queued ahead.
         """
         for kind, ring in self.session.cache.rings.items():  # what a window lost stays so: same work, other text
-            ring.positions[:] = self._cells[kind]
+            ring.restore(self._cells[kind])
         self.session.n_past = self.test.start
         timed = self.ids[self.test.start : self.test.end]
         start = time.perf_counter()
@@ -150,18 +164,38 @@ class Prepared:
         return time.perf_counter() - start
 
 
-def measure(prepared: Prepared, repetitions: int, peer: Peer | None) -> dict[str, Any]:
+class PreparedBatch:
+    """The same for several sequences that generate together; each has other tokens of `ids`, which repeat."""
+
+    def __init__(self, session: Batch, test: Test, ids: Sequence[int]) -> None:
+        self.session, self.test, self.ids = session, test, ids
+        shifted = [np.roll(np.asarray(ids, np.int32), 7 * seq)[: test.end] for seq in range(test.batch)]
+        self.tokens = np.stack(shifted)
+        session.eval(self.tokens[:, : test.start])
+        self._cells = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
+
+    def once(self) -> float:
+        """Seconds of the test, from its depth on, each token the likeliest after the one before."""
+        for kind, ring in self.session.cache.rings.items():
+            ring.restore(self._cells[kind])
+        self.session.n_past[:] = self.test.start
+        start = time.perf_counter()
+        deque(self.session.likeliest(self.tokens[:, self.test.start], self.test.n), maxlen=0)
+        return time.perf_counter() - start
+
+
+def measure(prepared: Prepared | PreparedBatch, repetitions: int, peer: Peer | None) -> dict[str, Any]:
     """A row: tokens/s of a test, the peer's in turn with ours, and what a token costs."""
     test, session = prepared.test, prepared.session
     warm_ups = 1 if session.backends[0].name == "cpu" else math.ceil(WARM_UP_STEPS / test.steps(session.n_batch))
     for _ in range(warm_ups):
         prepared.once()
-    if peer:
+    if peer and test.batch == 1:
         peer.seconds(test, prepared.ids)
     ours, theirs = [], []
     for _ in range(repetitions):  # in turn, so that both meet the same machine
-        ours.append(test.n / prepared.once())
-        if peer:
+        ours.append(test.batch * test.n / prepared.once())
+        if peer and test.batch == 1:
             theirs.append(test.n / peer.seconds(test, prepared.ids))
     row: dict[str, Any] = {"test": str(test), "kind": test.kind, "n": test.n, "depth": test.depth, **_summary(ours)}
     if theirs:
@@ -175,12 +209,12 @@ def _summary(rates: list[float]) -> dict[str, float]:
     return {"tokens_per_s": statistics.median(rates), "deviation": deviation}
 
 
-def add_work(row: dict[str, Any], model: Model, prepared: Prepared) -> None:
+def add_work(row: dict[str, Any], model: Model, prepared: Prepared | PreparedBatch) -> None:
     """Adds what bounds a test: tg reads the weights and the cells that a token sees, GB/s; pp multiplies, GFLOP/s."""
     rate = row["tokens_per_s"]
     if prepared.test.kind == "tg":
         row["kv_bytes_per_token"] = _kv_bytes(prepared)
-        row["bytes_per_token"] = model.bytes_per_token + row["kv_bytes_per_token"]
+        row["bytes_per_token"] = model.bytes_per_token / prepared.test.batch + row["kv_bytes_per_token"]
         row["gb_per_s"] = rate * row["bytes_per_token"] / 1e9
     else:
         row["gflop_per_s"] = rate * (_product_flops(model) + _attention_flops(prepared)) / 1e9
@@ -193,7 +227,7 @@ def _product_flops(model: Model) -> int:
     return 2 * sum(t.n_elements for t in weights if t.n_dims == 2)
 
 
-def _attention_flops(prepared: Prepared) -> float:
+def _attention_flops(prepared: Prepared | PreparedBatch) -> float:
     hp = prepared.session.decoder.hp
     return sum(
         2 * hp.n_head[il] * (hp.d_k + hp.d_v) * _seen(prepared.test, hp.window if windowed else 0)
@@ -201,7 +235,7 @@ def _attention_flops(prepared: Prepared) -> float:
     )
 
 
-def _kv_bytes(prepared: Prepared) -> float:
+def _kv_bytes(prepared: Prepared | PreparedBatch) -> float:
     session = prepared.session
     window = session.decoder.hp.window
     return sum(

@@ -17,9 +17,6 @@ from graphrt.errors import BackendError
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 
-#: Products of at most so many tokens are bound by the weights' bytes: mul_mat/gemv.py's.
-FEW_TOKENS = 8
-
 
 def is_view(node: Tensor) -> bool:
     """A look at another tensor's memory, which takes no step. SET_ROWS and the like are none: they write."""
@@ -77,14 +74,14 @@ def _is_row(weight: Tensor | None, of: Tensor) -> bool:
     return weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1)
 
 
-def _is_product(node: Tensor, few: bool = False) -> bool:
-    """MUL_MAT of one matrix with contiguous f32 rows of one sequence; few: of few tokens."""
+def _is_product(node: Tensor) -> bool:
+    """MUL_MAT of one matrix of weights with contiguous f32 rows."""
     if node.op != "MUL_MAT":
         return False
     w, x = node.src[0], node.src[1]
     assert w is not None and x is not None
     plain = w.ne[2] == w.ne[3] == 1 and x.ne[2] == x.ne[3] == 1 and x.dtype.name == "f32" and x.is_contiguous
-    return plain and w.is_leaf and w.is_contiguous and (not few or x.ne[1] <= FEW_TOKENS)
+    return plain and w.is_leaf and w.is_contiguous
 
 
 def norm_mul(nodes: Nodes) -> Iterator[Group]:
@@ -103,23 +100,21 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
 
 
 def _is_rounded(nodes: Nodes, x: Tensor) -> bool:
-    """Nobody needs x but products of packed weights, which round it to 8 bits."""
+    """Nobody needs x but products that round it in one way: to 8 bits for few tokens, else to f16."""
     readers = nodes.readers(x)
     alone = bool(readers) and nodes.only_as_it_is(x) and x.ne[0] % 32 == 0
-    return alone and all(n.src[1] is x and is_rounding_product(n) for n in readers)
+    return alone and all(n.src[1] is x and _is_product(n) and _is_packed(n.src[0]) for n in readers)
 
 
-def is_rounding_product(node: Tensor) -> bool:
-    """MUL_MAT of a packed matrix and few tokens: what mul_mat/gemv.py does with activations of 8 bits."""
-    w = node.src[0]
-    return _is_product(node, few=True) and w is not None and packing_of(w.dtype.name) is not None and w.ne[1] > 1
+def _is_packed(w: Tensor | None) -> bool:
+    return w is not None and packing_of(w.dtype.name) is not None and w.ne[1] > 1
 
 
 def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
-    """Two MUL_MAT of one x of few tokens, then GLU of both."""
+    """Two MUL_MAT of one x, then GLU of both."""
     for out in nodes.of("GLU"):
         gate, up = (*out.src, None)[:2]
-        if gate is None or up is None or gate is up or not (_is_product(gate, True) and _is_product(up, True)):
+        if gate is None or up is None or gate is up or not (_is_product(gate) and _is_product(up)):
             continue
         same = gate.src[1] is up.src[1] and gate.ne == up.ne
         alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
@@ -128,10 +123,10 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
 
 
 def projections(nodes: Nodes) -> Iterator[Group]:
-    """Two or three MUL_MATs of one x of few tokens: q, k and v."""
+    """Two or three MUL_MATs of one x: q, k and v."""
     for x in dict.fromkeys(n.src[1] for n in nodes.of("MUL_MAT")):
         assert x is not None
-        found = [n for n in nodes.readers(x) if _is_product(n, few=True) and n.src[1] is x]
+        found = [n for n in nodes.readers(x) if _is_product(n) and n.src[1] is x]
         if 2 <= len(found) <= 3:
             yield Group(found, kernel="projections", results=list(found))
 
