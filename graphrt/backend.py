@@ -139,6 +139,11 @@ class Backend(ABC):
     def supports(self, node: Tensor) -> str | None:
         """None when the backend runs this node, else a sentence why not. Depends on types, shapes and strides only."""
 
+    def rounds_activations(self, node: Tensor) -> str | None:
+        """(optional) The type that this backend rounds a product's activations to on purpose, "int8" (in groups of 32,
+        by the group's largest), None for none. The conformance tool then holds it to that rounding, and says so."""
+        return None
+
     @abstractmethod
     def alloc(self, nbytes: int, usage: Usage) -> Buffer:
         """A new buffer. Raises MemoryPlanError, with the size, when there is no room."""

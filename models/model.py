@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -139,18 +139,26 @@ class Model:
 
 
 def load(
-    path: str | os.PathLike[str], backend: str | Sequence[str | Backend] | Backend = "auto", *, exact: bool = False
+    path: str | os.PathLike[str],
+    backend: str | Sequence[str | Backend] | Backend = "auto",
+    *,
+    exact: bool = False,
+    before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
 ) -> Model:
     """Opens a GGUF file and puts its weights where the backend wants them.
 
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
-    they refuse. exact: only reference forms of the ops. Raises GGUFError, ArchError, BackendError, MemoryPlanError.
+    they refuse. exact: only reference forms of the ops. before: called when the weights have no memory yet, and may
+    raise. Raises GGUFError, ArchError, BackendError, MemoryPlanError.
     """
     listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
     if all(b.name != "cpu" for b in backends):
         backends.append(get_backend("cpu", exact=exact))
-    return Model(GGUFFile.open(path), backends)
+    file = GGUFFile.open(path)
+    if before is not None:
+        before(file, backends)
+    return Model(file, backends)
 
 
 def nll(logits: Logits, targets: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

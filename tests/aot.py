@@ -7,6 +7,7 @@ line a compiled kernel: what it was compiled for, shared memory, registers, spil
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -273,7 +274,8 @@ def read_unset(instructions: list[str]) -> str:
         name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
         if name.startswith(("BRA", "BRX", "RET", "JMP")) and not text.startswith("@"):
             break
-        first, *others = operands.split(",") if name[0] == "U" or name in ("S2UR", "R2UR", "LDCU") else ["", operands]
+        has_result = name[0] == "U" or name.partition(".")[0] in ("S2UR", "R2UR", "LDCU")
+        first, *others = operands.split(",") if has_result else ["", operands]
         read = {int(n) for part in others for n in re.findall(r"\bUR(\d+)\b", part)}
         if not name.startswith("HGMMA") and read - written:
             return text
@@ -287,7 +289,7 @@ def is_spill(text: str) -> bool:
 
 
 def _in_inner_loop(at: int, instructions: list[tuple[int, str]]) -> bool:
-    """Whether an address lies in a loop that holds no other loop and multiplies matrices."""
+    """Whether an address lies in a loop that holds no other loop and multiplies, matrices or bytes."""
     return any(low <= at <= high for low, high in _inner_loops(tuple(instructions)))
 
 
@@ -301,7 +303,9 @@ def _inner_loops(instructions: tuple[tuple[int, str], ...]) -> list[tuple[int, i
         loops = [(low, high) for low, high in jumps if low < high]
         inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
         _LOOPS[key] = [
-            (low, high) for low, high in inner if any("MMA" in text for at, text in instructions if low <= at <= high)
+            (low, high)
+            for low, high in inner
+            if any("MMA" in text or "IDP" in text for at, text in instructions if low <= at <= high)
         ]
     return _LOOPS[key]
 
@@ -352,6 +356,29 @@ def kernels_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
             )
         for shape in PREFILL:
             yield f"{arch} prefill {shape}", lambda s=shape: list(hopper_kernels(s))
+    yield from other_ops(arch)
+
+
+def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
+    """What the lists of all other ops have for an architecture.
+
+    All of it for sm_90. Elsewhere, unless GRAPHRT_AOT=all, every third kernel of a list: they are the same kernels, and
+    all of them together would take a minute more on two cores.
+    """
+    import aot_dequantize
+    import aot_gemm
+    import aot_gemv
+    import aot_rows
+    import aot_small_ops
+
+    lists: list[list[Any]] = [list(aot_gemm.aot_cases(arch)), list(aot_small_ops.aot_cases(arch))]
+    if arch == "sm_90":
+        lists += [list(module.aot_cases()) for module in (aot_dequantize, aot_gemv, aot_rows)]
+    step = 1 if arch == "sm_90" or os.environ.get("GRAPHRT_AOT") == "all" else 3
+    for found in lists:
+        for name, kernel, args, options, *_ in found[::step]:
+            launch = Launch(kernel, (1,), args, options)
+            yield name if name.startswith(arch) else f"{arch} {name}", lambda x=launch: [compiled(x, arch)]
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from graphrt.errors import SessionError
 
 if TYPE_CHECKING:
+    from graphrt.backend import Backend
+    from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model
     from graphrt.models.session import SessionOptions
 
@@ -61,8 +63,10 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0) ->
     )
 
 
-def load_model(args: argparse.Namespace, exact: bool) -> Model:
-    """The model that `args.model` names, pulled if need be."""
+def load_model(
+    args: argparse.Namespace, exact: bool, before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None
+) -> Model:
+    """The model that `args.model` names, pulled if need be. before: see models.load()."""
     from graphrt.models import hub
     from graphrt.models.model import load
 
@@ -70,7 +74,7 @@ def load_model(args: argparse.Namespace, exact: bool) -> Model:
         import torch
 
         torch.set_num_threads(args.threads)
-    return load(hub.resolve(args.model), args.backend, exact=exact)
+    return load(hub.resolve(args.model), args.backend, exact=exact, before=before)
 
 
 def session_options(args: argparse.Namespace) -> SessionOptions:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.tools.common import (
@@ -23,6 +25,8 @@ from graphrt.tools.common import (
 )
 
 if TYPE_CHECKING:
+    from graphrt.backend import Backend
+    from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model, Piece
     from graphrt.models.sampling import SamplerParams
     from graphrt.models.session import Session
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-p", "--prompt")
+#: Where --profile writes unless told.
+TRACE = Path("graphrt-profile.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +60,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
     parser.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-generation token")
+    parser.add_argument(
+        "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
+    )
+    _add_profile_arguments(parser)
     add_session_arguments(parser)
     add_sampling_arguments(parser)
+
+
+def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    from graphrt.tools.profile import DEFAULT_STEPS
+
+    what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
+    parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
+    steps = f"decode steps that are profiled (default: {DEFAULT_STEPS})"
+    parser.add_argument("--profile-steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help=steps)
+
+
+def _trace_path(text: str) -> Path:
+    """A file that can be made. Its ending keeps `--profile MODEL` from taking the model for it."""
+    path = Path(text)
+    if path.suffix != ".json":
+        raise argparse.ArgumentTypeError(f"must end with .json, got {text[:80]!r}; give MODEL before --profile")
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must lie in a folder that is there, got {text[:80]!r}")
+    return path
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +160,8 @@ def main(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     sampling = sampler_params(args)
     loading = time.perf_counter()
-    model = load_model(args, args.exact)
+    needs: dict[str, Any] = {}
+    model = load_model(args, args.exact, partial(_check_memory, args, needs))
     tokens = _tokens(model, prompt, args)
     session = model.session(session_options(args))
     for sentence in session.fallbacks():
@@ -141,15 +171,41 @@ def main(args: argparse.Namespace) -> int:
     pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, ignore_eos=args.ignore_eos)
     _stream(pieces, tally, quiet=args.json, bare=args.raw)
     timings = tally.timings(len(tokens), model.bytes_per_token)
-    if args.json:
-        text = "".join(tally.text)
-        timings["load_s"] = load_s
-        print_json({"prompt_tokens": tokens, "tokens": tally.tokens, "text": text, "timings": timings})
-    else:
+    if not args.json:
         if session.n_past >= session.n_ctx and _cut_short(tally, model, args):
             print(_context_full(session), file=sys.stderr)
         _report(tally, timings, len(tokens), load_s)
+    profile = _profile(session, tokens, args) if args.profile and not tally.interrupted else {}
+    if args.json:
+        text = "".join(tally.text)
+        timings["load_s"] = load_s
+        made = {"prompt_tokens": tokens, "tokens": tally.tokens, "text": text, "timings": timings}
+        print_json(made | needs | profile)
     return 130 if tally.interrupted else 0
+
+
+def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
+    """Says what a model will take, before it does: of a GPU always, else when asked. Raises MemoryPlanError."""
+    from graphrt.models.memory import check_fits, memory_needs
+
+    if not args.memory and backends[0].name == "cpu":
+        return  # nothing to tell, and reading the header twice over takes time
+    options = session_options(args)
+    needs = memory_needs(file, backends, options)
+    if args.memory or (needs.total and not needs.in_place):
+        print(f"memory: {needs}", file=sys.stderr)
+        told["memory"] = asdict(needs)
+    check_fits(file, needs, options)
+
+
+def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    from graphrt.tools.profile import as_json, lines, profile_session
+
+    phases = profile_session(session, tokens, args.profile_steps, args.profile)
+    if not args.json:
+        print("\n".join(lines(phases)), file=sys.stderr)
+        print(f"\ntrace: {args.profile} (open it at https://ui.perfetto.dev)", file=sys.stderr)
+    return {"profile": {"trace": str(args.profile), "phases": as_json(phases)}}
 
 
 def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> None:

@@ -14,6 +14,7 @@ from graphrt.backends.triton.fuse import EXACT_PATTERNS, fuse
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
+from graphrt.backends.triton.packing import packing_of
 from graphrt.backends.triton.support import why_unsupported
 from graphrt.backends.triton.weights import hold_weight
 from graphrt.tensor import Tensor
@@ -67,6 +68,14 @@ class TritonBackend(Backend):
     def supports(self, node: Tensor) -> str | None:
         return why_unsupported(node)
 
+    def rounds_activations(self, node: Tensor) -> str | None:
+        w, x = (*node.src, None, None)[:2]
+        if node.op != "MUL_MAT" or w is None or x is None or packing_of(w.dtype.name) is None:
+            return None
+        from graphrt.backends.triton.kernels.mul_mat.lower import takes_gemv
+
+        return "int8" if takes_gemv(w, x, self) else None
+
     def alloc(self, nbytes: int, usage: Usage) -> TritonBuffer:
         return allocate(nbytes, usage, self.target.device)
 
@@ -83,17 +92,8 @@ class TritonBackend(Backend):
         from graphrt.backends.triton.lowering import lower
 
         attention = Launcher(self.target, place, self.schedule, self.config)
-        steps = lower(groups, Context(place, self.target, self.exact), attention)
-        return Captured(steps) if self.capture else _sequence(steps)
+        return Captured(lower(groups, Context(place, self.target, self.exact), attention), self.capture)
 
     def synchronize(self) -> None:
         if not device.interpreting():
             torch.cuda.synchronize(self.target.device)
-
-
-def _sequence(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run

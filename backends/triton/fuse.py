@@ -103,7 +103,7 @@ def _is_rounded(nodes: Nodes, x: Tensor) -> bool:
     """Nobody needs x but products that round it in one way: to 8 bits for few tokens, else to f16."""
     readers = nodes.readers(x)
     alone = bool(readers) and nodes.only_as_it_is(x) and x.ne[0] % 32 == 0
-    return alone and all(n.src[1] is x and _is_product(n) and _is_packed(n.src[0]) for n in readers)
+    return alone and all(_is_product(n) and n.src[1] is x and _is_packed(n.src[0]) for n in readers)
 
 
 def _is_packed(w: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphrt.backend import Group
+from graphrt.backends.triton.capture import Segment
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.fuse import is_view
 from graphrt.backends.triton.kernels import copy, elementwise, fused, norm, rope, rows, soft_max, sort
@@ -20,16 +21,17 @@ OPS: dict[str, Lowering] = {
 }  # fmt: skip
 
 
-def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Step]:
-    """The steps of a split. attention: makes the launches of FLASH_ATTN_EXT and FLASH_ATTN_LSE."""
-    steps: list[Step] = []
+def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Segment]:
+    """The steps of a split, group by group. attention: makes the launches of FLASH_ATTN_EXT and FLASH_ATTN_LSE."""
+    segments: list[Segment] = []
     for group in groups:
         nodes = [n for n in group.nodes if not is_view(n)]
         if not nodes:
             continue
         if nodes[0].op.startswith("FLASH_ATTN"):
-            steps += attention.launches(nodes)
+            steps = attention.launches(nodes)
         else:
             make = fused.LOWERINGS[group.kernel] if group.kernel else OPS[nodes[0].op]
-            steps += make(nodes, ctx)
-    return steps
+            steps = make(nodes, ctx)
+        segments.append(Segment(group, steps))
+    return segments

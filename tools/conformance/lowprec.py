@@ -1,7 +1,8 @@
 """Each op once more in float32 torch, written apart from the reference: the error of an honest kernel.
 
 low(node, sources) takes each source's numbers (float32, or int64) in torch's shape and gives the result. MUL_MAT rounds
-its activations to the type that the weights suggest, attention q, k, v and the probabilities; all else is float32.
+both to the type that the weights suggest, attention q, k, v and the probabilities; all else is float32. For a backend
+that rounds activations to 8 bits on purpose MUL_MAT does that instead, and takes the weights as they are.
 """
 
 from __future__ import annotations
@@ -20,14 +21,42 @@ from graphrt.tensor import Tensor
 T = torch.Tensor
 LowPrecision = Callable[..., T]
 
+#: Activations that share a step where they are rounded to 8 bits.
+GROUP = 32
 _TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
-def low(node: Tensor, sources: list[T | None]) -> T:
-    """The result of a node in low precision, rounded to the node's type."""
-    result = LOW[node.op](node, *sources)
+def low(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
+    """The result of a node in low precision, rounded to the node's type. rounded: see why_not_rounded()."""
+    if rounded is not None:
+        x = sources[1]
+        assert x is not None
+        result = _product(node, sources[0], to_int8(x))
+    else:
+        result = LOW[node.op](node, *sources)
     kind = _TYPES.get(node.dtype.name, torch.float32)
     return result.to(kind).to(torch.float64)
+
+
+def why_not_rounded(node: Tensor, rounded: str) -> str | None:
+    """None if a backend may say that it rounds a node's activations so, else a sentence why not.
+
+    It is a wider tolerance, so it is had by what it is meant for alone: products of quantized weights.
+    """
+    w = node.src[0] if node.src else None
+    if rounded != "int8":
+        return f"the only type that activations may be rounded to on purpose is int8, got {rounded!r}"
+    if node.op != "MUL_MAT" or w is None or not w.dtype.is_quantized or w.ne[0] % GROUP:
+        return "activations may be rounded on purpose in MUL_MAT of quantized weights, in whole groups of 32"
+    return None
+
+
+def to_int8(x: T) -> T:
+    """x, float32 [..., k], with each group of 32 rounded to multiples of its largest magnitude's 127th part."""
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
+    step = torch.div(groups.abs().amax(-1, keepdim=True), 127.0)
+    codes = torch.div(groups, torch.where(step > 0, step, 1.0)).round()
+    return (codes * step).reshape(x.shape)
 
 
 def _tiled(b: T, a: T) -> T:
@@ -41,7 +70,11 @@ def _rounding(node: Tensor) -> Callable[[T], T]:
 
 def _mul_mat(node: Tensor, a: T, b: T) -> T:
     rounded = _rounding(node)
-    a, b = rounded(a), rounded(b)
+    return _product(node, rounded(a), rounded(b))
+
+
+def _product(node: Tensor, a: T | None, b: T) -> T:
+    assert a is not None
     grouped = b.reshape(a.shape[0], b.shape[0] // a.shape[0], a.shape[1], b.shape[1] // a.shape[1], *b.shape[2:])
     product: T = torch.einsum("xymk,xiyjnk->xiyjnm", a, grouped)
     return product.reshape(node.shape)

@@ -87,7 +87,7 @@ class _Bench:
 
     def run(self, case: Case, backend: KernelBackend) -> Outcome:
         inputs = self.build(case)
-        return run_inputs(case.op, inputs, backend, lambda: self.known.know(case, inputs))
+        return run_inputs(case.op, inputs, backend, lambda rounded: self.known.know(case, inputs, rounded))
 
     def build(self, case: Case) -> Inputs:
         name = str(case)

@@ -45,12 +45,14 @@ def raw_bytes(values: torch.Tensor) -> npt.NDArray[np.uint8]:
 @dataclass
 class Known:
     """expected: what the node must hold, as numbers. stored: the same as stored, where bytes decide. low: the
-    low-precision result, None where nothing is rounded. values: what indices point into, for an op that orders."""
+    low-precision result, None where nothing is rounded. values: what indices point into, for an op that orders.
+    rounded: what low rounds activations to, None: to what the node's types suggest."""
 
     expected: Array
     stored: Array | None = None
     low: Array | None = None
     values: Array | None = None
+    rounded: str | None = None
 
     def judge(self, node: Tensor, actual: Array) -> Verdict:
         """Judges a result, given as stored."""
@@ -58,11 +60,12 @@ class Known:
             return judge_order(node, actual, self.expected, np.asarray(self.values, np.float64))
         if self.stored is not None:
             return (judge_written if node.dtype.is_quantized else judge_equal)(node, actual, self.stored)
-        return judge(node, dequantize(actual, node.dtype), self.expected, self.low if self.low is not None else np.nan)
+        low_result = self.low if self.low is not None else np.nan
+        return judge(node, dequantize(actual, node.dtype), self.expected, low_result, self.rounded)
 
 
-def know(inputs: Inputs) -> Known:
-    """Computes what the result must be."""
+def know(inputs: Inputs, rounded: str | None = None) -> Known:
+    """Computes what the result must be. rounded: what the backend rounds activations to on purpose."""
     node = inputs.result
     memory = {t: np.ascontiguousarray(v).reshape(-1).view(np.uint8) for t, v in inputs.values.items()}
     written_roots = {n.root for n in inputs.graph().nodes if op_spec(n.op).writes is not None}
@@ -88,7 +91,7 @@ def know(inputs: Inputs) -> Known:
         moved = raw_bytes(encode(result, node.dtype)).view(host_type(node.dtype))
         return Known(expected, moved.reshape(node.shape))
     decoded = [None if s is None or t is None else decode(s, t.dtype, torch.float32) for s, t in zip(sources, node.src)]
-    return Known(expected, low=low(node, decoded).numpy())
+    return Known(expected, low=low(node, decoded, rounded).numpy(), rounded=rounded)
 
 
 def _source(t: Tensor | None, memory: dict[Tensor, npt.NDArray[np.uint8]]) -> torch.Tensor | None:
@@ -100,16 +103,16 @@ class Memory:
 
     def __init__(self, most_bytes: int = 256 * 2**20) -> None:
         self.most_bytes = most_bytes
-        self._kept: dict[tuple[str, int], tuple[Case, Known]] = {}
+        self._kept: dict[tuple[str, int, str | None], tuple[Case, Known]] = {}
         self._bytes = 0
 
-    def know(self, case: Case, inputs: Inputs) -> Known:
-        key = (str(case), inputs.seed)
+    def know(self, case: Case, inputs: Inputs, rounded: str | None = None) -> Known:
+        key = (str(case), inputs.seed, rounded)
         kept = self._kept.get(key)
         if kept is not None and kept[0] is case:
             return kept[1]
-        known = know(inputs)
-        size = sum(a.nbytes for a in vars(known).values() if a is not None)
+        known = know(inputs, rounded)
+        size = sum(a.nbytes for a in vars(known).values() if isinstance(a, np.ndarray))
         if self._bytes + size > self.most_bytes:
             self._kept.clear()
             self._bytes = 0

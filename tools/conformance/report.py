@@ -37,6 +37,7 @@ def console(outcomes: Sequence[Outcome], about: Mapping[str, Any], verbose: bool
         shown = ", ".join(f"{n} {_spoken(status)}" for status, n in counts(mine).items() if n)
         margin = _margin(mine)
         lines.append(f"  {op:<{width}}  {shown}{margin}")
+        lines += [f"  {'':<{width}}  {line}" for line in _rounded(mine)]
     for o in outcomes:
         if o.status in BAD or verbose:
             figures = f" NMSE {o.nmse:.2g} of {o.limit:.2g}" if verbose and o.nmse is not None and o.limit else ""
@@ -62,6 +63,17 @@ def _margin(outcomes: Sequence[Outcome]) -> str:
     return f", at most {100 * max(shares):.0f} % of the error allowed" if shares else ""
 
 
+def _rounded(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line for each type that activations were rounded to on purpose, with the worst error against float64."""
+    lines = []
+    for kind in dict.fromkeys(o.rounded for o in outcomes if o.rounded is not None):
+        mine = [o for o in outcomes if o.rounded == kind]
+        passed = [o.nmse for o in mine if o.status == "pass" and o.nmse is not None]
+        worst = f": at most {100 * max(passed) ** 0.5:.2f} % off float64 where they passed" if passed else ""
+        lines.append(f"activations rounded to {kind} in {len(mine)} of them, as the backend says{worst}")
+    return lines
+
+
 def as_json(outcomes: Sequence[Outcome], about: Mapping[str, Any]) -> str:
     """One object: what ran, the counts, and every outcome."""
     report = {**about, "counts": counts(outcomes), "unsupported": reasons(outcomes)}
@@ -71,7 +83,8 @@ def as_json(outcomes: Sequence[Outcome], about: Mapping[str, Any]) -> str:
 
 def as_csv(outcomes: Sequence[Outcome], about: Mapping[str, Any]) -> str:
     """A row for each case."""
-    columns = ["backend", "seed", "op", "case", "status", "nmse", "limit", "max_abs", "worst", "seconds", "message"]
+    columns = ["backend", "seed", "op", "case", "status", "nmse", "limit", "max_abs", "worst", "seconds"]
+    columns += ["rounded", "message"]
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(columns)

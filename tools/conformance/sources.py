@@ -15,6 +15,8 @@ from graphrt.errors import BackendError, GraphError
 from graphrt.op import registered_ops
 from graphrt.testing import Case, all_cases
 
+#: Names for forms of backends that are not exact: the CPU's native kernels, the GPU's that round activations to 8 bits.
+FAST = {"cpu-fast": "cpu", "triton-fast": "triton"}
 SETS = ("quick", "full", "ggml")
 
 
@@ -103,9 +105,9 @@ def _regex(text: str, option: str) -> re.Pattern[str]:
 
 
 def make_backend(name: str) -> Backend:
-    """A backend by name, or `module:Class` for one that isn't installed. "cpu-fast": the CPU's native forms."""
-    if name == "cpu-fast":
-        return get_backend("cpu", exact=False)
+    """A backend by name, or `module:Class` for one that isn't installed. FAST has names of backends' fast forms."""
+    if name in FAST:
+        return get_backend(FAST[name], exact=False)
     if ":" not in name:
         return get_backend(name)
     module, _, attribute = name.partition(":")

@@ -13,11 +13,13 @@ from typing import Any, Literal
 import numpy as np
 
 from graphrt.backend import Backend
-from graphrt.errors import MemoryPlanError
+from graphrt.errors import BackendError, MemoryPlanError
 from graphrt.judge import Verdict
 from graphrt.op import op_spec
+from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs
 from graphrt.tools.conformance.guard import Guarded
+from graphrt.tools.conformance.lowprec import why_not_rounded
 from graphrt.tools.conformance.reference import Array, Known, Memory, computing_nodes, know
 from graphrt.tools.conformance.saved import save_failure
 
@@ -27,7 +29,8 @@ BAD = ("fail", "crashed", "timeout")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case. message: why it isn't a pass. worst: the index of the largest error in the order of ne."""
+    """What came of a case. message: why it isn't a pass. worst: the index of the largest error in the order of ne.
+    rounded: the type that the backend says it rounds activations to, and that the result was judged by."""
 
     case: str
     op: str
@@ -38,6 +41,7 @@ class Outcome:
     max_abs: float | None = None
     worst: tuple[int, ...] | None = None
     seconds: float = 0.0
+    rounded: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields; a number that JSON can't spell becomes its name as a string."""
@@ -60,15 +64,19 @@ class Outcome:
 
 @dataclass
 class _Ran:
-    """What a backend did. refusal: its reason not to; actual: the result as stored; problems: what else was wrong."""
+    """What a backend did. refusal: its reason not to; rounded: what it says it rounds activations to; actual: the
+    result as stored; problems: what else was wrong."""
 
     refusal: str | None = None
+    rounded: str | None = None
     crash: str | None = None
     actual: Array | None = None
     in_place: Array | None = None
     problems: list[str] = field(default_factory=list)
 
 
+#: What is known of a result, given what the backend rounds activations to.
+Reference = Callable[[str | None], Known]
 _MEMORY = Memory()
 
 
@@ -82,20 +90,21 @@ def run_case(case: Case, backend: Backend, seed: int = 0, *, saved: Path | None 
         needed = f"it needs {case.needs_bytes / 2**30:.0f} GiB of free memory, there are {free / 2**30:.0f}"
         return Outcome(str(case), case.op, "unsupported", needed)
     inputs = case.build(seed)
-    return run_inputs(case.op, inputs, backend, lambda: _MEMORY.know(case, inputs), saved)
+    return run_inputs(case.op, inputs, backend, lambda rounded: _MEMORY.know(case, inputs, rounded), saved)
 
 
 def run_inputs(
-    op: str, inputs: Inputs, backend: Backend, reference: Callable[[], Known] | None = None, saved: Path | None = None
+    op: str, inputs: Inputs, backend: Backend, reference: Reference | None = None, saved: Path | None = None
 ) -> Outcome:
-    """The same for a node with its inputs, wherever they come from. reference: gives what is known of the result."""
+    """The same for a node with its inputs, wherever they come from. reference: gives what is known of the result, and
+    is told what the backend rounds activations to."""
     started = time.perf_counter()
     name = str(inputs.case)
-    ran = _guarding(lambda: _refused(inputs, backend))
+    ran = _guarding(lambda: _asked(inputs, backend))
     known: Known | None = None
     if ran.refusal is None and ran.crash is None:
         # Before the backend runs: it is given the nodes, and what it does to them must not reach the reference.
-        known = reference() if reference is not None else know(inputs)
+        known = reference(ran.rounded) if reference is not None else know(inputs, ran.rounded)
         ran = _guarding(lambda: _run(inputs, backend))
     if ran.refusal is not None:
         return Outcome(name, op, "unsupported", ran.refusal, seconds=time.perf_counter() - started)
@@ -131,17 +140,30 @@ def _judged(name: str, op: str, inputs: Inputs, ran: _Ran, known: Known, started
     if not problems and ran.in_place is not None:
         again = known.judge(inputs.result, ran.in_place)
         problems += [f"in its source's memory it is wrong: {again.message}"] if again.message else []
-    return _outcome(name, op, verdict, problems + ran.problems, time.perf_counter() - started)
+    return _outcome(name, op, verdict, problems + ran.problems, time.perf_counter() - started, known.rounded)
 
 
-def _outcome(name: str, op: str, v: Verdict, problems: list[str], seconds: float) -> Outcome:
+def _outcome(name: str, op: str, v: Verdict, problems: list[str], seconds: float, rounded: str | None) -> Outcome:
     status: Status = "fail" if problems else "pass"
-    return Outcome(name, op, status, "; ".join(problems), v.nmse, v.limit, v.max_abs, v.worst, seconds)
+    return Outcome(name, op, status, "; ".join(problems), v.nmse, v.limit, v.max_abs, v.worst, seconds, rounded)
 
 
-def _refused(inputs: Inputs, backend: Backend) -> _Ran:
-    reasons = (backend.supports(node) for node in computing_nodes(inputs.graph()))
-    return _Ran(refusal=next((reason for reason in reasons if reason is not None), None))
+def rounding_of(node: Tensor, backend: Backend) -> str | None:
+    """What a backend rounds a node's activations to on purpose. Raises BackendError if it may not."""
+    rounded = backend.rounds_activations(node)
+    wrong = None if rounded is None else why_not_rounded(node, rounded)
+    if wrong is not None:
+        raise BackendError(f"{wrong}; {backend.name} says it rounds those of {node.op} to {rounded!r}")
+    return rounded
+
+
+def _asked(inputs: Inputs, backend: Backend) -> _Ran:
+    """What a backend says of a case before it runs: a reason not to run it, or how it rounds."""
+    for node in computing_nodes(inputs.graph()):
+        reason = backend.supports(node)
+        if reason is not None:
+            return _Ran(refusal=reason)
+    return _Ran(rounded=rounding_of(inputs.result, backend))
 
 
 def _run(inputs: Inputs, backend: Backend) -> _Ran:

@@ -17,13 +17,16 @@ from graphrt.tensor import Tensor, new_input
 from graphrt.testing import Case, Init, Inputs
 from graphrt.tools.conformance.reference import computing_nodes
 from graphrt.tools.conformance.sources import make_backend, pick, source_of
+from graphrt.tools.conformance.step import rounding_of
 
 
 @dataclass
 class Cell:
-    """taken: cases that a backend takes of an op; reasons: how often it gave each."""
+    """taken: cases that a backend takes of an op; rounded: of these, with activations rounded on purpose, by the type
+    that they are rounded to; reasons: how often it gave each."""
 
     taken: int = 0
+    rounded: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -51,12 +54,15 @@ def table(cases: Sequence[Case], backends: Sequence[tuple[str, Backend]]) -> dic
     """By op and backend."""
     found: dict[str, dict[str, Cell]] = {}
     for case in cases:
-        nodes = computing_nodes(Graph(node_of(case)))
+        node = node_of(case)
+        nodes = computing_nodes(Graph(node))
         row = found.setdefault(case.op, {name: Cell() for name, _ in backends})
         for name, backend in backends:
             reason = next((r for node in nodes if (r := backend.supports(node)) is not None), None)
             if reason is None:
                 row[name].taken += 1
+                rounded = rounding_of(node, backend)
+                row[name].rounded.update([rounded] if rounded is not None else [])
             else:
                 row[name].reasons[reason] += 1
     return found
@@ -86,6 +92,7 @@ def _text(found: dict[str, dict[str, Cell]], names: Sequence[str]) -> str:
         shown = [f"{row[n].word} {row[n].taken}/{row[n].total}" for n in names]
         lines.append(f"{op:<{width}}  " + "  ".join(f"{s:<{w}}" for s, w in zip(shown, columns.values())).rstrip())
     for name in names:
+        lines += [line for rounded in _roundings(found, name) for line in ("", f"{name} {rounded}")]
         reasons = _reasons(found, name)
         if reasons:
             lines += ["", f"{name} does not take:"]
@@ -103,15 +110,22 @@ def _reasons(found: dict[str, dict[str, Cell]], name: str) -> list[tuple[str, tu
     return sorted(out.items(), key=lambda item: -item[1][0])
 
 
+def _roundings(found: dict[str, dict[str, Cell]], name: str) -> list[str]:
+    """What a backend does to activations on purpose, in words."""
+    rows = [(op, kind, n) for op, row in found.items() for kind, n in row[name].rounded.items()]
+    return [f"takes {n} of {op} with activations rounded to {kind}" for op, kind, n in rows]
+
+
 def _csv(found: dict[str, dict[str, Cell]], names: Sequence[str]) -> str:
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(["op", "backend", "support", "taken", "cases", "reason", "count"])
+    rows.writerow(["op", "backend", "support", "taken", "cases", "rounded", "reason", "count"])
     for op, row in found.items():
         for name in names:
             cell = row[name]
             for reason, n in cell.reasons.most_common() or [("", 0)]:
-                rows.writerow([op, name, cell.word, cell.taken, cell.total, reason, n])
+                rounded = cell.rounded.total()
+                rows.writerow([op, name, cell.word, cell.taken, cell.total, rounded, reason, n])
     return out.getvalue().rstrip("\n")
 
 
@@ -121,6 +135,7 @@ def _markdown(found: dict[str, dict[str, Cell]], names: Sequence[str]) -> str:
         cells = " | ".join(f"{row[n].word} {row[n].taken}/{row[n].total}" for n in names)
         lines.append(f"| {op} | {cells} |")
     for name in names:
+        lines += [line for rounded in _roundings(found, name) for line in ("", f"`{name}` {rounded}.")]
         reasons = _reasons(found, name)
         if reasons:
             lines += ["", f"`{name}` does not take:", ""]
@@ -131,6 +146,6 @@ def _markdown(found: dict[str, dict[str, Cell]], names: Sequence[str]) -> str:
 def _json(found: dict[str, dict[str, Cell]], names: Sequence[str]) -> str:
     return json.dumps({
         op: {name: {"support": row[name].word, "taken": row[name].taken, "cases": row[name].total,
-                    "reasons": dict(row[name].reasons)} for name in names}
+                    "rounded": dict(row[name].rounded), "reasons": dict(row[name].reasons)} for name in names}
         for op, row in found.items()
     }, indent=1)  # fmt: skip

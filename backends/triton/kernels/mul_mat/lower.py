@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -109,7 +110,14 @@ def product(
     return steps
 
 
-def takes_gemv(w: Tensor, x: Tensor | Prepared, ctx: Context) -> bool:
+class Exactness(Protocol):
+    """What says whether results are to be exact: a Context, or the backend."""
+
+    @property
+    def exact(self) -> bool: ...
+
+
+def takes_gemv(w: Tensor, x: Tensor | Prepared, ctx: Exactness) -> bool:
     """Whether a product takes gemv.py: plain weights times f32 x as they are, packed ones unless exact."""
     if isinstance(x, Activations):
         return True

@@ -1,0 +1,143 @@
+"""What a model and its cache take of a device's memory, said before any of it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from graphrt.backend import Backend, Usage
+from graphrt.errors import MemoryPlanError
+from graphrt.models.arch import architecture
+from graphrt.models.cache import KVCache
+from graphrt.models.gguf import GGUFFile
+from graphrt.models.hparams import HParams, Keys
+from graphrt.models.placement import for_cache, for_weights
+from graphrt.models.session import SessionOptions, check_options
+
+
+class _Nowhere:
+    """Takes a cache's requests for memory and gives none: its shapes remain."""
+
+    def alloc(self, nbytes: int, usage: Usage) -> None:
+        return None
+
+
+def cache_bytes(hp: HParams, options: SessionOptions) -> int:
+    """Bytes of a session's cache. Raises SessionError for options that the model can't have."""
+    n_ctx, n_batch = check_options(options, hp.n_ctx_train)
+    nowhere = cast(Backend, _Nowhere())
+    return KVCache(hp, nowhere, hp.windowed, n_ctx, n_batch, options.type_k, options.type_v).nbytes
+
+
+def weights_bytes(file: GGUFFile) -> int:
+    """Bytes of all tensors: a model whose file has one that it never asks for is refused."""
+    return sum(t.nbytes for t in file.tensors.values())
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """What a run takes on the device that multiplies with the weights, in bytes.
+
+    weights: of the file's tensors; in_place: they are read where the file is mapped, and take no memory of their own;
+    cache: of n_ctx tokens, 0 where another device holds it; free, total: the device's memory, 0 where unknown.
+    """
+
+    device: str
+    weights: int
+    in_place: bool
+    cache: int
+    n_ctx: int
+    types: tuple[str, str]
+    free: int
+    total: int
+
+    @property
+    def taken(self) -> int:
+        """Bytes that must be allocated, at least: work memory and kernels come on top."""
+        return self.cache + (0 if self.in_place else self.weights)
+
+    @property
+    def limit(self) -> int:
+        """The most that can be had, 0 where unknown. What a host's files occupy gives way, so there it is the total."""
+        return self.total if self.in_place else self.free
+
+    def __str__(self) -> str:
+        mapped = " (read in place)" if self.in_place else ""
+        kinds = self.types[0] if self.types[0] == self.types[1] else "/".join(self.types)
+        have = f" | free {_size(self.free)} of {_size(self.total)} on {self.device}" if self.total else ""
+        return f"weights {_size(self.weights)}{mapped} | KV {_size(self.cache)} ({self.n_ctx} tokens, {kinds}){have}"
+
+
+def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOptions) -> MemoryNeeds:
+    """What a model on these backends and one session will take. Allocates nothing.
+
+    Raises GGUFError and ArchError for a file that is no such model, SessionError for options that it can't have.
+    """
+    hp = architecture(file.get("general.architecture", str)).read(Keys(file))
+    home = for_weights(backends)
+    here = for_cache(backends, options.type_k) is home
+    n_ctx, _ = check_options(options, hp.n_ctx_train)
+    first = next(iter(file.tensors), None)
+    in_place = first is not None and home.wrap_host(file.data(first)) is not None
+    device = next(iter(home.devices()), None)
+    return MemoryNeeds(
+        device=device.name if device else home.name,
+        weights=weights_bytes(file),
+        in_place=in_place,
+        cache=cache_bytes(hp, options) if here else 0,
+        n_ctx=n_ctx,
+        types=(options.type_k, options.type_v),
+        free=device.memory_free if device else 0,
+        total=device.memory_total if device else 0,
+    )
+
+
+def check_fits(file: GGUFFile, needs: MemoryNeeds, options: SessionOptions) -> None:
+    """Raises MemoryPlanError with the figures and what takes less, when the device has too little memory."""
+    if not needs.limit or needs.taken <= needs.limit:
+        return
+    hp = architecture(file.get("general.architecture", str)).read(Keys(file))
+    held = "" if needs.in_place else f"{_size(needs.weights)} of weights and "
+    advice = "; ".join([*_smaller_caches(hp, needs, options), *_smaller_weights(needs)])
+    raise MemoryPlanError(
+        f"what a model needs must fit in the memory of {needs.device}: {held}{_size(needs.cache)} of cache for "
+        f"{needs.n_ctx} tokens take {_size(needs.taken)}, and {_size(needs.limit)} of {_size(needs.total)} can be had"
+        + (f".\n{advice}" if advice else "")
+    )
+
+
+def _smaller_caches(hp: HParams, needs: MemoryNeeds, options: SessionOptions) -> list[str]:
+    """Settings with which the rest would suffice for the cache."""
+    room = needs.limit - (needs.taken - needs.cache)
+    found = []
+    small = replace(options, type_k="q8_0", type_v="q8_0")
+    blocks = hp.d_k % 32 == hp.d_v % 32 == 0
+    if blocks and cache_bytes(hp, small) <= min(room, needs.cache - 1):
+        found.append(f"-ctk q8_0 -ctv q8_0 (a cache of {_size(cache_bytes(hp, small))}) fits")
+    n_ctx = _longest(hp, options, room, needs.n_ctx)
+    if n_ctx:
+        found.append(f"a context of at most -c {n_ctx} fits")
+    return found
+
+
+def _longest(hp: HParams, options: SessionOptions, room: int, most: int) -> int:
+    """The longest context whose cache fits in `room`, 0 for none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cache_bytes(hp, replace(options, n_ctx=middle)) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _smaller_weights(needs: MemoryNeeds) -> list[str]:
+    if needs.in_place:
+        return []
+    return ["use a smaller quantization of the model, free memory that others hold, or run it with --backend cpu"]
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.1f} KiB"

@@ -1,0 +1,326 @@
+"""Each pattern of fuse.py: that it is formed, that it isn't where it must not be, and fused equals unfused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import graphrt
+from graphrt import Graph, Tensor, get_backend, new_input, ops
+from graphrt.backends.triton import device
+from graphrt.backends.triton.fuse import PATTERNS
+from graphrt.errors import BackendError
+from graphrt.execute import Executable
+from graphrt.ops import RopeParams
+from graphrt.testing import nmse, quantize
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+K, M = 64, 48
+#: Sums in another order, as NMSE.
+SAME = 1e-11
+#: Eight bits in both, but of values that differ in their last f32 bit: a step more or less here and there. Also of one
+#: that rounds activations to 8 bits against one that rounds them to f16.
+STEPS = 1e-4
+
+
+def leaf(name: str, *ne: int, kind: str = "f32") -> Tensor:
+    return new_input(kind, *ne, name=name)
+
+
+def filled(exe: Executable, graph: Graph) -> Executable:
+    """Random inputs, the same for equal graphs; indices count from 1, positions too."""
+    rng = np.random.default_rng(11)
+    for t in graph.inputs:
+        if t.dtype.kind == "int":
+            exe.write(t, np.arange(1, t.n_elements + 1).reshape(t.shape))
+        elif t.dtype.is_quantized:
+            exe.write(t, quantize(rng.standard_normal(t.shape).astype(np.float32), t.dtype, rng))
+        else:
+            exe.write(t, rng.standard_normal(t.shape))
+    return exe
+
+
+def prepared(graph: Graph) -> Executable:
+    return graphrt.prepare(graph, [get_backend("triton", exact=False)])
+
+
+def kernels(graph: Graph) -> list[str]:
+    """What runs, in order: a fused group by its kernel, a node by its op."""
+    (split,) = prepared(graph).splits
+    return [group.kernel or group.label for group in split.groups if not group.label.startswith(("VIEW", "RESHAPE"))]
+
+
+def results(graph: Graph) -> list[np.ndarray]:
+    exe = filled(prepared(graph), graph)
+    for _ in range(2):  # the second run finds the first one's memory
+        exe.run()
+    return [exe.read(t).astype(np.float64) for t in graph.outputs]
+
+
+def check(make: Callable[[], Graph], wanted: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is there with all patterns on, not with none, and both give the same."""
+    graph = make()
+    assert wanted in kernels(graph), kernels(graph)
+    fused = results(graph)
+    monkeypatch.setenv("GRAPHRT_FUSE", "0")
+    graph = make()
+    assert not set(kernels(graph)) & {wanted, *PATTERNS}
+    for a, b in zip(fused, results(graph)):
+        assert nmse(a, b) <= limit
+
+
+def x(n: int = 3) -> Tensor:
+    return leaf("x", K, n)
+
+
+def product(name: str, source: Tensor, kind: str = "q8_0", m: int = M) -> Tensor:
+    return ops.mul_mat(leaf(name, source.ne[0], m, kind=kind), source)
+
+
+def gate_up(kind: str, act: str, n: int) -> Graph:
+    source = x(n)
+    return Graph(ops.glu(product("gate", source, kind), product("up", source, kind), act))
+
+
+def qkv(kind: str, n: int) -> Graph:
+    source = x(n)
+    return Graph(*(product(name, source, kind, m) for name, m in (("q", 48), ("k", 16), ("v", 16))))
+
+
+def normed(source: Tensor) -> Tensor:
+    return ops.mul(ops.rms_norm(source, 1e-5), leaf("weight", source.ne[0]))
+
+
+def norm_products(n: int) -> Graph:
+    made = normed(x(n))
+    return Graph(ops.glu(product("gate", made), product("up", made, "q4_0"), "swiglu"))
+
+
+def rotated(kind: str = "f16", n: int = 3) -> tuple[Graph, dict[str, Tensor]]:
+    """What a layer does with q, k and v: rotation, writing into caches, attention. n tokens, cells from 1 on."""
+    d, heads, kv, cells, params = 32, 4, 2, 32, RopeParams(32, "neox")
+    positions, ids = leaf("positions", n, kind="i32"), leaf("ids", n, kind="i64")
+    caches = [leaf(name, d * kv, cells, kind=kind) for name in ("k_cache", "v_cache")]
+    q = ops.rope(leaf("q", d, heads, n), positions, params)
+    k = ops.rope(leaf("k", d, kv, n), positions, params)
+    sets = [ops.set_rows(ops.reshape(k, d * kv, n), ids, caches[0]), ops.set_rows(leaf("v", d * kv, n), ids, caches[1])]
+    looks = [ops.permute(ops.reshape(s, d, kv, cells), 0, 2, 1, 3) for s in sets]
+    out = ops.flash_attn_ext(ops.permute(q, 0, 2, 1, 3), *looks, None, 0.2)
+    return Graph(out), {"q": q, "k": k, "k_set": sets[0], "v_set": sets[1], "out": out}
+
+
+def attention() -> Graph:
+    q, k, v = leaf("q", 32, 3, 4), leaf("k", 32, 20, 2, kind="f16"), leaf("v", 32, 20, 2, kind="f16")
+    mask = leaf("mask", 20, 3, kind="f16")
+    return Graph(ops.flash_attn_ext(q, k, v, mask, 0.2), ops.flash_attn_lse(q, k, mask, 0.2))
+
+
+FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
+    "gate and up": (lambda: gate_up("q8_0", "swiglu", 3), "gate_up_glu", SAME),
+    "gate and up, 4 bits": (lambda: gate_up("q4_0", "geglu", 1), "gate_up_glu", SAME),
+    "gate and up, f16": (lambda: gate_up("f16", "reglu", 2), "gate_up_glu", SAME),
+    "gate and up, many tokens": (lambda: gate_up("q8_0", "swiglu", 11), "gate_up_glu", SAME),
+    "q, k, v": (lambda: qkv("q8_0", 1), "projections", SAME),
+    "q, k, v, f16": (lambda: qkv("f16", 3), "projections", SAME),
+    "norm": (lambda: Graph(ops.sqr(normed(x()))), "norm_mul", SAME),
+    "norm and residual": (lambda: Graph(ops.add(normed(x()), leaf("r", K, 3))), "norm_mul_add", SAME),
+    "norm for products": (lambda: norm_products(3), "norm_mul_rounded", STEPS),
+    "norm for products, one token": (lambda: norm_products(1), "norm_mul_rounded", STEPS),
+    "norm for products, many tokens": (lambda: norm_products(11), "norm_mul_rounded", STEPS),
+    "residual": (lambda: Graph(ops.add(leaf("r", M, 3), product("w", x()))), "matmul_add", SAME),
+    "residual, f32": (lambda: Graph(ops.add(product("w", x(2), "f32"), leaf("r", M, 2))), "matmul_add", SAME),
+    "residual, many tokens": (lambda: Graph(ops.add(product("w", x(11)), leaf("r", M, 11))), "matmul_add", SAME),
+    "rotation and cache": (lambda: rotated()[0], "rope_cache", SAME),
+    "rotation and cache, one token": (lambda: rotated("q8_0", 1)[0], "rope_cache", STEPS),
+    "attention and its sums": (attention, "attention_lse", SAME),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fused_is_unfused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, wanted, limit = FORMS[form]
+    check(make, wanted, limit, monkeypatch)
+
+
+# -- where no group may be formed
+
+
+def _read_twice() -> Graph:
+    made = product("w", x())
+    return Graph(ops.add(made, leaf("r", M, 3)), ops.sqr(made))
+
+
+def _output() -> Graph:
+    made = product("w", x())
+    return Graph(made, ops.add(made, leaf("r", M, 3)))
+
+
+def _through_a_view() -> Graph:
+    made = product("w", x())
+    return Graph(ops.add(ops.transpose(made), leaf("r", 3, M)))
+
+
+def _seen_besides() -> Graph:
+    made = product("w", x())
+    return Graph(ops.add(made, leaf("r", M, 3)), ops.sqr(ops.view(made, (M, 1))))
+
+
+def _itself() -> Graph:
+    made = product("w", x())
+    return Graph(ops.add(made, made))
+
+
+def _gate_is_read() -> Graph:
+    source = x()
+    gate = product("gate", source)
+    return Graph(ops.glu(gate, product("up", source), "swiglu"), ops.sqr(gate))
+
+
+def _other_x() -> Graph:
+    return Graph(ops.glu(product("gate", x()), product("up", leaf("y", K, 3)), "swiglu"))
+
+
+def _one_gate() -> Graph:
+    gate = product("gate", x())
+    return Graph(ops.glu(gate, gate, "swiglu"))
+
+
+def _norm_output() -> Graph:
+    norm = ops.rms_norm(x(), 1e-5)
+    return Graph(norm, ops.mul(norm, leaf("weight", K)))
+
+
+def _norm_of_a_matrix() -> Graph:
+    return Graph(ops.mul(ops.rms_norm(x(), 1e-5), leaf("weight", K, 3)))
+
+
+def _norm_and_itself() -> Graph:
+    made = normed(x())
+    return Graph(ops.add(made, made))
+
+
+def _norm_read_by_others() -> Graph:
+    made = normed(x())
+    return Graph(product("w", made), ops.sqr(made))
+
+
+def _k_is_read() -> Graph:
+    graph, parts = rotated()
+    return Graph(*graph.outputs, ops.sqr(parts["k"]))
+
+
+def _other_sums() -> Graph:
+    q, k, v = leaf("q", 32, 3, 4), leaf("k", 32, 20, 2, kind="f16"), leaf("v", 32, 20, 2, kind="f16")
+    return Graph(ops.flash_attn_ext(q, k, v, None, 0.2), ops.flash_attn_lse(q, k, None, 0.3))
+
+
+UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
+    "a product read twice": (_read_twice, "matmul_add"),
+    "a product that is an output": (_output, "matmul_add"),
+    "a product read through a view": (_through_a_view, "matmul_add"),
+    "a product that a view of is read": (_seen_besides, "matmul_add"),
+    "a residual of one row": (lambda: Graph(ops.add(product("w", x()), leaf("r", M))), "matmul_add"),
+    "a residual in f16": (lambda: Graph(ops.add(product("w", x()), leaf("r", M, 3, kind="f16"))), "matmul_add"),
+    "a residual that is the product": (_itself, "matmul_add"),
+    "a sum with the product repeated": (lambda: Graph(ops.add(leaf("r", M, 6), product("w", x()))), "matmul_add"),
+    "x of two sequences": (
+        lambda: Graph(ops.add(ops.mul_mat(leaf("w", K, M), leaf("x", K, 3, 2)), leaf("r", M, 3, 2))), "matmul_add",
+    ),
+    "a gate read twice": (_gate_is_read, "gate_up_glu"),
+    "gate and up of two sources": (_other_x, "gate_up_glu"),
+    "one product as both": (_one_gate, "gate_up_glu"),
+    "a gate with its own limit": (lambda: gate_up("q8_0", "swiglu_oai", 3), "gate_up_glu"),
+    "four products of one x": (
+        lambda: Graph(*(product(name, source) for source in [x()] for name in "abcd")), "projections",
+    ),
+    "a norm that is an output": (_norm_output, "norm_mul"),
+    "a norm times a matrix": (_norm_of_a_matrix, "norm_mul"),
+    "a norm added to itself": (_norm_and_itself, "norm_mul_add"),
+    "a norm that not only products read": (_norm_read_by_others, "norm_mul_rounded"),
+    "a norm for f16 weights": (lambda: Graph(product("w", normed(x()), "f16")), "norm_mul_rounded"),
+    "k read besides": (_k_is_read, "rope_cache"),
+    "sums of another scale": (_other_sums, "attention_lse"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", UNFORMED)
+def test_no_group_is_formed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, kernel = UNFORMED[why]
+    graph = make()
+    assert kernel not in kernels(graph)
+    found = results(graph)
+    monkeypatch.setenv("GRAPHRT_FUSE", "0")
+    for a, b in zip(found, results(make())):
+        assert nmse(a, b) <= STEPS
+
+
+# -- order
+
+
+def test_a_cache_is_written_before_it_is_read_and_after_who_reads_what_was_there() -> None:
+    graph, parts = rotated()
+    cache = parts["k_set"].src[2]
+    assert cache is not None
+    before = ops.sqr(ops.view(cache, (32, 2))) if cache.dtype.name == "f32" else ops.cont(ops.view(cache, (32, 2)))
+    both = Graph(before, *graph.outputs)
+    exe = filled(prepared(both), both)
+    order = [group.label for group in exe.splits[0].groups]
+    fused = next(i for i, group in enumerate(exe.splits[0].groups) if group.kernel == "rope_cache")
+    assert order.index(before.op) < fused < next(i for i, label in enumerate(order) if label.startswith("FLASH"))
+    exe.run()
+    unwritten = exe.read(before)
+    exe.run()
+    # Row 1 on is written by the first run; before it, the cells held their inputs. Row 0 nobody writes.
+    assert np.isfinite(unwritten).all()
+
+
+def test_a_group_that_waits_for_itself_is_taken_apart() -> None:
+    """The second product's weights are fine, but its residual comes from the first of the same group's results."""
+    source = x()
+    first = product("a", source, m=K)
+    second = ops.mul_mat(leaf("b", K, M, kind="q8_0"), source)
+    gate = ops.mul_mat(leaf("c", K, M, kind="q8_0"), ops.add(first, leaf("r", K, 3)))
+    graph = Graph(ops.glu(second, gate, "swiglu"))
+    order = kernels(graph)
+    assert sorted(order)[:1] != [] and "gate_up_glu" not in order
+    assert np.isfinite(results(graph)[0]).all()
+
+
+# -- the switch
+
+
+def _all_patterns() -> Graph:
+    made = normed(x())
+    return Graph(
+        ops.add(product("w", made), leaf("r", M, 3)), ops.mul(ops.rms_norm(leaf("y", K, 2), 1e-5), leaf("u", K))
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("1", {"norm_mul", "norm_mul_rounded", "matmul_add"}), ("", {"norm_mul", "norm_mul_rounded", "matmul_add"}),
+        ("0", set()), ("matmul_add", {"matmul_add"}), ("norm_mul, attention_lse", {"norm_mul", "norm_mul_rounded"}),
+    ],
+)  # fmt: skip
+def test_graphrt_fuse(value: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHRT_FUSE", value)
+    assert {k for k in kernels(_all_patterns()) if k.islower()} == wanted
+
+
+def test_a_name_that_is_no_pattern_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHRT_FUSE", "norm_mul,matmul_ad")
+    with pytest.raises(BackendError, match="names of gate_up_glu, .*, got 'matmul_ad'"):
+        prepared(_all_patterns())
+
+
+def test_an_exact_backend_fuses_what_rounds_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = [get_backend("triton", exact=True)]
+    assert [g.kernel for g in graphrt.prepare(attention(), exact).splits[0].groups] == ["attention_lse"]
+    assert not any(g.kernel for g in graphrt.prepare(_all_patterns(), exact).splits[0].groups)
