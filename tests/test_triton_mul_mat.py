@@ -26,10 +26,12 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.kernels import fused
 from graphrt.backends.triton.kernels.mul_mat import dense, few, gemm_configs, lower
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, as_half
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, pack
+from graphrt.backends.triton.support import why_unsupported
 
 RNG = np.random.default_rng(5)
 
@@ -86,7 +88,7 @@ class Run:
     def product(self, w: Tensor, x: Tensor) -> Tensor:
         """MUL_MAT as the backend lowers it, judged."""
         node = self.node(w, x)
-        self.check(node, lower.lower_mul_mat([node], self.ctx))
+        self.check(node, fused.lower_mul_mat([node], self.ctx))
         return node
 
 
@@ -133,7 +135,7 @@ def test_activations_beyond_f16(kind: str, n: int, k: int, monkeypatch: pytest.M
     values[6] *= np.where(np.arange(k) % 2, 1e5, 1.0)
     w, x = run.leaf(kind, (k, 8), packed=kind in PACKED_TYPES), run.leaf("f32", (k, n), values)
     node = run.node(w, x)
-    run.run(lower.lower_mul_mat([node], run.ctx))
+    run.run(fused.lower_mul_mat([node], run.ctx))
     actual, rows = run.read(node)[0, 0], np.arange(n) != 4
     expected = values.astype(np.float64) @ run.values[w][0, 0].astype(np.float64).T
     assert np.isinf(actual[4]).all()
@@ -272,8 +274,8 @@ def test_what_takes_which_way() -> None:
         assert lower.takes_gemv(w, x, quick.ctx) == (kind != "iq2_xxs")
         assert not lower.takes_gemv(w, many, quick.ctx)
         assert lower.takes_gemm(w, 9) == (kind in ("q4_K", "f16"))
-        assert lower.why_not(mul_mat(w, x)) is None
-    assert "know no weights of type q8_1" in (lower.why_not(mul_mat(Tensor("q8_1", (256, 8)), x)) or "")
+        assert why_unsupported(mul_mat(w, x)) is None
+    assert "no decoder for q8_1" in (why_unsupported(mul_mat(Tensor("q8_1", (256, 8)), x)) or "")
 
 
 @pytest.mark.parametrize("arch", [*gemm_configs.TABLES, "sm_86", "sm_120", "gfx90a"])

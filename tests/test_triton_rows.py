@@ -16,6 +16,7 @@ from graphrt import ops
 from graphrt.backend import Group, Place, Region
 from graphrt.backends.triton import device
 from graphrt.backends.triton.backend import TritonBackend
+from graphrt.backends.triton.support import why_unsupported
 from graphrt.judge import judge, judge_written
 from graphrt.op import op_spec
 from graphrt.ops.rope import RopeParams
@@ -202,9 +203,9 @@ def test_argmax_is_the_first_of_equal_ones_in_every_run() -> None:
 
 def test_what_has_no_decoder_or_rounding_is_refused() -> None:
     ids = Tensor("i32", (2,))
-    assert rows.why_not(ops.get_rows(Tensor("q4_K", (256, 3)), ids)) is None
-    assert "no decoder for q8_K" in (rows.why_not(ops.get_rows(Tensor("q8_K", (256, 3)), ids)) or "")
+    assert why_unsupported(ops.get_rows(Tensor("q4_K", (256, 3)), ids)) is None
+    assert "no decoder for q8_K" in (why_unsupported(ops.get_rows(Tensor("q8_K", (256, 3)), ids)) or "")
     source = Tensor("f32", (256, 3))
-    assert copy.why_not(ops.cpy(source, Tensor("q5_1", (256, 3)))) is None
-    assert "does not round to q4_K" in (copy.why_not(ops.cpy(source, Tensor("q4_K", (256, 3)))) or "")
-    assert copy.why_not(ops.cpy(Tensor("q8_K", (256, 3)), Tensor("q8_K", (256, 3)))) is None
+    assert why_unsupported(ops.cpy(source, Tensor("q5_1", (256, 3)))) is None
+    assert "does not round to q4_K" in (why_unsupported(ops.cpy(source, Tensor("q4_K", (256, 3)))) or "")
+    assert why_unsupported(ops.cpy(Tensor("q8_K", (256, 3)), Tensor("q8_K", (256, 3)))) is None

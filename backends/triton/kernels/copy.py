@@ -9,21 +9,9 @@ import torch
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.dequantize import dequantize
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
-from graphrt.backends.triton.kernels.quantize import WRITABLE
-from graphrt.backends.triton.kernels.rows import block_rows, why_not_decoded, write_launch
+from graphrt.backends.triton.kernels.rows import block_rows, write_launch
 from graphrt.backends.triton.packing import packing_of
 from graphrt.tensor import Tensor
-
-
-def why_not(node: Tensor) -> str | None:
-    """None when one of these ops runs, else a sentence why not."""
-    source = node.src[0]
-    assert source is not None
-    if node.op != "CPY" or source.dtype == node.dtype:
-        return None
-    if node.dtype.is_quantized and node.dtype.name not in WRITABLE:
-        return f"it does not round to {node.dtype.name}"
-    return why_not_decoded(source)
 
 
 def _elements(t: Tensor, ctx: Context) -> torch.Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphrt.backends.triton.context import PLAIN_TYPES, Context, Step, View
+from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target, interpreting
 from graphrt.backends.triton.launch import Launch
 from graphrt.tensor import Tensor
@@ -366,20 +366,6 @@ def elementwise_launch(
     }  # fmt: skip
     programs = triton.cdiv(n0, cols) * triton.cdiv(layout.n_rows, rows)
     return Launch(elementwise, (programs,), args, launch_options(target, warps))
-
-
-def why_not(node: Tensor) -> str | None:
-    """None when the kernels take a node's strides, else a sentence why not. Their unit is the element."""
-    for t in (node, *node.sources()):
-        if t.dtype.name not in PLAIN_TYPES:
-            return f"it takes plain types alone, {t.name or t.op} is {t.dtype.name}"
-        steps = [step for n, step in zip(t.ne, t.nb) if n > 1]
-        if any(step % t.dtype.type_size for step in (t.view_offs, *steps)):
-            return (
-                f"strides and offsets must be whole elements, those of {t.name or t.op} are {t.nb} and {t.view_offs} "
-                f"bytes of {t.dtype.name}"
-            )
-    return None
 
 
 def _launch(node: Tensor, ctx: Context, op: str, x: float = 0.0, y: float = 0.0) -> list[Step]:

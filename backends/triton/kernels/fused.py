@@ -72,6 +72,5 @@ def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> 
 
 LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
     "projections": lower_projections, "gate_up_glu": lower_gate_up_glu, "matmul_add": lower_mul_mat,
-    "norm_mul": norm.lower_norm_mul, "norm_mul_add": norm.lower_norm_mul_add, "rope_cache": rope.lower_rope_cache,
-    "norm_mul_rounded": lower_norm_mul_rounded,
+    **norm.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "rope_cache": rope.lower_rope_cache,
 }  # fmt: skip

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize import gather_rows
-from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
+from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.quantize import BLOCK, launch_options, store_part, stored
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import packing_of
@@ -102,21 +102,6 @@ def write_launch(rows: torch.Tensor, ids: View | None, out: View, ctx: Context) 
         "so1": so1, "so2": so2, "so3": so3, "KIND": out.kind, "SIZE": size, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     return Launch(write_rows, (n1 * n2 * n3, -(-n // size)), args, launch_options(ctx.target, _warps(size), out.kind))
-
-
-def why_not_decoded(t: Tensor) -> str | None:
-    """None when a tensor's values can be had as f32, else a sentence why not."""
-    kind = t.dtype.name
-    if not t.dtype.is_quantized or packing_of(kind) is not None or kind in RARE_TYPES:
-        return None
-    return f"it has no decoder for {kind}"
-
-
-def why_not(node: Tensor) -> str | None:
-    """None when GET_ROWS or SET_ROWS runs, else a sentence why not."""
-    source = node.src[0]
-    assert source is not None
-    return why_not_decoded(source) if node.op == "GET_ROWS" else None
 
 
 def lower_set_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:

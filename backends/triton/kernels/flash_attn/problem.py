@@ -65,8 +65,8 @@ def operand(t: Tensor, place: Place) -> Operand:
     n, h, s = (stride // unit.itemsize for stride in t.nb[1:])
     by_words = aligned and all(x % 4 == 0 for x in (*t.nb[1:], offset))
     by_16 = all(x % 16 == 0 for x in (*t.nb[1:], offset))
-    # Triton 3.6 gets a narrow second part wrong that does not come from asynchronous copies, which plain types have only
-    # where Triton sees that they are aligned (D 80 with gaps of 4 bytes: columns 64 on were wrong on an H100).
+    # Triton 3.6 gets a narrow second part wrong that does not come from asynchronous copies, which plain types have
+    # only where Triton sees that they are aligned (D 80 with gaps of 4 bytes: columns 64 on were wrong on an H100).
     least = 32 if t.dtype.is_quantized and by_words else 16 if by_16 and not t.dtype.is_quantized else 64
     parts = split_head(t.ne[0], least)
     data = elements(buffer, offset, t, unit)

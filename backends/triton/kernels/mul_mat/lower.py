@@ -20,7 +20,7 @@ from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, Activ
 from graphrt.backends.triton.kernels.mul_mat.few import Batch
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_INLINE, MAX_TOKENS, Segment, gemv
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, Sums, as_half, copying, finish_steps
-from graphrt.backends.triton.packing import Packed, PackedBuffer, packing_of
+from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.tensor import Tensor
 
 #: Up to so many tokens a product takes gemm.py, by the kind of its weights.
@@ -32,16 +32,6 @@ INLINE_TOKENS = 2
 _SEGMENTS = 3
 
 _PLAIN = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-
-
-def why_not(node: Tensor) -> str | None:
-    """None when a MUL_MAT can run, else a sentence why not."""
-    w = node.src[0]
-    assert w is not None
-    kind = w.dtype.name
-    if kind in _PLAIN or kind == "f64" or packing_of(kind) is not None or kind in RARE_TYPES:
-        return None
-    return f"its products know no weights of type {kind}"
 
 
 def batch_of(w: Tensor, x_ne: Sequence[int]) -> Batch:
@@ -63,14 +53,6 @@ def takes_gemm(w: Tensor, tokens: int) -> bool:
     kind = "f32" if w.dtype.name == "f32" else "plain" if w.dtype.name in _PLAIN else "packed"
     known = kind != "packed" or packing_of(w.dtype.name) is not None
     return known and tokens <= GEMM_TOKENS[kind]
-
-
-def lower_mul_mat(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """The steps of one MUL_MAT."""
-    (node,) = nodes
-    w, x = node.src
-    assert w is not None and x is not None
-    return product([w], x, [node], ctx)
 
 
 Prepared = Half | Activations
@@ -148,7 +130,7 @@ def _gemv(
         if packing_of(w.dtype.name) is None:
             segments.append(Segment(ctx.view(w).torch()[0, 0], out.view(-1), out.shape[1]))
         else:
-            packed, made = packed_weights(w, ctx)
+            packed, made = ctx.packed(w)
             steps += made
             segments.append(Segment(packed, out.view(-1), out.shape[1]))
     assert not isinstance(x, Half)
@@ -223,7 +205,7 @@ class _Job:
         """The sums, and what makes them."""
         kind, is_few = self.w.dtype.name, takes_gemm(self.w, self.batch.tokens)
         if packing_of(kind) is not None:
-            packed, steps = packed_weights(self.w, self.ctx)
+            packed, steps = self.ctx.packed(self.w)
             sums, made = self._gemm_packed(packed) if is_few else self._dense_packed(packed)
             return sums, steps + made
         if kind in RARE_TYPES:
@@ -295,20 +277,5 @@ class _Job:
         return memory.view(torch.float32).view(self.out.shape)
 
 
-def packed_weights(w: Tensor, ctx: Context) -> tuple[Packed, list[Step]]:
-    """A quantized tensor packed, of rows of all its matrices, and the steps that make it so."""
-    buffer, offset = ctx.place(w)
-    if isinstance(buffer, PackedBuffer) and (offset or w.nbytes != buffer.nbytes):
-        # A part of packed weights: whole rows of them are rows of the planes.
-        first, rest = divmod(offset, buffer.packed.row_bytes)
-        if rest == 0 and w.is_contiguous and w.ne[0] == buffer.packed.k:
-            return buffer.packed.part(first, first + w.n_rows), []
-    return ctx.packed(w)
-
-
 def _rare_values(blocks: torch.Tensor, out: torch.Tensor, kind: str) -> None:
     dequantize_rare(blocks, kind, out)
-
-
-#: By op, what lowers it.
-LOWERINGS = {"MUL_MAT": lower_mul_mat}
