@@ -96,13 +96,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _machine() -> dict[str, Any]:
-    """The CPU and its ceilings, which `graphrt test --perf` uses too."""
-    from graphrt.tools.bench_model_machine import cpu
-
-    return cpu().report
-
-
 def _tests(args: argparse.Namespace) -> list[Test]:
     """Every length at every depth; several sequences only generate. Raises SessionError."""
     lengths = [("pp", n) for n in _numbers(args.n_prompt) if n] + [("tg", n) for n in _numbers(args.n_gen) if n]

@@ -38,7 +38,7 @@ def machine(backend: Backend) -> Machine:
 
 def _gpu(backend: Backend) -> Machine:
     """A copy of 2 GiB, read and written, and an f16 product of 8192^3."""
-    from graphrt.tools.bench_op import _machine as versions
+    from graphrt.tools.bench_op import versions
     from graphrt.tools.op_timing import ceilings
 
     what, ceiling = versions(backend), ceilings(True)

@@ -205,7 +205,7 @@ def _measure_all(args: argparse.Namespace, backend: Backend, shapes: list[Shape]
         rows.append(bench.measure(shape))
         print(f"[{i + 1}/{len(shapes)}] {_shown(rows[-1])}", file=sys.stderr, flush=True)
     judge_marks(rows)
-    return Report(args.op.upper(), backend.name, _machine(backend), before, ceilings(cuda), rows, args.tiny)
+    return Report(args.op.upper(), backend.name, versions(backend), before, ceilings(cuda), rows, args.tiny)
 
 
 def _shown(row: Row) -> str:
@@ -215,7 +215,8 @@ def _shown(row: Row) -> str:
     return f"{row.shape.name}: {1e6 * row.seconds:.1f} us, {row.tflop_per_s:.3g} TFLOP/s, {row.gb_per_s:.0f} GB/s"
 
 
-def _machine(backend: Backend) -> dict[str, str]:
+def versions(backend: Backend) -> dict[str, str]:
+    """The device, its driver, and the versions of what figures depend on."""
     import importlib.metadata
 
     import torch

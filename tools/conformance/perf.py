@@ -54,9 +54,9 @@ def ceilings(backend: Backend) -> Ceilings:
     device = backend.devices()[0]
     on_gpu = device.name.startswith("cuda") and torch.cuda.is_available()
     if not on_gpu:
-        from graphrt.tools.bench import _machine
+        from graphrt.tools.bench_model_machine import cpu
 
-        machine = _machine()
+        machine = cpu().report
         return Ceilings(machine["cpu"], machine["read_gb_per_s"], machine["f32_gflop_per_s"])
     n = 8192
     a = torch.randn(n, n, device="cuda", dtype=torch.float16)
