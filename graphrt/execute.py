@@ -7,8 +7,9 @@ stays at one address for the life of the Executable, so that inputs are rewritte
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ from graphrt.tensor import Flag, Tensor
 
 Array = npt.NDArray[np.generic]
 
+#: Inputs that lie side by side are one copy up to so many bytes: larger ones cost more to join than to copy.
+MAX_JOINED = 1 << 16
+
 #: numpy's type for each plain type; bf16, which numpy lacks, travels as its 16 bits.
 NUMPY_TYPES: dict[str, npt.DTypeLike] = {
     "f32": np.float32, "f16": np.float16, "f64": np.float64, "bf16": np.uint16,
@@ -39,10 +43,11 @@ def host_type(dt: DType) -> np.dtype[np.generic]:
 
 @dataclass(frozen=True)
 class Arena:
-    """One backend's compute memory: its buffer and the plan behind it."""
+    """One backend's compute memory: its buffer, the plan behind it, and what every block's offset is a multiple of."""
 
     buffer: Buffer
     plan: MemoryPlan
+    alignment: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +72,7 @@ class Executable:
         self.arenas = arenas
         self.splits: list[PreparedSplit] = []
         self._program: list[Callable[[], None]] = []
+        self._steps = {id(a.buffer): a.alignment for a in arenas.values()}
         self._names: dict[str, Tensor] = {t.name: t for t in reversed([*graph.leafs, *graph.nodes])}
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
@@ -96,6 +102,23 @@ class Executable:
 
     def write(self, tensor: Tensor | str, values: npt.ArrayLike) -> None:
         """Sets an input. `values` must have its elements' number and a type that converts without loss of kind."""
+        self.write_all({tensor: values})
+
+    def write_all(self, values: Mapping[Any, npt.ArrayLike]) -> None:
+        """Sets several inputs as write() does; those that lie side by side are one copy."""
+        spans = sorted((self._bytes_for(t, v) for t, v in values.items()), key=lambda span: (id(span[0]), span[1]))
+        while spans:
+            buffer, offset, data = spans.pop(0)
+            step = self._steps.get(id(buffer), 1)
+            while spans and spans[0][0] is buffer and spans[0][1] == -(-(offset + data.size) // step) * step:
+                if data.size + spans[0][2].size > MAX_JOINED:
+                    break
+                _, start, more = spans.pop(0)  # what lies between is nobody's: it fills up to where blocks may begin
+                data = np.concatenate([data, np.zeros(start - offset - data.size, np.uint8), more])
+            buffer.write(offset, data)
+
+    def _bytes_for(self, tensor: Tensor | str, values: npt.ArrayLike) -> tuple[Buffer, int, Bytes]:
+        """Where an input lies, and its bytes."""
         target = self._named(tensor)
         buffer, offset = self.place(target)
         given, kind = np.asarray(values), host_type(target.dtype)
@@ -107,7 +130,7 @@ class Executable:
                 f"{target.name!r} is {target.describe()} and takes {target.data_nbytes} bytes, got an array of "
                 f"shape {list(array.shape)} and {array.nbytes} bytes"
             )
-        buffer.write(offset, array.reshape(-1).view(np.uint8))
+        return buffer, offset, array.reshape(-1).view(np.uint8)
 
     def read(self, tensor: Tensor | str) -> Array:
         """A copy of a tensor's elements, in torch's shape (`ne` reversed); quantized rows as their raw bytes.
@@ -230,7 +253,7 @@ def _allocate(
         mine = requests.get(name)
         if mine:
             plan = plan_memory(mine, backend.alignment)
-            arenas[name] = Arena(backend.alloc(plan.peak, Usage.COMPUTE), plan)
+            arenas[name] = Arena(backend.alloc(plan.peak, Usage.COMPUTE), plan, backend.alignment)
     return arenas
 
 
