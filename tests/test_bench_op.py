@@ -446,7 +446,7 @@ def test_the_report_with_peers_and_marks() -> None:
     low, high = Ceilings(3000.0, {"f16": 18.0, "bf16": 30.0}), Ceilings(2900.0, {"f16": 20.0, "bf16": 30.0})
     report = Report(OP, "triton", machine, low, high, [row])
     table = "\n".join(report.lines(markdown=True))
-    shown = "| 100.0 | 10 TFLOP/s | 50 % | 12.5 | - | 5 | 0.80 | 2.00 | yes (9 TFLOP/s) | no (1 of cuDNN) |"
+    shown = "| 100.0 | 10 TFLOP/s | 50 % | - | 12.5 | - | 5 | 0.80 | 2.00 | yes (9 TFLOP/s) | no (1 of cuDNN) |"
     assert shown in table and "quoted, not measured here" in table and "mean of the ratios to llama.cpp: 2.00" in table
     found = report.as_json()["results"][0]
     assert found["llama"]["quoted"] is True and found["first"] == {"mark": "9 TFLOP/s", "met": True}
@@ -511,3 +511,13 @@ def test_the_host_clock_waits() -> None:
     times = HostClock().times(lambda: log.append("run"), 2, lambda: log.append("wait"))
     assert log == ["run", "wait"] * 2 and len(times.seconds) == 2
     assert [runs_for(t) for t in (1.0, 0.01, 1e-6)] == [10, 30, 100]
+
+
+def test_one_cache_for_all_nodes_is_held_against_llama() -> None:
+    shape = Shape("decode", 64, 8, 2, 1, 96, 64, mask="visible", llama=12.0)
+    program = build(shape, 3, Noise(), one_cache=True)
+    assert len({n.src[1] for n in program.nodes}) == 1 and len({n.src[0] for n in program.nodes}) == 3
+    row = Row(shape, "ok", seconds=20e-6)
+    assert row.of_llama == pytest.approx(0.6)
+    row.reused = 8e-6
+    assert row.of_llama == pytest.approx(1.5)

@@ -142,10 +142,25 @@ class _Bench:
         times, peers = self._times(shape, exe, n_nodes)
         work = op_spec(program.nodes[0].op).work(program.nodes[0])
         row = measured(shape, times, n_nodes, work.flops * shape.counted, work.bytes, checked.error)
+        if shape.is_decode and shape.llama is not None and shape.cache_bytes < 2 * self.cache_bytes:
+            row.reused = self._reused(shape)
         for name, peer in peers.items():
             said, taken = (peer, None) if isinstance(peer, str) else (peer.form, peer.taken)
             row.peers[name] = PeerTime(taken.median / n_nodes if taken else None, said)
         return row
+
+    def _reused(self, shape: Shape) -> float:
+        """Seconds of one op where all read one cache, which the device's own may hold."""
+        import graphrt
+        from graphrt.tools.op_inputs import DECODE_NODES, build
+        from graphrt.tools.op_timing import runs_for
+
+        n_nodes = DECODE_NODES[1]
+        program = build(shape, n_nodes, self.noise, one_cache=True)
+        exe = graphrt.prepare(program.graph, self.backend)
+        program.fill(exe)
+        runs = self.repetitions or runs_for(self.clock.times(exe.run, WARM_UP_RUNS, exe.synchronize).median)
+        return self.clock.times(exe.run, runs, exe.synchronize).median / n_nodes
 
     def _times(self, shape: Shape, exe: Any, n_nodes: int) -> tuple[Times, dict[str, Any]]:
         """Ours and the peers', in turn."""

@@ -89,9 +89,12 @@ class Program:
         exe.write(q, self.values[q])
 
 
-def build(shape: Shape, n_nodes: int, noise: Noise) -> Program:
-    """The graph of `n_nodes` attentions. Raises GraphError where the op refuses the shape."""
+def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> Program:
+    """The graph of `n_nodes` attentions, each with k and v of its own, or all with the same.
+
+    Raises GraphError where the op refuses the shape."""
     s, program = shape, Program(shape, noise)
+    caches: list[tuple[Tensor, Tensor]] = []
 
     def leaf(name: str, kind: str, ne: tuple[int, ...], which: int) -> Tensor:
         t = new_input(kind, *ne, name=name)
@@ -105,11 +108,14 @@ def build(shape: Shape, n_nodes: int, noise: Noise) -> Program:
     for i in range(n_nodes):
         q = leaf(f"q{i}", "f32", (s.d, s.n_q, s.n_head), i)
         program.values[q] = program.values[q].reshape(q.shape)
-        k = leaf(f"k{i}", s.kv_type, (s.d, s.n_kv, s.n_head_kv), 2 * i)
-        if s.v_in_k:
-            v = ops.view(k, (s.d_v, s.n_kv, s.n_head_kv), k.nb[1:3], name=f"v{i}")
-        else:
-            v = leaf(f"v{i}", s.kv_type, (s.d_v, s.n_kv, s.n_head_kv), 2 * i + 1)
+        if not (one_cache and caches):
+            k = leaf(f"k{i}", s.kv_type, (s.d, s.n_kv, s.n_head_kv), 2 * i)
+            if s.v_in_k:
+                v = ops.view(k, (s.d_v, s.n_kv, s.n_head_kv), k.nb[1:3], name=f"v{i}")
+            else:
+                v = leaf(f"v{i}", s.kv_type, (s.d_v, s.n_kv, s.n_head_kv), 2 * i + 1)
+            caches.append((k, v))
+        k, v = caches[-1]
         program.nodes.append(
             ops.flash_attn_ext(
                 q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, name=f"out{i}"
