@@ -33,7 +33,8 @@ from graphrt.backends.triton.kernels.flash_attn import (
     chooser,
     configs,
     decode,
-    hopper,
+    decode_configs,
+    hopper_launch,
     hopper_mla,
     hopper_quant,
     portable,
@@ -176,7 +177,7 @@ def hopper_kernels(shape: Shape) -> Iterator[Any]:
     plan = MaskPlan(none[: 2 * t.n_mask_tiles].view(-1, 2), none, none, none, none)
     recorders = []
     with ExitStack() as stack:
-        for module in (hopper, hopper_mla, hopper_quant):
+        for module in (hopper_launch, hopper_mla, hopper_quant):
             stack.enter_context(patch.object(module, "multiprocessors", lambda device: 132))
             for name in [n for n in vars(module) if n.endswith("_kernel")]:
                 recorders.append(Recorder(getattr(module, name)))
@@ -213,7 +214,7 @@ def mla_shared_out_kernels(shape: Shape, schedule: str) -> Iterator[Any]:
 def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) -> Launch:
     """The decode kernel's launch for a shape, with as many stages as shared memory holds."""
     p = problem(shape)
-    own = decode.config_for(p, arch != "sm_80")
+    own = decode_configs.config_for(p, arch != "sm_80")
     assert own is not None, shape
     t = Tiling.of(p, 16, own.block_n)
     target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
@@ -224,8 +225,8 @@ def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) 
     args = portable.main_arguments(
         p, t, config, choice, MaskPlan(none, none, none, none, none), none.view(torch.float32), target
     )
-    given = decode.arguments(args, own, none, none, join or decode.join_of(args, t, own))
-    while decode.shared_bytes(p.k.d, p.k.kind, p.v.kind, replace(own, stages=given["STAGES"])) > SHARED[arch]:
+    given = decode_configs.arguments(args, own, none, none, join or decode_configs.join_of(args, t, own))
+    while decode_configs.shared_bytes(p.k.d, p.k.kind, p.v.kind, replace(own, stages=given["STAGES"])) > SHARED[arch]:
         given["STAGES"] -= 1
     return Launch(decode.flash_attn_decode, (1,), given, {"num_warps": own.warps})
 

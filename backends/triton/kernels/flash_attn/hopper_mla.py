@@ -53,27 +53,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from graphrt.backends.triton.kernels.flash_attn.decode import (
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     find_tile,
     gdc_launch_dependents,
     gdc_wait,
     quotient,
     tile_units,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper import (
-    LN2,
-    LOG2E,
+from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     MAX_SHARED_BYTES,
-    NO_MAX,
     box_descriptor,
     launch_integers,
-    make_barriers,
-    mma_layout,
     multiprocessors,
-    reciprocal,
-    row_maximum,
     side_by_side,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers, mma_layout
+from graphrt.backends.triton.kernels.flash_attn.hopper_softmax import LN2, LOG2E, NO_MAX, reciprocal, row_maximum
 
 D_K, D_V = 576, 512
 BLOCK_M = 64  # query rows of a tile

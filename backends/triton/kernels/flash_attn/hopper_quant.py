@@ -22,23 +22,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from graphrt.backends.triton.kernels.flash_attn.hopper import (
-    INTEGER_ARGUMENTS,
+from graphrt.backends.triton.kernels.flash_attn.hopper import INTEGER_ARGUMENTS, Problem, consume
+from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     MAX_SHARED_BYTES,
     MIN_QUERIES,
     Config,
-    Problem,
     Spec,
-    consume,
     launch_integers,
-    make_barriers,
-    make_ring,
     multiprocessors,
     registers_at_start,
     shared_bytes,
     side_by_side,
-    tile_shared_layout,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers, make_ring, tile_shared_layout
 
 KINDS = ("q8_0", "q4_0")
 #: By head size: tiles of K and V are loaded and unpacked in units of so many values, 64 or 32 of each of the producer's

@@ -114,23 +114,23 @@ class Launcher:
         return steps
 
     def _decode_config(self, p: Problem) -> Any:
-        """decode.py's configuration, None where its kernel does not serve: it is NVIDIA's and can't be interpreted."""
+        """The decode kernel's config, None where that does not serve: it is NVIDIA's and can't be interpreted."""
         if not self.target.is_nvidia or self.config is not None:
             return None
-        from graphrt.backends.triton.kernels.flash_attn import decode
+        from graphrt.backends.triton.kernels.flash_attn import decode_configs
 
-        return decode.config_for(p, self.target.has_pdl)
+        return decode_configs.config_for(p, self.target.has_pdl)
 
     def _decode_launch(
         self, args: dict[str, Any], config: Any, t: Tiling, plan: MaskPlan | None, early: bool
     ) -> Launch:
-        from graphrt.backends.triton.kernels.flash_attn import decode
+        from graphrt.backends.triton.kernels.flash_attn import decode, decode_configs
 
         fewer = tuple({"STAGES": n} for n in range(config.stages - 1, 0, -1))
         options = portable.options(self.target, config.warps)
         runs = plan.runs if plan is not None else args["p_counts"]
-        join = decode.join_of(args, t, config)
-        known = decode.arguments(args, config, runs, self._counters(t.n_tiles), join, early)
+        join = decode_configs.join_of(args, t, config)
+        known = decode_configs.arguments(args, config, runs, self._counters(t.n_tiles), join, early)
         return Launch(decode.flash_attn_decode, (args["programs"],), known, options, fewer)
 
     def _choose(self, p: Problem, t: Tiling, config: Config, force: str | None) -> chooser.Choice:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.flash_attn import hopper, hopper_mla, hopper_quant
+from graphrt.backends.triton.kernels.flash_attn import hopper_launch, hopper_mla, hopper_quant
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.ops.soft_max import alibi_slopes
@@ -83,13 +83,13 @@ def _mla(p: Problem, config: hopper_mla.Config | None = None) -> Kernel | None:
 
 
 def _half(p: Problem) -> Kernel | None:
-    config = hopper.config_for(p)
+    config = hopper_launch.config_for(p)
     if config is None or p.v_t is None:
         return None
     k, v = _as_torch(p.k_t, p.k.data), _as_torch(p.v_t, p.v.data)
     # Heads that share a mask's rows share a tile: a mask is then read once for all of them.
     pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if p.mask_t is not None and p.m2 == 1 else 1
-    return Kernel(config, pack, lambda q, out, **rest: hopper.hopper_flash_attn(q, k, v, out, pack=pack, **rest))
+    return Kernel(config, pack, lambda q, out, **rest: hopper_launch.hopper_flash_attn(q, k, v, out, pack=pack, **rest))
 
 
 def _quantized(p: Problem) -> Kernel | None:

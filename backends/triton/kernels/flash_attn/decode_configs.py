@@ -1,0 +1,133 @@
+"""The decode kernel's configurations, which problems it serves, and its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
+from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs a multiprocessor holds."""
+
+    block_n: int
+    warps: int
+    stages: int
+    per_sm: int
+
+
+#: By head size and kind of cache ("half", "q8_0", "q4_0"), the wider of K's and V's. With less shared memory than
+#: Hopper has, fewer stages fit: see shared_bytes.
+CONFIGS: dict[tuple[int, str], Config] = {
+    (64, "half"): Config(128, 4, 3, 2),
+    (128, "half"): Config(128, 4, 3, 1),
+    (256, "half"): Config(64, 4, 3, 1),
+    (64, "q8_0"): Config(64, 2, 4, 4),
+    (128, "q8_0"): Config(32, 2, 4, 4),
+    (256, "q8_0"): Config(64, 4, 3, 1),
+    (64, "q4_0"): Config(128, 4, 3, 2),
+    (128, "q4_0"): Config(64, 4, 3, 2),
+    (256, "q4_0"): Config(64, 4, 4, 1),
+}
+#: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
+COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
+KINDS = ("f16", "bf16", "q8_0", "q4_0")
+
+
+def owns_columns(d: int, k_kind: str, v_kind: str) -> bool:
+    """Whether a warp has columns of the result, and not keys, as its own."""
+    return d in COLUMNS and all(k in ("f16", "bf16") for k in (k_kind, v_kind))
+
+
+def find_decode_config(d: int, k_kind: str, v_kind: str) -> Config:
+    """The configuration for a head size and the types of K and V."""
+    if owns_columns(d, k_kind, v_kind):
+        return COLUMNS[d]
+    kinds = ("half" if k in ("f16", "bf16") else k for k in (k_kind, v_kind))
+    return CONFIGS[d, min(kinds, key=("half", "q8_0", "q4_0").index)]
+
+
+def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
+    """Shared memory of a program."""
+    rows: int = ROWS.value
+    per_block = {"f16": 64, "bf16": 64, "q8_0": 36, "q4_0": 20}  # of 32 values, heads included
+    ring = config.stages * config.block_n * (d // 32) * (per_block[k_kind] + per_block[v_kind])
+    if owns_columns(d, k_kind, v_kind):  # while Q or weights pass through
+        return ring + rows * max(d * 2, config.block_n * 2 + 64)
+    join = config.warps * rows * (d + 2) * 4
+    return max(ring, join)
+
+
+def config_for(p: Any, hopper: bool) -> Config | None:
+    """The configuration for a problem (problem.py's Problem), None if this kernel does not serve it.
+
+    hopper: the GPU is an sm_90 or later. On others heads of 256 are the portable kernel's: there registers spill here,
+    and nobody has measured whether it is the faster one all the same, as it is on an H100.
+    """
+    k, v = p.k, p.v
+    if p.out is None or p.n_q * p.gqa > ROWS.value or k.d != v.d or k.d not in (64, 128, 256):
+        return None
+    if k.d == 256 and not hopper:
+        return None
+    for x, t in ((k, p.k_t), (v, p.v_t)):
+        half = x.kind in ("f16", "bf16")
+        # What Triton must know to copy 16 bytes at once: of an address that they are its unit, of an element count that
+        # 16 divides it. Quantized rows are copied by words.
+        if x.kind not in KINDS or any(n % (16 if half else 4) for n in (t.nb[1], p.place(t)[1])):
+            return None
+        if any(n % (32 if half else 4) for n in t.nb[2:]):
+            return None
+    config = find_decode_config(k.d, k.kind, v.kind)
+    return config if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n < 2**31 else None
+
+
+#: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
+#: them all. (H100: gains 1.1 us of 13 at D128; over q8_0 and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
+JOIN_BYTES = 160 << 10
+#: The largest head size that is joined so. (With sums of its own in each warp the join's registers made the loop spill
+#: more at 256: 18 us lost. Not measured since columns are shared out there.)
+JOIN_D = 128
+
+
+#: Read counts and runs of a plan that is old enough while the launch before still runs; off to compare.
+PLAN_EARLY = True
+
+
+def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
+    """(rows, parts at a time) of the join within a launch of these arguments; (0, 0): fixup.py joins, or nobody need.
+
+    t: the tiling. Powers of two, so that a thread holds at most 128 values and every lane one of the row maxima.
+    """
+    most = min(main["splits"] or main["programs"] // t.n_tiles + 2, t.n_blocks)
+    rows, d = 1 << (main["n_q"] * t.pack - 1).bit_length(), main["D_K"]
+    if not main["RANGES"] or main["programs"] < t.n_tiles or d > JOIN_D:
+        return 0, 0
+    if any(main[kind] not in ("f16", "bf16") for kind in ("K_KIND", "V_KIND")):
+        return 0, 0
+    if rows * (d + 2) * most * 4 > JOIN_BYTES:
+        return 0, 0
+    return rows, max(32 // rows, min(1 << (most - 1).bit_length(), 128 * 32 * config.warps // (rows * d)))
+
+
+def arguments(
+    main: dict[str, Any],
+    config: Config,
+    runs: Any,
+    counter: Any,
+    join: tuple[int, int] = (0, 0),
+    early: bool = False,
+) -> dict[str, Any]:
+    """The portable kernel's arguments (portable.py) as this kernel takes them.
+
+    runs: the mask's (mask.py); counter: int32 [tiles], zeros; join: join_of's; early: the mask's plan was made before
+    the launch that precedes this one.
+    """
+    known = {
+        **main, "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
+        "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
+        "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
+    }  # fmt: skip
+    return {name: known[name] for name in flash_attn_decode.arg_names}

@@ -1,0 +1,371 @@
+"""How the decode kernel copies k-blocks to shared memory and reads them as operands; see decode.py's docstring."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
+    axis_index,
+    axis_layout,
+    chunk_bits,
+    copy_layout,
+    dot_dtype,
+    half_copy_layout,
+    heads_shared,
+    is_half,
+    key_words_layout,
+    mma_layout,
+    query_layout,
+    slot_elements,
+    value_words_layout,
+    words_a_block,
+    words_shared,
+)
+
+# --- copies ---
+
+
+@gluon.jit
+def allocate(STAGES: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, IS_V: gl.constexpr):
+    """The ring of K or V: (tiles, heads); a half tile has no heads."""
+    W: gl.constexpr = gl.num_warps()
+    if is_half(KIND):
+        layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+        tiles = gl.allocate_shared_memory(dot_dtype(KIND), [STAGES, W, NW, D], layout)
+        return tiles, tiles
+    else:
+        J: gl.constexpr = words_a_block(KIND)
+        words = gl.allocate_shared_memory(gl.int32, [STAGES, W, NW, D // 32, J], words_shared(D, NW, W, KIND, IS_V))
+        heads = gl.allocate_shared_memory(gl.int32, [STAGES, W, NW, D // 32], heads_shared(D, NW, W, KIND, IS_V))
+        return words, heads
+
+
+@gluon.jit
+def copy_tile(
+    ring, p, left, bits, STRIDE: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr,
+    MASKED: gl.constexpr, HAS_MASK: gl.constexpr, slot,
+):  # fmt: skip
+    """Starts the copies of a k-block's rows of K or V into buffer `slot` of the ring.
+
+    p: its first row; STRIDE: between rows, in units of the pointer. MASKED: rows from `left` on and those whose bit is
+    0 (bits: see seen_bits) are not read and become 0.
+    """
+    W: gl.constexpr = gl.num_warps()
+    tiles, heads = ring
+    if is_half(KIND):
+        L: gl.constexpr = half_copy_layout(D, W)
+        key = axis_index(L, 3, 0, W) * NW + axis_index(L, 3, 1, NW)
+        p = gl.multiple_of(p, 16)
+        pointers = p + (key * STRIDE + axis_index(L, 3, 2, D))
+        if MASKED:
+            mask = row_mask(L, 3, key, left, bits, NW, HAS_MASK)
+            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
+        else:
+            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
+    else:
+        J: gl.constexpr = words_a_block(KIND)
+        NB: gl.constexpr = D // 32
+        LW: gl.constexpr = copy_layout([W, NW, NB, J])
+        key = axis_index(LW, 4, 0, W) * NW + axis_index(LW, 4, 1, NW)
+        nb = axis_index(LW, 4, 2, NB)
+        pointers = p + (key * STRIDE + (nb // 2 * (2 * J + 1) + nb % 2 * J + 1 + axis_index(LW, 4, 3, J)))
+        LH: gl.constexpr = copy_layout([W, NW, NB])
+        key_h = axis_index(LH, 3, 0, W) * NW + axis_index(LH, 3, 1, NW)
+        nb_h = axis_index(LH, 3, 2, NB)
+        pointers_h = p + (key_h * STRIDE + (nb_h // 2 * (2 * J + 1) + nb_h % 2 * J))
+        if MASKED:
+            mask = row_mask(LW, 4, key, left, bits, NW, HAS_MASK)
+            mask_h = row_mask(LH, 3, key_h, left, bits, NW, HAS_MASK)
+            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
+            async_copy.async_copy_global_to_shared(heads.index(slot), pointers_h, mask_h)
+        else:
+            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
+            async_copy.async_copy_global_to_shared(heads.index(slot), pointers_h)
+
+
+@gluon.jit
+def row_mask(LAYOUT: gl.constexpr, RANK: gl.constexpr, key, left, bits, NW: gl.constexpr, HAS_MASK: gl.constexpr):
+    """Which rows of a k-block to read."""
+    inside = key < left
+    if HAS_MASK:
+        words = gl.convert_layout(bits, axis_layout(LAYOUT, RANK, 0))
+        for i in gl.static_range(1, RANK):
+            words = gl.expand_dims(words, i)
+        inside = inside & (((words >> axis_index(LAYOUT, RANK, 1, NW)) & 1) != 0)
+    return inside
+
+
+@gluon.jit
+def seen_bits(p_bits, partial, NW: gl.constexpr):
+    """The `seen` bits of each way's keys: int32 [W], bit i for key i of the way. p_bits: the k-block's first word.
+
+    All ones unless partial.
+    """
+    W: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0]))
+    first = gl.arange(0, W, layout=LAYOUT) * NW
+    return gl.load(p_bits + first // 32, mask=partial & (first >= 0), other=-1) >> (first % 32)
+
+
+# --- operands ---
+
+
+@gluon.jit
+def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr):
+    """Q in the order of K's slots as the first operand: [W, 16, D]. p_row: int64 offsets [1, 16, 1]."""
+    W: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = query_layout(D, W, KIND)
+    column = slot_elements(axis_index(L, 3, 2, D), KIND) + axis_index(L, 3, 0, W) * 0
+    q = gl.load(p_q + p_row + column, mask=m_row & (column >= 0), other=0.0)
+    q = (q * sign).to(DOT)
+    if is_half(KIND):
+        q = q
+    elif KIND == "q8_0":  # [rest, t, i, b1, b0] to steps' [rest, i], b1, t, b0
+        V: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
+        q = gl.reshape(q, [W, 16, D // (16 * V), 4, V, 2, 2])
+        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 5, 3, 6)), [W, 16, D])
+    else:  # [rest, t, i, b1, b0, half] to [rest, i, b0], half, t, b1
+        U: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
+        q = gl.reshape(q, [W, 16, D // (32 * U), 4, U, 2, 2, 2])
+        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 6, 7, 3, 5)), [W, 16, D])
+    return gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(W), 2), assert_trivial=True)
+
+
+@gluon.jit
+def whole_words(words, heads, LAYOUT: gl.constexpr, NB: gl.constexpr, J: gl.constexpr):
+    """Words with an even block's first two values, from its head, in the place after its last ones."""
+    turned = ((axis_index(LAYOUT, 4, 2, NB) & 1) == 0) & (axis_index(LAYOUT, 4, 3, J) == J - 1)
+    return gl.where(turned, (words & 0xFFFF) | (heads & -65536), words)
+
+
+@gluon.jit
+def load_k(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
+    """A k-block of K as the second operand of Q K^T: [W, D, NW]."""
+    W: gl.constexpr = gl.num_warps()
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(W), 2)
+    tiles, heads = ring
+    if is_half(KIND):
+        return tiles.index(slot).permute((0, 2, 1)).load(OPERAND)
+    else:
+        L: gl.constexpr = key_words_layout(D, NW, W, KIND)
+        J: gl.constexpr = words_a_block(KIND)
+        NB: gl.constexpr = D // 32
+        V: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
+        words = tiles.index(slot).load(L)
+        head = heads.index(slot).load(gl.SliceLayout(3, L))
+        odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
+        which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x3232, 0x1010), 0), 1)
+        head, which = gl.broadcast(head, which)
+        dd = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [head, which], dtype=gl.int32, is_pure=True, pack=1
+        )
+        words = whole_words(words, gl.expand_dims(head, 3), L, NB, J)
+        words, dd = gl.broadcast(words, gl.expand_dims(dd, 3))
+        if KIND == "q8_0":
+            a, b, c, d = key_bytes(words, dd)
+            x = gl.join(gl.join(a, c), gl.join(b, d))  # [W, NW, NB, J, b1, b0]
+            x = gl.reshape(x, [W, NW, D // (16 * V), 4, V, 2, 2])  # .., rest, t, i, b1, b0
+            x = gl.permute(x, (0, 2, 4, 5, 3, 6, 1))
+        else:
+            a, a1, b, b1, c, c1, d, d1 = key_nibbles(words, dd)
+            x = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(a1, c1), gl.join(b1, d1)))
+            x = gl.reshape(x, [W, NW, D // (32 * V), 4, V, 2, 2, 2])  # .., rest, t, i, b1, b0, half
+            x = gl.permute(x, (0, 2, 4, 6, 7, 3, 5, 1))
+        return gl.convert_layout(gl.reshape(x, [W, D, NW]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def load_v(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
+    """A k-block of V as the second operand of P V: [W, NW, D], columns in the order that slot_order undoes."""
+    W: gl.constexpr = gl.num_warps()
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(W), 2)
+    tiles, heads = ring
+    if is_half(KIND):
+        return tiles.index(slot).load(OPERAND)
+    else:
+        L: gl.constexpr = value_words_layout(D, NW, W, KIND)
+        J: gl.constexpr = words_a_block(KIND)
+        NB: gl.constexpr = D // 32
+        V: gl.constexpr = 1 << chunk_bits(D, KIND, 3)
+        words = tiles.index(slot).load(L)
+        head = heads.index(slot).load(gl.SliceLayout(3, L))
+        odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
+        which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x7632, 0x5410), 0), 1)
+        head, which = gl.broadcast(head, which)
+        dd = gl.inline_asm_elementwise(  # d of keys 2t and 2t + 1, the same in both keys' registers
+            "prmt.b32 $0, $2, $3, $4; mov.b32 $1, $0;", "=r,=r,r,r,r,r", [head, which], dtype=gl.int32, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+        words = whole_words(words, gl.expand_dims(head, 3), L, NB, J)
+        words, dd = gl.broadcast(words, gl.expand_dims(dd, 3))
+        if KIND == "q8_0":
+            a, b, c, d = value_bytes(words, dd)
+            x = gl.join(gl.join(a, c), gl.join(b, d))  # [W, NW, NB, J, byte / 2, byte % 2]
+            x = gl.reshape(x, [W, NW, D // (32 * V), 8, V, 4])  # .., rest, g, i, byte
+        else:
+            a, a1, b, b1, c, c1, d, d1 = value_nibbles(words, dd)
+            x = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(a1, c1), gl.join(b1, d1)))
+            x = gl.reshape(x, [W, NW, D // (64 * V), 8, V, 8])  # .., rest, g, i, byte and half
+        x = gl.reshape(gl.permute(x, (0, 1, 2, 4, 5, 3)), [W, NW, D])
+        return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def slot_order(acc, D: gl.constexpr, KIND: gl.constexpr):
+    """Sums [W, 16, D] with the columns of load_v, put in the order of slots."""
+    if is_half(KIND):
+        return acc
+    else:
+        V: gl.constexpr = 1 << chunk_bits(D, KIND, 3)
+        E: gl.constexpr = 4 if KIND == "q8_0" else 8
+        W: gl.constexpr = gl.num_warps()
+        x = gl.reshape(acc, [W, 16, D // (8 * V * E), V, E, 8])
+        return gl.reshape(gl.permute(x, (0, 1, 2, 5, 3, 4)), [W, 16, D])
+
+
+@gluon.jit
+def key_bytes(words, dd):
+    """Four f16 of each word of four int8, times d (both halves of dd)."""
+    # A byte b under the exponent of 1024 is the f16 number 1024 + b; with its sign bit turned, 1152 + int8.
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 x, t<2>, base;
+        mov.b32 base, 0x64806480;
+        xor.b32 x, $4, 0x80808080;
+        prmt.b32 t0, x, 0x64646464, 0x4140;
+        prmt.b32 t1, x, 0x64646464, 0x4342;
+        sub.f16x2 t0, t0, base;
+        sub.f16x2 t1, t1, base;
+        mul.f16x2 t0, t0, $5;
+        mul.f16x2 t1, t1, $5;
+        mov.b32 {$0, $1}, t0;
+        mov.b32 {$2, $3}, t1;
+        }
+        """,
+        "=h,=h,=h,=h,r,r", [words, dd], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def key_nibbles(words, dd):
+    """Eight f16 of each word of eight 4-bit numbers n: (n - 8) * d; low, high nibble of bytes 0, 1, 2, 3."""
+    # n under the exponent of 1024 is 1024 + n; 16 bits higher nibbles are 16 n, which one exact fma takes to n - 8.
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 x, t<4>, base, low, small, high;
+        mov.b32 base, 0x64006400;
+        mov.b32 low, 0x64086408;
+        mov.b32 small, 0x2C002C00;
+        mov.b32 high, 0xD480D480;
+        shr.u32 x, $8, 8;
+        lop3.b32 t0, $8, 0x000F000F, base, 0xEA;
+        lop3.b32 t1, $8, 0x00F000F0, base, 0xEA;
+        lop3.b32 t2, x, 0x000F000F, base, 0xEA;
+        lop3.b32 t3, x, 0x00F000F0, base, 0xEA;
+        sub.f16x2 t0, t0, low;
+        fma.rn.f16x2 t1, t1, small, high;
+        sub.f16x2 t2, t2, low;
+        fma.rn.f16x2 t3, t3, small, high;
+        mul.f16x2 t0, t0, $9;
+        mul.f16x2 t1, t1, $9;
+        mul.f16x2 t2, t2, $9;
+        mul.f16x2 t3, t3, $9;
+        mov.b32 {$0, $4}, t0;
+        mov.b32 {$1, $5}, t1;
+        mov.b32 {$2, $6}, t2;
+        mov.b32 {$3, $7}, t3;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, dd],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def value_bytes(words, dd):
+    """Four f16 of each word of four int8, times d. Two words (of two keys) at once; dd: both keys' d, in each."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t<4>, base;
+        mov.b32 base, 0x64806480;
+        prmt.b32 t0, $4, $5, 0x0400;
+        prmt.b32 t1, $4, $5, 0x0501;
+        prmt.b32 t2, $4, $5, 0x0602;
+        prmt.b32 t3, $4, $5, 0x0703;
+        lop3.b32 t0, t0, 0x00FF00FF, base, 0x6A;
+        lop3.b32 t1, t1, 0x00FF00FF, base, 0x6A;
+        lop3.b32 t2, t2, 0x00FF00FF, base, 0x6A;
+        lop3.b32 t3, t3, 0x00FF00FF, base, 0x6A;
+        sub.f16x2 t0, t0, base;
+        sub.f16x2 t1, t1, base;
+        sub.f16x2 t2, t2, base;
+        sub.f16x2 t3, t3, base;
+        mul.f16x2 $0, t0, $6;
+        mul.f16x2 $1, t1, $6;
+        mul.f16x2 $2, t2, $6;
+        mul.f16x2 $3, t3, $6;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r", [words, dd], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def value_nibbles(words, dd):
+    """Eight f16 of each word of eight 4-bit numbers, as key_nibbles; two words at once, as value_bytes."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 u, v, t<8>, base, low, small, high;
+        mov.b32 base, 0x64006400;
+        mov.b32 low, 0x64086408;
+        mov.b32 small, 0x2C002C00;
+        mov.b32 high, 0xD480D480;
+        prmt.b32 u, $8, $9, 0x5410;
+        prmt.b32 v, $8, $9, 0x7632;
+        lop3.b32 t0, u, 0x000F000F, base, 0xEA;
+        lop3.b32 t1, u, 0x00F000F0, base, 0xEA;
+        lop3.b32 t4, v, 0x000F000F, base, 0xEA;
+        lop3.b32 t5, v, 0x00F000F0, base, 0xEA;
+        shr.u32 u, u, 8;
+        shr.u32 v, v, 8;
+        lop3.b32 t2, u, 0x000F000F, base, 0xEA;
+        lop3.b32 t3, u, 0x00F000F0, base, 0xEA;
+        lop3.b32 t6, v, 0x000F000F, base, 0xEA;
+        lop3.b32 t7, v, 0x00F000F0, base, 0xEA;
+        sub.f16x2 t0, t0, low;
+        fma.rn.f16x2 t1, t1, small, high;
+        sub.f16x2 t2, t2, low;
+        fma.rn.f16x2 t3, t3, small, high;
+        sub.f16x2 t4, t4, low;
+        fma.rn.f16x2 t5, t5, small, high;
+        sub.f16x2 t6, t6, low;
+        fma.rn.f16x2 t7, t7, small, high;
+        mul.f16x2 $0, t0, $10;
+        mul.f16x2 $1, t1, $10;
+        mul.f16x2 $2, t2, $10;
+        mul.f16x2 $3, t3, $10;
+        mul.f16x2 $4, t4, $10;
+        mul.f16x2 $5, t5, $10;
+        mul.f16x2 $6, t6, $10;
+        mul.f16x2 $7, t7, $10;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [words, dd],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def block_rows(ring, slot, BLOCK_N: gl.constexpr, D: gl.constexpr):
+    """A buffer of the ring of a half K or V as one tile in shared memory, [BLOCK_N, D]."""
+    tiles, _ = ring
+    return tiles.index(slot).reshape([BLOCK_N, D])
