@@ -7,7 +7,7 @@ from typing import Any
 
 from triton.runtime.errors import OutOfResources
 
-from graphrt.backends.triton.device import interpreting
+from graphrt.backends.triton.device import Target, interpreting
 
 if interpreting():
     from graphrt.backends.triton import interpreter  # noqa: F401  (mends Triton's interpreter)
@@ -42,3 +42,8 @@ class Launch:
                 if not self.smaller:
                     raise
                 self.args |= self.smaller.pop(0)
+
+
+def launch_options(target: Target, warps: int) -> dict[str, Any]:
+    """How a kernel that waits for the one before it by itself is launched: before that one's end, where that can be."""
+    return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}

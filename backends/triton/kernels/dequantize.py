@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
+from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_codebook, has_min, high_bits
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import GROUP, Packed, packing_of
 
@@ -35,39 +36,6 @@ def _book_word(kind: str, half: int) -> Any:
 
 IQ4_FIRST, IQ4_SECOND = _book_word("iq4_nl", 0), _book_word("iq4_nl", 1)
 MXFP4_FIRST, MXFP4_SECOND = _book_word("mxfp4", 0), _book_word("mxfp4", 1)
-
-# Facts of packing.py's Packing as kernels can ask for them.
-
-
-@triton.constexpr_function
-def code_bits(KIND):
-    """Bits of a code in the quants."""
-    return 8 if KIND == "q8_0" else 2 if KIND in ("q2_K", "q3_K") else 4
-
-
-@triton.constexpr_function
-def high_bits(KIND):
-    """Bits of a code in the plane of high bits."""
-    return 2 if KIND == "q6_K" else 1 if KIND in ("q5_0", "q5_1", "q5_K", "q3_K") else 0
-
-
-@triton.constexpr_function
-def code_offset(KIND):
-    """What codes are more than the value that the scale multiplies."""
-    if KIND == "q3_K":
-        return 4
-    return 8 if KIND == "q4_0" else 16 if KIND == "q5_0" else 32 if KIND == "q6_K" else 0
-
-
-@triton.constexpr_function
-def has_codebook(KIND):
-    return KIND in ("iq4_nl", "iq4_xs", "mxfp4")
-
-
-@triton.constexpr_function
-def has_min(KIND):
-    """A value is d * scale * code - d_min * min."""
-    return KIND in ("q2_K", "q4_K", "q5_K")
 
 
 @triton.jit

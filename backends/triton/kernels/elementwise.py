@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -19,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target, interpreting
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
 BINARY_OPS = ("ADD", "SUB", "MUL", "DIV")
@@ -341,10 +340,6 @@ def block_of(layout: Layout) -> tuple[int, int, int]:
         cols = min(reversed(sizes), key=lambda c: max(-(-n0 // c) * c / n0, 1.125))
     rows = min(block // cols, triton.next_power_of_2(n_rows))
     return rows, cols, max(1, min(8, rows * cols // 256))
-
-
-def launch_options(target: Target, warps: int) -> dict[str, Any]:
-    return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}
 
 
 def elementwise_launch(

@@ -22,11 +22,10 @@ from graphrt.backends.triton.kernels.elementwise import (
     Layout,
     Operand,
     elementwise_launch,
-    launch_options,
     rounded,
     row_offset,
 )
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.tensor import Tensor
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized, values_at
+from graphrt.backends.triton.launch import launch_options
 
 #: What `store_plain` and `store_blocks` write.
 WRITABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
@@ -37,11 +38,9 @@ def stored(view: View) -> tuple[torch.Tensor, tuple[int, int, int]]:
     return data.view(torch.int16), (s1 // unit, s2 // unit, s3 // unit)
 
 
-def launch_options(target: Target, warps: int, kind: str = "f32") -> dict[str, Any]:
-    """How a kernel that writes values of a type is launched."""
-    pdl = {"launch_pdl": True} if target.has_pdl else {}
-    exact = {"enable_fp_fusion": False} if is_quantized(kind) else {}
-    return {"num_warps": warps, **pdl, **exact}
+def writing_options(target: Target, warps: int, kind: str) -> dict[str, Any]:
+    """How a kernel that writes values of a type is launched: products that are rounded to blocks are not fused."""
+    return launch_options(target, warps) | ({"enable_fp_fusion": False} if is_quantized(kind) else {})
 
 
 @triton.jit

@@ -20,13 +20,13 @@ from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
     WRITABLE,
     block_elements,
-    launch_options,
     store_blocks,
     store_part,
     store_plain,
     stored,
+    writing_options,
 )
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.rope import RopeParams, rope_frequencies
 from graphrt.tensor import Tensor
 
@@ -295,7 +295,7 @@ def lower_rope_set_rows(
     }  # fmt: skip
     options = launch_options(ctx.target, _warps(heads, d))
     for cache in (k_cache, v_cache):
-        options |= launch_options(ctx.target, _warps(heads, d), cache.kind)
+        options |= writing_options(ctx.target, _warps(heads, d), cache.kind)
     launch = Launch(rotate_and_write, (n_tokens, q_parts + k_parts + -(-n_v // size)), args, options)
     return [launch] if together else [launch, _rotate_launch(q, q_out, table, ctx)]
 

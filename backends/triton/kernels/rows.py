@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize import gather_rows
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
-from graphrt.backends.triton.kernels.quantize import BLOCK, launch_options, store_part, stored
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.kernels.quantize import BLOCK, store_part, stored, writing_options
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import packing_of
 from graphrt.tensor import Tensor
 
@@ -101,7 +101,7 @@ def write_launch(rows: torch.Tensor, ids: View | None, out: View, ctx: Context) 
         "s0": s0, "s1": s1, "s2": s2, "s3": s3, "si0": si[0], "si1": si[1], "si2": si[2], "e1": e[1], "e2": e[2],
         "so1": so1, "so2": so2, "so3": so3, "KIND": out.kind, "SIZE": size, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
-    return Launch(write_rows, (n1 * n2 * n3, -(-n // size)), args, launch_options(ctx.target, _warps(size), out.kind))
+    return Launch(write_rows, (n1 * n2 * n3, -(-n // size)), args, writing_options(ctx.target, _warps(size), out.kind))
 
 
 def lower_set_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:

@@ -10,8 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.quantize import launch_options
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
 #: Less than the key of any value.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -16,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.device import Target, interpreting
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Elements that share a scale.
 GROUP = 32
@@ -217,11 +216,6 @@ def norm_rows(
 
 
 # --- launches ---
-
-
-def launch_options(target: Target, warps: int) -> dict[str, Any]:
-    """How a kernel is launched; with programmatic dependent launch where there is that."""
-    return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}
 
 
 def quantize_rows(target: Target, x: Rows, out: Activations | torch.Tensor) -> Launch:

@@ -12,27 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, codebook_word, has_supers, high_bits
+
 GROUP = tl.constexpr(32)
 
 
 # ---- What a type is, for kernels (packing.py says how its planes look) ----
-
-
-@triton.constexpr_function
-def words_of(KIND):
-    """int32 words of a group's codes."""
-    return 8 if KIND == "q8_0" else 2 if KIND in ("q2_K", "q3_K") else 4
-
-
-@triton.constexpr_function
-def high_bits_of(KIND):
-    return 2 if KIND == "q6_K" else 1 if KIND in ("q5_0", "q5_1", "q5_K", "q3_K") else 0
-
-
-@triton.constexpr_function
-def offset_of(KIND):
-    """What is subtracted from a code."""
-    return {"q4_0": 8, "q5_0": 16, "q6_K": 32, "q3_K": 4}.get(KIND, 0)
 
 
 @triton.constexpr_function
@@ -45,15 +30,6 @@ def is_signed(KIND):
 def has_f16_scales(KIND):
     """A weight is an f16 times a code, plus another f16: one f16 instruction rounds it once."""
     return KIND in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
-
-
-@triton.constexpr_function
-def table_of(KIND, i):
-    """Word i of a codebook: four of its 16 int8 values."""
-    if KIND == "mxfp4":
-        return (0x03020100, 0x0C080604, 0xFDFEFF00, 0xF4F8FAFC)[i]
-    else:
-        return (0xBFAD9881, 0xF6EADDCF, 0x26190D01, 0x71594535)[i]
 
 
 # ---- From words of codes to f16 ----
@@ -137,7 +113,7 @@ def _weights(
     others.
     """
     SIGNED: tl.constexpr = is_signed(KIND)
-    OFFSET: tl.constexpr = offset_of(KIND)
+    OFFSET: tl.constexpr = code_offset(KIND)
     MODE: tl.constexpr = _mode_of(KIND)
     if PTX:
         if MODE == "s":
@@ -171,7 +147,7 @@ def _codebook_asm(KIND):
 
     prmt picks bytes by 3 bits of a nibble from 8: from each half of the codebook, then by the fourth bit between these.
     """
-    t0, t1, t2, t3 = (f"0x{table_of(KIND, i):08x}" for i in range(4))
+    t0, t1, t2, t3 = (f"0x{codebook_word(KIND, i):08x}" for i in range(4))
     return f"""{{
         .reg .b32 low, high, three, which, t0, t1, t2, t3;
         mov.b32 t0, {t0};
@@ -200,8 +176,8 @@ def _look_up(code, KIND: tl.constexpr):
     """The codebook's byte (0..255) for each 4-bit code."""
     word = tl.where(
         code < 8,
-        tl.where(code < 4, table_of(KIND, 0), table_of(KIND, 1)),
-        tl.where(code < 12, table_of(KIND, 2), table_of(KIND, 3)),
+        tl.where(code < 4, codebook_word(KIND, 0), codebook_word(KIND, 1)),
+        tl.where(code < 12, codebook_word(KIND, 2), codebook_word(KIND, 3)),
     )
     return ((word >> (8 * (code & 3))) & 0xFF).to(tl.int32)
 
@@ -223,10 +199,10 @@ def _pairs(words, MASK: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, G
 def _halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
     """Codes as the bytes of words, [ROWS, GROUPS, 4] each: of elements 0..15 of each group, and of 16..31.
 
-    The latter of plain 4-bit codes stay in the bytes' high nibbles (shifted_of). words: [ROWS, GROUPS, words_of];
+    The latter of plain 4-bit codes stay in the bytes' high nibbles (shifted_of). words: [ROWS, GROUPS, code_bits];
     high: [ROWS, GROUPS, words], anything where the type has none.
     """
-    if words_of(KIND) == 2:
+    if code_bits(KIND) == 2:
         low = _pairs(words, 0x03030303, 0, ROWS, GROUPS)
         top = _pairs(words, 0x03030303, 2, ROWS, GROUPS)
     elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
@@ -237,16 +213,16 @@ def _halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.cons
         else:
             low = _look_up_bytes(words, KIND)
             top = _look_up_bytes(words >> 4, KIND)
-    elif high_bits_of(KIND) == 0:
+    elif high_bits(KIND) == 0:
         low = words & 0x0F0F0F0F
         top = words & -0x0F0F0F10  # 0xF0F0F0F0
     else:
         low = words & 0x0F0F0F0F
         top = (words >> 4) & 0x0F0F0F0F
-    if high_bits_of(KIND) == 2:
+    if high_bits(KIND) == 2:
         low = low | (_pairs(high, 0x03030303, 0, ROWS, GROUPS) << 4)
         top = top | (_pairs(high, 0x03030303, 2, ROWS, GROUPS) << 4)
-    elif high_bits_of(KIND) == 1:
+    elif high_bits(KIND) == 1:
         AT: tl.constexpr = 2 if KIND == "q3_K" else 4
         i_word = tl.arange(0, 4)[None, None, :]
         low = low | (((high >> (2 * i_word)) & 0x01010101) << AT)
@@ -314,11 +290,6 @@ def _scales(scales, supers, KIND: tl.constexpr):
                 s0 = d * (scales & 0xFF).to(tl.float32)
                 m0 = dmin * ((scales >> 8) & 0xFF).to(tl.float32)
                 return s0, m0, s0, m0
-
-
-@triton.constexpr_function
-def has_supers(KIND):
-    return KIND in ("q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq4_xs")
 
 
 @triton.constexpr_function
@@ -421,8 +392,8 @@ def gemm_packed(
 
     All planes but x as int32. EVEN: k is a multiple of 32 * GROUPS and of 128.
     """
-    W: tl.constexpr = words_of(KIND)
-    H: tl.constexpr = high_bits_of(KIND)
+    W: tl.constexpr = code_bits(KIND)
+    H: tl.constexpr = high_bits(KIND)
     i_split = tl.program_id(1) % n_splits
     first_token = tl.program_id(1) // n_splits * TOKENS
     i_token = tl.minimum(first_token + tl.arange(0, TOKENS), n - 1)

@@ -24,34 +24,24 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
 from graphrt.backends.triton.kernels.mul_mat.activations import (
     GLU_KINDS,
     Activations,
     Rows,
     gated,
-    launch_options,
     magnitude,
     rounded,
     scale_of,
     uses_ptx,
 )
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Tokens that one launch serves.
 MAX_TOKENS = 8
 #: Elements of a row up to which a program can round its activations itself.
 MAX_INLINE = 1024
-
-
-@triton.constexpr_function
-def has_high(KIND):
-    return KIND in ("q5_0", "q5_1", "q5_K", "q3_K", "q6_K")
-
-
-@triton.constexpr_function
-def has_supers(KIND):
-    return KIND in ("q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq4_xs")
 
 
 # --- loads ---
@@ -99,7 +89,7 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
     elif KIND == "q6_K":
         p_pair = (p_high + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
         high = tl.load(p_pair, mask=m_words, eviction_policy="evict_first")
-    elif has_high(KIND):
+    elif high_bits(KIND) != 0:
         high = tl.load((p_high + first) + at + step, mask=m, eviction_policy="evict_first")
     return quants, high, scales, supers
 
@@ -181,13 +171,15 @@ def _permuted(a, b, selector):
 
 
 @triton.constexpr_function
+def added_to_codes(KIND):
+    """What makes a codebook's values codes without a sign, where that is cheaper to look up."""
+    return 12 if KIND == "mxfp4" else 0
+
+
+@triton.constexpr_function
 def _table_word(KIND, i):
     """Values 4i to 4i + 3 of a codebook as an int32; mxfp4's with 12 added, so that none is negative."""
-    if KIND == "mxfp4":
-        values = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]
-    else:
-        values = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-    word = sum((values[4 * i + j] & 255) << (8 * j) for j in range(4))
+    word = codebook_word(KIND, i, added_to_codes(KIND))
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
@@ -337,20 +329,15 @@ def _half_float(bits):
 
 
 @triton.constexpr_function
-def code_offset(KIND):
-    """What is taken off each code."""
-    return {"q4_0": 8.0, "q5_0": 16.0, "q6_K": 32.0, "q3_K": 4.0, "mxfp4": 12.0}.get(KIND, 0.0)
+def taken_off(KIND):
+    """What is taken off each code, f32."""
+    return float(code_offset(KIND) + added_to_codes(KIND))
 
 
 @triton.constexpr_function
 def needs_sums(KIND):
     """Sums of the activations enter the product: the type has mins or an offset."""
-    return KIND not in ("q8_0", "iq4_nl", "iq4_xs")
-
-
-@triton.constexpr_function
-def has_mins(KIND):
-    return KIND in ("q2_K", "q4_1", "q4_K", "q5_1", "q5_K")
+    return has_min(KIND) or taken_off(KIND) != 0.0
 
 
 @triton.jit
@@ -361,7 +348,7 @@ def _scaled(low, high, scales, supers, d, s_low, s_high, KIND: tl.constexpr):
     """
     scales = scales[:, :, :, :, None]
     supers = supers[:, :, :, :, None]
-    OFFSET: tl.constexpr = code_offset(KIND)
+    OFFSET: tl.constexpr = taken_off(KIND)
     if KIND == "q6_K" or KIND == "q3_K":
         pair = scales.to(tl.int32)
         first = ((pair << 24) >> 24).to(tl.float32)
@@ -476,7 +463,7 @@ def _add_tile(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr):
     low, high = _sums(planes[0], planes[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], KIND, PTX)
     more, less = _scaled(low, high, planes[2], planes[3], x[8], x[9], x[10], KIND)
     acc += tl.sum(more, 3)
-    if has_mins(KIND):
+    if has_min(KIND):
         acc -= tl.sum(less, 3)
     return acc
 
