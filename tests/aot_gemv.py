@@ -10,7 +10,9 @@ import torch
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.mul_mat.activations import (
     Activations,
+    NormWeight,
     Rows,
+    add_norm_quantize,
     glu_quantize,
     norm_quantize,
     quantize_rows,
@@ -54,6 +56,13 @@ def _launches() -> Iterator[tuple[str, Launch]]:
             f"gemv norm inside n={n}",
             _launch(("q4_0", "q4_0"), 1536, 576, n, True, glu="swiglu", norm=(vector, 1e-6)),
         )
+    yield "gemv rounding inside", _launch(("q4_1",), 576, 1536, 1, True, residual=(torch.empty(576), 576))
+    yield "gemv rounding inside, q6_K", _launch(("q6_K",), 640, 2048, 1, True)
+    for n, k in ((1, 640), (16, 640), (1, 8192)):
+        x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)
+        found = Activations.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
+        for first in (norm, None):
+            yield f"add_norm {k} n={n}", add_norm_quantize(TARGET, x, first, x, x, norm, found, True)
     for k in (576, 4096, 14336):
         x, found = Rows(torch.empty(2 * k), 2, k, k), Activations.empty(2, k, "cpu")
         yield f"quantize {k}", quantize_rows(TARGET, x, found)

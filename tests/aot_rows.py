@@ -45,14 +45,23 @@ def rope_cache_nodes(
     n_dims: int = 128,
     heads: tuple[int, int] = (32, 8),
     cells: int = 64,
+    n_seq: int = 1,
+    norms: bool = False,
 ) -> list[Tensor]:
-    """The nodes of a group of fuse.rope_cache: heads of q and of k; kind: of both caches."""
-    params = RopeParams(n_dims, mode)
-    positions, ids = Tensor("i32", (n_tokens,)), Tensor("i64", (n_tokens,))
-    q, k = (ops.rope(Tensor("f32", (d, n, n_tokens)), positions, params) for n in heads)
-    k_cache, v_cache = (Tensor(kind, (d * heads[1], cells)) for _ in "kv")
-    k_set = ops.set_rows(ops.reshape(k, d * heads[1], n_tokens), ids, k_cache)
-    return [q, k, k_set, ops.set_rows(Tensor("f32", (d * heads[1], n_tokens)), ids, v_cache)]
+    """The nodes of a group of fuse.rope_cache: heads of q and of k; kind: of both caches. norms: of norm_rope_cache."""
+    params, n = RopeParams(n_dims, mode), n_tokens // n_seq
+    positions, ids = Tensor("i32", (n_tokens,)), Tensor("i64", (n, n_seq))
+    sources = [Tensor("f32", (d, count, n_tokens)) for count in heads]
+    before = []
+    if norms:
+        made = [ops.rms_norm(t, 1e-6) for t in sources]
+        sources = [ops.mul(t, Tensor("f32", (d,))) for t in made]
+        before = [t for pair in zip(made, sources) for t in pair]
+    q, k = (ops.rope(t, positions, params) for t in sources)
+    k_cache, v_cache = (Tensor(kind, (d * heads[1], cells, n_seq)) for _ in "kv")
+    k_set = ops.set_rows(ops.reshape(k, d * heads[1], n, n_seq), ids, k_cache)
+    v_set = ops.set_rows(Tensor("f32", (d * heads[1], n, n_seq)), ids, v_cache)
+    return [*before, q, k, k_set, v_set]
 
 
 def _launches() -> Iterator[tuple[str, list[Any]]]:
@@ -61,6 +70,10 @@ def _launches() -> Iterator[tuple[str, list[Any]]]:
             nodes = rope_cache_nodes(kind, n_tokens, mode)
             yield f"rope_cache {kind} {mode} {n_tokens}", rope.lower_rope_cache(nodes, context())
     yield "rope_cache odd", rope.lower_rope_cache(rope_cache_nodes("q8_0", 33, "neox", 80, 20, (5, 2)), context())
+    for kind in ("f16", "q8_0"):
+        for n_tokens, n_seq in ((1, 1), (16, 16), (512, 1)):
+            nodes = rope_cache_nodes(kind, n_tokens, "neox", 256, 256, (4, 1), n_seq=n_seq, norms=True)
+            yield f"norm_rope_cache {kind} {n_tokens}", rope.lower_rope_cache(nodes, context())
     for mode, kind in (("normal", "f32"), ("neox", "f16")):
         a, factors = Tensor(kind, (80, 5, 33, 2)), Tensor("f32", (10,))
         node = ops.rope(a, Tensor("i32", (33,)), RopeParams(20, mode), factors)

@@ -27,6 +27,8 @@ SAME = 1e-11
 #: Eight bits in both, but of values that differ in their last f32 bit: a step more or less here and there. Also of one
 #: that rounds activations to 8 bits against one that rounds them to f16.
 STEPS = 1e-4
+#: f16 of values that differ in their last f32 bit.
+HALVES = 1e-9
 
 
 def leaf(name: str, *ne: int, kind: str = "f32") -> Tensor:
@@ -93,8 +95,18 @@ def qkv(kind: str, n: int) -> Graph:
     return Graph(*(product(name, source, kind, m) for name, m in (("q", 48), ("k", 16), ("v", 16))))
 
 
-def normed(source: Tensor) -> Tensor:
-    return ops.mul(ops.rms_norm(source, 1e-5), leaf("weight", source.ne[0]))
+def normed(source: Tensor, name: str = "weight", eps: float = 1e-5) -> Tensor:
+    return ops.mul(ops.rms_norm(source, eps), leaf(name, source.ne[0]))
+
+
+def sum_then_norm(n: int, post_norm: bool, swapped: bool = False, kind: str = "q8_0") -> Graph:
+    """A residual's sum, after a norm of its own or not, and products of the sum's norm; the sum is read again later."""
+    block, residual = x(n), leaf("r", K, n)
+    sources = [normed(block, "post") if post_norm else block, residual]
+    total = ops.add(*(reversed(sources) if swapped else sources))
+    made = normed(total, eps=1e-6)
+    down = ops.mul_mat(leaf("down", M, K), ops.glu(product("gate", made, kind), product("up", made), "swiglu"))
+    return Graph(ops.add(down, total))
 
 
 def norm_products(n: int) -> Graph:
@@ -102,17 +114,23 @@ def norm_products(n: int) -> Graph:
     return Graph(ops.glu(product("gate", made), product("up", made, "q4_0"), "swiglu"))
 
 
-def rotated(kind: str = "f16", n: int = 3) -> tuple[Graph, dict[str, Tensor]]:
-    """What a layer does with q, k and v: rotation, writing into caches, attention. n tokens, cells from 1 on."""
-    d, heads, kv, cells, params = 32, 4, 2, 32, RopeParams(32, "neox")
-    positions, ids = leaf("positions", n, kind="i32"), leaf("ids", n, kind="i64")
-    caches = [leaf(name, d * kv, cells, kind=kind) for name in ("k_cache", "v_cache")]
-    q = ops.rope(leaf("q", d, heads, n), positions, params)
-    k = ops.rope(leaf("k", d, kv, n), positions, params)
-    sets = [ops.set_rows(ops.reshape(k, d * kv, n), ids, caches[0]), ops.set_rows(leaf("v", d * kv, n), ids, caches[1])]
-    looks = [ops.permute(ops.reshape(s, d, kv, cells), 0, 2, 1, 3) for s in sets]
-    out = ops.flash_attn_ext(ops.permute(q, 0, 2, 1, 3), *looks, None, 0.2)
-    return Graph(out), {"q": q, "k": k, "k_set": sets[0], "v_set": sets[1], "out": out}
+def rotated(
+    kind: str = "f16", n: int = 3, n_seq: int = 1, norms: bool = False, params: RopeParams | None = None, d: int = 32
+) -> tuple[Graph, dict[str, Tensor]]:
+    """What a layer does with q, k and v: rotation, writing into caches, attention. n tokens of each sequence, cells
+    from 1 on. norms: of the heads of q and k before."""
+    heads, kv, cells, params = 4, 2, 32, params or RopeParams(32, "neox")
+    positions, ids = leaf("positions", n * n_seq, kind="i32"), leaf("ids", n, n_seq, kind="i64")
+    caches = [leaf(name, d * kv, cells, n_seq, kind=kind) for name in ("k_cache", "v_cache")]
+    q, k = leaf("q", d, heads, n * n_seq), leaf("k", d, kv, n * n_seq)
+    if norms:
+        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+    q, k = (ops.rope(t, positions, params) for t in (q, k))
+    new = [ops.reshape(t, d * kv, n, n_seq) for t in (k, leaf("v", d * kv, n * n_seq))]
+    sets = [ops.set_rows(rows, ids, cache) for rows, cache in zip(new, caches)]
+    looks = [ops.permute(ops.reshape(s, d, kv, cells, n_seq), 0, 2, 1, 3) for s in sets]
+    out = ops.flash_attn_ext(ops.permute(ops.reshape(q, d, heads, n, n_seq), 0, 2, 1, 3), *looks, None, 0.2)
+    return Graph(out, *sets), {"q": q, "k": k, "k_set": sets[0], "v_set": sets[1], "out": out}
 
 
 def attention() -> Graph:
@@ -133,13 +151,33 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "norm for products": (lambda: norm_products(3), "norm_mul_rounded", STEPS),
     "norm for products, one token": (lambda: norm_products(1), "norm_mul_rounded", STEPS),
     "norm for products, many tokens": (lambda: norm_products(11), "norm_mul_rounded", STEPS),
+    "norm, residual, norm": (lambda: sum_then_norm(3, True), "norm_mul_add_norm", STEPS),
+    "norm, residual, norm, one token": (lambda: sum_then_norm(1, True, True, "q4_0"), "norm_mul_add_norm", STEPS),
+    "norm, residual, norm, many tokens": (lambda: sum_then_norm(11, True), "norm_mul_add_norm", STEPS),
+    "sum and norm": (lambda: sum_then_norm(2, False), "add_norm", STEPS),
+    "sum and norm, many tokens": (lambda: sum_then_norm(11, False, True), "add_norm", STEPS),
     "residual": (lambda: Graph(ops.add(leaf("r", M, 3), product("w", x()))), "matmul_add", SAME),
     "residual, f32": (lambda: Graph(ops.add(product("w", x(2), "f32"), leaf("r", M, 2))), "matmul_add", SAME),
     "residual, many tokens": (lambda: Graph(ops.add(product("w", x(11)), leaf("r", M, 11))), "matmul_add", SAME),
     "rotation and cache": (lambda: rotated()[0], "rope_cache", SAME),
     "rotation and cache, one token": (lambda: rotated("q8_0", 1)[0], "rope_cache", STEPS),
+    "rotation and cache, sequences": (lambda: rotated(n_seq=3)[0], "rope_cache", SAME),
+    "rotation and cache, sequences, blocks": (lambda: rotated("q4_0", 1, 4)[0], "rope_cache", STEPS),
+    "norms, rotation and cache": (lambda: rotated(norms=True)[0], "norm_rope_cache", HALVES),
+    "norms, rotation and cache, f32": (lambda: rotated("f32", norms=True)[0], "norm_rope_cache", SAME),
+    "norms, rotation and cache, one token": (lambda: rotated("f32", 1, norms=True)[0], "norm_rope_cache", SAME),
+    "norms, rotation and cache, blocks": (lambda: rotated("q8_0", 2, norms=True, d=64)[0], "norm_rope_cache", STEPS),
+    "norms, rotation and cache, blocks of one head": (
+        lambda: rotated("q5_1", 9, 2, True, RopeParams(24, "normal"))[0], "norm_rope_cache", STEPS,
+    ),
+    "norms, rotation and cache, parts of heads": (
+        lambda: rotated("f32", 2, 2, True, RopeParams(20, "neox"), 48)[0], "norm_rope_cache", SAME,
+    ),
+    "norms, rotation and cache, pairs": (
+        lambda: rotated("f32", 9, 1, True, RopeParams(40, "normal"), 64)[0], "norm_rope_cache", SAME,
+    ),
     "attention and its sums": (attention, "attention_lse", SAME),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -215,6 +253,41 @@ def _k_is_read() -> Graph:
     return Graph(*graph.outputs, ops.sqr(parts["k"]))
 
 
+def _norms_of_two_eps() -> Graph:
+    graph, parts = rotated("f32", norms=True)
+    q, params = parts["q"], RopeParams(32, "neox")
+    other = ops.rope(normed(leaf("q", 32, 4, 3), "q_norm", 1e-3), q.src[1], params)
+    _, *sources = parts["out"].sources()
+    return Graph(ops.flash_attn_ext(ops.permute(other, 0, 2, 1, 3), *sources, None, 0.2), *graph.outputs[1:])
+
+
+def _shared_ids() -> Graph:
+    """SET_ROWS of v in each sequence at the same rows, of k at each its own."""
+    graph, parts = rotated("f32", 2, 2)
+    v_rows, _, cache = parts["v_set"].sources()
+    k_rows, _, k_cache = parts["k_set"].sources()
+    ids = leaf("shared", 2, 1, kind="i64")
+    sets = [ops.set_rows(rows, ids, where) for rows, where in ((k_rows, k_cache), (v_rows, cache))]
+    looks = [ops.permute(ops.reshape(s, 32, 2, 32, 2), 0, 2, 1, 3) for s in sets]
+    q = ops.permute(ops.reshape(parts["q"], 32, 4, 2, 2), 0, 2, 1, 3)
+    return Graph(ops.flash_attn_ext(q, *looks, None, 0.2))
+
+
+def _normed_head_is_read() -> Graph:
+    graph, parts = rotated("f32", norms=True)
+    return Graph(*graph.outputs, ops.sqr(parts["k"].src[0]))
+
+
+def _sum_of_a_product() -> Graph:
+    total = ops.add(product("w", x(), m=K), leaf("r", K, 3))
+    return Graph(product("u", normed(total)), ops.sqr(total))
+
+
+def _norm_of_sum_read_by_others() -> Graph:
+    made = normed(ops.add(normed(x(), "post"), leaf("r", K, 3)))
+    return Graph(product("w", made), ops.sqr(made))
+
+
 def _other_sums() -> Graph:
     q, k, v = leaf("q", 32, 3, 4), leaf("k", 32, 20, 2, kind="f16"), leaf("v", 32, 20, 2, kind="f16")
     return Graph(ops.flash_attn_ext(q, k, v, None, 0.2), ops.flash_attn_lse(q, k, None, 0.3))
@@ -245,6 +318,17 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "a norm that not only products read": (_norm_read_by_others, "norm_mul_rounded"),
     "a norm for f16 weights": (lambda: Graph(product("w", normed(x()), "f16")), "norm_mul_rounded"),
     "k read besides": (_k_is_read, "rope_cache"),
+    "ids that sequences share": (lambda: _shared_ids(), "rope_cache"),
+    "heads' norms of two eps": (_norms_of_two_eps, "norm_rope_cache"),
+    "a head's norm read besides": (_normed_head_is_read, "norm_rope_cache"),
+    "blocks over two heads' norms": (
+        lambda: rotated("q8_0", 2, norms=True, d=96)[0], "norm_rope_cache",
+    ),
+    "a product's sum and norm": (_sum_of_a_product, "add_norm"),
+    "a sum of one row, then a norm": (
+        lambda: Graph(product("w", normed(ops.add(x(), leaf("r", K))))), "add_norm",
+    ),
+    "a sum's norm that not only products read": (_norm_of_sum_read_by_others, "norm_mul_add_norm"),
     "sums of another scale": (_other_sums, "attention_lse"),
 }  # fmt: skip
 

@@ -18,7 +18,9 @@ if device.unusable() is not None:
 from graphrt.backends.triton.kernels.mul_mat.activations import (
     GLU_KINDS,
     Activations,
+    NormWeight,
     Rows,
+    add_norm_quantize,
     glu_quantize,
     norm_quantize,
     quantize_rows,
@@ -221,6 +223,17 @@ def test_activations_rounded_in_the_kernel(n: int, k: int, norm: bool) -> None:
         _check(out, matrix.values, _rounded(x))
 
 
+@pytest.mark.parametrize(("n", "k", "config"), [(1, 1536, None), (2, 1056, GemvConfig(1, 32)), (1, 2048, None)])
+def test_activations_rounded_by_all_warps(n: int, k: int, config: GemvConfig | None) -> None:
+    matrix, x = Matrix("q4_1", 6, k), _vectors(n, k)
+    out, given = _out(n, 6), torch.full((n, k + 5), torch.nan)
+    given[:, :k] = x
+    launch = gemv(TARGET, [Segment(matrix.packed, out, 6)], Rows(given.to(DEVICE), n, k, k + 5), config=config)
+    assert launch.args["X_FORM"] == "together"
+    launch()
+    _check(out, matrix.values, _rounded(x))
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("n", "m", "k", "stride"), [(1, 7, 520, 520), (2, 5, 37, 41), (5, 3, 1, 1), (1, 6, 2048, 2048)]
@@ -313,6 +326,24 @@ def test_norm_of_a_row_that_is_not_whole_groups() -> None:
     x, plain = _vectors(2, 64)[:, :45].contiguous(), _out(2, 45)
     norm_quantize(TARGET, Rows(x.to(DEVICE), 2, 45, 45), None, 1e-6, None, Rows(plain, 2, 45, 45))()
     torch.testing.assert_close(plain.cpu().double(), _normed(x, None, 1e-6), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (2, 1120), (9, 96)])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("early", [True, False])
+def test_add_norm_quantize(n: int, k: int, first: bool, early: bool) -> None:
+    x, residual, w, w2 = _vectors(n, k), _vectors(n, k)[:, torch.randperm(k)], torch.rand(k) + 0.5, torch.rand(k) + 0.5
+    total = (_normed(x, w, 1e-5) if first else x.double()) + residual.double()
+    expected = _normed(total.float(), w2, 1e-6)
+    found = Activations.empty(n, k, DEVICE) if n <= 8 else torch.empty(n, k, dtype=torch.float16, device=DEVICE)
+    here, other = x.to(DEVICE), residual.to(DEVICE)
+    before = NormWeight(w.to(DEVICE), 1e-5) if first else None
+    add_norm_quantize(TARGET, here, before, other, other, NormWeight(w2.to(DEVICE), 1e-6), found, early)()
+    torch.testing.assert_close(other.cpu().double(), total, rtol=2e-6, atol=1e-6)
+    if isinstance(found, Activations):
+        _check_activations(found, expected, False)
+    else:
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=6e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", GLU_KINDS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import MODELS, llama, tokens, write_model
+from tiny import MODELS, gemma3, llama, tokens, write_model
 
 pytest.importorskip("triton")
 
@@ -36,7 +36,18 @@ def one_layer() -> tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]:
     return arch, keys, shapes | {"rope_freqs.weight": (16,)}
 
 
+def two_gemma() -> tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Two layers of tiny.py's gemma3, with rows of whole blocks."""
+    arch, keys, shapes = gemma3()
+    keys |= {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96}
+    kept = {
+        name: ne for name, ne in shapes.items() if not name.startswith("blk.") or name.startswith(("blk.0.", "blk.1."))
+    }
+    return arch, keys, {name: tuple({48: 64, 80: 96}.get(n, n) for n in ne) for name, ne in kept.items()}
+
+
 MODELS["one_layer"] = one_layer
+MODELS["two_gemma"] = two_gemma
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +88,12 @@ def test_exact_logits_are_the_cpus(name: str, pieces: tuple[int, ...], folder: P
 
 @pytest.mark.parametrize(
     ("name", "cache", "pieces"),
-    [("one_layer Q8_0", "q4_0", (14, 1)), ("one_layer Q4_0", "q8_0", (14, 1)), ("tiny:q4_k_m", "f16", (1, 1))],
+    [
+        ("one_layer Q8_0", "q4_0", (14, 1)),
+        ("one_layer Q4_0", "q8_0", (14, 1)),
+        ("two_gemma Q8_0", "f16", (14, 1)),
+        ("tiny:q4_k_m", "f16", (1, 1)),
+    ],
 )
 def test_fused_logits_are_near_the_cpus(name: str, cache: str, pieces: tuple[int, ...], folder: Path) -> None:
     mine, cpus = models(name, folder, exact=False)
@@ -93,7 +109,17 @@ def test_groups_of_a_step() -> None:
     groups = model.session(F32).executable(1, 1).splits[0].groups
     start, end = ["norm_mul_rounded", "projections", "rope_cache"], ["norm_mul_rounded", "gate_up_glu", "matmul_add"]
     fused = [group.kernel for group in groups if group.kernel]
-    assert fused == [*start, "matmul_add", *end, *start, *end, "norm_mul_rounded"]
+    assert fused == [*start, "matmul_add", *end, *start, "add_norm", *end[1:], "norm_mul_rounded"]
+
+
+def test_groups_of_a_step_of_gemma(folder: Path) -> None:
+    """Each layer's first norm comes with the sum that ends the layer before. Four sequences take the same groups."""
+    model, _ = models("two_gemma Q8_0", folder, exact=False)
+    attention, rest = ["projections", "norm_rope_cache"], ["norm_mul_add_norm", "gate_up_glu", "norm_mul_add_norm"]
+    batch = Batch(model.decoder, model.backends, 4, F32)
+    for exe in (model.session(F32).executable(1, 1), batch.executable(1)):
+        fused = [group.kernel for group in exe.splits[0].groups if group.kernel]
+        assert fused == ["norm_mul_rounded", *(2 * [*attention, *rest])]
 
 
 def test_likeliest_tokens_are_those_of_the_logits(folder: Path) -> None:
@@ -107,8 +133,9 @@ def test_likeliest_tokens_are_those_of_the_logits(folder: Path) -> None:
         assert int(session.eval([token]).argmax()) == following
 
 
-def test_a_batch_of_two_sequences(folder: Path) -> None:
-    mine, cpus = models("one_layer Q8_0", folder, exact=False)
+@pytest.mark.parametrize("name", ["one_layer Q8_0", "two_gemma Q8_0"])
+def test_a_batch_of_two_sequences(name: str, folder: Path) -> None:
+    mine, cpus = models(name, folder, exact=False)
     ids = np.array([tokens(9), tokens(9)[::-1]], np.int32)
     a, b = (Batch(model.decoder, model.backends, 2, F32) for model in (mine, cpus))
     for piece in (ids[:, :8], ids[:, 8:]):

@@ -68,10 +68,15 @@ class Nodes:
 
 Pattern = Callable[[Nodes], Iterator[Group]]
 
+#: The longest rows of a sum whose norm is taken in the same launch (mul_mat/activations.py).
+MAX_SUM = 8192
+
 
 def _is_row(weight: Tensor | None, of: Tensor) -> bool:
     """`weight` is one contiguous f32 row as long as `of`'s."""
-    return weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1)
+    return (
+        weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
+    )
 
 
 def _is_product(node: Tensor) -> bool:
@@ -87,8 +92,8 @@ def _is_product(node: Tensor) -> bool:
 def norm_mul(nodes: Nodes) -> Iterator[Group]:
     """RMS_NORM, MUL by a row of weights, and ADD of a residual if one follows."""
     for norm in nodes.of("RMS_NORM"):
-        scaled = nodes.only_reader(norm)
-        if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not _is_row(scaled.src[1], norm):
+        scaled = _scaled_by_row(nodes, norm)
+        if scaled is None:
             continue
         total = nodes.only_reader(scaled)
         if total is not None and total.op == "ADD" and total.ne == scaled.ne and total.src[0] is not total.src[1]:
@@ -97,6 +102,52 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
             yield Group([norm, scaled], kernel="norm_mul_rounded")
         else:
             yield Group([norm, scaled], kernel="norm_mul")
+
+
+def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
+    """RMS_NORM, MUL by a row and ADD of a residual (a norm after a block), then the norm before the next block."""
+    for norm in nodes.of("RMS_NORM"):
+        scaled = _scaled_by_row(nodes, norm)
+        total = nodes.only_reader(scaled) if scaled is not None else None
+        if scaled is None or total is None or not _are_whole_rows(norm.src[0]):
+            continue
+        following = _norm_of_sum(nodes, total)
+        if following is not None:
+            yield Group([norm, scaled, total, *following], kernel="norm_mul_add_norm", results=[total, following[1]])
+
+
+def add_norm(nodes: Nodes) -> Iterator[Group]:
+    """ADD of two tensors that are no products, which would take it, then the norm before the next block."""
+    for total in nodes.of("ADD"):
+        sources = list(total.sources())
+        following = _norm_of_sum(nodes, total) if all(_are_whole_rows(s) for s in sources) else None
+        if following is not None and not any(_sum_with(nodes, s) is not None for s in sources):
+            yield Group([total, *following], kernel="add_norm", results=[total, following[1]])
+
+
+def _norm_of_sum(nodes: Nodes, total: Tensor) -> tuple[Tensor, Tensor] | None:
+    """RMS_NORM and MUL of an ADD of f32 rows without gaps, of which nobody but products reads the result."""
+    if total.op != "ADD" or total.src[0] is total.src[1] or total.ne[0] > MAX_SUM:
+        return None
+    if not all(_are_whole_rows(s) and s.ne == total.ne for s in total.sources()):
+        return None
+    for norm in nodes.readers(total):
+        scaled = _scaled_by_row(nodes, norm) if norm.op == "RMS_NORM" and norm.src[0] is total else None
+        if scaled is not None and _is_rounded(nodes, scaled):
+            return norm, scaled
+    return None
+
+
+def _scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
+    """The MUL by a row of weights that alone reads a norm."""
+    scaled = nodes.only_reader(norm)
+    if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not _is_row(scaled.src[1], norm):
+        return None
+    return scaled
+
+
+def _are_whole_rows(t: Tensor | None) -> bool:
+    return t is not None and t.dtype.name == "f32" and t.is_contiguous
 
 
 def _is_rounded(nodes: Nodes, x: Tensor) -> bool:
@@ -134,18 +185,59 @@ def projections(nodes: Nodes) -> Iterator[Group]:
 def matmul_add(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT, then ADD of a residual of the same shape."""
     for product in nodes.of("MUL_MAT"):
-        total = nodes.only_reader(product)
-        if not _is_product(product) or total is None or total.op != "ADD" or total.ne != product.ne:
-            continue
-        residual = total.src[1] if total.src[0] is product else total.src[0]
-        if residual is None or residual is product or residual.ne != total.ne:
-            continue
-        if residual.dtype.name == "f32" and residual.is_contiguous:
+        total = _sum_with(nodes, product)
+        if total is not None:
             yield Group([product, total], kernel="matmul_add")
+
+
+def _sum_with(nodes: Nodes, product: Tensor) -> Tensor | None:
+    """The ADD of a MUL_MAT and a residual of its shape, if it is one launch with the product."""
+    if not _is_product(product):
+        return None
+    total = nodes.only_reader(product)
+    if total is None or total.op != "ADD" or total.ne != product.ne:
+        return None
+    residual = total.src[1] if total.src[0] is product else total.src[0]
+    assert residual is not None
+    fits = residual is not product and residual.ne == total.ne and _are_whole_rows(residual)
+    return total if fits else None
 
 
 def rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k, and the writing of k and v into the cache that an attention reads."""
+    for q, k, k_set, v_set in _rotations(nodes):
+        if all(_is_rotated_plain(s) for s in (q.src[0], k.src[0])):
+            yield Group([q, k, k_set, v_set], kernel="rope_cache", results=[q, k_set, v_set])
+
+
+def norm_rope_cache(nodes: Nodes) -> Iterator[Group]:
+    """The same after RMS_NORM and MUL by a row of the heads of q and of k."""
+    for q, k, k_set, v_set in _rotations(nodes):
+        before = [*_head_norm(nodes, q), *_head_norm(nodes, k)]
+        if len(before) != 4 or before[0].params != before[2].params:
+            continue
+        d = q.ne[0]
+        # A program that rounds to blocks has whole heads only if they are powers of two.
+        if not k_set.dtype.is_quantized or (d >= 32 and d & (d - 1) == 0):
+            yield Group([*before, q, k, k_set, v_set], kernel="norm_rope_cache", results=[q, k_set, v_set])
+
+
+def _head_norm(nodes: Nodes, rotated: Tensor) -> tuple[Tensor, ...]:
+    """RMS_NORM and MUL of what is rotated and read by nobody else; nothing, if they are not there."""
+    scaled = rotated.src[0]
+    norm = scaled.src[0] if scaled is not None and scaled.op == "MUL" else None
+    if scaled is None or norm is None or norm.op != "RMS_NORM":
+        return ()
+    alone = _scaled_by_row(nodes, norm) is scaled and nodes.only_reader(scaled) is rotated
+    return (norm, scaled) if alone and _is_rotated_plain(norm.src[0]) else ()
+
+
+def _is_rotated_plain(t: Tensor | None) -> bool:
+    return t is not None and t.dtype.name == "f32" and t.has_contiguous_rows
+
+
+def _rotations(nodes: Nodes) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """ROPE of q and of k, SET_ROWS of k and of v, that can be one launch."""
     for attention in nodes.of("FLASH_ATTN_EXT"):
         q, k_set, v_set = (looked_at(s) for s in attention.src[:3] if s is not None)
         if q.op != "ROPE" or k_set.op != "SET_ROWS" or v_set.op != "SET_ROWS" or k_set is v_set:
@@ -156,18 +248,18 @@ def rope_cache(nodes: Nodes) -> Iterator[Group]:
         if k.op != "ROPE" or nodes.readers(k) != [k_set] or nodes.kept(k) or k.params != q.params:
             continue
         alike = k.src[1:] == q.src[1:] and k_set.src[1] is v_set.src[1] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
-        if alike and k_set.root is not v_set.root and _is_rope_cache_plain(q, k, k_set, v_set):
-            yield Group([q, k, k_set, v_set], kernel="rope_cache", results=[q, k_set, v_set])
+        if alike and k_set.root is not v_set.root and _is_rope_cache_plain(k, k_set, v_set):
+            yield q, k, k_set, v_set
 
 
-def _is_rope_cache_plain(q: Tensor, k: Tensor, k_set: Tensor, v_set: Tensor) -> bool:
-    """All that is rotated or written is f32 with contiguous rows, one token a row of the caches."""
-    sources = [q.src[0], k.src[0], v_set.src[0]]
-    f32 = all(s is not None and s.dtype.name == "f32" and s.has_contiguous_rows for s in sources)
-    flat = all(s.src[0] is not None and s.src[0].ne[2:] == (1, 1) and s.src[2] is not None for s in (k_set, v_set))
-    k_rows = k_set.src[0]
-    assert k_rows is not None
-    return f32 and flat and k_rows.ne[0] == k.ne[0] * k.ne[1] and k_rows.ne[1] == k.ne[2]
+def _is_rope_cache_plain(k: Tensor, k_set: Tensor, v_set: Tensor) -> bool:
+    """One token a row of the caches, of one sequence after the other; what is written is f32 with contiguous rows."""
+    (k_rows, ids, _), v_rows = k_set.src, v_set.src[0]
+    assert k_rows is not None and v_rows is not None and ids is not None
+    n, n_seq = k_rows.ne[1:3]
+    tokens = k_rows.ne[1:] == v_rows.ne[1:] == (n, n_seq, 1) and ids.ne == (n, n_seq, 1, 1)
+    whole = k_rows.is_contiguous and k_rows.ne[0] == k.ne[0] * k.ne[1] and n * n_seq == k.ne[2]
+    return tokens and whole and _is_rotated_plain(v_rows)
 
 
 def attention_lse(nodes: Nodes) -> Iterator[Group]:
@@ -190,6 +282,9 @@ def _same_scores(attention: Tensor, lse: Tensor) -> bool:
 PATTERNS: dict[str, Pattern] = {
     "gate_up_glu": gate_up_glu,
     "projections": projections,
+    "norm_rope_cache": norm_rope_cache,
+    "norm_mul_add_norm": norm_mul_add_norm,
+    "add_norm": add_norm,
     "norm_mul": norm_mul,
     "matmul_add": matmul_add,
     "rope_cache": rope_cache,

@@ -8,8 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels import norm, rope
-from graphrt.backends.triton.kernels.mul_mat.activations import Activations, Rows, norm_quantize
+from graphrt.backends.triton.kernels import elementwise, norm, rope
+from graphrt.backends.triton.kernels.mul_mat.activations import (
+    Activations,
+    NormWeight,
+    Rows,
+    add_norm_quantize,
+    norm_quantize,
+)
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_TOKENS
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.kernels.mul_mat.lower import product
@@ -51,18 +57,52 @@ def lower_norm_mul_rounded(nodes: Nodes, ctx: Context) -> list[Step]:
     x, row = ctx.view(_source(made, 0)), ctx.view(_source(scaled, 1))
     if not (x.ne[2] == x.ne[3] == 1 or x.tensor.is_contiguous):
         return norm.lower_norm_mul(nodes, ctx)
+    rounded = _rounded_norm(scaled, ctx)
+    if rounded is None:
+        return norm.lower_norm_mul(nodes, ctx)
+    rows = Rows(x.data, scaled.n_rows, scaled.ne[0], x.strides[1], x.strides[0])
+    return [norm_quantize(ctx.target, rows, row.data, made.params.eps, rounded)]
+
+
+def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
+    """ADD, and RMS_NORM and MUL of the sum, which lie rounded in MUL's memory; before them RMS_NORM and MUL of one of
+
+    ADD's sources, if there are five nodes."""
+    *first, total, made, scaled = nodes
+    rounded = _rounded_norm(scaled, ctx)
+    if rounded is None:
+        add = norm.lower_norm_mul_add if first else elementwise.LOWERINGS["ADD"]
+        return add([*first, total], ctx) + norm.lower_norm_mul([made, scaled], ctx)
+    block = first[1] if first else _source(total, 0)
+    residual = _source(total, 1 if total.src[0] is block else 0)
+    before = _norm_weight(first[0], first[1], ctx) if first else None
+    early = all(norm.is_constant(_source(n, 1), ctx) for n in (*first[1:], scaled))
+    x = _source(first[0], 0) if first else block
+    lines = [ctx.view(t).data.view(-1, t.ne[0]) for t in (x, residual, total)]
+    second = _norm_weight(made, scaled, ctx)
+    return [add_norm_quantize(ctx.target, lines[0], before, lines[1], lines[2], second, rounded, early)]
+
+
+def _norm_weight(made: Tensor, scaled: Tensor, ctx: Context) -> NormWeight:
+    """RMS_NORM and MUL by a row."""
+    return NormWeight(ctx.view(_source(scaled, 1)).data, made.params.eps)
+
+
+def _rounded_norm(scaled: Tensor, ctx: Context) -> Activations | torch.Tensor | None:
+    """A norm's memory as what products take, which ctx.rounded then has: 8 bits, or f16 for many tokens; None where f16
+
+    might not hold it."""
     k, n = scaled.ne[0], scaled.n_rows
     out = ctx.view(scaled).data
-    rounded: Activations | torch.Tensor
     if n <= MAX_TOKENS:
-        ctx.rounded[scaled] = rounded = Activations.inside(out, n, k)
-    elif _stays_in_f16(row.data, k, _source(scaled, 1), ctx):
-        rounded = out.view(torch.float16)[: n * k].view(n, k)
-        ctx.rounded[scaled] = Half(rounded)
-    else:
-        return norm.lower_norm_mul(nodes, ctx)
-    rows = Rows(x.data, n, k, x.strides[1], x.strides[0])
-    return [norm_quantize(ctx.target, rows, row.data, made.params.eps, rounded)]
+        ctx.rounded[scaled] = found = Activations.inside(out, n, k)
+        return found
+    weights = _source(scaled, 1)
+    if not _stays_in_f16(ctx.view(weights).data, k, weights, ctx):
+        return None
+    half = out.view(torch.float16)[: n * k].view(n, k)
+    ctx.rounded[scaled] = Half(half)
+    return half
 
 
 def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> bool:
@@ -72,5 +112,6 @@ def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> 
 
 LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
     "projections": lower_projections, "gate_up_glu": lower_gate_up_glu, "matmul_add": lower_mul_mat,
-    **norm.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "rope_cache": rope.lower_rope_cache,
+    **norm.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "norm_mul_add_norm": lower_add_norm,
+    "add_norm": lower_add_norm, "rope_cache": rope.lower_rope_cache, "norm_rope_cache": rope.lower_rope_cache,
 }  # fmt: skip

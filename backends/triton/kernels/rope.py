@@ -74,12 +74,19 @@ def fill_table(
 
 
 @triton.jit
+def over_rms(squares, n, eps):
+    """What makes rows of n values with these sums of squares rows of unit root mean square."""
+    return tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(squares / n + eps))
+
+
+@triton.jit
 def rotate_heads(
-    p_in, s0, s1, p_out, so1, head, n_head, p_cos, p_sin,
+    p_in, s0, s1, p_out, so1, head, n_head, p_cos, p_sin, p_weight, eps,
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Rotates HEADS heads of one token from `head` on. p_in, p_out: head 0; p_cos, p_sin: the token's angles.
 
+    p_weight: f32 [D]: heads are normalized and multiplied with it before; None: they aren't.
     Every element is read once, by whoever writes it: out may be in.
     """
     HALF: tl.constexpr = N_DIMS // 2
@@ -91,33 +98,50 @@ def rotate_heads(
     pair = tl.arange(0, WIDTH)
     cos = tl.load(p_cos + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(p_sin + pair, mask=pair < HALF, other=0.0)[None, :]
+    i_rest = N_DIMS + tl.arange(0, power_of_two(max(D - N_DIMS, 1)))[None, :]
+    if D > N_DIMS:
+        rest = tl.load(p_in + i_rest.to(tl.int64) * s0, mask=m_head & (i_rest < D), other=0.0).to(tl.float32)
     if NEOX:
         live = m_head & (pair < HALF)[None, :]
         x = tl.load(p_in + pair.to(tl.int64)[None, :] * s0, mask=live, other=0.0).to(tl.float32)
         y = tl.load(p_in + (pair.to(tl.int64)[None, :] + HALF) * s0, mask=live, other=0.0).to(tl.float32)
+        if p_weight is not None:
+            total = tl.sum(x * x + y * y, 1)
+            if D > N_DIMS:
+                total += tl.sum(rest * rest, 1)
+            factor = over_rms(total, D, eps)[:, None]
+            x *= factor * tl.load(p_weight + pair, mask=pair < HALF, other=0.0)[None, :]
+            y *= factor * tl.load(p_weight + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
         store_plain(p_out + pair[None, :], x * cos - y * sin, live, KIND)
         store_plain(p_out + pair[None, :] + HALF, x * sin + y * cos, live, KIND)
     else:
         i = tl.arange(0, 2 * WIDTH)[None, :]
         live = m_head & (i < N_DIMS)
         both = tl.load(p_in + i.to(tl.int64) * s0, mask=live, other=0.0).to(tl.float32)
+        if p_weight is not None:
+            total = tl.sum(both * both, 1)
+            if D > N_DIMS:
+                total += tl.sum(rest * rest, 1)
+            factor = over_rms(total, D, eps)[:, None]
+            both *= factor * tl.load(p_weight + i, mask=i < N_DIMS, other=0.0)
         x, y = tl.split(tl.reshape(both, (HEADS, WIDTH, 2)))
         turned = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), (HEADS, 2 * WIDTH))
         store_plain(p_out + i, turned, live, KIND)
     if D > N_DIMS:
-        i = N_DIMS + tl.arange(0, power_of_two(D - N_DIMS))[None, :]
-        rest = tl.load(p_in + i.to(tl.int64) * s0, mask=m_head & (i < D), other=0.0).to(tl.float32)
-        store_plain(p_out + i, rest, m_head & (i < D), KIND)
+        if p_weight is not None:
+            rest *= factor * tl.load(p_weight + i_rest, mask=i_rest < D, other=0.0)
+        store_plain(p_out + i_rest, rest, m_head & (i_rest < D), KIND)
 
 
 @triton.jit
 def rotate_into_blocks(
-    p_in, s0, s1, p_out, part, n, p_cos, p_sin,
+    p_in, s0, s1, p_out, part, n, p_cos, p_sin, p_weight, eps,
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Rotates and rounds elements part * SIZE on of all heads of a token, n elements, side by side in a row of blocks.
 
-    A block may hold parts of two heads: each element finds its partner by itself.
+    A block may hold parts of two heads: each element finds its partner by itself. p_weight: as rotate_heads; SIZE is
+    whole heads then, and a head whole blocks.
     """
     HALF: tl.constexpr = N_DIMS // 2
     i_block = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
@@ -139,6 +163,13 @@ def rotate_into_blocks(
     y = tl.load(p_head + partner.to(tl.int64) * s0, mask=turns, other=0.0).to(tl.float32)
     cos = tl.load(p_cos + pair, mask=turns, other=1.0)
     sin = tl.load(p_sin + pair, mask=turns, other=0.0)
+    if p_weight is not None:
+        tl.static_assert(SIZE % D == 0 and D % 32 == 0)
+        squares = tl.reshape(tl.sum(tl.sum(x * x, 2), 1), (SIZE // D, D // 32))
+        factor = over_rms(tl.sum(squares, 1), D, eps)[:, None]
+        factor = tl.reshape(tl.broadcast_to(factor, (SIZE // D, D // 32)), (SIZE // 32,))[:, None, None]
+        x *= factor * tl.load(p_weight + i)
+        y *= factor * tl.load(p_weight + partner, mask=turns, other=0.0)
     store_blocks(
         p_out + i_block.to(tl.int64) * halves_a_block(KIND), x * cos + tl.where(first, -y, y) * sin, m_block, KIND
     )
@@ -159,21 +190,24 @@ def rotate(
     angles = token.to(tl.int64) * (N_DIMS // 2)
     rotate_heads(
         p_in + at, s0, s1, p_out + out_at, so1, tl.program_id(1) * HEADS, n_head, p_cos + angles, p_sin + angles,
-        D, N_DIMS, NEOX, HEADS, "f32",
+        None, 0.0, D, N_DIMS, NEOX, HEADS, "f32",
     )  # fmt: skip
 
 
 @triton.jit
 def rotate_and_write(
-    p_q, p_q_out, p_k, p_k_cache, p_v, p_v_cache, p_ids, p_cos, p_sin, n_head, n_head_kv, n_v, q_parts, k_parts,
-    sq0, sq1, sq2, sqo1, sqo2, sk0, sk1, sk2, sv0, sv1, s_id, s_k_cache, s_v_cache,
+    p_q, p_q_out, p_k, p_k_cache, p_v, p_v_cache, p_ids, p_cos, p_sin, p_q_weight, p_k_weight, eps, n_head, n_head_kv,
+    n_v, q_parts, k_parts, n, sq0, sq1, sq2, sqo1, sqo2, sk0, sk1, sk2, sv0, sv1, sv2, s_id, s_id_seq,
+    s_k_cache, s_k_seq, s_v_cache, s_v_seq,
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i) rotates HEADS heads of q; past q_parts of k into row ids[token] of the k cache (SIZE elements
 
     of it where that is quantized); past k_parts more it writes SIZE elements of v into the same row of the v cache.
-    q: [D, n_head, n_tokens]; k: [D, n_head_kv, n_tokens]; v: [n_v, n_tokens]; caches: as quantize.stored() has them.
+    q: [D, n_head, n_tokens]; k: [D, n_head_kv, n_tokens]; v: [n_v, n, n_seq]; caches: as quantize.stored() has them.
+    SEQUENCES: there are several, with n tokens each, one after the other; ids, v and caches are theirs. p_q_weight,
+    p_k_weight: f32 [D] or None: heads are normalized first.
     """
     if PDL:
         gdc_wait()
@@ -185,21 +219,32 @@ def rotate_and_write(
     if part < q_parts:
         p_from, p_to = p_q + token * sq2, p_q_out + token * sqo2
         rotate_heads(
-            p_from, sq0, sq1, p_to, sqo1, part * HEADS, n_head, p_cos, p_sin, D, N_DIMS, NEOX, HEADS, "f32"
+            p_from, sq0, sq1, p_to, sqo1, part * HEADS, n_head, p_cos, p_sin, p_q_weight, eps,
+            D, N_DIMS, NEOX, HEADS, "f32",
         )  # fmt: skip
     else:
         part -= q_parts
+        p_k += token * sk2
+        if SEQUENCES:
+            i_seq = token // n
+            token -= i_seq * n
+            p_ids += i_seq * s_id_seq
+            p_v += i_seq * sv2
+            p_k_cache += i_seq * s_k_seq
+            p_v_cache += i_seq * s_v_seq
         row = tl.load(p_ids + token * s_id).to(tl.int64)
         if part < k_parts:
-            p_from, p_to = p_k + token * sk2, p_k_cache + row * s_k_cache
+            p_to = p_k_cache + row * s_k_cache
             if is_quantized(K_KIND):
                 rotate_into_blocks(
-                    p_from, sk0, sk1, p_to, part, n_head_kv * D, p_cos, p_sin, D, N_DIMS, NEOX, SIZE, K_KIND
-                )
+                    p_k, sk0, sk1, p_to, part, n_head_kv * D, p_cos, p_sin, p_k_weight, eps,
+                    D, N_DIMS, NEOX, SIZE, K_KIND,
+                )  # fmt: skip
             else:
                 rotate_heads(
-                    p_from, sk0, sk1, p_to, D, part * HEADS, n_head_kv, p_cos, p_sin, D, N_DIMS, NEOX, HEADS, K_KIND
-                )
+                    p_k, sk0, sk1, p_to, D, part * HEADS, n_head_kv, p_cos, p_sin, p_k_weight, eps,
+                    D, N_DIMS, NEOX, HEADS, K_KIND,
+                )  # fmt: skip
         else:
             store_part(p_v + token * sv1, sv0, p_v_cache + row * s_v_cache, part - k_parts, n_v, V_KIND, SIZE)
 
@@ -265,33 +310,48 @@ def _rotate_launch(a: View, out: View, table: RopeTable, ctx: Context) -> Launch
     return Launch(rotate, grid, args, launch_options(ctx.target, _warps(heads, d)))
 
 
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """RMS norms of the heads of q and of k. q, k: f32 [d], what the heads are multiplied with."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
 def lower_rope_set_rows(
-    q: View, q_out: View, k: View, k_cache: View, v: View, v_cache: View, ids: View, table: RopeTable, ctx: Context
-) -> list[Step]:
+    q: View, q_out: View, k: View, k_cache: View, v: View, v_cache: View, ids: View, table: RopeTable, ctx: Context,
+    norms: HeadNorms | None = None,
+) -> list[Step]:  # fmt: skip
     """One launch: q rotated into q_out, k rotated into rows `ids` of k_cache, v written into these rows of v_cache.
 
-    q, k: f32 or f16 [d, n_head or n_head_kv, n_tokens]; q_out: q's shape and type, may be q's memory (or k's, which
-    takes two launches); v: f32 or f16 [n_v, n_tokens]; ids: i32 or i64 [n_tokens]; k_cache: [d * n_head_kv, cells],
-    v_cache: [n_v, cells], of types in WRITABLE, without common elements. Strides are free but for the rows of q_out and
-    the caches, which are contiguous.
+    q, k: f32 or f16 [d, n_head or n_head_kv, n_seq * n]; q_out: q's shape and type, may be q's memory (or k's, which
+    takes two launches, and no norms); v: f32 or f16 [n_v, n, n_seq]; ids: i32 or i64 [n, n_seq]; k_cache: [d *
+    n_head_kv, cells, n_seq], v_cache: [n_v, cells, n_seq], of types in WRITABLE, without common elements. Strides are
+    free but for the rows of q_out and the caches, which are contiguous. norms: before the rotation; for a quantized
+    k_cache d is then a power of two from 32 on.
     """
     assert k_cache.kind in WRITABLE and v_cache.kind in WRITABLE
     d, n_head, n_tokens, _ = q.ne
     n_head_kv, n_v = k.ne[1], v.ne[0]
     heads = _heads_a_program(n_head, n_tokens, d, ctx)
     size = max(BLOCK, triton.next_power_of_2(heads * d))
-    (k_memory, (s_k, _, _)), (v_memory, (s_v, _, _)) = stored(k_cache), stored(v_cache)
+    (k_memory, (s_k, s_k_seq, _)), (v_memory, (s_v, s_v_seq, _)) = stored(k_cache), stored(v_cache)
     k_parts = -(-n_head_kv * d // size) if k_cache.tensor.dtype.is_quantized else -(-n_head_kv // heads)
     together = not (_overlap(q_out, k) or _overlap(q_out, v))
+    assert together or norms is None
     q_parts = -(-n_head // heads) if together else 0
     args = {
         "p_q": q.data, "p_q_out": q_out.data, "p_k": k.data, "p_k_cache": k_memory, "p_v": v.data,
-        "p_v_cache": v_memory, "p_ids": ids.data, "p_cos": table.cos, "p_sin": table.sin, "n_head": n_head,
-        "n_head_kv": n_head_kv, "n_v": n_v, "q_parts": q_parts, "k_parts": k_parts,
+        "p_v_cache": v_memory, "p_ids": ids.data, "p_cos": table.cos, "p_sin": table.sin,
+        "p_q_weight": norms and norms.q, "p_k_weight": norms and norms.k, "eps": norms.eps if norms else 0.0,
+        "n_head": n_head, "n_head_kv": n_head_kv, "n_v": n_v, "q_parts": q_parts, "k_parts": k_parts, "n": v.ne[1],
         "sq0": q.strides[0], "sq1": q.strides[1], "sq2": q.strides[2], "sqo1": q_out.strides[1],
         "sqo2": q_out.strides[2], "sk0": k.strides[0], "sk1": k.strides[1], "sk2": k.strides[2],
-        "sv0": v.strides[0], "sv1": v.strides[1], "s_id": ids.strides[0], "s_k_cache": s_k, "s_v_cache": s_v,
-        "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind, **_constants(table.params, d, heads, ctx),
+        "sv0": v.strides[0], "sv1": v.strides[1], "sv2": v.strides[2], "s_id": ids.strides[0],
+        "s_id_seq": ids.strides[1], "s_k_cache": s_k, "s_k_seq": s_k_seq, "s_v_cache": s_v, "s_v_seq": s_v_seq,
+        "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind, "SEQUENCES": v.ne[2] > 1,
+        **_constants(table.params, d, heads, ctx),
     }  # fmt: skip
     options = launch_options(ctx.target, _warps(heads, d))
     for cache in (k_cache, v_cache):
@@ -308,16 +368,25 @@ def _overlap(a: View, b: View) -> bool:
 
 
 def lower_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """A group of fuse.rope_cache: ROPE of q and of k, SET_ROWS of k and of v."""
-    q_out, k_out, k_set, v_set = nodes
+    """A group of fuse.rope_cache: ROPE of q and of k, SET_ROWS of k and of v; or of fuse.norm_rope_cache: before them
+
+    RMS_NORM and MUL of q, then of k."""
+    *before, q_out, k_out, k_set, v_set = nodes
     (q, positions, *factors), k = q_out.src, k_out.src[0]
+    norms = None
+    if before:
+        q_norm, q_scaled, k_norm, k_scaled = before
+        q, k = q_norm.src[0], k_norm.src[0]
+        q_row, k_row = q_scaled.src[1], k_scaled.src[1]
+        assert q_row is not None and k_row is not None
+        norms = HeadNorms(ctx.view(q_row).data, ctx.view(k_row).data, q_norm.params.eps)
     (_, ids, k_cache), (v, _, v_cache) = k_set.src, v_set.src
     assert q is not None and k is not None and v is not None and positions is not None
     assert ids is not None and k_cache is not None and v_cache is not None
     table, steps = rope_table(positions, q_out.params, (*factors, None)[0], ctx)
     look = ctx.view
     return steps + lower_rope_set_rows(
-        look(q), look(q_out), look(k), look(k_cache), look(v), look(v_cache), look(ids), table, ctx
+        look(q), look(q_out), look(k), look(k_cache), look(v), look(v_cache), look(ids), table, ctx, norms
     )
 
 

@@ -21,6 +21,8 @@ from graphrt.backends.triton.launch import Launch, launch_options
 GROUP = 32
 #: Elements that one program of a norm holds at once; longer rows are read twice.
 _NORM_BLOCK = 8192
+#: The longest row that a sum and its norm take in one launch: it stays in registers.
+MAX_ADD_NORM = _NORM_BLOCK
 #: Elements of a program where groups are independent of each other.
 _BLOCK = 1024
 #: A gate's activations that kernels know, as GLU's `kind`.
@@ -215,6 +217,52 @@ def norm_rows(
             _store_f16(y, p_q, row * k + at, m)
 
 
+@triton.jit
+def _over_rms(x, k, eps):
+    """What makes x, one row with zeros past its k elements, a row of unit root mean square."""
+    return 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) / k + eps)
+
+
+@triton.jit
+def add_norm_rows(
+    p_x, p_w, eps, p_residual, p_sum, p_w2, eps2, p_q, p_d, p_s, k,
+    TO: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): sum = norm(x) * w + residual, or x + residual where w is None; norm(sum) * w2 rounded as TO says.
+
+    x, residual, sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2: f32 [k], read before what
+    other kernels wrote if EARLY. TO: as norm_rows. A block is a row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    m = i < k
+    at = row * k + i
+    if EARLY:
+        if p_w is not None:
+            w = tl.load(p_w + i, mask=m, other=0.0)
+        w2 = tl.load(p_w2 + i, mask=m, other=0.0)
+    if PDL:
+        gdc_wait()
+    x = tl.load(p_x + at, mask=m, other=0.0)
+    residual = tl.load(p_residual + at, mask=m, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+    if not EARLY:
+        if p_w is not None:
+            w = tl.load(p_w + i, mask=m, other=0.0)
+        w2 = tl.load(p_w2 + i, mask=m, other=0.0)
+    if p_w is not None:
+        x = x * _over_rms(x, k, eps) * w
+    x += residual
+    tl.store(p_sum + at, x, mask=m)
+    y = x * _over_rms(x, k, eps2) * w2
+    if TO == "q8":
+        group = tl.arange(0, BLOCK // 32)
+        _store_q8(y, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
+    else:
+        _store_f16(y, p_q, at, m)
+
+
 # --- launches ---
 
 
@@ -248,6 +296,34 @@ def norm_quantize(
         "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(norm_rows, (x.n,), args, launch_options(target, min(16, max(1, block // 256))))
+
+
+@dataclass(frozen=True)
+class NormWeight:
+    """An RMS norm and what it is multiplied with. row: f32 [k]."""
+
+    row: torch.Tensor
+    eps: float
+
+
+def add_norm_quantize(
+    target: Target, x: torch.Tensor, norm: NormWeight | None, residual: torch.Tensor, total: torch.Tensor,
+    second: NormWeight, out: Activations | torch.Tensor, early: bool = False,
+) -> Launch:  # fmt: skip
+    """total = x + residual, x after `norm` if there is one; and out, `second` of total, rounded.
+
+    x, residual, total: f32 [n, k] without gaps, k up to MAX_ADD_NORM; total may be x or residual. out: as
+    quantize_rows, in memory of its own. early: no kernel of a run writes the norms' weights.
+    """
+    n, k = x.shape
+    assert k <= MAX_ADD_NORM
+    block = max(32, 1 << (k - 1).bit_length())
+    args = {
+        "p_x": x, "p_w": norm and norm.row, "eps": norm.eps if norm else 0.0, "p_residual": residual, "p_sum": total,
+        "p_w2": second.row, "eps2": second.eps, **_outputs(out), "k": k,
+        "TO": "q8" if isinstance(out, Activations) else "f16", "EARLY": early, "BLOCK": block, "PDL": target.has_pdl,
+    }  # fmt: skip
+    return Launch(add_norm_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
 
 
 def _rounding(target: Target, x: Rows, up: Rows | None, kind: str, out: Activations | torch.Tensor) -> Launch:

@@ -15,7 +15,7 @@ the one that makes its activations (weights depend on no kernel).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,8 +40,10 @@ from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Tokens that one launch serves.
 MAX_TOKENS = 8
-#: Elements of a row up to which a program can round its activations itself.
-MAX_INLINE = 1024
+#: Elements of a row up to which a program can round its activations itself: a tile holds them.
+MAX_INLINE = 2048
+#: Rows longer than this are rounded by a program's warps together, shorter ones by each warp for itself.
+MAX_ALONE = 1024
 
 
 # --- loads ---
@@ -444,6 +446,41 @@ def _round_x(p_x, x_row, p_norm, eps, token, NG: tl.constexpr, U: tl.constexpr, 
             _packed_bytes(b5), _packed_bytes(b6), _packed_bytes(b7), d, s_low, s_high)  # fmt: skip
 
 
+@triton.jit
+def _to_lanes(x, U: tl.constexpr, W: tl.constexpr):
+    """Some values a group, [N, U * G, values], for the lanes that have it: [G, W, 1, U, N, values]."""
+    N: tl.constexpr = x.shape[0]
+    G: tl.constexpr = x.shape[1] // U
+    V: tl.constexpr = x.shape[2]
+    x = tl.permute(tl.reshape(x, (N, U, G, V)), (2, 1, 0, 3))
+    return tl.broadcast_to(x[:, None, None, :, :, :], (G, W, 1, U, N, V))
+
+
+@triton.jit
+def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
+    """What _round_x returns, without a norm: every value is rounded once in a program, and lanes get theirs through
+
+    shared memory. (In _round_x each warp rounds all, and its lanes' loads are a line apart.)"""
+    N: tl.constexpr = token.shape[0]
+    group = tl.arange(0, U * G)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(p_x + token[:, None, None] * x_row + at[None], mask=(group < NG)[None, :, None], other=0.0)
+    d, inverse = scale_of(tl.max(magnitude(x), 2))
+    number, byte = rounded(x * inverse[:, :, None])
+    sums = tl.sum(tl.reshape(number, (N, U * G, 2, 16)), 3) * d[:, :, None]
+    shift = 8 * tl.arange(0, 4)[None, None, None, :]
+    words = tl.sum((tl.reshape(byte, (N, U * G, 8, 4)) & 255) << shift, 3)
+    # Two exchanges in all: words, and a scale beside its sums.
+    d2 = tl.broadcast_to(d[:, :, None], (N, U * G, 2))
+    scales = _to_lanes(tl.reshape(tl.join(sums, d2), (N, U * G, 4)), U, W)
+    words = tl.reshape(_to_lanes(words, U, W), (G, W, 1, U, N, 2, 4))
+    low, high = tl.split(tl.permute(words, (0, 1, 2, 3, 4, 6, 5)))
+    l0, l1, l2, l3 = _split4(low)
+    h0, h1, h2, h3 = _split4(high)
+    s_low, d, s_high, d_again = _split4(scales)
+    return l0, l1, l2, l3, h0, h1, h2, h3, d, s_low, s_high
+
+
 # --- the kernel ---
 
 
@@ -503,7 +540,10 @@ def _products(
         x = _x_tile(p_q, p_d, p_s, token, TILES - 1, NG, U, W, G, SUMS)
     else:
         tl.static_assert(TILES == 1)
-        x = _round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm")
+        if X_FORM == "together":
+            x = _round_x_together(p_x, x_row, token, NG, U, W, G)
+        else:
+            x = _round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm")
     y = tl.sum(_add_tile(acc, planes, x, KIND, PTX), 0)
     y1 = y
     if KIND1 != "":
@@ -550,8 +590,9 @@ def packed_gemv(
     p_quants .. p_supers: planes of Packed, scales and supers as integers as wide as what they hold of a group; p_out:
     f32, element (token, row) at token * out_stride + row; m: rows of each; KIND: types, "" for no matrix.
     GLU: its kind: the first two matrices are a gate and an up of m0 rows, and out0 has activation(gate) * up; else "".
-    X_FORM: "q8": q [n, k], d, s are Activations; "f32": x, rows x_row apart, is rounded here; "norm": after an RMS norm
-    with weights p_norm and eps (both: a tile holds the row). N: a power of two from n on; bias, residual: of matrix 0.
+    X_FORM: "q8": q [n, k], d, s are Activations; "f32": x, rows x_row apart, is rounded here by each warp, "together":
+    by all of them; "norm": as "f32", after an RMS norm with weights p_norm and eps (a tile holds the row but for "q8").
+    N: a power of two from n on; bias, residual: of matrix 0.
     """
     i_program = tl.program_id(0)
     token = tl.minimum(tl.arange(0, N), n - 1)
@@ -791,6 +832,8 @@ def gemv(
     kind = first.weight.kind if isinstance(first.weight, Packed) else _PLAIN[first.weight.dtype]
     counted = segments[:1] if glu else segments
     c = config or config_for(kind, sum(s.m for s in counted), x.k, x.n)
+    if isinstance(first.weight, Packed) and isinstance(x, Rows):  # one tile is the row
+        c = replace(c, u=max(c.u, 1 << (-(-x.k // (32 * c.g)) - 1).bit_length()))
     args: dict[str, Any] = {
         "p_bias": bias, "p_residual": residual and residual[0], "residual_stride": residual[1] if residual else 0,
         "n": x.n, "GLU": glu, "N": 1 << (x.n - 1).bit_length(), "U": c.u, "R": c.r, "W": c.w, "G": c.g,
@@ -835,7 +878,12 @@ def _packed_arguments(
         form = {"X_FORM": "q8", "p_q": x.q.view(torch.int32), "p_d": x.d, "p_s": x.s, "p_x": None, "x_row": 0}
     else:
         assert x.stride == 1 and x.k <= MAX_INLINE and x.data.dtype == torch.float32
-        form = {"X_FORM": "norm" if norm else "f32", "p_q": None, "p_d": None, "p_s": None}
+        form = {
+            "X_FORM": "norm" if norm else "together" if x.k > MAX_ALONE else "f32",
+            "p_q": None,
+            "p_d": None,
+            "p_s": None,
+        }
         form |= {"p_x": x.data, "x_row": x.row_stride}
     return args | form
 

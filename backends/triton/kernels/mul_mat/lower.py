@@ -18,7 +18,7 @@ from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequanti
 from graphrt.backends.triton.kernels.mul_mat import dense, few
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, Activations, Rows, quantize_rows
 from graphrt.backends.triton.kernels.mul_mat.few import Batch
-from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_INLINE, MAX_TOKENS, Segment, gemv
+from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_ALONE, MAX_INLINE, MAX_TOKENS, Segment, gemv
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, Sums, as_half, copying, finish_steps
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.tensor import Tensor
@@ -28,6 +28,9 @@ GEMM_TOKENS = {"packed": 64, "plain": 64, "f32": 8}
 
 #: gemv.py rounds activations in each of its programs for at most so many tokens; a launch before is cheaper for more.
 INLINE_TOKENS = 2
+#: Of one token it rounds rows of more than MAX_ALONE elements too, where all programs together (of four rows each) have
+#: so little to round that it costs less than a launch: half a microsecond on an H100 at most (counted, not measured).
+INLINE_WORK = 1 << 20
 #: Weights that gemv.py takes in one launch.
 _SEGMENTS = 3
 
@@ -137,8 +140,7 @@ def _gemv(
     if isinstance(x, Tensor):
         rows = _rows(ctx.view(x))
         x_form: Activations | Rows = rows
-        inline = x.dtype.name == "f32" and rows.stride == 1 and rows.k <= MAX_INLINE and rows.n <= INLINE_TOKENS
-        if packing_of(weights[0].dtype.name) is not None and not inline:
+        if packing_of(weights[0].dtype.name) is not None and not _rounds_inside(weights, x, rows, gate):
             memory = ctx.shared_scratch("activations in 8 bits", Activations.nbytes(rows.n, rows.k))
             x_form = Activations.inside(memory, rows.n, rows.k)
             steps.append(quantize_rows(ctx.target, rows, x_form))
@@ -147,6 +149,16 @@ def _gemv(
     added = None if residual is None else (residual.view(-1), residual.shape[1])
     kind = gate.kind if gate else ""
     return [*steps, gemv(ctx.target, segments, x_form, glu=kind, residual=added)]
+
+
+def _rounds_inside(weights: Sequence[Tensor], x: Tensor, rows: Rows, gate: Gate | None) -> bool:
+    """Whether gemv.py's programs round x themselves."""
+    if x.dtype.name != "f32" or rows.stride != 1 or rows.n > INLINE_TOKENS:
+        return False
+    if rows.k <= MAX_ALONE:
+        return True
+    programs = sum(-(-w.ne[1] // 4) for w in weights[: 1 if gate else None])
+    return rows.n == 1 and rows.k <= MAX_INLINE and programs * rows.k <= INLINE_WORK
 
 
 def _rows(x: View) -> Rows:
