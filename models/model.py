@@ -118,14 +118,18 @@ class Model:
 
     def _choices(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Iterator[int]:
         """The tokens that are chosen after `tokens`, at most n (-1: any number) and while the context has room."""
-        history = list(tokens)
+        history, params = list(tokens), sampler.device_params()
         logits = session.eval(tokens)
         while True:
             token = self.next_token(sampler, logits, history)
             history.append(token)
             yield token
+            rest = n - 1 if n > 0 else session.n_ctx
             if sampler.is_greedy and session.runs_ahead:
-                yield from session.likeliest(token, n - 1 if n > 0 else session.n_ctx)
+                yield from session.likeliest(token, rest)
+                return
+            if params is not None and session.draws_ahead(params):
+                yield from session.drawn(token, rest, params, sampler.uniforms)
                 return
             logits = session.eval([token])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.errors import SessionError
+from graphrt.ops.sample import MAX_TOP_K, SampleParams
 
 _MAX_SEED = (1 << 64) - 1
 _BLOCK = 64
@@ -153,7 +154,7 @@ def min_p(candidates: Candidates, p: float, min_keep: int = 1) -> Candidates:
     """Tokens at least p times as likely as the most likely one."""
     if p <= 0.0:
         return candidates
-    n = int(np.count_nonzero(candidates.logits >= candidates.logits[0] + math.log(p)))
+    n = int(np.count_nonzero(candidates.logits >= candidates.logits[0] + np.float32(math.log(p))))
     return candidates.keep(slice(0, _at_least(n, min_keep, len(candidates.ids))))
 
 
@@ -182,10 +183,31 @@ def draw(candidates: Candidates, uniform: float) -> int:
     return int(candidates.ids[min(place, len(candidates.ids) - 1)])
 
 
+class Uniforms:
+    """Numbers in [0, 1) with 53 random bits that follow from the seed alone."""
+
+    def __init__(self, seed: int) -> None:
+        # the stream of a numpy bit generator is fixed for ever, that of numpy.random.Generator is not
+        self._bits = np.random.Philox(key=seed)
+        self._seen: deque[float] = deque()
+
+    def peek(self, ahead: int) -> float:
+        """What take() will give after `ahead` more."""
+        while len(self._seen) <= ahead:
+            self._seen.append((int(self._bits.random_raw()) >> 11) * 2.0**-53)
+        return self._seen[ahead]
+
+    def take(self) -> float:
+        """The next number."""
+        self.peek(0)
+        return self._seen.popleft()
+
+
 class Sampler:
     """Draws tokens by the given parameters; its random numbers follow from the seed alone.
 
-    seed: the seed in use, also when the parameters ask for a random one.
+    seed: the seed in use, also when the parameters ask for a random one. uniforms: its random numbers; one a token,
+    and one more before it where XTC is on.
     """
 
     def __init__(self, params: SamplerParams | None = None) -> None:
@@ -196,14 +218,28 @@ class Sampler:
     @property
     def is_greedy(self) -> bool:
         """Every choice is the likeliest token, whatever came before."""
+        return self.params.temp <= 0 and not self._penalizes
+
+    @property
+    def _penalizes(self) -> bool:
         p = self.params
         same = p.repeat_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0
-        return p.temp <= 0 and (same or p.repeat_last_n == 0)
+        return not same and p.repeat_last_n != 0
+
+    def device_params(self) -> SampleParams | None:
+        """Parameters of the op SAMPLE that make it choose as this sampler does, given its uniforms; None where nothing
+        does: greedy, penalties, typical_p, XTC, and a top_k that is off or over what the op takes."""
+        p = self.params
+        if self._penalizes or p.temp <= 0 or p.typical_p < 1 or p.xtc_probability > 0:
+            return None
+        if not 1 <= p.top_k <= MAX_TOP_K:
+            return None
+        min_keep = min(int(p.min_keep), MAX_TOP_K)
+        return SampleParams(float(p.temp), int(p.top_k), float(p.top_p), float(p.min_p), min_keep)
 
     def reset(self) -> None:
         """Starts the random numbers over."""
-        # the stream of a numpy bit generator is fixed for ever, that of numpy.random.Generator is not
-        self._bits = np.random.Philox(key=self.seed)
+        self.uniforms = Uniforms(self.seed)
 
     def sample(self, logits: Logits, history: Sequence[int] = ()) -> int:
         """The next token.
@@ -222,13 +258,9 @@ class Sampler:
         candidates = typical(candidates, p.typical_p, p.min_keep)
         candidates = top_p(candidates, p.top_p, p.min_keep)
         candidates = min_p(candidates, p.min_p, p.min_keep)
-        if p.xtc_probability > 0 and self._uniform() <= p.xtc_probability:
+        if p.xtc_probability > 0 and self.uniforms.take() <= p.xtc_probability:
             candidates = xtc(candidates, p.xtc_threshold, p.min_keep)
-        return draw(temperature(candidates, p.temp), self._uniform())
-
-    def _uniform(self) -> float:
-        """A number in [0, 1) with 53 random bits."""
-        return (int(self._bits.random_raw()) >> 11) * 2.0**-53
+        return draw(temperature(candidates, p.temp), self.uniforms.take())
 
 
 def _checked(logits: Logits) -> npt.NDArray[np.float32]:

@@ -15,6 +15,8 @@ from graphrt.execute import Executable, prepare
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
 from graphrt.models.placement import for_cache
+from graphrt.models.sampling import Uniforms
+from graphrt.ops import SampleParams
 from graphrt.tensor import new_tensor
 
 Logits = npt.NDArray[np.float32]
@@ -23,6 +25,8 @@ Logits = npt.NDArray[np.float32]
 MAX_LOGITS_BYTES = 256 * 2**20
 #: Prepared graphs that a session keeps: one for each number of tokens it has lately been given.
 MAX_PREPARED = 8
+#: And of those that choose the next token by themselves: one for each way to choose.
+MAX_CHAINED = 2
 #: Steps that are queued on a device beyond the token that the host waits for.
 MAX_AHEAD = 4
 
@@ -63,7 +67,7 @@ class Session:
         self.cache = KVCache(hp, home, hp.windowed, self.n_ctx, self.n_batch, options.type_k, options.type_v)
         self.n_past = 0
         self._prepared: OrderedDict[tuple[int, int], Executable] = OrderedDict()
-        self._chained: Executable | None = None
+        self._chained: OrderedDict[SampleParams | None, Executable] = OrderedDict()
         self._token = new_tensor("i32", 1, name="inp_token")
 
     def reset(self) -> None:
@@ -145,14 +149,29 @@ class Session:
         splits = self.executable(1, 1).splits
         return len(splits) == 1 and splits[0].backend.asynchronous
 
+    def draws_ahead(self, sampling: SampleParams) -> bool:
+        """drawn() gains likewise: the backend draws too."""
+        return self.runs_ahead and len(self._chain(sampling).splits) == 1
+
     def likeliest(self, token: int, n: int) -> Iterator[int]:
         """Reads `token` and gives the likeliest next one, reads that, and so on: at most n, until the context is full.
 
         Steps are queued ahead of what the caller takes; those it never takes count as not read, so that a caller may
         stop anywhere. n_past is right whenever a token is given. Raises SessionError as eval() does.
         """
+        return self._run_ahead(token, n)
+
+    def drawn(self, token: int, n: int, sampling: SampleParams, uniforms: Uniforms) -> Iterator[int]:
+        """The same with tokens that are drawn, each by one number taken from `uniforms`: those that a Sampler of these
+        parameters chooses. What steps queued ahead will need is only looked at. !! Logits that are NaN raise nothing.
+        """
+        return self._run_ahead(token, n, sampling, uniforms)
+
+    def _run_ahead(
+        self, token: int, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
+    ) -> Iterator[int]:
         self._check([token])
-        exe = self._chain()
+        exe = self._chain(sampling)
         buffer, offset = exe.place(self._token)
         exe.write(self._token, np.array([token], np.int32))
         start, given, queued = self.n_past, 0, 0
@@ -163,24 +182,33 @@ class Session:
             while given < most:
                 while queued < min(most, given + ahead):
                     write_places(exe, self.cache, np.array([[start + queued]]))
+                    if uniforms is not None:
+                        exe.write("inp_uniform", np.array([uniforms.peek(queued - given)]))
                     exe.run()
                     answers.append(buffer.read_later(offset, 4))
                     queued += 1
                 answer = answers.popleft()().view(np.int32)
                 given += 1
                 self.n_past = start + given
+                if uniforms is not None:
+                    uniforms.take()
                 yield int(answer[0])
         finally:  # what was queued beyond is forgotten: no later step sees those cells before they are written again
             for ring in self.cache.rings.values():
                 ring.forget_from(self.n_past)
 
-    def _chain(self) -> Executable:
-        if self._chained is None:
-            home = for_cache(self.backends, self.cache.type_k)
-            self._token.buffer = home.alloc(self._token.nbytes, Usage.STATE)
-            self._chained = prepare(self.decoder.chained_graph(self._token, self.cache), self.backends)
-            self._chained.write("inp_out_ids", np.zeros(1, np.int32))
-        return self._chained
+    def _chain(self, sampling: SampleParams | None = None) -> Executable:
+        if sampling not in self._chained:
+            if self._token.buffer is None:
+                home = for_cache(self.backends, self.cache.type_k)
+                self._token.buffer = home.alloc(self._token.nbytes, Usage.STATE)
+            graph = self.decoder.chained_graph(self._token, self.cache, sampling)
+            exe = self._chained[sampling] = prepare(graph, self.backends)
+            exe.write("inp_out_ids", np.zeros(1, np.int32))
+            if len(self._chained) > MAX_CHAINED:
+                self._chained.popitem(last=False)
+        self._chained.move_to_end(sampling)
+        return self._chained[sampling]
 
     def _step(self, ids: npt.NDArray[np.int32], first_row: int) -> Logits:
         n = len(ids)

@@ -7,14 +7,15 @@ from graphrt.ops.mul_mat import mul_mat
 from graphrt.ops.norm import l2_norm, norm, rms_norm, sum_rows
 from graphrt.ops.rope import RopeParams, rope
 from graphrt.ops.rows import get_rows, set_rows
+from graphrt.ops.sample import SampleParams, sample
 from graphrt.ops.soft_max import soft_max
 from graphrt.ops.sort import argmax, argsort, top_k
 from graphrt.ops.unary import glu, unary
 from graphrt.ops.view import permute, reshape, transpose, view
 
 __all__ = [
-    "FlashAttnParams", "RopeParams", "add", "argmax", "argsort", "clamp", "concat", "cont", "cpy", "div", "dup",
-    "flash_attn_ext", "flash_attn_lse", "get_rows", "glu", "l2_norm", "mul", "mul_mat", "norm", "permute", "repeat",
-    "reshape", "rms_norm", "rope", "scale", "set_rows", "soft_max", "sqr", "sqrt", "sub", "sum_rows", "top_k",
-    "transpose", "unary", "view",
+    "FlashAttnParams", "RopeParams", "SampleParams", "add", "argmax", "argsort", "clamp", "concat", "cont", "cpy",
+    "div", "dup", "flash_attn_ext", "flash_attn_lse", "get_rows", "glu", "l2_norm", "mul", "mul_mat", "norm",
+    "permute", "repeat", "reshape", "rms_norm", "rope", "sample", "scale", "set_rows", "soft_max", "sqr", "sqrt",
+    "sub", "sum_rows", "top_k", "transpose", "unary", "view",
 ]  # fmt: skip

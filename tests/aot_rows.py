@@ -11,7 +11,7 @@ from graphrt import ops
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels import rope, rows, sort
+from graphrt.backends.triton.kernels import rope, rows, sample, sort
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.ops.rope import RopeParams
@@ -86,6 +86,9 @@ def _launches() -> Iterator[tuple[str, list[Any]]]:
         yield f"get_rows {kind}", rows.lower_get_rows([node], context())
     for n in (1000, 128256, 262144):
         yield f"argmax {n}", sort.lower_argmax([ops.argmax(Tensor("f32", (n, 1)))], context())
+    for n, k in ((1000, 1), (32000, 1024), (262144, 40), (262144, 1024)):
+        node = ops.sample(Tensor("f32", (n, 1)), Tensor("f64", (1,)), ops.SampleParams(top_k=k))
+        yield f"sample {n} {k}", sample.lower_sample([node], context())
 
 
 def aot_cases() -> Iterator[Case]:

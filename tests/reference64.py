@@ -167,6 +167,28 @@ def top_k(node: Tensor, a: Array) -> Array:
     return np.array(best).reshape(node.shape)
 
 
+@reference64("SAMPLE")
+def sample(node: Tensor, logits: Array, uniforms: Array) -> Array:
+    p = node.params
+
+    def shares(entries: list[tuple[float, int]], temp: float) -> list[float]:
+        weights = [math.exp((x - entries[0][0]) / temp) for x, _ in entries]
+        return [w / math.fsum(weights) for w in weights]
+
+    chosen = []
+    for (*_, i), row in _rows(logits):
+        left = sorted(((float(x), j) for j, x in enumerate(row)), key=lambda e: (-e[0], e[1]))[: p.top_k]
+        if p.top_p < 1:
+            reached = [math.fsum(shares(left, 1.0)[: j + 1]) >= p.top_p for j in range(len(left))]
+            left = left[: max(1, p.min_keep, reached.index(True) + 1)]
+        if p.min_p > 0:
+            left = [e for j, e in enumerate(left) if j < max(1, p.min_keep) or math.exp(e[0] - left[0][0]) >= p.min_p]
+        spent, last = shares(left, p.temp), len(left) - 1
+        passed = (j for j in range(last) if math.fsum(spent[: j + 1]) > uniforms.reshape(-1)[i])
+        chosen.append(left[next(passed, last)][1])
+    return np.array(chosen).reshape(node.shape)
+
+
 # -- movement
 
 

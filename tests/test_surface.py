@@ -18,10 +18,10 @@ PUBLIC = {
     "new_tensor", "prepare", "register_backend",
 }  # fmt: skip
 OPS = {
-    "FlashAttnParams", "RopeParams", "add", "argmax", "argsort", "clamp", "concat", "cont", "cpy", "div", "dup",
-    "flash_attn_ext", "flash_attn_lse", "get_rows", "glu", "l2_norm", "mul", "mul_mat", "norm", "permute", "repeat",
-    "reshape", "rms_norm", "rope", "scale", "set_rows", "soft_max", "sqr", "sqrt", "sub", "sum_rows", "top_k",
-    "transpose", "unary", "view",
+    "FlashAttnParams", "RopeParams", "SampleParams", "add", "argmax", "argsort", "clamp", "concat", "cont", "cpy",
+    "div", "dup", "flash_attn_ext", "flash_attn_lse", "get_rows", "glu", "l2_norm", "mul", "mul_mat", "norm",
+    "permute", "repeat", "reshape", "rms_norm", "rope", "sample", "scale", "set_rows", "soft_max", "sqr", "sqrt",
+    "sub", "sum_rows", "top_k", "transpose", "unary", "view",
 }  # fmt: skip
 ERRORS = {
     "GraphrtError": "Exception", "GraphError": "GraphrtError", "BackendError": "GraphrtError",
@@ -48,7 +48,7 @@ def test_the_exception_tree() -> None:
 
 
 def test_every_op_has_a_builder() -> None:
-    other = {"FlashAttnParams", "RopeParams"}
+    other = {"FlashAttnParams", "RopeParams", "SampleParams"}
     registered = {name.lower() for name in graphrt.op.registered_ops()}
     assert registered == OPS - other
 

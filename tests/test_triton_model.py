@@ -15,6 +15,7 @@ from graphrt import get_backend
 from graphrt.backends.triton import device
 from graphrt.models import Model, load
 from graphrt.models.batch import Batch
+from graphrt.models.sampling import Sampler, SamplerParams
 from graphrt.models.session import Session, SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.testing import nmse
@@ -131,6 +132,18 @@ def test_likeliest_tokens_are_those_of_the_logits(folder: Path) -> None:
     session.eval(ids)
     for token, following in zip(found, found[1:]):
         assert int(session.eval([token]).argmax()) == following
+
+
+def test_drawn_tokens_are_the_hosts(folder: Path) -> None:
+    mine, _ = models("one_layer Q4_0", folder, exact=False)
+    session, ids, sampling = mine.session(F32), tokens(8), SamplerParams(temp=1.5, top_k=50, seed=3)
+    found = list(mine._choices(ids, 5, Sampler(sampling), session))
+    assert Sampler(sampling).device_params() in session._chained and len(session._chained) == 1
+    session.reset()
+    host, logits = Sampler(sampling), session.eval(ids)
+    for token in found:
+        assert host.sample(logits) == token
+        logits = session.eval([token])
 
 
 @pytest.mark.parametrize("name", ["one_layer Q8_0", "two_gemma Q8_0"])

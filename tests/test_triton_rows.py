@@ -30,13 +30,13 @@ if device.unusable() is not None:
 from aot_rows import context, rope_cache_nodes
 
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels import copy, rope, rows, sort
+from graphrt.backends.triton.kernels import copy, rope, rows, sample, sort
 from graphrt.backends.triton.launch import Launch
 
-LOWERINGS = {**rows.LOWERINGS, **copy.LOWERINGS, **rope.LOWERINGS, **sort.LOWERINGS}
+LOWERINGS = {**rows.LOWERINGS, **copy.LOWERINGS, **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS}
 #: `graphrt test -b triton` runs all cases; this is every n-th of the quick ones, less what takes long interpreted.
-EVERY = {"SET_ROWS": 4, "GET_ROWS": 7, "ROPE": 5, "CPY": 4, "ARGMAX": 1, "TOP_K": 1}
-SLOW = ("n_rows=700", "batch=[4,2]", "n=4096", "n=8193", "ne=[40,5,33,1]")
+EVERY = {"SET_ROWS": 4, "GET_ROWS": 7, "ROPE": 5, "CPY": 4, "ARGMAX": 1, "TOP_K": 1, "SAMPLE": 4}
+SLOW = ("top_k=1024", "n_rows=700", "batch=[4,2]", "n=4096", "n=8193", "ne=[40,5,33,1]")
 QUANTIZED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 
 
@@ -199,6 +199,23 @@ def test_argmax_is_the_first_of_equal_ones_in_every_run() -> None:
             step()
         assert read(node, ctx).reshape(-1).tolist() == expected
         fill(a, torch.where(torch.arange(n) == 4, -5.0, -6.0).expand(5, n), ctx)
+
+
+@pytest.mark.parametrize(("n", "k"), [(700, 40), (5000, 3), (2048, 512), (12, 12)])
+def test_what_is_drawn_from_is_the_highest_in_order_in_every_run(n: int, k: int) -> None:
+    """Whatever the rows hold before and after: falling logits lie in one block, equal ones in all."""
+    a, u, ctx = Tensor("f32", (n, 3)), Tensor("f64", (3,)), context(device.target())
+    node = ops.sample(a, u, ops.SampleParams(1.0, k, 1.0, 0.0))
+    steps = sample.lower_sample([node], ctx)
+    rng = np.random.default_rng(n)
+    for _ in range(2):
+        x = np.stack([-np.arange(n), np.zeros(n), rng.integers(-9, 9, n)]).astype(np.float32)[rng.permutation(3)]
+        fill(a, x, ctx)
+        fill(u, rng.random(3), ctx)
+        for step in steps:
+            step()
+        best = steps[-1].args["p_sorted"]
+        assert (0x7FFFFFFF - (best & 0x7FFFFFFF)).tolist() == np.argsort(-x, axis=1, kind="stable")[:, :k].tolist()
 
 
 def test_what_has_no_decoder_or_rounding_is_refused() -> None:

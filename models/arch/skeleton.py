@@ -14,7 +14,7 @@ from graphrt.graph import Graph
 from graphrt.models.cache import KVCache, LayerCache
 from graphrt.models.hparams import HParams, Keys
 from graphrt.models.weights import Weights
-from graphrt.ops import RopeParams
+from graphrt.ops import RopeParams, SampleParams
 from graphrt.tensor import Tensor, new_input
 
 
@@ -118,12 +118,16 @@ class Decoder(ABC):
         tokens = new_input("i32", n_tokens, name="inp_tokens")
         return Graph(self.result(_inputs(tokens, n_outputs, cache), cache))
 
-    def chained_graph(self, token: Tensor, cache: KVCache) -> Graph:
+    def chained_graph(self, token: Tensor, cache: KVCache, sampling: SampleParams | None = None) -> Graph:
         """The graph of one step that reads its tokens, one a sequence, from `token`, a leaf i32 [n_seq] with a buffer,
-        and writes the likeliest next ones there: the next step can be queued before the host knows them. The other
-        inputs are graph()'s."""
+        and writes the next ones there, the likeliest or, with `sampling`, drawn ones: the next step can be queued
+        before the host knows them. The other inputs are graph()'s, and inp_uniform, f64 [n_seq], to draw by."""
         logits = self.result(_inputs(token, cache.n_seq, cache), cache)
-        return Graph(ops.cpy(ops.argmax(logits), token, name="next_token"))
+        if sampling is None:
+            chosen = ops.argmax(logits)
+        else:
+            chosen = ops.sample(logits, new_input("f64", cache.n_seq, name="inp_uniform"), sampling)
+        return Graph(ops.cpy(chosen, token, name="next_token"))
 
     def result(self, step: Step, cache: KVCache) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""

@@ -14,13 +14,13 @@ from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
 #: Less than the key of any value.
-_LEAST = -(2**63)
+LEAST_KEY = -(2**63)
 #: Most elements that one program looks at at a time.
 _MOST = 2048
 
 
 @triton.jit
-def _keys(x, i):
+def order_keys(x, i):
     """int64 that are ordered as the values are, NaN last, and among equal values the one of the lowest index last."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
     ordered = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
@@ -44,7 +44,7 @@ def argmax_rows(
     for base in range(tl.program_id(1) * SIZE, n, tl.num_programs(1) * SIZE):
         i = base + tl.arange(0, SIZE)
         x = tl.load(p_row + i.to(tl.int64) * s0, mask=i < n, other=0.0)
-        best = tl.maximum(best, tl.where(i < n, _keys(x, i), LEAST))
+        best = tl.maximum(best, tl.where(i < n, order_keys(x, i), LEAST))
     # The counting, which releases and acquires, orders the two exchanges of the key.
     tl.atomic_max(p_keys + row, tl.max(best, 0), sem="relaxed")
     if tl.atomic_add(p_arrived + row, 1) == tl.num_programs(1) - 1:
@@ -59,14 +59,14 @@ def lower_argmax(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     source = node.src[0]
     assert source is not None
     a, (n, m) = ctx.view(source), source.ne[:2]
-    keys = ctx.scratch((m,), torch.int64).fill_(_LEAST)
+    keys = ctx.scratch((m,), torch.int64).fill_(LEAST_KEY)
     arrived = ctx.scratch((m,), torch.int32).zero_()
     wanted = max(1, ctx.target.sm_count // m)
     size = max(256, min(_MOST, 1 << (-(-n // wanted) - 1).bit_length()))
     programs = min(-(-n // size), max(1, 2 * ctx.target.sm_count // m))
     args = {
         "p_a": a.data, "p_keys": keys, "p_arrived": arrived, "p_out": ctx.view(node).data, "n": n,
-        "s0": a.strides[0], "s1": a.strides[1], "LEAST": _LEAST, "SIZE": size, "PDL": ctx.target.has_pdl,
+        "s0": a.strides[0], "s1": a.strides[1], "LEAST": LEAST_KEY, "SIZE": size, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     return [Launch(argmax_rows, (m, programs), args, launch_options(ctx.target, 4))]
 

@@ -1,0 +1,220 @@
+"""SAMPLE: the k highest logits in order, then the truncations and the draw, in five launches without the host.
+
+A key has a logit's order above its place in the row (sort.order_keys): no two of a row are equal, so that "the k
+highest" is one set and its order is one order, whichever program comes first.
+
+1. The largest key of each block of a row. The k-th largest of these is no larger than the k-th largest of the row.
+2. The blocks' largest keys in order: that bound.
+3. What is not below the bound, in any order. Few keys beyond k, and never more than k blocks of them.
+4. These in order, by how many are larger than each.
+5. The truncations and the draw, one program a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.context import Context, Step
+from graphrt.backends.triton.kernels.sort import LEAST_KEY, order_keys
+from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.tensor import Tensor
+
+#: Most elements of a block, and of what one program reads of a row.
+_BLOCK, _MOST = 512, 2048
+#: Blocks there are at least for each key that is wanted: the more, the fewer keys are kept that are not.
+_BLOCKS_A_KEY = 4
+#: Keys that a program puts in order, and how many others it compares them with at a time.
+_MINE, _OTHERS = 16, 128
+
+
+@triton.jit
+def block_maxima(
+    p_a, p_maxima, p_kept, n, n_blocks, s0, s1,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, i) finds the largest key of each of BLOCKS blocks of a row of n logits. maxima: [rows, n_blocks].
+
+    kept: int32 [rows], set to 0.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(p_a + row.to(tl.int64) * s1 + i.to(tl.int64) * s0, mask=i < n, other=0.0)
+    keys = tl.where(i < n, order_keys(x, i), LEAST)
+    tl.store(p_maxima + row.to(tl.int64) * n_blocks + block, tl.max(keys, 1), mask=block < n_blocks)
+    if tl.program_id(1) == 0:
+        tl.store(p_kept + row, 0)
+
+
+@triton.jit
+def keep_keys(p_a, p_tops, p_kept, p_keys, n, capacity, k, s0, s1, SIZE: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, i) keeps those of SIZE keys of a row that are not below tops[row, k - 1]. keys: [rows, capacity];
+    kept: int32 [rows], how many there are."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(p_a + row.to(tl.int64) * s1 + i.to(tl.int64) * s0, mask=i < n, other=0.0)
+    keys = order_keys(x, i)
+    keep = (i < n) & (keys >= tl.load(p_tops + row * k + k - 1))
+    count = tl.sum(keep.to(tl.int32), 0)
+    if count > 0:
+        start = tl.atomic_add(p_kept + row, count, sem="relaxed")
+        place = start + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(p_keys + row.to(tl.int64) * capacity + place, keys, mask=keep)
+
+
+@triton.jit
+def sort_keys(
+    p_keys, p_n, p_sorted, capacity, k, LEAST: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program (row, i) puts every so many MINE keys of a row in their places, if these are below k: as many as there
+    are larger keys. keys: [rows, capacity], of which n[row] count; sorted: [rows, k]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    n = tl.load(p_n + row)
+    p_row = p_keys + row.to(tl.int64) * capacity
+    for base in range(tl.program_id(1) * MINE, n, tl.num_programs(1) * MINE):
+        i = base + tl.arange(0, MINE)
+        mine = tl.load(p_row + i, mask=i < n, other=LEAST)
+        larger = tl.zeros([MINE, OTHERS], tl.int32)
+        for start in range(0, n, OTHERS):
+            j = start + tl.arange(0, OTHERS)
+            other = tl.load(p_row + j, mask=j < n, other=LEAST)
+            larger += (other[None, :] > mine[:, None]).to(tl.int32)
+        place = tl.sum(larger, 1)
+        tl.store(p_sorted + row * k + place, mine, mask=(i < n) & (place < k))
+
+
+@triton.jit
+def _logits(keys):
+    """What order_keys() made keys of; 0 for -0."""
+    ordered = (keys >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _shares(x, top, mask):
+    """softmax in f64 of f32 logits, the highest of which is `top`; +inf logits share everything."""
+    exact = tl.exp(x.to(tl.float64) - top.to(tl.float64))
+    w = tl.where(tl.abs(top) == float("inf"), (x == top).to(tl.float64), exact)
+    w = tl.where(mask, w, 0.0)
+    return w / tl.sum(w, 0)
+
+
+@triton.jit
+def draw(
+    p_sorted, p_uniforms, p_numbers, p_shares, p_out, k, min_keep, su,
+    TOP_P: tl.constexpr, MIN_P: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row) draws one of k keys in order, k <= SIZE. numbers: f64, temp, top_p, log(min_p); shares: f64 [rows,
+    2, SIZE], scratch; out: int32 [rows].
+
+    Running sums go one by one, in order, as the host's do: equal logits have sums that meet top_p exactly.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    j = tl.arange(0, SIZE)
+    p_row, p_shares = p_sorted + row * k, p_shares + row * 2 * SIZE
+    x, top = _logits(tl.load(p_row + j, mask=j < k, other=0)), _logits(tl.load(p_row))
+    n = k
+    if TOP_P:
+        tl.store(p_shares + j, _shares(x, top, j < n))
+        tl.debug_barrier()
+        limit = tl.load(p_numbers + 1)
+        total = tl.full([], 0.0, tl.float64)
+        below = tl.full([], 0, tl.int32)
+        for i in tl.range(0, n, loop_unroll_factor=8):
+            total += tl.load(p_shares + i)
+            below += (total < limit).to(tl.int32)
+        n = tl.minimum(tl.maximum(below + 1, min_keep), n)
+    if MIN_P:
+        least = top + tl.load(p_numbers + 2).to(tl.float32)
+        count = tl.sum(((j < n) & (x >= least)).to(tl.int32), 0)
+        n = tl.minimum(tl.maximum(count, min_keep), n)
+    # The highest is moved to 0 first, so that a tiny temp leaves it finite; infinity can't be moved.
+    moved = tl.where(tl.abs(top) == float("inf"), x, x - top)
+    y = (moved.to(tl.float64) / tl.load(p_numbers)).to(tl.float32)
+    p_shares += SIZE
+    tl.store(p_shares + j, _shares(y, tl.max(tl.where(j < n, y, float("-inf")), 0), j < n))
+    tl.debug_barrier()
+    total = tl.full([], 0.0, tl.float64)
+    for i in tl.range(0, n, loop_unroll_factor=8):
+        total += tl.load(p_shares + i)
+    target = tl.load(p_uniforms + row * su).to(tl.float64) * total
+    total = tl.full([], 0.0, tl.float64)
+    place = tl.full([], 0, tl.int32)
+    for i in tl.range(0, n, loop_unroll_factor=8):
+        total += tl.load(p_shares + i)
+        place += (total <= target).to(tl.int32)
+    place = tl.where(top > float("-inf"), tl.minimum(place, n - 1), 0)
+    tl.store(p_out + row, 0x7FFFFFFF - (tl.load(p_row + place) & 0x7FFFFFFF).to(tl.int32))
+
+
+def lower_sample(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """SAMPLE."""
+    node = nodes[0]
+    logits, uniforms = node.src
+    assert logits is not None and uniforms is not None
+    a, u, p, (n, m) = ctx.view(logits), ctx.view(uniforms), node.params, logits.ne[:2]
+    k = min(p.top_k, n)
+    block = min(_BLOCK, 1 << (max(1, n // (_BLOCKS_A_KEY * k)).bit_length() - 1))
+    n_blocks, capacity = -(-n // block), min(n, k * block)
+    wanted = max(1, ctx.target.sm_count // m)
+    size = max(_BLOCK, min(_MOST, triton.next_power_of_2(-(-n // wanted))))
+    maxima, keys = (ctx.scratch((m, width), torch.int64) for width in (n_blocks, capacity))
+    tops, best = (ctx.scratch((m, k), torch.int64) for _ in "ab")
+    all_blocks, kept = (ctx.scratch((m,), torch.int32).fill_(n_blocks) for _ in "ab")
+    width = triton.next_power_of_2(k)
+    numbers = ctx.scratch((3,), torch.float64)
+    numbers.copy_(torch.tensor([p.temp, p.top_p, math.log(p.min_p) if p.min_p else -math.inf], dtype=torch.float64))
+    pdl, sizes = {"PDL": ctx.target.has_pdl}, {"n": n, "s0": a.strides[0], "s1": a.strides[1]}
+
+    def in_order(source: torch.Tensor, count: torch.Tensor, target: torch.Tensor) -> Launch:
+        args = {
+            "p_keys": source, "p_n": count, "p_sorted": target, "capacity": source.shape[1], "k": k,
+            "LEAST": LEAST_KEY, "MINE": _MINE, "OTHERS": _OTHERS, **pdl,
+        }  # fmt: skip
+        programs = min(-(-source.shape[1] // _MINE), max(1, 2 * ctx.target.sm_count // m))
+        return Launch(sort_keys, (m, programs), args, options)
+
+    options, parts = launch_options(ctx.target, 4), -(-n // size)
+    first = {
+        "p_a": a.data, "p_maxima": maxima, "p_kept": kept, "n_blocks": n_blocks, **sizes, "LEAST": LEAST_KEY,
+        "BLOCK": block, "BLOCKS": size // block, **pdl,
+    }  # fmt: skip
+    third = {
+        "p_a": a.data, "p_tops": tops, "p_kept": kept, "p_keys": keys, "capacity": capacity, "k": k, **sizes,
+        "SIZE": size, **pdl,
+    }  # fmt: skip
+    last = {
+        "p_sorted": best, "p_uniforms": u.data, "p_numbers": numbers,
+        "p_shares": ctx.scratch((m, 2, width), torch.float64), "p_out": ctx.view(node).data, "k": k,
+        "min_keep": max(1, p.min_keep), "su": u.strides[0], "TOP_P": p.top_p < 1, "MIN_P": p.min_p > 0, "SIZE": width,
+        **pdl,
+    }  # fmt: skip
+    exact = {**launch_options(ctx.target, max(1, min(8, width // 128))), "enable_fp_fusion": False}
+    return [
+        Launch(block_maxima, (m, parts), first, options),
+        in_order(maxima, all_blocks, tops),
+        Launch(keep_keys, (m, parts), third, options),
+        in_order(keys, kept, best),
+        Launch(draw, (m,), last, exact),
+    ]
+
+
+LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"SAMPLE": lower_sample}
