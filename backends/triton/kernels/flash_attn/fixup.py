@@ -11,7 +11,11 @@ from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "n_q", "n_head", "n_groups", "n_qt", "n_blocks", "n_tiles", "programs", "splits", "has_sinks", "has_lse",
+    ]
+)  # fmt: skip
 def flash_attn_fixup(
     p_part, p_sinks, p_out, p_lse, p_counts, p_unit_start, n_q, n_head, n_groups, n_qt, n_blocks, n_tiles,
     programs, splits, has_sinks, has_lse,

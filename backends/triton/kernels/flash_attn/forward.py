@@ -246,7 +246,14 @@ def _store_columns(
     tl.store(p_rows[:, None] + i_d[None, :], acc, mask=m_rows[:, None] & (i_d < D)[None, :])
 
 
-@triton.jit
+#: Numbers that compiled code does not depend on: neither a longer context nor another batch compiles anything.
+GENERAL = [
+    "n_q", "n_head", "gqa", "n_groups", "n_qt", "n_blocks", "n_tiles", "m2", "m3", "mask_groups", "programs", "splits",
+    "section", "has_sinks", "has_lse",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL)
 def flash_attn(
     p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start, p_part, p_bad,
     sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,

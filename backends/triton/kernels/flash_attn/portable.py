@@ -14,6 +14,7 @@ from graphrt.backends.triton.kernels.flash_attn.fixup import flash_attn_fixup
 from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.tiles import same_order
 from graphrt.backends.triton.launch import Launch
 from graphrt.ops.soft_max import alibi_slopes
 
@@ -91,7 +92,9 @@ def fixup_launch(main: dict[str, Any], t: Tiling, p: Problem, target: Target) ->
     rows = max(1, min(4096 // (parts * cols), 16))
     used = min(t.block_m, p.n_q * t.pack)
     names = [name for name in flash_attn_fixup.arg_names if name not in ("ROWS", "PARTS", "COLS")]
-    args = {**{name: main[name] for name in names}, "ROWS": rows, "PARTS": parts, "COLS": cols}
+    kind, aligned = same_order(main["V_KIND"], main["V_ALIGNED"])
+    args = {**{name: main[name] for name in names}, "V_KIND": kind, "V_ALIGNED": aligned}
+    args |= {"ROWS": rows, "PARTS": parts, "COLS": cols}
     return Launch(flash_attn_fixup, (t.n_tiles, -(-used // rows), -(-width // cols)), args, options(target, 4))
 
 

@@ -74,6 +74,13 @@ def slot_elements(i_slot, KIND: tl.constexpr, ALIGNED: tl.constexpr):
         return i_slot
 
 
+def same_order(kind: str, aligned: bool) -> tuple[str, bool]:
+    """One (KIND, ALIGNED) for all that have an order of elements in common, so that less is compiled."""
+    if not is_quantized(kind):
+        return "f32", True
+    return "q8_0" if kind == "q8_0" else "q4_0", aligned and halves_a_block(kind) % 2 == 1
+
+
 @triton.jit
 def _word(p_halves, i_half, m_load):
     """Words put together from two 16-bit loads. p_halves: int16 pointers."""
