@@ -90,6 +90,13 @@ def gate_up(kind: str, act: str, n: int) -> Graph:
     return Graph(ops.glu(product("gate", source, kind), product("up", source, kind), act))
 
 
+def gate_up_down(n: int, size: float = 1.0) -> Graph:
+    """A block's products, whose gated values pass f16's range if `size` is large."""
+    source = ops.scale(x(n), size)
+    gated = ops.glu(product("gate", source, m=K), product("up", source, "q4_0", K), "swiglu")
+    return Graph(product("down", gated, m=K))
+
+
 def qkv(kind: str, n: int) -> Graph:
     source = x(n)
     return Graph(*(product(name, source, kind, m) for name, m in (("q", 48), ("k", 16), ("v", 16))))
@@ -144,6 +151,9 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "gate and up, 4 bits": (lambda: gate_up("q4_0", "geglu", 1), "gate_up_glu", SAME),
     "gate and up, f16": (lambda: gate_up("f16", "reglu", 2), "gate_up_glu", SAME),
     "gate and up, many tokens": (lambda: gate_up("q8_0", "swiglu", 11), "gate_up_glu", SAME),
+    "gate, up and down, many tokens": (lambda: gate_up_down(11), "gate_up_glu_rounded", SAME),
+    "gate, up and down, large": (lambda: gate_up_down(9, 3e3), "gate_up_glu_rounded", SAME),
+    "gate, up and down, few tokens": (lambda: gate_up_down(3), "gate_up_glu_rounded", SAME),
     "q, k, v": (lambda: qkv("q8_0", 1), "projections", SAME),
     "q, k, v, f16": (lambda: qkv("f16", 3), "projections", SAME),
     "norm": (lambda: Graph(ops.sqr(normed(x()))), "norm_mul", SAME),

@@ -170,7 +170,8 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
         same = gate.src[1] is up.src[1] and gate.ne == up.ne
         alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
         if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
-            yield Group([gate, up, out], kernel="gate_up_glu")
+            kernel = "gate_up_glu_rounded" if _is_rounded(nodes, out) else "gate_up_glu"
+            yield Group([gate, up, out], kernel=kernel)
 
 
 def projections(nodes: Nodes) -> Iterator[Group]:

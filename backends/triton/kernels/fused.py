@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -44,11 +45,12 @@ def lower_projections(nodes: Nodes, ctx: Context) -> list[Step]:
     return product([_source(n, 0) for n in nodes], _source(nodes[0], 1), nodes, ctx)
 
 
-def lower_gate_up_glu(nodes: Nodes, ctx: Context) -> list[Step]:
-    """Two MUL_MATs of one x and the GLU of both."""
+def lower_gate_up_glu(nodes: Nodes, ctx: Context, rounded: bool = False) -> list[Step]:
+    """Two MUL_MATs of one x and the GLU of both; rounded: which of many tokens lies in its memory in f16."""
     gate, up, out = nodes
     weights = [_source(gate, 0), _source(up, 0)]
-    return product(weights, _source(gate, 1), [out], ctx, gate=Gate(out.params.kind))
+    many = out.n_rows > MAX_TOKENS  # gemv.py rounds to 8 bits by itself
+    return product(weights, _source(gate, 1), [out], ctx, gate=Gate(out.params.kind), rounded=rounded and many)
 
 
 def lower_norm_mul_rounded(nodes: Nodes, ctx: Context) -> list[Step]:
@@ -111,7 +113,8 @@ def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> 
 
 
 LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
-    "projections": lower_projections, "gate_up_glu": lower_gate_up_glu, "matmul_add": lower_mul_mat,
+    "projections": lower_projections, "gate_up_glu": lower_gate_up_glu,
+    "gate_up_glu_rounded": partial(lower_gate_up_glu, rounded=True), "matmul_add": lower_mul_mat,
     **norm.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "norm_mul_add_norm": lower_add_norm,
     "add_norm": lower_add_norm, "rope_cache": rope.lower_rope_cache, "norm_rope_cache": rope.lower_rope_cache,
 }  # fmt: skip

@@ -14,11 +14,13 @@ import torch
 import triton
 
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, round_rows
+from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, finish_rounded, round_rows
 from graphrt.backends.triton.launch import Launch
 
 #: Elements that a program handles at a time.
 _BLOCK = 1024
+#: The longest rows that `finish_rounded` holds.
+_MOST_ROUNDED = 16384
 #: Programs of `finish` for a row at most, when there is work for each of its elements.
 _MOST_BLOCKS = 128
 
@@ -119,3 +121,25 @@ def finish_steps(
     }  # fmt: skip
     blocks = 1 if only_factors else min(triton.cdiv(cols, _BLOCK), _MOST_BLOCKS)
     return [Launch(finish, (rows, blocks), args, {"num_warps": 4})]
+
+
+def finish_as_half(a: Sums, b: Sums, out: torch.Tensor, gate: Gate) -> tuple[Half, list[Step]] | None:
+    """What joins sums by a gate and rounds the result as as_half() would; None for rows that are too long.
+
+    out: f32 [rows, m], contiguous, whose memory holds the f16 rows and their factors behind them.
+    """
+    rows, cols = out.shape
+    if not 2 <= cols <= _MOST_ROUNDED:
+        return None
+    memory = out.view(-1).view(torch.float16)
+    half = memory[: rows * cols].view(rows, cols)
+    factors = out.view(-1)[-(-rows * cols // 2) :][:rows]
+    block = triton.next_power_of_2(cols)
+    args: dict[str, Any] = {
+        "p_a": a.parts, "p_a_factors": factors if a.factors is None else a.factors, "p_b": b.parts,
+        "p_b_factors": factors if b.factors is None else b.factors, "p_out": half, "p_factors": factors,
+        "part_stride": rows * cols, "cols": cols, "alpha": gate.alpha, "limit": gate.limit,
+        "A_PARTS": a.parts.shape[0], "A_FACTORS": a.factors is not None, "B_PARTS": b.parts.shape[0],
+        "B_FACTORS": b.factors is not None, "GLU": gate.kind, "BLOCK": block,
+    }  # fmt: skip
+    return Half(half, factors), [Launch(finish_rounded, (rows,), args, {"num_warps": max(1, min(16, block // 512))})]

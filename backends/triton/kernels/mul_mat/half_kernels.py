@@ -8,6 +8,15 @@ import triton.language as tl
 from graphrt.backends.triton.kernels.mul_mat.activations import gated
 
 
+@triton.jit
+def _scaling(most):
+    """(2^-e, 2^e) for a row whose largest value has the size `most`, f32."""
+    exponent = (most.to(tl.int32, bitcast=True) >> 23) - 127
+    shift = tl.where(exponent >= 15, exponent - 14, tl.where(exponent < -6, tl.maximum(exponent, -126), 0))
+    shift = tl.where(exponent == -127, 0, shift)  # a row of zeros, or of what is no more than that in f32
+    return ((127 - shift) << 23).to(tl.float32, bitcast=True), ((127 + shift) << 23).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=("n_1", "n_2", "k"))
 def round_rows(
     p_x, p_out, p_factors, stride_0, stride_1, stride_2, stride_3, n_1, n_2, k, BLOCK: tl.constexpr
@@ -21,11 +30,8 @@ def round_rows(
         i = start + tl.arange(0, BLOCK)
         size = tl.abs(tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0))
         most = tl.where(size > most, size, most)  # NaN never is; with an infinity nothing else counts
-    exponent = (tl.max(most, 0).to(tl.int32, bitcast=True) >> 23) - 127
-    shift = tl.where(exponent >= 15, exponent - 14, tl.where(exponent < -6, tl.maximum(exponent, -126), 0))
-    shift = tl.where(exponent == -127, 0, shift)  # a row of zeros, or of what is no more than that in f32
-    scale = ((127 - shift) << 23).to(tl.float32, bitcast=True)
-    tl.store(p_factors + i_row, ((127 + shift) << 23).to(tl.float32, bitcast=True))
+    scale, factor = _scaling(tl.max(most, 0))
+    tl.store(p_factors + i_row, factor)
     p_out += i_row.to(tl.int64) * k
     for start in range(0, k, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -79,3 +85,29 @@ def finish(
             if HAS_RESIDUAL:
                 y += tl.load(p_residual + at, mask=m, other=0.0)
             tl.store(p_out + at, y, mask=m)
+
+
+@triton.jit(do_not_specialize=("part_stride", "alpha", "limit"))
+def finish_rounded(
+    p_a, p_a_factors, p_b, p_b_factors, p_out, p_factors, part_stride, cols, alpha, limit,
+    A_PARTS: tl.constexpr, A_FACTORS: tl.constexpr, B_PARTS: tl.constexpr, B_FACTORS: tl.constexpr, GLU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """finish's gate, and round_rows of what comes of it: f16 [rows, cols] and the rows' factors, cols <= BLOCK.
+
+    Program i: row i, which stays in registers until its largest value is known.
+    """
+    i_row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    at, m = i_row.to(tl.int64) * cols + i, i < cols
+    gate = _sum_parts(p_a, at, m, part_stride, A_PARTS)
+    up = _sum_parts(p_b, at, m, part_stride, B_PARTS)
+    if A_FACTORS:
+        gate = gate * tl.load(p_a_factors + i_row)
+    if B_FACTORS:
+        up = up * tl.load(p_b_factors + i_row)
+    y = _joined(gate, up, alpha, limit, GLU)
+    size = tl.where(m, tl.abs(y), 0.0)
+    scale, factor = _scaling(tl.max(tl.where(size > 0, size, 0.0), 0))  # NaN never is; see round_rows
+    tl.store(p_factors + i_row, factor)
+    tl.store(p_out + at, (y * scale).to(tl.float16), mask=m)

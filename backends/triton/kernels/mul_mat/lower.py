@@ -19,7 +19,7 @@ from graphrt.backends.triton.kernels.mul_mat import dense, few
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, Activations, Rows, quantize_rows
 from graphrt.backends.triton.kernels.mul_mat.few import Batch
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_ALONE, MAX_INLINE, MAX_TOKENS, Segment, gemv
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, Sums, as_half, copying, finish_steps
+from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, Sums, as_half, copying, finish_as_half, finish_steps
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.tensor import Tensor
 
@@ -63,14 +63,15 @@ Prepared = Half | Activations
 
 def product(
     weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[Tensor], ctx: Context, *,
-    residual: Tensor | None = None, gate: Gate | None = None,
+    residual: Tensor | None = None, gate: Gate | None = None, rounded: bool = False,
 ) -> list[Step]:  # fmt: skip
     """Products of one x with some weights.
 
     x: f32 or f16; or, prepared for all of the weights, f16 [tokens, k], or 8 bits where takes_gemv() says so. outs: for
     each weight f32 [m, tokens...], without gaps; with a gate there are two weights and one out,
     activation(weights[0] x) * (weights[1] x). residual: is added to the only out, of its shape, f32 without gaps; its
-    memory may be out's.
+    memory may be out's. rounded: of a gate's out only products with packed weights are made; it may hold what they
+    take, which ctx.rounded then has.
     """
     if isinstance(x, Tensor):
         x = ctx.rounded.get(x, x)
@@ -79,7 +80,7 @@ def product(
     if gate is not None:
         if all(takes_gemv(w, x, ctx) for w in weights) and _may_share(weights, gate):
             return _gemv(weights, x, targets, ctx, added, gate)
-        return _in_16_bits(weights, x, targets, ctx, added, gate)
+        return _in_16_bits(weights, x, targets, ctx, added, gate, outs[0] if rounded else None)
     steps: list[Step] = []
     rest: list[int] = []
     together: dict[bool, list[int]] = {}
@@ -169,9 +170,9 @@ def _rows(x: View) -> Rows:
 
 def _in_16_bits(
     weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[torch.Tensor], ctx: Context,
-    residual: torch.Tensor | None, gate: Gate | None,
+    residual: torch.Tensor | None, gate: Gate | None, rounded: Tensor | None = None,
 ) -> list[Step]:  # fmt: skip
-    """Products of f16, bf16 or f32 activations, whichever each of the weights wants."""
+    """Products of f16, bf16 or f32 activations, whichever each of the weights wants. rounded: see product()."""
     assert not isinstance(x, Activations)
     x_ne = (x.k, x.rows, 1, 1) if isinstance(x, Half) else x.ne
     steps: list[Step] = []
@@ -191,6 +192,10 @@ def _in_16_bits(
         else:
             gated.append(sums)
     if gate is not None:
+        half = finish_as_half(gated[0], gated[1], outs[0], gate) if rounded is not None else None
+        if rounded is not None and half is not None:
+            ctx.rounded[rounded], made = half
+            return steps + made
         steps += finish_steps(gated[0], outs[0], None, gated[1], gate)
     return steps
 
