@@ -444,15 +444,13 @@ def advance(
     if partial and p.spec.has_mask:
         mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
     scores = warpgroup_mma_wait(1, [scores])
-    from_ring: gl.constexpr = partial and p.spec.mask_stages > 0
-    if from_ring:
-        gl.thread_barrier()
     k_ring.release(step)
-    if from_ring:
-        mask_ring.release(mask_step)
     weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, partial)
     den = settle(den)
     acc, probs = warpgroup_mma_wait(0, [acc, probs])
+    if partial and p.spec.mask_stages > 0:
+        gl.thread_barrier()
+        mask_ring.release(mask_step)
     v_ring.release(step - 1)
     return rescale(p, acc, decay), packed(weights, queries.dtype), m, den
 
@@ -547,10 +545,11 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
             mask = 0
             if p.spec.has_mask:
                 mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
+            weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, True)
             if p.spec.mask_stages > 0:
+                den = settle(den)
                 gl.thread_barrier()
                 mask_ring.release(mask_step)
-            weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, True)
         pairs = packed(weights, dtype)
 
         for j in range(1, n_full):

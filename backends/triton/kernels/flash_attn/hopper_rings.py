@@ -135,7 +135,11 @@ class MaskRing:
 
     @gluon.jit
     def release(self, step):
-        """Consumer: the warpgroup's threads, which have met at a barrier, have read the step-th block."""
+        """Consumer: the warpgroup's threads have read the step-th block.
+
+        They have met at a barrier after the use of what they read (`settle`): a barrier alone orders no load before
+        what TMA writes, and where processes take turns on a GPU, some masks were read too late.
+        """
         mbarrier.arrive(self.empty.index(step % self.stages), count=1)
 
 
