@@ -178,7 +178,7 @@ def _ratio(error: float, energy: float) -> float:
 
 
 def judge_equal(node: Tensor, actual: Array, expected: Array) -> Verdict:
-    """Judges elements that were moved, and integers: every bit must be right, but that one NaN is as good as another.
+    """Judges integers and what is made without rounding: every bit must be right, but that one NaN is as good as any.
 
     Both as stored (see graphrt.execute.host_type), in torch's shape.
     """

@@ -1,4 +1,4 @@
-"""The KV cache: static buffers, written by SET_ROWS at index inputs, and the masks that say who sees which cell.
+"""The KV cache: static buffers, written by SET_ROWS at index inputs, and what the cells hold, which masks are made of.
 
 Each layer has a k and a v tensor of [heads * head size, cells, sequences]. Layers with a sliding window share a smaller
 ring of cells: a token at position p lies in cell p mod size. Nothing of a graph depends on the position.
@@ -23,88 +23,40 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 class Ring:
-    """Cells shared by the layers of one kind. positions[s, c]: the position in cell c of sequence s, -1: it is empty.
+    """Cells shared by the layers of one kind.
 
-    window: how many positions back a token sees, itself included; 0 for all.
+    positions: int32 [n_seq, size], the position in each cell of a sequence, -1: it is empty; window: how many positions
+    back a token sees, itself included, 0 for all. What KQ_MASK takes.
     """
 
     def __init__(self, size: int, window: int, n_seq: int = 1) -> None:
         self.size = size
         self.window = window
-        self.positions = np.full((n_seq, size), -1, np.int64)
-        self._last: list[int | None] = [None] * n_seq  # of a sequence known to be unbroken, see _unbroken
+        self.positions = np.full((n_seq, size), -1, np.int32)
 
     def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The cells of new tokens, noted as taken. positions: [n_seq, n_tokens], rising one by one; cells: the same."""
         cells = positions % self.size
         np.put_along_axis(self.positions, cells, positions, 1)
-        for seq, last in enumerate(self._last):
-            self._last[seq] = int(positions[seq, -1]) if last is not None and positions[seq, 0] == last + 1 else None
         return cells
 
-    def saved(self) -> npt.NDArray[np.int64]:
+    def saved(self) -> npt.NDArray[np.int32]:
         """What restore() brings back."""
         return self.positions.copy()
 
-    def restore(self, positions: npt.NDArray[np.int64]) -> None:
+    def restore(self, positions: npt.NDArray[np.int32]) -> None:
         """The cells as saved() found them, whatever was written into them since."""
         self.positions[:] = positions
-        self._last = [None] * len(self._last)
 
     def clear(self) -> None:
         """Empties all cells."""
-        self.restore(np.full_like(self.positions, -1))
+        self.positions[:] = -1
 
     def forget_from(self, position: int, seq: int = 0) -> None:
         """Empties a sequence's cells of tokens from `position` on. What they overwrote was out of every later token's
         window."""
         held = self.positions[seq]
         held[held >= position] = -1
-        self._last[seq] = None
-
-    def mask(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
-        """f16 [n_seq, 1, n_tokens, size]: 0 where the token sees the cell; -inf where that is empty, later, or out of
-        sight."""
-        n_seq, n_tokens = positions.shape
-        mask = np.full((n_seq, 1, n_tokens, self.size), np.float16(-np.inf))
-        for seq, (rows, held, at) in enumerate(zip(mask[:, 0], self.positions, positions)):
-            if self._last[seq] is None and _unbroken(held):
-                self._last[seq] = int(held.max())
-            last = self._last[seq]
-            if last is None:
-                self._show_any(rows, held, at)
-            else:
-                self._show_runs(rows, last, at)
-        return mask
-
-    def _show_runs(self, rows: npt.NDArray[np.float16], last: int, at: npt.NDArray[np.int64]) -> None:
-        """Zeros where tokens at `at` see cells that hold positions without a gap, each at its own modulo the size.
-
-        last: the last of them. What a token sees is one run of cells, or two around the end: far less work than a look
-        at each cell.
-        """
-        first = max(0, last - self.size + 1)
-        for row, position in zip(rows, at.tolist()):
-            low = max(first, position - self.window + 1 if self.window else 0)
-            n = min(position, last) + 1 - low
-            start = low % self.size
-            row[start : start + n] = 0
-            if start + n > self.size:
-                row[: start + n - self.size] = 0
-
-    def _show_any(self, rows: npt.NDArray[np.float16], held: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> None:
-        back = at[:, None] - held[None, :]
-        seen = (held[None, :] >= 0) & (back >= 0)
-        if self.window:
-            seen &= back < self.window
-        rows[seen] = 0
-
-
-def _unbroken(held: npt.NDArray[np.int64]) -> bool:
-    """The cells hold the last positions there are, each in the cell of its position modulo their number."""
-    size, last = len(held), int(held.max())
-    expected = last - (last - np.arange(size)) % size
-    return last >= 0 and bool(np.array_equal(np.where(expected < 0, -1, expected), held))
 
 
 @dataclass(frozen=True)

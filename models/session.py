@@ -230,12 +230,12 @@ class Session:
 
 
 def write_places(exe: Executable, cache: KVCache, positions: npt.NDArray[np.int64]) -> None:
-    """Writes where the next tokens stand, int64 [n_seq, n]: their positions, cells, and what each may see."""
+    """Writes where the next tokens stand, int64 [n_seq, n]: their positions and cells, and what all cells then hold."""
     values: dict[str, npt.NDArray[np.generic]] = {"inp_pos": positions}
     for kind, ring in cache.rings.items():
         suffix = "_swa" if kind == "swa" else ""
         values[f"attn_inp_k_idxs{suffix}"] = ring.take(positions)
-        values[f"attn_inp_kq_mask{suffix}"] = ring.mask(positions)
+        values[f"attn_inp_kq_cells{suffix}"] = ring.positions
     exe.write_all(values)
 
 

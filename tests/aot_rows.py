@@ -11,7 +11,7 @@ from graphrt import ops
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels import rope, rows, sample, sort
+from graphrt.backends.triton.kernels import kq_mask, rope, rows, sample, sort
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.ops.rope import RopeParams
@@ -89,6 +89,9 @@ def _launches() -> Iterator[tuple[str, list[Any]]]:
     for n, k in ((1000, 1), (32000, 1024), (262144, 40), (262144, 1024)):
         node = ops.sample(Tensor("f32", (n, 1)), Tensor("f64", (1,)), ops.SampleParams(top_k=k))
         yield f"sample {n} {k}", sample.lower_sample([node], context())
+    for n_cells, n_tokens in ((8192, 1), (8192, 512), (4097, 1), (4097, 9)):
+        node = ops.kq_mask(Tensor("i32", (n_cells,)), Tensor("i32", (n_tokens,)), 512)
+        yield f"kq_mask {n_cells} {n_tokens}", kq_mask.lower_kq_mask([node], context())
 
 
 def aot_cases() -> Iterator[Case]:

@@ -189,6 +189,17 @@ def sample(node: Tensor, logits: Array, uniforms: Array) -> Array:
     return np.array(chosen).reshape(node.shape)
 
 
+@reference64("KQ_MASK")
+def kq_mask(node: Tensor, cells: Array, pos: Array) -> Array:
+    window = node.params.window or math.inf
+    out = np.full(node.shape, -math.inf)
+    for seq, _, token, cell in np.ndindex(*node.shape):
+        back = int(pos[0, 0, seq, token]) - int(cells[0, 0, seq, cell])
+        if cells[0, 0, seq, cell] != -1 and 0 <= back < window:
+            out[seq, 0, token, cell] = 0.0
+    return out
+
+
 # -- movement
 
 

@@ -481,6 +481,24 @@ def test_argmax(n: int, mem: Memory, rng: np.random.Generator) -> None:
     assert out.tolist() == np.argmax(np.where(np.isnan(x), -np.inf, x), axis=1).tolist()
 
 
+@pytest.mark.parametrize("window", [0, 1, 40, 2**31 - 1])
+@pytest.mark.parametrize("n_cells", [1, 31, 32, 100])
+def test_kq_mask(n_cells: int, window: int, mem: Memory, rng: np.random.Generator) -> None:
+    held = rng.integers(-1, 130, (2, n_cells + 3)).astype(np.int32)
+    held[0, 0] = last = 2**31 - 1
+    pos = np.concatenate([rng.integers(0, 130, (2, 6)), [[last, 0], [5, last]]], 1).astype(np.int32)
+    cells, tokens, out = mem.put(held), mem.put(pos), mem.put(np.full((2, 7, n_cells), np.nan, np.float16))
+    run(
+        fast.kq_mask(
+            dst=at(out), cells=at(cells), pos=at(tokens), n_cells=n_cells, n_tokens=7, n_seq=2,
+            cells_nb=4 * (n_cells + 3), pos_nb=32, window=window,
+        )
+    )  # fmt: skip
+    back = pos[:, :7, None].astype(np.int64) - held[:, None, :n_cells]
+    sees = (held[:, None, :n_cells] >= 0) & (back >= 0) & (back < (window or np.inf))
+    assert np.array_equal(out, np.where(sees, 0.0, -np.inf))
+
+
 # reads past the end: inputs end where unreadable memory begins
 
 

@@ -59,15 +59,17 @@ def test_what_several_nodes_of_a_group_read_counts_once() -> None:
 def test_an_attention_reads_the_cells_that_its_mask_shows() -> None:
     q = graphrt.new_input("f32", 64, 2, 4, name="q")
     k, v = (graphrt.new_input("f16", 64, 40, 2, name=name) for name in "kv")
-    mask = graphrt.new_input("f16", 40, 2, name="attn_inp_kq_mask")
+    cells, pos = graphrt.new_input("i32", 40, name="cells"), graphrt.new_input("i32", 2, name="pos")
+    mask = ops.kq_mask(cells, pos, 8, name="attn_inp_kq_mask")
     out = Group([ops.flash_attn_ext(q, k, v, mask, 0.1)])
     rest = q.nbytes + mask.nbytes + out.nodes[0].nbytes
     assert group_work(out).bytes == k.nbytes + v.nbytes + rest
     shown = group_work(out, {"attn_inp_kq_mask": (0.25, 0.125)})
     assert shown == Work(group_work(out).flops // 8, (k.nbytes + v.nbytes) // 4 + rest)
     exe = graphrt.prepare(graphrt.Graph(out.nodes[0]), "cpu")
-    exe.write(mask, np.where(np.arange(40) < np.array([[10], [5]]), 0, -np.inf).astype(np.float16))
-    assert profile.seen_shares(exe) == {"attn_inp_kq_mask": (10 / 40, 15 / 80)}
+    exe.write(cells, np.where(np.arange(40) < 10, np.arange(40), -1).astype(np.int32))
+    exe.write(pos, np.array([9, 4], np.int32))
+    assert profile.seen_shares(exe) == {"attn_inp_kq_mask": (10 / 40, (8 + 5) / 80)}
 
 
 def _made(parts: list[Part]) -> None:

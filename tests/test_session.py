@@ -300,21 +300,45 @@ def test_steps_that_run_ahead_pass_the_window_and_fill_the_context(windowed: Mod
     assert ahead.n_past == ahead.n_ctx
 
 
-@pytest.mark.parametrize("window", [0, 5, 20])
-def test_masks_by_runs_are_those_by_a_look_at_each_cell(window: int) -> None:
-    rng = np.random.default_rng(window)
-    ring = Ring(16 if window else 64, window, 2)
+def test_a_ring_knows_what_its_cells_hold() -> None:
+    ring, held = Ring(16, 5, 2), [dict.fromkeys(range(16), -1) for _ in range(2)]
     position = np.zeros(2, np.int64)
     for n in (1, 3, 7, 1, 1, 8, 2, 5, 1, 6):
         at = position[:, None] + np.arange(n)
-        ring.take(at)
-        expected = np.full((2, 1, n, ring.size), -np.inf, np.float16)
-        for seq, i, cell in np.ndindex(2, n, ring.size):
-            held = ring.positions[seq, cell]
-            sees = 0 <= held <= at[seq, i] and (not window or at[seq, i] - held < window)
-            expected[seq, 0, i, cell] = 0 if sees else -np.inf
-        np.testing.assert_array_equal(ring.mask(at), expected)
+        np.testing.assert_array_equal(ring.take(at), at % 16)
+        for seq in range(2):
+            held[seq] |= {p % 16: p for p in at[seq].tolist()}
+        before = ring.saved()
         position += n
-        if rng.random() < 0.4:  # a sequence that was cut off: cells are empty now that held older positions
+        if n % 2:  # a sequence that was cut off: cells are empty now that held older positions
             position[1] -= 1
             ring.forget_from(int(position[1]), 1)
+            held[1] = {cell: -1 if p >= position[1] else p for cell, p in held[1].items()}
+        assert ring.positions.dtype == np.int32 and ring.positions.tolist() == [list(h.values()) for h in held]
+        ring.restore(before)
+        assert ring.positions[0].tolist() == list(held[0].values())
+        ring.forget_from(int(position[1]), 1)
+    ring.clear()
+    assert (ring.positions == -1).all()
+
+
+def test_each_step_has_its_own_look_at_the_cells(windowed: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are queued ahead: what a step is given is what the cells hold with its own tokens, and no later ones."""
+    session, seen = windowed.session(SessionOptions(n_ctx=24, n_batch=4)), []
+    run = graphrt.Executable.run
+
+    def noted(exe: graphrt.Executable) -> None:
+        seen.append((int(exe.read("inp_pos").max()), exe.read("attn_inp_kq_cells").max()))
+        run(exe)
+
+    monkeypatch.setattr(graphrt.Executable, "run", noted)
+    session.eval(tokens(6))
+    assert len(list(session.likeliest(1, 10))) == 10
+    assert seen == [(3, 3), (5, 5), *((p, p) for p in range(6, 16))]
+
+
+def test_the_host_writes_no_mask(windowed: Model) -> None:
+    """What a step is given grows with the cells and the tokens, never with their product."""
+    exe = windowed.session(SessionOptions(n_ctx=200, n_batch=100)).executable(100, 1)
+    assert {t.name for t in exe.graph.inputs if t.n_elements > 300} == set()
+    assert {n.name for n in exe.graph.nodes if n.op == "KQ_MASK"} == {"attn_inp_kq_mask", "attn_inp_kq_mask_swa"}

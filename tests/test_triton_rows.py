@@ -30,12 +30,14 @@ if device.unusable() is not None:
 from aot_rows import context, rope_cache_nodes
 
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels import copy, rope, rows, sample, sort
+from graphrt.backends.triton.kernels import copy, kq_mask, rope, rows, sample, sort
 from graphrt.backends.triton.launch import Launch
 
-LOWERINGS = {**rows.LOWERINGS, **copy.LOWERINGS, **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS}
+LOWERINGS = {
+    **rows.LOWERINGS, **copy.LOWERINGS, **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS,
+}  # fmt: skip
 #: `graphrt test -b triton` runs all cases; this is every n-th of the quick ones, less what takes long interpreted.
-EVERY = {"SET_ROWS": 4, "GET_ROWS": 7, "ROPE": 5, "CPY": 4, "ARGMAX": 1, "TOP_K": 1, "SAMPLE": 4}
+EVERY = {"SET_ROWS": 4, "GET_ROWS": 7, "ROPE": 5, "CPY": 4, "ARGMAX": 1, "TOP_K": 1, "SAMPLE": 4, "KQ_MASK": 3}
 SLOW = ("top_k=1024", "n_rows=700", "batch=[4,2]", "n=4096", "n=8193", "ne=[40,5,33,1]")
 QUANTIZED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 

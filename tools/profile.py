@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from graphrt import ops
 from graphrt.backend import Backend, Group
 from graphrt.errors import BackendError
-from graphrt.execute import Executable, PreparedSplit, read_tensor
+from graphrt.execute import Array, Executable, PreparedSplit, prepare, read_tensor
+from graphrt.graph import Graph
 from graphrt.op import Work, op_spec
 from graphrt.schedule import Copy
-from graphrt.tensor import Tensor
+from graphrt.tensor import Tensor, new_input
 from graphrt.tools.common import table_lines
 
 if TYPE_CHECKING:
@@ -128,13 +130,24 @@ class Row:
 
 
 def seen_shares(exe: Executable) -> dict[str, tuple[float, float]]:
-    """By each mask's name: the shares of cells that any query sees, and of pairs of query and cell that count."""
+    """By the name of each mask that a step makes: the shares of cells that any query sees, and of pairs of query and
+    cell that count."""
     found = {}
-    for leaf in exe.graph.inputs:
-        if leaf.name.startswith("attn_inp_kq_mask"):
-            seen = np.asarray(exe.read(leaf), np.float32) > -np.inf
-            found[leaf.name] = float(seen.any(-2).mean()), float(seen.mean())
+    for node in exe.graph.nodes:
+        if node.op == "KQ_MASK":
+            seen = _made_again(exe, node) == 0
+            found[node.name] = float(seen.any(-2).mean()), float(seen.mean())
     return found
+
+
+def _made_again(exe: Executable, mask: Tensor) -> Array:
+    """A KQ_MASK of what its inputs hold now: its own memory may be another tensor's after a run."""
+    cells, pos = (new_input(s.dtype, *s.ne, name=str(i)) for i, s in enumerate(mask.sources()))
+    alone = prepare(Graph(ops.kq_mask(cells, pos, mask.params.window, name="mask")), "cpu")
+    for leaf, source in zip((cells, pos), mask.sources()):
+        alone.write(leaf, exe.read(source))
+    alone.run()
+    return alone.read("mask")
 
 
 def group_work(group: Group, seen: Mapping[str, tuple[float, float]] | None = None) -> Work:

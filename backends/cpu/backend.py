@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage
-from graphrt.backends.cpu import arithmetic, attention, fast, matmul, movement, sample  # noqa: F401  (REFERENCES)
+from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample  # noqa: F401  (REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.fuse import fuse
 from graphrt.backends.cpu.lower import lower

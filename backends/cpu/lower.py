@@ -138,6 +138,18 @@ def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
+def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
+    (out,) = nodes
+    cells, pos = out.src
+    assert cells is not None and pos is not None
+    return [
+        fast.kq_mask(
+            dst=low.at(out), cells=low.at(cells), pos=low.at(pos), n_cells=out.ne[0], n_tokens=out.ne[1],
+            n_seq=out.ne[3], cells_nb=cells.nb[1], pos_nb=pos.nb[1], window=out.params.window,
+        )
+    ]  # fmt: skip
+
+
 def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
     q, k, v, mask, sinks = (*out.src, None, None)[:5]
@@ -181,5 +193,5 @@ def _flash_attn_large(
 _METHODS: dict[str, Callable[[Lowering, list[Tensor]], Any | None]] = {
     "RMS_NORM": norm_mul, "norm_mul": norm_mul, "MUL_MAT": matmul, "matmul_add": matmul, "gate_up_glu": gate_up_glu,
     "ADD": add_or_mul, "MUL": add_or_mul, "SCALE": scale, "softcap": softcap, "UNARY": unary, "GLU": glu, "ROPE": rope,
-    "GET_ROWS": get_rows, "SET_ROWS": set_rows, "FLASH_ATTN_EXT": flash_attn,
+    "GET_ROWS": get_rows, "SET_ROWS": set_rows, "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
 }  # fmt: skip

@@ -8,7 +8,7 @@ from graphrt.backend import Group
 from graphrt.backends.triton.capture import Segment
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.fuse import is_view
-from graphrt.backends.triton.kernels import copy, elementwise, fused, norm, rope, rows, sample, soft_max, sort
+from graphrt.backends.triton.kernels import copy, elementwise, fused, kq_mask, norm, rope, rows, sample, soft_max, sort
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.tensor import Tensor
 
@@ -17,7 +17,7 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 #: By op, for nodes that run by themselves.
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
-    **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, "MUL_MAT": fused.lower_mul_mat,
+    **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, "MUL_MAT": fused.lower_mul_mat,
 }  # fmt: skip
 
 

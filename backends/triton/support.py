@@ -14,7 +14,7 @@ MAX_HEAD_SIZE = 576
 OPS = {
     "ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "UNARY", "GLU", "NORM", "RMS_NORM", "L2_NORM",
     "SUM_ROWS", "SOFT_MAX", "ROPE", "GET_ROWS", "SET_ROWS", "CPY", "CONT", "DUP", "CONCAT", "REPEAT", "ARGMAX",
-    "ARGSORT", "TOP_K", "SAMPLE", "MUL_MAT",
+    "ARGSORT", "TOP_K", "SAMPLE", "KQ_MASK", "MUL_MAT",
 }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class Decoder(ABC):
         return local or self.hp.rope
 
     def graph(self, n_tokens: int, n_outputs: int, cache: KVCache) -> Graph:
-        """The graph of one step. Inputs: inp_tokens, inp_pos, inp_out_ids, attn_inp_k_idxs and attn_inp_kq_mask (with
+        """The graph of one step. Inputs: inp_tokens, inp_pos, inp_out_ids, attn_inp_k_idxs and attn_inp_kq_cells (with
         _swa for windows). Output: result_output, f32 [n_vocab, n_outputs]."""
         tokens = new_input("i32", n_tokens, name="inp_tokens")
         return Graph(self.result(_inputs(tokens, n_outputs, cache), cache))
@@ -225,14 +225,11 @@ def _inputs(tokens: Tensor, n_outputs: int, cache: KVCache) -> Step:
     cells, masks = {}, {}
     n_tokens = tokens.ne[0]
     n = n_tokens // cache.n_seq
+    positions = new_input("i32", n_tokens, name="inp_pos")
+    by_sequence = positions if cache.n_seq == 1 else ops.reshape(positions, n, cache.n_seq)
     for kind, ring in cache.rings.items():
         suffix = "_swa" if kind == "swa" else ""
         cells[kind] = new_input("i64", n, cache.n_seq, name=f"attn_inp_k_idxs{suffix}")
-        masks[kind] = new_input("f16", ring.size, n, 1, cache.n_seq, name=f"attn_inp_kq_mask{suffix}")
-    return Step(
-        tokens,
-        new_input("i32", n_tokens, name="inp_pos"),
-        new_input("i32", n_outputs, name="inp_out_ids"),
-        cells,
-        masks,
-    )
+        held = new_input("i32", ring.size, cache.n_seq, name=f"attn_inp_kq_cells{suffix}")
+        masks[kind] = ops.kq_mask(held, by_sequence, ring.window, name=f"attn_inp_kq_mask{suffix}")
+    return Step(tokens, positions, new_input("i32", n_outputs, name="inp_out_ids"), cells, masks)

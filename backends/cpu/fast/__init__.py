@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn_decode
     from graphrt.backends.cpu.fast.blocks import TYPES
+    from graphrt.backends.cpu.fast.masks import kq_mask
     from graphrt.backends.cpu.fast.math_ops import argmax, elementwise
     from graphrt.backends.cpu.fast.matvec import MAX_TOKENS, gemv, gemv_glu
     from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, rms_norm, rope
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attention": ("KV_TYPES", "flash_attn_decode"),
     "blocks": ("TYPES",),
+    "masks": ("kq_mask",),
     "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
     "math_ops": ("argmax", "elementwise"),
     "norm_rope": ("add_rms_norm", "rms_norm", "rope"),
@@ -56,6 +58,7 @@ __all__ = [
     "gemv",
     "gemv_glu",
     "get_rows",
+    "kq_mask",
     "max_threads",
     "rms_norm",
     "rope",

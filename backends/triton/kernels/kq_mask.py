@@ -1,0 +1,71 @@
+"""KQ_MASK: a mask from the positions of tokens and cells, in one launch at the speed of writing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.context import Context, Step
+from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.tensor import Tensor
+
+#: Cells and tokens of one program; a single token is a form of its own.
+_CELLS, _TOKENS = 1024, 8
+#: Values of a 16-byte store.
+_VECTOR = 8
+
+
+@triton.jit(do_not_specialize=["n_cells", "n_tokens", "sc", "sp", "window"])
+def kq_mask(
+    p_cells, p_pos, p_out, n_cells, n_tokens, sc, sp, window,
+    EVEN: tl.constexpr, CELLS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j, s) writes CELLS cells of TOKENS rows of sequence s.
+
+    cells: i32 [n_cells, n_seq] with stride sc; pos: i32 [n_tokens, n_seq] with stride sp; out: f16 [n_cells, n_tokens,
+    n_seq], contiguous. EVEN: n_cells and sc are multiples of 8.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seq = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
+    j = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    at_cells = seq * sc
+    at_rows = (seq * n_tokens + j) * n_cells
+    m_cells = i < n_cells
+    if EVEN:  # nothing is known of numbers that are not specialized, and whole vectors are loaded and stored
+        at_cells = tl.multiple_of(at_cells, 8)
+        at_rows = tl.multiple_of(at_rows, 8)
+        m_cells = i // 8 < n_cells // 8
+    m_tokens = j < n_tokens
+    held = tl.load(p_cells + at_cells + i, mask=m_cells, other=-1)
+    last = tl.load(p_pos + seq * sp + j, mask=m_tokens, other=-1)
+    # Before position -1 nobody stands, and from there on the subtraction keeps within int32.
+    first = tl.where(window == 0, 0, tl.maximum(tl.maximum(last, -1) - window + 1, 0))
+    sees = (held[None, :] >= first[:, None]) & (held[None, :] <= last[:, None])
+    out = tl.where(sees, 0.0, float("-inf")).to(tl.float16)
+    tl.store(p_out + at_rows[:, None] + i[None, :], out, mask=m_tokens[:, None] & m_cells[None, :])
+
+
+def lower_kq_mask(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """KQ_MASK."""
+    node = nodes[0]
+    assert node.src[0] is not None and node.src[1] is not None
+    cells, pos = ctx.view(node.src[0]), ctx.view(node.src[1])
+    n_cells, n_tokens, _, n_seq = node.ne
+    tokens = 1 if n_tokens == 1 else _TOKENS
+    args = {
+        "p_cells": cells.data, "p_pos": pos.data, "p_out": ctx.view(node).data, "n_cells": n_cells,
+        "n_tokens": n_tokens, "sc": cells.strides[1], "sp": pos.strides[1], "window": node.params.window,
+        "EVEN": n_cells % _VECTOR == 0 and cells.strides[1] % _VECTOR == 0, "CELLS": _CELLS, "TOKENS": tokens,
+        "PDL": ctx.target.has_pdl,
+    }  # fmt: skip
+    grid = (-(-n_cells // _CELLS), -(-n_tokens // tokens), n_seq)
+    return [Launch(kq_mask, grid, args, launch_options(ctx.target, 4))]
+
+
+LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"KQ_MASK": lower_kq_mask}
