@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -282,6 +285,33 @@ def test_replays_of_the_captured_graph_are_bitwise_equal() -> None:
     assert backend.deterministic
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(device.interpreting() or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_processes_that_share_a_gpu_get_the_same_each_time(d: int) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("repeats.py")), "4", str(d)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(6)]
+    said = [process.communicate()[0].split() for process in running]
+    assert all(words and words[0] == "0" and int(words[2]) > 0 for words in said), said
+
+
+#: What compiled code may depend on: how far apart rows lie (vector loads), and whether a multiple of 16 keys is there.
+_SPECIALIZED = {"n_kv", *(f"s{t}_{axis}" for t in "qkvm" for axis in "ths")}
+
+
+def test_nothing_is_compiled_by_a_length() -> None:
+    code = """
+from graphrt.backends.triton.kernels.flash_attn import fixup, forward, mask
+for kernel in (forward.flash_attn, fixup.flash_attn_fixup, mask.classify_blocks, mask.list_blocks, mask.sum_units):
+    print(*(p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize and p.name[:2] != "p_"))
+"""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    floats = {"sign", "factor", "softcap"}  # Triton specializes no floats
+    assert set(done.stdout.split()) <= _SPECIALIZED | floats
+
+
 def test_a_view_of_k_as_v(backend: Backend) -> None:
     s = Setup(3, 90, causal(3, 90), d=64)
     v = view(s.k, (32, 90, 2), s.k.nb[1:])
@@ -291,9 +321,6 @@ def test_a_view_of_k_as_v(backend: Backend) -> None:
 
 
 def test_listing_backends_does_not_import_triton() -> None:
-    import subprocess
-    import sys
-
     code = "import sys; from graphrt.backend import discover; discover(); sys.exit('triton.language' in sys.modules)"
     assert importlib.util.find_spec("triton") is not None
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -108,7 +108,10 @@ def test_groups_of_a_step() -> None:
     last layer wanted rows are picked between the product after the attention and the residual's sum."""
     model = Model(synthetic("tiny:q4_k_m", layers=2), [get_backend("triton", exact=False)])
     groups = model.session(F32).executable(1, 1).splits[0].groups
-    start, end = ["norm_mul_rounded", "projections", "rope_cache"], ["norm_mul_rounded", "gate_up_glu_rounded", "matmul_add"]
+    start, end = (
+        ["norm_mul_rounded", "projections", "rope_cache"],
+        ["norm_mul_rounded", "gate_up_glu_rounded", "matmul_add"],
+    )
     fused = [group.kernel for group in groups if group.kernel]
     assert fused == [*start, "matmul_add", *end, *start, "add_norm", *end[1:], "norm_mul_rounded"]
 
@@ -116,7 +119,10 @@ def test_groups_of_a_step() -> None:
 def test_groups_of_a_step_of_gemma(folder: Path) -> None:
     """Each layer's first norm comes with the sum that ends the layer before. Four sequences take the same groups."""
     model, _ = models("two_gemma Q8_0", folder, exact=False)
-    attention, rest = ["projections", "norm_rope_cache"], ["norm_mul_add_norm", "gate_up_glu_rounded", "norm_mul_add_norm"]
+    attention, rest = (
+        ["projections", "norm_rope_cache"],
+        ["norm_mul_add_norm", "gate_up_glu_rounded", "norm_mul_add_norm"],
+    )
     batch = Batch(model.decoder, model.backends, 4, F32)
     for exe in (model.session(F32).executable(1, 1), batch.executable(1)):
         fused = [group.kernel for group in exe.splits[0].groups if group.kernel]

@@ -19,7 +19,15 @@ from graphrt.backends.triton.kernels.mul_mat import dense, few
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, Activations, Rows, quantize_rows
 from graphrt.backends.triton.kernels.mul_mat.few import Batch
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_ALONE, MAX_INLINE, MAX_TOKENS, Segment, gemv
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, Sums, as_half, copying, finish_as_half, finish_steps
+from graphrt.backends.triton.kernels.mul_mat.half import (
+    Gate,
+    Half,
+    Sums,
+    as_half,
+    copying,
+    finish_as_half,
+    finish_steps,
+)
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.tensor import Tensor
 
