@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.mul_mat import gemm, half_kernels
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.mul_mat import batch, gemm, half_kernels
 from graphrt.backends.triton.kernels.mul_mat.gemm_configs import MANY, Config, table_of
-from graphrt.backends.triton.packing import PACKED_TYPES
+from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+#: Where batch_mma.py is compiled, and shared memory there: as in aot.py.
+SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448}
 _F32, _F16, _I32 = torch.zeros(64), torch.zeros(64, dtype=torch.float16), torch.zeros(64, dtype=torch.int32)
 _PLAIN = {"f16": _F16, "bf16": torch.zeros(64, dtype=torch.bfloat16), "f32": _F32}
 _TYPES = {"packed": PACKED_TYPES, "half": ("f16", "bf16"), "f32": ("f32",)}
@@ -31,6 +35,36 @@ def aot_cases(*archs: str) -> Iterator[Case]:
                     yield _case(f"{name} split", arch, kind, row.config, row.n, split=True)
                     yield _case(f"{name} odd k, residual", arch, kind, row.config, row.n, even=False, residual=True)
         yield from _others(arch)
+        if arch in SHARED:
+            yield from _batch_cases(arch)
+
+
+def _batch_cases(arch: str) -> Iterator[Case]:
+    """batch_mma.py: every type for 16 tokens, two of them for all, and all forms of one."""
+    target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
+    few, many = torch.zeros(4096, dtype=torch.int32), torch.zeros(1 << 20)
+
+    def case(kind: str, n: int, m: int = 1024, count: int = 1, gate: str = "", added: bool = False) -> Case:
+        weights = [Packed.empty(kind, 64, 1024, "cpu")] * count
+        config = batch.config_for(target, kind, n, m)
+        assert config is not None
+        split = None if m > 1024 else batch.Split(2, 2, many, few)
+        x = Half(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
+        outs = [torch.zeros(n, 64)] * (1 if gate else count)
+        made = batch.launch(
+            target, weights, x, outs, config, outs[0] if added else None, Gate(gate) if gate else None, split
+        )
+        return f"{arch} batch {kind} {n} {m} {count} {gate}", made.kernel, made.args, made.options, arch
+
+    for kind in batch.KINDS:
+        yield case(kind, 16, 4096)
+    for kind in ("q4_K", "q6_K"):
+        for n in (16, 32, 64):
+            yield case(kind, n, added=True)
+            yield case(kind, n, 1 << 17)
+        yield case(kind, 16, 6144, 3)
+        yield case(kind, 64, count=2, gate="swiglu")
+        yield case(kind, 16, 28672, 2, "swiglu")
 
 
 def _case(
@@ -62,9 +96,18 @@ def _options(arch: str, warps: int, stages: int | None = None) -> dict[str, Any]
 def _others(arch: str) -> Iterator[Case]:
     rows: dict[str, Any] = {
         "p_x": _F32, "p_out": _F16, "p_factors": _F32, "stride_0": 1, "stride_1": 4096, "stride_2": 4096 * 512,
-        "stride_3": 4096 * 512, "n_1": 512, "n_2": 1, "k": 4096, "BLOCK": 1024,
+        "stride_3": 4096 * 512, "n_1": 512, "n_2": 1, "k": 14336,
+        "PDL": arch in ("sm_90", "sm_100"),
     }  # fmt: skip
-    yield f"{arch} round_rows", half_kernels.round_rows, rows, _options(arch, 4), arch
+    for whole, block, warps in ((False, 1024, 4), (True, 16384, 16)):
+        args = rows | {"WHOLE": whole, "BLOCK": block}
+        yield f"{arch} round_rows {block}", half_kernels.round_rows, args, _options(arch, warps), arch
+    rounded: dict[str, Any] = {
+        "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_out": _F16, "p_factors": _F32,
+        "part_stride": 1 << 20, "cols": 14336, "alpha": 1.5, "limit": 7.0, "A_PARTS": 1, "A_FACTORS": True,
+        "B_PARTS": 1, "B_FACTORS": True, "GLU": "swiglu", "BLOCK": 16384,
+    }  # fmt: skip
+    yield f"{arch} finish_rounded", half_kernels.finish_rounded, rounded, _options(arch, 16), arch
     finish: dict[str, Any] = {
         "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_residual": _F32, "p_out": _F32,
         "part_stride": 1 << 20, "cols": 4096, "alpha": 1.5, "limit": 7.0, "A_PARTS": 8, "A_FACTORS": True,

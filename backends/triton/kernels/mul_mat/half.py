@@ -15,12 +15,12 @@ import triton
 
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, finish_rounded, round_rows
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Elements that a program handles at a time.
 _BLOCK = 1024
-#: The longest rows that `finish_rounded` holds.
-_MOST_ROUNDED = 16384
+#: The longest rows that a program holds whole.
+_MOST_WHOLE = 16384
 #: Programs of `finish` for a row at most, when there is work for each of its elements.
 _MOST_BLOCKS = 128
 
@@ -75,11 +75,20 @@ def as_half(x: torch.Tensor, kind: torch.dtype, ctx: Context) -> tuple[Half, lis
     if kind is not torch.float16 or x.dtype is not torch.float32:
         return Half(out), [copying(x, out.view(x.shape))]
     factors = ctx.shared_scratch("factors of activations", rows * 4)[: rows * 4].view(torch.float32)
+    whole = k <= _MOST_WHOLE
+    block, warps = _whole_row(k) if whole else (_BLOCK, 4)
     args: dict[str, Any] = {
         "p_x": _flat(x), "p_out": out, "p_factors": factors, "stride_0": x.stride(3), "stride_1": x.stride(2),
-        "stride_2": x.stride(1), "stride_3": x.stride(0), "n_1": x.shape[2], "n_2": x.shape[1], "k": k, "BLOCK": _BLOCK,
+        "stride_2": x.stride(1), "stride_3": x.stride(0), "n_1": x.shape[2], "n_2": x.shape[1], "k": k, "WHOLE": whole,
+        "BLOCK": block, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
-    return Half(out, factors), [Launch(round_rows, (rows,), args, {"num_warps": 4})]
+    return Half(out, factors), [Launch(round_rows, (rows,), args, launch_options(ctx.target, warps))]
+
+
+def _whole_row(k: int) -> tuple[int, int]:
+    """(block, warps) of a program that holds a row of k elements."""
+    block = triton.next_power_of_2(k)
+    return block, max(1, min(16, block // 512))
 
 
 def copying(source: torch.Tensor, target: torch.Tensor) -> Step:
@@ -129,12 +138,12 @@ def finish_as_half(a: Sums, b: Sums, out: torch.Tensor, gate: Gate) -> tuple[Hal
     out: f32 [rows, m], contiguous, whose memory holds the f16 rows and their factors behind them.
     """
     rows, cols = out.shape
-    if not 2 <= cols <= _MOST_ROUNDED:
+    if not 2 <= cols <= _MOST_WHOLE:
         return None
     memory = out.view(-1).view(torch.float16)
     half = memory[: rows * cols].view(rows, cols)
     factors = out.view(-1)[-(-rows * cols // 2) :][:rows]
-    block = triton.next_power_of_2(cols)
+    block, warps = _whole_row(cols)
     args: dict[str, Any] = {
         "p_a": a.parts, "p_a_factors": factors if a.factors is None else a.factors, "p_b": b.parts,
         "p_b_factors": factors if b.factors is None else b.factors, "p_out": half, "p_factors": factors,
@@ -142,4 +151,4 @@ def finish_as_half(a: Sums, b: Sums, out: torch.Tensor, gate: Gate) -> tuple[Hal
         "A_PARTS": a.parts.shape[0], "A_FACTORS": a.factors is not None, "B_PARTS": b.parts.shape[0],
         "B_FACTORS": b.factors is not None, "GLU": gate.kind, "BLOCK": block,
     }  # fmt: skip
-    return Half(half, factors), [Launch(finish_rounded, (rows,), args, {"num_warps": max(1, min(16, block // 512))})]
+    return Half(half, factors), [Launch(finish_rounded, (rows,), args, {"num_warps": warps})]

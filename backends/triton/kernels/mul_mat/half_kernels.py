@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.kernels.mul_mat.activations import gated
 
@@ -17,26 +18,45 @@ def _scaling(most):
     return ((127 - shift) << 23).to(tl.float32, bitcast=True), ((127 + shift) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _larger(size, most):
+    """Of each pair. NaN never is; with an infinity nothing else counts."""
+    return tl.where(size > most, size, most)
+
+
 @triton.jit(do_not_specialize=("n_1", "n_2", "k"))
 def round_rows(
-    p_x, p_out, p_factors, stride_0, stride_1, stride_2, stride_3, n_1, n_2, k, BLOCK: tl.constexpr
+    p_x, p_out, p_factors, stride_0, stride_1, stride_2, stride_3, n_1, n_2, k,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i: row i of x f32 [.., n_2, n_1, k], of any strides, to f16 [rows, k] and its factor."""
+    """Program i: row i of x f32 [.., n_2, n_1, k], of any strides, to f16 [rows, k] and its factor.
+
+    WHOLE: a block holds a row, which stays in registers until its largest value is known.
+    """
     i_row = tl.program_id(0)
     i_1, i_2, i_3 = i_row % n_1, i_row // n_1 % n_2, i_row // n_1 // n_2
     p_x += i_1.to(tl.int64) * stride_1 + i_2.to(tl.int64) * stride_2 + i_3.to(tl.int64) * stride_3
-    most = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, k, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        size = tl.abs(tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0))
-        most = tl.where(size > most, size, most)  # NaN never is; with an infinity nothing else counts
-    scale, factor = _scaling(tl.max(most, 0))
-    tl.store(p_factors + i_row, factor)
     p_out += i_row.to(tl.int64) * k
-    for start in range(0, k, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        x = tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0)
-        tl.store(p_out + i, (x * scale).to(tl.float16), mask=i < k)
+    i_block = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    most = tl.zeros((BLOCK,), tl.float32)
+    if WHOLE:
+        x = tl.load(p_x + i_block.to(tl.int64) * stride_0, mask=i_block < k, other=0.0)
+        scale, factor = _scaling(tl.max(_larger(tl.abs(x), most), 0))
+        tl.store(p_out + i_block, (x * scale).to(tl.float16), mask=i_block < k)
+    else:
+        for start in range(0, k, BLOCK):
+            i = start + i_block
+            size = tl.abs(tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0))
+            most = _larger(size, most)
+        scale, factor = _scaling(tl.max(most, 0))
+        for start in range(0, k, BLOCK):
+            i = start + i_block
+            x = tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0)
+            tl.store(p_out + i, (x * scale).to(tl.float16), mask=i < k)
+    tl.store(p_factors + i_row, factor)
 
 
 @triton.jit
@@ -107,7 +127,6 @@ def finish_rounded(
     if B_FACTORS:
         up = up * tl.load(p_b_factors + i_row)
     y = _joined(gate, up, alpha, limit, GLU)
-    size = tl.where(m, tl.abs(y), 0.0)
-    scale, factor = _scaling(tl.max(tl.where(size > 0, size, 0.0), 0))  # NaN never is; see round_rows
+    scale, factor = _scaling(tl.max(_larger(tl.where(m, tl.abs(y), 0.0), tl.zeros((BLOCK,), tl.float32)), 0))
     tl.store(p_factors + i_row, factor)
     tl.store(p_out + at, (y * scale).to(tl.float16), mask=m)

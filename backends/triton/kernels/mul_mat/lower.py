@@ -1,12 +1,13 @@
 """MUL_MAT: which of the ways a product takes, by type and number of tokens, and its steps.
 
 gemv.py: few tokens times packed weights, activations rounded to 8 bits; never if results are to be exact.
-gemm.py, few.py: few tokens in 16 bits, weights dequantized on their way. dense.py: many, weights dequantized before.
+batch_mma.py, batch.py: up to 64 tokens in 16 bits times most packed types, on NVIDIA. gemm.py, few.py: the same for the
+others and elsewhere; both dequantize weights on their way. dense.py: many tokens, weights dequantized before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,7 +16,7 @@ import torch
 
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
-from graphrt.backends.triton.kernels.mul_mat import dense, few
+from graphrt.backends.triton.kernels.mul_mat import batch, dense, few
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, Activations, Rows, quantize_rows
 from graphrt.backends.triton.kernels.mul_mat.few import Batch
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_ALONE, MAX_INLINE, MAX_TOKENS, Segment, gemv
@@ -186,12 +187,23 @@ def _in_16_bits(
     steps: list[Step] = []
     halves: dict[torch.dtype, Half] = {}
     gated: list[Sums] = []
-    for i, w in enumerate(weights):
-        out = outs[0 if gate else i]
+    for w in weights:
         kind = half_type(w)
         if kind not in halves:
             halves[kind], made = (x, []) if isinstance(x, Half) else as_half(ctx.view(x).torch(), kind, ctx)
             steps += made
+    taken: set[int] = set()
+    together, made = _together(weights, x_ne, halves, ctx, gate)
+    steps += made
+    for part in together:
+        results = [outs[0]] if gate else [outs[i] for i in part]
+        steps.append(batch.product(list(part.values()), halves[torch.float16], results, ctx, residual, gate))
+        taken.update(part)
+    for i, w in enumerate(weights):
+        if i in taken:
+            continue
+        out = outs[0 if gate else i]
+        kind = half_type(w)
         free = gate is None and residual is None
         sums, made = _Job(w, halves[kind], batch_of(w, x_ne), out, residual, ctx, i, free).run()
         steps += made
@@ -199,13 +211,38 @@ def _in_16_bits(
             steps += finish_steps(sums, out, residual)
         else:
             gated.append(sums)
-    if gate is not None:
+    if gated:
+        assert gate is not None
         half = finish_as_half(gated[0], gated[1], outs[0], gate) if rounded is not None else None
         if rounded is not None and half is not None:
             ctx.rounded[rounded], made = half
             return steps + made
         steps += finish_steps(gated[0], outs[0], None, gated[1], gate)
     return steps
+
+
+def _together(
+    weights: Sequence[Tensor], x_ne: Sequence[int], halves: Mapping[torch.dtype, Half], ctx: Context, gate: Gate | None
+) -> tuple[list[dict[int, Packed]], list[Step]]:
+    """(what batch.py takes, the weights of a launch by number; the steps that pack them): of a gate both or none."""
+    steps: list[Step] = []
+    found: dict[str, dict[int, Packed]] = {}
+    for i, w in enumerate(weights):
+        b = batch_of(w, x_ne)
+        if b.count > 1 or not batch.fits(w.dtype.name, w.ne[0], b.tokens, ctx.target):
+            continue
+        packed, made = ctx.packed(w)
+        if batch.aligned(packed) and halves[torch.float16].values.data_ptr() % 16 == 0:
+            steps += made
+            found.setdefault(packed.kind, {})[i] = packed
+    if gate is not None:
+        both = [part for part in found.values() if batch.takes_together(list(part.values()), gate)]
+        return (both, steps) if both else ([], [])
+    parts = []
+    for group in found.values():
+        items = list(group.items())
+        parts += [dict(items[j : j + batch.MAX_SEGMENTS]) for j in range(0, len(items), batch.MAX_SEGMENTS)]
+    return parts, steps
 
 
 def _lines(view: View) -> torch.Tensor:

@@ -1,0 +1,211 @@
+"""Launches of batch_mma.py: which products it takes, tiles, and how k is split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+
+from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
+from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
+from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.backends.triton.packing import GROUP, Packed, packing_of
+
+#: Types that it takes: 4- and 8-bit codes.
+KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs", "mxfp4")
+MAX_TOKENS = 64
+#: Matrices of one launch.
+MAX_SEGMENTS = 3
+#: Elements of k of a warp's step.
+_STEP = 4 * GROUP
+#: Shared memory that the system takes for each program, in bytes, and registers of a multiprocessor.
+_RESERVED, _REGISTERS = 1024, 65536
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """rows: of a tile; wk: warps that share a step of k; warps: in all; stages: buffers of a step, at most.
+
+    A warp has rows * wk / warps rows: 16 or 32, more would fill its registers. early: steps whose weights are asked for
+    before what the launch before makes is there, stages - 1 at most. per_sm: programs that a multiprocessor shall hold,
+    by registers and shared memory; as many are made by splits of k. least_steps: of a split.
+    """
+
+    rows: int
+    wk: int
+    warps: int
+    stages: int
+    early: int = 2
+    per_sm: int = 1
+    least_steps: int = 2
+
+
+#: By number of tokens. The first one serves whose tiles are all at work at a time, else the last. Measured on an H100.
+_CONFIGS = {
+    16: (BatchConfig(128, 2, 8, 2, early=1, per_sm=2),),
+    32: (BatchConfig(128, 2, 8, 2, early=1), BatchConfig(256, 2, 16, 2, early=1)),
+    64: (BatchConfig(128, 2, 8, 3), BatchConfig(256, 2, 16, 2, early=1)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """k in `ranges` ranges of `steps` steps. parts: f32, a tile's sums for each; counter: int32 [tiles], zeros."""
+
+    ranges: int
+    steps: int
+    parts: torch.Tensor
+    counter: torch.Tensor
+
+
+def padded_tokens(n: int) -> int:
+    """Tokens of a tile that holds n."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def stage_bytes(kind: str, rows: int, tokens: int, wk: int) -> int:
+    """Shared memory of a step's planes and x."""
+    p = packing_of(kind)
+    assert p is not None
+    scales = p.scales * p.scale_type.itemsize
+    return wk * (rows * (16 * (p.words + p.high_words) + 4 * scales + 4 * (p.supers > 0)) + tokens * 2 * _STEP)
+
+
+def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchConfig | None:
+    """A config that shared memory has room for: with fewer programs at a time, fewer stages (two at least) or fewer
+
+    warps, in this order. None: no way."""
+    while True:
+        room = (shared_memory - (config.per_sm - 1) * _RESERVED) // config.per_sm
+        stages = room // stage_bytes(kind, config.rows, padded_tokens(n), config.wk)
+        if config.per_sm > 1 and stages < config.stages:
+            config = replace(config, per_sm=1)
+        elif stages >= 2:
+            return replace(config, stages=min(config.stages, stages))
+        elif config.wk > 1 and config.warps > 1:
+            config = replace(config, wk=config.wk // 2, warps=config.warps // 2)
+        else:
+            return None
+
+
+def config_for(target: Target, kind: str, n: int, m: int) -> BatchConfig | None:
+    """The config for n tokens and m rows in all."""
+    configs = _CONFIGS[padded_tokens(n)]
+    fit = (c for c in configs if m <= c.rows * target.sm_count * c.per_sm)
+    return fitted(next(fit, configs[-1]), kind, n, target.shared_memory)
+
+
+def fits(kind: str, k: int, n: int, target: Target) -> bool:
+    """Whether a product of n tokens with weights of a type and rows of k elements can take batch_mma.py."""
+    if not target.is_nvidia or kind not in KINDS or not 1 <= n <= MAX_TOKENS:
+        return False
+    packing = packing_of(kind)
+    step = 256 if packing is not None and packing.supers else _STEP
+    return k % step == 0 and config_for(target, kind, n, 1) is not None
+
+
+def aligned(w: Packed) -> bool:
+    """Whether the planes of weights begin where copies can; those of a part of a matrix may not."""
+    planes = (w.quants, w.high, w.scales)
+    if any(p is not None and p.data_ptr() % 16 for p in planes):
+        return False
+    return w.supers is None or w.supers.data_ptr() % 4 == 0
+
+
+def takes_together(weights: Sequence[Packed], gate: Gate | None) -> bool:
+    """Whether weights that it takes can be one launch: of one type; with a gate that it knows, two of one size."""
+    same = len({(w.kind, w.k) for w in weights}) == 1
+    if gate is None:
+        return same and len(weights) <= MAX_SEGMENTS
+    return same and gate.kind in GLU_KINDS and len(weights) == 2 and weights[0].rows == weights[1].rows
+
+
+def splits_of(target: Target, config: BatchConfig, tiles: int, k: int) -> tuple[int, int]:
+    """(ranges that k is split into, steps of a range), none of them empty."""
+    steps = triton.cdiv(k, _STEP * config.wk)
+    splits = max(1, min(target.sm_count * config.per_sm // tiles, steps // config.least_steps))
+    each = triton.cdiv(steps, splits)
+    return triton.cdiv(steps, each), each
+
+
+def tiles_of(weights: Sequence[Packed], config: BatchConfig, gate: Gate | None) -> int:
+    """Tiles of a launch."""
+    if gate is not None:
+        return -(-weights[0].rows // (config.rows // 2))
+    return sum(-(-w.rows // config.rows) for w in weights)
+
+
+def product(
+    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], ctx: Context,
+    residual: torch.Tensor | None = None, gate: Gate | None = None, config: BatchConfig | None = None,
+) -> Launch:  # fmt: skip
+    """x times weights of which fits(), aligned() and takes_together() are true, in one launch.
+
+    outs: f32 [n, m] of each, or one with a gate. residual: f32 like the only out, which it may be.
+    """
+    config = config or config_for(ctx.target, weights[0].kind, x.rows, sum(w.rows for w in weights))
+    assert config is not None
+    tiles = tiles_of(weights, config, gate)
+    ranges, steps = splits_of(ctx.target, config, tiles, x.k)
+    split = None
+    if ranges > 1:
+        nbytes = ranges * tiles * config.rows * padded_tokens(x.rows) * 4
+        parts = ctx.shared_scratch("parts of tiles", nbytes)[:nbytes].view(torch.float32)
+        counter = ctx.shared.get("counters of tiles")
+        if counter is None or counter.numel() < tiles:
+            counter = torch.zeros(max(1024, tiles), dtype=torch.int32, device=ctx.target.device)
+            ctx.shared["counters of tiles"] = counter
+        split = Split(ranges, steps, parts, counter)
+    return launch(ctx.target, weights, x, outs, config, residual, gate, split)
+
+
+def launch(
+    target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: BatchConfig,
+    residual: torch.Tensor | None = None, gate: Gate | None = None, split: Split | None = None,
+) -> Launch:  # fmt: skip
+    """As product(), with k split as it is told."""
+    assert residual is None or len(weights) == 1
+    ranges = split.ranges if split else 1
+    args: dict[str, Any] = {
+        "p_x": x.values, "p_factors": x.factors, "p_residual": residual, "p_parts": split and split.parts,
+        "p_counter": split and split.counter, "n": x.rows, "k": x.k, "n_splits": ranges,
+        "steps_a_split": split.steps if split else triton.cdiv(x.k, _STEP * config.wk), "KIND": weights[0].kind,
+        "ROWS": config.rows, "TOKENS": padded_tokens(x.rows), "WK": config.wk, "STAGES": config.stages,
+        "EARLY": min(config.early, config.stages - 1), "SEGMENTS": 1 if gate else len(weights),
+        "GLU": gate.kind if gate else "", "SPLIT": ranges > 1, "HAS_FACTORS": x.factors is not None,
+        "HAS_RESIDUAL": residual is not None, "PDL": target.has_pdl,
+    }  # fmt: skip
+    for i in range(MAX_SEGMENTS):
+        args |= _segment(i, weights[i] if i < len(weights) else None, outs[i] if i < len(outs) else None)
+    grid = (tiles_of(weights, config, gate) * ranges,)
+    options = launch_options(target, config.warps)
+    # Also where all registers are free: else the compiler may aim at more programs, and spill for them.
+    options["maxnreg"] = min(255, _REGISTERS // (config.per_sm * config.warps * 32))
+    return Launch(batch_mma, grid, args, options)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def _segment(i: int, w: Packed | None, out: torch.Tensor | None) -> dict[str, Any]:
+    """The arguments of a launch's i-th matrix. Scales: as integers of what a group has; supers: as int32."""
+    if w is None:
+        planes: tuple[torch.Tensor | None, ...] = (None,) * 4
+    else:
+        scales = w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
+        planes = (w.quants, w.high, scales, None if w.supers is None else words_of(w.supers, w))
+    named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
+    return named | {f"p_out{i}": out, f"m{i}": 0 if w is None else w.rows}
+
+
+def words_of(plane: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """A plane as int32, with the gap behind it where its last word is not whole."""
+    start = plane.data_ptr() - packed.memory.data_ptr()
+    assert start % 4 == 0
+    return packed.memory[start : start + -(-plane.nbytes // 4) * 4].view(torch.int32)

@@ -1,0 +1,477 @@
+"""Products of 9 to 64 tokens with packed weights in Gluon, from sm_80 on: weights go from memory to mma.sync in order.
+
+out[t, r] = sum over k of x[t, k] W[r, k], as gemm.py's `gemm_packed`, with the same rounding: weights become f16 once
+from scale * code - min, sums are f32. A matrix unit's first operand are 16 rows of weights, its second 8 tokens; lane
+4g + c holds of both four elements of k a step, and which those are is free as long as both hold the same. Here lane c
+has a whole group of 32 (packing.py) of each 128 elements of k: 16 bytes of 4-bit codes are its operands of 8 steps,
+the low nibbles of word i those of one and the high ones of another, and no value changes its lane.
+
+A tile is ROWS rows (of one matrix, or half of them a gate's and half its up's), by WR x WK warps: WK of them share each
+step of 128 * WK elements of k, and their sums meet once, at the end, in order. Planes and x are copied to shared memory
+by cp.async, some steps ahead, the weights' first steps before what the launch before has made is waited for.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits
+from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
+    high_layout,
+    mma_layout,
+    pairs_of_supers,
+    pieces_copy,
+    pieces_shared,
+    rows_copy,
+    rows_shared,
+    scale_type,
+    sums_layout,
+    sums_shared,
+    words_layout,
+    x_layout,
+)
+from graphrt.backends.triton.kernels.mul_mat.gemm import (
+    _codebook_asm,
+    _mode_of,
+    _unpack_asm,
+    has_f16_scales,
+    is_signed,
+    shifted_of,
+)
+
+# --- shared memory and copies ---
+
+
+@gluon.jit
+def allocate(KIND: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
+    """Rings of (quants, high, scales, supers, x's first and second half groups); quants stand for what a type lacks."""
+    E: gl.constexpr = code_bits(KIND)
+    quants = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS, 4, E], pieces_shared(WK, ROWS, E, 4))
+    high = quants
+    supers = quants
+    if high_bits(KIND) > 0:
+        H: gl.constexpr = high_bits(KIND)
+        high = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS, 4, H], rows_shared([WK, ROWS, 4, H]))
+    scales = gl.allocate_shared_memory(scale_type(KIND), [STAGES, WK, ROWS, 4], rows_shared([WK, ROWS, 4]))
+    if has_supers(KIND):
+        supers = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS], rows_shared([WK, ROWS]))
+    x_low = gl.allocate_shared_memory(gl.float16, [STAGES, WK, TOKENS, 4, 16], pieces_shared(WK, TOKENS, 16, 8))
+    x_top = gl.allocate_shared_memory(gl.float16, [STAGES, WK, TOKENS, 4, 16], pieces_shared(WK, TOKENS, 16, 8))
+    return quants, high, scales, supers, x_low, x_top
+
+
+@gluon.jit
+def _rows_of(p, p_up, offset, row, left, ROWS: gl.constexpr, PAIR: gl.constexpr):
+    """(a tile's rows in the plane of p, offset from the tile's first one on, as pointers, rows of it that there are)"""
+    HALF: gl.constexpr = ROWS // 2
+    if PAIR:
+        p = gl.where(row < HALF, p + offset, p_up + offset)
+        return p, gl.minimum(row % HALF, left - 1)
+    else:
+        return p + offset, gl.minimum(row, left - 1)
+
+
+@gluon.jit
+def copy_weights(
+    rings, planes, planes_up, slot, step, k, first_row, left, q_end,
+    KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of a step's planes into buffer `slot`. What is past q_end (in 128 elements of k) becomes 0.
+
+    planes: pointers to int32 but for the scales, which are as wide as what a group has of them.
+    """
+    W: gl.constexpr = gl.num_warps()
+    E: gl.constexpr = code_bits(KIND)
+    H: gl.constexpr = high_bits(KIND)
+    n_groups = k // 128 * 4  # so that the compiler knows what it is a multiple of
+    base = first_row.to(gl.int64) * n_groups
+    first = step * WK
+    L: gl.constexpr = pieces_copy(WK, ROWS, E, 4, W)
+    q = first + axis_index(L, 4, 0, WK)
+    p, row = _rows_of(planes[0], planes_up[0], base * E, axis_index(L, 4, 1, ROWS), left, ROWS, PAIR)
+    at = ((row * n_groups + q * 4) + axis_index(L, 4, 2, 4)) * E + axis_index(L, 4, 3, E)
+    async_copy.async_copy_global_to_shared(rings[0].index(slot), p + at, q < q_end)
+    if H > 0:
+        LH: gl.constexpr = rows_copy([WK, ROWS, 4, H], 4, W)
+        q = first + axis_index(LH, 4, 0, WK)
+        p, row = _rows_of(planes[1], planes_up[1], base * H, axis_index(LH, 4, 1, ROWS), left, ROWS, PAIR)
+        at = ((row * n_groups + q * 4) + axis_index(LH, 4, 2, 4)) * H + axis_index(LH, 4, 3, H)
+        async_copy.async_copy_global_to_shared(rings[1].index(slot), p + at, q < q_end)
+    LS: gl.constexpr = rows_copy([WK, ROWS, 4], 4, W)
+    q = first + axis_index(LS, 3, 0, WK)
+    p, row = _rows_of(planes[2], planes_up[2], base, axis_index(LS, 3, 1, ROWS), left, ROWS, PAIR)
+    at = (row * n_groups + q * 4) + axis_index(LS, 3, 2, 4)
+    async_copy.async_copy_global_to_shared(rings[2].index(slot), p + at, q < q_end)
+    if has_supers(KIND):
+        LU: gl.constexpr = rows_copy([WK, ROWS], 1, W)
+        q = first + axis_index(LU, 2, 0, WK)
+        p, row = _rows_of(planes[3], planes_up[3], 0, axis_index(LU, 2, 1, ROWS), left, ROWS, PAIR)
+        at = (first_row + row).to(gl.int64) * (k // 256) + q // 2
+        if not pairs_of_supers(KIND):
+            at = at // 2
+        async_copy.async_copy_global_to_shared(rings[3].index(slot), p + at, q < q_end)
+
+
+@gluon.jit
+def copy_x(rings, p_x, slot, step, k, n, q_end, TOKENS: gl.constexpr, WK: gl.constexpr):
+    """Starts the copies of a step's x, f16 [n, k]: of each group of 32 its two halves go to buffers of their own."""
+    L: gl.constexpr = pieces_copy(WK, TOKENS, 16, 8, gl.num_warps())
+    q = step * WK + axis_index(L, 4, 0, WK)
+    token = gl.minimum(axis_index(L, 4, 1, TOKENS), n - 1)
+    at = (token * (k // 32) + q * 4 + axis_index(L, 4, 2, 4)) * 32 + axis_index(L, 4, 3, 16)
+    async_copy.async_copy_global_to_shared(rings[4].index(slot), p_x + at, q < q_end)
+    async_copy.async_copy_global_to_shared(rings[5].index(slot), p_x + (at + 16), q < q_end)
+
+
+# --- operands ---
+
+
+@gluon.jit
+def f16_low(word):
+    """The f16 in the low 16 bits of an integer."""
+    return word.to(gl.int16).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def low_byte(word):
+    """The int8 in the low byte of an integer, as f32."""
+    return word.to(gl.int8).to(gl.float32)
+
+
+@gluon.jit
+def scales_of(scales, supers, KIND: gl.constexpr):
+    """(scale, add) of a group's first half, then of its second, of its integer in the plane of scales and its super.
+
+    f16 for types with f16 scales, else f32.
+    """
+    if KIND == "q4_1" or KIND == "q5_1":
+        d = f16_low(scales)
+        m = f16_low(scales >> 16)
+        return d, m, d, m
+    elif has_f16_scales(KIND):
+        d = f16_low(scales)
+        return d, d, d, d
+    elif KIND == "mxfp4":
+        e = scales.to(gl.int32) & 0xFF
+        s = gl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(gl.float32, bitcast=True)  # 2^(e - 128)
+        return s, s, s, s
+    elif KIND == "iq4_xs":
+        s = scales.to(gl.float32) * f16_low(supers).to(gl.float32)
+        return s, s, s, s
+    else:
+        scales = scales.to(gl.int32)
+        d = f16_low(supers).to(gl.float32)
+        if KIND == "q6_K":
+            s0 = d * low_byte(scales)
+            s1 = d * low_byte(scales >> 8)
+            return s0, s0 * -BIAS - s0 * code_offset(KIND), s1, s1 * -BIAS - s1 * code_offset(KIND)
+        else:
+            s = d * (scales & 0xFF).to(gl.float32)
+            m = f16_low(supers >> 16).to(gl.float32) * ((scales >> 8) & 0xFF).to(gl.float32)
+            a = s * -BIAS - m
+            return s, a, s, a
+
+
+#: A code in the third byte of an f32, under this number's exponent, is that number plus the code.
+BIAS = gl.constexpr(128.0)
+
+
+@gluon.constexpr_function
+def _scaled_asm():
+    """PTX: f16 weights $0..$3 of the bytes of $4 (codes below 128): (BIAS + code) * $5 + $6 in f32, rounded once."""
+    lines = [".reg .b32 f<4>, t<2>;"]
+    for i in range(4):
+        lines += [f"prmt.b32 f{i}, $4, 0x43000000, 0x7{i}44;", f"fma.rn.f32 f{i}, f{i}, $5, $6;"]
+    lines += ["cvt.rn.f16x2.f32 t0, f1, f0;", "cvt.rn.f16x2.f32 t1, f3, f2;"]
+    return "{\n" + "\n".join([*lines, "mov.b32 {$0, $1}, t0;", "mov.b32 {$2, $3}, t1;"]) + "\n}"
+
+
+@gluon.constexpr_function
+def _weights_asm(KIND, SHIFTED):
+    if _mode_of(KIND) == "s":
+        return _scaled_asm()
+    return _unpack_asm(is_signed(KIND), SHIFTED, code_offset(KIND), _mode_of(KIND))
+
+
+@gluon.jit
+def operand(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr, WR: gl.constexpr):
+    """Half groups' codes, the bytes of int32 [WK, ROWS, 4, 4], as the first operand of a product: f16 [WK, ROWS, 64].
+
+    scale, add: [WK, ROWS, 4]. Of k, steps of 16 are words, and elements of a step are byte / 2, group, byte % 2.
+    """
+    WK: gl.constexpr = codes.shape[0]
+    ROWS: gl.constexpr = codes.shape[1]
+    F: gl.constexpr = "h" if has_f16_scales(KIND) else "f"
+    codes, scale = gl.broadcast(codes, gl.expand_dims(scale, 3))
+    codes, add = gl.broadcast(codes, gl.expand_dims(add, 3))
+    b0, b1, b2, b3 = gl.inline_asm_elementwise(
+        _weights_asm(KIND, SHIFTED), "=h,=h,=h,=h,r," + F + "," + F, [codes, scale, add],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+    w = gl.join(gl.join(b0, b2), gl.join(b1, b3))  # [WK, ROWS, 4, word, byte / 2, byte % 2]
+    w = gl.reshape(gl.permute(w, (0, 1, 3, 4, 2, 5)), [WK, ROWS, 64])
+    return gl.convert_layout(w, gl.DotOperandLayout(0, mma_layout(WK, WR), 2), assert_trivial=True)
+
+
+@gluon.jit
+def load_x(ring, i, TOKENS: gl.constexpr, WK: gl.constexpr, WR: gl.constexpr):
+    """Half groups of x as the second operand, f16 [WK, 64, TOKENS], k in operand()'s order."""
+    x = gl.reshape(ring.index(i).load(x_layout(WK, WR, TOKENS)), [WK, TOKENS, 4, 4, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 5, 1)), [WK, 64, TOKENS])
+    return gl.convert_layout(x, gl.DotOperandLayout(1, mma_layout(WK, WR), 2), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def keeps_shift(KIND):
+    """Codes of second halves stay in the bytes' high nibbles: what makes them f16 there costs the same."""
+    return shifted_of(KIND) and has_f16_scales(KIND)
+
+
+@gluon.jit
+def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
+    """A step's codes as bytes: int32 [WK, ROWS, 4, 4] of elements 0..15 of the groups, and of 16..31.
+
+    The latter's may be in the bytes' high nibbles: see keeps_shift.
+    """
+    quants, high, scales, supers, x_low, x_top = rings
+    E: gl.constexpr = code_bits(KIND)
+    WK: gl.constexpr = quants.shape[1]
+    ROWS: gl.constexpr = quants.shape[2]
+    L: gl.constexpr = words_layout(WK, WR, ROWS, 4)
+    words = quants.index(slot).load(words_layout(WK, WR, ROWS, E))
+    if E == 8:
+        low, top = gl.split(gl.permute(gl.reshape(words, [WK, ROWS, 4, 2, 4]), (0, 1, 2, 4, 3)))
+        low = gl.convert_layout(low, L, assert_trivial=True)
+        top = gl.convert_layout(top, L, assert_trivial=True)
+    elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
+        low, top = gl.inline_asm_elementwise(
+            _codebook_asm(KIND), "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        low = words & 0x0F0F0F0F
+        if keeps_shift(KIND):
+            top = words & -0x0F0F0F10  # 0xF0F0F0F0
+        else:
+            top = (words >> 4) & 0x0F0F0F0F
+    if high_bits(KIND) == 1:  # bit 2i of a byte is for word i, the next one for its high nibbles
+        h = gl.expand_dims(high.index(slot).reshape([WK, ROWS, 4]).load(gl.SliceLayout(3, L)), 3)
+        i = axis_index(L, 4, 3, 4)
+        low = low | (((h >> (2 * i)) & 0x01010101) << 4)
+        top = top | (((h >> (2 * i + 1)) & 0x01010101) << 4)
+    elif high_bits(KIND) == 2:  # word i has fields at bits 0 and 2, or 4 and 6, of the bytes of word i / 2
+        LH: gl.constexpr = high_layout(WK, WR, ROWS)
+        h = gl.expand_dims(high.index(slot).load(gl.SliceLayout(4, LH)), 4) >> (4 * axis_index(LH, 5, 4, 2))
+        h = gl.convert_layout(gl.reshape(h, [WK, ROWS, 4, 4]), L, assert_trivial=True)
+        low = low | ((h & 0x03030303) << 4)
+        top = top | ((h & 0x0C0C0C0C) << 2)
+    return low, top
+
+
+@gluon.jit
+def step_scales(rings, slot, step, first_row, left, k, KIND: gl.constexpr, WR: gl.constexpr, PAIR: gl.constexpr):
+    """scales_of() a step's groups, each [WK, ROWS, 4]."""
+    quants, high, scales, supers, x_low, x_top = rings
+    WK: gl.constexpr = quants.shape[1]
+    ROWS: gl.constexpr = quants.shape[2]
+    L: gl.constexpr = gl.SliceLayout(3, words_layout(WK, WR, ROWS, 4))
+    found = scales.index(slot).load(L)
+    su = found
+    if has_supers(KIND):
+        su = gl.expand_dims(supers.index(slot).load(gl.SliceLayout(2, L)), 2)
+        if not pairs_of_supers(KIND):
+            row = axis_index(L, 3, 1, ROWS)
+            if PAIR:
+                row = row % (ROWS // 2)
+            at = (first_row + gl.minimum(row, left - 1)) * (k // 256) + (step * WK + axis_index(L, 3, 0, WK)) // 2
+            su = su >> ((at & 1) * 16)
+    return scales_of(found, su, KIND)
+
+
+# --- the kernel ---
+
+
+@gluon.jit
+def place_of(i, first, count, turn):
+    """The step of k that a tile does as its i-th of `count` from `first` on; past them the one behind the last.
+
+    Tiles begin at steps of their own, `turn`: else all would ask the same few parts of the L2 cache for the same part
+    of x at a time.
+    """
+    j = i + turn
+    return first + gl.where(count > i, gl.where(j < count, j, j - count), count)
+
+
+@gluon.jit
+def gated(gate, up, KIND: gl.constexpr):
+    """activations.py's: activation(gate) * up, in f32."""
+    if KIND == "swiglu":
+        return gate / (1.0 + gl.exp(-gate)) * up
+    elif KIND == "geglu":
+        y = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + gl.exp(-2.0 * y)) * up
+    else:
+        gl.static_assert(KIND == "reglu")
+        return gl.maximum(gate, 0.0) * up
+
+
+@gluon.jit
+def deliver(
+    acc, p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
+    GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """The warps' sums [WK, ROWS, TOKENS] as out [n, m]. With SPLIT the last of a tile's programs adds the parts of all.
+
+    Whichever it is, it adds them in the same order.
+    """
+    WK: gl.constexpr = acc.shape[0]
+    ROWS: gl.constexpr = acc.shape[1]
+    TOKENS: gl.constexpr = acc.shape[2]
+    L: gl.constexpr = sums_layout(WK, ROWS, TOKENS, gl.num_warps(), GLU != "")
+    sums = gl.allocate_shared_memory(gl.float32, [WK, ROWS, TOKENS], sums_shared(WK, ROWS, TOKENS), acc)
+    y = gl.sum(sums.load(L), 0)
+    if SPLIT:
+        L2: gl.constexpr = gl.SliceLayout(0, L)
+        at = axis_index(L2, 2, 1, TOKENS) * ROWS + axis_index(L2, 2, 0, ROWS)
+        p_first = p_parts + (tile * n_splits).to(gl.int64) * (ROWS * TOKENS)
+        gl.store(p_first + i_split * (ROWS * TOKENS) + at, y)
+        # All threads' stores come before the count, and all reads of others' parts after it.
+        gl.thread_barrier()
+        done = gl.atomic_add(p_counter + tile, 1, sem="acq_rel", scope="gpu")
+        if done == n_splits - 1:
+            gl.store(p_counter + tile, 0)  # for the next launch; in this one nobody counts here any more
+            y = gl.load(p_first + at, cache_modifier=".cg")  # past the L1 cache: others wrote it
+            for i in range(1, n_splits):
+                y += gl.load(p_first + i * (ROWS * TOKENS) + at, cache_modifier=".cg")
+            write(y, p_out, p_factors, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_RESIDUAL)
+    else:
+        write(y, p_out, p_factors, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_RESIDUAL)
+
+
+@gluon.jit
+def write(
+    y, p_out, p_factors, p_residual, first_row, m, n,
+    GLU: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """A tile's sums [ROWS, TOKENS] to out [n, m], times the tokens' factors, with what is to be done to them."""
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    if GLU != "":
+        R: gl.constexpr = ROWS // 2
+        y, up = gl.split(gl.permute(gl.reshape(y, [2, R, TOKENS]), (1, 2, 0)))
+    else:
+        R: gl.constexpr = ROWS
+        up = y
+    L: gl.constexpr = y.type.layout
+    row = first_row + axis_index(L, 2, 0, R)
+    token = axis_index(L, 2, 1, TOKENS)
+    if HAS_FACTORS:
+        factor = gl.load(p_factors + token, mask=token < n, other=0.0)
+        y = y * factor
+        up = up * factor
+    if GLU != "":
+        y = gated(y, up, GLU)
+    at = token * m + row
+    stored = (row < m) & (token < n)
+    if HAS_RESIDUAL:
+        y += gl.load(p_residual + at, mask=stored, other=0.0)
+    gl.store(p_out + at, y, mask=stored)
+
+
+@gluon.jit(
+    do_not_specialize=["m0", "m1", "m2", "n", "k", "n_splits", "steps_a_split"],
+)
+def batch_mma(
+    p_quants0, p_high0, p_scales0, p_supers0, p_out0, m0,
+    p_quants1, p_high1, p_scales1, p_supers1, p_out1, m1,
+    p_quants2, p_high2, p_scales2, p_supers2, p_out2, m2,
+    p_x, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split,
+    KIND: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, SEGMENTS: gl.constexpr, GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """x: f16 [n, k], k a multiple of 128 (256 where the type has supers); out: f32 [n, m] of each of SEGMENTS matrices
+
+    of one type. Planes: as copy_weights has them, 16-byte aligned (supers 4).
+
+    GLU: its kind: matrices 0 and 1 are a gate and an up, and out0 gets activation(gate) * up; else "". SPLIT: k is in
+    n_splits ranges of steps_a_split steps of 128 * WK, a program each; parts: f32 [tiles, n_splits, TOKENS, ROWS];
+    counter: int32 [tiles], zeros. factors: f32 [n], of x's rows; residual: f32 [n, m], is added to out (one matrix, no
+    GLU) and may be it. EARLY: steps whose weights are asked for before the launch before is done. Programs: tiles *
+    n_splits.
+    """
+    WR: gl.constexpr = gl.num_warps() // WK
+    PAIR: gl.constexpr = GLU != ""
+    TILE: gl.constexpr = ROWS // 2 if PAIR else ROWS
+    tile = gl.program_id(0)
+    i_split = tile * 0
+    if SPLIT:
+        i_split = tile % n_splits
+        tile = tile // n_splits
+    i_tile = tile
+    planes = (p_quants0, p_high0, p_scales0, p_supers0)
+    planes_up = planes
+    p_out = p_out0
+    m = m0
+    if PAIR:
+        planes_up = (p_quants1, p_high1, p_scales1, p_supers1)
+    elif SEGMENTS > 1:
+        tiles0 = (m0 + ROWS - 1) // ROWS
+        tiles1 = (m1 + ROWS - 1) // ROWS
+        if SEGMENTS > 2 and tile >= tiles0 + tiles1:
+            tile -= tiles0 + tiles1
+            planes = (p_quants2, p_high2, p_scales2, p_supers2)
+            p_out = p_out2
+            m = m2
+        elif tile >= tiles0:
+            tile -= tiles0
+            planes = (p_quants1, p_high1, p_scales1, p_supers1)
+            p_out = p_out1
+            m = m1
+    first_row = tile * TILE
+    left = m - first_row
+    n_q = k // 128
+    first = i_split * steps_a_split
+    last = gl.minimum(first + steps_a_split, (n_q + WK - 1) // WK)
+    q_end = gl.minimum(last * WK, n_q)
+
+    rings = allocate(KIND, ROWS, TOKENS, WK, STAGES)
+    count = last - first
+    turn = i_tile % count
+    for i in gl.static_range(EARLY):
+        step = place_of(i, first, count, turn)
+        copy_weights(rings, planes, planes_up, i, step, k, first_row, left, q_end, KIND, ROWS, WK, PAIR)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for i in gl.static_range(STAGES - 1):
+        step = place_of(i, first, count, turn)
+        if i >= EARLY:
+            copy_weights(rings, planes, planes_up, i, step, k, first_row, left, q_end, KIND, ROWS, WK, PAIR)
+        copy_x(rings, p_x, i, step, k, n, q_end, TOKENS, WK)
+        async_copy.commit_group()
+
+    acc = gl.full([WK, ROWS, TOKENS], 0.0, gl.float32, layout=mma_layout(WK, WR))
+    slot = 0
+    free = STAGES - 1
+    for i in range(0, count):
+        async_copy.wait_group(STAGES - 2)
+        ahead = place_of(i + (STAGES - 1), first, count, turn)
+        copy_weights(rings, planes, planes_up, free, ahead, k, first_row, left, q_end, KIND, ROWS, WK, PAIR)
+        copy_x(rings, p_x, free, ahead, k, n, q_end, TOKENS, WK)
+        async_copy.commit_group()
+        step = place_of(i, first, count, turn)
+        low, top = halves_of(rings, slot, KIND, WR)
+        s0, a0, s1, a1 = step_scales(rings, slot, step, first_row, left, k, KIND, WR, PAIR)
+        acc = mma_v2(operand(low, s0, a0, KIND, False, WR), load_x(rings[4], slot, TOKENS, WK, WR), acc)
+        acc = mma_v2(operand(top, s1, a1, KIND, keeps_shift(KIND), WR), load_x(rings[5], slot, TOKENS, WK, WR), acc)
+        free = slot
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    async_copy.wait_group(0)
+    deliver(
+        acc, p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, i_tile, i_split, n_splits,
+        GLU, SPLIT, HAS_FACTORS, HAS_RESIDUAL,
+    )  # fmt: skip

@@ -1,0 +1,470 @@
+"""Runs a Gluon kernel's own source on numpy arrays, program after program: what it computes, not how that is laid out.
+
+Tensors are arrays of their logical shape, and layouts are ignored: that no conversion between them moves data is
+checked when the kernel is compiled (assert_trivial). Memory is one array of bytes with gaps between the tensors: what
+reads or writes outside of them fails. Copies to shared memory land when they are waited for, or at once (`late`).
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.language import constexpr
+
+_GAP = 256
+_TYPES = {
+    "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "fp16": np.float16, "fp32": np.float32,
+    "uint32": np.uint32, "int1": np.bool_,
+}  # fmt: skip
+
+
+def _plain(x: Any) -> Any:
+    return x.value if isinstance(x, constexpr) else x
+
+
+def _numpy_type(kind: Any) -> Any:
+    return _TYPES[_plain(kind).name]
+
+
+class Value:
+    """A tensor or a number of a kernel. unit: numpy type of what it points to, None: it is no pointer."""
+
+    def __init__(self, data: Any, unit: Any = None) -> None:
+        self.data = np.asarray(data)
+        self.unit = unit
+        self.type = types.SimpleNamespace(layout=None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def to(self, kind: Any, bitcast: bool = False) -> Value:
+        target = _numpy_type(kind)
+        if bitcast:
+            return Value(self.data.view(target))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Value(self.data.astype(target))
+
+    def _with(self, other: Any, how: Callable[[Any, Any], Any]) -> Value:
+        other = _plain(other)
+        a, b = self.data, other.data if isinstance(other, Value) else other
+        if isinstance(b, int) and a.dtype.kind == "i" and not -(1 << 31) <= b < 1 << 31:
+            raise OverflowError(b)
+        if not isinstance(other, Value):  # a number takes the tensor's type
+            b = np.asarray(b, a.dtype if not isinstance(b, float) or a.dtype.kind == "f" else np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Value(how(a, b))
+
+    def __add__(self, other: Any) -> Value:
+        if self.unit is not None:
+            steps = other.data if isinstance(other, Value) else other
+            return Value(self.data + np.int64(np.dtype(self.unit).itemsize) * np.asarray(steps, np.int64), self.unit)
+        return self._with(other, np.add)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Any) -> Value:
+        return self._with(other, np.multiply)
+
+    __rmul__ = __mul__
+
+    def __sub__(self, other: Any) -> Value:
+        return self._with(other, np.subtract)
+
+    def __rsub__(self, other: Any) -> Value:
+        return self._with(other, lambda a, b: b - a)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+    def __truediv__(self, other: Any) -> Value:
+        return self._with(other, np.divide)
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return self._with(other, lambda a, b: b / a)
+
+    def __floordiv__(self, other: Any) -> Value:
+        return self._with(other, np.floor_divide)
+
+    def __mod__(self, other: Any) -> Value:
+        return self._with(other, np.mod)
+
+    def __and__(self, other: Any) -> Value:
+        return self._with(other, np.bitwise_and)
+
+    def __or__(self, other: Any) -> Value:
+        return self._with(other, np.bitwise_or)
+
+    def __rshift__(self, other: Any) -> Value:
+        return self._with(other, np.right_shift)
+
+    def __lshift__(self, other: Any) -> Value:
+        return self._with(other, np.left_shift)
+
+    def __rlshift__(self, other: Any) -> Value:
+        return self._with(other, lambda a, b: np.left_shift(b, a))
+
+    def __lt__(self, other: Any) -> Value:  # type: ignore[override]
+        return self._with(other, np.less)
+
+    def __gt__(self, other: Any) -> Value:
+        return self._with(other, np.greater)
+
+    def __ge__(self, other: Any) -> Value:
+        return self._with(other, np.greater_equal)
+
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
+        return self._with(other, np.equal)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+
+class Memory:
+    """Tensors of a launch at addresses of their own."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self.places: dict[int, tuple[int, torch.Tensor]] = {}
+        end = _GAP
+        for t in (a for a in args.values() if isinstance(a, torch.Tensor)):
+            if t.data_ptr() not in self.places or self.places[t.data_ptr()][1].nbytes < t.nbytes:
+                self.places[t.data_ptr()] = (end, t)
+                self.spans.append((end, end + t.nbytes))
+                end = (end + t.nbytes + 2 * _GAP) // _GAP * _GAP
+        self.bytes = np.full(end, 0xFF, np.uint8)
+        self.allowed = np.zeros(end, bool)
+        for start, t in self.places.values():
+            self.bytes[start : start + t.nbytes] = t.contiguous().view(-1).view(torch.uint8).numpy()
+            self.allowed[start : start + t.nbytes] = True
+
+    def pointer(self, t: torch.Tensor) -> Value:
+        return Value(np.int64(self.places[t.data_ptr()][0]), np.dtype(str(t.dtype).removeprefix("torch.")).type)
+
+    def _at(self, p: Value, mask: Any, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        address, mask, _ = np.broadcast_arrays(p.data, True if mask is None else mask.data, other)
+        size = np.dtype(p.unit).itemsize
+        at = address[mask][:, None] + np.arange(size)
+        assert (at >= 0).all() and (at < len(self.allowed)).all() and self.allowed[at].all(), "outside of memory"
+        assert (address[mask] % size == 0).all(), "not aligned"
+        return at, mask
+
+    def load(self, p: Value, mask: Any = None, other: Any = 0.0) -> Value:
+        fill = other.data if isinstance(other, Value) else other
+        at, mask = self._at(p, mask, np.zeros(1))
+        found = np.broadcast_to(np.asarray(fill, p.unit), mask.shape).copy()
+        found[mask] = self.bytes[at].view(p.unit)[:, 0]
+        return Value(found)
+
+    def store(self, p: Value, data: Value, mask: Any = None) -> None:
+        at, mask = self._at(p, mask, data.data)
+        values = np.broadcast_to(data.data, mask.shape)[mask].astype(p.unit)
+        self.bytes[at] = values[:, None].view(np.uint8)
+
+    def give_back(self) -> None:
+        """Writes what the kernel stored to the tensors."""
+        for start, t in self.places.values():
+            data = torch.from_numpy(self.bytes[start : start + t.nbytes].copy())
+            t.view(-1).view(torch.uint8).copy_(data)
+
+
+class Shared:
+    """A tensor in shared memory."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[int(i)])
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.data.reshape([_plain(n) for n in shape]))
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.data.copy())
+
+
+class Copies:
+    """gluon's async_copy. late: a copy lands when it is waited for, not when it starts."""
+
+    def __init__(self, memory: Memory, late: bool) -> None:
+        self.memory = memory
+        self.late = late
+        self.groups: list[list[Callable[[], None]]] = []
+        self.open: list[Callable[[], None]] = []
+
+    def async_copy_global_to_shared(self, target: Shared, p: Value, mask: Any = None) -> None:
+        data = self.memory.load(p, mask, 0).data
+        assert data.dtype == target.data.dtype
+
+        def land() -> None:
+            target.data[...] = np.broadcast_to(data, target.data.shape)
+
+        self.open.append(land)
+        if not self.late:
+            land()
+        else:
+            target.data.view(np.uint8)[...] = 0xFF  # anything
+
+    def commit_group(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait_group(self, left: int) -> None:
+        while len(self.groups) > left:
+            for land in self.groups.pop(0):
+                if self.late:
+                    land()
+
+
+class Gl:
+    """gluon.language, as far as kernels need it."""
+
+    constexpr = constexpr
+
+    def __init__(self, memory: Memory, warps: int) -> None:
+        self.memory = memory
+        self.warps = warps
+        self.program = 0
+        for name in ("int8", "int16", "int32", "int64", "float16", "float32"):
+            setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp")))
+
+    def program_id(self, axis: int) -> Value:
+        return Value(np.int32(self.program))
+
+    def num_warps(self) -> int:
+        return self.warps
+
+    def static_range(self, *args: Any) -> range:
+        return range(*(int(_plain(a)) for a in args))
+
+    def static_assert(self, condition: Any) -> None:
+        assert condition
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None  # layouts
+
+    def arange(self, first: int, last: int, layout: Any = None) -> Value:
+        return Value(np.arange(first, last, dtype=np.int32))
+
+    def full(self, shape: Any, value: float, kind: Any, layout: Any = None) -> Value:
+        return Value(np.full([_plain(n) for n in shape], value, _numpy_type(kind)))
+
+    def expand_dims(self, x: Value, axis: int) -> Value:
+        return Value(np.expand_dims(x.data, axis))
+
+    def broadcast(self, a: Value, b: Value) -> tuple[Value, Value]:
+        x, y = np.broadcast_arrays(a.data, b.data)
+        return Value(x), Value(y)
+
+    def reshape(self, x: Value, shape: Any) -> Value:
+        return Value(x.data.reshape([_plain(n) for n in shape]))
+
+    def permute(self, x: Value, dims: Any) -> Value:
+        return Value(x.data.transpose(dims))
+
+    def join(self, a: Value, b: Value) -> Value:
+        return Value(np.stack([a.data, b.data], -1))
+
+    def split(self, x: Value) -> tuple[Value, Value]:
+        return Value(x.data[..., 0]), Value(x.data[..., 1])
+
+    def convert_layout(self, x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+        return x
+
+    def where(self, condition: Any, a: Any, b: Any) -> Value:
+        unit = a.unit if isinstance(a, Value) else None
+        a, b = (v.data if isinstance(v, Value) else np.int32(v) for v in (a, b))
+        return Value(np.where(condition.data if isinstance(condition, Value) else condition, a, b), unit)
+
+    def minimum(self, a: Any, b: Any) -> Value:
+        return a._with(b, np.minimum)
+
+    def maximum(self, a: Any, b: Any) -> Value:
+        return a._with(b, np.maximum)
+
+    def exp(self, x: Value) -> Value:
+        with np.errstate(over="ignore"):
+            return Value(np.exp(x.data))
+
+    def sum(self, x: Value, axis: int) -> Value:
+        total = x.data.take(0, axis)
+        for i in range(1, x.data.shape[axis]):
+            total = total + x.data.take(i, axis)
+        return Value(total)
+
+    def load(self, p: Value, mask: Any = None, other: Any = 0.0, cache_modifier: str = "") -> Value:
+        return self.memory.load(p, mask, other)
+
+    def store(self, p: Value, data: Any, mask: Any = None) -> None:
+        self.memory.store(p, data if isinstance(data, Value) else Value(data), mask)
+
+    def atomic_add(self, p: Value, n: int, sem: str, scope: str) -> Value:
+        old = self.memory.load(p)
+        self.memory.store(p, old + n)
+        return old
+
+    def allocate_shared_memory(self, kind: Any, shape: Any, layout: Any = None, value: Any = None) -> Shared:
+        data = np.empty([_plain(n) for n in shape], _numpy_type(kind))
+        data.view(np.uint8)[...] = 0xFF
+        if value is not None:
+            data[...] = value.data
+        return Shared(data)
+
+    def inline_asm_elementwise(
+        self, asm: str, constraints: str, args: Sequence[Value], dtype: Any, is_pure: bool, pack: int
+    ) -> Any:
+        assert pack == 1
+        kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+        shape = np.broadcast_shapes(*(a.shape for a in args))
+        inputs = [np.broadcast_to(a.data, shape).copy() for a in args]
+        found = run_ptx(asm, [_numpy_type(k) for k in kinds], inputs)
+        values = tuple(Value(f) for f in found)
+        return values if isinstance(dtype, tuple) else values[0]
+
+
+# --- PTX ---
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize]).astype(np.uint32)
+
+
+def _f32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.uint32).view(np.float32)
+
+
+def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return (x & 0xFFFF).astype(np.uint16).view(np.float16), (x >> 16).astype(np.uint16).view(np.float16)
+
+
+def _joined(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return _bits(low.astype(np.float16)) | _bits(high.astype(np.float16)) << np.uint32(16)
+
+
+def _pairwise(how: Callable[..., np.ndarray], *x: np.ndarray) -> np.ndarray:
+    """An f16x2 instruction, computed in f64: one rounding."""
+    lows, highs = zip(*(_halves(v) for v in x))
+    return _joined(how(*(v.astype(np.float64) for v in lows)), how(*(v.astype(np.float64) for v in highs)))
+
+
+def _single(how: Callable[..., np.ndarray], *x: np.ndarray) -> np.ndarray:
+    """An f32 instruction, computed in f64: products are exact, sums nearly so."""
+    return how(*(_f32(v).astype(np.float64) for v in x)).astype(np.float32).view(np.uint32)
+
+
+def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    source = [(v >> np.uint32(8 * i)) & 0xFF for v in (a, b) for i in range(4)]
+    found = np.zeros_like(np.broadcast_arrays(a, b, selector)[0])
+    for i in range(4):
+        which = (selector >> np.uint32(4 * i)) & 0xF
+        assert (which < 8).all()
+        found = found | np.select([which == j for j in range(8)], source) << np.uint32(8 * i)
+    return found
+
+
+_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
+    "xor.b32": np.bitwise_xor,
+    "shr.u32": np.right_shift,
+    "prmt.b32": _prmt,
+    "sub.f16x2": lambda a, b: _pairwise(np.subtract, a, b),
+    "mul.rn.f16x2": lambda a, b: _pairwise(np.multiply, a, b),
+    "fma.rn.f16x2": lambda a, b, c: _pairwise(lambda x, y, z: x * y + z, a, b, c),
+    "cvt.f32.f16": lambda a: _halves(a)[0].astype(np.float32).view(np.uint32),
+    "mul.rn.f32": lambda a, b: _single(np.multiply, a, b),
+    "fma.rn.f32": lambda a, b, c: _single(lambda x, y, z: x * y + z, a, b, c),
+    "cvt.rn.f16x2.f32": lambda a, b: _joined(_f32(b), _f32(a)),
+}
+
+
+def run_ptx(asm: str, kinds: Sequence[Any], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What instructions leave in $0 .. of these types, for arrays in the operands after them. Registers: 32 bits."""
+    registers = {f"${len(kinds) + i}": _bits(x) for i, x in enumerate(inputs)}
+    shape = inputs[0].shape
+
+    def value(name: str) -> np.ndarray:
+        if name.startswith("{"):
+            low, high = (registers[part.strip()] for part in name.strip("{}").split(","))
+            return low | high << np.uint32(16)
+        return registers[name] if name in registers else np.full(shape, int(name, 0), np.uint32)
+
+    for line in (part.strip() for part in asm.strip().strip("{}").replace("\n", " ").split(";")):
+        if not line or line.startswith("."):
+            continue
+        name, rest = line.split(None, 1)
+        target, *sources = [x.strip() for x in re.split(r",(?![^{]*\})", rest)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = _INSTRUCTIONS[name](*(value(s) for s in sources))
+        if target.startswith("{"):
+            for part, bits in zip(target.strip("{}").split(","), (found & 0xFFFF, found >> np.uint32(16))):
+                registers[part.strip()] = bits
+        else:
+            registers[target] = found
+    results = [registers[f"${i}"] for i in range(len(kinds))]
+    return [
+        r.astype(np.uint16).view(np.float16) if k is np.float16 else r.astype(np.uint32).view(k)
+        for r, k in zip(results, kinds)
+    ]
+
+
+# --- kernels ---
+
+
+def _rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[..., Any]:
+    """A kernel's function, and those that it calls, with names of their modules' globals replaced."""
+    scopes: dict[int, dict[str, Any]] = {}
+
+    def function(found: GluonJITFunction) -> Callable[..., Any]:
+        given = found.fn.__globals__
+        if id(given) not in scopes:
+            scope = scopes[id(given)] = dict(given)
+            for name, value in given.items():
+                if isinstance(value, GluonJITFunction):
+                    scope[name] = function(value)
+                elif isinstance(value, constexpr):
+                    scope[name] = value.value
+            scope.update((name, value) for name, value in replaced.items() if name in scope)
+        return types.FunctionType(found.fn.__code__, scopes[id(given)], found.fn.__name__)
+
+    return function(kernel)
+
+
+def emulate(launch: Any, late: bool) -> None:
+    """Runs a Launch of a Gluon kernel on tensors of the host."""
+    memory = Memory(launch.args)
+    gl = Gl(memory, launch.options["num_warps"])
+
+    def product(a: Value, b: Value, acc: Value) -> Value:
+        assert a.data.dtype == b.data.dtype == np.float16
+        return Value((acc.data + np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))).astype(np.float32))
+
+    copies = Copies(memory, late)
+    nothing = {name: lambda *args: None for name in ("gdc_wait", "gdc_launch_dependents")}
+    function = _rebuilt(launch.kernel, {"gl": gl, "async_copy": copies, "mma_v2": product, **nothing})
+    fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
+    given = {
+        name: memory.pointer(a) if isinstance(a, torch.Tensor)
+        else Value(np.int32(a)) if type(a) is int and name not in fixed else a
+        for name, a in launch.args.items()
+    }  # fmt: skip
+    for program in range(launch.grid[0]):
+        gl.program = program
+        function(**given)
+        assert not copies.open, "copies that nobody waits for"
+    memory.give_back()
