@@ -173,6 +173,8 @@ GROUPS: Mapping[str, Sequence[Group]] = {
 
 #: In the full set only.
 FULL_ONLY: Mapping[str, Sequence[Group]] = {
+    # More tiles than multiprocessors have programs.
+    "many": (Group(replace(_LONG, d=(128, 128), n_kv=130, n_seq=64, heads=(16, 8)), {"mask": ("causal", "lengths")}),),
     "very long": (
         Group(replace(_LONG, d=(32, 32), heads=(2, 1), n_kv=131072),
               {"values": ("normal", "level"), "sinks": (None, "near"), "mask": ("causal", "window", "big_blocks")}),

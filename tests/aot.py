@@ -214,7 +214,7 @@ def mla_shared_out_kernels(shape: Shape, schedule: str) -> Iterator[Any]:
 def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) -> Launch:
     """The decode kernel's launch for a shape, with as many stages as shared memory holds."""
     p = problem(shape)
-    own = decode_configs.config_for(p, arch != "sm_80")
+    own = decode_configs.config_for(p, arch != "sm_80", 132)
     assert own is not None, shape
     t = Tiling.of(p, 16, own.block_n)
     target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)

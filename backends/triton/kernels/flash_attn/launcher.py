@@ -119,7 +119,7 @@ class Launcher:
             return None
         from graphrt.backends.triton.kernels.flash_attn import decode_configs
 
-        return decode_configs.config_for(p, self.target.has_pdl)
+        return decode_configs.config_for(p, self.target.has_pdl, self.target.sm_count)
 
     def _decode_launch(
         self, args: dict[str, Any], config: Any, t: Tiling, plan: MaskPlan | None, early: bool

@@ -46,12 +46,14 @@ class BatchConfig:
     least_steps: int = 2
 
 
-#: By number of tokens. The first one serves whose tiles are all at work at a time, else the last. Measured on an H100.
+#: By number of tokens. Measured on an H100.
 _CONFIGS = {
-    16: (BatchConfig(128, 2, 8, 2, early=1, per_sm=2),),
-    32: (BatchConfig(128, 2, 8, 2, early=1), BatchConfig(256, 2, 16, 2, early=1)),
-    64: (BatchConfig(128, 2, 8, 3), BatchConfig(256, 2, 16, 2, early=1)),
+    16: BatchConfig(128, 2, 8, 2, early=1, per_sm=2), 32: BatchConfig(128, 2, 8, 2, early=1),
+    64: BatchConfig(128, 2, 8, 3),
 }  # fmt: skip
+#: For sm_90, where the tiles of the others are more than the multiprocessors, and codes have no high bits (which would
+#: take registers that are not there): x is read half as often.
+_LARGE = {32: BatchConfig(256, 2, 16, 2, early=1), 64: BatchConfig(256, 2, 16, 2, early=1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +98,11 @@ def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchC
 
 def config_for(target: Target, kind: str, n: int, m: int) -> BatchConfig | None:
     """The config for n tokens and m rows in all."""
-    configs = _CONFIGS[padded_tokens(n)]
-    fit = (c for c in configs if m <= c.rows * target.sm_count * c.per_sm)
-    return fitted(next(fit, configs[-1]), kind, n, target.shared_memory)
+    tokens = padded_tokens(n)
+    config, packing = _CONFIGS[tokens], packing_of(kind)
+    if target.arch == "sm_90" and m > config.rows * target.sm_count and packing is not None and not packing.high_words:
+        config = _LARGE.get(tokens, config)
+    return fitted(config, kind, n, target.shared_memory)
 
 
 def fits(kind: str, k: int, n: int, target: Target) -> bool:
