@@ -69,8 +69,8 @@ def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
 def config_for(p: Any, hopper: bool, sm_count: int) -> Config | None:
     """The configuration for a problem (problem.py's Problem), None if this kernel does not serve it.
 
-    sm_count: multiprocessors; hopper: the GPU is an sm_90 or later. On others heads of 256 are the portable kernel's: there registers spill here,
-    and nobody has measured whether it is the faster one all the same, as it is on an H100.
+    sm_count: multiprocessors; hopper: the GPU is an sm_90 or later. On others heads of 256 are the portable kernel's:
+    there registers spill here, and nobody has measured whether it is the faster one all the same, as it is on an H100.
     """
     k, v = p.k, p.v
     if p.out is None or p.n_q * p.gqa > ROWS.value or k.d != v.d or k.d not in (64, 128, 256):
