@@ -24,6 +24,7 @@ VERBS = {
     "run": "generate text; without a model, the demo model",
     "pull": "fetch a model into the cache",
     "info": "metadata, tensors, types, memory needed, ops used",
+    "dump": "a graph as it would run: nodes, places, fusions, work; as a table, JSON or a picture",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
     "logits": "write the logits of every position to a .npy file",

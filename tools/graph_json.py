@@ -1,0 +1,236 @@
+"""A described graph as JSON and back, and from a description back into a Graph. docs/graph-json.md has the schema.
+
+text = json.dumps(to_json(describe(executable)))
+info = loads(text)               # the same description
+graph = graph_of(info)           # built anew by the ops' own rules, and compared field by field
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from graphrt import ops  # noqa: F401  (registers every op)
+from graphrt.backend import Usage
+from graphrt.dtypes import TYPES
+from graphrt.errors import GraphError
+from graphrt.graph import Graph
+from graphrt.op import build, op_spec, registered_ops
+from graphrt.tensor import MAX_DIMS, MAX_NAME, MAX_SRC, Dims, Flag, Tensor
+from graphrt.tools.checked_json import MAX_WHOLE, Checked, parsed
+from graphrt.tools.describe import (
+    BufferInfo,
+    CopyInfo,
+    GraphInfo,
+    GroupInfo,
+    PlaceInfo,
+    SplitInfo,
+    TensorInfo,
+    ViewInfo,
+    describe,
+)
+
+FORMAT, VERSION = "graphrt graph", 1
+MAX_TITLE, MAX_LABEL = 4096, 1024
+FLAGS = {"input": Flag.INPUT, "output": Flag.OUTPUT}
+USAGES = tuple(u.value for u in Usage)
+
+
+def to_json(info: GraphInfo) -> dict[str, Any]:
+    """The description as objects, arrays and plain values of strict JSON."""
+    plain: dict[str, Any] = _plain(asdict(info))
+    return {"format": FORMAT, "version": VERSION, **plain}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def loads(text: str) -> GraphInfo:
+    """The description that a text holds. Raises GraphError with the path of the first field that does not fit."""
+    return from_json(parsed(text, "a graph").value)
+
+
+def from_json(value: object) -> GraphInfo:
+    """The description that to_json() gave. Raises GraphError likewise."""
+    names = ("title", "phase", "n_tokens", "tensors", "outputs", "splits", "groups", "buffers")
+    at = Checked(value).fields("format", "version", *names)
+    at["format"].one_of((FORMAT,))
+    at["version"].whole(VERSION, VERSION)
+    sizes = {name: len(list(at[name].items())) for name in ("tensors", "splits", "groups", "buffers")}
+    return GraphInfo(
+        at["title"].text(MAX_TITLE),
+        at["phase"].one_of(("prefill", "decode", "graph")),
+        at["n_tokens"].whole(),
+        tuple(_tensor(t, i, sizes) for i, t in enumerate(at["tensors"].items())),
+        tuple(o.whole(0, sizes["tensors"] - 1) for o in at["outputs"].items()),
+        tuple(_split(s, sizes["tensors"]) for s in at["splits"].items()),
+        tuple(_group(g, sizes) for g in at["groups"].items()),
+        tuple(_buffer(b) for b in at["buffers"].items()),
+    )
+
+
+def _tensor(item: Checked, index: int, sizes: Mapping[str, int]) -> TensorInfo:
+    at = item.fields(
+        "index", "name", "op", "params", "dtype", "ne", "nb", "src", "view", "flags", "layer", "flops", "bytes",
+        "backend", "split", "group", "place",
+    )  # fmt: skip
+    op = at["op"].one_of(("NONE", *registered_ops()))
+    return TensorInfo(
+        index=at["index"].whole(index, index),
+        name=at["name"].text(MAX_NAME - 1),
+        op=op,
+        params=_params(at["params"], op),
+        dtype=at["dtype"].one_of(TYPES),
+        ne=_dims(at["ne"], 1),
+        nb=_dims(at["nb"], 0),
+        src=tuple(s.optional(lambda s: s.whole(0, index - 1)) for s in at["src"].items(MAX_SRC)),
+        view=at["view"].optional(lambda view: _view(view, index)),
+        flags=tuple(flag.one_of(FLAGS) for flag in at["flags"].items(len(FLAGS))),
+        layer=at["layer"].optional(Checked.whole),
+        flops=at["flops"].whole(),
+        bytes=at["bytes"].whole(),
+        backend=at["backend"].optional(_label),
+        split=at["split"].optional(lambda s: s.whole(0, sizes["splits"] - 1)),
+        group=at["group"].optional(lambda g: g.whole(0, sizes["groups"] - 1)),
+        place=at["place"].optional(lambda place: _place(place, sizes["buffers"])),
+    )
+
+
+def _dims(at: Checked, low: int) -> Dims:
+    a, b, c, d = at.wholes(MAX_DIMS, low)
+    if low and a * b * c * d > MAX_WHOLE:
+        at.refuse(f"the shape of at most {MAX_WHOLE} elements")
+    return (a, b, c, d)
+
+
+def _label(at: Checked) -> str:
+    return at.text(MAX_LABEL)
+
+
+def _view(at: Checked, index: int) -> ViewInfo:
+    field = at.fields("of", "offset")
+    return ViewInfo(field["of"].whole(0, index - 1), field["offset"].whole())
+
+
+def _place(at: Checked, buffers: int) -> PlaceInfo:
+    field = at.fields("buffer", "offset", "nbytes")
+    return PlaceInfo(field["buffer"].whole(0, buffers - 1), field["offset"].whole(), field["nbytes"].whole())
+
+
+def _split(at: Checked, tensors: int) -> SplitInfo:
+    field = at.fields("backend", "copies")
+    copies = []
+    for item in field["copies"].items():
+        copy = item.fields("source", "nbytes", "once")
+        copies.append(
+            CopyInfo(copy["source"].whole(0, tensors - 1), copy["nbytes"].whole(), copy["once"].true_or_false())
+        )
+    return SplitInfo(_label(field["backend"]), tuple(copies))
+
+
+def _group(at: Checked, sizes: Mapping[str, int]) -> GroupInfo:
+    field = at.fields("name", "split", "members", "results", "flops", "bytes")
+    members, results = (
+        tuple(t.whole(0, sizes["tensors"] - 1) for t in field[name].items()) for name in ("members", "results")
+    )
+    split = field["split"].whole(0, sizes["splits"] - 1)
+    return GroupInfo(_label(field["name"]), split, members, results, field["flops"].whole(), field["bytes"].whole())
+
+
+def _buffer(at: Checked) -> BufferInfo:
+    field = at.fields("backend", "usage", "nbytes")
+    return BufferInfo(_label(field["backend"]), field["usage"].one_of(USAGES), field["nbytes"].whole())
+
+
+# ---- parameters ----
+
+
+@cache
+def _param_types(op: str) -> dict[str, Any] | None:
+    """The types of an op's parameters by name; None for an op without."""
+    cls = op_spec(op).params if op != "NONE" else None
+    return get_type_hints(cls) if cls is not None else None
+
+
+def _params(at: Checked, op: str) -> dict[str, Any] | None:
+    types = _param_types(op)
+    if types is None:
+        if at.value is not None:
+            at.refuse(f"null, since {op} has no parameters")
+        return None
+    return {name: _param(field, types[name]) for name, field in at.fields(*types).items()}
+
+
+def _param(at: Checked, kind: Any) -> Any:
+    """A parameter of that type: a number, text, bool, or a tuple of whole numbers."""
+    if kind is bool:
+        return at.true_or_false()
+    if kind is int:
+        return at.whole(-MAX_WHOLE)
+    if kind is float:
+        return at.number()
+    if kind is str:
+        return at.text(MAX_LABEL)
+    if get_origin(kind) is tuple and set(get_args(kind)) == {int}:
+        return at.wholes(len(get_args(kind)), -MAX_WHOLE)
+    raise GraphError(f"{at.path}: JSON holds parameters that are int, float, bool, str or tuples of int, got {kind}")
+
+
+# ---- back into a graph ----
+
+
+def graph_of(info: GraphInfo) -> Graph:
+    """The graph that was described, built anew by its ops: weights and caches are leafs without data.
+
+    Every field that does not depend on preparing must come out as the description has it, else GraphError names the
+    first one that differs.
+    """
+    made: list[Tensor] = []
+    for t in info.tensors:
+        try:
+            made.append(_built(t, made))
+        except (GraphError, ArithmeticError, AssertionError, TypeError, ValueError) as error:
+            raise GraphError(f"$.tensors[{t.index}] must be a tensor that {t.op} can give: {error}; mend it") from error
+    graph = Graph(*(made[i] for i in info.outputs))
+    _check_same(info, describe(graph))
+    return graph
+
+
+def _built(t: TensorInfo, made: list[Tensor]) -> Tensor:
+    if t.is_leaf:
+        tensor = Tensor(t.dtype, t.ne, name=t.name)
+    else:
+        spec = op_spec(t.op)
+        params = spec.params(**t.params) if spec.params is not None and t.params is not None else None
+        tensor = build(spec, *(made[i] if i is not None else None for i in t.src), params=params, name=t.name)
+    for flag in t.flags:
+        tensor.flags |= FLAGS[flag]
+    return tensor
+
+
+_PREPARED = ("backend", "split", "group", "place")
+
+
+def _check_same(info: GraphInfo, found: GraphInfo) -> None:
+    """Raises GraphError for the first field in which the graph that came out differs from its description."""
+    for i, (said, is_) in enumerate(zip(info.tensors, found.tensors)):
+        a, b = _plain(asdict(said)), _plain(asdict(is_))
+        for name in a:
+            if name not in _PREPARED and a[name] != b[name]:
+                raise GraphError(
+                    f"$.tensors[{i}].{name} must be {str(b[name])[:80]} by the rules of {said.op} and of graphs, "
+                    f"got {str(a[name])[:80]}; mend it or write the file anew"
+                )
+    if len(info.tensors) != len(found.tensors):
+        raise GraphError(
+            f"$.tensors must hold what the outputs need and no more, that is {len(found.tensors)} tensors, "
+            f"got {len(info.tensors)}; take the others out or name their ends in $.outputs"
+        )
