@@ -26,7 +26,7 @@ from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor, new_tensor
 
 LOWERINGS = {**elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS}
-FUSED = norm.FUSED
+FUSED = {**norm.FUSED, **elementwise.FUSED}
 
 Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 
@@ -111,6 +111,10 @@ def aot_cases(arch: str = "sm_90") -> Iterator[Case]:
     for name, nodes in (*_elementwise(), *_rows()):
         for launch in launches(nodes, arch):
             yield name, launch.kernel, launch.args, launch.options
+    inner = ops.scale(new_tensor("f32", 128256, 2), 0.1)
+    bent = ops.unary(inner, "tanh")
+    for launch in launches([inner, bent, ops.scale(bent, 10.0)], arch, "softcap"):
+        yield "softcap", launch.kernel, launch.args, launch.options
     for n, rows in ((576, 1), (4096, 1), (4096, 512), (20000, 2)):
         for fused, length in (("norm_mul", 2), ("norm_mul_add", 3)):
             for launch in launches(_chain(n, rows)[:length], arch, fused):

@@ -97,6 +97,13 @@ def gate_up_down(n: int, size: float = 1.0) -> Graph:
     return Graph(product("down", gated, m=K))
 
 
+def capped(bias: float = 0.0, read: bool = False) -> Graph:
+    """Logits as they are capped. bias: of the last step; read: what is capped is read before the last step too."""
+    bent = ops.unary(ops.scale(x(), 1 / 0.7), "tanh")
+    out = ops.scale(bent, 0.7, bias)
+    return Graph(out, ops.sqr(bent)) if read else Graph(out)
+
+
 def qkv(kind: str, n: int) -> Graph:
     source = x(n)
     return Graph(*(product(name, source, kind, m) for name, m in (("q", 48), ("k", 16), ("v", 16))))
@@ -154,6 +161,7 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "gate, up and down, many tokens": (lambda: gate_up_down(11), "gate_up_glu_rounded", SAME),
     "gate, up and down, large": (lambda: gate_up_down(9, 3e3), "gate_up_glu_rounded", SAME),
     "gate, up and down, few tokens": (lambda: gate_up_down(3), "gate_up_glu_rounded", SAME),
+    "softcap": (lambda: capped(), "softcap", SAME),
     "q, k, v": (lambda: qkv("q8_0", 1), "projections", SAME),
     "q, k, v, f16": (lambda: qkv("f16", 3), "projections", SAME),
     "norm": (lambda: Graph(ops.sqr(normed(x()))), "norm_mul", SAME),
@@ -315,6 +323,8 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "x of two sequences": (
         lambda: Graph(ops.add(ops.mul_mat(leaf("w", K, M), leaf("x", K, 3, 2)), leaf("r", M, 3, 2))), "matmul_add",
     ),
+    "a cap with a bias": (lambda: capped(0.5), "softcap"),
+    "a cap whose tanh is read": (lambda: capped(read=True), "softcap"),
     "a gate read twice": (_gate_is_read, "gate_up_glu"),
     "gate and up of two sources": (_other_x, "gate_up_glu"),
     "one product as both": (_one_gate, "gate_up_glu"),

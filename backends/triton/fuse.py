@@ -204,6 +204,19 @@ def _sum_with(nodes: Nodes, product: Tensor) -> Tensor | None:
     return total if fits else None
 
 
+def softcap(nodes: Nodes) -> Iterator[Group]:
+    """SCALE, tanh and SCALE, as logits are capped."""
+    for inner in nodes.of("SCALE"):
+        bent = nodes.only_reader(inner)
+        if bent is None or bent.op != "UNARY" or bent.params.kind != "tanh":
+            continue
+        out = nodes.only_reader(bent)
+        if out is None or out.op != "SCALE" or inner.params.bias or out.params.bias:
+            continue
+        if all(t is not None and t.dtype.name == "f32" for t in (inner.src[0], inner, bent, out)):
+            yield Group([inner, bent, out], kernel="softcap")
+
+
 def rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k, and the writing of k and v into the cache that an attention reads."""
     for q, k, k_set, v_set in _rotations(nodes):
@@ -289,6 +302,7 @@ PATTERNS: dict[str, Pattern] = {
     "norm_mul": norm_mul,
     "matmul_add": matmul_add,
     "rope_cache": rope_cache,
+    "softcap": softcap,
     "attention_lse": attention_lse,
 }
 #: Those that change no rounding: an exact backend has no others.

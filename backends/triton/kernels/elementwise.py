@@ -151,6 +151,8 @@ def combined(a, b, x, y, OP: tl.constexpr):
         return tl.div_rn(a, b)
     elif OP == "SCALE":
         return a * x + y
+    elif OP == "SOFTCAP":  # SCALE, tanh and SCALE
+        return tanh(a * x) * y
     elif OP == "CLAMP":
         return clamped(a, x, y)
     elif OP == "SQR":
@@ -378,6 +380,15 @@ def lower_scale(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return _launch(nodes[0], ctx, "SCALE", p.scale, p.bias)
 
 
+def lower_softcap(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """SCALE, tanh and SCALE of f32."""
+    inner, _, out = nodes
+    assert inner.src[0] is not None
+    a = Operand.of(ctx.view(inner.src[0]))
+    memory, scales = ctx.view(out).data, (inner.params.scale, out.params.scale)
+    return [elementwise_launch("SOFTCAP", out.ne, a, None, memory, ctx.target, *scales)]
+
+
 def lower_clamp(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     p = nodes[0].params
     return _launch(nodes[0], ctx, "CLAMP", p.low, p.high)
@@ -407,3 +418,5 @@ LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     "UNARY": lower_unary,
     "GLU": lower_glu,
 }
+#: Groups of fuse.py by their names.
+FUSED: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"softcap": lower_softcap}

@@ -115,6 +115,6 @@ def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> 
 LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
     "projections": lower_projections, "gate_up_glu": lower_gate_up_glu,
     "gate_up_glu_rounded": partial(lower_gate_up_glu, rounded=True), "matmul_add": lower_mul_mat,
-    **norm.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "norm_mul_add_norm": lower_add_norm,
+    **norm.FUSED, **elementwise.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "norm_mul_add_norm": lower_add_norm,
     "add_norm": lower_add_norm, "rope_cache": rope.lower_rope_cache, "norm_rope_cache": rope.lower_rope_cache,
 }  # fmt: skip
