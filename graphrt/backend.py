@@ -59,6 +59,11 @@ class Buffer(ABC):
         data = self.read(offset, nbytes)
         return lambda: data
 
+    @property
+    def footprint(self) -> int:
+        """(optional) Bytes of memory that it takes: its size, unless the backend keeps the bytes in another form."""
+        return self.nbytes
+
     def host_view(self) -> Bytes | None:
         """The memory itself as uint8 [nbytes] when the host can address it, else None."""
         return None

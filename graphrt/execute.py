@@ -244,16 +244,31 @@ def _count_use(source: Tensor, uses: dict[Tensor, int]) -> None:
         tensor = tensor.src[0] if through_view else None
 
 
+def plan_arenas(graph: Graph, backends: Sequence[Backend]) -> dict[str, MemoryPlan]:
+    """The plans that prepare() would make, by the backend's name: no memory is taken and nothing compiled.
+
+    Raises GraphError and UnsupportedError as prepare() does.
+    """
+    check_graph(graph)
+    sched = schedule(graph, backends)
+    by_name = {b.name: b for b in backends}
+    return _plans(graph, sched, by_name, _fuse(graph, sched, by_name))
+
+
+def _plans(
+    graph: Graph, sched: Schedule, backends: dict[str, Backend], groups: list[list[Group]]
+) -> dict[str, MemoryPlan]:
+    requests = _requests(graph, sched, groups)
+    return {name: plan_memory(requests[name], b.alignment) for name, b in backends.items() if requests.get(name)}
+
+
 def _allocate(
     graph: Graph, sched: Schedule, backends: dict[str, Backend], groups: list[list[Group]]
 ) -> dict[str, Arena]:
-    requests = _requests(graph, sched, groups)
     arenas: dict[str, Arena] = {}
-    for name, backend in backends.items():
-        mine = requests.get(name)
-        if mine:
-            plan = plan_memory(mine, backend.alignment)
-            arenas[name] = Arena(backend.alloc(plan.peak, Usage.COMPUTE), plan, backend.alignment)
+    for name, plan in _plans(graph, sched, backends, groups).items():
+        backend = backends[name]
+        arenas[name] = Arena(backend.alloc(plan.peak, Usage.COMPUTE), plan, backend.alignment)
     return arenas
 
 

@@ -25,6 +25,7 @@ VERBS = {
     "pull": "fetch a model into the cache",
     "info": "metadata, tensors, types, memory needed, ops used",
     "dump": "a graph as it would run: nodes, places, fusions, work; as a table, JSON or a picture",
+    "memory": "where memory goes: weights, cache, arenas with their peak; a picture; the longest context that fits",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
     "logits": "write the logits of every position to a .npy file",

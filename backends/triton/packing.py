@@ -371,6 +371,10 @@ class PackedBuffer(TritonBuffer):
         self.packed = packed
         self.nbytes = packed.rows * packed.row_bytes
 
+    @property
+    def footprint(self) -> int:
+        return self.packed.nbytes
+
     def read(self, offset: int, nbytes: int) -> Bytes:
         first, last = self._rows(offset, nbytes)
         skip = offset - first * self.packed.row_bytes
