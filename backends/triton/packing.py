@@ -160,6 +160,12 @@ class Packed:
         """Bytes of a row of raw blocks."""
         return dtype(self.kind).row_size(self.k)
 
+    def words(self, plane: torch.Tensor) -> torch.Tensor:
+        """A plane as int32, with the gap behind it where its last word is not whole."""
+        start = plane.data_ptr() - self.memory.data_ptr()
+        assert start % 4 == 0
+        return self.memory[start : start + -(-plane.nbytes // 4) * 4].view(torch.int32)
+
     def part(self, first: int, last: int) -> Packed:
         """Rows first to last - 1, in the same memory."""
         high = None if self.high is None else self.high[first:last]

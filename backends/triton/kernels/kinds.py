@@ -41,6 +41,12 @@ def has_supers(KIND):
 
 
 @triton.constexpr_function
+def pairs_of_supers(KIND):
+    """A superblock's d and dmin fill an int32; otherwise two superblocks' d do."""
+    return FACTS.value[KIND][3] == 2
+
+
+@triton.constexpr_function
 def has_min(KIND):
     """Something is added to, or taken off, scale * code."""
     return FACTS.value[KIND][4]

@@ -14,7 +14,7 @@ from graphrt.backends.triton.kernels.flash_attn import chooser, portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_config
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
 Step = Callable[[], None]
@@ -127,7 +127,7 @@ class Launcher:
         from graphrt.backends.triton.kernels.flash_attn import decode, decode_configs
 
         fewer = tuple({"STAGES": n} for n in range(config.stages - 1, 0, -1))
-        options = portable.options(self.target, config.warps)
+        options = launch_options(self.target, config.warps)
         runs = plan.runs if plan is not None else args["p_counts"]
         join = decode_configs.join_of(args, t, config)
         known = decode_configs.arguments(args, config, runs, self._counters(t.n_tiles), join, early)

@@ -15,7 +15,7 @@ from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.tiles import same_order
-from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.soft_max import alibi_slopes
 
 LOG2E = math.log2(math.e)
@@ -67,7 +67,7 @@ def main_launch(arguments: dict[str, Any], config: Config, target: Target) -> La
     """The kernel over its programs; with fewer stages where shared memory is too small for the config's."""
     stages = range(config.stages, 0, -1)
     return Launch(
-        flash_attn, (arguments["programs"],), arguments, options(target, config.warps),
+        flash_attn, (arguments["programs"],), arguments, launch_options(target, config.warps),
         tuple({"STAGES": n} for n in stages[1:]),
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def repair_launch(arguments: dict[str, Any], bad: torch.Tensor, warps: int, targ
     # Few programs that look at many flags each: nearly always there is nothing to do.
     programs = min(bad.numel(), target.sm_count)
     args = {**arguments, "p_bad": bad, "REPAIR": True, "RANGES": False, "programs": programs, "splits": 0}
-    return Launch(flash_attn, (programs,), args, options(target, warps), ({"STAGES": 1},))
+    return Launch(flash_attn, (programs,), args, launch_options(target, warps), ({"STAGES": 1},))
 
 
 def fixup_launch(main: dict[str, Any], t: Tiling, p: Problem, target: Target) -> Launch:
@@ -95,12 +95,7 @@ def fixup_launch(main: dict[str, Any], t: Tiling, p: Problem, target: Target) ->
     kind, aligned = same_order(main["V_KIND"], main["V_ALIGNED"])
     args = {**{name: main[name] for name in names}, "V_KIND": kind, "V_ALIGNED": aligned}
     args |= {"ROWS": rows, "PARTS": parts, "COLS": cols}
-    return Launch(flash_attn_fixup, (t.n_tiles, -(-used // rows), -(-width // cols)), args, options(target, 4))
-
-
-def options(target: Target, warps: int) -> dict[str, Any]:
-    """How a kernel is launched."""
-    return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}
+    return Launch(flash_attn_fixup, (t.n_tiles, -(-used // rows), -(-width // cols)), args, launch_options(target, 4))
 
 
 def units_fit(t: Tiling, programs: int) -> bool:

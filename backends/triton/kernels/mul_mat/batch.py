@@ -203,13 +203,6 @@ def _segment(i: int, w: Packed | None, out: torch.Tensor | None) -> dict[str, An
         planes: tuple[torch.Tensor | None, ...] = (None,) * 4
     else:
         scales = w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
-        planes = (w.quants, w.high, scales, None if w.supers is None else words_of(w.supers, w))
+        planes = (w.quants, w.high, scales, None if w.supers is None else w.words(w.supers))
     named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
     return named | {f"p_out{i}": out, f"m{i}": 0 if w is None else w.rows}
-
-
-def words_of(plane: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """A plane as int32, with the gap behind it where its last word is not whole."""
-    start = plane.data_ptr() - packed.memory.data_ptr()
-    assert start % 4 == 0
-    return packed.memory[start : start + -(-plane.nbytes // 4) * 4].view(torch.int32)

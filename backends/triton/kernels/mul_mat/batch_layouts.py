@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import log2
-from graphrt.backends.triton.kernels.kinds import FACTS
 
 
 @gluon.constexpr_function
@@ -33,12 +32,6 @@ def scale_bytes(KIND):
 @gluon.constexpr_function
 def scale_type(KIND):
     return {1: gl.int8, 2: gl.int16, 4: gl.int32}[scale_bytes(KIND)]
-
-
-@gluon.constexpr_function
-def pairs_of_supers(KIND):
-    """A superblock's d and dmin fill a word of the plane of supers; otherwise two superblocks' d do."""
-    return FACTS.value[KIND][3] == 2
 
 
 @gluon.constexpr_function

@@ -19,11 +19,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits
+from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits, pairs_of_supers
 from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
     high_layout,
     mma_layout,
-    pairs_of_supers,
     pieces_copy,
     pieces_shared,
     rows_copy,

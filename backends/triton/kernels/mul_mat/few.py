@@ -50,7 +50,8 @@ def packed_product(
     scales = packed.scales.view(torch.uint8).view(-1)
     args: dict[str, Any] = {
         "p_quants": packed.quants, "p_high": packed.quants if packed.high is None else packed.high,
-        "p_scales": _words(scales, packed), "p_supers": _words(packed.supers, packed), "KIND": packed.kind,
+        "p_scales": packed.words(scales), "KIND": packed.kind,
+        "p_supers": packed.quants if packed.supers is None else packed.words(packed.supers),
         "GROUPS": groups, "PTX": ctx.target.is_nvidia,
     }  # fmt: skip
     return _product(gemm_packed, args, m, packed.k, x, batch, out, residual, ctx, place, config, even)
@@ -70,15 +71,6 @@ def plain_product(
         "PRECISION": "ieee" if exact else "tf32",
     }  # fmt: skip
     return _product(gemm_plain, args, m, k, x, batch, out, residual, ctx, place, config, k % config.width == 0)
-
-
-def _words(plane: torch.Tensor | None, packed: Packed) -> torch.Tensor:
-    """A plane as int32, with the gap behind it where its last word is not whole; anything for one that is not there."""
-    if plane is None:
-        return packed.quants
-    start = plane.data_ptr() - packed.memory.data_ptr()
-    assert start % 4 == 0
-    return packed.memory[start : start + -(-plane.nbytes // 4) * 4].view(torch.int32)
 
 
 def _product(

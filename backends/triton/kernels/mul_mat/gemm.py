@@ -12,7 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, codebook_word, has_supers, high_bits
+from graphrt.backends.triton.kernels.kinds import (
+    code_bits,
+    code_offset,
+    codebook_word,
+    has_supers,
+    high_bits,
+    pairs_of_supers,
+)
 
 GROUP = tl.constexpr(32)
 
@@ -296,12 +303,6 @@ def _scales(scales, supers, KIND: tl.constexpr):
 def scales_a_word(KIND):
     """Groups whose scales fill an int32."""
     return 1 if KIND in ("q4_1", "q5_1") else 4 if KIND in ("iq4_xs", "mxfp4") else 2
-
-
-@triton.constexpr_function
-def pairs_of_supers(KIND):
-    """A superblock's d and dmin fill an int32; otherwise two superblocks' d do."""
-    return KIND in ("q2_K", "q4_K", "q5_K")
 
 
 @triton.jit
