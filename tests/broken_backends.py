@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
+import torch
 from toy import ToyBackend, ToyBuffer
 
 from graphrt import ops
@@ -151,3 +152,79 @@ class BadFusing(CpuBackend):
             else:
                 groups.append(Group([node]))
         return groups
+
+
+class Spoiling(CpuBackend):
+    """The CPU's fast form, which spoils the result of a step right after it has run. It goes by the name of cpu, whose
+    memory it uses. runs: how many runs of a program are spoilt."""
+
+    def __init__(self, value: float = np.nan, runs: int = 10**9) -> None:
+        super().__init__(exact=False)
+        self.value, self.runs = value, runs
+
+    def spoils(self, group: Group) -> bool:
+        raise NotImplementedError
+
+    def spoil(self, out: torch.Tensor) -> None:
+        """out: torch's shape of the group's last node."""
+        raise NotImplementedError
+
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+        at = [i for i, group in enumerate(groups) if self.spoils(group)]
+        edges = [0, *(i + 1 for i in at), len(groups)]
+        parts = [super(Spoiling, self).compile(groups[a:b], place) for a, b in zip(edges, edges[1:])]
+        outs = [self._stored(groups[i].nodes[-1], place) for i in at]
+
+        def run() -> None:
+            for i, part in enumerate(parts):
+                part()
+                if i < len(outs) and self.runs > 0:
+                    self.spoil(outs[i])
+            self.runs -= bool(outs)
+
+        return run
+
+
+class SpoilingAttention(Spoiling):
+    """Row 1 (or the only one) of head 2 in layer 7's attention."""
+
+    def spoils(self, group: Group) -> bool:
+        return group.nodes[-1].name == "__fattn__-7"
+
+    def spoil(self, out: torch.Tensor) -> None:
+        out[0, min(1, out.shape[1] - 1), 2] = self.value
+
+
+class SpoilingDecode(SpoilingAttention):
+    """The same, only where a single token is read."""
+
+    def spoils(self, group: Group) -> bool:
+        return super().spoils(group) and group.nodes[-1].ne[2] == 1
+
+
+class SpoilingCache(Spoiling):
+    """What layer 7 writes into its cache of values: cell 1, the second head's first value."""
+
+    def spoils(self, group: Group) -> bool:
+        return group.nodes[-1].name == "cache_v_l7 (set)"
+
+    def spoil(self, out: torch.Tensor) -> None:
+        out[0, 0, 1, 16] = self.value
+
+
+class SpoilingFusion(Spoiling):
+    """Row 1 of layer 7's norm and weight, only when they are one step."""
+
+    layers: tuple[int, ...] = (7,)
+
+    def spoils(self, group: Group) -> bool:
+        return len(group.nodes) > 1 and group.nodes[-1].name in [f"ffn_norm-{il}" for il in self.layers]
+
+    def spoil(self, out: torch.Tensor) -> None:
+        out[0, 0, 1] = self.value
+
+
+class SpoilingFusions(SpoilingFusion):
+    """The same in two layers."""
+
+    layers = (3, 7)

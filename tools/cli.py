@@ -26,6 +26,7 @@ VERBS = {
     "info": "metadata, tensors, types, memory needed, ops used",
     "dump": "a graph as it would run: nodes, places, fusions, work; as a table, JSON or a picture",
     "memory": "where memory goes: weights, cache, arenas with their peak; a picture; the longest context that fits",
+    "trace": "what every node of a step holds: statistics, values, and which node makes the first NaN",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
     "logits": "write the logits of every position to a .npy file",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,25 @@ def read_text(path: str) -> str:
 def without_last_newline(text: str) -> str:
     """What llama.cpp takes of a file: editors and echo end it with a newline that belongs to no prompt."""
     return text.removesuffix("\n")
+
+
+def check_writable(path: str) -> None:
+    """Raises SessionError when a file of that name can't be written, as far as can be told without writing."""
+    try:
+        folder = Path(path).parent
+        if Path(path).is_dir():
+            raise not_writable(path, "it is a folder")
+        if not folder.is_dir():
+            raise not_writable(path, f"there is no folder {str(folder)!r}")
+        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise not_writable(path, "permission denied")
+    except ValueError as error:  # a NUL
+        raise not_writable(path, str(error)) from None
+
+
+def not_writable(path: str, reason: str | None) -> SessionError:
+    """The error for an output file that can't be written."""
+    return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another with -o")
 
 
 def print_json(value: object) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 import numpy as np
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import MODEL_HELP, add_session_arguments, load_model, print_json, session_options
+from graphrt.tools.common import (
+    MODEL_HELP,
+    add_session_arguments,
+    check_writable,
+    load_model,
+    not_writable,
+    print_json,
+    session_options,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,34 +42,16 @@ def parse_ids(text: str) -> list[int]:
 
 def main(args: argparse.Namespace) -> int:
     ids = parse_ids(args.tokens)
-    _check_writable(args.output)  # now, not after the work
+    check_writable(args.output)  # now, not after the work
     model = load_model(args, exact=not args.fast)
     logits = model.logits(ids, session_options(args))
     try:
         with open(args.output, "wb") as out:
             np.save(out, logits)
     except OSError as error:
-        raise _not_writable(args.output, error.strerror) from error
+        raise not_writable(args.output, error.strerror) from error
     if args.json:
         print_json({"output": args.output, "shape": list(logits.shape)})
     else:
         print(f"{args.output}: float32 {list(logits.shape)}")
     return 0
-
-
-def _check_writable(path: str) -> None:
-    """Raises SessionError when a file of that name can't be written, as far as can be told without writing."""
-    try:
-        folder = Path(path).parent
-        if Path(path).is_dir():
-            raise _not_writable(path, "it is a folder")
-        if not folder.is_dir():
-            raise _not_writable(path, f"there is no folder {str(folder)!r}")
-        if not os.access(path if Path(path).exists() else folder, os.W_OK):
-            raise _not_writable(path, "permission denied")
-    except ValueError as error:  # a NUL
-        raise _not_writable(path, str(error)) from None
-
-
-def _not_writable(path: str, reason: str | None) -> SessionError:
-    return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another with -o")

@@ -157,7 +157,7 @@ class Tally:
 
 
 def main(args: argparse.Namespace) -> int:
-    prompt = _prompt(args)
+    prompt = prompt_text(args)
     sampling = sampler_params(args)
     loading = time.perf_counter()
     needs: dict[str, Any] = {}
@@ -234,7 +234,8 @@ def _tokens(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
         raise ChatTemplateError(f"{error}\n--raw gives the prompt to the model without the template") from error
 
 
-def _prompt(args: argparse.Namespace) -> str:
+def prompt_text(args: argparse.Namespace) -> str:
+    """The text of -p, -f or standard input. Raises SessionError for none."""
     if args.prompt not in (None, "-"):
         text: str = args.prompt
     elif args.prompt == "-" or args.file is not None or not sys.stdin.isatty():

@@ -1,0 +1,141 @@
+"""A model's step that can be run again with some of its nodes kept in memory, so that they can be read after the run.
+
+A node that is kept is an output: the planner gives its memory to nobody else, and no fusion swallows it. That is all
+that cutting is; everything else of the step is as `run` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.errors import MemoryPlanError
+from graphrt.execute import Executable, prepare, read_tensor
+from graphrt.graph import Graph
+from graphrt.models.session import Logits, Session
+from graphrt.op import op_spec
+from graphrt.tensor import Tensor
+from graphrt.testing import dequantize
+
+Values = npt.NDArray[np.float64]
+#: Runs of a step on a backend that queues its work: the second one is captured and replayed, as all of `run`'s are.
+CAPTURED_RUNS = 2
+
+
+class WatchedSession(Session):
+    """A session whose steps keep the nodes at some indices of graph.nodes in memory. keep: None for a step as it is."""
+
+    keep: Collection[int] | None = None
+    last: Executable
+
+    def executable(self, n_tokens: int, n_outputs: int) -> Executable:
+        if self.keep is None:
+            self.last = super().executable(n_tokens, n_outputs)
+        else:
+            graph = self.decoder.graph(n_tokens, n_outputs, self.cache)
+            for i in self.keep:
+                graph.nodes[i].as_output()
+            self.last = prepare(graph, self.backends)
+        return self.last
+
+
+def cuttable(graph: Graph) -> list[int]:
+    """The indices of the nodes that compute. Views are read as what they look at."""
+    return [i for i, node in enumerate(graph.nodes) if not op_spec(node.op).is_view]
+
+
+def looked_at(graph: Graph, indices: Collection[int]) -> set[int]:
+    """The nodes that must be kept for those at `indices` to be readable: themselves, of a view what it looks at."""
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    out = set()
+    for i in indices:
+        node = graph.nodes[i]
+        while op_spec(node.op).is_view and node.src[0] in index:
+            node = graph.nodes[index[node.src[0]]]
+        out.add(index[node])
+    return out
+
+
+class Step:
+    """Some tokens after those that a session has read. run() may be called often: each time it begins where the first
+    one did. ids: the tokens; n_past: those before; exe, logits: of the latest run, f32 [n_vocab]."""
+
+    exe: Executable
+    logits: Logits
+
+    def __init__(self, session: WatchedSession, ids: Sequence[int]) -> None:
+        self.session = session
+        self.ids = list(ids)
+        self.n_past = session.n_past
+        self._rings = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
+
+    def run(self, keep: Collection[int] | None = None) -> Executable:
+        """Reads the tokens, with the nodes at `keep` in graph.nodes kept; None: nothing is cut."""
+        session = self.session
+        session.n_past = self.n_past
+        for kind, ring in session.cache.rings.items():
+            ring.restore(self._rings[kind])
+        session.keep = keep
+        try:
+            session.eval(self.ids)
+        finally:
+            session.keep = None
+        self.exe = session.last
+        if any(split.backend.asynchronous for split in self.exe.splits):
+            for _ in range(
+                CAPTURED_RUNS - 1
+            ):  # what a run writes depends on its inputs alone, and they are still there
+                self.exe.run()
+        self.exe.synchronize()
+        self.logits = np.array(self.exe.read("result_output"), np.float32).reshape(-1)
+        return self.exe
+
+    def is_clean(self) -> bool:
+        """The latest run left no NaN or infinity in what is readable without cutting: the logits and the cache."""
+        if not np.isfinite(self.logits).all():
+            return False
+        return all(
+            np.isfinite(self._held(leaf, read_tensor(leaf, leaf.buffer, leaf.offset))).all()
+            for layer in self.session.cache.layers
+            for leaf in (layer.k, layer.v)
+            if leaf.buffer is not None
+        )
+
+    def values(self, t: Tensor) -> Values | None:
+        """The elements of a tensor after the latest run: float64 in torch's shape, None where it was not kept. Of what
+        lies in a cache only the cells that hold a token."""
+        try:
+            raw = self.exe.read(t)
+        except MemoryPlanError:
+            return None
+        return self._held(t, raw)
+
+    def _held(self, t: Tensor, raw: npt.NDArray[np.generic]) -> Values:
+        cells = self.cells(t)
+        kept = raw if cells is None else np.ascontiguousarray(raw[:, :, cells])
+        return np.asarray(dequantize(kept, t.dtype), np.float64)
+
+    def cells(self, t: Tensor) -> npt.NDArray[np.int64] | None:
+        """The cells along ne[1] that values() gives, None for what lies in no cache."""
+        cache = self.session.cache
+        for layer in cache.layers:
+            if t.root is layer.k or t.root is layer.v:
+                return np.flatnonzero(cache.rings[layer.kind].positions[0] >= 0)
+        return None
+
+
+def n_steps(session: Session, n_tokens: int, phase: str) -> int:
+    """How many steps() gives."""
+    return -(-n_tokens // session.n_batch) + (phase == "decode")
+
+
+def steps(session: WatchedSession, tokens: Sequence[int], phase: str) -> Iterator[Step]:
+    """The steps in which `run` reads a prompt, and for "decode" the one after it with the likeliest token. Each must be
+    run before the next one is asked for."""
+    for start in range(0, len(tokens), session.n_batch):
+        step = Step(session, tokens[start : start + session.n_batch])
+        yield step
+    if phase == "decode":
+        yield Step(session, [int(np.argmax(step.logits))])
