@@ -9,6 +9,7 @@ import torch
 
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.mul_mat import batch, gemm, half_kernels
+from graphrt.backends.triton.kernels.mul_mat.batch_arguments import Split
 from graphrt.backends.triton.kernels.mul_mat.gemm_configs import MANY, Config, table_of
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
@@ -48,7 +49,7 @@ def _batch_cases(arch: str) -> Iterator[Case]:
         weights = [Packed.empty(kind, 64, 1024, "cpu")] * count
         config = batch.config_for(target, kind, n, m)
         assert config is not None
-        split = None if m > 1024 else batch.Split(2, 2, many, few)
+        split = None if m > 1024 else Split(2, 2, many, few)
         x = Half(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
         outs = [torch.zeros(n, 64)] * (1 if gate else count)
         made = batch.launch(
@@ -100,8 +101,9 @@ def _others(arch: str) -> Iterator[Case]:
         "PDL": arch in ("sm_90", "sm_100"),
     }  # fmt: skip
     for whole, block, warps in ((False, 1024, 4), (True, 16384, 16)):
-        args = rows | {"WHOLE": whole, "BLOCK": block}
-        yield f"{arch} round_rows {block}", half_kernels.round_rows, args, _options(arch, warps), arch
+        for ordered in (False, True) if arch == "sm_90" else (False,):
+            args = rows | {"WHOLE": whole, "ORDERED": ordered, "BLOCK": block}
+            yield f"{arch} round_rows {block} {ordered}", half_kernels.round_rows, args, _options(arch, warps), arch
     rounded: dict[str, Any] = {
         "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_out": _F16, "p_factors": _F32,
         "part_stride": 1 << 20, "cols": 14336, "alpha": 1.5, "limit": 7.0, "A_PARTS": 1, "A_FACTORS": True,

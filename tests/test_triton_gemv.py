@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 import gguf
 import numpy as np
+from wgmma_order import wgmma_order
 
 from graphrt.backends.triton import device
 
@@ -305,7 +306,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     assert found.d[0, 0].isfinite() and not found.d[0, 1].isfinite()
 
 
-@pytest.mark.parametrize(("n", "k"), [(2, 64), (1, 576), (2, 8256)])
+@pytest.mark.parametrize(("n", "k"), [(2, 64), (2, 640), (2, 8320)])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_norm_quantize(n: int, k: int, weighted: bool) -> None:
     x, weight = _vectors(n, k), torch.rand(k) + 0.5 if weighted else None
@@ -320,6 +321,10 @@ def test_norm_quantize(n: int, k: int, weighted: bool) -> None:
     half = torch.empty(n, k, dtype=torch.float16, device=DEVICE)
     norm_quantize(TARGET, rows, given, 1e-5, half)()
     torch.testing.assert_close(half.cpu().double(), expected, rtol=6e-4, atol=1e-6)
+    if k % 128 == 0:
+        ordered = torch.empty_like(half)
+        norm_quantize(TARGET, rows, given, 1e-5, ordered, ordered=True)()
+        assert torch.equal(ordered, half[:, wgmma_order(k)])
 
 
 def test_norm_of_a_row_that_is_not_whole_groups() -> None:
@@ -328,7 +333,7 @@ def test_norm_of_a_row_that_is_not_whole_groups() -> None:
     torch.testing.assert_close(plain.cpu().double(), _normed(x, None, 1e-6), rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (2, 1120), (9, 96)])
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (2, 1120), (9, 96), (9, 256)])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("early", [True, False])
 def test_add_norm_quantize(n: int, k: int, first: bool, early: bool) -> None:
@@ -336,7 +341,7 @@ def test_add_norm_quantize(n: int, k: int, first: bool, early: bool) -> None:
     total = (_normed(x, w, 1e-5) if first else x.double()) + residual.double()
     expected = _normed(total.float(), w2, 1e-6)
     found = Activations.empty(n, k, DEVICE) if n <= 8 else torch.empty(n, k, dtype=torch.float16, device=DEVICE)
-    here, other = x.to(DEVICE), residual.to(DEVICE)
+    here, other = x.to(DEVICE), residual.clone().to(DEVICE)
     before = NormWeight(w.to(DEVICE), 1e-5) if first else None
     add_norm_quantize(TARGET, here, before, other, other, NormWeight(w2.to(DEVICE), 1e-6), found, early)()
     torch.testing.assert_close(other.cpu().double(), total, rtol=2e-6, atol=1e-6)
@@ -344,6 +349,11 @@ def test_add_norm_quantize(n: int, k: int, first: bool, early: bool) -> None:
         _check_activations(found, expected, False)
     else:
         torch.testing.assert_close(found.cpu().double(), expected, rtol=6e-4, atol=1e-5)
+        if k % 128 == 0:
+            ordered, other = torch.empty_like(found), residual.clone().to(DEVICE)
+            second = NormWeight(w2.to(DEVICE), 1e-6)
+            add_norm_quantize(TARGET, here, before, other, other, second, ordered, early, ordered=True)()
+            assert torch.equal(ordered, found[:, wgmma_order(k)])
 
 
 @pytest.mark.parametrize("kind", GLU_KINDS)

@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from wgmma_order import wgmma_order
+
 from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.dtypes import dtype
@@ -27,7 +29,7 @@ if device.unusable() is not None:
 
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels import fused
-from graphrt.backends.triton.kernels.mul_mat import dense, few, gemm_configs, lower
+from graphrt.backends.triton.kernels.mul_mat import dense, few, gemm_configs, half, lower
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, as_half
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, pack
@@ -231,10 +233,28 @@ def test_weights_of_several_types_share_their_activations() -> None:
 def test_prepared_activations() -> None:
     run = Run()
     w, x = run.leaf("q4_0", (64, 5), packed=True), run.leaf("f32", (64, 3))
-    half, steps = as_half(torch.from_numpy(run.values[x]), torch.float16, run.ctx)
-    assert isinstance(half, Half) and (half.rows, half.k) == (3, 64)
+    made, steps = as_half(torch.from_numpy(run.values[x]), torch.float16, run.ctx)
+    assert isinstance(made, Half) and (made.rows, made.k) == (3, 64)
     node = run.node(w, x)
-    run.check(node, [*steps, *lower.product([w], half, [node], run.ctx)])
+    run.check(node, [*steps, *lower.product([w], made, [node], run.ctx)])
+
+
+def test_ordered_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """batch_wgmma.py's order, of rows that a program holds whole and of longer ones; and back."""
+    for most in (half._MOST_WHOLE, 128):
+        monkeypatch.setattr(half, "_MOST_WHOLE", most)
+        run = Run()
+        x = torch.from_numpy(run.values[run.leaf("f32", (384, 3))]).float()
+        plain, ordered = (as_half(x, torch.float16, run.ctx, order) for order in (False, True))
+        for step in (*plain[1], *ordered[1]):
+            step()
+        assert ordered[0].ordered and not plain[0].ordered
+        assert torch.equal(ordered[0].values, plain[0].values[:, wgmma_order(384)])
+        back, steps = half.as_it_was(ordered[0], run.ctx)
+        for step in steps:
+            step()
+        assert torch.equal(back.values, plain[0].values) and back.factors is ordered[0].factors
+        assert half.as_it_was(plain[0], run.ctx) == (plain[0], [])
 
 
 def test_a_large_matrix_is_dequantized_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

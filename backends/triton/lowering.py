@@ -24,6 +24,9 @@ OPS: dict[str, Lowering] = {
 def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Segment]:
     """The steps of a split, group by group. attention: makes the launches of FLASH_ATTN_EXT and FLASH_ATTN_LSE."""
     segments: list[Segment] = []
+    for node in (n for group in groups for n in group.nodes if n.op == "MUL_MAT"):
+        w, x = list(node.sources())[:2]
+        ctx.weights.setdefault(x, []).append(w)
     for group in groups:
         nodes = [n for n in group.nodes if not is_view(n)]
         if not nodes:

@@ -19,7 +19,7 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
 )
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_TOKENS
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
-from graphrt.backends.triton.kernels.mul_mat.lower import product
+from graphrt.backends.triton.kernels.mul_mat.lower import product, takes_order
 from graphrt.tensor import Tensor
 
 Nodes = Sequence[Tensor]
@@ -63,7 +63,8 @@ def lower_norm_mul_rounded(nodes: Nodes, ctx: Context) -> list[Step]:
     if rounded is None:
         return norm.lower_norm_mul(nodes, ctx)
     rows = Rows(x.data, scaled.n_rows, scaled.ne[0], x.strides[1], x.strides[0])
-    return [norm_quantize(ctx.target, rows, row.data, made.params.eps, rounded)]
+    out, ordered = rounded
+    return [norm_quantize(ctx.target, rows, row.data, made.params.eps, out, ordered=ordered)]
 
 
 def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
@@ -82,7 +83,8 @@ def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
     x = _source(first[0], 0) if first else block
     lines = [ctx.view(t).data.view(-1, t.ne[0]) for t in (x, residual, total)]
     second = _norm_weight(made, scaled, ctx)
-    return [add_norm_quantize(ctx.target, lines[0], before, lines[1], lines[2], second, rounded, early)]
+    out, ordered = rounded
+    return [add_norm_quantize(ctx.target, lines[0], before, lines[1], lines[2], second, out, early, ordered)]
 
 
 def _norm_weight(made: Tensor, scaled: Tensor, ctx: Context) -> NormWeight:
@@ -90,21 +92,22 @@ def _norm_weight(made: Tensor, scaled: Tensor, ctx: Context) -> NormWeight:
     return NormWeight(ctx.view(_source(scaled, 1)).data, made.params.eps)
 
 
-def _rounded_norm(scaled: Tensor, ctx: Context) -> Activations | torch.Tensor | None:
-    """A norm's memory as what products take, which ctx.rounded then has: 8 bits, or f16 for many tokens; None where f16
+def _rounded_norm(scaled: Tensor, ctx: Context) -> tuple[Activations | torch.Tensor, bool] | None:
+    """A norm's memory as what products take, which ctx.rounded then has: 8 bits, or f16 for many tokens, and whether
 
-    might not hold it."""
+    that is ordered (half.Half). None where f16 might not hold it."""
     k, n = scaled.ne[0], scaled.n_rows
     out = ctx.view(scaled).data
     if n <= MAX_TOKENS:
         ctx.rounded[scaled] = found = Activations.inside(out, n, k)
-        return found
+        return found, False
     weights = _source(scaled, 1)
     if not _stays_in_f16(ctx.view(weights).data, k, weights, ctx):
         return None
     half = out.view(torch.float16)[: n * k].view(n, k)
-    ctx.rounded[scaled] = Half(half)
-    return half
+    ordered = half.data_ptr() % 16 == 0 and all(takes_order(w, n, ctx) for w in ctx.weights[scaled])
+    ctx.rounded[scaled] = Half(half, None, ordered)
+    return half, ordered
 
 
 def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> bool:

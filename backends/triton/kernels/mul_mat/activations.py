@@ -141,9 +141,18 @@ def _store_q8(x, p_q, p_d, p_s, at, m):
 
 
 @triton.jit
-def _store_f16(x, p_q, at, m):
+def ordered_place(i):
+    """Where element i lies in batch_wgmma.py's order: of its place in 128 the bits c1 c0 h i1 i0 b1 b0 become
+
+    h i1 i0 b1 c1 c0 b0."""
+    return (i // 128) * 128 + (i // 16 % 2 * 64 + i // 4 % 4 * 16 + i // 2 % 2 * 8 + i // 32 % 4 * 2 + i % 2)
+
+
+@triton.jit
+def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
     """The same as f16, of rows that need not be whole groups. at: elements, m: which of them, [groups, 32]."""
-    tl.store(p_q + at, x.to(tl.float16), mask=m)
+    place = ordered_place(at) if ORDERED else at
+    tl.store(p_q + place, x.to(tl.float16), mask=m)
 
 
 # --- kernels ---
@@ -174,7 +183,7 @@ def round_rows(
     if Q8:
         _store_q8(x, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
     else:
-        _store_f16(x, p_q, row * k + at, m)
+        _store_f16(x, p_q, row * k + at, m, False)
 
 
 @triton.jit
@@ -184,7 +193,8 @@ def norm_rows(
 ):  # fmt: skip
     """Program (row): x / sqrt(mean(x**2) + eps) * w of a row of x. w: f32 [k] or None.
 
-    TO_F32: into `out`, rows out_row apart; TO: "q8" or "f16" as round_rows, "" for neither. WHOLE: a block is a row.
+    TO_F32: into `out`, rows out_row apart; TO: "q8" or "f16" as round_rows, "ordered": f16 as half.Half has it, "" for
+    none of these. WHOLE: a block is a row.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -213,8 +223,8 @@ def norm_rows(
         if TO == "q8":
             group = start // 32 + tl.arange(0, BLOCK // 32)
             _store_q8(y, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
-        elif TO == "f16":
-            _store_f16(y, p_q, row * k + at, m)
+        elif TO != "":
+            _store_f16(y, p_q, row * k + at, m, TO == "ordered")
 
 
 @triton.jit
@@ -260,7 +270,7 @@ def add_norm_rows(
         group = tl.arange(0, BLOCK // 32)
         _store_q8(y, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
     else:
-        _store_f16(y, p_q, at, m)
+        _store_f16(y, p_q, at, m, TO == "ordered")
 
 
 # --- launches ---
@@ -280,14 +290,14 @@ def glu_quantize(target: Target, gate: Rows, up: Rows, kind: str, out: Activatio
 
 def norm_quantize(
     target: Target, x: Rows, weight: torch.Tensor | None, eps: float, out: Activations | torch.Tensor | None,
-    out_f32: Rows | None = None,
+    out_f32: Rows | None = None, ordered: bool = False,
 ) -> Launch:  # fmt: skip
     """Rounds the RMS norm of x's rows times `weight` (f32 [k]). out: as quantize_rows, or None for out_f32 alone.
 
-    out_f32: takes the result unrounded, its elements side by side; it may be x itself.
+    out_f32: takes the result unrounded, its elements side by side; it may be x itself. ordered: f16 as half.Half's.
     """
     block = min(_NORM_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
-    to = "" if out is None else "q8" if isinstance(out, Activations) else "f16"
+    to = "" if out is None else _form_of(out, ordered)
     assert out_f32 is None or out_f32.stride == 1
     args = {
         "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, "p_w": weight, "eps": eps,
@@ -308,12 +318,12 @@ class NormWeight:
 
 def add_norm_quantize(
     target: Target, x: torch.Tensor, norm: NormWeight | None, residual: torch.Tensor, total: torch.Tensor,
-    second: NormWeight, out: Activations | torch.Tensor, early: bool = False,
+    second: NormWeight, out: Activations | torch.Tensor, early: bool = False, ordered: bool = False,
 ) -> Launch:  # fmt: skip
     """total = x + residual, x after `norm` if there is one; and out, `second` of total, rounded.
 
     x, residual, total: f32 [n, k] without gaps, k up to MAX_ADD_NORM; total may be x or residual. out: as
-    quantize_rows, in memory of its own. early: no kernel of a run writes the norms' weights.
+    quantize_rows, in memory of its own. early: no kernel of a run writes the norms' weights. ordered: as norm_quantize.
     """
     n, k = x.shape
     assert k <= MAX_ADD_NORM
@@ -321,7 +331,7 @@ def add_norm_quantize(
     args = {
         "p_x": x, "p_w": norm and norm.row, "eps": norm.eps if norm else 0.0, "p_residual": residual, "p_sum": total,
         "p_w2": second.row, "eps2": second.eps, **_outputs(out), "k": k,
-        "TO": "q8" if isinstance(out, Activations) else "f16", "EARLY": early, "BLOCK": block, "PDL": target.has_pdl,
+        "TO": _form_of(out, ordered), "EARLY": early, "BLOCK": block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(add_norm_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
 
@@ -336,6 +346,11 @@ def _rounding(target: Target, x: Rows, up: Rows | None, kind: str, out: Activati
         "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(round_rows, (x.n, -(-x.k // block)), args, launch_options(target, max(1, block // 256)))
+
+
+def _form_of(out: Activations | torch.Tensor, ordered: bool) -> str:
+    """What kernels write, by the name that they have for it."""
+    return "q8" if isinstance(out, Activations) else "ordered" if ordered else "f16"
 
 
 def _outputs(out: Activations | torch.Tensor | None) -> dict[str, torch.Tensor | None]:

@@ -1,17 +1,19 @@
-"""Launches of batch_mma.py: which products it takes, tiles, and how k is split."""
+"""Launches of batch_mma.py, and on Hopper of batch_wgmma.py: which products they take, tiles, and how k is split."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.mul_mat import batch_hopper
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
+from graphrt.backends.triton.kernels.mul_mat.batch_arguments import MAX_SEGMENTS, Split, arguments
+from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
 from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -20,8 +22,6 @@ from graphrt.backends.triton.packing import GROUP, Packed, packing_of
 #: Types that it takes: 4- and 8-bit codes.
 KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs", "mxfp4")
 MAX_TOKENS = 64
-#: Matrices of one launch.
-MAX_SEGMENTS = 3
 #: Elements of k of a warp's step.
 _STEP = 4 * GROUP
 #: Shared memory that the system takes for each program, in bytes, and registers of a multiprocessor.
@@ -45,6 +45,16 @@ class BatchConfig:
     per_sm: int = 1
     least_steps: int = 2
 
+    @property
+    def step(self) -> int:
+        """Elements of k of a step."""
+        return self.wk * _STEP
+
+    @property
+    def counters(self) -> int:
+        """Of a tile that is split."""
+        return 1
+
 
 #: By number of tokens. Measured on an H100.
 _CONFIGS = {
@@ -54,16 +64,6 @@ _CONFIGS = {
 #: For sm_90, where the tiles of the others are more than the multiprocessors, and codes have no high bits (which would
 #: take registers that are not there): x is read half as often.
 _LARGE = {32: BatchConfig(256, 2, 16, 2, early=1), 64: BatchConfig(256, 2, 16, 2, early=1)}
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """k in `ranges` ranges of `steps` steps. parts: f32, a tile's sums for each; counter: int32 [tiles], zeros."""
-
-    ranges: int
-    steps: int
-    parts: torch.Tensor
-    counter: torch.Tensor
 
 
 def padded_tokens(n: int) -> int:
@@ -130,43 +130,62 @@ def takes_together(weights: Sequence[Packed], gate: Gate | None) -> bool:
     return same and gate.kind in GLU_KINDS and len(weights) == 2 and weights[0].rows == weights[1].rows
 
 
-def splits_of(target: Target, config: BatchConfig, tiles: int, k: int) -> tuple[int, int]:
+def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k: int) -> tuple[int, int]:
     """(ranges that k is split into, steps of a range), none of them empty."""
-    steps = triton.cdiv(k, _STEP * config.wk)
+    steps = triton.cdiv(k, config.step)
     splits = max(1, min(target.sm_count * config.per_sm // tiles, steps // config.least_steps))
     each = triton.cdiv(steps, splits)
     return triton.cdiv(steps, each), each
 
 
-def tiles_of(weights: Sequence[Packed], config: BatchConfig, gate: Gate | None) -> int:
+def tiles_of(weights: Sequence[Packed], config: BatchConfig | HopperConfig, gate: Gate | None) -> int:
     """Tiles of a launch."""
     if gate is not None:
         return -(-weights[0].rows // (config.rows // 2))
     return sum(-(-w.rows // config.rows) for w in weights)
 
 
+def takes_order(target: Target, kind: str, k: int, n: int) -> bool:
+    """Whether a product that fits() is batch_wgmma.py's, which wants its activations ordered (half.Half)."""
+    return target.arch == "sm_90" and batch_hopper.config_for(target, kind, padded_tokens(n), 1, k) is not None
+
+
 def product(
     weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], ctx: Context,
-    residual: torch.Tensor | None = None, gate: Gate | None = None, config: BatchConfig | None = None,
+    residual: torch.Tensor | None = None, gate: Gate | None = None, config: BatchConfig | HopperConfig | None = None,
 ) -> Launch:  # fmt: skip
     """x times weights of which fits(), aligned() and takes_together() are true, in one launch.
 
-    outs: f32 [n, m] of each, or one with a gate. residual: f32 like the only out, which it may be.
+    outs: f32 [n, m] of each, or one with a gate. residual: f32 like the only out, which it may be. x is ordered if
+    takes_order().
     """
-    config = config or config_for(ctx.target, weights[0].kind, x.rows, sum(w.rows for w in weights))
+    kind, m = weights[0].kind, sum(w.rows for w in weights)
+    if config is None and x.ordered:
+        config = batch_hopper.config_for(ctx.target, kind, padded_tokens(x.rows), m, x.k)
+    elif config is None:
+        config = config_for(ctx.target, kind, x.rows, m)
     assert config is not None
     tiles = tiles_of(weights, config, gate)
-    ranges, steps = splits_of(ctx.target, config, tiles, x.k)
-    split = None
-    if ranges > 1:
-        nbytes = ranges * tiles * config.rows * padded_tokens(x.rows) * 4
-        parts = ctx.shared_scratch("parts of tiles", nbytes)[:nbytes].view(torch.float32)
-        counter = ctx.shared.get("counters of tiles")
-        if counter is None or counter.numel() < tiles:
-            counter = torch.zeros(max(1024, tiles), dtype=torch.int32, device=ctx.target.device)
-            ctx.shared["counters of tiles"] = counter
-        split = Split(ranges, steps, parts, counter)
+    split = _split(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)
+    if isinstance(config, HopperConfig):
+        return batch_hopper.launch(ctx.target, weights, x, outs, config, padded_tokens(x.rows), residual, gate, split)
     return launch(ctx.target, weights, x, outs, config, residual, gate, split)
+
+
+def _split(
+    tiles: int, ranges: tuple[int, int], config: BatchConfig | HopperConfig, tokens: int, ctx: Context
+) -> Split | None:
+    """Memory for the parts of tiles and a counter for each warpgroup's, if there is more than one range."""
+    if ranges[0] == 1:
+        return None
+    nbytes = ranges[0] * tiles * config.rows * tokens * 4
+    parts = ctx.shared_scratch("parts of tiles", nbytes)[:nbytes].view(torch.float32)
+    counters = tiles * config.counters
+    counter = ctx.shared.get("counters of tiles")
+    if counter is None or counter.numel() < counters:
+        counter = torch.zeros(max(1024, counters), dtype=torch.int32, device=ctx.target.device)
+        ctx.shared["counters of tiles"] = counter
+    return Split(*ranges, parts, counter)
 
 
 def launch(
@@ -176,33 +195,15 @@ def launch(
     """As product(), with k split as it is told."""
     assert residual is None or len(weights) == 1
     ranges = split.ranges if split else 1
-    args: dict[str, Any] = {
-        "p_x": x.values, "p_factors": x.factors, "p_residual": residual, "p_parts": split and split.parts,
-        "p_counter": split and split.counter, "n": x.rows, "k": x.k, "n_splits": ranges,
-        "steps_a_split": split.steps if split else triton.cdiv(x.k, _STEP * config.wk), "KIND": weights[0].kind,
-        "ROWS": config.rows, "TOKENS": padded_tokens(x.rows), "WK": config.wk, "STAGES": config.stages,
-        "EARLY": min(config.early, config.stages - 1), "SEGMENTS": 1 if gate else len(weights),
+    args = arguments(weights, x, outs, residual, split, triton.cdiv(x.k, config.step))
+    args |= {
+        "KIND": weights[0].kind, "ROWS": config.rows, "TOKENS": padded_tokens(x.rows), "WK": config.wk,
+        "STAGES": config.stages, "EARLY": min(config.early, config.stages - 1), "SEGMENTS": 1 if gate else len(weights),
         "GLU": gate.kind if gate else "", "SPLIT": ranges > 1, "HAS_FACTORS": x.factors is not None,
         "HAS_RESIDUAL": residual is not None, "PDL": target.has_pdl,
     }  # fmt: skip
-    for i in range(MAX_SEGMENTS):
-        args |= _segment(i, weights[i] if i < len(weights) else None, outs[i] if i < len(outs) else None)
     grid = (tiles_of(weights, config, gate) * ranges,)
     options = launch_options(target, config.warps)
     # Also where all registers are free: else the compiler may aim at more programs, and spill for them.
     options["maxnreg"] = min(255, _REGISTERS // (config.per_sm * config.warps * 32))
     return Launch(batch_mma, grid, args, options)
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-def _segment(i: int, w: Packed | None, out: torch.Tensor | None) -> dict[str, Any]:
-    """The arguments of a launch's i-th matrix. Scales: as integers of what a group has; supers: as int32."""
-    if w is None:
-        planes: tuple[torch.Tensor | None, ...] = (None,) * 4
-    else:
-        scales = w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
-        planes = (w.quants, w.high, scales, None if w.supers is None else w.words(w.supers))
-    named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
-    return named | {f"p_out{i}": out, f"m{i}": 0 if w is None else w.rows}

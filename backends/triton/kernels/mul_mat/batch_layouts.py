@@ -137,13 +137,12 @@ def sums_shared(WK, ROWS, TOKENS):
 
 @gluon.constexpr_function
 def sums_layout(WK, ROWS, TOKENS, WARPS, PAIR):
-    """[WK, ROWS, TOKENS] with all parts of a sum in one thread, rows over lanes. PAIR: so are both halves of rows."""
-    r, t = log2(ROWS), log2(TOKENS)
+    """[WK, ROWS, TOKENS] with all parts of a sum in one thread, rows over lanes. PAIR: rows i and i + 8 of 16 too."""
+    rows, t = bits(1, 0, log2(ROWS), 3), log2(TOKENS)
     mine = bits(0, 0, log2(WK), 3)
     if PAIR:
-        r -= 1
-        mine += bits(1, r, r + 1, 3)
-    order = bits(1, 0, r, 3) + bits(2, 0, t, 3)
+        mine, rows = mine + rows[3:4], rows[:3] + rows[4:]
+    order = rows + bits(2, 0, t, 3)
     w = 5 + log2(WARPS)
     warps = order[5:w] + [[0, 0, 0]] * max(0, w - len(order))
     return gl.DistributedLinearLayout(mine + order[w:], order[:5], warps, [], [WK, ROWS, TOKENS])

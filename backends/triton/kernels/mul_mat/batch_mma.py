@@ -46,8 +46,8 @@ from graphrt.backends.triton.kernels.mul_mat.gemm import (
 
 
 @gluon.jit
-def allocate(KIND: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
-    """Rings of (quants, high, scales, supers, x's first and second half groups); quants stand for what a type lacks."""
+def allocate_planes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
+    """Rings of (quants, high, scales, supers); quants stand for what a type lacks."""
     E: gl.constexpr = code_bits(KIND)
     quants = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS, 4, E], pieces_shared(WK, ROWS, E, 4))
     high = quants
@@ -58,20 +58,57 @@ def allocate(KIND: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WK: g
     scales = gl.allocate_shared_memory(scale_type(KIND), [STAGES, WK, ROWS, 4], rows_shared([WK, ROWS, 4]))
     if has_supers(KIND):
         supers = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS], rows_shared([WK, ROWS]))
-    x_low = gl.allocate_shared_memory(gl.float16, [STAGES, WK, TOKENS, 4, 16], pieces_shared(WK, TOKENS, 16, 8))
-    x_top = gl.allocate_shared_memory(gl.float16, [STAGES, WK, TOKENS, 4, 16], pieces_shared(WK, TOKENS, 16, 8))
-    return quants, high, scales, supers, x_low, x_top
+    return quants, high, scales, supers
 
 
 @gluon.jit
-def _rows_of(p, p_up, offset, row, left, ROWS: gl.constexpr, PAIR: gl.constexpr):
-    """(a tile's rows in the plane of p, offset from the tile's first one on, as pointers, rows of it that there are)"""
-    HALF: gl.constexpr = ROWS // 2
-    if PAIR:
-        p = gl.where(row < HALF, p + offset, p_up + offset)
-        return p, gl.minimum(row % HALF, left - 1)
+def steps_of(rings, KIND: gl.constexpr):
+    """allocate_planes' rings of WK steps a buffer as rings of one step."""
+    quants, high, scales, supers = rings
+    ROWS: gl.constexpr = quants.shape[2]
+    N: gl.constexpr = quants.shape[0] * quants.shape[1]
+    E: gl.constexpr = code_bits(KIND)
+    H: gl.constexpr = high_bits(KIND)
+    quants = quants._reinterpret(gl.int32, [N, 1, ROWS, 4, E], pieces_shared(1, ROWS, E, 4))
+    if H > 0:
+        high = high._reinterpret(gl.int32, [N, 1, ROWS, 4, H], rows_shared([1, ROWS, 4, H]))
     else:
-        return p + offset, gl.minimum(row, left - 1)
+        high = quants
+    scales = scales._reinterpret(scale_type(KIND), [N, 1, ROWS, 4], rows_shared([1, ROWS, 4]))
+    if has_supers(KIND):
+        supers = supers._reinterpret(gl.int32, [N, 1, ROWS], rows_shared([1, ROWS]))
+    else:
+        supers = quants
+    return quants, high, scales, supers
+
+
+@gluon.jit
+def allocate_x(TOKENS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
+    """Rings of x's first and second half groups."""
+    x_low = gl.allocate_shared_memory(gl.float16, [STAGES, WK, TOKENS, 4, 16], pieces_shared(WK, TOKENS, 16, 8))
+    x_top = gl.allocate_shared_memory(gl.float16, [STAGES, WK, TOKENS, 4, 16], pieces_shared(WK, TOKENS, 16, 8))
+    return x_low, x_top
+
+
+@gluon.jit
+def _rows_of(p, p_up, offset, row, left, PAIR: gl.constexpr):
+    """(a tile's rows in the plane of p, offset from the tile's first one on, as pointers, rows of it that there are)"""
+    if PAIR:
+        p = gl.where(row % 16 < 8, p + offset, p_up + offset)
+    else:
+        p = p + offset
+    return p, gl.minimum(matrix_row(row, PAIR), left - 1)
+
+
+@gluon.jit
+def matrix_row(row, PAIR: gl.constexpr):
+    """The row of its matrix that a row of a tile is, from the tile's first one on: with PAIR of 16 rows the first eight
+
+    are a gate's and the others its up's, which thus are in the same lanes."""
+    if PAIR:
+        return row // 16 * 8 + row % 8
+    else:
+        return row
 
 
 @gluon.jit
@@ -91,24 +128,24 @@ def copy_weights(
     first = step * WK
     L: gl.constexpr = pieces_copy(WK, ROWS, E, 4, W)
     q = first + axis_index(L, 4, 0, WK)
-    p, row = _rows_of(planes[0], planes_up[0], base * E, axis_index(L, 4, 1, ROWS), left, ROWS, PAIR)
+    p, row = _rows_of(planes[0], planes_up[0], base * E, axis_index(L, 4, 1, ROWS), left, PAIR)
     at = ((row * n_groups + q * 4) + axis_index(L, 4, 2, 4)) * E + axis_index(L, 4, 3, E)
     async_copy.async_copy_global_to_shared(rings[0].index(slot), p + at, q < q_end)
     if H > 0:
         LH: gl.constexpr = rows_copy([WK, ROWS, 4, H], 4, W)
         q = first + axis_index(LH, 4, 0, WK)
-        p, row = _rows_of(planes[1], planes_up[1], base * H, axis_index(LH, 4, 1, ROWS), left, ROWS, PAIR)
+        p, row = _rows_of(planes[1], planes_up[1], base * H, axis_index(LH, 4, 1, ROWS), left, PAIR)
         at = ((row * n_groups + q * 4) + axis_index(LH, 4, 2, 4)) * H + axis_index(LH, 4, 3, H)
         async_copy.async_copy_global_to_shared(rings[1].index(slot), p + at, q < q_end)
     LS: gl.constexpr = rows_copy([WK, ROWS, 4], 4, W)
     q = first + axis_index(LS, 3, 0, WK)
-    p, row = _rows_of(planes[2], planes_up[2], base, axis_index(LS, 3, 1, ROWS), left, ROWS, PAIR)
+    p, row = _rows_of(planes[2], planes_up[2], base, axis_index(LS, 3, 1, ROWS), left, PAIR)
     at = (row * n_groups + q * 4) + axis_index(LS, 3, 2, 4)
     async_copy.async_copy_global_to_shared(rings[2].index(slot), p + at, q < q_end)
     if has_supers(KIND):
         LU: gl.constexpr = rows_copy([WK, ROWS], 1, W)
         q = first + axis_index(LU, 2, 0, WK)
-        p, row = _rows_of(planes[3], planes_up[3], 0, axis_index(LU, 2, 1, ROWS), left, ROWS, PAIR)
+        p, row = _rows_of(planes[3], planes_up[3], 0, axis_index(LU, 2, 1, ROWS), left, PAIR)
         at = (first_row + row).to(gl.int64) * (k // 256) + q // 2
         if not pairs_of_supers(KIND):
             at = at // 2
@@ -116,14 +153,14 @@ def copy_weights(
 
 
 @gluon.jit
-def copy_x(rings, p_x, slot, step, k, n, q_end, TOKENS: gl.constexpr, WK: gl.constexpr):
+def copy_x(x_rings, p_x, slot, step, k, n, q_end, TOKENS: gl.constexpr, WK: gl.constexpr):
     """Starts the copies of a step's x, f16 [n, k]: of each group of 32 its two halves go to buffers of their own."""
     L: gl.constexpr = pieces_copy(WK, TOKENS, 16, 8, gl.num_warps())
     q = step * WK + axis_index(L, 4, 0, WK)
     token = gl.minimum(axis_index(L, 4, 1, TOKENS), n - 1)
     at = (token * (k // 32) + q * 4 + axis_index(L, 4, 2, 4)) * 32 + axis_index(L, 4, 3, 16)
-    async_copy.async_copy_global_to_shared(rings[4].index(slot), p_x + at, q < q_end)
-    async_copy.async_copy_global_to_shared(rings[5].index(slot), p_x + (at + 16), q < q_end)
+    async_copy.async_copy_global_to_shared(x_rings[0].index(slot), p_x + at, q < q_end)
+    async_copy.async_copy_global_to_shared(x_rings[1].index(slot), p_x + (at + 16), q < q_end)
 
 
 # --- operands ---
@@ -197,8 +234,8 @@ def _weights_asm(KIND, SHIFTED):
 
 
 @gluon.jit
-def operand(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr, WR: gl.constexpr):
-    """Half groups' codes, the bytes of int32 [WK, ROWS, 4, 4], as the first operand of a product: f16 [WK, ROWS, 64].
+def f16_weights(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr):
+    """Half groups' codes, the bytes of int32 [WK, ROWS, 4, 4], as weights: f16 [WK, ROWS, 64].
 
     scale, add: [WK, ROWS, 4]. Of k, steps of 16 are words, and elements of a step are byte / 2, group, byte % 2.
     """
@@ -212,13 +249,19 @@ def operand(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr, WR: gl
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
     )  # fmt: skip
     w = gl.join(gl.join(b0, b2), gl.join(b1, b3))  # [WK, ROWS, 4, word, byte / 2, byte % 2]
-    w = gl.reshape(gl.permute(w, (0, 1, 3, 4, 2, 5)), [WK, ROWS, 64])
-    return gl.convert_layout(w, gl.DotOperandLayout(0, mma_layout(WK, WR), 2), assert_trivial=True)
+    return gl.reshape(gl.permute(w, (0, 1, 3, 4, 2, 5)), [WK, ROWS, 64])
+
+
+@gluon.jit
+def operand(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr, WR: gl.constexpr):
+    """f16_weights() as the first operand of a product."""
+    w = f16_weights(codes, scale, add, KIND, SHIFTED)
+    return gl.convert_layout(w, gl.DotOperandLayout(0, mma_layout(w.shape[0], WR), 2), assert_trivial=True)
 
 
 @gluon.jit
 def load_x(ring, i, TOKENS: gl.constexpr, WK: gl.constexpr, WR: gl.constexpr):
-    """Half groups of x as the second operand, f16 [WK, 64, TOKENS], k in operand()'s order."""
+    """Half groups of x as the second operand, f16 [WK, 64, TOKENS], k in f16_weights()'s order."""
     x = gl.reshape(ring.index(i).load(x_layout(WK, WR, TOKENS)), [WK, TOKENS, 4, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 5, 1)), [WK, 64, TOKENS])
     return gl.convert_layout(x, gl.DotOperandLayout(1, mma_layout(WK, WR), 2), assert_trivial=True)
@@ -236,7 +279,7 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
 
     The latter's may be in the bytes' high nibbles: see keeps_shift.
     """
-    quants, high, scales, supers, x_low, x_top = rings
+    quants, high, scales, supers = rings
     E: gl.constexpr = code_bits(KIND)
     WK: gl.constexpr = quants.shape[1]
     ROWS: gl.constexpr = quants.shape[2]
@@ -273,7 +316,7 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
 @gluon.jit
 def step_scales(rings, slot, step, first_row, left, k, KIND: gl.constexpr, WR: gl.constexpr, PAIR: gl.constexpr):
     """scales_of() a step's groups, each [WK, ROWS, 4]."""
-    quants, high, scales, supers, x_low, x_top = rings
+    quants, high, scales, supers = rings
     WK: gl.constexpr = quants.shape[1]
     ROWS: gl.constexpr = quants.shape[2]
     L: gl.constexpr = gl.SliceLayout(3, words_layout(WK, WR, ROWS, 4))
@@ -282,9 +325,7 @@ def step_scales(rings, slot, step, first_row, left, k, KIND: gl.constexpr, WR: g
     if has_supers(KIND):
         su = gl.expand_dims(supers.index(slot).load(gl.SliceLayout(2, L)), 2)
         if not pairs_of_supers(KIND):
-            row = axis_index(L, 3, 1, ROWS)
-            if PAIR:
-                row = row % (ROWS // 2)
+            row = matrix_row(axis_index(L, 3, 1, ROWS), PAIR)
             at = (first_row + gl.minimum(row, left - 1)) * (k // 256) + (step * WK + axis_index(L, 3, 0, WK)) // 2
             su = su >> ((at & 1) * 16)
     return scales_of(found, su, KIND)
@@ -322,19 +363,32 @@ def deliver(
     acc, p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
     GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """The warps' sums [WK, ROWS, TOKENS] as out [n, m]. With SPLIT the last of a tile's programs adds the parts of all.
-
-    Whichever it is, it adds them in the same order.
-    """
+    """The warps' sums [WK, ROWS, TOKENS], added up in order, to hand_over()."""
     WK: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
     TOKENS: gl.constexpr = acc.shape[2]
     L: gl.constexpr = sums_layout(WK, ROWS, TOKENS, gl.num_warps(), GLU != "")
     sums = gl.allocate_shared_memory(gl.float32, [WK, ROWS, TOKENS], sums_shared(WK, ROWS, TOKENS), acc)
-    y = gl.sum(sums.load(L), 0)
+    hand_over(
+        gl.sum(sums.load(L), 0), p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split,
+        n_splits, GLU, SPLIT, HAS_FACTORS, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@gluon.jit
+def hand_over(
+    y, p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
+    GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """A tile's sums [ROWS, TOKENS] to out [n, m]. With SPLIT the last of a tile's programs adds the parts of all.
+
+    Whichever it is, it adds them in the same order.
+    """
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
     if SPLIT:
-        L2: gl.constexpr = gl.SliceLayout(0, L)
-        at = axis_index(L2, 2, 1, TOKENS) * ROWS + axis_index(L2, 2, 0, ROWS)
+        L: gl.constexpr = y.type.layout
+        at = axis_index(L, 2, 1, TOKENS) * ROWS + axis_index(L, 2, 0, ROWS)
         p_first = p_parts + (tile * n_splits).to(gl.int64) * (ROWS * TOKENS)
         gl.store(p_first + i_split * (ROWS * TOKENS) + at, y)
         # All threads' stores come before the count, and all reads of others' parts after it.
@@ -360,7 +414,9 @@ def write(
     TOKENS: gl.constexpr = y.shape[1]
     if GLU != "":
         R: gl.constexpr = ROWS // 2
-        y, up = gl.split(gl.permute(gl.reshape(y, [2, R, TOKENS]), (1, 2, 0)))
+        y, up = gl.split(gl.permute(gl.reshape(y, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1)))
+        y = gl.reshape(y, [R, TOKENS])
+        up = gl.reshape(up, [R, TOKENS])
     else:
         R: gl.constexpr = ROWS
         up = y
@@ -378,6 +434,29 @@ def write(
     if HAS_RESIDUAL:
         y += gl.load(p_residual + at, mask=stored, other=0.0)
     gl.store(p_out + at, y, mask=stored)
+
+
+@gluon.jit
+def matrix_of(tile, matrices, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, PAIR: gl.constexpr):
+    """(the number of a tile in its matrix, this one's planes, those of its up, out, m). matrices: of each of three
+
+    (planes, out, m); with PAIR the first's up is the second."""
+    planes, p_out, m = matrices[0]
+    planes_up = planes
+    if PAIR:
+        planes_up, _, _ = matrices[1]
+    elif SEGMENTS > 1:
+        tiles0 = (m + ROWS - 1) // ROWS
+        planes1, p_out1, m1 = matrices[1]
+        tiles1 = (m1 + ROWS - 1) // ROWS
+        if SEGMENTS > 2 and tile >= tiles0 + tiles1:
+            tile -= tiles0 + tiles1
+            planes, p_out, m = matrices[2]
+        elif tile >= tiles0:
+            tile -= tiles0
+            planes, p_out, m = planes1, p_out1, m1
+        planes_up = planes
+    return tile, planes, planes_up, p_out, m
 
 
 @gluon.jit(
@@ -410,26 +489,13 @@ def batch_mma(
     if SPLIT:
         i_split = tile % n_splits
         tile = tile // n_splits
+    matrices = (
+        ((p_quants0, p_high0, p_scales0, p_supers0), p_out0, m0),
+        ((p_quants1, p_high1, p_scales1, p_supers1), p_out1, m1),
+        ((p_quants2, p_high2, p_scales2, p_supers2), p_out2, m2),
+    )
     i_tile = tile
-    planes = (p_quants0, p_high0, p_scales0, p_supers0)
-    planes_up = planes
-    p_out = p_out0
-    m = m0
-    if PAIR:
-        planes_up = (p_quants1, p_high1, p_scales1, p_supers1)
-    elif SEGMENTS > 1:
-        tiles0 = (m0 + ROWS - 1) // ROWS
-        tiles1 = (m1 + ROWS - 1) // ROWS
-        if SEGMENTS > 2 and tile >= tiles0 + tiles1:
-            tile -= tiles0 + tiles1
-            planes = (p_quants2, p_high2, p_scales2, p_supers2)
-            p_out = p_out2
-            m = m2
-        elif tile >= tiles0:
-            tile -= tiles0
-            planes = (p_quants1, p_high1, p_scales1, p_supers1)
-            p_out = p_out1
-            m = m1
+    tile, planes, planes_up, p_out, m = matrix_of(tile, matrices, ROWS, SEGMENTS, PAIR)
     first_row = tile * TILE
     left = m - first_row
     n_q = k // 128
@@ -437,7 +503,8 @@ def batch_mma(
     last = gl.minimum(first + steps_a_split, (n_q + WK - 1) // WK)
     q_end = gl.minimum(last * WK, n_q)
 
-    rings = allocate(KIND, ROWS, TOKENS, WK, STAGES)
+    rings = allocate_planes(KIND, ROWS, WK, STAGES)
+    x_rings = allocate_x(TOKENS, WK, STAGES)
     count = last - first
     turn = i_tile % count
     for i in gl.static_range(EARLY):
@@ -450,7 +517,7 @@ def batch_mma(
         step = place_of(i, first, count, turn)
         if i >= EARLY:
             copy_weights(rings, planes, planes_up, i, step, k, first_row, left, q_end, KIND, ROWS, WK, PAIR)
-        copy_x(rings, p_x, i, step, k, n, q_end, TOKENS, WK)
+        copy_x(x_rings, p_x, i, step, k, n, q_end, TOKENS, WK)
         async_copy.commit_group()
 
     acc = gl.full([WK, ROWS, TOKENS], 0.0, gl.float32, layout=mma_layout(WK, WR))
@@ -460,13 +527,13 @@ def batch_mma(
         async_copy.wait_group(STAGES - 2)
         ahead = place_of(i + (STAGES - 1), first, count, turn)
         copy_weights(rings, planes, planes_up, free, ahead, k, first_row, left, q_end, KIND, ROWS, WK, PAIR)
-        copy_x(rings, p_x, free, ahead, k, n, q_end, TOKENS, WK)
+        copy_x(x_rings, p_x, free, ahead, k, n, q_end, TOKENS, WK)
         async_copy.commit_group()
         step = place_of(i, first, count, turn)
         low, top = halves_of(rings, slot, KIND, WR)
         s0, a0, s1, a1 = step_scales(rings, slot, step, first_row, left, k, KIND, WR, PAIR)
-        acc = mma_v2(operand(low, s0, a0, KIND, False, WR), load_x(rings[4], slot, TOKENS, WK, WR), acc)
-        acc = mma_v2(operand(top, s1, a1, KIND, keeps_shift(KIND), WR), load_x(rings[5], slot, TOKENS, WK, WR), acc)
+        acc = mma_v2(operand(low, s0, a0, KIND, False, WR), load_x(x_rings[0], slot, TOKENS, WK, WR), acc)
+        acc = mma_v2(operand(top, s1, a1, KIND, keeps_shift(KIND), WR), load_x(x_rings[1], slot, TOKENS, WK, WR), acc)
         free = slot
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)

@@ -29,11 +29,13 @@ _MOST_BLOCKS = 128
 class Half:
     """Activations [rows, k], contiguous, in the type that they are multiplied in: f16, bf16 or f32.
 
-    factors: f32 [rows], what each row's products are to be multiplied by; None: nothing.
+    factors: f32 [rows], what each row's products are to be multiplied by; None: nothing. ordered: of each 128 elements
+    in batch_wgmma.py's order.
     """
 
     values: torch.Tensor
     factors: torch.Tensor | None = None
+    ordered: bool = False
 
     @property
     def rows(self) -> int:
@@ -65,12 +67,15 @@ class Sums:
     complete: bool = False
 
 
-def as_half(x: torch.Tensor, kind: torch.dtype, ctx: Context) -> tuple[Half, list[Step]]:
-    """Activations f32 or f16 [b3, b2, n, k] of any strides in `kind`, rounded once, and the steps that make them so."""
+def as_half(x: torch.Tensor, kind: torch.dtype, ctx: Context, ordered: bool = False) -> tuple[Half, list[Step]]:
+    """Activations f32 or f16 [b3, b2, n, k] of any strides in `kind`, rounded once, and the steps that make them so.
+
+    ordered: of f32 as f16; k is a multiple of 128.
+    """
     rows, k = x[..., 0].numel(), x.shape[-1]
     if x.dtype == kind and x.is_contiguous():
         return Half(x.view(rows, k)), []
-    memory = ctx.shared_scratch(f"activations in {kind}", rows * k * kind.itemsize)
+    memory = ctx.shared_scratch(f"activations in {kind}{', ordered' * ordered}", rows * k * kind.itemsize)
     out = memory[: rows * k * kind.itemsize].view(kind).view(rows, k)
     if kind is not torch.float16 or x.dtype is not torch.float32:
         return Half(out), [copying(x, out.view(x.shape))]
@@ -80,9 +85,19 @@ def as_half(x: torch.Tensor, kind: torch.dtype, ctx: Context) -> tuple[Half, lis
     args: dict[str, Any] = {
         "p_x": _flat(x), "p_out": out, "p_factors": factors, "stride_0": x.stride(3), "stride_1": x.stride(2),
         "stride_2": x.stride(1), "stride_3": x.stride(0), "n_1": x.shape[2], "n_2": x.shape[1], "k": k, "WHOLE": whole,
-        "BLOCK": block, "PDL": ctx.target.has_pdl,
+        "ORDERED": ordered, "BLOCK": block, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
-    return Half(out, factors), [Launch(round_rows, (rows,), args, launch_options(ctx.target, warps))]
+    return Half(out, factors, ordered), [Launch(round_rows, (rows,), args, launch_options(ctx.target, warps))]
+
+
+def as_it_was(x: Half, ctx: Context) -> tuple[Half, list[Step]]:
+    """Ordered activations with their elements in order of k, and the steps that make them so."""
+    if not x.ordered:
+        return x, []
+    nbytes = x.values.numel() * 2
+    out = ctx.shared_scratch("activations as they were", nbytes)[:nbytes].view(torch.float16).view(x.values.shape)
+    parts = x.values.view(x.rows, -1, 2, 4, 2, 4, 2).permute(0, 1, 5, 2, 3, 4, 6)
+    return Half(out, x.factors), [copying(parts, out.view(parts.shape))]
 
 
 def _whole_row(k: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphrt.backends.triton.kernels.mul_mat.activations import gated
+from graphrt.backends.triton.kernels.mul_mat.activations import gated, ordered_place
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def _larger(size, most):
 @triton.jit(do_not_specialize=("n_1", "n_2", "k"))
 def round_rows(
     p_x, p_out, p_factors, stride_0, stride_1, stride_2, stride_3, n_1, n_2, k,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, ORDERED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i: row i of x f32 [.., n_2, n_1, k], of any strides, to f16 [rows, k] and its factor.
 
-    WHOLE: a block holds a row, which stays in registers until its largest value is known.
+    WHOLE: a block holds a row, which stays in registers until its largest value is known. ORDERED: see half.Half.
     """
     i_row = tl.program_id(0)
     i_1, i_2, i_3 = i_row % n_1, i_row // n_1 % n_2, i_row // n_1 // n_2
@@ -45,7 +45,8 @@ def round_rows(
     if WHOLE:
         x = tl.load(p_x + i_block.to(tl.int64) * stride_0, mask=i_block < k, other=0.0)
         scale, factor = _scaling(tl.max(_larger(tl.abs(x), most), 0))
-        tl.store(p_out + i_block, (x * scale).to(tl.float16), mask=i_block < k)
+        place = ordered_place(i_block) if ORDERED else i_block
+        tl.store(p_out + place, (x * scale).to(tl.float16), mask=i_block < k)
     else:
         for start in range(0, k, BLOCK):
             i = start + i_block
@@ -55,7 +56,8 @@ def round_rows(
         for start in range(0, k, BLOCK):
             i = start + i_block
             x = tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0)
-            tl.store(p_out + i, (x * scale).to(tl.float16), mask=i < k)
+            place = ordered_place(i) if ORDERED else i
+            tl.store(p_out + place, (x * scale).to(tl.float16), mask=i < k)
     tl.store(p_factors + i_row, factor)
 
 

@@ -1,13 +1,15 @@
 """MUL_MAT: which of the ways a product takes, by type and number of tokens, and its steps.
 
 gemv.py: few tokens times packed weights, activations rounded to 8 bits; never if results are to be exact.
-batch_mma.py, batch.py: up to 64 tokens in 16 bits times most packed types, on NVIDIA. gemm.py, few.py: the same for the
-others and elsewhere; both dequantize weights on their way. dense.py: many tokens, weights dequantized before.
+batch_mma.py, batch_wgmma.py, batch.py: up to 64 tokens in 16 bits times most packed types, on NVIDIA. gemm.py, few.py:
+the same for the others and elsewhere; all dequantize weights on their way. dense.py: many tokens, weights dequantized
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,6 +20,7 @@ from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.mul_mat import batch, dense, few
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, Activations, Rows, quantize_rows
+from graphrt.backends.triton.kernels.mul_mat.batch_arguments import MAX_SEGMENTS
 from graphrt.backends.triton.kernels.mul_mat.few import Batch
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_ALONE, MAX_INLINE, MAX_TOKENS, Segment, gemv
 from graphrt.backends.triton.kernels.mul_mat.half import (
@@ -25,11 +28,12 @@ from graphrt.backends.triton.kernels.mul_mat.half import (
     Half,
     Sums,
     as_half,
+    as_it_was,
     copying,
     finish_as_half,
     finish_steps,
 )
-from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.backends.triton.packing import Packed, PackedBuffer, packing_of
 from graphrt.tensor import Tensor
 
 #: Up to so many tokens a product takes gemm.py, by the kind of its weights.
@@ -38,7 +42,7 @@ GEMM_TOKENS = {"packed": 64, "plain": 64, "f32": 8}
 #: gemv.py rounds activations in each of its programs for at most so many tokens; a launch before is cheaper for more.
 INLINE_TOKENS = 2
 #: Of one token it rounds rows of more than MAX_ALONE elements too, where all programs together (of four rows each) have
-#: so little to round that it costs less than a launch: half a microsecond on an H100 at most (counted, not measured).
+#: so little to round that it costs less than a launch: half a microsecond on an H100 at most.
 INLINE_WORK = 1 << 20
 #: Weights that gemv.py takes in one launch.
 _SEGMENTS = 3
@@ -184,28 +188,24 @@ def _in_16_bits(
     """Products of f16, bf16 or f32 activations, whichever each of the weights wants. rounded: see product()."""
     assert not isinstance(x, Activations)
     x_ne = (x.k, x.rows, 1, 1) if isinstance(x, Half) else x.ne
-    steps: list[Step] = []
-    halves: dict[torch.dtype, Half] = {}
+    halves = _Halves(x, ctx)
     gated: list[Sums] = []
-    for w in weights:
-        kind = half_type(w)
-        if kind not in halves:
-            halves[kind], made = (x, []) if isinstance(x, Half) else as_half(ctx.view(x).torch(), kind, ctx)
-            steps += made
     taken: set[int] = set()
-    together, made = _together(weights, x_ne, halves, ctx, gate)
-    steps += made
+    together, steps = _together(weights, x, x_ne, ctx, gate)
     for part in together:
         results = [outs[0]] if gate else [outs[i] for i in part]
-        steps.append(batch.product(list(part.values()), halves[torch.float16], results, ctx, residual, gate))
+        packed = list(part.values())
+        ordered = batch.takes_order(ctx.target, packed[0].kind, x_ne[0], math.prod(x_ne[1:]))
+        half = halves.get(torch.float16, ordered, steps)
+        steps.append(batch.product(packed, half, results, ctx, residual, gate))
         taken.update(part)
     for i, w in enumerate(weights):
         if i in taken:
             continue
         out = outs[0 if gate else i]
-        kind = half_type(w)
+        half = halves.get(half_type(w), False, steps)
         free = gate is None and residual is None
-        sums, made = _Job(w, halves[kind], batch_of(w, x_ne), out, residual, ctx, i, free).run()
+        sums, made = _Job(w, half, batch_of(w, x_ne), out, residual, ctx, i, free).run()
         steps += made
         if gate is None:
             steps += finish_steps(sums, out, residual)
@@ -213,26 +213,56 @@ def _in_16_bits(
             gated.append(sums)
     if gated:
         assert gate is not None
-        half = finish_as_half(gated[0], gated[1], outs[0], gate) if rounded is not None else None
-        if rounded is not None and half is not None:
-            ctx.rounded[rounded], made = half
+        joined = finish_as_half(gated[0], gated[1], outs[0], gate) if rounded is not None else None
+        if rounded is not None and joined is not None:
+            ctx.rounded[rounded], made = joined
             return steps + made
         steps += finish_steps(gated[0], outs[0], None, gated[1], gate)
     return steps
 
 
+class _Halves:
+    """One x in the forms that its products want, each made once."""
+
+    def __init__(self, x: Tensor | Half, ctx: Context) -> None:
+        self.x = x
+        self.ctx = ctx
+        self._made: dict[tuple[torch.dtype, bool], Half] = {}
+
+    def get(self, kind: torch.dtype, ordered: bool, steps: list[Step]) -> Half:
+        """x in a type, ordered if that can be; what makes it so is added to the steps."""
+        if (kind, ordered) not in self._made:
+            if isinstance(self.x, Half):
+                self._made[kind, ordered], made = (self.x, []) if ordered else as_it_was(self.x, self.ctx)
+            else:
+                self._made[kind, ordered], made = as_half(self.ctx.view(self.x).torch(), kind, self.ctx, ordered)
+            steps += made
+        return self._made[kind, ordered]
+
+
+def takes_order(w: Tensor, tokens: int, ctx: Context) -> bool:
+    """Whether a product of so many tokens wants its activations ordered (half.Half)."""
+    buffer, _ = ctx.place(w)
+    kind, k = w.dtype.name, w.ne[0]
+    if not isinstance(buffer, PackedBuffer) or not batch.fits(kind, k, tokens, ctx.target):
+        return False
+    return batch.takes_order(ctx.target, kind, k, tokens) and batch.aligned(ctx.packed(w)[0])
+
+
 def _together(
-    weights: Sequence[Tensor], x_ne: Sequence[int], halves: Mapping[torch.dtype, Half], ctx: Context, gate: Gate | None
+    weights: Sequence[Tensor], x: Tensor | Half, x_ne: Sequence[int], ctx: Context, gate: Gate | None
 ) -> tuple[list[dict[int, Packed]], list[Step]]:
     """(what batch.py takes, the weights of a launch by number; the steps that pack them): of a gate both or none."""
     steps: list[Step] = []
     found: dict[str, dict[int, Packed]] = {}
+    if (x.values if isinstance(x, Half) else ctx.view(x).data).data_ptr() % 16:
+        return [], []
     for i, w in enumerate(weights):
         b = batch_of(w, x_ne)
         if b.count > 1 or not batch.fits(w.dtype.name, w.ne[0], b.tokens, ctx.target):
             continue
         packed, made = ctx.packed(w)
-        if batch.aligned(packed) and halves[torch.float16].values.data_ptr() % 16 == 0:
+        if batch.aligned(packed):
             steps += made
             found.setdefault(packed.kind, {})[i] = packed
     if gate is not None:
@@ -241,7 +271,7 @@ def _together(
     parts = []
     for group in found.values():
         items = list(group.items())
-        parts += [dict(items[j : j + batch.MAX_SEGMENTS]) for j in range(0, len(items), batch.MAX_SEGMENTS)]
+        parts += [dict(items[j : j + MAX_SEGMENTS]) for j in range(0, len(items), MAX_SEGMENTS)]
     return parts, steps
 
 

@@ -1,0 +1,52 @@
+"""Arguments that the kernels of batch_mma.py and batch_wgmma.py share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphrt.backends.triton.kernels.mul_mat.half import Half
+from graphrt.backends.triton.packing import Packed
+
+#: Matrices of one launch.
+MAX_SEGMENTS = 3
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """k in `ranges` ranges of `steps` steps. parts: f32, a tile's sums for each; counter: int32, zeros, one a tile."""
+
+    ranges: int
+    steps: int
+    parts: torch.Tensor
+    counter: torch.Tensor
+
+
+def arguments(
+    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], residual: torch.Tensor | None,
+    split: Split | None, steps: int,
+) -> dict[str, Any]:  # fmt: skip
+    """All but what is fixed when a kernel is compiled. steps: of all of k. For what isn't there stands outs[0]."""
+    none = outs[0]
+    args: dict[str, Any] = {
+        "p_x": x.values, "p_factors": none if x.factors is None else x.factors,
+        "p_residual": none if residual is None else residual, "p_parts": split.parts if split else none,
+        "p_counter": split.counter if split else none, "n": x.rows, "k": x.k, "n_splits": split.ranges if split else 1,
+        "steps_a_split": split.steps if split else steps,
+    }  # fmt: skip
+    for i in range(MAX_SEGMENTS):
+        args |= _segment(i, weights[min(i, len(weights) - 1)], outs[min(i, len(outs) - 1)])
+    return args
+
+
+def _segment(i: int, w: Packed, out: torch.Tensor) -> dict[str, Any]:
+    """The i-th matrix. Scales: as integers of what a group has; supers: as int32; for what isn't there stand quants."""
+    scales = w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
+    supers = w.quants if w.supers is None else w.words(w.supers)
+    planes = (w.quants, w.quants if w.high is None else w.high, scales, supers)
+    named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
+    return named | {f"p_out{i}": out, f"m{i}": w.rows}

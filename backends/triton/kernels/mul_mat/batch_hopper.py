@@ -1,0 +1,111 @@
+"""Launches of batch_wgmma.py: its configs, and what of shared memory and registers they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.mul_mat.batch_arguments import Split, arguments
+from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import Form, x_shared
+from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import batch_wgmma as kernel
+from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.backends.triton.packing import Packed, packing_of
+
+#: Rows of a warpgroup, elements of k of a step.
+ROWS, STEP = 64, 128
+#: Shared memory that the system takes for each program, in bytes; registers of a multiprocessor, and of a thread of the
+#: producer.
+_RESERVED, _REGISTERS, _PRODUCER = 1024, 65536, 72
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """warpgroups: 1, 2 or 4, beside the producer; chunk: steps of a buffer of planes; stages: such buffers, at most;
+
+    x_stages: buffers of a step's x; per_sm: as in batch.BatchConfig."""
+
+    warpgroups: int
+    chunk: int
+    stages: int
+    x_stages: int
+    per_sm: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.warpgroups * ROWS
+
+    @property
+    def step(self) -> int:
+        """Elements of k of a chunk."""
+        return self.chunk * STEP
+
+    @property
+    def least_steps(self) -> int:
+        """Chunks of a split of k, at least."""
+        return 4 // self.chunk
+
+    @property
+    def counters(self) -> int:
+        """Of a tile that is split: each warpgroup has its own."""
+        return self.warpgroups
+
+
+def chunk_bytes(kind: str, config: HopperConfig) -> int:
+    """Shared memory of a chunk's planes and their barriers."""
+    p = packing_of(kind)
+    assert p is not None
+    row = 16 * (p.words + p.high_words) + 4 * p.scales * p.scale_type.itemsize + 4 * (p.supers > 0)
+    return config.rows * row * config.chunk + 16
+
+
+def fitted(config: HopperConfig, kind: str, tokens: int, shared_memory: int) -> HopperConfig | None:
+    """A config with as many stages as shared memory has room for, two at least; else with smaller chunks, or None."""
+    room = (shared_memory - (config.per_sm - 1) * _RESERVED) // config.per_sm - 1024
+    room -= config.x_stages * (tokens * 2 * STEP + 16)
+    stages = min(config.stages, room // chunk_bytes(kind, config))
+    if stages >= 2:
+        return replace(config, stages=stages)
+    if config.chunk > 1:
+        return fitted(replace(config, chunk=config.chunk // 2), kind, tokens, shared_memory)
+    return None
+
+
+def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> HopperConfig | None:
+    """The config for tiles of so many tokens, m rows in all of k elements; None: no way. Measured on an H100."""
+    packing = packing_of(kind)
+    assert packing is not None
+    chunk = next(c for c in (4, 2, 1) if c == 1 or k % (c * STEP) == 0)
+    config = HopperConfig(2, chunk, 16 // chunk, 6)
+    if -(-m // config.rows) > target.sm_count:  # each multiprocessor has several tiles, or larger ones
+        if tokens <= 32:
+            config = HopperConfig(2, chunk, 8 // chunk, 4, per_sm=2)
+        elif not packing.high_bits:  # whose codes would take registers that four warpgroups don't have
+            config = HopperConfig(4, chunk, 8 // chunk, 4)
+    return fitted(config, kind, tokens, target.shared_memory)
+
+
+def launch(
+    target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, tokens: int,
+    residual: torch.Tensor | None = None, gate: Gate | None = None, split: Split | None = None,
+) -> Launch:  # fmt: skip
+    """As batch.launch(), of x in the order that batch_wgmma.py wants. split: in chunks."""
+    per_thread = min(255, _REGISTERS // (config.per_sm * 128 * (config.warpgroups + 1))) // 8 * 8
+    left = per_thread * (config.warpgroups + 1) - _PRODUCER
+    form = Form(
+        kind=weights[0].kind, tokens=tokens, warpgroups=config.warpgroups, chunk=config.chunk, stages=config.stages,
+        x_stages=config.x_stages, segments=1 if gate else len(weights), glu=gate.kind if gate else "",
+        split=split is not None, has_factors=x.factors is not None, has_residual=residual is not None,
+        pdl=target.has_pdl, registers=(min(255, left // config.warpgroups) // 8 * 8, _PRODUCER),
+    )  # fmt: skip
+    args = arguments(weights, x, outs, residual, split, -(-x.k // config.step))
+    del args["p_x"]
+    args |= {"x_desc": TensorDescriptor(x.values, [x.rows, x.k], [x.k, 1], [tokens, 64], x_shared()), "form": form}
+    rows = form.tile * config.warpgroups
+    tiles = sum(-(-w.rows // rows) for w in weights[: 1 if gate else None])
+    options = launch_options(target, 4) | {"maxnreg": per_thread}
+    return Launch(kernel, (tiles * (split.ranges if split else 1),), args, options)
