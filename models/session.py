@@ -231,12 +231,17 @@ class Session:
 
 def write_places(exe: Executable, cache: KVCache, positions: npt.NDArray[np.int64]) -> None:
     """Writes where the next tokens stand, int64 [n_seq, n]: their positions and cells, and what all cells then hold."""
+    exe.write_all(places(cache, positions))
+
+
+def places(cache: KVCache, positions: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.generic]]:
+    """Those values by the inputs' names; the cells are noted as taken."""
     values: dict[str, npt.NDArray[np.generic]] = {"inp_pos": positions}
     for kind, ring in cache.rings.items():
         suffix = "_swa" if kind == "swa" else ""
         values[f"attn_inp_k_idxs{suffix}"] = ring.take(positions)
         values[f"attn_inp_kq_cells{suffix}"] = ring.positions
-    exe.write_all(values)
+    return values
 
 
 def _batches(first: int, n: int, without: int, with_logits: int) -> Iterator[tuple[int, int]]:

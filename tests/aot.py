@@ -215,7 +215,7 @@ def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) 
     """The decode kernel's launch for a shape, with as many stages as shared memory holds."""
     p = problem(shape)
     own = decode_configs.config_for(p, arch != "sm_80", 132)
-    assert own is not None, shape
+    assert not isinstance(own, str), (shape, own)
     t = Tiling.of(p, 16, own.block_n)
     target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
     sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, 16, t.block_n)

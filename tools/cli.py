@@ -25,6 +25,7 @@ VERBS = {
     "pull": "fetch a model into the cache",
     "info": "metadata, tensors, types, memory needed, ops used",
     "dump": "a graph as it would run: nodes, places, fusions, work; as a table, JSON or a picture",
+    "explain": "how a node is run and why: kernel, schedule, tiles, fusion, expected time; plans for GPUs elsewhere",
     "memory": "where memory goes: weights, cache, arenas with their peak; a picture; the longest context that fits",
     "trace": "what every node of a step holds: statistics, values, and which node makes the first NaN",
     "tokenize": "token ids and pieces of a text",

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from graphrt import ops
 from graphrt.backend import Backend, Group
@@ -135,17 +136,23 @@ def seen_shares(exe: Executable) -> dict[str, tuple[float, float]]:
     found = {}
     for node in exe.graph.nodes:
         if node.op == "KQ_MASK":
-            seen = _made_again(exe, node) == 0
-            found[node.name] = float(seen.any(-2).mean()), float(seen.mean())
+            # Of what its inputs hold now: its own memory may be another tensor's after a run.
+            found[node.name] = shares_of(made_mask(node, [exe.read(s) for s in node.sources()]))
     return found
 
 
-def _made_again(exe: Executable, mask: Tensor) -> Array:
-    """A KQ_MASK of what its inputs hold now: its own memory may be another tensor's after a run."""
+def shares_of(mask: npt.NDArray[Any]) -> tuple[float, float]:
+    """Of a mask, f16 [..., n_q, n_kv], the shares of cells that any query sees, and of pairs that count."""
+    seen = ~np.isneginf(mask)
+    return float(seen.any(-2).mean()), float(seen.mean())
+
+
+def made_mask(mask: Tensor, values: Sequence[Array]) -> Array:
+    """A KQ_MASK, f16 in torch's shape, of its sources' values: the cells' positions and the tokens'."""
     cells, pos = (new_input(s.dtype, *s.ne, name=str(i)) for i, s in enumerate(mask.sources()))
     alone = prepare(Graph(ops.kq_mask(cells, pos, mask.params.window, name="mask")), "cpu")
-    for leaf, source in zip((cells, pos), mask.sources()):
-        alone.write(leaf, exe.read(source))
+    for leaf, given in zip((cells, pos), values):
+        alone.write(leaf, given)
     alone.run()
     return alone.read("mask")
 
@@ -159,7 +166,7 @@ def group_work(group: Group, seen: Mapping[str, tuple[float, float]] | None = No
     read: set[Tensor] = set()
     for node in (n for n in group.nodes if not op_spec(n.op).is_view):
         work = op_spec(node.op).work(node)
-        mask, caches = _attended(node)
+        mask, caches = attended(node)
         cells, pairs = (seen or {}).get(mask.name.rpartition("#")[2], (1.0, 1.0)) if mask is not None else (1.0, 1.0)
         flops += round(work.flops * pairs)
         moved += work.bytes - (0 if node in group.results else node.data_nbytes)
@@ -174,7 +181,7 @@ def group_work(group: Group, seen: Mapping[str, tuple[float, float]] | None = No
     return Work(flops, max(moved, 0))
 
 
-def _attended(node: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+def attended(node: Tensor) -> tuple[Tensor | None, list[Tensor]]:
     """An attention's mask and the caches that it reads, a v that lies in k left out; none for another op."""
     k, v, mask = (*node.src, None, None, None, None)[1:4]
     if node.op == "FLASH_ATTN_LSE":

@@ -67,8 +67,8 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     add_session_arguments(parser)
 
 
-def subject_of(args: argparse.Namespace) -> Subject:
-    """What a command line names. Raises what subject() raises."""
+def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = None) -> Subject:
+    """What a command line names, on these backends or those that it names. Raises what subject() raises."""
     from graphrt.tools.bench_model import backends_for
 
     if (args.model is None) == (args.synthetic is None):
@@ -81,8 +81,8 @@ def subject_of(args: argparse.Namespace) -> Subject:
         import torch
 
         torch.set_num_threads(args.threads)
-    backends, options = backends_for(args.backend, args.exact), session_options(args)
-    text = args.synthetic or args.model
+    backends = backends_for(args.backend, args.exact) if backends is None else backends
+    options, text = session_options(args), args.synthetic or args.model
     return subject(text, backends, args.phase, args.tokens, options, synthetic=bool(args.synthetic))
 
 

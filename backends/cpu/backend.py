@@ -91,6 +91,16 @@ class CpuBackend(Backend):
         join_native()
         return _sequence(steps, keep=lowering)
 
+    def runner(self, group: Group, place: Callable[[Tensor], Place]) -> str:
+        """Who computes a group, as compile() would have it: native kernels, a function, or reference functions."""
+        lowered = None if self._only_reference() else lower(Lowering(place), group)
+        if isinstance(lowered, list):
+            return "native " + ", ".join(entry.kernel.name for step in lowered for entry in step.entries)
+        if lowered is not None:
+            return str(getattr(lowered, "__qualname__", type(lowered).__name__)).partition(".")[0].lstrip("_")
+        references = (REFERENCES[n.op].function for n in group.nodes if not op_spec(n.op).is_view)
+        return "reference " + ", ".join(f.__name__ for f in references)
+
     def bind(self, group: Group, place: Callable[[Tensor], Place]) -> Step:
         """What computes a group by its nodes' reference functions, from memory into memory."""
         inside: dict[Tensor, torch.Tensor] = {}  # results that only this group reads have no memory

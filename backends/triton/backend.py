@@ -26,7 +26,8 @@ class TritonBackend(Backend):
     exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
     tokens round activations to 8 bits in groups of 32. schedule: forces a schedule of the attention kernel (tile,
     split, stream_k), None to choose; config: forces the portable attention kernel with that configuration, as `graphrt
-    tune` does; capture: replay a split as a CUDA graph. Raises BackendError for an unknown schedule.
+    tune` does; capture: replay a split as a CUDA graph; target: plan for that GPU, which need not be here: graphs are
+    prepared as there, and nothing can run. Raises BackendError for an unknown schedule.
     """
 
     name: ClassVar[str] = "triton"
@@ -35,12 +36,18 @@ class TritonBackend(Backend):
     asynchronous = True
 
     def __init__(
-        self, *, exact: bool = True, schedule: str | None = None, config: Config | None = None, capture: bool = True
+        self,
+        *,
+        exact: bool = True,
+        schedule: str | None = None,
+        config: Config | None = None,
+        capture: bool = True,
+        target: device.Target | None = None,
     ) -> None:
         self.exact = exact
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
-        self.target = device.target()
+        self.target = target or device.target()
         self.capture = capture and not device.interpreting()
 
     @property
@@ -92,8 +99,9 @@ class TritonBackend(Backend):
         from graphrt.backends.triton.lowering import lower
 
         attention = Launcher(self.target, place, self.schedule, self.config)
-        return Captured(lower(groups, Context(place, self.target, self.exact), attention), self.capture)
+        segments = lower(groups, Context(place, self.target, self.exact), attention)
+        return Captured(segments, self.capture, self.target.is_here)
 
     def synchronize(self) -> None:
-        if not device.interpreting():
+        if self.target.is_here and not device.interpreting():
             torch.cuda.synchronize(self.target.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class View:
     def torch(self) -> torch.Tensor:
         """A plain tensor as torch has it: shape `ne` reversed, the same memory."""
         return self.data.as_strided(self.ne[::-1], self.strides[::-1])
+
+
+def _pack_again(blocks: torch.Tensor, packed: Packed) -> None:
+    """Raw blocks, uint8 [..., row bytes], into a packed matrix."""
+    pack(blocks.reshape(packed.rows, packed.row_bytes), packed)
 
 
 class Context:
@@ -95,7 +101,7 @@ class Context:
         packed = Packed.empty(t.dtype.name, rows, k, self.target.device)
         row_bytes = t.dtype.row_size(k)
         blocks = view.data.as_strided((t.ne[3], t.ne[2], t.ne[1], row_bytes), (*view.strides[:0:-1], 1))
-        return packed, [lambda: pack(blocks.reshape(rows, row_bytes), packed)]
+        return packed, [partial(_pack_again, blocks, packed)]
 
     def scratch(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         """Device memory for steps of one split, alive as long as they are."""

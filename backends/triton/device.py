@@ -17,9 +17,15 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
+#: torch's device of memory that is not there. What is planned for a GPU elsewhere lies on it: addresses, strides and
+#: sizes are as they would be, values are missing, and nothing can run.
+ELSEWHERE = "meta"
+
+
 @dataclass(frozen=True)
 class Target:
-    """What kernels are made for. arch: "sm_90", "gfx942", ..., or "interpreter"; device: torch's name for it.
+    """What kernels are made for. arch: "sm_90", "gfx942", ..., or "interpreter"; device: torch's name for it, ELSEWHERE
+    to plan only.
 
     sm_count: multiprocessors; shared_memory: bytes that one program may use; l2: bytes of the last cache.
     """
@@ -35,6 +41,11 @@ class Target:
         return self.arch.startswith("sm_")
 
     @property
+    def is_here(self) -> bool:
+        """Kernels can be launched on it."""
+        return self.device != ELSEWHERE
+
+    @property
     def has_pdl(self) -> bool:
         """Programmatic dependent launch: compute capability 9.0 and later."""
         return self.is_nvidia and int(self.arch[3:]) >= 90
@@ -44,9 +55,14 @@ class Target:
 INTERPRETER = Target("interpreter", "cpu", 4, 1 << 30, 1 << 20)
 
 
+def has_triton() -> bool:
+    """The package is here, whatever the machine."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def unusable() -> str | None:
     """None when kernels can run here, else a sentence why not."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "it needs the package triton (pip install triton)"
     if interpreting():
         return None

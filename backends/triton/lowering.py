@@ -36,5 +36,5 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
         else:
             make = fused.LOWERINGS[group.kernel] if group.kernel else OPS[nodes[0].op]
             steps = make(nodes, ctx)
-        segments.append(Segment(group, steps))
+        segments.append(Segment(group, steps, attention.chosen.get(nodes[0])))
     return segments

@@ -382,6 +382,8 @@ class PackedBuffer(TritonBuffer):
         return self.packed.nbytes
 
     def read(self, offset: int, nbytes: int) -> Bytes:
+        if self.memory.is_meta:
+            return super().read(offset, nbytes)
         first, last = self._rows(offset, nbytes)
         skip = offset - first * self.packed.row_bytes
         found: Bytes = unpack(self.packed.part(first, last)).flatten()[skip : skip + nbytes].cpu().numpy().copy()

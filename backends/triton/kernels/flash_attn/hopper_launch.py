@@ -77,16 +77,22 @@ DEFAULTS: dict[int, Config] = {
 MIN_QUERIES = 48
 
 
-def config_for(p: Any) -> Config | None:
-    """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
+def config_for(p: Any) -> Config | str:
+    """The config for a problem (problem.py's Problem), else a reason why this kernel does not serve it."""
     k, v = p.k_t, p.v_t
-    if p.out is None or v is None or k.dtype is not v.dtype or k.dtype.name not in ("f16", "bf16"):
-        return None
-    if k.ne[0] != v.ne[0] or k.ne[0] not in DEFAULTS or p.n_q < MIN_QUERIES or p.params.scale < 0:
-        return None
+    if p.out is None or v is None:
+        return "the log-sum-exp alone is the portable kernel's"
+    if k.dtype is not v.dtype or k.dtype.name not in ("f16", "bf16"):
+        return f"K and V must both be f16 or both bf16, they are {k.dtype.name} and {v.dtype.name}"
+    if k.ne[0] != v.ne[0] or k.ne[0] not in DEFAULTS:
+        return f"heads must be of {', '.join(map(str, DEFAULTS))}, they are of {k.ne[0]} and {v.ne[0]}"
+    if p.n_q < MIN_QUERIES:
+        return f"it takes {MIN_QUERIES} queries or more, here {p.n_q}"
+    if p.params.scale < 0:
+        return f"the scale must not be negative, it is {p.params.scale:g}"
     # TMA takes addresses and strides of whole 16 bytes.
     if any(n % 16 for t in (k, v) for n in (*t.nb[1:], p.place(t)[1])):
-        return None
+        return "addresses and strides of K and V must be whole 16 bytes"
     return DEFAULTS[k.ne[0]]
 
 
@@ -252,7 +258,7 @@ def hopper_flash_attn(
         mask_stages=mask_stages,
         large_cap=softcap >= LARGE_CAP,
     )
-    programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+    programs = programs_of(tiles, config.persistent, multiprocessors(q.device))
     hopper_flash_attn_kernel[(programs,)](
         q,
         box_descriptor(k, config.block_n, d, idle=d),
@@ -273,6 +279,11 @@ def hopper_flash_attn(
         num_warps=4,
         maxnreg=registers_at_start(config),
     )
+
+
+def programs_of(tiles: int, persistent: bool, sm_count: int) -> int:
+    """Programs of a launch that does not share tiles out: one a tile, or of persistent ones one a multiprocessor."""
+    return min(tiles, sm_count) if persistent else tiles
 
 
 def multiprocessors(device: torch.device) -> int:

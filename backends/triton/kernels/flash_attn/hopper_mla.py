@@ -65,6 +65,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     box_descriptor,
     launch_integers,
     multiprocessors,
+    programs_of,
     side_by_side,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers, mma_layout
@@ -146,24 +147,36 @@ class Spec:
     rows: int = 64  # of queries that are loaded, of a tile's 64
 
 
-def config_for(p: Any) -> Config | None:
-    """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
-    return DEFAULT if _serves(p) and p.n_q * p.gqa >= MIN_ROWS else None
+def config_for(p: Any) -> Config | str:
+    """The config for a problem (problem.py's Problem), else a reason why this kernel does not serve it."""
+    reason = _why_not(p)
+    if reason is None and p.n_q * p.gqa < MIN_ROWS:
+        reason = f"it takes {MIN_ROWS} query rows of a KV head or more, here {p.n_q * p.gqa}"
+    return reason or DEFAULT
 
 
-def shared_out_config_for(p: Any) -> Config | None:
+def shared_out_config_for(p: Any) -> Config | str:
     """The same for its form that shares tiles out."""
-    return SHARED_OUT if _serves(p) and p.params.scale > 0 else None
+    reason = _why_not(p)
+    if reason is None and p.params.scale == 0:
+        reason = "the scale must be positive, it is 0"
+    return reason or SHARED_OUT
 
 
-def _serves(p: Any) -> bool:
+def _why_not(p: Any) -> str | None:
     k = p.k_t
-    if p.out is None or p.v_t is None or not p.v_in_k or k.dtype.name not in ("f16", "bf16"):
-        return False
-    if p.k.d != D_K or p.v.d != D_V or p.params.scale < 0:
-        return False
+    if p.out is None or p.v_t is None:
+        return "the log-sum-exp alone is the portable kernel's"
+    if p.k.d != D_K or p.v.d != D_V:
+        return f"heads must be of {D_K} and {D_V}, they are of {p.k.d} and {p.v.d}"
+    if not p.v_in_k or k.dtype.name not in ("f16", "bf16"):
+        return "V must be the first columns of K's rows, in f16 or bf16"
+    if p.params.scale < 0:
+        return f"the scale must not be negative, it is {p.params.scale:g}"
     # TMA takes addresses and strides of whole 16 bytes.
-    return not any(n % 16 for n in (*k.nb[1:], p.place(k)[1]))
+    if any(n % 16 for n in (*k.nb[1:], p.place(k)[1])):
+        return "addresses and strides of K must be whole 16 bytes"
+    return None
 
 
 @gluon.constexpr_function
@@ -1044,7 +1057,7 @@ def hopper_mla_attn(
     if ranges is not None:
         programs = ranges.programs
     else:
-        programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+        programs = programs_of(tiles, config.persistent, multiprocessors(q.device))
     integers += [programs, ranges.splits if ranges is not None else 0, tiles]
     hopper_mla_attn_kernel[(programs,)](
         q,

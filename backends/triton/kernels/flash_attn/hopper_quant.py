@@ -30,6 +30,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     Spec,
     launch_integers,
     multiprocessors,
+    programs_of,
     registers_at_start,
     shared_bytes,
     side_by_side,
@@ -49,13 +50,21 @@ DEFAULTS: dict[int, Config] = {
 }
 
 
-def config_for(p: Any) -> Config | None:
-    """The config for a problem (problem.py's Problem), None if this kernel does not serve it."""
-    if p.out is None or p.v_t is None or p.k.kind not in KINDS or p.v.kind not in KINDS:
-        return None
-    if p.k.d != p.v.d or not (p.k.aligned and p.v.aligned) or p.n_q < MIN_QUERIES or p.params.scale < 0:
-        return None
-    return DEFAULTS.get(p.k.d)
+def config_for(p: Any) -> Config | str:
+    """The config for a problem (problem.py's Problem), else a reason why this kernel does not serve it."""
+    if p.out is None or p.v_t is None:
+        return "the log-sum-exp alone is the portable kernel's"
+    if p.k.kind not in KINDS or p.v.kind not in KINDS:
+        return f"K and V must be {' or '.join(KINDS)}, they are {p.k.kind} and {p.v.kind}"
+    if p.k.d != p.v.d or p.k.d not in DEFAULTS:
+        return f"heads must be of {', '.join(map(str, DEFAULTS))}, they are of {p.k.d} and {p.v.d}"
+    if not (p.k.aligned and p.v.aligned):
+        return "rows of K and V must start on 4 bytes"
+    if p.n_q < MIN_QUERIES:
+        return f"it takes {MIN_QUERIES} queries or more, here {p.n_q}"
+    if p.params.scale < 0:
+        return f"the scale must not be negative, it is {p.params.scale:g}"
+    return DEFAULTS[p.k.d]
 
 
 @gluon.constexpr_function
@@ -457,7 +466,7 @@ def hopper_quant_attn(
         k_kind=k_kind,
         v_kind=v_kind,
     )
-    programs = min(tiles, multiprocessors(q.device)) if config.persistent else tiles
+    programs = programs_of(tiles, config.persistent, multiprocessors(q.device))
     hopper_quant_attn_kernel[(programs,)](
         q,
         k_words,

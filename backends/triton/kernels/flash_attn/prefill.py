@@ -15,15 +15,26 @@ from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
+#: Who does what in a program of each kernel.
+WORKERS = {
+    "hopper": "warpgroups multiply, a warp brings K and V by TMA",
+    "hopper_quant": "warpgroups multiply, one unpacks K and V",
+    "hopper_mla": "a warpgroup scores, 2 add up halves of V, a warp brings K by TMA",
+}
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """config: of its own kind, with block_m and block_n; pack: heads a tile; run: called as run(q, out, **keywords)
+    """name: of the function that launches it; config: of its own kind, with block_m and block_n; pack: heads a tile;
 
-    with torch tensors, K and V bound already."""
+    shared: bytes of shared memory of a program; workers: who does what in it; run: called as run(q, out=out,
+    **keywords) with torch tensors, K and V bound already."""
 
+    name: str
     config: Any
     pack: int
+    shared: int
+    workers: str
     run: Callable[..., None]
 
     def launch(
@@ -47,22 +58,28 @@ class Kernel:
             }  # fmt: skip
         if ranges is not None:
             keywords["ranges"] = ranges
-        return partial(self.run, q, out, **keywords)
+        return partial(self.run, q, out=out, **keywords)
 
 
-def find(p: Problem) -> Kernel | None:
-    """The kernel for a problem, None where none serves."""
-    for make in (_mla, _half, _quantized):
+def find(p: Problem, refused: dict[str, str] | None = None) -> Kernel | None:
+    """The kernel for a problem, None where none serves. refused: gets the reasons of those that don't, by name."""
+    for name, make in _KERNELS.items():
         kernel = make(p)
-        if kernel is not None:
+        if isinstance(kernel, Kernel):
             return kernel
+        if refused is not None:
+            refused[name] = kernel
     return None
 
 
-def find_shared_out(p: Problem) -> Kernel | None:
-    """The kernel for a problem of few tiles, which programs share; None where none serves."""
+def find_shared_out(p: Problem, refused: dict[str, str] | None = None) -> Kernel | None:
+    """The kernel for a problem of few tiles, which programs share; None where none serves. refused: as find's."""
     config = hopper_mla.shared_out_config_for(p)
-    return _mla(p, config) if config is not None else None
+    if not isinstance(config, str):
+        return _mla_kernel(p, config)
+    if refused is not None:
+        refused["hopper_mla, tiles shared out"] = config
+    return None
 
 
 def ranges_of(args: dict[str, Any]) -> hopper_mla.Ranges:
@@ -74,38 +91,47 @@ def ranges_of(args: dict[str, Any]) -> hopper_mla.Ranges:
     )  # fmt: skip
 
 
-def _mla(p: Problem, config: hopper_mla.Config | None = None) -> Kernel | None:
-    config = config or hopper_mla.config_for(p)
-    if config is None:
-        return None
+def _mla(p: Problem) -> Kernel | str:
+    config = hopper_mla.config_for(p)
+    return config if isinstance(config, str) else _mla_kernel(p, config)
+
+
+def _mla_kernel(p: Problem, config: hopper_mla.Config) -> Kernel:
     k, pack = _as_torch(p.k_t, p.k.data), Tiling.of(p, config.block_m, config.block_n).pack
-    return Kernel(config, pack, lambda q, out, **rest: hopper_mla.hopper_mla_attn(q, k, out, pack=pack, **rest))
+    run = partial(hopper_mla.hopper_mla_attn, k=k, pack=pack)
+    return Kernel("hopper_mla", config, pack, hopper_mla.shared_bytes(config), WORKERS["hopper_mla"], run)
 
 
-def _half(p: Problem) -> Kernel | None:
+def _half(p: Problem) -> Kernel | str:
     config = hopper_launch.config_for(p)
-    if config is None or p.v_t is None:
-        return None
+    if isinstance(config, str):
+        return config
+    assert p.v_t is not None
     k, v = _as_torch(p.k_t, p.k.data), _as_torch(p.v_t, p.v.data)
     # Heads that share a mask's rows share a tile: a mask is then read once for all of them.
     pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if p.mask_t is not None and p.m2 == 1 else 1
-    return Kernel(config, pack, lambda q, out, **rest: hopper_launch.hopper_flash_attn(q, k, v, out, pack=pack, **rest))
+    run = partial(hopper_launch.hopper_flash_attn, k=k, v=v, pack=pack)
+    workers = f"{config.n_wg} {WORKERS['hopper']}"
+    return Kernel("hopper", config, pack, hopper_launch.shared_bytes(p.k.d, config), workers, run)
 
 
-def _quantized(p: Problem) -> Kernel | None:
+def _quantized(p: Problem) -> Kernel | str:
     config = hopper_quant.config_for(p)
-    if config is None:
-        return None
+    if isinstance(config, str):
+        return config
     k, v = p.k, p.v
-    bound: dict[str, Any] = {
-        "k_kind": k.kind, "v_kind": v.kind, "k_strides": k.strides, "v_strides": v.strides, "n_kv": p.n_kv,
-        "n_head_kv": p.n_head // p.gqa,
-    }  # fmt: skip
+    run = partial(
+        hopper_quant.hopper_quant_attn, k_words=k.data, v_words=v.data, k_kind=k.kind, v_kind=v.kind,
+        k_strides=k.strides, v_strides=v.strides, n_kv=p.n_kv, n_head_kv=p.n_head // p.gqa,
+    )  # fmt: skip
+    workers = f"{config.n_wg} {WORKERS['hopper_quant']}"
+    return Kernel("hopper_quant", config, 1, hopper_launch.shared_bytes(k.d, config), workers, run)
 
-    def run(q: torch.Tensor, out: torch.Tensor, **rest: Any) -> None:
-        hopper_quant.hopper_quant_attn(q, k.data, v.data, out, **bound, **rest)
 
-    return Kernel(config, 1, run)
+#: By the module's name and form, in the order in which they are asked.
+_KERNELS: dict[str, Callable[[Problem], Kernel | str]] = {
+    "hopper_mla, a tile each": _mla, "hopper": _half, "hopper_quant": _quantized,
+}  # fmt: skip
 
 
 def _as_torch(t: Tensor, memory: torch.Tensor) -> torch.Tensor:

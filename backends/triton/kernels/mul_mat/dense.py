@@ -6,6 +6,7 @@ A matrix is dequantized anew in each run: of many tokens that is a small part, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -27,8 +28,13 @@ def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(x.float(), w.t().float(), out=out)
 
 
+def multiply_as(kind: torch.dtype, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """The same with w of another type, made `kind` first."""
+    multiply(x, w.to(kind), out)
+
+
 def multiply_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
-    return lambda: multiply(x, w, out)
+    return partial(multiply, x, w, out)
 
 
 def packed_steps(packed: Packed, first: int, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
@@ -45,14 +51,10 @@ def raw_steps(
     out: torch.Tensor, ctx: Context,
 ) -> list[Step]:  # fmt: skip
     """The same for raw blocks, uint8 [m, row bytes], whose values(blocks, f16 [rows, k]) writes."""
-
-    def step(part: torch.Tensor, w: torch.Tensor) -> Step:
-        return lambda: values(part, w)
-
     steps: list[Step] = []
     for a, b in _slices(blocks.shape[0], k):
         w = _scratch(b - a, k, ctx)
-        steps += [step(blocks[a:b], w), multiply_step(x, w, out[:, a:b])]
+        steps += [partial(values, blocks[a:b], w), multiply_step(x, w, out[:, a:b])]
     return steps
 
 

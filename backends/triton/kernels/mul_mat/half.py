@@ -8,6 +8,7 @@ small rows, and is found on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,10 +110,12 @@ def _whole_row(k: int) -> tuple[int, int]:
 def copying(source: torch.Tensor, target: torch.Tensor) -> Step:
     """Copies a tensor into another of its shape, rounding to its type."""
 
-    def step() -> None:
-        target.copy_(source)
+    return partial(copy, source, target)
 
-    return step
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """A tensor into another of its shape."""
+    target.copy_(source)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

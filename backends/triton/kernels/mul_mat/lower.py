@@ -346,8 +346,7 @@ class _Job:
         kind = self.x.values.dtype
 
         def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
-            w = matrices[divmod(i, self.w.ne[2])]
-            return [lambda: dense.multiply(x, w.to(kind), out)]
+            return [partial(dense.multiply_as, kind, x, matrices[divmod(i, self.w.ne[2])], out)]
 
         return self._each(steps)
 

@@ -1,0 +1,128 @@
+"""An attention's plan in numbers: tiles, k-blocks, programs, who has which part of a tile and who merges the parts."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.backends.triton.kernels.flash_attn import stream_k
+from graphrt.backends.triton.kernels.flash_attn.mask_blocks import FULL, PARTIAL, SKIP, block_kinds, mask_tile
+from graphrt.backends.triton.kernels.flash_attn.stream_k import Segment
+
+if TYPE_CHECKING:
+    from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+
+Mask = npt.NDArray[np.float16]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A program's work on one tile. program; segment: see stream_k.py; start: of it, in units from the launch on."""
+
+    program: int
+    segment: Segment
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.segment.stop - self.segment.start
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """chosen: the launcher's decision. k_blocks: of each tile, what the mask leaves of them if that is known; kinds: of
+    k-blocks over all mask tiles ("skipped", "full", "partial"), None for a mask that is not known; slots: what each
+    place for a program does one after the other; at_once: such places.
+    """
+
+    chosen: Chosen
+    k_blocks: tuple[int, ...]
+    kinds: dict[str, int] | None
+    at_once: int
+    slots: tuple[tuple[Bar, ...], ...]
+
+    @property
+    def unit_start(self) -> tuple[int, ...]:
+        return stream_k.unit_starts(self.k_blocks)
+
+    @property
+    def longest(self) -> int:
+        """Units until the last program ends, parts' merging left out."""
+        return max(slot[-1].stop for slot in self.slots if slot)
+
+    @property
+    def busy_percent(self) -> float:
+        """The share of places and time in which k-blocks are visited."""
+        return 100 * self.unit_start[-1] / (self.at_once * self.longest)
+
+    @property
+    def bars(self) -> list[Bar]:
+        return [bar for slot in self.slots for bar in slot]
+
+    def shared_tiles(self) -> dict[int, int]:
+        """The tiles that several programs have parts of, each with how many: those that need fixup."""
+        parts = Counter(bar.segment.tile for bar in self.bars)
+        return {tile: n for tile, n in sorted(parts.items()) if n > 1}
+
+
+def attention_plan(chosen: Chosen, sm_count: int, mask: Mask | None) -> AttentionPlan:
+    """The plan of what the launcher chose. mask: f16 [m3, m2, n_q, n_kv], None where there is none or it is not known:
+    then every k-block counts."""
+    t, p = chosen.tiling, chosen.problem
+    k_blocks, kinds = (t.n_blocks,) * t.n_tiles, None
+    if mask is not None:
+        found = block_kinds(mask, t)
+        visited = (found != SKIP).sum(1)
+        k_blocks = tuple(int(visited[mask_tile(i, t, p.m3)]) for i in range(t.n_tiles))
+        names = (("skipped", SKIP), ("full", FULL), ("partial", PARTIAL))
+        kinds = {name: int((found == kind).sum()) for name, kind in names}
+    at_once = sm_count * chosen.choice.occupancy
+    return AttentionPlan(chosen, k_blocks, kinds, at_once, _slots(chosen, k_blocks, at_once))
+
+
+def _slots(chosen: Chosen, k_blocks: Sequence[int], at_once: int) -> tuple[tuple[Bar, ...], ...]:
+    """Programs that fit at once have a place each; more go in order to whichever is free first."""
+    found = program_segments(chosen, k_blocks)
+    if len(found) <= at_once:
+        return tuple(tuple(_bars(i, segments, 0)) for i, segments in enumerate(found))
+    free = [(0, slot) for slot in range(at_once)]
+    slots: list[list[Bar]] = [[] for _ in free]
+    for program, segments in enumerate(found):
+        at, slot = heapq.heappop(free)
+        slots[slot] += _bars(program, segments, at)
+        heapq.heappush(free, (slots[slot][-1].stop if slots[slot] else 0, slot))
+    return tuple(tuple(slot) for slot in slots)
+
+
+def _bars(program: int, segments: Sequence[Segment], start: int) -> Iterator[Bar]:
+    """Segments one after the other."""
+    for segment in segments:
+        yield Bar(program, segment, start)
+        start += segment.stop - segment.start
+
+
+def program_segments(chosen: Chosen, k_blocks: Sequence[int]) -> list[tuple[Segment, ...]]:
+    """What each program of a launch does, by stream_k.py; k_blocks: of each tile."""
+    schedule, starts, programs = chosen.choice.schedule, stream_k.unit_starts(k_blocks), chosen.programs
+    if schedule != "tile":
+        return [stream_k.segments(schedule, i, starts, programs) for i in range(programs)]
+    whole = [Segment(tile, 0, stream_k.units(k_blocks[tile]), False, False, None) for tile in _launch_order(chosen)]
+    # Persistent programs take a tile a turn, to and fro: who gets the longest of one gets the shortest of the next.
+    turns = range(-(-len(whole) // programs))
+    ranks = [[turn * programs + (programs - 1 - i if turn % 2 else i) for turn in turns] for i in range(programs)]
+    return [tuple(whole[rank] for rank in mine if rank < len(whole)) for mine in ranks]
+
+
+def _launch_order(chosen: Chosen) -> list[int]:
+    """Tiles as they are launched where each is one program's: with a mask the last queries first, whose rows a causal
+    one leaves longest. (Kernels do so in sections of head groups, whose K and V stay in the cache.)"""
+    t = chosen.tiling
+    if chosen.problem.mask_t is None:
+        return list(range(t.n_tiles))
+    return sorted(range(t.n_tiles), key=lambda tile: (-(tile % t.n_qt), tile))

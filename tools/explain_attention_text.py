@@ -1,0 +1,90 @@
+"""An attention's plan in words: its kernel and why, tiles, schedule, mask, and what is to be merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphrt.tools.common import human_bytes
+from graphrt.tools.explain_attention import AttentionPlan
+from graphrt.tools.labels import count_text
+
+Fact = tuple[str, str]
+#: Tiles that are listed one by one.
+MOST_LISTED = 16
+
+
+def attention_facts(plan: AttentionPlan) -> Iterator[Fact]:
+    """Pairs of what it is of and a sentence."""
+    yield from _kernel(plan)
+    yield from _tiles(plan)
+    yield from _mask(plan)
+    yield from _schedule(plan)
+    yield from _fixup(plan)
+
+
+def _kernel(plan: AttentionPlan) -> Iterator[Fact]:
+    c = plan.chosen
+    shared = f", {human_bytes(c.shared)} of shared memory a program" if c.shared is not None else ""
+    stages = f"{count_text(c.stages, 'k-block')} in flight"
+    yield "kernel", f"{c.kernel} (kernels/flash_attn/{c.kernel}.py): {c.workers}, {stages}{shared}"
+    for name, reason in c.refused.items():
+        yield "why", f"not {name}: {reason}"
+    yield "why", "it is the first that serves" if c.kernel != "forward" else "it serves everything the others do not"
+
+
+def _tiles(plan: AttentionPlan) -> Iterator[Fact]:
+    t, p = plan.chosen.tiling, plan.chosen.problem
+    heads = f"{t.pack} of the {count_text(p.gqa, 'head')} of a KV head"
+    used = f"{p.n_q * t.pack} of {t.n_qt * t.block_m} rows in use"
+    yield "tiles", f"{t.block_m} rows x {t.block_n} keys; rows are of {heads}, {used}"
+    groups, sequences = count_text(t.n_groups, "group"), count_text(p.n_seq, "sequence")
+    yield "tiles", f"{t.n_tiles} = {t.n_qt} along the queries x {groups} of heads x {sequences}"
+    yield "tiles", f"{count_text(t.n_blocks, 'k-block')} each if none is hidden"
+
+
+def _mask(plan: AttentionPlan) -> Iterator[Fact]:
+    if plan.chosen.problem.mask_t is None:
+        yield "mask", "none: every k-block counts"
+    elif plan.kinds is None:
+        yield "mask", "its values are not known here: figures are for no k-block hidden"
+    else:
+        k, t = plan.kinds, plan.chosen.tiling
+        of = f"of {count_text(sum(k.values()), 'k-block')} of {count_text(t.n_mask_tiles, 'tile')} whose masks differ"
+        yield (
+            "mask",
+            f"{of}: {k['skipped']} skipped (all hidden), {k['partial']} in parts, {k['full']} with nothing to add",
+        )
+
+
+def _schedule(plan: AttentionPlan) -> Iterator[Fact]:
+    c, choice = plan.chosen, plan.chosen.choice
+    yield "schedule", choice.summary()
+    for reason in choice.reasons:
+        yield "schedule", reason
+    per = f"{count_text(choice.occupancy, 'program')} a multiprocessor: {plan.at_once} at once"
+    persistent = choice.schedule == "tile" and c.programs < c.tiling.n_tiles
+    yield "programs", per + (f"; {c.programs} persistent ones take tile after tile" if persistent else "")
+    known = " if no k-block is hidden" if c.problem.mask_t is not None and plan.kinds is None else ""
+    yield "programs", f"the longest visits {count_text(plan.longest, 'k-block')}{known}"
+    yield "efficiency", f"{plan.busy_percent:.0f} %: the share of places and time in which k-blocks are visited{known}"
+
+
+def _fixup(plan: AttentionPlan) -> Iterator[Fact]:
+    shared, c = plan.shared_tiles(), plan.chosen
+    if not shared:
+        yield "fixup", "none: each tile is one program's"
+    else:
+        by = {"fixup": "a launch of fixup.py", "kernel": "the last of a tile's programs, in the same launch"}[c.join]
+        yield "fixup", f"{len(shared)} of {count_text(c.tiling.n_tiles, 'tile')}, {sum(shared.values())} parts, by {by}"
+        listed = ", ".join(f"{tile} ({n})" for tile, n in list(shared.items())[:MOST_LISTED])
+        more = f" and {len(shared) - MOST_LISTED} more" if len(shared) > MOST_LISTED else ""
+        yield "fixup", f"tiles (parts): {listed}{more}"
+    if c.choice.schedule == "stream_k":
+        units = plan.unit_start[-1]
+        low, high = units // c.programs, -(-units // c.programs)
+        each = f"{low}" if low == high else f"{low} or {high}"
+        yield "ranges", f"program i has k-blocks i * {units} // {c.programs} up to the next one's first: {each}"
+    if c.choice.scratch_bytes:
+        yield "scratch", f"{human_bytes(c.choice.scratch_bytes)} for parts of tiles"
+    if c.repairs:
+        yield "repair", "tiles with NaN, infinity or huge logits are flagged; the portable kernel does those again"

@@ -1,0 +1,88 @@
+"""GPUs that `graphrt explain --device` plans for, and what they do at best. None need be here."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from graphrt.backends.triton.device import ELSEWHERE, Target
+from graphrt.errors import BackendError
+from graphrt.op import Work
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that a step takes at the ceilings: by its bytes, its FLOPs and its launches, which run side by side."""
+
+    bytes: float
+    flops: float
+    launches: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.bytes, self.flops, self.launches)
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "bytes", "FLOPs" or "launch"."""
+        if self.launches >= max(self.bytes, self.flops):
+            return "launch"
+        return "bytes" if self.bytes >= self.flops else "FLOPs"
+
+
+@dataclass(frozen=True)
+class KnownDevice:
+    """title: what it is called; arch to l2: see Target; copy: bytes/s read and written by a copy; product: FLOP/s of an
+    f16 matrix product; launch: seconds that a launch of a captured graph takes at least; source: of the rates."""
+
+    title: str
+    arch: str
+    sm_count: int
+    shared_memory: int
+    l2: int
+    copy: float
+    product: float
+    launch: float
+    source: str
+
+    @property
+    def target(self) -> Target:
+        """What kernels are planned for."""
+        return Target(self.arch, ELSEWHERE, self.sm_count, self.shared_memory, self.l2)
+
+    def cost(self, work: Work, launches: int) -> Cost:
+        """What work takes at the ceilings, in so many launches one after the other."""
+        return Cost(work.bytes / self.copy, work.flops / self.product, launches * self.launch)
+
+
+#: A decode step of SmolLM2 on an H100, 249 launches of which few have more to do than to start, takes 423 us
+#: (BENCHMARKS.md), 1.7 a launch with its work. The others' is not known and taken to be the same.
+_LAUNCH = 1.5e-6
+_SHEET = "the maker's data sheet, not measured"
+
+#: By the name that --device takes. Shared memory: CUDA programming guide, LDS of a CDNA3 workgroup.
+DEVICES = {
+    "h100": KnownDevice(
+        "NVIDIA H100 80GB HBM3", "sm_90", 132, 232448, 50 << 20, 3.02e12, 760e12, _LAUNCH, "measured, see BENCHMARKS.md"
+    ),
+    "h200": KnownDevice("NVIDIA H200", "sm_90", 132, 232448, 50 << 20, 4.8e12, 989e12, _LAUNCH, _SHEET),
+    "a100": KnownDevice("NVIDIA A100-SXM4-80GB", "sm_80", 108, 166912, 40 << 20, 2.04e12, 312e12, _LAUNCH, _SHEET),
+    "b200": KnownDevice("NVIDIA B200", "sm_100", 148, 232448, 126 << 20, 8.0e12, 2250e12, _LAUNCH, _SHEET),
+    "mi300x": KnownDevice("AMD Instinct MI300X", "gfx942", 304, 65536, 4 << 20, 5.3e12, 1307e12, _LAUNCH, _SHEET),
+}
+
+
+def known_device(name: str) -> KnownDevice:
+    """The device of that name. Raises BackendError for one that isn't known."""
+    found = DEVICES.get(name.lower())
+    if found is None:
+        close = difflib.get_close_matches(name.lower(), DEVICES, 1, 0.4)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise BackendError(f"a device to plan for must be one of {', '.join(DEVICES)}, got {name[:40]!r}{hint}")
+    return found
+
+
+def device_called(title: str) -> KnownDevice | None:
+    """The device whose name, as torch has it, is `title`; None for one that isn't known."""
+    words = title.lower().replace("-", " ").split()
+    return next((device for name, device in DEVICES.items() if name in words), None)

@@ -1,0 +1,234 @@
+"""`graphrt explain --svg`: which program has which part of each tile of an attention, and where parts are merged.
+
+A row is a program, or a place for programs where they do not all run at once; along it the k-blocks that it visits, one
+tile after the other. Neighbouring tiles differ in colour (Okabe and Ito's, which colour-blind people tell apart); parts
+that others merge are striped, the part that merges them has a thick edge. Tooltips tell the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from itertools import groupby
+
+from graphrt.tools.common import printable
+from graphrt.tools.explain_attention import AttentionPlan, Bar
+
+#: Sizes in pixels.
+WIDTH, LEFT, RIGHT, TOP, BELOW = 1400, 92, 24, 132, 58
+PLOT_HEIGHT, MIN_ROW, MAX_ROW = 792, 6.0, 30.0
+CHAR_WIDTH, MIN_LABEL_HEIGHT = 5.9, 11
+#: Fills of tiles in turn, and the colour of text on them.
+FILLS = (
+    ("#56B4E9", "#000"), ("#E69F00", "#000"), ("#009E73", "#fff"), ("#F0E442", "#000"), ("#0072B2", "#fff"),
+    ("#D55E00", "#fff"), ("#CC79A7", "#000"),
+)  # fmt: skip
+
+STYLE = """
+text { font: 12px Helvetica, Arial, sans-serif; fill: #222; }
+.title { font-size: 17px; font-weight: bold; }
+.on { font-size: 10.5px; pointer-events: none; }
+.paper, .gap { fill: #fff; }
+.axis { stroke: #555; fill: none; }
+.grid { stroke: #888; stroke-opacity: 0.3; }
+.bar { stroke: #fff; stroke-width: 0.8; }
+.bar:hover { stroke: #000; stroke-width: 2; }
+.stripes { pointer-events: none; }
+.stripe { stroke: #000; stroke-opacity: 0.55; stroke-width: 2; }
+.merges { fill: #000; pointer-events: none; }
+.idle { fill: #888; fill-opacity: 0.13; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #ddd; }
+  .paper, .gap { fill: #16181c; }
+  .axis { stroke: #aaa; }
+  .bar { stroke: #16181c; }
+  .bar:hover { stroke: #fff; }
+  .merges { fill: #fff; }
+}
+"""
+_PATTERN = (
+    '<defs><pattern id="parts" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<path class="stripe" d="M0 0V7"/></pattern></defs>'
+)
+
+
+def svg(plan: AttentionPlan, title: str) -> str:
+    """The picture as the text of an SVG file. title: which attention it is."""
+    picture = _Picture(plan)
+    height = picture.bottom + BELOW
+    name = f"{title}: {plan.busy_percent:.0f} % efficient"
+    fills = "".join(f".c{i} {{ fill: {fill}; }}\n.on.c{i}t {{ fill: {on}; }}\n" for i, (fill, on) in enumerate(FILLS))
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+        f'height="{height:.0f}" role="img" aria-label="{_text(name)}">',
+        f"<title>{_text(name)}</title>",
+        f"<style>{STYLE}{fills}</style>",
+        _PATTERN,
+        f'<rect class="paper" width="{WIDTH}" height="{height:.0f}"/>',
+        f'<text class="title" x="{LEFT}" y="28">{_text(name)}</text>',
+        *picture.lines(),
+    ]
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+class _Picture:
+    """rows: the slots that are shown, None for those between that are left out."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.plan = plan
+        most = int(PLOT_HEIGHT / MIN_ROW)
+        n = len(plan.slots)
+        half = (most - 1) // 2
+        shown = list(range(n)) if n <= most else [*range(half), -1, *range(n - half, n)]
+        self.rows: list[int | None] = [None if i < 0 else i for i in shown]
+        self.row_height = min(MAX_ROW, PLOT_HEIGHT / len(self.rows))
+        self.bottom = TOP + len(self.rows) * self.row_height
+        self.per_unit = (WIDTH - LEFT - RIGHT) / plan.longest
+        self.shared = plan.shared_tiles()
+
+    def lines(self) -> Iterator[str]:
+        yield from self._caption()
+        yield from self._legend()
+        yield from self._grid()
+        for row, slot in enumerate(self.rows):
+            y = TOP + row * self.row_height
+            if slot is None:
+                left_out = len(self.plan.slots) - len(self.rows) + 1
+                yield f'<text class="on" x="{LEFT + 6}" y="{y + 5:.1f}">{left_out} more rows like these</text>'
+                continue
+            for bar in self.plan.slots[slot]:
+                yield from self._bar(bar, y)
+            yield from self._idle(slot, y)
+        yield from self._runs()
+        yield from self._axes()
+
+    def _caption(self) -> Iterator[str]:
+        c, plan = self.plan.chosen, self.plan
+        t = c.tiling
+        units = plan.unit_start[-1]
+        known = "" if c.problem.mask_t is None or plan.kinds is not None else ", if the mask hides none"
+        said = (
+            f"{c.kernel}, schedule {c.choice.schedule}: {t.n_tiles} tiles of {t.block_m} rows, {units} k-blocks of "
+            f"{t.block_n} keys{known}; {c.programs} programs, {plan.at_once} at once"
+        )
+        yield f'<text x="{LEFT}" y="50">{_text(said)}</text>'
+        yield f'<text x="{LEFT}" y="68">{_text(self._merging())}</text>'
+
+    def _merging(self) -> str:
+        if not self.shared:
+            return "No tile is shared: nothing is to be merged."
+        by = "a launch of its own (fixup)" if self.plan.chosen.join == "fixup" else "the last of a tile's programs"
+        listed = ", ".join(map(str, list(self.shared)[:20])) + (", …" if len(self.shared) > 20 else "")
+        return f"{len(self.shared)} tiles need fixup, by {by}: {listed}"
+
+    def _legend(self) -> Iterator[str]:
+        x, y = float(LEFT), 84
+        for fill, kind, text in (
+            ("c0", "", "the whole tile"),
+            ("c0", "open", "open part: its partial result goes to scratch"),
+            ("c0", "merges", "finisher: has the tile's last k-block; all parts become its result"),
+            ("idle", "", "idle: no k-block left"),
+        ):
+            yield f'<rect class="{fill}" x="{x:.0f}" y="{y}" width="26" height="13"/>'
+            yield from _marks(kind, x, y, 26, 13)
+            yield f'<text x="{x + 32:.0f}" y="{y + 11}">{text}</text>'
+            x += 54 + len(text) * CHAR_WIDTH
+
+    def _bar(self, bar: Bar, y: float) -> Iterator[str]:
+        s = bar.segment
+        x, width = LEFT + bar.start * self.per_unit, (s.stop - s.start) * self.per_unit
+        colour = s.tile % len(FILLS)
+        kind = "open" if s.is_fixup else "merges" if s.needs_fixup else ""
+        role = {"open": "open part", "merges": "finisher", "": "the whole tile"}[kind]
+        slot = f", slot {s.slot} of scratch" if s.slot is not None else ""
+        tip = f"program {bar.program}, tile {s.tile}\n{role}: units {s.start} to {s.stop - 1} of the tile{slot}"
+        height = self.row_height
+        place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+        yield f'<rect class="bar c{colour}" {place}><title>{_text(tip)}</title></rect>'
+        yield from _marks(kind, x, y, width, height)
+        if height >= MIN_LABEL_HEIGHT:
+            yield from _label(s.tile, x, y + height / 2, width, kind == "open")
+
+    def _runs(self) -> Iterator[str]:
+        """The number of a tile that rows too low for text have one after the other, in the middle of them."""
+        if self.row_height >= MIN_LABEL_HEIGHT:
+            return
+        slots = [self.plan.slots[slot] if slot is not None else () for slot in self.rows]
+        first = [slot[0] if slot else None for slot in slots]
+        for tile, run in groupby(enumerate(first), lambda row: row[1].segment.tile if row[1] is not None else None):
+            rows = list(run)
+            if tile is not None and len(rows) * self.row_height >= MIN_LABEL_HEIGHT + 4:
+                widths = (bar.stop - bar.start for _, bar in rows if bar is not None)
+                middle = TOP + (rows[0][0] + len(rows) / 2) * self.row_height
+                yield from _label(tile, LEFT, middle, min(widths) * self.per_unit, True)
+
+    def _idle(self, slot: int, y: float) -> Iterator[str]:
+        end = self.plan.slots[slot][-1].stop if self.plan.slots[slot] else 0
+        if end < self.plan.longest:
+            x = LEFT + end * self.per_unit
+            size = f'width="{WIDTH - RIGHT - x:.2f}" height="{self.row_height:.2f}"'
+            yield f'<rect class="idle" x="{x:.2f}" y="{y:.2f}" {size}/>'
+
+    def _grid(self) -> Iterator[str]:
+        for tick in _ticks(self.plan.longest):
+            yield f'<path class="grid" d="M{LEFT + tick * self.per_unit:.1f} {TOP}V{self.bottom:.1f}"/>'
+
+    def _axes(self) -> Iterator[str]:
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        for tick in _ticks(self.plan.longest):
+            x = LEFT + tick * self.per_unit
+            yield f'<path class="axis" d="M{x:.1f} {self.bottom:.1f}v5"/>'
+            yield f'<text text-anchor="middle" x="{x:.1f}" y="{self.bottom + 19:.1f}">{tick}</text>'
+        yield f'<path class="axis" d="M{LEFT} {TOP}V{self.bottom:.1f}H{WIDTH - RIGHT}"/>'
+        what = "k-blocks that it visits, from its start on"
+        yield f'<text text-anchor="middle" x="{middle:.0f}" y="{self.bottom + 42:.1f}">{what}</text>'
+        step = max(1, round(14 / self.row_height + 0.5))
+        for row, slot in enumerate(self.rows):
+            if slot is not None and slot % (_round(step)) == 0:
+                y = TOP + (row + 0.5) * self.row_height + 4
+                yield f'<text text-anchor="end" x="{LEFT - 6}" y="{y:.1f}">{slot}</text>'
+        rows = "program" if self.plan.chosen.programs <= self.plan.at_once else "place for a program"
+        centre = (TOP + self.bottom) / 2
+        yield f'<text text-anchor="middle" transform="translate(24 {centre:.0f}) rotate(-90)">{rows}</text>'
+
+
+def _label(tile: int, x: float, middle: float, width: float, striped: bool) -> Iterator[str]:
+    """A tile's number at the start of a bar, where it fits; stripes are no ground for text, so it gets one."""
+    label, colour = f"tile {tile}" if width > 60 else str(tile), tile % len(FILLS)
+    if width < len(label) * CHAR_WIDTH + 10:
+        return
+    if striped:
+        ground = f'width="{len(label) * 5.6 + 6:.0f}" height="13"'
+        yield f'<rect class="on c{colour}" x="{x + 2:.1f}" y="{middle - 6.5:.1f}" {ground}/>'
+    yield f'<text class="on c{colour}t" x="{x + 5:.1f}" y="{middle + 4:.1f}">{label}</text>'
+
+
+def _marks(kind: str, x: float, y: float, width: float, height: float) -> Iterator[str]:
+    """What tells parts of shared tiles: stripes of an open one, a thick edge of the finisher."""
+    if kind == "open":
+        size = f'width="{width:.2f}" height="{height:.2f}"'
+        yield f'<rect class="stripes" fill="url(#parts)" x="{x:.2f}" y="{y:.2f}" {size}/>'
+    elif kind == "merges":
+        edge = min(4.0, width / 3)
+        place = f'x="{x + width - edge:.2f}" y="{y:.2f}"'
+        yield f'<rect class="merges" {place} width="{edge:.2f}" height="{height:.2f}"/>'
+
+
+def _round(step: int) -> int:
+    """The next of 1, 2, 5, 10, ..."""
+    size = 1
+    while True:
+        for times in (1, 2, 5):
+            if times * size >= step:
+                return times * size
+        size *= 10
+
+
+def _ticks(longest: int) -> range:
+    """At most about ten round numbers from 0 on."""
+    return range(0, longest + 1, _round(max(1, longest // 10)))
+
+
+def _text(text: str) -> str:
+    """Text that XML takes anywhere, with line breaks."""
+    return "&#10;".join(escape(printable(line)) for line in text.split("\n"))
