@@ -255,6 +255,16 @@ def plan_arenas(graph: Graph, backends: Sequence[Backend]) -> dict[str, MemoryPl
     return _plans(graph, sched, by_name, _fuse(graph, sched, by_name))
 
 
+def plan_groups(graph: Graph, backends: Sequence[Backend]) -> list[Group]:
+    """The groups that prepare() would make, in order: no memory is taken and nothing compiled.
+
+    Raises GraphError and UnsupportedError as prepare() does.
+    """
+    check_graph(graph)
+    sched = schedule(graph, backends)
+    return [group for groups in _fuse(graph, sched, {b.name: b for b in backends}) for group in groups]
+
+
 def _plans(
     graph: Graph, sched: Schedule, backends: dict[str, Backend], groups: list[list[Group]]
 ) -> dict[str, MemoryPlan]:

@@ -82,11 +82,15 @@ def precision(node: Tensor) -> str:
 
 
 def judge(
-    node: Tensor, actual: npt.ArrayLike, expected: npt.ArrayLike, low: npt.ArrayLike, rounded: str | None = None
+    node: Tensor,
+    actual: npt.ArrayLike,
+    expected: npt.ArrayLike,
+    low: npt.ArrayLike,
+    rule: str | Precision | None = None,
 ) -> Verdict:
     """Judges a result. All three in torch's shape and as numbers; expected: float64; low: the low-precision one.
 
-    rounded: the key in PRECISIONS to use if the node's own, precision(), is not what was computed in.
+    rule: what was computed in, a key of PRECISIONS or figures of one's own, if it is not precision() of the node.
 
     Where the reference is NaN or infinite the result must be so too, and nowhere else. A result of an integer type, or
     one that moves elements (low is None), must be equal.
@@ -99,8 +103,8 @@ def judge(
     a, e = np.where(finite, a, 0.0), np.where(finite, e, 0.0)
     error = np.abs(a - e)
     worst = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))[::-1]
-    rule = PRECISIONS[rounded or precision(node)]
-    figures = _Figures(node, rule, error, e, np.where(finite, np.asarray(low, np.float64), 0.0))
+    allowed = rule if isinstance(rule, Precision) else PRECISIONS[rule or precision(node)]
+    figures = _Figures(node, allowed, error, e, np.where(finite, np.asarray(low, np.float64), 0.0))
     message = figures.why_wrong(worst, a, e)
     return Verdict(not message, message, figures.nmse, figures.limit, float(error.max()), worst)
 

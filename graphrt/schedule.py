@@ -100,7 +100,7 @@ class _Scheduler:
         """A view of a node that has a twin looks at the twin."""
         source = self.result.local.get(node.src[0]) if node.src[0] is not None else None
         if source is not None and source is not node.src[0]:
-            self.result.local[node] = _with_sources(node, [source])
+            self.result.local[node] = with_sources(node, [source])
 
     def _place(self, node: Tensor) -> None:
         assignment = self._assign(node)
@@ -153,7 +153,7 @@ class _Scheduler:
         """`node` with its sources as they are on the split's backend."""
         sources = [self._source_on(s, split) if s is not None else None for s in node.src]
         same = all(a is b for a, b in zip(sources, node.src))
-        local = node if same else _with_sources(node, sources)
+        local = node if same else with_sources(node, sources)
         self.result.local[node] = local
         return local
 
@@ -185,7 +185,7 @@ def _cause(owner: str | None, refused: dict[str, str]) -> str:
     return "preferred, and supports it"
 
 
-def _with_sources(node: Tensor, sources: Sequence[Tensor | None]) -> Tensor:
+def with_sources(node: Tensor, sources: Sequence[Tensor | None]) -> Tensor:
     """A twin of `node` that reads `sources`. A view's twin looks at the memory of its new source."""
     spec = op_spec(node.op)
     shares = sources[0] if spec.is_view else sources[spec.writes] if spec.writes is not None else None

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from graphrt.env import CACHE
 from graphrt.errors import HubError
 
 Report = Callable[[int], None]  # told how many bytes are done
@@ -90,8 +91,9 @@ KNOWN: dict[str, KnownModel] = {
 
 def cache_dir() -> Path:
     """The cache folder: $GRAPHRT_CACHE, else $XDG_CACHE_HOME/graphrt, else ~/.cache/graphrt. It need not exist."""
-    if os.environ.get("GRAPHRT_CACHE"):
-        return Path(os.environ["GRAPHRT_CACHE"]).expanduser()
+    asked = CACHE.get()
+    if asked is not None:
+        return Path(asked).expanduser()
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "graphrt"
     try:

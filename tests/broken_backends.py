@@ -15,6 +15,7 @@ from toy import ToyBackend, ToyBuffer
 from graphrt import ops
 from graphrt.backend import Group, Place, Region
 from graphrt.backends.cpu import CpuBackend
+from graphrt.backends.cpu.reference import Reference
 from graphrt.tensor import Tensor
 from graphrt.testing import Case
 
@@ -228,3 +229,73 @@ class SpoilingFusions(SpoilingFusion):
     """The same in two layers."""
 
     layers = (3, 7)
+
+
+class WrongStride(CpuBackend):
+    """Attention takes the rows of V from one row further for each head: a stride that is a row too long."""
+
+    name: ClassVar[str] = "cpu"  # whose memory it uses
+    ending: ClassVar[str] = ""
+
+    def reference_of(self, node: Tensor) -> Reference:
+        right = super().reference_of(node)
+        if node.op != "FLASH_ATTN_EXT" or not node.name.endswith(self.ending):
+            return right
+
+        def wrong(node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            shifted = torch.stack([v[:, head].roll(-head, 1) for head in range(v.shape[1])], 1)
+            return right.function(node, q, k, shifted, *rest)
+
+        return Reference(wrong)
+
+
+class WrongStrideIn12(WrongStride):
+    """The same in layer 12 alone: what docs/debugging.md looks for."""
+
+    ending = "-12"
+
+
+class SoftcapDropping(CpuBackend):
+    """The fusion of SCALE, tanh and SCALE forgets them; by themselves they are right."""
+
+    name: ClassVar[str] = "cpu"
+
+    def __init__(self) -> None:
+        super().__init__(exact=False)
+
+    def fuse(self, region: Region) -> list[Group]:
+        return [Group(g.nodes, kernel="dropped") if g.kernel == "softcap" else g for g in super().fuse(region)]
+
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+        parts = [
+            self._dropped(g, place) if g.kernel == "dropped" else super(SoftcapDropping, self).compile([g], place)
+            for g in groups
+        ]
+
+        def run() -> None:
+            for part in parts:
+                part()
+
+        return run
+
+    def _dropped(self, group: Group, place: Callable[[Tensor], Place]) -> Step:
+        source = group.nodes[0].src[0]
+        assert source is not None
+        capped, logits = self._stored(group.nodes[-1], place), self._stored(source, place)
+
+        def forget() -> None:
+            capped.copy_(logits)
+
+        return forget
+
+
+class Picky(CpuBackend):
+    """Takes no product with weights of 4 bits in blocks of 32, and computes nothing."""
+
+    name: ClassVar[str] = "picky"
+
+    def supports(self, node: Tensor) -> str | None:
+        w = node.src[0] if node.src else None
+        if node.op == "MUL_MAT" and w is not None and w.dtype.name in ("q4_0", "q4_1"):
+            return f"its product has no 4-bit weights, these are {w.dtype.name}"
+        return None

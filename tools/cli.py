@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from graphrt import __version__
+from graphrt import __version__, env
 from graphrt.errors import GraphrtError
 
 #: verb -> what it is for. The module is graphrt.tools.<verb>, with add_arguments(parser), main(args) -> int, and
@@ -24,10 +24,12 @@ VERBS = {
     "run": "generate text; without a model, the demo model",
     "pull": "fetch a model into the cache",
     "info": "metadata, tensors, types, memory needed, ops used",
+    "check": "what would fall back on a backend, and why, before anything runs",
     "dump": "a graph as it would run: nodes, places, fusions, work; as a table, JSON or a picture",
     "explain": "how a node is run and why: kernel, schedule, tiles, fusion, expected time; plans for GPUs elsewhere",
     "memory": "where memory goes: weights, cache, arenas with their peak; a picture; the longest context that fits",
     "trace": "what every node of a step holds: statistics, values, and which node makes the first NaN",
+    "diff": "where two ways of running part: node by node, with the first one that is too far off",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
     "logits": "write the logits of every position to a .npy file",
@@ -119,7 +121,10 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     module = importlib.import_module(f"graphrt.tools.{form or verb}")
     parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
-    code: int = module.main(parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser)))
+    env.add_arguments(parser)
+    args = parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
+    env.apply(args)
+    code: int = module.main(args)
     return code
 
 
@@ -137,8 +142,11 @@ def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list
 
 def _help() -> str:
     verbs = "\n".join(f"  {name:<12}{what}" for name, what in VERBS.items())
+    rows = [(name, flag, f"{meaning} (default: {default})") for name, flag, meaning, default in env.table()]
+    settings = "\n".join(f"  {name:<22}{flag:<23}{said}" for name, flag, said in rows)
     return (
         f"usage: graphrt VERB [options]\n\n{verbs}\n\n"
+        f"Environment variables, and the flags that every verb has for them:\n{settings}\n\n"
         f"graphrt VERB --help tells more of each; graphrt --version is {__version__}.\n"
         f"Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked."
     )

@@ -41,19 +41,22 @@ def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
     return number
 
 
-def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0) -> None:
-    """--backend, -c, -b, -ctk, -ctv, -t. ctx_size: the default context, 0 for the model's own limit or 4096."""
+def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
+    """--backend, -c, -b, -ctk, -ctv, -t. ctx_size: the default context, 0 for the model's own limit or 4096; own_b: the
+    verb's -b names a backend, so that --backend is left out and a batch is --batch-size alone."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--backend",
-        default="auto",
-        metavar="NAME",
-        help="what runs it; `graphrt devices` lists them (default: the best)",
-    )
+    if not own_b:
+        group.add_argument(
+            "--backend",
+            default="auto",
+            metavar="NAME",
+            help="what runs it; `graphrt devices` lists them (default: the best)",
+        )
     context = f"the most tokens of prompt and text (default: {ctx_size or 'what the model allows, at most 4096'})"
     group.add_argument("-c", "--ctx-size", type=whole(1), default=ctx_size, metavar="N", help=context)
+    batch = ("--batch-size",) if own_b else ("-b", "--batch-size")
     group.add_argument(
-        "-b", "--batch-size", type=whole(1), default=512, metavar="N", help="prompt tokens read at once (default: 512)"
+        *batch, type=whole(1), default=512, metavar="N", help="prompt tokens read at once (default: 512)"
     )
     for side, what in (("k", "keys"), ("v", "values")):
         flag, long = f"-ct{side}", f"--cache-type-{side}"

@@ -68,7 +68,9 @@ def reasons(step: Step) -> Iterator[str]:
         yield f"{tokens}: up to {gemv.MAX_TOKENS} take gemv.py, {how}"
         return
     yield f"{tokens}: gemv.py {_why_not_gemv(step, b.tokens, b.count, is_packed)}"
-    if "batch_mma" in names:
+    if "batch_wgmma" in names:
+        yield f"up to {batch.MAX_TOKENS} tokens on Hopper: batch_wgmma.py, weights dequantized in registers for wgmma"
+    elif "batch_mma" in names:
         yield f"up to {batch.MAX_TOKENS} tokens on NVIDIA: batch_mma.py, weights dequantized on their way"
     elif names & {"gemm_packed", "gemm_plain"}:
         limit = lower.GEMM_TOKENS["f32" if w.dtype.name == "f32" else "packed" if is_packed else "plain"]

@@ -195,7 +195,9 @@ def launch_info(step: Callable[[], None]) -> LaunchInfo:
     from graphrt.backends.triton.launch import Launch  # imports Triton, which is there where something is lowered
 
     if isinstance(step, Launch):
-        constants = tuple((k, v) for k, v in step.args.items() if (k.isupper() or k == "n_splits") and _is_plain(v))
+        args = step.args | (vars(step.args["form"]) if "form" in step.args else {})  # a kernel's choices in one record
+        chosen = {k for k in args if k.isupper() or k == "n_splits" or k not in step.args}
+        constants = tuple((k, v) for k, v in args.items() if k in chosen and _is_plain(v))
         return LaunchInfo(step.kernel.__name__, tuple(step.grid), step.options.get("num_warps", 4), constants)
     while isinstance(step, partial):
         step = step.func

@@ -174,7 +174,7 @@ def _found(step: Step, node: Tensor, values: Values) -> Found:
     if cells is not None:
         bad[:, 1] = cells[bad[:, 1]]
     hp = step.session.decoder.hp
-    heads, rows = _heads(node, graph.nodes, mine.layer, hp, bad), bad[:, _row_axis(node, mine.layer, hp)]
+    heads, rows = heads_of(node, graph.nodes, mine.layer, hp, bad), bad[:, row_axis(node, mine.layer, hp)]
     return Found(
         node=mine,
         fusion=tuple(info.tensors[i].name for i in members),
@@ -214,11 +214,11 @@ def _by_head(t: Tensor, layer: int | None, hp: HParams) -> bool:
     return t.ne[0] in (hp.d_k, hp.d_v) and t.ne[1] in (hp.n_head[layer], hp.n_head_kv[layer])
 
 
-def _row_axis(t: Tensor, layer: int | None, hp: HParams) -> int:
+def row_axis(t: Tensor, layer: int | None, hp: HParams) -> int:
     return 2 if _by_head(t, layer, hp) else 1
 
 
-def _heads(t: Tensor, nodes: Sequence[Tensor], layer: int | None, hp: HParams, at: Indices) -> Indices | None:
+def heads_of(t: Tensor, nodes: Sequence[Tensor], layer: int | None, hp: HParams, at: Indices) -> Indices | None:
     """The head of each index, int64 [n, 4] in ne order to [n]; None for a tensor without heads: it has no axis of them,
     no view of it has, and it is not what a cache of them is written with."""
     if layer is None:

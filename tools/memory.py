@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache-types", action="store_true", help="with --limit: the longest for each type of cache")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw when each tensor is alive and where it lies")
+    alive = "write the bytes alive in the arenas while each node runs, for `graphrt dump --overlay`"
+    parser.add_argument("--overlay", type=Path, metavar="FILE", help=alive)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
@@ -47,7 +49,8 @@ def size(text: str) -> int:
 
 def main(args: argparse.Namespace) -> int:
     from graphrt.tools import memory_svg, memory_text
-    from graphrt.tools.memory_report import report
+    from graphrt.tools.memory_report import alive_by_node, report
+    from graphrt.tools.overlay import write_overlay
 
     if args.cache_types and args.limit is None:
         raise SessionError("--cache-types belongs to a limit, got no --limit; give one, such as --limit 8G")
@@ -56,6 +59,8 @@ def main(args: argparse.Namespace) -> int:
     fitting = _fits(subject, args)
     if args.svg is not None:
         args.svg.write_text(memory_svg.svg(found, memory_text.heading(subject)), encoding="utf-8")
+    if args.overlay is not None:
+        write_overlay(args.overlay, alive_by_node(found))
     if args.json:
         print_json(memory_text.as_json(found, subject, args.limit, fitting))
     else:

@@ -157,3 +157,11 @@ def _covered(alive: Sequence[Life], arena: ArenaLives) -> tuple[int, int]:
 
 def _padded(nbytes: int, arena: ArenaLives) -> int:
     return -(-nbytes // arena.alignment) * arena.alignment
+
+
+def alive_by_node(report: MemoryReport) -> dict[str, float]:
+    """The bytes that are alive in all arenas while a step runs, by the name of its last result."""
+    return {
+        step.name: float(sum(x.nbytes for part in report.arenas for x in part.arena.at(i)))
+        for i, step in enumerate(report.steps)
+    }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,12 @@ def overlays(info: GraphInfo, files: Sequence[Path] = ()) -> list[Overlay]:
         Overlay("bytes", {t.index: t.bytes for t in nodes}, human_bytes),
     ]
     return [*(from_file(info, path) for path in files), *own]
+
+
+def write_overlay(path: Path, values: Mapping[str, float]) -> None:
+    """Writes values by node name as from_file() reads them."""
+    spelled = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+    path.write_text(json.dumps(spelled, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def from_file(info: GraphInfo, path: Path) -> Overlay:

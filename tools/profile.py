@@ -326,6 +326,12 @@ class GpuTrace(Trace):
         return list(found["traceEvents"])
 
 
+def time_by_node(phase: Phase) -> dict[str, float]:
+    """Microseconds of each part of a step, by the name of its last result."""
+    pairs = zip(phase.parts, phase.seconds)
+    return {part.tensors[-1]: 1e6 * seconds for part, seconds in pairs if part.tensors and part.op != "copy"}
+
+
 def profile_session(session: Session, tokens: Sequence[int], steps: int, path: Path) -> list[Phase]:
     """Profiles the first batch of `tokens` and so many decode steps behind all of them, and writes a trace to `path`.
 

@@ -73,6 +73,8 @@ def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
 
     what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
     parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
+    times = "with --profile: write microseconds by node of a decode step, for `graphrt dump --overlay`"
+    parser.add_argument("--profile-overlay", type=Path, metavar="FILE", help=times)
     steps = f"decode steps that are profiled (default: {DEFAULT_STEPS})"
     parser.add_argument("--profile-steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help=steps)
 
@@ -157,6 +159,8 @@ class Tally:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.profile_overlay is not None and not args.profile:
+        raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
     prompt = prompt_text(args)
     sampling = sampler_params(args)
     loading = time.perf_counter()
@@ -199,9 +203,12 @@ def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile
 
 
 def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
-    from graphrt.tools.profile import as_json, lines, profile_session
+    from graphrt.tools.overlay import write_overlay
+    from graphrt.tools.profile import as_json, lines, profile_session, time_by_node
 
     phases = profile_session(session, tokens, args.profile_steps, args.profile)
+    if args.profile_overlay is not None:
+        write_overlay(args.profile_overlay, time_by_node(phases[-1]))
     if not args.json:
         print("\n".join(lines(phases)), file=sys.stderr)
         print(f"\ntrace: {args.profile} (open it at https://ui.perfetto.dev)", file=sys.stderr)

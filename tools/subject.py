@@ -103,19 +103,29 @@ def subject(
     """
     if synthetic:
         return _of_model(text, backends, phase, n_tokens, options, synthetic)
-    script, _, function = text.rpartition(":")
-    is_script = script.endswith(".py") or text.endswith(".py")
-    if not is_script and not text.endswith(".npz"):
+    if not is_graph(text):
         return _of_model(text, backends, phase, n_tokens, options, synthetic)
     if phase is not None or n_tokens:
         raise SessionError(
             f"a phase and its tokens belong to a model, {text[:200]!r} is a graph; leave --phase and --tokens out"
         )
-    if not is_script:
+    if text.endswith(".npz"):
         return _of_case(Path(text), backends)
+    path, function = script_of(text)
+    return _of_script(path, function, backends)
+
+
+def is_graph(text: str) -> bool:
+    """A saved case or a script, and no model."""
+    return text.endswith((".npz", ".py")) or text.rpartition(":")[0].endswith(".py")
+
+
+def script_of(text: str) -> tuple[Path, str]:
+    """The file and the function of `script.py:build`. Raises GraphError."""
+    script, _, function = text.rpartition(":")
     if not function.isidentifier() or not script:
         raise GraphError(f"a script is given with its function, script.py:build, got {text[:200]!r}; name the function")
-    return _of_script(Path(script), function, backends)
+    return Path(script), function
 
 
 def _of_model(
@@ -133,7 +143,7 @@ def _of_model(
         raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
     if phase == "decode" and n_tokens > 1:
         raise SessionError(f"decode reads one token, got --tokens {n_tokens}; give --phase prefill with it")
-    model, title = _model(text, backends, synthetic)
+    model, title = load_subject(text, backends, synthetic=synthetic)
     session = model.session(options or SessionOptions())
     n = 1 if phase == "decode" else n_tokens or session.n_batch
     if n > session.n_batch:
@@ -144,7 +154,8 @@ def _of_model(
     return Subject(title, phase, n, session.executable(n, 1), session=session)
 
 
-def _model(text: str, backends: Sequence[Backend], synthetic: bool) -> tuple[Model, str]:
+def load_subject(text: str, backends: Sequence[Backend], *, synthetic: bool = False) -> tuple[Model, str]:
+    """A model by its file, name or, made up, shape, and what it is called."""
     from graphrt.models import hub
     from graphrt.models.model import Model, load
     from graphrt.models.synthetic import synthetic as made_up

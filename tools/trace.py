@@ -65,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     first = "say which node makes the first NaN or infinity, and exit with 1 if there is one"
     parser.add_argument("--first-nan", action="store_true", help=first)
     parser.add_argument("-o", "--output", metavar="FILE.npz", help="save the values under the nodes' names")
+    largest = "write each node's largest magnitude, for `graphrt dump --overlay`"
+    parser.add_argument("--overlay", type=Path, metavar="FILE", help=largest)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--exact", action="store_true", help="trace the reference forms")
     add_session_arguments(parser)
@@ -73,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from graphrt.tools.traced_step import WatchedSession
 
-    patterns = _patterns(args.filter)
+    patterns = name_patterns(args.filter)
     _check(args)
     model = load_model(args, args.exact)
     tokens = _tokens(model, args)
@@ -85,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
         verdict = _verdict(step, session)
         spoilt = verdict is not None
         out["first_nan"] = _told(verdict, args)
-    if not args.first_nan or args.stats or args.values or args.output:
+    if not args.first_nan or args.stats or args.values or args.output or args.overlay:
         out |= _traced(step, patterns, args)
     if args.json:
         print_json(out)
@@ -98,6 +100,8 @@ def _check(args: argparse.Namespace) -> None:
         if Path(args.output).suffix != ".npz":
             raise SessionError(f"-o must end with .npz, got {args.output[:80]!r}; numpy.load() reads it by that")
         check_writable(args.output)
+    if args.overlay is not None:
+        check_writable(str(args.overlay))
     if args.first_nan and args.filter and not (args.stats or args.values or args.output):
         raise SessionError(
             "--first-nan looks through every node, and --filter has no say in it; leave --filter out, or add --stats "
@@ -105,7 +109,8 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _patterns(texts: Sequence[str] | None) -> list[re.Pattern[str]]:
+def name_patterns(texts: Sequence[str] | None) -> list[re.Pattern[str]]:
+    """The regular expressions of --filter. Raises SessionError."""
     try:
         return [re.compile(text) for text in texts or ()]
     except re.error as error:
@@ -168,6 +173,7 @@ def _traced(step: Step, patterns: Sequence[re.Pattern[str]], args: argparse.Name
     """Traces a step that has just run uncut: prints its nodes, unless as JSON, and gives them for that."""
     from graphrt.tools.describe import describe
     from graphrt.tools.node_stats import stats_of
+    from graphrt.tools.overlay import write_overlay
     from graphrt.tools.trace_text import print_nodes
     from graphrt.tools.traced_step import looked_at
 
@@ -182,6 +188,8 @@ def _traced(step: Step, patterns: Sequence[re.Pattern[str]], args: argparse.Name
         for line in _head_lines(head):
             print(line, file=sys.stderr if args.values else sys.stdout)
     traces, shown = _read(step, info, watched, args)
+    if args.overlay is not None:
+        write_overlay(args.overlay, {trace.node.name: trace.stats.largest for trace in traces})
     if args.json:
         nodes = [trace.json() for trace in traces]
         return {**head, "nodes": [n | {"values": v} for n, v in zip(nodes, shown)] if args.values else nodes}

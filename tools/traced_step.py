@@ -11,9 +11,11 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.backend import Backend
 from graphrt.errors import MemoryPlanError
 from graphrt.execute import Executable, prepare, read_tensor
 from graphrt.graph import Graph
+from graphrt.models.hparams import HParams
 from graphrt.models.session import Logits, Session
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
@@ -34,11 +36,19 @@ class WatchedSession(Session):
         if self.keep is None:
             self.last = super().executable(n_tokens, n_outputs)
         else:
-            graph = self.decoder.graph(n_tokens, n_outputs, self.cache)
-            for i in self.keep:
-                graph.nodes[i].as_output()
-            self.last = prepare(graph, self.backends)
+            self.last = prepare(self.graph(n_tokens, n_outputs, self.keep), self.backends)
         return self.last
+
+    def graph(self, n_tokens: int, n_outputs: int, keep: Collection[int]) -> Graph:
+        """A step's graph with the nodes at `keep` kept."""
+        return keeping(self.decoder.graph(n_tokens, n_outputs, self.cache), keep)
+
+
+def keeping(graph: Graph, keep: Collection[int]) -> Graph:
+    """The graph with its nodes at some indices marked as outputs."""
+    for i in keep:
+        graph.nodes[i].as_output()
+    return graph
 
 
 def cuttable(graph: Graph) -> list[int]:
@@ -70,6 +80,18 @@ class Step:
         self.ids = list(ids)
         self.n_past = session.n_past
         self._rings = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
+
+    def graph(self, keep: Collection[int] = ()) -> Graph:
+        """The step's graph anew, with the nodes at `keep` kept."""
+        return self.session.graph(len(self.ids), 1, keep)
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        return self.session.backends
+
+    @property
+    def hp(self) -> HParams | None:
+        return self.session.decoder.hp
 
     def run(self, keep: Collection[int] | None = None) -> Executable:
         """Reads the tokens, with the nodes at `keep` in graph.nodes kept; None: nothing is cut."""

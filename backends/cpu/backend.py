@@ -17,7 +17,7 @@ from graphrt.backends.cpu.fuse import fuse
 from graphrt.backends.cpu.lower import lower
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
-from graphrt.backends.cpu.reference import REFERENCES, why_unsupported
+from graphrt.backends.cpu.reference import REFERENCES, Reference, why_unsupported
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 
@@ -101,6 +101,10 @@ class CpuBackend(Backend):
         references = (REFERENCES[n.op].function for n in group.nodes if not op_spec(n.op).is_view)
         return "reference " + ", ".join(f.__name__ for f in references)
 
+    def reference_of(self, node: Tensor) -> Reference:
+        """What computes a node that has no fast form."""
+        return REFERENCES[node.op]
+
     def bind(self, group: Group, place: Callable[[Tensor], Place]) -> Step:
         """What computes a group by its nodes' reference functions, from memory into memory."""
         inside: dict[Tensor, torch.Tensor] = {}  # results that only this group reads have no memory
@@ -110,7 +114,7 @@ class CpuBackend(Backend):
     def _bind_node(
         self, node: Tensor, place: Callable[[Tensor], Place], inside: dict[Tensor, torch.Tensor], internal: bool
     ) -> Step:
-        ref = REFERENCES[node.op]
+        ref = self.reference_of(node)
         load = [self._loader(s, i in ref.stored, place, inside) for i, s in enumerate(node.src)]
         function = ref.function
         if op_spec(node.op).writes is not None:  # it writes into its source by itself

@@ -7,12 +7,12 @@ The nodes of a group need not follow one another in the graph: groups are put in
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphrt.backend import Group, Region
 from graphrt.backends.triton.packing import packing_of
+from graphrt.env import FUSE
 from graphrt.errors import BackendError
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
@@ -311,7 +311,7 @@ EXACT_PATTERNS: dict[str, Pattern] = {"attention_lse": attention_lse}
 
 def wanted_patterns() -> dict[str, Pattern]:
     """PATTERNS less what GRAPHRT_FUSE switches off. Raises BackendError for a name that is none of theirs."""
-    text = os.environ.get("GRAPHRT_FUSE", "1").strip()
+    text = (FUSE.get() or "1").strip()
     if text in ("", "1", "all"):
         return PATTERNS
     names = [] if text == "0" else [name.strip() for name in text.split(",")]

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from graphrt.dtypes import dtype
 from graphrt.execute import Executable
 from graphrt.graph import Graph
 from graphrt.op import registered_ops
@@ -70,15 +69,19 @@ class Inputs:
 
     def __call__(self, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
         """An input leaf of that type and shape, filled by `init`: without it floats in -1..1, integers below 1000."""
-        kind = dtype(dt)
-        init = init or (Rows(1000) if kind.kind == "int" else Uniform())
         tensor = new_input(dt, *ne, name=name)
-        digest = hashlib.sha256(f"{self.seed}/{self.case}/{name}".encode()).digest()
+        self.draw(tensor, init)
+        return tensor
+
+    def draw(self, tensor: Tensor, init: Init | None = None) -> None:
+        """Gives an input leaf its values, as calling does."""
+        kind = tensor.dtype
+        init = init or (Rows(1000) if kind.kind == "int" else Uniform())
+        digest = hashlib.sha256(f"{self.seed}/{self.case}/{tensor.name}".encode()).digest()
         rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:8], "little")))
         store = getattr(init, "store", None)
         values: AnyArray = store(rng, tensor.shape, kind) if store else quantize(init(rng, tensor.shape), kind, rng)
         self.values[tensor] = values
-        return tensor
 
     @property
     def result(self) -> Tensor:

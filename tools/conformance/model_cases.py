@@ -35,12 +35,13 @@ def graph_cases(graph: Graph) -> Iterator[Case]:
     """A case for each node that computes; equal nodes give equal strings."""
     for node in computing_nodes(graph):
         roots: dict[Tensor, int] = {}
-        src = [None if s is None else _operand(s, roots) for s in node.src]
+        src = [None if s is None else operand_of(s, roots) for s in node.src]
         while src and src[-1] is None:
             src.pop()
         yield case_of(node.op, node.params, src)
 
 
-def _operand(t: Tensor, roots: dict[Tensor, int]) -> Operand:
+def operand_of(t: Tensor, roots: dict[Tensor, int]) -> Operand:
+    """A source as a case has it. roots: the numbers of the memories that were met, which this adds to."""
     number = roots.setdefault(t.root, len(roots))
     return Operand(t.dtype, t.ne, t.nb, number, t.root.nbytes, t.view_offs)

@@ -62,6 +62,12 @@ _VALUES: dict[tuple[str, int], Callable[[Sequence[Operand | None]], Init]] = {
 }
 
 
+def init_of(op: str, i: int, src: Sequence[Operand | None]) -> Init | None:
+    """What makes the values of an op's source, None for the usual ones. src: all its sources."""
+    make = _VALUES.get((op, i))
+    return make(src) if make is not None else None
+
+
 def _of(src: Sequence[Operand | None], i: int) -> Operand:
     found = src[i]
     if found is None:
@@ -86,10 +92,9 @@ def _make(inputs: Inputs, op: str, params: Any, src: Sequence[Operand | None]) -
             sources.append(None)
             continue
         if operand.root not in leafs:
-            init = _VALUES.get((op, i))
             n = operand.root_nbytes // operand.dtype.type_size * operand.dtype.block_size
             ne: Sequence[int] = operand.ne if operand.is_whole else (n,)
-            leafs[operand.root] = inputs(f"src{i}", operand.dtype.name, ne, init(src) if init is not None else None)
+            leafs[operand.root] = inputs(f"src{i}", operand.dtype.name, ne, init_of(op, i, src))
         sources.append(_look(leafs[operand.root], operand))
     return build(op_spec(op), *sources, params=params)
 

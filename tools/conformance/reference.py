@@ -30,6 +30,12 @@ def computing_nodes(graph: Graph) -> list[Tensor]:
     return [node for node in graph.nodes if not op_spec(node.op).is_view]
 
 
+def is_exact(node: Tensor) -> bool:
+    """The result has one right set of bits: it is moved, not computed, or written in a type that says how to round."""
+    moves = node.op in _EXACT and not any(s.dtype.is_quantized for s in node.sources())
+    return moves or op_spec(node.op).writes is not None
+
+
 def as_stored(t: Tensor, memory: npt.NDArray[np.uint8], offset: int = 0) -> Array:
     """A copy of the elements of `t` as they lie in memory, in torch's shape; quantized rows as bytes."""
     raw = raw_bytes(strided(torch.from_numpy(memory), offset, t))
@@ -88,7 +94,7 @@ def know(inputs: Inputs, rounded: str | None = None) -> Known:
         return Known(expected, values=values.to(torch.float64).contiguous().numpy())
     if node.dtype.kind == "int":
         return Known(expected, expected.astype(host_type(node.dtype)))
-    if node.op in _EXACT and not any(s.dtype.is_quantized for s in node.sources()):
+    if is_exact(node):
         stored = raw_bytes(encode(result, node.dtype)).view(host_type(node.dtype))
         return Known(expected, stored.reshape(node.shape))
     decoded = [None if s is None or t is None else decode(s, t.dtype, torch.float32) for s, t in zip(sources, node.src)]

@@ -19,6 +19,7 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from graphrt.backends.cpu.fast.ir import Fn, Host
+from graphrt.env import KERNEL_CACHE
 
 #: Machine code stays loaded as long as its engine lives.
 _engines: list[Any] = []
@@ -41,7 +42,7 @@ def _target_machine() -> Any:
 
 def cache_dir() -> Path | None:
     """Where machine code is kept. GRAPHRT_KERNEL_CACHE names another folder; "0" keeps nothing on disk."""
-    asked = os.environ.get("GRAPHRT_KERNEL_CACHE")
+    asked = KERNEL_CACHE.get()
     if asked == "0":
         return None
     if asked:
