@@ -234,8 +234,9 @@ def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) 
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
     """shared: bytes; registers; spills: loads and stores of spilled ones; loop_spills: of these, in innermost loops;
 
-    unset: the first instruction that reads a uniform register before anything wrote it, "" if none does."""
-    found: dict[str, Any] = {"shared": kernel.metadata.shared, "unset": ""}
+    unset: the first instruction that reads a uniform register before anything wrote it, "" if none does; serialized:
+    what ptxas says where it makes each wgmma wait for the one before it, else ""."""
+    found: dict[str, Any] = {"shared": kernel.metadata.shared, "unset": "", "serialized": ""}
     if not arch.startswith("sm_"):
         text = kernel.asm["amdgcn"]
         found["registers"] = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
@@ -248,16 +249,35 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
     found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
     instructions = _instructions(sass)
     found["unset"] = read_unset([text for _, text in instructions])
+    found["serialized"] = serialized(kernel.asm["ptx"])
     found["spills"] = sum(is_spill(text) for _, text in instructions)
     found["loop_spills"] = sum(is_spill(text) for at, text in instructions if _in_inner_loop(at, instructions))
     return found
 
 
+def serialized(ptx: str) -> str:
+    """What ptxas says (C7510 to C7515) where it makes each wgmma wait for the one before it, else "".
+
+    Triton throws away what ptxas says, and keeps results from earlier runs, so it runs once more.
+    """
+    if "wgmma.mma_async" not in ptx:
+        return ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        said = _run("ptxas", "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull).stderr
+    return next((line for line in said.splitlines() if "serialized" in line), "")
+
+
 def _tool(name: str, *args: str) -> str:
+    return _run(name, *args).stdout
+
+
+def _run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     path = BIN / name
     if not path.stat().st_mode & 0o111:  # some installers drop the wheel's file modes
         path.chmod(0o755)
-    return subprocess.run([str(path), *args], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([str(path), *args], capture_output=True, text=True, check=True)
 
 
 def _instructions(sass: str) -> list[tuple[int, str]]:

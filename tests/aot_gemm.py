@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat import batch, gemm, half_kernels
+from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, gemm, half_kernels
 from graphrt.backends.triton.kernels.mul_mat.batch_arguments import Split
+from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
 from graphrt.backends.triton.kernels.mul_mat.gemm_configs import MANY, Config, table_of
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
@@ -38,6 +39,8 @@ def aot_cases(*archs: str) -> Iterator[Case]:
         yield from _others(arch)
         if arch in SHARED:
             yield from _batch_cases(arch)
+        if arch == "sm_90":
+            yield from _hopper_cases()
 
 
 def _batch_cases(arch: str) -> Iterator[Case]:
@@ -45,27 +48,66 @@ def _batch_cases(arch: str) -> Iterator[Case]:
     target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
     few, many = torch.zeros(4096, dtype=torch.int32), torch.zeros(1 << 20)
 
-    def case(kind: str, n: int, m: int = 1024, count: int = 1, gate: str = "", added: bool = False) -> Case:
+    def case(kind: str, n: int, count: int = 1, gate: str = "", added: bool = False, whole: bool = False) -> Case:
         weights = [Packed.empty(kind, 64, 1024, "cpu")] * count
-        config = batch.config_for(target, kind, n, m)
+        config = batch.config_for(target, kind, n)
         assert config is not None
-        split = None if m > 1024 else Split(2, 2, many, few)
+        split = None if whole else Split(2, 2, many, few)
         x = Half(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
         outs = [torch.zeros(n, 64)] * (1 if gate else count)
         made = batch.launch(
             target, weights, x, outs, config, outs[0] if added else None, Gate(gate) if gate else None, split
         )
-        return f"{arch} batch {kind} {n} {m} {count} {gate}", made.kernel, made.args, made.options, arch
+        return f"{arch} batch {kind} {n} {count} {gate} {whole}", made.kernel, made.args, made.options, arch
 
     for kind in batch.KINDS:
-        yield case(kind, 16, 4096)
+        yield case(kind, 16, whole=True)
     for kind in ("q4_K", "q6_K"):
         for n in (16, 32, 64):
             yield case(kind, n, added=True)
-            yield case(kind, n, 1 << 17)
-        yield case(kind, 16, 6144, 3)
-        yield case(kind, 64, count=2, gate="swiglu")
-        yield case(kind, 16, 28672, 2, "swiglu")
+        yield case(kind, 64, whole=True)
+        yield case(kind, 16, 3, whole=True)
+        yield case(kind, 64, 2, "swiglu")
+        yield case(kind, 16, 2, "swiglu", whole=True)
+
+
+#: Two or four warpgroups, and two programs at a time.
+_HOPPER = (HopperConfig(2, 4, 4, 6), HopperConfig(4, 4, 2, 4), HopperConfig(2, 4, 2, 4, per_sm=2))
+
+
+def _hopper_cases() -> Iterator[Case]:
+    """batch_wgmma.py: every type, and what fits into registers of other configs and forms.
+
+    Two programs at a time leave 80 registers a thread: too few for 64 tokens, and for q6_K from 32 on."""
+    target = Target("sm_90", "cpu", 132, SHARED["sm_90"], 50 << 20)
+    split = Split(2, 2, torch.zeros(1 << 20), torch.zeros(4096, dtype=torch.int32))
+
+    def case(kind: str, tokens: int, config: HopperConfig, count: int = 1, gate: str = "", split: Any = None) -> Case:
+        weights = [Packed.empty(kind, 64, 1024, "cpu")] * count
+        outs = [torch.zeros(tokens, 64)] * (1 if gate else count)
+        x = Half(torch.zeros(tokens, 1024, dtype=torch.float16), None if count == 1 else _F32)
+        fitted = batch_hopper.fitted(config, kind, tokens, target.shared_memory)
+        assert fitted is not None
+        added = outs[0] if split else None
+        gated = Gate(gate) if gate else None
+        made = batch_hopper.launch(target, weights, x, outs, fitted, tokens, added, gated, split)
+        form = f"{config.warpgroups}x{config.per_sm} {count} {gate}{'split' if split else ''}"
+        return f"sm_90 wgmma {kind} {tokens} {form}", made.kernel, made.args, made.options, "sm_90"
+
+    two, four, at_once = _HOPPER
+    for kind in batch.KINDS:
+        yield case(kind, 64, two)
+    for tokens in (16, 32):
+        yield case("q4_K", tokens, two)
+        yield case("q4_K", tokens, at_once)
+    for tokens in (16, 64):  # q6_K's high bits take registers that four warpgroups don't have
+        yield case("q4_K", tokens, four)
+    yield case("q6_K", 32, two)
+    yield case("q6_K", 16, at_once)
+    yield case("q4_K", 64, four, 2, "swiglu")
+    yield case("q4_K", 64, two, 3)
+    yield case("q6_K", 64, two, 2, "swiglu")
+    yield case("q6_K", 64, two, 1, "", split)
 
 
 def _case(

@@ -136,7 +136,8 @@ class Memory:
         self.spans: list[tuple[int, int]] = []
         self.places: dict[int, tuple[int, torch.Tensor]] = {}
         end = _GAP
-        for t in (a for a in args.values() if isinstance(a, torch.Tensor)):
+        tensors = (getattr(a, "base", a) for a in args.values())  # of a TensorDescriptor: what it describes
+        for t in (a for a in tensors if isinstance(a, torch.Tensor)):
             if t.data_ptr() not in self.places or self.places[t.data_ptr()][1].nbytes < t.nbytes:
                 self.places[t.data_ptr()] = (end, t)
                 self.spans.append((end, end + t.nbytes))
@@ -192,6 +193,14 @@ class Shared:
 
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.data.reshape([_plain(n) for n in shape]))
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.data.transpose(order))
+
+    def _reinterpret(self, kind: Any, shape: Sequence[int], layout: Any) -> Shared:
+        """The same elements in the same order: that layouts agree on it is for tests of layouts."""
+        assert self.data.dtype == _numpy_type(kind)
+        return self.reshape(shape)
 
     def load(self, layout: Any) -> Value:
         return Value(self.data.copy())
@@ -290,6 +299,9 @@ class Gl:
         a, b = (v.data if isinstance(v, Value) else np.int32(v) for v in (a, b))
         return Value(np.where(condition.data if isinstance(condition, Value) else condition, a, b), unit)
 
+    def cdiv(self, a: Value, b: int) -> Value:
+        return (a + (b - 1)) // b
+
     def minimum(self, a: Any, b: Any) -> Value:
         return a._with(b, np.minimum)
 
@@ -367,13 +379,11 @@ def _single(how: Callable[..., np.ndarray], *x: np.ndarray) -> np.ndarray:
 
 
 def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    source = [(v >> np.uint32(8 * i)) & 0xFF for v in (a, b) for i in range(4)]
-    found = np.zeros_like(np.broadcast_arrays(a, b, selector)[0])
-    for i in range(4):
-        which = (selector >> np.uint32(4 * i)) & 0xF
-        assert (which < 8).all()
-        found = found | np.select([which == j for j in range(8)], source) << np.uint32(8 * i)
-    return found
+    a, b, selector = np.broadcast_arrays(a, b, selector)
+    source = np.stack([a, b], -1).view(np.uint8)
+    which = selector[..., None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
+    assert (which < 8).all()
+    return np.take_along_axis(source, which.astype(np.int64), -1).view(np.uint32)[..., 0]
 
 
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
@@ -426,7 +436,7 @@ def run_ptx(asm: str, kinds: Sequence[Any], inputs: Sequence[np.ndarray]) -> lis
 # --- kernels ---
 
 
-def _rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[..., Any]:
+def rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[..., Any]:
     """A kernel's function, and those that it calls, with names of their modules' globals replaced."""
     scopes: dict[int, dict[str, Any]] = {}
 
@@ -445,24 +455,29 @@ def _rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[...
     return function(kernel)
 
 
-def emulate(launch: Any, late: bool) -> None:
-    """Runs a Launch of a Gluon kernel on tensors of the host."""
-    memory = Memory(launch.args)
-    gl = Gl(memory, launch.options["num_warps"])
+def product(a: Value, b: Value, acc: Value) -> Value:
+    """A matrix unit's: f16 operands, sums in f32."""
+    assert a.data.dtype == b.data.dtype == np.float16
+    return Value((acc.data + np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))).astype(np.float32))
 
-    def product(a: Value, b: Value, acc: Value) -> Value:
-        assert a.data.dtype == b.data.dtype == np.float16
-        return Value((acc.data + np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))).astype(np.float32))
 
-    copies = Copies(memory, late)
-    nothing = {name: lambda *args: None for name in ("gdc_wait", "gdc_launch_dependents")}
-    function = _rebuilt(launch.kernel, {"gl": gl, "async_copy": copies, "mma_v2": product, **nothing})
+def arguments_of(launch: Any, memory: Memory) -> dict[str, Any]:
+    """A launch's arguments as its kernel gets them."""
     fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
-    given = {
+    return {
         name: memory.pointer(a) if isinstance(a, torch.Tensor)
         else Value(np.int32(a)) if type(a) is int and name not in fixed else a
         for name, a in launch.args.items()
     }  # fmt: skip
+
+
+def emulate(launch: Any, late: bool) -> None:
+    """Runs a Launch of a Gluon kernel on tensors of the host."""
+    memory = Memory(launch.args)
+    gl, copies = Gl(memory, launch.options["num_warps"]), Copies(memory, late)
+    nothing = {name: lambda *args: None for name in ("gdc_wait", "gdc_launch_dependents")}
+    function = rebuilt(launch.kernel, {"gl": gl, "async_copy": copies, "mma_v2": product, **nothing})
+    given = arguments_of(launch, memory)
     for program in range(launch.grid[0]):
         gl.program = program
         function(**given)

@@ -1,6 +1,7 @@
 """Kernels compile for GPUs, without one: every row of the configurations' tables for its own, all other ops for sm_90
 
-and a part of them for the others (GRAPHRT_AOT=all: all). No spills in loops, memory fits, no register is read unset.
+and a part of them for the others (GRAPHRT_AOT=all: all). No spills in loops, memory fits, no register is read unset,
+no wgmma waits for the one before it.
 """
 
 from __future__ import annotations
@@ -46,4 +47,5 @@ def test_kernels_compile(arch: str, part: int) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[arch], kernel
         assert not kernel["unset"], kernel
+        assert not kernel["serialized"], kernel
         assert kernel["loop_spills"] == 0 or _kept(kernel["name"]), kernel

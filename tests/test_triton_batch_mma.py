@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import gluon_warps
+from batch_products import GATES, RNG, TARGET, nmse, reseed, weight_of, x_of
 from gluon_emulator import emulate
 
 from graphrt.backend import Usage
@@ -20,36 +22,20 @@ from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels.mul_mat import batch, batch_layouts, lower
 from graphrt.backends.triton.kernels.mul_mat.batch import BatchConfig, Split
 from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import batch_wgmma
+from graphrt.backends.triton.kernels.mul_mat.half import Gate
 from graphrt.backends.triton.memory import TritonBuffer
-from graphrt.backends.triton.packing import Packed, PackedBuffer, pack
+from graphrt.backends.triton.packing import PackedBuffer
 from graphrt.dtypes import dtype
 from graphrt.tensor import Tensor
-from graphrt.testing import dequantize, quantize
 
-TARGET = device.Target("sm_90", "cpu", 132, 232448, 50 << 20)
-RNG = np.random.default_rng(7)
 SMALL = BatchConfig(32, 2, 2, 2)
 
 
-def _weight(kind: str, m: int, k: int) -> tuple[Packed, np.ndarray]:
-    """A packed matrix, and its values as the f16 that products see, in f64."""
-    raw = quantize(RNG.standard_normal((m, k)).astype(np.float32), dtype(kind), RNG)
-    packed = Packed.empty(kind, m, k, "cpu")
-    pack(torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8).reshape(m, -1)), packed)
-    values = dequantize(raw, dtype(kind)).reshape(m, k).astype(np.float16)
-    return packed, values.astype(np.float64)
-
-
-def _x(n: int, k: int, factors: bool = False) -> tuple[Half, np.ndarray]:
-    values = torch.from_numpy(RNG.standard_normal((n, k)).astype(np.float16))
-    scale = torch.from_numpy(2.0 ** RNG.integers(-3, 4, n)).to(torch.float32) if factors else None
-    exact = values.numpy().astype(np.float64)
-    return Half(values, scale), exact if scale is None else exact * scale.numpy()[:, None]
-
-
-def _nmse(found: torch.Tensor, expected: np.ndarray) -> float:
-    return float(((found.numpy() - expected) ** 2).sum() / (expected**2).sum())
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Whichever tests ran before."""
+    reseed()
 
 
 @pytest.mark.parametrize("kind", batch.KINDS)
@@ -57,15 +43,15 @@ def test_types(kind: str) -> None:
     """Rows, tokens and steps that tiles don't divide; buffers that are used again; copies that land late and early."""
     block = 256 if dtype(kind).block_size == 256 else 128
     for n, k, config in ((9, 5 * block, SMALL), (17, block, BatchConfig(64, 1, 2, 3)), (33, 3 * block, SMALL)):
-        w, values = _weight(kind, 40, k)
-        x, exact = _x(n, k)
+        w, values = weight_of(kind, 40, k)
+        x, exact = x_of(n, k)
         results = []
         for late in (True, False):
             out = torch.full((n, 40), float("nan"))
             emulate(batch.launch(TARGET, [w], x, [out], config), late)
             results.append(out)
         assert torch.equal(*results)
-        assert _nmse(results[0], exact @ values.T) < 1e-9, (kind, n, k)
+        assert nmse(results[0], exact @ values.T) < 1e-9, (kind, n, k)
 
 
 def _split(ranges: int, steps: int, tiles: int) -> Split:
@@ -77,72 +63,65 @@ def _split(ranges: int, steps: int, tiles: int) -> Split:
 @pytest.mark.parametrize(("ranges", "steps"), [(2, 3), (5, 1)])
 def test_a_split_of_k(kind: str, ranges: int, steps: int) -> None:
     """Counters are zeros again when it is done; a residual and a gate come after the sum of all parts."""
-    (w, values), (other, u) = _weight(kind, 48, 1280), _weight(kind, 48, 1280)
-    x, exact = _x(16, 1280, factors=True)
+    (w, values), (other, u) = weight_of(kind, 48, 1280), weight_of(kind, 48, 1280)
+    x, exact = x_of(16, 1280, factors=True)
     out = torch.from_numpy(RNG.standard_normal((16, 48)).astype(np.float32))
     expected, split = exact @ values.T + out.numpy(), _split(ranges, steps, 2)
     emulate(batch.launch(TARGET, [w], x, [out], SMALL, out, None, split), True)
-    assert _nmse(out, expected) < 1e-9 and not split.counter.any()
+    assert nmse(out, expected) < 1e-9 and not split.counter.any()
     split = _split(ranges, steps, 3)
     outs, both = [out, torch.empty(16, 48)], _split(ranges, steps, 4)
     emulate(batch.launch(TARGET, [w, other], x, outs, SMALL, None, None, both), True)
-    assert _nmse(out, exact @ values.T) < 1e-9
+    assert nmse(out, exact @ values.T) < 1e-9
     emulate(batch.launch(TARGET, [w, other], x, [out], SMALL, None, Gate("reglu"), split), True)
-    assert _nmse(out, np.maximum(exact @ values.T, 0) * (exact @ u.T)) < 1e-9 and not split.counter.any()
+    assert nmse(out, np.maximum(exact @ values.T, 0) * (exact @ u.T)) < 1e-9 and not split.counter.any()
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q5_0"])
 def test_several_matrices_and_a_residual(kind: str) -> None:
-    x, exact = _x(12, 512, factors=True)
-    pairs = [_weight(kind, m, 512) for m in (40, 32, 7)]
+    x, exact = x_of(12, 512, factors=True)
+    pairs = [weight_of(kind, m, 512) for m in (40, 32, 7)]
     for count in (2, 3):
         outs = [torch.full((12, w.rows), float("nan")) for w, _ in pairs[:count]]
         emulate(batch.launch(TARGET, [w for w, _ in pairs[:count]], x, outs, SMALL), True)
         for out, (_, values) in zip(outs, pairs):
-            assert _nmse(out, exact @ values.T) < 1e-9
+            assert nmse(out, exact @ values.T) < 1e-9
     weight, values = pairs[0]
     added = torch.from_numpy(RNG.standard_normal((12, 40)).astype(np.float32))
     out = added.clone()
     emulate(batch.launch(TARGET, [weight], x, [out], SMALL, out), True)
-    assert _nmse(out, exact @ values.T + added.numpy()) < 1e-9
-
-
-_GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "swiglu": lambda g: g / (1 + np.exp(-g)),
-    "geglu": lambda g: g / (1 + np.exp(-1.5957691216057308 * (g + 0.044715 * g**3))),
-    "reglu": lambda g: np.maximum(g, 0),
-}
+    assert nmse(out, exact @ values.T + added.numpy()) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q8_0"])
-@pytest.mark.parametrize("glu", _GATES)
+@pytest.mark.parametrize("glu", GATES)
 def test_a_gate(kind: str, glu: str) -> None:
-    (gate, g), (up, u) = _weight(kind, 24, 512), _weight(kind, 24, 512)
-    x, exact = _x(9, 512, factors=True)
+    (gate, g), (up, u) = weight_of(kind, 24, 512), weight_of(kind, 24, 512)
+    x, exact = x_of(9, 512, factors=True)
     out = torch.full((9, 24), float("nan"))
     emulate(batch.launch(TARGET, [gate, up], x, [out], SMALL, None, Gate(glu)), True)
     with np.errstate(over="ignore"):
-        expected = _GATES[glu](exact @ g.T) * (exact @ u.T)
-    assert _nmse(out, expected) < 1e-9
+        expected = GATES[glu](exact @ g.T) * (exact @ u.T)
+    assert nmse(out, expected) < 1e-9
 
 
 def test_a_part_of_the_rows() -> None:
     """Rows of a matrix as a view of its planes; supers of q6_K that begin inside a word take the other way."""
-    whole, values = _weight("q6_K", 64, 256)
-    x, exact = _x(9, 256)
+    whole, values = weight_of("q6_K", 64, 256)
+    x, exact = x_of(9, 256)
     part, odd = whole.part(16, 56), whole.part(17, 57)
     assert batch.aligned(part) and not batch.aligned(odd)
     out = torch.full((9, 40), float("nan"))
     emulate(batch.launch(TARGET, [part], x, [out], SMALL), True)
-    assert _nmse(out, exact @ values[16:56].T) < 1e-9
+    assert nmse(out, exact @ values[16:56].T) < 1e-9
 
 
 def test_what_it_takes() -> None:
     old, small = replace(TARGET, arch="sm_80", shared_memory=166912), replace(TARGET, shared_memory=101376)
     for target in (TARGET, old, small):
         for kind in batch.KINDS:
-            for n, m in ((9, 4096), (16, 8192), (16, 1 << 17), (17, 4096), (64, 4096)):
-                config = batch.config_for(target, kind, n, m)
+            for n in (9, 16, 17, 64):
+                config = batch.config_for(target, kind, n)
                 assert config is not None
                 tokens = batch.padded_tokens(n)
                 used = config.stages * batch.stage_bytes(kind, config.rows, tokens, config.wk)
@@ -208,10 +187,11 @@ def test_shared_memory_without_conflicts(words: int, wk: int, wr: int, rows: int
 
 
 @pytest.mark.skipif(not device.interpreting(), reason="rows are rounded on the host")
-def test_what_the_backend_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("arch", "kernel"), [("sm_80", "batch_mma"), ("sm_90", "batch_wgmma")])
+def test_what_the_backend_launches(arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of one type together, those that it doesn't take by themselves; a gate and a residual in one launch."""
     places: dict[Tensor, tuple[TritonBuffer, int]] = {}
-    ctx = Context(lambda t: places[t.root], replace(TARGET, arch="sm_80", shared_memory=166912), False)
+    ctx = Context(lambda t: places[t.root], replace(TARGET, arch=arch), False)
 
     def held(kind: str, ne: tuple[int, int], values: np.ndarray | None = None) -> Tensor:
         t = Tensor(dtype(kind), ne)
@@ -222,14 +202,21 @@ def test_what_the_backend_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         return t
 
     def weight(kind: str, m: int) -> tuple[Tensor, np.ndarray]:
-        packed, values = _weight(kind, m, 256)
+        packed, values = weight_of(kind, m, 256)
         t = Tensor(dtype(kind), (256, m))
         places[t] = (PackedBuffer(packed, Usage.WEIGHTS), 0)
         return t, values
 
     def run(steps: Sequence[Any]) -> list[str]:
         for step in steps:
-            emulate(step, True) if step.kernel is batch_mma else step()
+            if step.kernel is batch_wgmma:
+                gluon_warps.emulate(step, 0)
+            elif step.kernel is batch_mma:
+                emulate(step, True)
+            else:
+                step.args |= {"PDL": False}
+                step.options.pop("launch_pdl", None)
+                step()
         return [step.kernel.fn.__name__ for step in steps]
 
     numbers = RNG.standard_normal((12, 256)).astype(np.float32)
@@ -237,15 +224,17 @@ def test_what_the_backend_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [weight(kind, m) for kind, m in (("q4_K", 40), ("q6_K", 24), ("q4_K", 16))]
     outs = [held("f32", (t.ne[1], 12)) for t, _ in pairs]
     steps = lower.product([t for t, _ in pairs], x, outs, ctx)
-    assert run(steps) == ["round_rows", "batch_mma", "batch_mma"]
+    assert run(steps) == ["round_rows", kernel, kernel]
     for out, (_, values) in zip(outs, pairs):
-        assert _nmse(ctx.view(out).data.view(12, -1), rounded @ values.T) < 1e-9
+        assert nmse(ctx.view(out).data.view(12, -1), rounded @ values.T) < 1e-9
     gate, up = weight("q4_K", 40), weight("q4_K", 40)
-    assert run(lower.product([gate[0], up[0]], x, outs[:1], ctx, gate=Gate("reglu"))) == ["round_rows", "batch_mma"]
+    assert run(lower.product([gate[0], up[0]], x, outs[:1], ctx, gate=Gate("reglu"))) == ["round_rows", kernel]
     expected = np.maximum(rounded @ gate[1].T, 0) * (rounded @ up[1].T)
-    assert _nmse(ctx.view(outs[0]).data.view(12, -1), expected) < 1e-9
-    assert run(lower.product([up[0]], x, outs[:1], ctx, residual=outs[0])) == ["round_rows", "batch_mma"]
-    assert _nmse(ctx.view(outs[0]).data.view(12, -1), expected + rounded @ up[1].T) < 1e-9
+    assert nmse(ctx.view(outs[0]).data.view(12, -1), expected) < 1e-9
+    assert run(lower.product([up[0]], x, outs[:1], ctx, residual=outs[0])) == ["round_rows", kernel]
+    assert nmse(ctx.view(outs[0]).data.view(12, -1), expected + rounded @ up[1].T) < 1e-9
     monkeypatch.setattr(batch, "KINDS", ("q6_K",))
     steps = lower.product([t for t, _ in pairs], x, outs, ctx)
-    assert [s.kernel.fn.__name__ for s in steps][:3] == ["round_rows", "batch_mma", "gemm_packed"]
+    names = [s.kernel.fn.__name__ for s in steps]
+    assert names[:2] == ["round_rows", kernel] and "gemm_packed" in names
+    assert names.count("round_rows") == (2 if arch == "sm_90" else 1)  # an order for each

@@ -61,9 +61,6 @@ _CONFIGS = {
     16: BatchConfig(128, 2, 8, 2, early=1, per_sm=2), 32: BatchConfig(128, 2, 8, 2, early=1),
     64: BatchConfig(128, 2, 8, 3),
 }  # fmt: skip
-#: For sm_90, where the tiles of the others are more than the multiprocessors, and codes have no high bits (which would
-#: take registers that are not there): x is read half as often.
-_LARGE = {32: BatchConfig(256, 2, 16, 2, early=1), 64: BatchConfig(256, 2, 16, 2, early=1)}
 
 
 def padded_tokens(n: int) -> int:
@@ -96,13 +93,9 @@ def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchC
             return None
 
 
-def config_for(target: Target, kind: str, n: int, m: int) -> BatchConfig | None:
-    """The config for n tokens and m rows in all."""
-    tokens = padded_tokens(n)
-    config, packing = _CONFIGS[tokens], packing_of(kind)
-    if target.arch == "sm_90" and m > config.rows * target.sm_count and packing is not None and not packing.high_words:
-        config = _LARGE.get(tokens, config)
-    return fitted(config, kind, n, target.shared_memory)
+def config_for(target: Target, kind: str, n: int) -> BatchConfig | None:
+    """The config for n tokens."""
+    return fitted(_CONFIGS[padded_tokens(n)], kind, n, target.shared_memory)
 
 
 def fits(kind: str, k: int, n: int, target: Target) -> bool:
@@ -111,7 +104,7 @@ def fits(kind: str, k: int, n: int, target: Target) -> bool:
         return False
     packing = packing_of(kind)
     step = 256 if packing is not None and packing.supers else _STEP
-    return k % step == 0 and config_for(target, kind, n, 1) is not None
+    return k % step == 0 and config_for(target, kind, n) is not None
 
 
 def aligned(w: Packed) -> bool:
@@ -163,7 +156,7 @@ def product(
     if config is None and x.ordered:
         config = batch_hopper.config_for(ctx.target, kind, padded_tokens(x.rows), m, x.k)
     elif config is None:
-        config = config_for(ctx.target, kind, x.rows, m)
+        config = config_for(ctx.target, kind, x.rows)
     assert config is not None
     tiles = tiles_of(weights, config, gate)
     split = _split(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)

@@ -81,10 +81,10 @@ def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> Hopper
     assert packing is not None
     chunk = next(c for c in (4, 2, 1) if c == 1 or k % (c * STEP) == 0)
     config = HopperConfig(2, chunk, 16 // chunk, 6)
-    if -(-m // config.rows) > target.sm_count:  # each multiprocessor has several tiles, or larger ones
+    if -(-m // config.rows) > target.sm_count and not packing.high_bits:  # which take registers that aren't there
         if tokens <= 32:
             config = HopperConfig(2, chunk, 8 // chunk, 4, per_sm=2)
-        elif not packing.high_bits:  # whose codes would take registers that four warpgroups don't have
+        else:
             config = HopperConfig(4, chunk, 8 // chunk, 4)
     return fitted(config, kind, tokens, target.shared_memory)
 

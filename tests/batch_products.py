@@ -1,0 +1,50 @@
+"""What tests of the kernels of few tokens share: packed weights, activations, gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from graphrt.backends.triton import device
+from graphrt.backends.triton.kernels.mul_mat.half import Half
+from graphrt.backends.triton.packing import Packed, pack
+from graphrt.dtypes import dtype
+from graphrt.testing import dequantize, quantize
+
+TARGET = device.Target("sm_90", "cpu", 132, 232448, 50 << 20)
+RNG = np.random.default_rng(7)
+
+GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "swiglu": lambda g: g / (1 + np.exp(-g)),
+    "geglu": lambda g: g / (1 + np.exp(-1.5957691216057308 * (g + 0.044715 * g**3))),
+    "reglu": lambda g: np.maximum(g, 0),
+}
+
+
+def reseed() -> None:
+    """Lets RNG begin again."""
+    RNG.bit_generator.state = np.random.default_rng(7).bit_generator.state
+
+
+def weight_of(kind: str, m: int, k: int) -> tuple[Packed, np.ndarray]:
+    """A packed matrix, and its values as the f16 that products see, in f64."""
+    raw = quantize(RNG.standard_normal((m, k)).astype(np.float32), dtype(kind), RNG)
+    packed = Packed.empty(kind, m, k, "cpu")
+    pack(torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8).reshape(m, -1)), packed)
+    values = dequantize(raw, dtype(kind)).reshape(m, k).astype(np.float16)
+    return packed, values.astype(np.float64)
+
+
+def x_of(n: int, k: int, factors: bool = False) -> tuple[Half, np.ndarray]:
+    """Activations, and their values times the factors in f64."""
+    values = torch.from_numpy(RNG.standard_normal((n, k)).astype(np.float16))
+    scale = torch.from_numpy(2.0 ** RNG.integers(-3, 4, n)).to(torch.float32) if factors else None
+    exact = values.numpy().astype(np.float64)
+    return Half(values, scale), exact if scale is None else exact * scale.numpy()[:, None]
+
+
+def nmse(found: torch.Tensor, expected: np.ndarray) -> float:
+    """The error's energy as a part of the expected values'."""
+    return float(((found.numpy() - expected) ** 2).sum() / (expected**2).sum())
