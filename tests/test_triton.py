@@ -290,7 +290,8 @@ def test_replays_of_the_captured_graph_are_bitwise_equal() -> None:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_processes_that_share_a_gpu_get_the_same_each_time(d: int) -> None:
     command = [sys.executable, str(Path(__file__).with_name("repeats.py")), "4", str(d)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(6)]
     said = [process.communicate()[0].split() for process in running]
     assert all(words and words[0] == "0" and int(words[2]) > 0 for words in said), said
