@@ -47,7 +47,7 @@ PRECISIONS = {
     "int8": Precision(2.0**-10, 2.0**-5),
 }
 #: Ops that may multiply in a source's type: indices of the sources that decide.
-_DECIDING = {"MUL_MAT": (0,), "FLASH_ATTN_EXT": (1, 2), "FLASH_ATTN_LSE": (1,)}
+_DECIDING = {"MUL_MAT": (0,), "MUL_MAT_ID": (0,), "FLASH_ATTN_EXT": (1, 2), "FLASH_ATTN_LSE": (1,)}
 #: A row's error may be this often the worst row's of the low-precision computation, and its ceiling this much higher.
 ROW_FACTOR, ROW_CEILING = 3.0, 8.0
 #: A row's energy counts as at least this part of the mean row's: a row that cancels out is no measure of itself.

@@ -1,16 +1,17 @@
-"""ADD, SUB, MUL, DIV (the second source is repeated over the first), SCALE, CLAMP, SQR, SQRT."""
+"""ADD, SUB, MUL, DIV (the second source is repeated over the first), SCALE, CLAMP, SQR, SQRT, FILL."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, Sources, Work, build, elementwise_work, register, require
 from graphrt.ops.view import gapped
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Inputs, Uniform
+from graphrt.testing import Case, Given, Inputs, Uniform
 
 
 def can_repeat(small: Tensor, big: Tensor) -> bool:
@@ -105,6 +106,13 @@ class ClampParams:
     high: float
 
 
+@dataclass(frozen=True)
+class FillParams:
+    """What every element becomes; may be infinite."""
+
+    value: float
+
+
 def _infer_same(op: str, src: Sources, params: object) -> Result:
     a = src[0]
     assert a is not None
@@ -142,6 +150,25 @@ MAPS: dict[str, OpSpec] = {
 }
 
 
+def _fill_cases() -> Iterator[Case]:
+    """The source holds NaN and infinity, which must not show."""
+    for (ne, dt, gaps), value in itertools.product(_SHAPES[:5], (0.0, -1.5, -math.inf)):
+
+        def make(inputs: Inputs, ne: tuple[int, ...] = ne, dt: str = dt, gaps: bool = gaps, v: float = value) -> Tensor:
+            values = Given((math.nan, 1.0, math.inf))
+            return fill(gapped(inputs, "a", dt, ne, values) if gaps else inputs("a", dt, ne, values), v)
+
+        yield Case("FILL", {"type": dt, "ne": ne, "gaps": gaps, "value": value}, make)
+
+
+FILL = register(
+    OpSpec(
+        "FILL", partial(_infer_same, "FILL"), _fill_cases, lambda node: Work(0, node.data_nbytes), params=FillParams,
+        inplace=(0,),
+    )
+)  # fmt: skip
+
+
 def scale(a: Tensor, s: float, bias: float = 0.0, name: str = "") -> Tensor:
     """a * s + bias."""
     return build(MAPS["SCALE"], a, params=ScaleParams(float(s), float(bias)), name=name)
@@ -150,6 +177,11 @@ def scale(a: Tensor, s: float, bias: float = 0.0, name: str = "") -> Tensor:
 def clamp(a: Tensor, low: float, high: float, name: str = "") -> Tensor:
     """a limited to low..high."""
     return build(MAPS["CLAMP"], a, params=ClampParams(float(low), float(high)), name=name)
+
+
+def fill(a: Tensor, value: float, name: str = "") -> Tensor:
+    """`value` everywhere, in a's type and shape. What `a` holds is not read."""
+    return build(FILL, a, params=FillParams(float(value)), name=name)
 
 
 def sqr(a: Tensor, name: str = "") -> Tensor:

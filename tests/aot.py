@@ -295,7 +295,7 @@ def read_unset(instructions: list[str]) -> str:
         name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
         if name.startswith(("BRA", "BRX", "RET", "JMP")) and not text.startswith("@"):
             break
-        has_result = name[0] == "U" or name.partition(".")[0] in ("S2UR", "R2UR", "LDCU")
+        has_result = name[0] == "U" or name.partition(".")[0] in ("S2UR", "R2UR", "LDCU", "REDUX")
         first, *others = operands.split(",") if has_result else ["", operands]
         read = {int(n) for part in others for n in re.findall(r"\bUR(\d+)\b", part)}
         if not name.startswith("HGMMA") and read - written:
@@ -387,12 +387,17 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
     all of them together would take a minute more on two cores.
     """
     import aot_dequantize
+    import aot_experts
     import aot_gemm
     import aot_gemv
     import aot_rows
     import aot_small_ops
 
-    lists: list[list[Any]] = [list(aot_gemm.aot_cases(arch)), list(aot_small_ops.aot_cases(arch))]
+    lists: list[list[Any]] = [
+        list(aot_gemm.aot_cases(arch)),
+        list(aot_small_ops.aot_cases(arch)),
+        list(aot_experts.aot_cases(arch)),
+    ]
     if arch == "sm_90":
         lists += [list(module.aot_cases()) for module in (aot_dequantize, aot_gemv, aot_rows)]
     step = 1 if arch == "sm_90" or os.environ.get("GRAPHRT_AOT") == "all" else 3

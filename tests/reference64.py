@@ -58,6 +58,11 @@ def clamp(node: Tensor, a: Array) -> Array:
     return _each(lambda x: min(max(x, node.params.low), node.params.high), a)
 
 
+@reference64("FILL")
+def fill(node: Tensor, a: Array) -> Array:
+    return np.array([node.params.value] * a.size, dtype=a.dtype).reshape(a.shape)
+
+
 @reference64("SQR")
 def sqr(node: Tensor, a: Array) -> Array:
     return np.power(a, 2)
@@ -254,6 +259,26 @@ def mul_mat(node: Tensor, a: Array, b: Array) -> Array:
     r3, r2 = b.shape[0] // a.shape[0], b.shape[1] // a.shape[1]
     for i3, i2 in np.ndindex(*b.shape[:2]):
         out[i3, i2] = np.einsum("mk,nk->nm", a[i3 // r3, i2 // r2], b[i3, i2])
+    return out
+
+
+@reference64("MUL_MAT_ID")
+def mul_mat_id(node: Tensor, a: Array, b: Array, ids: Array) -> Array:
+    out = np.full(node.shape, np.nan, dtype=b.dtype)
+    for t, slot in np.ndindex(*node.shape[1:3]):
+        expert = int(ids[0, 0, t, slot])
+        if 0 <= expert < a.shape[1]:
+            out[0, t, slot] = np.einsum("mk,k->m", a[0, expert], b[0, t, slot % b.shape[2]])
+    return out
+
+
+@reference64("ADD_ID")
+def add_id(node: Tensor, a: Array, b: Array, ids: Array) -> Array:
+    out = np.full(node.shape, np.nan, dtype=a.dtype)
+    for t, slot in np.ndindex(*node.shape[1:3]):
+        expert = int(ids[0, 0, t, slot])
+        if 0 <= expert < b.shape[2]:
+            out[0, t, slot] = b[0, 0, expert] + a[0, t, slot]
     return out
 
 

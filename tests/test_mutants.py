@@ -14,7 +14,7 @@ from graphrt.tools.conformance import mutants_ggml
 from graphrt.tools.conformance.mutants import Score, Shapes, Trial, _try, score_lines
 from graphrt.tools.conformance.mutants_backend import KernelBackend
 from graphrt.tools.conformance.mutants_pieces import KERNELS, Mutant
-from graphrt.tools.conformance.mutants_table import ATTENTION_MUTANTS, MUTANTS, OP_MUTANTS
+from graphrt.tools.conformance.mutants_table import ATTENTION_MUTANTS, EXPERT_MUTANTS, MUTANTS, OP_MUTANTS
 from graphrt.tools.conformance.step import run_case
 
 NOTHING_BUT = frozenset[str]()
@@ -32,7 +32,7 @@ def test_correct_kernels_pass(op: str) -> None:
 
 
 def test_table_has_at_least_40_mutants_of_distinct_names() -> None:
-    names = [m.name for m in (*ATTENTION_MUTANTS, *OP_MUTANTS)]
+    names = [m.name for m in (*ATTENTION_MUTANTS, *OP_MUTANTS, *EXPERT_MUTANTS)]
     assert len(set(names)) == len(names) == len(MUTANTS)
     assert len([m for m in ATTENTION_MUTANTS if m.op == "FLASH_ATTN_EXT"]) >= 40
     assert {m.op for m in MUTANTS.values()} == set(KERNELS)
@@ -52,7 +52,8 @@ def test_mutant_of_an_unknown_piece_is_refused() -> None:
 @pytest.mark.parametrize(
     "name",
     ["softcap_after_mask", "merge_without_rescale", "sink_twice", "gqa_modulo", "empty_row_nan", "f32_angle",
-     "next_scale_matmul", "eps_outside", "index_batch_clamped", "soft_max_scale_missing", "lse_without_sink"],
+     "next_scale_matmul", "eps_outside", "index_batch_clamped", "soft_max_scale_missing", "lse_without_sink",
+     "out_by_place", "unused_experts_skipped", "id_from_the_end_mul_mat_id", "ids_contiguous_add_id", "fill_keeps_nan"],
 )  # fmt: skip
 def test_mutant_is_killed_by_a_named_case(name: str) -> None:
     trial = _try(name, "quick", 0, NOTHING_BUT)

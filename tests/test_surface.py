@@ -18,10 +18,10 @@ PUBLIC = {
     "new_tensor", "prepare", "register_backend",
 }  # fmt: skip
 OPS = {
-    "FlashAttnParams", "RopeParams", "SampleParams", "add", "argmax", "argsort", "clamp", "concat", "cont", "cpy",
-    "div", "dup", "flash_attn_ext", "flash_attn_lse", "get_rows", "glu", "kq_mask", "l2_norm", "mul", "mul_mat",
-    "norm", "permute", "repeat", "reshape", "rms_norm", "rope", "sample", "scale", "set_rows", "soft_max", "sqr",
-    "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "view",
+    "FlashAttnParams", "RopeParams", "SampleParams", "add", "add_id", "argmax", "argsort", "clamp", "concat",
+    "cont", "cpy", "div", "dup", "fill", "flash_attn_ext", "flash_attn_lse", "get_rows", "glu", "kq_mask",
+    "l2_norm", "mul", "mul_mat", "mul_mat_id", "norm", "permute", "repeat", "reshape", "rms_norm", "rope", "sample",
+    "scale", "set_rows", "soft_max", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "view",
 }  # fmt: skip
 ERRORS = {
     "GraphrtError": "Exception", "GraphError": "GraphrtError", "BackendError": "GraphrtError",

@@ -23,10 +23,27 @@ MIN_SIDE = 0.8  # so that the smallest tensor still shows
 #: Kind of op: its fill, the colour of text on it, and its ops; what is in none is "other". Of fused ops the first kind
 #: that one of them has is shown.
 KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "matrix product": ("#0072B2", "#fff", ("MUL_MAT",)),
+    "matrix product": ("#0072B2", "#fff", ("MUL_MAT", "MUL_MAT_ID")),
     "attention": ("#D55E00", "#000", ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE", "SOFT_MAX", "KQ_MASK")),
     "norm": ("#009E73", "#000", ("NORM", "RMS_NORM", "L2_NORM")),
-    "elementwise": ("#56B4E9", "#000", ("ADD", "SUB", "MUL", "DIV", "SCALE", "SQR", "SQRT", "UNARY", "GLU", "CLAMP")),
+    "elementwise": (
+        "#56B4E9",
+        "#000",
+        (
+            "ADD",
+            "SUB",
+            "MUL",
+            "DIV",
+            "SCALE",
+            "SQR",
+            "SQRT",
+            "UNARY",
+            "GLU",
+            "CLAMP",
+            "FILL",
+            "ADD_ID",
+        ),
+    ),
     "rotation": ("#F0E442", "#000", ("ROPE",)),
     "rows and copies": ("#E69F00", "#000", ("GET_ROWS", "SET_ROWS", "CPY", "CONT", "DUP", "CONCAT", "REPEAT", "copy")),
     "input": ("#CC79A7", "#000", ("input",)),

@@ -1,4 +1,4 @@
-"""ADD, SUB, MUL, DIV, SCALE, CLAMP, SQR, SQRT, UNARY, GLU, NORM, RMS_NORM, L2_NORM, SUM_ROWS."""
+"""ADD, SUB, MUL, DIV, SCALE, CLAMP, SQR, SQRT, FILL, UNARY, GLU, NORM, RMS_NORM, L2_NORM, SUM_ROWS."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ def sqr(node: Tensor, a: torch.Tensor) -> torch.Tensor:
 @reference("SQRT")
 def sqrt(node: Tensor, a: torch.Tensor) -> torch.Tensor:
     return a.sqrt()
+
+
+@reference("FILL")
+def fill(node: Tensor, a: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(a, node.params.value)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""MUL_MAT and ROPE."""
+"""MUL_MAT, MUL_MAT_ID, ADD_ID and ROPE."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from graphrt.backends.cpu.blocks import decode
 from graphrt.backends.cpu.reference import reference
 from graphrt.ops.rope import rope_frequencies
 from graphrt.tensor import Tensor
@@ -18,6 +21,31 @@ def mul_mat(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.shape[:2] == (1, 1):
         return torch.nn.functional.linear(b, a[0, 0])
     return b @ a.transpose(-1, -2)
+
+
+@reference("MUL_MAT_ID", stored=(0,))
+def mul_mat_id(node: Tensor, experts: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """experts: [1, n_expert, m, k]; b: [1, n_tokens, 1 or n_used, k]; ids: [1, 1, n_tokens, n_used].
+
+    Decodes only the experts that are used, one at a time: all of a model's together would fill memory many times over.
+    """
+    source = node.src[0]
+    assert source is not None
+    out = b.new_full(node.shape, math.nan)
+    b = b.expand(-1, -1, node.ne[1], -1)
+    for expert in sorted(set(ids.reshape(-1).tolist())):
+        if 0 <= expert < source.ne[2]:
+            chosen = ids[0] == expert
+            out[chosen] = b[chosen] @ decode(experts[0, expert], source.dtype, b.dtype).T
+    return out
+
+
+@reference("ADD_ID")
+def add_id(node: Tensor, a: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """a: [1, n_tokens, n_used, n]; b: [1, 1, n_expert, n]; ids: [1, 1, n_tokens, n_used]."""
+    outside = (ids[0] < 0) | (ids[0] >= b.shape[2])
+    added = b[0, 0, ids[0].masked_fill(outside, 0)].masked_fill(outside[..., None], math.nan)
+    return a + added
 
 
 @reference("ROPE")

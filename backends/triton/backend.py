@@ -77,11 +77,17 @@ class TritonBackend(Backend):
 
     def rounds_activations(self, node: Tensor) -> str | None:
         w, x = (*node.src, None, None)[:2]
-        if node.op != "MUL_MAT" or w is None or x is None or packing_of(w.dtype.name) is None:
+        if w is None or x is None or packing_of(w.dtype.name) is None:
             return None
-        from graphrt.backends.triton.kernels.mul_mat.lower import takes_gemv
+        if node.op == "MUL_MAT":
+            from graphrt.backends.triton.kernels.mul_mat.lower import takes_gemv
 
-        return "int8" if takes_gemv(w, x, self) else None
+            return "int8" if takes_gemv(w, x, self) else None
+        if node.op == "MUL_MAT_ID":
+            from graphrt.backends.triton.kernels.experts import lower as experts
+
+            return "int8" if experts.takes_gemv(node, self) else None
+        return None
 
     def alloc(self, nbytes: int, usage: Usage) -> TritonBuffer:
         return allocate(nbytes, usage, self.target.device)

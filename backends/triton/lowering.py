@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from graphrt.backend import Group
 from graphrt.backends.triton.capture import Segment
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.fuse import is_view
 from graphrt.backends.triton.kernels import copy, elementwise, fused, kq_mask, norm, rope, rows, sample, soft_max, sort
+from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.backends.triton.nodes import is_view
 from graphrt.tensor import Tensor
 
 Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
@@ -18,6 +19,7 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
     **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, "MUL_MAT": fused.lower_mul_mat,
+    **experts.LOWERINGS,
 }  # fmt: skip
 
 

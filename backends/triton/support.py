@@ -15,6 +15,7 @@ OPS = {
     "ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "UNARY", "GLU", "NORM", "RMS_NORM", "L2_NORM",
     "SUM_ROWS", "SOFT_MAX", "ROPE", "GET_ROWS", "SET_ROWS", "CPY", "CONT", "DUP", "CONCAT", "REPEAT", "ARGMAX",
     "ARGSORT", "TOP_K", "SAMPLE", "KQ_MASK", "MUL_MAT",
+    "MUL_MAT_ID", "ADD_ID", "FILL",
 }  # fmt: skip
 
 
@@ -36,10 +37,12 @@ def _why_not_types(node: Tensor) -> str | None:
     assert source is not None
     if node.op == "CPY" and source.dtype != node.dtype and node.dtype.is_quantized and node.dtype.name not in WRITABLE:
         return f"it does not round to {node.dtype.name}"
-    decodes = node.op in ("MUL_MAT", "GET_ROWS") or (node.op == "CPY" and source.dtype != node.dtype)
+    decodes = node.op in ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS") or (node.op == "CPY" and source.dtype != node.dtype)
     kind = source.dtype.name
     if decodes and source.dtype.is_quantized and packing_of(kind) is None and kind not in RARE_TYPES:
         return f"it has no decoder for {kind}"
+    if node.op == "MUL_MAT_ID" and kind == "f64":
+        return "it multiplies experts' matrices of f32 at most, not f64"
     return None
 
 

@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 GUARD = 4096
 #: Memory is compared in pieces of this size.
 _PIECE = 64 * 2**20
-_WEIGHTS = {"MUL_MAT": 0, "GET_ROWS": 0}
+_WEIGHTS = {"MUL_MAT": 0, "MUL_MAT_ID": 0, "GET_ROWS": 0}
 
 
 def _guard_bytes(n: int) -> Bytes:

@@ -29,9 +29,9 @@ _TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 def low(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
     """The result of a node in low precision, rounded to the node's type. rounded: see why_not_rounded()."""
     if rounded is not None:
-        x = sources[1]
+        w, x, *ids = sources
         assert x is not None
-        result = _product(node, sources[0], to_int8(x))
+        result = _expert_product(node, w, to_int8(x), *ids) if ids else _product(node, w, to_int8(x))
     else:
         result = LOW[node.op](node, *sources)
     kind = _TYPES.get(node.dtype.name, torch.float32)
@@ -46,8 +46,8 @@ def why_not_rounded(node: Tensor, rounded: str) -> str | None:
     w = node.src[0] if node.src else None
     if rounded != "int8":
         return f"the only type that activations may be rounded to on purpose is int8, got {rounded!r}"
-    if node.op != "MUL_MAT" or w is None or not w.dtype.is_quantized or w.ne[0] % GROUP:
-        return "activations may be rounded on purpose in MUL_MAT of quantized weights, in whole groups of 32"
+    if node.op not in ("MUL_MAT", "MUL_MAT_ID") or w is None or not w.dtype.is_quantized or w.ne[0] % GROUP:
+        return "activations may be rounded on purpose in products of quantized weights, in whole groups of 32"
     return None
 
 
@@ -78,6 +78,32 @@ def _product(node: Tensor, a: T | None, b: T) -> T:
     grouped = b.reshape(a.shape[0], b.shape[0] // a.shape[0], a.shape[1], b.shape[1] // a.shape[1], *b.shape[2:])
     product: T = torch.einsum("xymk,xiyjnk->xiyjnm", a, grouped)
     return product.reshape(node.shape)
+
+
+def _mul_mat_id(node: Tensor, a: T, b: T, ids: T) -> T:
+    rounded = _rounding(node)
+    return _expert_product(node, rounded(a), rounded(b), ids)
+
+
+def _expert_product(node: Tensor, a: T | None, b: T, ids: T | None) -> T:
+    """Every token times every expert's matrix, of which each slot takes one."""
+    assert a is not None and ids is not None
+    _, n_tokens, n_used, m = node.shape
+    everyone = torch.einsum("emk,tsk->tsem", a[0], b[0]).expand(n_tokens, n_used, a.shape[1], m)
+    return _of_expert(everyone, ids.reshape(n_tokens, n_used))[None]
+
+
+def _of_expert(everyone: T, ids: T) -> T:
+    """[tokens, slots, n] of [tokens, slots, experts, n]; NaN where an id is none of theirs."""
+    outside = (ids < 0) | (ids >= everyone.shape[2])
+    at = ids.masked_fill(outside, 0)[..., None, None].expand(*ids.shape, 1, everyone.shape[3])
+    return torch.gather(everyone, 2, at)[:, :, 0].masked_fill(outside[..., None], math.nan)
+
+
+def _add_id(node: Tensor, a: T, b: T, ids: T) -> T:
+    _, n_tokens, n_used, n = node.shape
+    everyone = b[0, 0].expand(n_tokens, n_used, *b.shape[2:])
+    return torch.add(_of_expert(everyone, ids.reshape(n_tokens, n_used))[None], a)
 
 
 def _mask_of(mask: T, n_head: int, n_seq: int, max_bias: float) -> T:
@@ -188,6 +214,7 @@ LOW: dict[str, LowPrecision] = {
     "SCALE": lambda node, a: torch.add(torch.full_like(a, node.params.bias), a, alpha=node.params.scale),
     "CLAMP": lambda node, a: torch.clip(a, node.params.low, node.params.high),
     "SQR": lambda node, a: torch.square(a),
+    "FILL": lambda node, a: torch.full_like(a, node.params.value),
     "SQRT": lambda node, a: torch.pow(a, 0.5),
     "UNARY": lambda node, a: _UNARY[node.params.kind](a),
     "GLU": _glu,
@@ -198,6 +225,8 @@ LOW: dict[str, LowPrecision] = {
     "SOFT_MAX": _soft_max,
     "ROPE": _rope,
     "MUL_MAT": _mul_mat,
+    "MUL_MAT_ID": _mul_mat_id,
+    "ADD_ID": _add_id,
     "FLASH_ATTN_EXT": _flash_attn_ext,
     "FLASH_ATTN_LSE": _flash_attn_lse,
     "GET_ROWS": _get_rows,

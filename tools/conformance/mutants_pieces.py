@@ -11,13 +11,17 @@ import numpy as np
 from graphrt.tensor import Tensor
 from graphrt.testing import Inputs, dequantize
 from graphrt.tools.conformance.mutants_attention import Attention
+from graphrt.tools.conformance.mutants_experts import AddId, Fill, MulMatId
 from graphrt.tools.conformance.mutants_kernels import MulMat, RmsNorm, Rope, SetRows, SoftMax
 from graphrt.tools.conformance.mutants_memory import Kernel
 from graphrt.tools.conformance.mutants_schedule import kv_block
 
 Pieces = Mapping[str, Callable[..., Any]]
+Condition = Callable[[Tensor], bool]
 
-KERNELS: dict[str, type[Kernel]] = {k.op: k for k in (Attention, MulMat, RmsNorm, Rope, SetRows, SoftMax)}
+KERNELS: dict[str, type[Kernel]] = {
+    k.op: k for k in (Attention, MulMat, RmsNorm, Rope, SetRows, SoftMax, MulMatId, AddId, Fill)
+}
 KERNELS["FLASH_ATTN_LSE"] = Attention
 
 

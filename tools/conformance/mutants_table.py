@@ -18,6 +18,7 @@ from graphrt.tools.conformance.mutants_memory import Floats, Index, Operand
 from graphrt.tools.conformance.mutants_pieces import Mutant
 from graphrt.tools.conformance.mutants_schedule import Part, Tile
 from graphrt.tools.conformance.mutants_table_blocks import BLOCK_BUGS
+from graphrt.tools.conformance.mutants_table_experts import EXPERT_MUTANTS
 from graphrt.tools.conformance.mutants_table_ops import OP_MUTANTS
 
 FA, LSE = "FLASH_ATTN_EXT", "FLASH_ATTN_LSE"
@@ -284,5 +285,6 @@ _SHOWS_ON = {
 _SHOWS = {name: condition for condition, names in _SHOWS_ON.items() for name in names}
 
 MUTANTS: dict[str, Mutant] = {
-    m.name: replace(m, shows_on=_SHOWS.get(m.name, on.any_inputs)) for m in (*ATTENTION_MUTANTS, *OP_MUTANTS)
+    m.name: replace(m, shows_on=_SHOWS.get(m.name, on.any_inputs))
+    for m in (*ATTENTION_MUTANTS, *OP_MUTANTS, *EXPERT_MUTANTS)
 }

@@ -45,6 +45,8 @@ class Operand:
 #: Values that sources need to make sense: (op, index of the source) -> what makes them from the operands.
 _VALUES: dict[tuple[str, int], Callable[[Sequence[Operand | None]], Init]] = {
     ("GET_ROWS", 1): lambda src: Rows(_of(src, 0).ne[1]),
+    ("MUL_MAT_ID", 2): lambda src: Rows(_of(src, 0).ne[2]),
+    ("ADD_ID", 2): lambda src: Rows(_of(src, 1).ne[1]),
     ("SET_ROWS", 1): lambda src: Rows(_of(src, 2).ne[1], distinct=True),
     ("ROPE", 1): lambda src: Positions(MAX_POSITION),
     ("ROPE", 2): lambda src: Uniform(0.9, 2.0),

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
-"""ADD, SUB, MUL, DIV, SCALE, CLAMP, SQR, SQRT, UNARY, GLU: one kernel for what maps elements to elements.
+"""ADD, SUB, MUL, DIV, SCALE, CLAMP, SQR, SQRT, FILL, UNARY, GLU: one kernel for what maps elements to elements.
 
 Tensors of any strides are seen with as few dimensions as they allow: those without gaps are one row of any shape.
 All arithmetic is f32; a result is rounded once, to its own type.
@@ -155,6 +155,8 @@ def combined(a, b, x, y, OP: tl.constexpr):
         return tanh(a * x) * y
     elif OP == "CLAMP":
         return clamped(a, x, y)
+    elif OP == "FILL":
+        return tl.zeros_like(a) + x
     elif OP == "SQR":
         return a * a
     elif OP == "SQRT":
@@ -394,6 +396,10 @@ def lower_clamp(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return _launch(nodes[0], ctx, "CLAMP", p.low, p.high)
 
 
+def lower_fill(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    return _launch(nodes[0], ctx, "FILL", nodes[0].params.value)
+
+
 def lower_unary(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return _launch(nodes[0], ctx, nodes[0].params.kind)
 
@@ -415,6 +421,7 @@ LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     **dict.fromkeys((*BINARY_OPS, "SQR", "SQRT"), lower_plain),
     "SCALE": lower_scale,
     "CLAMP": lower_clamp,
+    "FILL": lower_fill,
     "UNARY": lower_unary,
     "GLU": lower_glu,
 }

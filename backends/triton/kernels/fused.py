@@ -10,6 +10,7 @@ import torch
 
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import elementwise, norm, rope
+from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.mul_mat.activations import (
     Activations,
     NormWeight,
@@ -120,4 +121,5 @@ LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
     "gate_up_glu_rounded": partial(lower_gate_up_glu, rounded=True), "matmul_add": lower_mul_mat,
     **norm.FUSED, **elementwise.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "norm_mul_add_norm": lower_add_norm,
     "add_norm": lower_add_norm, "rope_cache": rope.lower_rope_cache, "norm_rope_cache": rope.lower_rope_cache,
+    **experts.FUSED,
 }  # fmt: skip

@@ -343,6 +343,95 @@ def _load_supers(p_supers, at, KIND: tl.constexpr):
 
 
 @triton.jit
+def packed_sums(
+    p_quants, p_high, p_scales, p_supers, row, p_x, x_row, k, first, last,
+    KIND: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` of packed weights times rows x_row of x (f16, k elements each): f32 [rows, x's rows].
+
+    row, x_row: int64. Steps `first` to last - 1 of k, GROUPS groups each. Planes and EVEN: as gemm_packed has them.
+    """
+    ROWS: tl.constexpr = row.shape[0]
+    W: tl.constexpr = code_bits(KIND)
+    H: tl.constexpr = high_bits(KIND)
+    n_groups = k // GROUP
+    p_quants += (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
+    p_high += (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H if H > 0 else 1)[None, :]
+    row_groups, row_supers = row * n_groups, row * (k // 256)
+    p_x += (x_row * k)[None, :]
+    i_half = tl.arange(0, GROUPS * 16)
+    i_half = i_half // 16 * 32 + i_half % 16
+    acc = tl.zeros((ROWS, x_row.shape[0]), tl.float32)
+    for i_step in range(first, last):
+        i_group = i_step * GROUPS
+        left = n_groups - i_group  # groups up to the row's end
+        m_scale = (tl.arange(0, GROUPS) < left)[None, :]
+        if EVEN:
+            words = tl.load(p_quants + i_group * W)
+            scales = _load_scales(p_scales, row_groups + i_group, KIND, ROWS, GROUPS)
+        else:
+            words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
+            scales = _load_scales_masked(p_scales, row_groups + i_group, m_scale, KIND, GROUPS)
+        words = words.reshape(ROWS, GROUPS, W)
+        high = words
+        if H > 0:
+            if EVEN:
+                high = tl.load(p_high + i_group * H)
+            else:
+                high = tl.load(p_high + i_group * H, mask=(tl.arange(0, GROUPS * H) // H < left)[None, :], other=0)
+            high = high.reshape(ROWS, GROUPS, H)
+        supers = scales
+        if has_supers(KIND):
+            # A tile of k lies in one superblock, or holds whole ones; rows of such types are whole superblocks.
+            i_super = i_group // 8 + (tl.arange(0, GROUPS) // 8 if GROUPS > 8 else tl.arange(0, 1))
+            supers = _load_supers(p_supers, row_supers[:, None] + i_super[None, :], KIND)
+        s0, a0, s1, a1 = _scales(scales, supers, KIND)
+        if W == 8:
+            i_k = i_group * GROUP + tl.arange(0, GROUPS * 32)
+            if EVEN:
+                x = tl.load(p_x + i_k[:, None])
+            else:
+                x = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
+            acc = tl.dot(_weights(words, s0, a0, KIND, False, ROWS, GROUPS * 32, PTX), x, acc)
+        else:
+            low, top = _halves(words, high, KIND, ROWS, GROUPS, PTX)
+            i_k = i_group * GROUP + i_half
+            if EVEN:
+                x0 = tl.load(p_x + i_k[:, None])
+                x1 = tl.load(p_x + (i_k + 16)[:, None])
+            else:
+                x0 = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
+                x1 = tl.load(p_x + (i_k + 16)[:, None], mask=(i_k < k)[:, None], other=0.0)
+            acc = tl.dot(_weights(low, s0, a0, KIND, False, ROWS, GROUPS * 16, PTX), x0, acc)
+            acc = tl.dot(_weights(top, s1, a1, KIND, shifted_of(KIND), ROWS, GROUPS * 16, PTX), x1, acc)
+    return acc
+
+
+@triton.jit
+def plain_sums(
+    p_w, at, p_x, x_row, k, first, last,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same for weights of f16, bf16 or f32 whose rows begin at elements `at`, int64; steps of WIDTH elements."""
+    p_w += at[:, None]
+    p_x += (x_row * k)[None, :]
+    acc = tl.zeros((at.shape[0], x_row.shape[0]), tl.float32)
+    for i_step in range(first, last):
+        i_k = i_step * WIDTH + tl.arange(0, WIDTH)
+        if EVEN:
+            w = tl.load(p_w + i_k[None, :])
+            x = tl.load(p_x + i_k[:, None])
+        else:
+            w = tl.load(p_w + i_k[None, :], mask=(i_k < k)[None, :], other=0.0)
+            x = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
+        if WIDEN:
+            acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _range_of(k_steps, steps_a_split, i_split):
     first = i_split * steps_a_split
     return first, tl.minimum(first + steps_a_split, k_steps)
@@ -393,66 +482,18 @@ def gemm_packed(
 
     All planes but x as int32. EVEN: k is a multiple of 32 * GROUPS and of 128.
     """
-    W: tl.constexpr = code_bits(KIND)
-    H: tl.constexpr = high_bits(KIND)
     i_split = tl.program_id(1) % n_splits
     first_token = tl.program_id(1) // n_splits * TOKENS
     i_token = tl.minimum(first_token + tl.arange(0, TOKENS), n - 1)
     i_batch = tl.program_id(2)
     first_row = tl.program_id(0) * ROWS
     i_row = tl.minimum(first_row + tl.arange(0, ROWS), m - 1)
-    n_groups = k // GROUP
     row = _matrix_of(i_batch, n_a2, ratio3).to(tl.int64) * m + i_row
-    p_quants += (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
-    p_high += (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H if H > 0 else 1)[None, :]
-    row_groups, row_supers = row * n_groups, row * (k // 256)
-    p_x += ((i_batch.to(tl.int64) * n + i_token) * k)[None, :]
-    i_half = tl.arange(0, GROUPS * 16)
-    i_half = i_half // 16 * 32 + i_half % 16
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
     first, last = _range_of(k_steps, steps_a_split, i_split)
-    for i_step in range(first, last):
-        i_group = i_step * GROUPS
-        left = n_groups - i_group  # groups up to the row's end
-        m_scale = (tl.arange(0, GROUPS) < left)[None, :]
-        if EVEN:
-            words = tl.load(p_quants + i_group * W)
-            scales = _load_scales(p_scales, row_groups + i_group, KIND, ROWS, GROUPS)
-        else:
-            words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
-            scales = _load_scales_masked(p_scales, row_groups + i_group, m_scale, KIND, GROUPS)
-        words = words.reshape(ROWS, GROUPS, W)
-        high = words
-        if H > 0:
-            if EVEN:
-                high = tl.load(p_high + i_group * H)
-            else:
-                high = tl.load(p_high + i_group * H, mask=(tl.arange(0, GROUPS * H) // H < left)[None, :], other=0)
-            high = high.reshape(ROWS, GROUPS, H)
-        supers = scales
-        if has_supers(KIND):
-            # A tile of k lies in one superblock, or holds whole ones; rows of such types are whole superblocks.
-            i_super = i_group // 8 + (tl.arange(0, GROUPS) // 8 if GROUPS > 8 else tl.arange(0, 1))
-            supers = _load_supers(p_supers, row_supers[:, None] + i_super[None, :], KIND)
-        s0, a0, s1, a1 = _scales(scales, supers, KIND)
-        if W == 8:
-            i_k = i_group * GROUP + tl.arange(0, GROUPS * 32)
-            if EVEN:
-                x = tl.load(p_x + i_k[:, None])
-            else:
-                x = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
-            acc = tl.dot(_weights(words, s0, a0, KIND, False, ROWS, GROUPS * 32, PTX), x, acc)
-        else:
-            low, top = _halves(words, high, KIND, ROWS, GROUPS, PTX)
-            i_k = i_group * GROUP + i_half
-            if EVEN:
-                x0 = tl.load(p_x + i_k[:, None])
-                x1 = tl.load(p_x + (i_k + 16)[:, None])
-            else:
-                x0 = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
-                x1 = tl.load(p_x + (i_k + 16)[:, None], mask=(i_k < k)[:, None], other=0.0)
-            acc = tl.dot(_weights(low, s0, a0, KIND, False, ROWS, GROUPS * 16, PTX), x0, acc)
-            acc = tl.dot(_weights(top, s1, a1, KIND, shifted_of(KIND), ROWS, GROUPS * 16, PTX), x1, acc)
+    acc = packed_sums(
+        p_quants, p_high, p_scales, p_supers, row, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last,
+        KIND, GROUPS, EVEN, PTX,
+    )  # fmt: skip
     _store(
         acc, p_out, p_factors, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch, SPLIT, HAS_FACTORS,
         HAS_RESIDUAL,
@@ -478,22 +519,11 @@ def gemm_plain(
     i_row = tl.minimum(first_row + tl.arange(0, ROWS), m - 1)
     i_2, i_3 = i_batch % n_a2, i_batch // n_a2 // ratio3
     p_w += i_2.to(tl.int64) * stride2 + i_3.to(tl.int64) * stride3
-    p_w += (i_row.to(tl.int64) * row_stride)[:, None]
-    p_x += ((i_batch.to(tl.int64) * n + i_token) * k)[None, :]
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
     first, last = _range_of(k_steps, steps_a_split, i_split)
-    for i_step in range(first, last):
-        i_k = i_step * WIDTH + tl.arange(0, WIDTH)
-        if EVEN:
-            w = tl.load(p_w + i_k[None, :])
-            x = tl.load(p_x + i_k[:, None])
-        else:
-            w = tl.load(p_w + i_k[None, :], mask=(i_k < k)[None, :], other=0.0)
-            x = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
-        if WIDEN:
-            acc = tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    acc = plain_sums(
+        p_w, i_row.to(tl.int64) * row_stride, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last, WIDTH, EVEN,
+        WIDEN, PRECISION,
+    )  # fmt: skip
     _store(
         acc, p_out, p_factors, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch, SPLIT, HAS_FACTORS,
         HAS_RESIDUAL,

@@ -506,7 +506,7 @@ def _add_tile(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _products(
+def products(
     p_quants, p_high, p_scales, p_supers, p_quants1, p_high1, p_scales1, p_supers1, row, token,
     p_q, p_d, p_s, p_x, x_row, p_norm, eps,
     KIND: tl.constexpr, KIND1: tl.constexpr, X_FORM: tl.constexpr, NG: tl.constexpr, U: tl.constexpr, G: tl.constexpr,
@@ -604,7 +604,7 @@ def packed_gemv(
         programs1 = (m1 + (R * W - 1)) // (R * W)
     if i_program < programs0 or (KIND1 == "" or GLU != ""):
         first = i_program * (R * W)
-        y, y1 = _products(
+        y, y1 = products(
             p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1,
             tl.minimum(first + i_row, m0 - 1), token, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND0, PAIR, X_FORM, NG, U, G, PTX, PDL,
@@ -614,7 +614,7 @@ def packed_gemv(
         _finish(y, p_out0, out_stride0, p_bias, p_residual, residual_stride, first, m0, n, G)
     elif i_program < programs0 + programs1 or KIND2 == "":
         first = (i_program - programs0) * (R * W)
-        y, y1 = _products(
+        y, y1 = products(
             p_quants1, p_high1, p_scales1, p_supers1, None, None, None, None,
             tl.minimum(first + i_row, m1 - 1), token, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND1, "", X_FORM, NG, U, G, PTX, PDL,
@@ -622,7 +622,7 @@ def packed_gemv(
         _finish(y, p_out1, out_stride1, None, None, 0, first, m1, n, G)
     else:
         first = (i_program - programs0 - programs1) * (R * W)
-        y, y1 = _products(
+        y, y1 = products(
             p_quants2, p_high2, p_scales2, p_supers2, None, None, None, None,
             tl.minimum(first + i_row, m2 - 1), token, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND2, "", X_FORM, NG, U, G, PTX, PDL,
@@ -679,7 +679,7 @@ def _dense_tile(acc, w, x, x1):
 
 
 @triton.jit
-def _dense_products(
+def dense_products(
     p_w, stride, p_w1, stride1, row, token, p_x, x_row,
     PAIR: tl.constexpr, K: tl.constexpr, U: tl.constexpr, G: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -732,19 +732,19 @@ def dense_gemv(
     if i_program < programs0 or (MATRICES == 1 or GLU != ""):
         first = i_program * (R * W)
         row = tl.minimum(first + i_row, m0 - 1)
-        y, y1 = _dense_products(p_w0, stride0, p_w1, stride1, row, token, p_x, x_row, GLU != "", K, U, G, V, PDL)
+        y, y1 = dense_products(p_w0, stride0, p_w1, stride1, row, token, p_x, x_row, GLU != "", K, U, G, V, PDL)
         if GLU != "":
             y = gated(y, y1, GLU)
         _finish(y, p_out0, out_stride0, p_bias, p_residual, residual_stride, first, m0, n, G)
     elif i_program < programs0 + programs1 or MATRICES == 2:
         first = (i_program - programs0) * (R * W)
         row = tl.minimum(first + i_row, m1 - 1)
-        y, y1 = _dense_products(p_w1, stride1, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL)
+        y, y1 = dense_products(p_w1, stride1, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL)
         _finish(y, p_out1, out_stride1, None, None, 0, first, m1, n, G)
     else:
         first = (i_program - programs0 - programs1) * (R * W)
         row = tl.minimum(first + i_row, m2 - 1)
-        y, y1 = _dense_products(p_w2, stride2, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL)
+        y, y1 = dense_products(p_w2, stride2, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL)
         _finish(y, p_out2, out_stride2, None, None, 0, first, m2, n, G)
 
 
@@ -870,7 +870,7 @@ def _packed_arguments(
     for i in range(3):
         w = segments[i].weight if i < len(segments) else None
         assert w is None or isinstance(w, Packed)
-        planes = (None,) * 4 if w is None else (w.quants, w.high, _whole(w.scales), _whole(w.supers))
+        planes = (None,) * 4 if w is None else (w.quants, w.high, whole_plane(w.scales), whole_plane(w.supers))
         args |= {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
         args[f"KIND{i}"] = "" if w is None else w.kind
     if isinstance(x, Activations):
@@ -888,7 +888,7 @@ def _packed_arguments(
     return args | form
 
 
-def _whole(plane: torch.Tensor | None) -> torch.Tensor | None:
+def whole_plane(plane: torch.Tensor | None) -> torch.Tensor | None:
     """A plane with what it has of a group, or of a block, as one integer."""
     if plane is None:
         return None

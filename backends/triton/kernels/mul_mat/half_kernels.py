@@ -62,7 +62,7 @@ def round_rows(
 
 
 @triton.jit
-def _joined(gate, up, alpha, limit, GLU: tl.constexpr):
+def joined(gate, up, alpha, limit, GLU: tl.constexpr):
     """A gate's activation times the other half."""
     if GLU == "swiglu_oai":
         gate = tl.minimum(gate, limit)
@@ -103,7 +103,7 @@ def finish(
                 up = _sum_parts(p_b, at, m, part_stride, B_PARTS)
                 if B_FACTORS:
                     up = up * tl.load(p_b_factors + i_row)
-                y = _joined(y, up, alpha, limit, GLU)
+                y = joined(y, up, alpha, limit, GLU)
             if HAS_RESIDUAL:
                 y += tl.load(p_residual + at, mask=m, other=0.0)
             tl.store(p_out + at, y, mask=m)
@@ -128,7 +128,7 @@ def finish_rounded(
         gate = gate * tl.load(p_a_factors + i_row)
     if B_FACTORS:
         up = up * tl.load(p_b_factors + i_row)
-    y = _joined(gate, up, alpha, limit, GLU)
+    y = joined(gate, up, alpha, limit, GLU)
     scale, factor = _scaling(tl.max(_larger(tl.where(m, tl.abs(y), 0.0), tl.zeros((BLOCK,), tl.float32)), 0))
     tl.store(p_factors + i_row, factor)
     tl.store(p_out + at, (y * scale).to(tl.float16), mask=m)

@@ -47,7 +47,8 @@ INLINE_WORK = 1 << 20
 #: Weights that gemv.py takes in one launch.
 _SEGMENTS = 3
 
-_PLAIN = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+#: Types of weights that are multiplied as they are.
+PLAIN = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 def batch_of(w: Tensor, x_ne: Sequence[int]) -> Batch:
@@ -62,11 +63,11 @@ def batch_of(w: Tensor, x_ne: Sequence[int]) -> Batch:
 
 def half_type(w: Tensor) -> torch.dtype:
     """The type of activations that weights are multiplied with, but by gemv.py."""
-    return torch.float32 if w.dtype.name == "f64" else _PLAIN.get(w.dtype.name, torch.float16)
+    return torch.float32 if w.dtype.name == "f64" else PLAIN.get(w.dtype.name, torch.float16)
 
 
 def takes_gemm(w: Tensor, tokens: int) -> bool:
-    kind = "f32" if w.dtype.name == "f32" else "plain" if w.dtype.name in _PLAIN else "packed"
+    kind = "f32" if w.dtype.name == "f32" else "plain" if w.dtype.name in PLAIN else "packed"
     known = kind != "packed" or packing_of(w.dtype.name) is not None
     return known and tokens <= GEMM_TOKENS[kind]
 
@@ -125,7 +126,7 @@ def takes_gemv(w: Tensor, x: Tensor | Prepared, ctx: Exactness) -> bool:
     batch = batch_of(w, x.ne)
     if batch.count > 1 or batch.tokens > MAX_TOKENS or not (x.is_contiguous or x.ne[2] == x.ne[3] == 1):
         return False
-    if w.dtype.name in _PLAIN:
+    if w.dtype.name in PLAIN:
         return x.dtype.name == "f32" and x.has_contiguous_rows and w.has_contiguous_rows
     return packing_of(w.dtype.name) is not None and not ctx.exact
 
@@ -280,6 +281,17 @@ def _lines(view: View) -> torch.Tensor:
     return view.data.view(-1, view.ne[0])
 
 
+def with_whole_rows(w: Tensor, ctx: Context) -> tuple[View, list[Step]]:
+    """Plain weights whose rows' elements lie side by side: a copy, if they don't."""
+    view = ctx.view(w)
+    if view.strides[0] == 1 or view.ne[0] == 1:
+        return view, []
+    source = view.torch()
+    copy = ctx.scratch(tuple(source.shape), source.dtype)
+    s3, s2, s1, s0 = copy.stride()
+    return View(w, copy.view(-1), (s0, s1, s2, s3)), [copying(source, copy)]
+
+
 @dataclass(frozen=True, eq=False)
 class _Job:
     """One product. free: out may be written before all is read that the steps read. place: see few.packed_product."""
@@ -310,20 +322,10 @@ class _Job:
         return few.packed_product(packed, m, self.x, self.batch, target, self.residual, self.ctx, self.place)
 
     def _gemm_plain(self) -> tuple[Sums, list[Step]]:
-        view, steps = self._with_whole_rows()
+        view, steps = with_whole_rows(self.w, self.ctx)
         target = self.out if self.free or self.residual is not None else self._own()
         sums, made = few.plain_product(view, self.x, self.batch, target, self.residual, self.ctx, self.place)
         return sums, steps + made
-
-    def _with_whole_rows(self) -> tuple[View, list[Step]]:
-        """Plain weights whose rows' elements lie side by side: a copy, if they don't."""
-        view = self.ctx.view(self.w)
-        if view.strides[0] == 1 or view.ne[0] == 1:
-            return view, []
-        source = view.torch()
-        copy = self.ctx.scratch(tuple(source.shape), source.dtype)
-        s3, s2, s1, s0 = copy.stride()
-        return View(self.w, copy.view(-1), (s0, s1, s2, s3)), [copying(source, copy)]
 
     def _dense_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
         m = self.w.ne[1]
