@@ -89,6 +89,7 @@ class KVCache:
         types = _cache_type("k", type_k, hp.d_k), _cache_type("v", type_v, hp.d_v)
         self.type_k = type_k
         self.n_seq = n_seq
+        self.n_ctx = n_ctx
         self.rings = {"full": Ring(n_ctx, 0, n_seq)}
         if any(windowed):
             self.rings["swa"] = Ring(min(n_ctx, hp.window + n_batch), hp.window, n_seq)

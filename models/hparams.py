@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
+from graphrt.models.hparam_keys import changes_the_result
 from graphrt.ops import RopeParams
 
 T = TypeVar("T", int, float, str, bool)
 
 MAX_LAYERS = 512  # llama.cpp's limit; more is a damaged file
 ROPE_SCALINGS = ("none", "linear", "yarn")
+#: By the number that files have for each.
+POOLINGS = ("none", "mean", "cls", "last", "rank")
+NORM_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 
 
 class Keys:
@@ -24,12 +29,27 @@ class Keys:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.arch = file.get("general.architecture", str)
+        self._read: set[str] = set()
 
     def name(self, key: str) -> str:
+        """The key in full; it counts as read."""
+        self._read.add(key)
         return f"{self.arch}.{key}"
 
     def has(self, key: str) -> bool:
         return self.name(key) in self.file.metadata
+
+    def unread(self) -> dict[str, Any]:
+        """Keys with their values that nobody asked for, less those that change no result (hparam_keys.py)."""
+        prefix = f"{self.arch}."
+        mine = {k.removeprefix(prefix): self.file.metadata[k] for k in self.file.metadata if k.startswith(prefix)}
+        rotates, slides = "rope.freq_base" in self._read, "attention.sliding_window" in self._read
+
+        def counts(key: str, value: Any) -> bool:
+            idle = (key.startswith("rope.") and not rotates) or (key.endswith("_swa") and not slides)
+            return key not in self._read and not idle and changes_the_result(key, value)
+
+        return {key: value for key, value in mine.items() if counts(key, value)}
 
     def require(self, key: str, kind: type[T]) -> T:
         """The value; raises GGUFError when the key is missing or of another kind."""
@@ -44,6 +64,13 @@ class Keys:
         value = self.require(key, int) if default is None else self.get(key, int, default)
         if not 1 <= value < 2**31:
             raise ArchError(f"{self.name(key)} must be 1 or more and under 2^31, got {value}; the file is damaged")
+        return value
+
+    def amount(self, key: str, default: float | None = None) -> float:
+        """A finite number of at least 0."""
+        value = self.require(key, float) if default is None else self.get(key, float, default)
+        if not math.isfinite(value) or value < 0:
+            raise ArchError(f"{self.name(key)} must be a finite number of at least 0, got {value}; the file is damaged")
         return value
 
     def per_layer(self, key: str, n_layer: int, default: int | None = None) -> tuple[int, ...]:
@@ -62,9 +89,13 @@ class HParams:
     """What every architecture has. Sizes in elements; lists are one number a layer.
 
     n_head, n_head_kv: attention heads of queries and of keys/values; d_k, d_v: elements a head of k and of v;
-    n_ff: feed-forward width; norm_eps: of the RMS norm; rope: the rotation of global layers;
+    n_ff: feed-forward width; norm_eps: of the norms; rope: the rotation of global layers, None for none;
     attn_scale: on q.k; final_softcap: of the logits, 0 for none; window: how many tokens a layer with a sliding window
-    sees; windowed: which layers have one; local_rope: the rotation of those, None for the global one.
+    sees; windowed: which layers have one; local_rope: the rotation of those, None for the global one; attn_softcap: of
+    q.k, 0 for none; max_alibi_bias: ALiBi's, 0 for none; clamp_kqv: the most that q, k and v may be, 0 for no limit;
+    logit_scale: on the logits, 0 for none; causal: a token sees none after it; cached: keys and values are kept, which
+    encoders don't; pooling: of POOLINGS, how an embedding
+    is made of those of a text's tokens, "" where the file is silent; n_token_types: rows of an encoder's token_types.
     """
 
     arch: str
@@ -78,16 +109,34 @@ class HParams:
     d_k: int
     d_v: int
     norm_eps: float
-    rope: RopeParams
+    rope: RopeParams | None
     attn_scale: float
     final_softcap: float = 0.0
     window: int = 0
     windowed: tuple[bool, ...] = ()
     local_rope: RopeParams | None = None
+    attn_softcap: float = 0.0
+    max_alibi_bias: float = 0.0
+    clamp_kqv: float = 0.0
+    logit_scale: float = 0.0
+    causal: bool = True
+    cached: bool = True
+    pooling: str = ""
+    n_token_types: int = 0
 
 
-def read_hparams(keys: Keys, rope_mode: str) -> HParams:
-    """The record of a file. rope_mode: the pair order of the architecture, "normal" or "neox".
+@dataclass(frozen=True)
+class Traits:
+    """What a family's name alone tells. norm: "rms" or "layer"; rope_mode: the pair order of its rotation, "normal" or
+    "neox", None where it has none; scalings: of ROPE_SCALINGS, those it knows."""
+
+    norm: str = "rms"
+    rope_mode: str | None = "normal"
+    scalings: tuple[str, ...] = ROPE_SCALINGS
+
+
+def read_hparams(keys: Keys, traits: Traits) -> HParams:
+    """The record of a file, but for what few families have.
 
     Raises GGUFError for a missing key and ArchError for a value that contradicts another or can't be honoured.
     """
@@ -113,24 +162,27 @@ def read_hparams(keys: Keys, rope_mode: str) -> HParams:
         n_ff=keys.per_layer("feed_forward_length", n_layer),
         d_k=d_k,
         d_v=keys.count("attention.value_length", n_embd // n_head[0] if n_embd % n_head[0] == 0 else d_k),
-        norm_eps=_finite(
-            keys, "attention.layer_norm_rms_epsilon", keys.require("attention.layer_norm_rms_epsilon", float)
-        ),
-        rope=read_rope(keys, rope_mode, d_k),
+        norm_eps=keys.amount(NORM_EPS[traits.norm]),
+        rope=read_rope(keys, traits.rope_mode, d_k, traits.scalings) if traits.rope_mode else None,
         attn_scale=keys.get("attention.scale", float, 0.0) or d_k**-0.5,
         windowed=(False,) * n_layer,
-        final_softcap=_finite(keys, "final_logit_softcapping", keys.get("final_logit_softcapping", float, 0.0)),
+        causal=keys.get("attention.causal", bool, True),
+        pooling=_pooling(keys),
     )
 
 
-def with_windows(hp: HParams, keys: Keys, period: int, local_rope: RopeParams | None = None) -> HParams:
-    """The record with a sliding window on all layers but the last of each `period`, where the file names a window.
+def with_windows(
+    hp: HParams, keys: Keys, period: int, local_rope: RopeParams | None = None, default: int = 0
+) -> HParams:
+    """The record with a sliding window on all layers but the last of each `period`, where the file names a window, or
+    with `default` as the window where it names none.
 
     The file's own pattern, a period or a flag for each layer, goes first.
     """
-    window = keys.get("attention.sliding_window", int, 0)
+    window = keys.get("attention.sliding_window", int, default)
     if window <= 0:
         return hp
+    _refuse_other_sizes(hp, keys)
     pattern = keys.file.get(keys.name("attention.sliding_window_pattern"), (int, np.ndarray, list), period)
     if isinstance(pattern, int):
         windowed = tuple(pattern == 0 or il % pattern < pattern - 1 for il in range(hp.n_layer))
@@ -139,6 +191,17 @@ def with_windows(hp: HParams, keys: Keys, period: int, local_rope: RopeParams | 
     if len(windowed) != hp.n_layer:
         raise ArchError(f"the window pattern must have a flag for each of {hp.n_layer} layers, got {len(windowed)}")
     return replace(hp, window=window, windowed=windowed, local_rope=local_rope)
+
+
+def _refuse_other_sizes(hp: HParams, keys: Keys) -> None:
+    """Heads of layers with a window are like all others."""
+    sizes = {"attention.key_length_swa": hp.d_k, "attention.value_length_swa": hp.d_v}
+    if hp.rope is not None:
+        sizes["rope.dimension_count_swa"] = hp.rope.n_dims
+    for key, size in sizes.items():
+        found = keys.get(key, int, size)
+        if found != size:
+            raise ArchError(f"{keys.name(key)} must be {size}, as in layers without a window, got {found}")
 
 
 def _n_vocab(keys: Keys) -> int:
@@ -154,22 +217,41 @@ def _n_vocab(keys: Keys) -> int:
     return tokens if tokens is not None else embedding.ne[1]  # type: ignore[union-attr]
 
 
-def _finite(keys: Keys, key: str, value: float) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise ArchError(f"{keys.name(key)} must be a finite number of at least 0, got {value}; the file is damaged")
-    return value
+def _pooling(keys: Keys) -> str:
+    kind = keys.get("pooling_type", int, -1)
+    if kind in (-1, 2**32 - 1):  # llama.cpp's number for none that is named
+        return ""
+    if not 0 <= kind < len(POOLINGS):
+        known = ", ".join(f"{i} ({name})" for i, name in enumerate(POOLINGS))
+        raise ArchError(f"{keys.name('pooling_type')} must be one of {known}, got {kind}; this pooling is not known")
+    return POOLINGS[kind]
 
 
-def read_rope(keys: Keys, mode: str, d_k: int) -> RopeParams:
+def refuse_variants(keys: Keys, variants: Mapping[str, str], activation: str) -> None:
+    """Raises ArchError for keys that name what is not implemented: those of `variants` must be 0, and the activation
+    the family's."""
+    for key, what in variants.items():
+        value = keys.get(key, int, 0)
+        if value:
+            raise ArchError(f"{keys.name(key)} must be 0, got {value}: {what} not implemented in {keys.arch} models")
+    named = keys.get("hidden_activation", str, activation)
+    if named != activation:
+        raise ArchError(
+            f"{keys.name('hidden_activation')} must be {activation!r}, the one that {keys.arch} has, got {named!r}; "
+            f"this activation is not implemented there"
+        )
+
+
+def read_rope(keys: Keys, mode: str, d_k: int, scalings: Sequence[str] = ROPE_SCALINGS) -> RopeParams:
     """The rotation that a file's rope.* keys describe. Raises ArchError for a scaling that isn't known.
 
     YaRN's magnitude follows llama.cpp's context setup: what the op multiplies by itself is divided out first, so that
     plain YaRN ends with 0.1 ln(factor) + 1.
     """
     kind = keys.get("rope.scaling.type", str, "linear")
-    if kind not in ROPE_SCALINGS:
+    if kind not in scalings:
         raise ArchError(
-            f"{keys.name('rope.scaling.type')} must be one of {', '.join(ROPE_SCALINGS)}, got {kind!r}; "
+            f"{keys.name('rope.scaling.type')} must be one of {', '.join(scalings)}, got {kind!r}; "
             f"this rotation is not implemented"
         )
     factor = keys.get("rope.scaling.factor", float, keys.get("rope.scale_linear", float, 0.0))

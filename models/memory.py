@@ -24,7 +24,9 @@ class _Nowhere:
 
 
 def cache_bytes(hp: HParams, options: SessionOptions) -> int:
-    """Bytes of a session's cache. Raises SessionError for options that the model can't have."""
+    """Bytes of a session's cache, which encoders have none of. Raises SessionError for options that can't be."""
+    if not hp.cached:
+        return 0
     n_ctx, n_batch = check_options(options, hp.n_ctx_train)
     nowhere = cast(Backend, _Nowhere())
     return KVCache(hp, nowhere, hp.windowed, n_ctx, n_batch, options.type_k, options.type_v).nbytes

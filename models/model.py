@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.backend import Backend, get_backend
 from graphrt.errors import SessionError
 from graphrt.models.arch import architecture
+from graphrt.models.arch.encoder import Encoder
 from graphrt.models.arch.skeleton import Decoder
+from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate
 from graphrt.models.chat import from_metadata as chat_from_metadata
+from graphrt.models.embed import Embedder
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
@@ -23,6 +28,8 @@ from graphrt.models.sampling import Sampler, SamplerParams
 from graphrt.models.session import Logits, Session, SessionOptions
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -33,18 +40,42 @@ class Piece(NamedTuple):
 
 
 class Model:
-    """A model in a backend's memory. Make it with load(). file: the GGUF file; decoder: its architecture and weights;
-    backends: who runs it, the preferred first."""
+    """A model in a backend's memory. Make it with load(). file: the GGUF file; network: its architecture and weights, a
+    decoder or an encoder; backends: who runs it, the preferred first."""
 
     def __init__(self, file: GGUFFile, backends: Sequence[Backend]) -> None:
         self.file = file
         self.backends = list(backends)
         cls = architecture(file.get("general.architecture", str))
-        hp = cls.read(Keys(file))
+        keys = Keys(file)
+        hp = cls.read(keys)
+        if keys.unread():
+            named = ", ".join(f"{keys.arch}.{key} = {value}" for key, value in keys.unread().items())
+            log.warning("%s: %s models here make no use of these keys", named, keys.arch)
         weights = Weights(file, for_weights(self.backends))
-        self.decoder: Decoder = cls(hp, weights)
-        weights.check_all_used()
+        self.network: Transformer = cls(hp, weights)
+        weights.check()
         self.weights = weights
+
+    @property
+    def decoder(self) -> Decoder:
+        """What generates text. Raises SessionError when the model is an encoder."""
+        if not isinstance(self.network, Decoder):
+            raise SessionError(
+                f"a session needs a decoder, {self.network.hp.arch} models are encoders and generate no text; use "
+                f"`graphrt embed` or Model.embed()"
+            )
+        return self.network
+
+    @property
+    def encoder(self) -> Encoder:
+        """What makes embeddings. Raises SessionError when the model is a decoder."""
+        if not isinstance(self.network, Encoder):
+            raise SessionError(
+                f"embeddings need an encoder, {self.network.hp.arch} models are decoders; use `graphrt run` or "
+                f"another model"
+            )
+        return self.network
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -59,9 +90,9 @@ class Model:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of weights that one token reads: all but an embedding that serves only as a table of rows."""
-        decoder = self.decoder
-        table = 0 if decoder.output is decoder.token_embd else decoder.token_embd.nbytes
-        return self.weights.nbytes - table
+        network = self.network
+        tied = isinstance(network, Decoder) and network.output is network.token_embd
+        return self.weights.nbytes - (0 if tied else network.token_embd.nbytes)
 
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
         """A new, empty sequence."""
@@ -136,6 +167,18 @@ class Model:
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
         """The sampler's choice after `history`; what generate() asks for each token."""
         return int(sampler.sample(torch.from_numpy(logits), history))
+
+    def embed(
+        self, texts: Sequence[str | Sequence[int]], pooling: str = "", *, normalize: bool = True, n_batch: int = 512
+    ) -> list[npt.NDArray[np.float32]]:
+        """The embedding of each text, or of token ids: float32 [n_embd], with the pooling "none" [n_tokens, n_embd].
+
+        pooling: "mean", "cls", "last" or "none", "" for the file's own; normalize: to length 1; n_batch: tokens of one
+        run. Raises SessionError for a decoder, an unknown pooling, and a text that is empty or too long.
+        """
+        encoder = self.encoder
+        ids = [self.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+        return Embedder(encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
     def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:
         """The logits after every token: float32 [n_tokens, n_vocab], in a sequence of its own."""

@@ -23,6 +23,7 @@ from graphrt.models.arch import architecture
 from graphrt.models.gguf import GGUFFile, Metadata, TensorInfo
 from graphrt.models.hparams import Keys
 from graphrt.models.synthetic_blocks import Bytes, cut, pool
+from graphrt.models.synthetic_recipes import RECIPES, Recipe
 from graphrt.models.weights import Weights
 from graphrt.tensor import Tensor, new_tensor
 
@@ -73,56 +74,6 @@ def _fitting(kind: DType, k: int) -> DType:
     return dtype("f16") if k % kind.block_size else kind
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A model's shape. keys: of its file, without the architecture's name; tied: the output is the embedding; mix: of
-    the file that people use; rope_factor: of Llama 3.1's stretched rotation, 0 for none."""
-
-    arch: str
-    keys: Mapping[str, int | float]
-    tied: bool
-    mix: str = "q4_k_m"
-    rope_factor: float = 0.0
-
-
-def _keys(
-    vocab: int,
-    context: int,
-    embd: int,
-    layers: int,
-    ff: int,
-    heads: tuple[int, int],
-    head: int,
-    eps: float,
-    base: float,
-) -> dict[str, int | float]:
-    return {
-        "vocab_size": vocab, "context_length": context, "embedding_length": embd, "block_count": layers,
-        "feed_forward_length": ff, "attention.head_count": heads[0], "attention.head_count_kv": heads[1],
-        "attention.key_length": head, "attention.value_length": head, "attention.layer_norm_rms_epsilon": eps,
-        "rope.dimension_count": head, "rope.freq_base": base,
-    }  # fmt: skip
-
-
-#: Llama 3.1 8B, Llama 3.2 1B (whose output is tied; here it is a matrix of its own, as in llama.cpp's figures that this
-#: is compared with), SmolLM2 135M, Gemma 3 270M, and one to try things out.
-RECIPES = {
-    "llama-8b": Recipe(
-        "llama", _keys(128256, 131072, 4096, 32, 14336, (32, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
-    ),
-    "llama-1b": Recipe(
-        "llama", _keys(128256, 131072, 2048, 16, 8192, (32, 8), 64, 1e-5, 500000.0), False, rope_factor=32.0
-    ),
-    "smollm2-135m": Recipe("llama", _keys(49152, 8192, 576, 30, 1536, (9, 3), 64, 1e-5, 100000.0), True, "q4_1"),
-    "gemma3-270m": Recipe(
-        "gemma3",
-        _keys(262144, 32768, 640, 18, 2048, (4, 1), 256, 1e-6, 1000000.0) | {"attention.sliding_window": 512},
-        True,
-    ),
-    "tiny": Recipe("llama", _keys(512, 512, 256, 3, 416, (4, 2), 64, 1e-5, 10000.0), False, rope_factor=8.0),
-}
-
-
 def synthetic(name: str, layers: int | None = None) -> SyntheticFile:
     """The model "RECIPE:MIX", or "RECIPE" in its usual mix. layers: cut down to the first so many.
 
@@ -161,17 +112,18 @@ class SyntheticFile(GGUFFile):
         offset = 0
         for tensor, ne in self._shapes().items():
             n_layers = int(keys["block_count"])
-            kind = types.type_of(tensor, ne[0], n_layers, recipe.tied) if len(ne) > 1 else dtype("f32")
+            plain = len(ne) == 1 or tensor == "position_embd.weight"
+            kind = dtype("f32") if plain else types.type_of(tensor, ne[0], n_layers, recipe.tied)
             nbytes = kind.row_size(math.prod(ne))
             self.tensors[tensor] = TensorInfo(tensor, kind, ne, offset, nbytes)
             offset += nbytes
         self.nbytes = offset
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        absent = {"output.weight"} if self.recipe.tied else set()
-        if not self.recipe.rope_factor:
-            absent.add("rope_freqs.weight")
-        cls, asked = architecture(self.recipe.arch), _Asked(absent)
+        recipe = self.recipe
+        present = (*recipe.optional, *([] if recipe.tied else ["output.weight"]))
+        present += ("rope_freqs.weight",) if recipe.rope_factor else ()
+        cls, asked = architecture(recipe.arch), _Asked(present)
         cls(cls.read(Keys(self)), asked)
         return asked.shapes
 
@@ -181,6 +133,8 @@ class SyntheticFile(GGUFFile):
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         if name == "rope_freqs.weight":
             return self._rope_factors().astype(np.float32).view(np.uint8)
+        if name.endswith(".bias") or name == "position_embd.weight":
+            return (0.02 * rng.standard_normal(math.prod(info.ne))).astype(np.float32).view(np.uint8)
         if len(info.ne) == 1:
             return rng.uniform(0.8, 1.2, info.ne).astype(np.float32).view(np.uint8)
         key = info.dtype.name, info.ne[0]
@@ -204,15 +158,19 @@ class SyntheticFile(GGUFFile):
 
 
 class _Asked(Weights):
-    """Notes what an architecture asks for, and gives it leafs without memory. absent: what the model has not."""
+    """Notes what an architecture asks for, and gives it leafs without memory. present: ends of the names of those
+    optional ones that there are."""
 
-    def __init__(self, absent: set[str]) -> None:
-        self.absent = absent
+    def __init__(self, present: tuple[str, ...]) -> None:
+        self.present = present
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, name: str, *ne: int, optional: bool = False) -> Any:
-        if name in self.absent or (optional and name.endswith(".bias")):
+        if optional and not name.endswith(self.present):
             return None
         self.shapes[name] = ne
         leaf: Tensor = new_tensor("f32", *ne, name=name)
         return leaf
+
+    def leave(self, name: str) -> None:
+        """No file here has what nothing reads."""

@@ -6,7 +6,7 @@
     stream = tokenizer.stream(); stream.push(id) # text as it becomes complete
 
 tokenizer_vocab reads the vocabulary, tokenizer_special finds special tokens, tokenizer_pre cuts byte-level BPE
-text into words, tokenizer_merge merges their symbols.
+text into words, tokenizer_merge merges their symbols, tokenizer_wordpiece does both for BERT.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from graphrt.models.tokenizer_merge import SPACE, Merger, pair_merger, score_mer
 from graphrt.models.tokenizer_pre import find_rule, splitter
 from graphrt.models.tokenizer_special import SpecialTokens
 from graphrt.models.tokenizer_vocab import BYTE, CONTROL, NORMAL, PREFIX, SPECIAL, UNKNOWN, Vocab, read_strings
+from graphrt.models.tokenizer_wordpiece import longest_matcher, word_cutter
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ class Tokenizer:
 
     n_vocab: number of tokens. texts: list of their texts as the file has them. bos_id, eos_id, unk_id, eot_id,
     eom_id: ids, or None. eog_ids: frozenset of the ids that end a generation. add_bos, add_eos, add_space_prefix:
-    what the file asks for. model: "llama", "gpt2" or "gemma4"; pre: name of the pre-tokenizer, None for SPM.
+    what the file asks for. model: "llama", "gpt2", "gemma4" or "bert"; pre: name of the pre-tokenizer, None for SPM and
+    WordPiece.
     """
 
     def __init__(self, vocab: Vocab, md: Mapping[str, Any]) -> None:
@@ -54,6 +56,7 @@ class Tokenizer:
         self.n_vocab = len(vocab.texts)
         self.bos_id, self.eos_id, self.unk_id = vocab.bos, vocab.eos, vocab.unk
         self.eot_id, self.eom_id = vocab.eot, vocab.eom
+        self.sep_id = vocab.sep
         self.eog_ids: frozenset[int] = frozenset(vocab.eog)
         self._ids = vocab.ids
         self._kinds = bytes(vocab.kinds)
@@ -61,15 +64,20 @@ class Tokenizer:
         self._rule = find_rule(self.pre) if self.pre is not None else None
         # SPM and raw BPE write spaces as U+2581; only byte-level BPE maps bytes to characters
         self._escapes = self._rule is None or self._rule.raw
+        self._escapes_text = self._escapes and vocab.model != "bert"
         self.add_bos = _flag(md, "add_bos_token", self._rule is None or self._rule.add_bos)
         if vocab.model == "gemma4":
             self.add_bos = True
         self.add_eos = _flag(md, "add_eos_token", False)
-        self.add_space_prefix = self._rule is None and _flag(md, "add_space_prefix", True)
+        self.add_space_prefix = vocab.model == "llama" and _flag(md, "add_space_prefix", True)
         self._specials = SpecialTokens(vocab, md)
         self._split: Callable[[str], list[str]]
         self._merge: Merger
-        if self._rule is None:
+        if vocab.model == "bert":
+            lowercase = _flag(md, "normalizer.lowercase", True)
+            self._split = word_cutter(lowercase, _flag(md, "normalizer.strip_accents", lowercase))
+            self._merge = longest_matcher(vocab.ids, vocab.texts, self._end_token("unk", vocab.unk)[0])
+        elif self._rule is None:
             self._split = word_cuts(vocab.texts).split
             self._merge = score_merger(vocab.texts, vocab.ids, vocab.scores)
         else:
@@ -85,7 +93,7 @@ class Tokenizer:
         """Builds a tokenizer from GGUF metadata (key -> value; arrays as lists or numpy arrays).
 
         Raises TokenizerError: "no vocabulary" if the file has none, "not supported" for a tokenizer model other
-        than llama, gpt2 or gemma4, "unknown" for an unknown pre-tokenizer, or what is wrong with the arrays.
+        than llama, gpt2, gemma4 or bert, "unknown" for an unknown pre-tokenizer, or what is wrong with the arrays.
         """
         return cls(Vocab.from_metadata(md), md)
 
@@ -105,7 +113,9 @@ class Tokenizer:
             else:
                 self._encode_text(" " + part if self.add_space_prefix and at_boundary else part, ids)
             at_boundary = isinstance(part, int)
-        if self.add_eos and add_bos is not False:
+        if self.model == "bert" and add_bos is not False:
+            ids += self._end_token("seperator", self.sep_id)
+        elif self.add_eos and add_bos is not False:
             ids += self._end_token("eos", self.eos_id)
         return ids
 
@@ -164,7 +174,7 @@ class Tokenizer:
         return [token]
 
     def _encode_text(self, text: str, out: list[int]) -> None:
-        if self._escapes:
+        if self._escapes_text:
             text = text.replace(" ", SPACE)
         cache = self._cache
         for word in self._split(text):
@@ -256,7 +266,7 @@ def _flag(md: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _pre_name(md: Mapping[str, Any], model: str) -> str | None:
-    if model == "llama":
+    if model in ("llama", "bert"):
         return None
     if model == "gemma4":
         return "gemma4"

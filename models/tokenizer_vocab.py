@@ -28,8 +28,15 @@ _DEFAULT_IDS: dict[str, tuple[int | None, int | None, int | None]] = {
     "llama": (1, 2, 0),
     "gpt2": (11, 11, None),
     "gemma4": (None, None, None),
+    "bert": (101, None, 100),
 }
-SUPPORTED_MODELS = {"llama": "SentencePiece BPE", "gpt2": "byte-level BPE", "gemma4": "BPE on raw UTF-8"}
+SUPPORTED_MODELS = {
+    "llama": "SentencePiece BPE",
+    "gpt2": "byte-level BPE",
+    "gemma4": "BPE on raw UTF-8",
+    "bert": "WordPiece",
+}
+_BERT_SEPARATOR = 102
 
 _EOT = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
@@ -84,6 +91,7 @@ class Vocab:
     bos: int | None = None
     eos: int | None = None
     unk: int | None = None
+    sep: int | None = None
     eot: int | None = None
     eom: int | None = None
     eog: set[int] = field(default_factory=set)
@@ -109,7 +117,9 @@ class Vocab:
         bos, eos, unk = _DEFAULT_IDS[self.model]
         if md.get(PREFIX + "pre") in ("chatglm-bpe", "glm4", "glm5"):
             bos = None
-        self.bos = self._special_id(md, ("bos_token_id",), bos)
+        wordpiece = self.model == "bert"  # whose [CLS] comes first and [SEP] last
+        self.bos = self._special_id(md, ("cls_token_id", "bos_token_id") if wordpiece else ("bos_token_id",), bos)
+        self.sep = self._special_id(md, ("seperator_token_id",), _BERT_SEPARATOR) if wordpiece else None  # spelt so
         self.eos = self._special_id(md, ("eos_token_id",), eos)
         self.unk = self._special_id(md, ("unknown_token_id",), unk)
         self.eot = self._named(self._special_id(md, ("eot_token_id",), None), _EOT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterable
 from typing import overload
 
 from graphrt.backend import Backend, Buffer
@@ -10,61 +12,117 @@ from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
 from graphrt.tensor import Tensor, full_dims, new_tensor
 
+_LAYER = re.compile(r"blk\.(\d+)\.(.*)(\.\w+)")
+
 
 class Weights:
     """Hands out each tensor once by name, checked for its shape, and knows what was never asked for.
 
-    A backend that can address the mapped file reads it in place; others get a copy of each tensor asked for.
+    What is missing or misshapen gets a leaf without memory, so that check() can name all of it. A backend that can
+    address the mapped file reads it in place; others get a copy of each tensor asked for.
     """
 
     def __init__(self, file: GGUFFile, backend: Backend) -> None:
         self.file = file
         self.backend = backend
         self.loaded: dict[str, Tensor] = {}
+        self._left: set[str] = set()
+        self._missing: dict[str, tuple[int, ...]] = {}
+        self._misshapen: dict[str, tuple[int, ...]] = {}
 
     @overload
     def __call__(self, name: str, *ne: int) -> Tensor: ...
     @overload
     def __call__(self, name: str, *ne: int, optional: bool) -> Tensor | None: ...
     def __call__(self, name: str, *ne: int, optional: bool = False) -> Tensor | None:
-        """The leaf `name` of shape `ne`. Raises ArchError when it is missing (unless optional) or of another shape."""
+        """The leaf `name` of shape `ne`, None for an optional one that the file has not. Call check() after all."""
         if name in self.loaded:
             return self.loaded[name]
         info = self.file.tensors.get(name)
-        if info is None:
-            if optional:
-                return None
-            close = difflib.get_close_matches(name, self.file.tensors, 3)
-            hint = f"; the nearest it has: {', '.join(close)}" if close else ""
-            raise ArchError(
-                f"the model needs tensor {name!r} {list(ne)}, the file has none of that name{hint}.\n"
-                f"It is incomplete or of a variant that is not implemented: fetch it again or use another model."
-            )
-        if full_dims(info.ne) != full_dims(ne):
-            raise ArchError(
-                f"tensor {name!r} must have the shape {list(ne)} that the file's keys ask for, it has {list(info.ne)}; "
-                f"the file is damaged or of another architecture"
-            )
-        leaf = new_tensor(info.dtype, *info.ne, name=name)
-        leaf.buffer = self._bind(leaf)
+        if info is None and optional:
+            return None
+        if info is not None and full_dims(info.ne) == full_dims(ne):
+            leaf = new_tensor(info.dtype, *info.ne, name=name)
+            leaf.buffer = self._bind(leaf)
+        else:
+            leaf = new_tensor("f32", *ne, name=name)
+            (self._missing if info is None else self._misshapen)[name] = ne
         self.loaded[name] = leaf
         return leaf
+
+    def leave(self, name: str) -> None:
+        """Notes that the file may have the tensor `name`, and that nothing reads it."""
+        self._left.add(name)
 
     def _bind(self, leaf: Tensor) -> Buffer:
         data = self.file.data(leaf.name)
         return self.backend.wrap_host(data) or self.backend.hold(leaf, data)
 
-    def check_all_used(self) -> None:
-        """Raises ArchError when the file has tensors that the architecture never asked for."""
-        unknown = [name for name in self.file.tensors if name not in self.loaded]
-        if unknown:
-            shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-            raise ArchError(
-                f"every tensor of the file must be known to its architecture, {len(unknown)} are not: {shown}; "
-                f"the file is of a variant that is not implemented"
-            )
+    def check(self) -> None:
+        """Raises ArchError with all tensors that the file lacks, that have another shape, or that nobody asked for."""
+        unknown = [name for name in self.file.tensors if name not in self.loaded and name not in self._left]
+        wrong = [line for line in (self._of_missing(unknown), self._of_misshapen(), _of_unknown(unknown)) if line]
+        if wrong:
+            raise ArchError("\n".join(wrong))
+
+    def _of_missing(self, unknown: list[str]) -> str:
+        if not self._missing:
+            return ""
+        close = [difflib.get_close_matches(name, unknown, 1, 0.8) for name in list(self._missing)[:5]]
+        near = dict.fromkeys(names[0] for names in close if names)
+        hint = f"; the nearest it has: {', '.join(list(near)[:3])}" if near else ""
+        count = f"{len(self._missing)} tensors" if len(self._missing) > 1 else "a tensor"
+        return (
+            f"the model needs {count} of which the file has none of that name: {_braced(self._missing)}{hint}; "
+            f"fetch it again or use another model"
+        )
+
+    def _of_misshapen(self) -> str:
+        shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+        for name, ne in self._misshapen.items():
+            shapes.setdefault((ne, self.file.tensors[name].ne), []).append(name)
+        shown = [
+            f"{_braced(names)} must have the shape {list(ne)}, not {list(has)}" for (ne, has), names in shapes.items()
+        ]
+        rest = "; the file's keys ask for it: it is damaged or of another architecture"
+        return f"tensor {', '.join(shown)}{rest}" if shown else ""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that were asked for."""
         return sum(t.nbytes for t in self.loaded.values())
+
+
+def _of_unknown(unknown: list[str]) -> str:
+    if not unknown:
+        return ""
+    return (
+        f"every tensor of the file must be known to its architecture, {len(unknown)} are not: {_braced(unknown)}; "
+        f"the file is of a variant that is not implemented"
+    )
+
+
+def _braced(names: Iterable[str]) -> str:
+    """The names, those of layers put together as a shell would spell them: blk.{0-3,7}.{attn_q,attn_k}.weight."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        layers.setdefault((match[2], match[3]) if match else (name, ""), []).extend([int(match[1])] if match else [])
+    stems: dict[tuple[str, str], list[str]] = {}
+    for (stem, end), found in layers.items():
+        stems.setdefault((_ranges(found), end), []).append(stem)
+    shown = []
+    for (found_in, end), group in stems.items():
+        if found_in:
+            shown.append(f"blk.{found_in}.{group[0] if len(group) == 1 else '{' + ','.join(group) + '}'}{end}")
+        else:
+            shown += group
+    return ", ".join(shown)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 7] as "{0-2,7}", [3] as "3", [] as ""."""
+    starts = [n for n in sorted(numbers) if n - 1 not in numbers]
+    ends = [n for n in sorted(numbers) if n + 1 not in numbers]
+    spans = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends)]
+    return ",".join(spans) if len(numbers) < 2 else f"{{{','.join(spans)}}}"

@@ -21,9 +21,11 @@ MAX_POSITION = 2**31 - 1
 
 @dataclass(frozen=True)
 class KqMaskParams:
-    """window: how many positions back a token sees, itself included; 0 for all."""
+    """window: how many positions back a token sees, itself included; 0 for all. alibi: a cell that is seen holds minus
+    its distance, which attention multiplies by each head's slope (max_bias), instead of 0."""
 
     window: int = 0
+    alibi: bool = False
 
 
 def _infer(src: Sources, params: KqMaskParams) -> Result:
@@ -52,6 +54,7 @@ class _Axes:
     last: int = 20
     broken: bool = False
     gaps: bool = False
+    alibi: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ def _axes() -> Iterator[_Axes]:
     yield from grid(_Axes(1, 1), {"last": (-1, 0, 9), "window": (0, 1)})
     yield from grid(_Axes(1100, 33, last=1600, window=300), {"n_cells": (1100, 1101, 2048), "broken": (False, True)})
     yield _Axes(2056, 1, last=2000)
+    alibi = _Axes(33, 7, alibi=True)
+    yield from grid(alibi, {"last": lasts, "window": (0, 5), "broken": (False, True)})
+    yield from grid(replace(alibi, n_cells=40, last=700), {"n_tokens": (1, 9), "n_seq": (1, 3)})
+    yield replace(alibi, n_cells=5000, n_tokens=2, last=4800)  # distances that f16 rounds
+    yield replace(alibi, n_cells=70000, n_tokens=1, last=69000)  # and that it has no finite number for
 
 
 def _full_axes() -> Iterator[_Axes]:
@@ -112,14 +120,15 @@ def _full_axes() -> Iterator[_Axes]:
 
 def _cases(full: bool = False) -> Iterator[Case]:
     for axes in _full_axes() if full else _axes():
-        yield Case("KQ_MASK", asdict(axes), partial(_make, axes=axes))
+        shown = {name: value for name, value in asdict(axes).items() if name != "alibi" or value}
+        yield Case("KQ_MASK", shown, partial(_make, axes=axes))
 
 
 def _make(inputs: Inputs, axes: _Axes) -> Tensor:
     leaf = partial(gapped, inputs) if axes.gaps else inputs
     cells = leaf("cells", "i32", (axes.n_cells, axes.n_seq), _Cells(axes.last, axes.broken))
     pos = leaf("pos", "i32", (axes.n_tokens, axes.n_seq), _Tokens(axes.last, axes.broken))
-    return kq_mask(cells, pos, axes.window)
+    return kq_mask(cells, pos, axes.window, axes.alibi)
 
 
 _MORE = {"full": partial(_cases, True)}
@@ -128,10 +137,11 @@ KQ_MASK = register(
 )
 
 
-def kq_mask(cells: Tensor, pos: Tensor, window: int = 0, name: str = "") -> Tensor:
+def kq_mask(cells: Tensor, pos: Tensor, window: int = 0, alibi: bool = False, name: str = "") -> Tensor:
     """The mask of an attention over a cache: f16 [n_cells, n_tokens, 1, n_seq], 0 where a token sees a cell, else -inf.
 
     cells: i32 [n_cells, n_seq], the position that each cell holds, -1 for an empty one; pos: i32 [n_tokens, n_seq].
-    A token sees the cells of positions up to its own, with a window only the last so many of these.
+    A token sees the cells of positions up to its own, with a window only the last so many of these. alibi: minus the
+    distance instead of 0; !! f16 rounds distances over 2048, and those of 65520 or more become -inf, as in llama.cpp.
     """
-    return build(KQ_MASK, cells, pos, params=KqMaskParams(int(window)), name=name)
+    return build(KQ_MASK, cells, pos, params=KqMaskParams(int(window), bool(alibi)), name=name)

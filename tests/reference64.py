@@ -201,7 +201,8 @@ def kq_mask(node: Tensor, cells: Array, pos: Array) -> Array:
     for seq, _, token, cell in np.ndindex(*node.shape):
         back = int(pos[0, 0, seq, token]) - int(cells[0, 0, seq, cell])
         if cells[0, 0, seq, cell] != -1 and 0 <= back < window:
-            out[seq, 0, token, cell] = 0.0
+            with np.errstate(over="ignore"):  # distances that f16 has no number for
+                out[seq, 0, token, cell] = np.float16(-back) if node.params.alibi else 0.0
     return out
 
 

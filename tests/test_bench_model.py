@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -384,3 +385,25 @@ def test_a_peer_beside(bench: Bench, tmp_path: Path) -> None:
     assert [a[:3] for a in asked[::3]] == [["pp", "0", "8"], ["tg", "1", "4"], ["pp", "16", "8"], ["tg", "16", "4"]]
     assert all(len(a[3].split(",")) == int(a[1]) + int(a[2]) for a in asked) and len(asked) == 12
     assert "peer: llama-cpp-python 1.2.3" in bench(path, *argv)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2", 0.124),
+        ("qwen2.5-7b", 7.62),
+        ("qwen3-8b", 8.19),
+        ("gemma2-2b", 2.61),
+        ("phi3-mini", 3.82),
+        ("mpt-7b", 6.65),
+    ],
+)
+def test_recipes_have_as_many_parameters_as_the_models(name: str, billions: float) -> None:
+    """As their makers count them."""
+    parameters = sum(math.prod(t.ne) for t in synthetic(name).tensors.values())
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_a_gpt2() -> None:
+    logits = a_model("gpt2", 1).logits(IDS[:8])
+    assert np.isfinite(logits).all() and 0.5 < logits.std() < 2

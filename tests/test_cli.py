@@ -467,7 +467,7 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "path with NUL": (("info", "a\0b.gguf"), "there is no such file", "Check the path"),
     "architecture": (("run", "mamba.gguf", "-p", "a"), "the file says 'mamba'", "Use a model of a listed one"),
     "tensor type": (("info", "type.gguf"), "one that ggml has, got id 99", "Update graphrt"),
-    "missing tensor": (("run", "missing.gguf", "-p", "a"), "needs tensor 'blk.2.attn_norm.weight'", "nearest it has"),
+    "missing tensor": (("run", "missing.gguf", "-p", "a"), "none of that name: blk.2.{attn_norm,", "fetch it again"),
     "wrong shape": (("run", "shape.gguf", "-p", "a"), "must have the shape [64, 64]", "of another architecture"),
     "no vocabulary": (("run", "no_vocab.gguf", "-p", "a"), "no vocabulary", "Give token ids instead"),
     "template refuses": (("run", "refuses.gguf", "-p", "a"), "refuses these messages: only users", "--raw"),

@@ -7,6 +7,8 @@ command line. The golden logits are of the models without.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,10 @@ def gemma3() -> tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]:
     return "gemma3", keys, shapes
 
 
+Shapes = dict[str, tuple[int, ...]]
 MODELS = {"llama": llama, "gemma3": gemma3}
+#: Those of tiny_archs.py, whose golden logits lie elsewhere.
+OTHERS: dict[str, Callable[[], tuple[str, dict[str, Any], Shapes]]] = {}
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -117,9 +122,21 @@ def values(name: str, ne: tuple[int, ...]) -> np.ndarray:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     raw = np.random.Philox(key=seed).random_raw(int(np.prod(ne)))
     unit = ((raw >> np.uint64(40)).astype(np.float64) / 2.0**24 * 2 - 1) * 3**0.5
-    mean = 1.0 if "norm" in name or "rope_freqs" in name else 0.0
+    mean = 1.0 if re.search(r"norm(_2)?\.weight|rope_f|act\.scales", name) else 0.0
     spread = 0.02 if name == "token_embd.weight" else 0.15
     return (mean + spread * unit).astype(np.float32).reshape(ne[::-1])
+
+
+def blocks(name: str, ne: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Random blocks of Q4_K or Q6_K, which gguf does not quantize to: uint8, values of about 0.1 around 0."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    raw = np.random.Philox(key=seed).random_raw(int(np.prod(ne)) // block * -(-size // 8)).view(np.uint8)
+    made = raw.reshape(-1, -(-size // 8) * 8)[:, :size].copy()
+    scales = (3e-4, 7.5 * 3e-4) if kind.name == "Q4_K" else (8e-5,)
+    at = 0 if kind.name == "Q4_K" else size - 2
+    made[:, at : at + 2 * len(scales)] = np.array(scales, np.float16).view(np.uint8)
+    return made.reshape(*ne[:0:-1], -1)
 
 
 def write_model(
@@ -137,7 +154,7 @@ def write_model(
     tokenizer: "spm" or "bpe" instead of none, with as many tokens in the model; vocab: keys that replace its own
     (without "tokenizer.ggml."); chat: the chat template's text.
     """
-    arch, keys, shapes = MODELS[model]()
+    arch, keys, shapes = (MODELS | OTHERS)[model]()
     words = VOCABS[tokenizer]() | (vocab or {}) if tokenizer else {"model": "no_vocab"}
     if tokenizer:
         keys = keys | {"vocab_size": len(words["tokens"])}
@@ -146,7 +163,7 @@ def write_model(
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in (keys | changed).items():
         _add(writer, f"{arch}.{key}", value)
-    for key, value in words.items():
+    for key, value in (words | ({"token_type_count": 2} if "token_types.weight" in shapes else {})).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
     if chat is not None:
         writer.add_string("tokenizer.chat_template", chat)
@@ -154,8 +171,9 @@ def write_model(
     block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, ne in shapes.items():
         data = values(name, ne)
-        if tensor_type != "F32" and len(ne) == 2 and ne[0] % block == 0:
-            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        if tensor_type != "F32" and len(ne) == 2 and ne[0] % block == 0 and "norm" not in name:
+            quantized = blocks(name, ne, kind) if tensor_type.endswith("_K") else gguf.quants.quantize(data, kind)
+            writer.add_tensor(name, quantized, raw_dtype=kind)
         else:
             writer.add_tensor(name, data)
     writer.write_header_to_file()

@@ -32,6 +32,7 @@ VERBS = {
     "diff": "where two ways of running part: node by node, with the first one that is too far off",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
+    "embed": "vectors of texts by an encoder, or how alike the texts are",
     "logits": "write the logits of every position to a .npy file",
     "bench": "speed of a model, beside the machine's ceilings and a peer; `bench op OP`: of one op on a GPU",
     "test": "conformance of a backend, op by op",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphrt.tools.common import MODEL_HELP, human_bytes, print_json, print_table, printable, whole
+
+if TYPE_CHECKING:
+    from graphrt.execute import Executable
+    from graphrt.models.model import Model
+    from graphrt.models.session import SessionOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,19 +71,29 @@ def _needs(file: Any, n_ctx: int) -> dict[str, Any]:
         from graphrt.backend import get_backend
 
         model = Model(file, [get_backend("cpu")])
-        session = model.session(SessionOptions(n_ctx=n_ctx))
-        exe = session.executable(1, 1)
+        held, size, exe = _one_token(model, SessionOptions(n_ctx=n_ctx))
     except GraphrtError as error:
         return {"runs": False, "reason": str(error)}
     ops = Counter(node.op for node in exe.graph.nodes)
     return {
         "runs": True,
-        "n_ctx": session.n_ctx,
+        "n_ctx": held,
         "weights_bytes": model.weights.nbytes,
-        "cache_bytes": session.cache.nbytes,
+        "cache_bytes": size,
         "decode_bytes": sum(arena.plan.peak for arena in exe.arenas.values()),
         "ops": dict(sorted(ops.items())),
     }
+
+
+def _one_token(model: Model, options: SessionOptions) -> tuple[int, int, Executable]:
+    """The context, the bytes of its cache, and the graph of one token: of a decode step, or of an encoder's text."""
+    from graphrt.models.arch.encoder import Encoder
+    from graphrt.models.embed import Embedder
+
+    if isinstance(model.network, Encoder):
+        return model.network.hp.n_ctx_train, 0, Embedder(model.network, model.backends).executable(1, 1, "none")
+    session = model.session(options)
+    return session.n_ctx, session.cache.nbytes, session.executable(1, 1)
 
 
 def _print(facts: dict[str, Any], every_tensor: bool) -> None:
@@ -99,7 +114,7 @@ def _print(facts: dict[str, Any], every_tensor: bool) -> None:
 
 def _print_needs(needs: dict[str, Any]) -> None:
     if not needs["runs"]:
-        print(f"graphrt can't run it: {printable(needs['reason'])}")
+        print(f"graphrt can't run it: {printable(needs['reason'].replace(chr(10), ' '))}")
         return
     sizes = [("weights", "weights_bytes"), (f"cache of {needs['n_ctx']} tokens, f16", "cache_bytes")]
     sizes.append(("compute, one token", "decode_bytes"))

@@ -11,7 +11,10 @@ _OTHER = (
     (re.compile(r"inp_embd"), "embd"),
     (re.compile(r"([QK]cur)_rope(-\d+)"), r"\1\2"),
     (re.compile(r"norm_ffn_post_norm-\d+"), "norm"),
+    (re.compile(r"norm_w_\w+(-\d+)"), r"norm_w\1"),
     (re.compile(r"norm_\w+(-\d+)"), r"norm\1"),
+    (re.compile(r"inp_sum"), "inp_embd"),
+    (re.compile(r"inp_norm"), "inp_norm-0"),
     (re.compile(r"ffn_glu(-\d+)"), r"ffn_{kind}\1"),
     (re.compile(r"(cache_[kv]_l\d+) \(set\)"), r"\1 (view)"),
 )

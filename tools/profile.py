@@ -150,7 +150,7 @@ def shares_of(mask: npt.NDArray[Any]) -> tuple[float, float]:
 def made_mask(mask: Tensor, values: Sequence[Array]) -> Array:
     """A KQ_MASK, f16 in torch's shape, of its sources' values: the cells' positions and the tokens'."""
     cells, pos = (new_input(s.dtype, *s.ne, name=str(i)) for i, s in enumerate(mask.sources()))
-    alone = prepare(Graph(ops.kq_mask(cells, pos, mask.params.window, name="mask")), "cpu")
+    alone = prepare(Graph(ops.kq_mask(cells, pos, mask.params.window, mask.params.alibi, name="mask")), "cpu")
     for leaf, given in zip((cells, pos), values):
         alone.write(leaf, given)
     alone.run()

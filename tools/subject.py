@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from graphrt.backend import Backend
     from graphrt.execute import Executable
     from graphrt.graph import Graph
+    from graphrt.models.arch.encoder import Encoder
     from graphrt.models.model import Model
     from graphrt.models.session import Session, SessionOptions
     from graphrt.testing import Inputs
@@ -136,15 +137,19 @@ def _of_model(
     options: SessionOptions | None,
     synthetic: bool,
 ) -> Subject:
+    from graphrt.models.arch.encoder import Encoder
     from graphrt.models.session import SessionOptions
 
-    phase = phase or "decode"
-    if phase not in PHASES:
+    if phase not in (None, *PHASES):
         raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
+    model, title = load_subject(text, backends, synthetic=synthetic)
+    options = options or SessionOptions()
+    if isinstance(model.network, Encoder):
+        return _of_encoder(model.network, title, backends, phase, n_tokens or options.n_batch)
+    phase = phase or "decode"
     if phase == "decode" and n_tokens > 1:
         raise SessionError(f"decode reads one token, got --tokens {n_tokens}; give --phase prefill with it")
-    model, title = load_subject(text, backends, synthetic=synthetic)
-    session = model.session(options or SessionOptions())
+    session = model.session(options)
     n = 1 if phase == "decode" else n_tokens or session.n_batch
     if n > session.n_batch:
         raise SessionError(
@@ -152,6 +157,16 @@ def _of_model(
             f"raise -b, and -c if the context is shorter than that"
         )
     return Subject(title, phase, n, session.executable(n, 1), session=session)
+
+
+def _of_encoder(encoder: Encoder, title: str, backends: Sequence[Backend], phase: str | None, n: int) -> Subject:
+    """A text of n tokens, or as many as a text may have."""
+    from graphrt.models.embed import Embedder
+
+    if phase == "decode":
+        raise SessionError(f"{encoder.hp.arch} models read texts at once and have no decode; leave --phase out")
+    n = min(n, encoder.hp.n_ctx_train)
+    return Subject(title, "prefill", n, Embedder(encoder, backends).executable(n, 1, encoder.hp.pooling or "none"))
 
 
 def load_subject(text: str, backends: Sequence[Backend], *, synthetic: bool = False) -> tuple[Model, str]:

@@ -21,7 +21,8 @@ def kq_mask(node: Tensor, cells: torch.Tensor, pos: torch.Tensor) -> torch.Tenso
         for start in range(0, len(at), _ROWS):
             part = slice(start, start + _ROWS)
             sees = (held >= first[part, None]).logical_and_(held <= at[part, None])
-            torch.where(sees, seen, hidden, out=rows[part])
+            near = (held - at[part, None]).half() if node.params.alibi else seen
+            torch.where(sees, near, hidden, out=rows[part])
     return out
 
 

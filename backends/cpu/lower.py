@@ -146,6 +146,7 @@ def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
         fast.kq_mask(
             dst=low.at(out), cells=low.at(cells), pos=low.at(pos), n_cells=out.ne[0], n_tokens=out.ne[1],
             n_seq=out.ne[3], cells_nb=cells.nb[1], pos_nb=pos.nb[1], window=out.params.window,
+            alibi=out.params.alibi,
         )
     ]  # fmt: skip
 

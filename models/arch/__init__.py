@@ -9,24 +9,58 @@ from typing import TYPE_CHECKING
 from graphrt.errors import ArchError
 
 if TYPE_CHECKING:
-    from graphrt.models.arch.skeleton import Decoder
+    from graphrt.models.arch.transformer import Transformer
 
 #: general.architecture -> module and class. A module is imported when a file asks for it.
 ARCHITECTURES = {
     "llama": ("llama", "Llama"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "gemma": ("gemma", "Gemma"),
+    "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3", "Gemma3"),
+    "phi3": ("phi3", "Phi3"),
+    "gpt2": ("gpt2", "GPT2"),
+    "mpt": ("mpt", "MPT"),
+    "bloom": ("bloom", "Bloom"),
+    "refact": ("refact", "Refact"),
+    "falcon": ("falcon", "Falcon"),
+    "olmo2": ("olmo2", "Olmo2"),
+    "command-r": ("command_r", "CommandR"),
+    "starcoder2": ("starcoder2", "StarCoder2"),
+    "stablelm": ("stablelm", "StableLM"),
+    "bert": ("bert", "Bert"),
+    "nomic-bert": ("nomic_bert", "NomicBert"),
 }
 
 
-def architecture(name: str) -> type[Decoder]:
-    """The family of that name. Raises ArchError for an unknown one, with the nearest."""
+#: What families that people have files of would need, by the beginnings of their names.
+MISSING = {
+    "mixtures of experts": (
+        *("qwen2moe", "qwen3moe", "gpt-oss", "deepseek", "olmoe", "phimoe", "dbrx", "grok", "arctic", "glm4moe"),
+        *("bailingmoe", "granitemoe", "nomic-bert-moe", "minimax", "mixtral", "ernie4_5-moe", "hunyuan-moe", "llama4"),
+    ),
+    "state-space or other recurrent layers": (
+        *("mamba", "jamba", "rwkv", "arwkv", "falcon-h1", "nemotron_h", "granitehybrid", "lfm2", "plamo2", "qwen3next"),
+        *("qwen35", "kimi-linear"),
+    ),
+    "an encoder and a decoder in one": ("t5",),
+    "positions in several dimensions, for images": ("qwen2vl", "qwen3vl", "clip", "cogvlm"),
+}
+
+
+def architecture(name: str) -> type[Transformer]:
+    """The family of that name. Raises ArchError for an unknown one, with the nearest and what it would need."""
     if name not in ARCHITECTURES:
         close = difflib.get_close_matches(name, ARCHITECTURES, 3, 0.4)
         nearest = f"; the nearest: {', '.join(close)}" if close else ""
+        lacks = next((what for what, names in MISSING.items() if name.startswith(names)), "")
+        needs = f"; it needs {lacks}, not implemented here" if lacks else ""
         raise ArchError(
-            f"the architecture must be one of {', '.join(ARCHITECTURES)}, the file says {name!r}{nearest}. "
+            f"the architecture must be one of those below, the file says {name!r}{nearest}{needs}.\n"
+            f"Listed: {', '.join(ARCHITECTURES)}.\n"
             f"Use a model of a listed one, or add models/arch/<family>.py"
         )
     module, cls = ARCHITECTURES[name]
-    found: type[Decoder] = getattr(importlib.import_module(f"graphrt.models.arch.{module}"), cls)
+    found: type[Transformer] = getattr(importlib.import_module(f"graphrt.models.arch.{module}"), cls)
     return found

@@ -21,12 +21,12 @@ _VECTOR = 8
 @triton.jit(do_not_specialize=["n_cells", "n_tokens", "sc", "sp", "window"])
 def kq_mask(
     p_cells, p_pos, p_out, n_cells, n_tokens, sc, sp, window,
-    EVEN: tl.constexpr, CELLS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    ALIBI: tl.constexpr, EVEN: tl.constexpr, CELLS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j, s) writes CELLS cells of TOKENS rows of sequence s.
 
     cells: i32 [n_cells, n_seq] with stride sc; pos: i32 [n_tokens, n_seq] with stride sp; out: f16 [n_cells, n_tokens,
-    n_seq], contiguous. EVEN: n_cells and sc are multiples of 8.
+    n_seq], contiguous. ALIBI: what is seen holds minus its distance. EVEN: n_cells and sc are multiples of 8.
     """
     if PDL:
         gdc_wait()
@@ -47,7 +47,8 @@ def kq_mask(
     # Before position -1 nobody stands, and from there on the subtraction keeps within int32.
     first = tl.where(window == 0, 0, tl.maximum(tl.maximum(last, -1) - window + 1, 0))
     sees = (held[None, :] >= first[:, None]) & (held[None, :] <= last[:, None])
-    out = tl.where(sees, 0.0, float("-inf")).to(tl.float16)
+    seen = (held[None, :] - last[:, None]).to(tl.float32) if ALIBI else 0.0
+    out = tl.where(sees, seen, float("-inf")).to(tl.float16)
     tl.store(p_out + at_rows[:, None] + i[None, :], out, mask=m_tokens[:, None] & m_cells[None, :])
 
 
@@ -61,6 +62,7 @@ def lower_kq_mask(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     args = {
         "p_cells": cells.data, "p_pos": pos.data, "p_out": ctx.view(node).data, "n_cells": n_cells,
         "n_tokens": n_tokens, "sc": cells.strides[1], "sp": pos.strides[1], "window": node.params.window,
+        "ALIBI": node.params.alibi,
         "EVEN": n_cells % _VECTOR == 0 and cells.strides[1] % _VECTOR == 0, "CELLS": _CELLS, "TOKENS": tokens,
         "PDL": ctx.target.has_pdl,
     }  # fmt: skip

@@ -1,0 +1,117 @@
+"""Embeddings of texts by an encoder: several texts a run, as many as a batch has room for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.backend import Backend
+from graphrt.errors import SessionError
+from graphrt.execute import Executable, prepare
+from graphrt.models.arch.encoder import Encoder
+from graphrt.models.session import MAX_PREPARED
+
+Floats = npt.NDArray[np.float32]
+Ids = Sequence[int]
+
+#: How the embedding of a text is made of those of its tokens; "none": not at all.
+POOLINGS = ("none", "mean", "cls", "last")
+
+
+def check_pooling(wanted: str, of_file: str) -> str:
+    """The pooling to use: what is wanted, else what the file names. Raises SessionError when neither is known."""
+    kind = wanted or of_file
+    if not kind:
+        raise SessionError(f"the file names no pooling; choose one with --pooling: {', '.join(POOLINGS)}")
+    if kind not in POOLINGS:
+        raise SessionError(f"the pooling must be one of {', '.join(POOLINGS)}, got {kind!r}; give one with --pooling")
+    return kind
+
+
+class Embedder:
+    """Runs an encoder. n_batch: tokens of one run, where no single text has more."""
+
+    def __init__(self, encoder: Encoder, backends: Sequence[Backend], n_batch: int = 512) -> None:
+        if n_batch < 1:
+            raise SessionError(f"the batch (-b) must be at least 1, got {n_batch}")
+        self.encoder = encoder
+        self.backends = list(backends)
+        self.n_batch = n_batch
+        self._prepared: OrderedDict[tuple[int, int, str], Executable] = OrderedDict()
+
+    def embed(self, texts: Sequence[Ids], pooling: str = "", *, normalize: bool = True) -> list[Floats]:
+        """The embedding of each text of token ids: float32 [n_embd], or [n_tokens, n_embd] with the pooling "none".
+
+        pooling: "" for the file's own; normalize: to length 1. Raises SessionError for a text that is empty, longer
+        than the model's context or has unknown ids, and for a pooling that there is not.
+        """
+        kind = check_pooling(pooling, self.encoder.hp.pooling)
+        for ids in texts:
+            self._check(ids)
+        found = [row for batch in _batches(texts, self.n_batch) for row in self._run(batch, kind)]
+        return [normalized(row) for row in found] if normalize else found
+
+    def executable(self, n_tokens: int, n_texts: int, pooling: str) -> Executable:
+        """The prepared graph for so many tokens and texts; made on first use."""
+        key = (n_tokens, n_texts, pooling)
+        if key not in self._prepared:
+            self._prepared[key] = prepare(self.encoder.graph(*key), self.backends)
+            if len(self._prepared) > MAX_PREPARED:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(key)
+        return self._prepared[key]
+
+    def _check(self, ids: Ids) -> None:
+        hp = self.encoder.hp
+        if not 1 <= len(ids) <= hp.n_ctx_train:
+            raise SessionError(
+                f"a text must have 1 to {hp.n_ctx_train} tokens, the model's own limit, got {len(ids)}; "
+                f"{'cut it into shorter ones' if ids else 'give some text'}"
+            )
+        bad = next((t for t in ids if not 0 <= t < hp.n_vocab), None)
+        if bad is not None:
+            raise SessionError(f"a token id must be 0 to {hp.n_vocab - 1}, got {bad}")
+
+    def _run(self, texts: Sequence[Ids], pooling: str) -> list[Floats]:
+        lengths = np.array([len(ids) for ids in texts])
+        owner = np.repeat(np.arange(len(texts)), lengths)
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        sees = owner[:, None] == owner
+        if self.encoder.hp.causal:  # llama.cpp's default where a file is silent
+            sees &= positions[:, None] >= positions
+        exe = self.executable(len(owner), len(texts), pooling)
+        values: dict[str, npt.NDArray[np.generic]] = {
+            "inp_tokens": np.concatenate([np.asarray(ids, np.int32) for ids in texts]),
+            "attn_inp_kq_mask": np.where(sees, 0.0, -np.inf).astype(np.float16),
+            "inp_pos": positions.astype(np.int32),
+            "inp_mean": ((owner == np.arange(len(texts))[:, None]) / lengths[:, None]).astype(np.float32),
+            "inp_cls": (np.cumsum(lengths) - (lengths if pooling == "cls" else 1)).astype(np.int32),
+        }
+        asked = {leaf.name for leaf in exe.graph.inputs}
+        exe.write_all({name: value for name, value in values.items() if name in asked})
+        exe.run()
+        name = "result_embd" if pooling == "none" else "result_embd_pooled"
+        rows = np.array(exe.read(name), np.float32).reshape(-1, self.encoder.hp.n_embd)
+        return list(np.split(rows, np.cumsum(lengths)[:-1])) if pooling == "none" else list(rows)
+
+
+def normalized(rows: Floats) -> Floats:
+    """Rows of length 1; one of zeros stays."""
+    norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
+    scaled: Floats = (rows / np.where(norms > 0, norms, 1)).astype(np.float32)
+    return scaled
+
+
+def _batches(texts: Sequence[Ids], most: int) -> Iterator[list[Ids]]:
+    """The texts in order, cut where the next one would be a token too many."""
+    batch: list[Ids] = []
+    for ids in texts:
+        if batch and sum(map(len, batch)) + len(ids) > most:
+            yield batch
+            batch = []
+        batch.append(ids)
+    if batch:
+        yield batch

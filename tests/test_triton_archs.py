@@ -1,0 +1,72 @@
+"""The architectures on the triton backend: a step of each is one split, and a few are run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from tiny import tokens, write_model
+from tiny_archs import DECODERS, ENCODERS, TEXTS
+
+pytest.importorskip("triton")
+
+from graphrt import get_backend
+from graphrt.backends.triton import device
+from graphrt.models import Model, load
+from graphrt.models.embed import Embedder
+from graphrt.models.session import SessionOptions
+from graphrt.testing import nmse
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+F32 = SessionOptions(n_ctx=32, n_batch=8, type_k="f32", type_v="f32")
+#: Few layers, for the interpreter's sake, of what the GPU backend has kernels of its own for: soft caps and windows,
+#: ALiBi and limits, a parallel feed-forward on two norms.
+SHORT = {
+    "short-gemma2": replace(DECODERS["gemma2-caps"], layers=2, keys={"attention.sliding_window": 4}),
+    "short-mpt": replace(DECODERS["mpt"], layers=1),
+    "short-falcon": replace(DECODERS["falcon-40b"], layers=1),
+}
+tiny.OTHERS.update({name: row.model for name, row in SHORT.items()})
+
+
+def loaded(path: Path, name: str, *, exact: bool) -> tuple[Model, Model]:
+    """On the triton backend and, as the reference, on the CPU."""
+    write_model(path, name)
+    return load(path, [get_backend("triton", exact=exact)]), load(path, "cpu", exact=True)
+
+
+@pytest.mark.parametrize("name", [name for name, row in DECODERS.items() if row.layers < 10])
+def test_a_step_is_one_split(tmp_path: Path, name: str) -> None:
+    mine, _ = loaded(tmp_path / "m.gguf", name, exact=False)
+    session = mine.session(F32)
+    for n in (8, 1):
+        (split,) = session.executable(n, 1).splits
+        assert split.backend.name == "triton" and not split.copies
+    assert not session.fallbacks()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_text_is_one_split(tmp_path: Path, name: str) -> None:
+    mine, _ = loaded(tmp_path / "m.gguf", name, exact=False)
+    for pooling in ("none", "mean", "cls"):
+        (split,) = Embedder(mine.encoder, mine.backends).executable(9, 2, pooling).splits
+        assert split.backend.name == "triton" and not split.copies
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_logits_are_the_cpus(tmp_path: Path, name: str) -> None:
+    mine, cpus = (model.session(F32) for model in loaded(tmp_path / "m.gguf", name, exact=False))
+    ids = tokens()
+    for piece in (ids[:7], ids[7:8]):
+        assert nmse(mine.eval(piece), cpus.eval(piece)) < 1e-6
+
+
+def test_embeddings_are_the_cpus(tmp_path: Path) -> None:
+    mine, cpus = loaded(tmp_path / "m.gguf", "nomic-bert", exact=False)
+    texts = TEXTS[:2]
+    assert nmse(np.stack(mine.embed(texts, "mean")), np.stack(cpus.embed(texts, "mean"))) < 1e-6
