@@ -258,9 +258,10 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
 def serialized(ptx: str) -> str:
     """What ptxas says (C7510 to C7515) where it makes each wgmma wait for the one before it, else "".
 
-    Triton throws away what ptxas says, and keeps results from earlier runs, so it runs once more.
+    Of kernels that give warps work of their own, and start and wait for products themselves; plain ones are Triton's to
+    arrange. Triton throws away what ptxas says, and keeps results from earlier runs, so it runs once more.
     """
-    if "wgmma.mma_async" not in ptx:
+    if "wgmma.mma_async" not in ptx or "setmaxnreg" not in ptx:
         return ""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)

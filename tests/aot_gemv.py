@@ -45,6 +45,11 @@ def _launches() -> Iterator[tuple[str, Launch]]:
         for kind in ("q4_K", "q6_K", "q8_0", "q4_0", "mxfp4", "f16"):
             yield f"gemv {kind} n={n}", _launch((kind,), 4096, 4096, n)
     yield "gemv long rows", _launch(("q4_K",), 4096, 14336, 1)
+    for kind in ("q4_K", "q6_K", "q8_0", "q4_0", "mxfp4"):
+        for n in (1, 4, 8):
+            yield f"gemv {kind} in two parts n={n}", _launch((kind,), 4096, 2048, n)
+    for n in (1, 2, 8):
+        yield f"gemv glu in two parts n={n}", _launch(("q4_0", "q5_1"), 2048, 640, n, glu="geglu")
     yield "gemv few rows", _launch(("q4_K",), 512, 8192, 1)
     yield "gemv rows of no whole tiles", _launch(("q6_K",), 640, 2304, 1)
     yield "gemv glu", _launch(("q4_K", "q4_K"), 4096, 4096, 1, glu="swiglu")

@@ -385,14 +385,17 @@ def test_an_attention_in_words(run: Run) -> None:
         assert said in out, out
 
 
-def test_a_product_in_words(run: Run) -> None:
+def test_a_product_in_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100")
-    assert code == 0 and "1 token: up to 8 take gemv.py, dp4a on activations rounded to 8 bits" in out
+    assert code == 0 and "1 token: up to 8 take gemv.py, dp4a on activations rounded in two parts of 8 bits" in out
     assert "packed as planes (4-bit codes, 1 float16 scale of 32 elements)" in out and "matmul_add" in out
     _, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100", "--phase", "prefill", "--tokens", "32")
     assert "gemm.py" in out or "batch_mma.py" in out
     _, out, _ = run("llama.gguf", "ffn_out-0", "--backend", "cpu", "--exact")
     assert "reference mul_mat" in out and "expected" not in out
+    monkeypatch.setattr("graphrt.backends.triton.kernels.mul_mat.activations.MAX_TWO_PARTS", 0)
+    _, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100")
+    assert "dp4a on activations rounded to 8 bits" in out
 
 
 def test_a_view_and_a_fused_node(run: Run) -> None:

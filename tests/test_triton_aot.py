@@ -25,7 +25,6 @@ SPILLING = {
     ("gfx942", "(512, 512)", "'f32'"): "the sums alone fill the registers",
     ("sm_90 decode", "(256, 256)", "q8_0"): "41 us where the portable kernel takes 57 (D256, GQA 16, 20000 keys, H100)",
     ("sm_90 decode", "(256, 256)", "q4_0"): "as q8_0",
-    ("sm_90 batch q4_K 64 131072",): "gate and up of 64 tokens 88 us where 128 rows a tile give 100 (H100)",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
 }
 

@@ -31,6 +31,7 @@ from aot_rows import context
 
 from graphrt.backends.triton.kernels.experts import lower, pairs
 from graphrt.backends.triton.kernels.mul_mat import dense
+from graphrt.backends.triton.kernels.mul_mat.activations import MAX_TWO_PARTS
 from graphrt.backends.triton.support import why_unsupported
 
 #: Sums in another order, as NMSE; and where both round activations to 8 bits of values that differ in a last bit.
@@ -73,18 +74,21 @@ def test_types_in_slices_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_takes_which_way() -> None:
-    def node(kind: str, tokens: int, used: int = 4) -> Tensor:
-        x, ids = Tensor("f32", (256, 1, tokens)), Tensor("i32", (used, tokens))
-        return ops.mul_mat_id(Tensor(kind, (256, 8, 16)), x, ids)
+    def node(kind: str, tokens: int, used: int = 4, k: int = 256) -> Tensor:
+        x, ids = Tensor("f32", (k, 1, tokens)), Tensor("i32", (used, tokens))
+        return ops.mul_mat_id(Tensor(kind, (k, 8, 16)), x, ids)
 
     exact, fast = get_backend("triton"), get_backend("triton", exact=False)
     for kind, when_exact, when_fast in (("q4_K", False, True), ("f16", True, True), ("iq3_s", False, False)):
-        assert lower.takes_gemv(node(kind, 8), exact) == when_exact
-        assert lower.takes_gemv(node(kind, 8), fast) == when_fast
-        assert not lower.takes_gemv(node(kind, 9), fast)
-        assert why_unsupported(node(kind, 8)) is None
-    assert fast.rounds_activations(node("q4_K", 1)) == "int8"
-    assert exact.rounds_activations(node("q4_K", 1)) is fast.rounds_activations(node("q4_K", 9)) is None
+        most = lower.MAX_PAIRS // 4
+        assert lower.takes_gemv(node(kind, most), exact) == when_exact
+        assert lower.takes_gemv(node(kind, most), fast) == when_fast
+        assert not lower.takes_gemv(node(kind, most + 1), fast)
+        assert why_unsupported(node(kind, most)) is None
+    long = MAX_TWO_PARTS + 256  # shorter rows are rounded in two parts, which is nothing to declare
+    assert fast.rounds_activations(node("q4_K", 1, k=long)) == "int8"
+    assert fast.rounds_activations(node("q4_K", 1)) is fast.rounds_activations(node("q4_K", most + 1, k=long)) is None
+    assert exact.rounds_activations(node("q4_K", 1, k=long)) is None
     assert "not f64" in (why_unsupported(node("f64", 1)) or "")
     assert "no decoder for q8_1" in (why_unsupported(node("q8_1", 1)) or "")
 

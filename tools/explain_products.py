@@ -55,7 +55,7 @@ def _planes(kind: str) -> str:
 
 def reasons(step: Step) -> Iterator[str]:
     """Why a product of the GPU backend takes the way that its launches tell, from the ways' own limits."""
-    from graphrt.backends.triton.kernels.mul_mat import batch, gemv, lower
+    from graphrt.backends.triton.kernels.mul_mat import activations, batch, gemv, lower
 
     node = next(n for n in step.nodes if n.op == "MUL_MAT")
     w, x = node.src[0], node.src[1]
@@ -64,7 +64,8 @@ def reasons(step: Step) -> Iterator[str]:
     is_packed = packing_of(w.dtype.name) is not None
     tokens = f"{b.tokens} token{'s' * (b.tokens != 1)}" + (f" for each of {b.count} matrices" if b.count > 1 else "")
     if names & {"packed_gemv", "dense_gemv"}:
-        how = "dp4a on activations rounded to 8 bits" if is_packed else "weights as they are"
+        parts = "in two parts of" if activations.parts_of(w.ne[0]) == 2 else "to"
+        how = f"dp4a on activations rounded {parts} 8 bits" if is_packed else "weights as they are"
         yield f"{tokens}: up to {gemv.MAX_TOKENS} take gemv.py, {how}"
         return
     yield f"{tokens}: gemv.py {_why_not_gemv(step, b.tokens, b.count, is_packed)}"

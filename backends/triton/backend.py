@@ -24,10 +24,10 @@ class TritonBackend(Backend):
     """Kernels in Triton on one GPU.
 
     exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
-    tokens round activations to 8 bits in groups of 32. schedule: forces a schedule of the attention kernel (tile,
-    split, stream_k), None to choose; config: forces the portable attention kernel with that configuration, as `graphrt
-    tune` does; capture: replay a split as a CUDA graph; target: plan for that GPU, which need not be here: graphs are
-    prepared as there, and nothing can run. Raises BackendError for an unknown schedule.
+    tokens round activations to 8 bits in groups of 32, short rows in two parts. schedule: forces a schedule of the
+    attention kernel (tile, split, stream_k), None to choose; config: forces the portable attention kernel with that
+    configuration, as `graphrt tune` does; capture: replay a split as a CUDA graph; target: plan for that GPU, which
+    need not be here: graphs are prepared as there, and nothing can run. Raises BackendError for an unknown schedule.
     """
 
     name: ClassVar[str] = "triton"
@@ -79,15 +79,14 @@ class TritonBackend(Backend):
         w, x = (*node.src, None, None)[:2]
         if w is None or x is None or packing_of(w.dtype.name) is None:
             return None
-        if node.op == "MUL_MAT":
-            from graphrt.backends.triton.kernels.mul_mat.lower import takes_gemv
+        from graphrt.backends.triton.kernels.experts.lower import takes_gemv as takes_experts_gemv
+        from graphrt.backends.triton.kernels.mul_mat.activations import parts_of
+        from graphrt.backends.triton.kernels.mul_mat.lower import takes_gemv
 
-            return "int8" if takes_gemv(w, x, self) else None
-        if node.op == "MUL_MAT_ID":
-            from graphrt.backends.triton.kernels.experts import lower as experts
-
-            return "int8" if experts.takes_gemv(node, self) else None
-        return None
+        if parts_of(w.ne[0]) == 2:  # which keep more than f16 would: nothing to declare
+            return None
+        in_8_bits = node.op == "MUL_MAT" and takes_gemv(w, x, self)
+        return "int8" if in_8_bits or (node.op == "MUL_MAT_ID" and takes_experts_gemv(node, self)) else None
 
     def alloc(self, nbytes: int, usage: Usage) -> TritonBuffer:
         return allocate(nbytes, usage, self.target.device)

@@ -35,11 +35,11 @@ from graphrt.backends.triton.packing import Packed
 
 @triton.jit
 def _packed_rows(
-    p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1, expert, m, row, x_row,
-    p_q, p_d, p_s, KIND0: tl.constexpr, KIND1: tl.constexpr, NG: tl.constexpr, U: tl.constexpr, G: tl.constexpr,
-    PTX: tl.constexpr,
+    p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1, expert, m, row, x_row, x_rows,
+    p_q, p_d, p_s, KIND0: tl.constexpr, KIND1: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr, U: tl.constexpr,
+    G: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` of an expert's matrices, of one if KIND1 is "", times row x_row of x: f32 [W, R, 1] each."""
+    """Rows `row` of an expert's matrices, of one if KIND1 is "", times row x_row of x_rows: f32 [W, R, 1] each."""
     groups = expert.to(tl.int64) * m * NG  # the groups before the expert's
     supers = groups // 8
     p_quants0 += groups * code_bits(KIND0)
@@ -57,7 +57,8 @@ def _packed_rows(
             p_supers1 += supers
     return products(
         p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1, row,
-        tl.arange(0, 1) + x_row, p_q, p_d, p_s, None, 0, None, 0.0, KIND0, KIND1, "q8", NG, U, G, PTX, False,
+        tl.arange(0, 1) + x_row, x_rows, p_q, p_d, p_s, None, 0, None, 0.0, KIND0, KIND1, "q8", PARTS, NG, U, G, PTX,
+        False,
     )  # fmt: skip
 
 
@@ -96,23 +97,35 @@ def _places(m, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
     return tl.minimum(row, m - 1), at, (at < m) & (tl.arange(0, G)[:, None, None, None] == 0)
 
 
-_GENERAL = ["bias_row0", "bias_row1", "ids0", "ids1", "factor0", "factor1", "m", "n_expert", "used", "x_slots"]
+_GENERAL = [
+    "bias_row0",
+    "bias_row1",
+    "ids0",
+    "ids1",
+    "factor0",
+    "factor1",
+    "m",
+    "n_expert",
+    "used",
+    "x_slots",
+    "x_rows",
+]
 
 
 @triton.jit(do_not_specialize=_GENERAL)
 def packed_expert_gemv(
     p_quants0, p_high0, p_scales0, p_supers0, p_bias0, bias_row0,
     p_quants1, p_high1, p_scales1, p_supers1, p_bias1, bias_row1,
-    p_q, p_d, p_s, p_ids, ids0, ids1, p_factors, factor0, factor1, p_out, m, n_expert, used, x_slots, alpha, limit,
-    KIND0: tl.constexpr, KIND1: tl.constexpr, GLU: tl.constexpr, NG: tl.constexpr, U: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    p_q, p_d, p_s, p_ids, ids0, ids1, p_factors, factor0, factor1, p_out, m, n_expert, used, x_slots, x_rows, alpha,
+    limit, KIND0: tl.constexpr, KIND1: tl.constexpr, GLU: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr,
+    U: tl.constexpr, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair, :] = an expert's matrix times a row of x, plus its bias; or, with GLU, activation(gate) * up of two.
 
     Planes: of all experts, m rows of NG groups each, as packed_gemv has them; bias: f32, expert e's from e * bias_row
-    on. q, d, s: x in 8 bits, x_slots rows a token: one for all its experts or one for each. ids, factors: element
-    (slot, token) at slot * .0 + token * .1. With factors the second program number is a token's, and out[token, :] is
-    the sum of its pairs' results times their factors. out: f32, without gaps.
+    on. q, d, s: x_rows of Activations in PARTS, x_slots a token: one for all its experts or one for each. ids,
+    factors: element (slot, token) at slot * .0 + token * .1. With factors the second program number is a token's, and
+    out[token, :] is the sum of its pairs' results times their factors. out: f32, without gaps.
     """
     if PDL:
         gdc_wait()
@@ -124,7 +137,7 @@ def packed_expert_gemv(
         expert, inside = _expert_of(p_ids + token * ids1 + slot * ids0, n_expert)
         y, y1 = _packed_rows(
             p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1, expert, m, row,
-            token * x_slots + tl.minimum(slot, x_slots - 1), p_q, p_d, p_s, KIND0, KIND1, NG, U, G, PTX,
+            token * x_slots + tl.minimum(slot, x_slots - 1), x_rows, p_q, p_d, p_s, KIND0, KIND1, PARTS, NG, U, G, PTX,
         )  # fmt: skip
         y = _finished(y, y1, p_bias0, bias_row0, p_bias1, bias_row1, expert, inside, at, m_out, alpha, limit, GLU)
         tl.store(p_out + pair.to(tl.int64) * m + at, y, mask=m_out)
@@ -135,14 +148,14 @@ def packed_expert_gemv(
             expert, inside = _expert_of(p_ids + token * ids1 + slot * ids0, n_expert)
             y, y1 = _packed_rows(
                 p_quants0, p_high0, p_scales0, p_supers0, None, None, None, None, expert, m, row,
-                token * x_slots + tl.minimum(slot, x_slots - 1), p_q, p_d, p_s, KIND0, "", NG, U, G, PTX,
+                token * x_slots + tl.minimum(slot, x_slots - 1), x_rows, p_q, p_d, p_s, KIND0, "", PARTS, NG, U, G, PTX,
             )  # fmt: skip
             y = _finished(y, y1, p_bias0, bias_row0, None, 0, expert, inside, at, m_out, alpha, limit, "")
             total += y * tl.load(p_factors + token * factor1 + slot * factor0)
         tl.store(p_out + token.to(tl.int64) * m + at, total, mask=m_out)
 
 
-@triton.jit(do_not_specialize=_GENERAL)
+@triton.jit(do_not_specialize=[n for n in _GENERAL if n != "x_rows"])
 def plain_expert_gemv(
     p_w0, row_step0, expert_step0, p_bias0, bias_row0, p_w1, row_step1, expert_step1, p_bias1, bias_row1,
     p_x, x_row, p_ids, ids0, ids1, p_factors, factor0, factor1, p_out, m, n_expert, used, x_slots, alpha, limit,
@@ -249,7 +262,8 @@ def expert_gemv(
         args |= {f"p_bias{i}": e and e.bias, f"bias_row{i}": e.bias_row if e else 0} | _weights(i, e, first)
     if isinstance(first.weight, Packed):
         assert isinstance(x, Activations)
-        args |= {"p_q": x.q.view(torch.int32), "p_d": x.d, "p_s": x.s, "NG": x.k // 32, "PTX": uses_ptx(target)}
+        args |= {"p_q": x.q.view(torch.int32), "p_d": x.d, "p_s": x.s, "x_rows": x.n, "PARTS": x.parts}
+        args |= {"NG": x.k // 32, "PTX": uses_ptx(target)}
     else:
         assert isinstance(x, Rows) and x.stride == 1
         args |= {"p_x": x.data, "x_row": x.row_stride, "K": x.k, "PAIR": gate is not None}

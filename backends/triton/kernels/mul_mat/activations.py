@@ -2,6 +2,11 @@
 
 A group's scale is d = max|x| / 127 and q = x / d to the nearest integer (ties to even). A group with a value that is
 not finite gets a d that is not finite, so that its products aren't either.
+
+Short rows are rounded in two parts: what the first leaves, x - d * q, is rounded once more, by a scale of its own. An
+element is then off by at most d / 508 instead of d / 2, far less than rounding to f16 costs; a product takes both parts
+times the same weights. Models with rows so short wait for launches more than for dp4a, and need it most: with one part
+they often choose another token.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Elements that share a scale.
 GROUP = 32
+#: Rows of up to so many elements are rounded in two parts.
+MAX_TWO_PARTS = 2048
 #: Elements that one program of a norm holds at once; longer rows are read twice.
 _NORM_BLOCK = 8192
 #: The longest row that a sum and its norm take in one launch: it stays in registers.
@@ -43,18 +50,25 @@ class Rows:
     stride: int = 1
 
 
+def parts_of(k: int) -> int:
+    """In how many parts rows of k elements are rounded: 1 or 2."""
+    return 2 if k <= MAX_TWO_PARTS else 1
+
+
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """n rows of k values rounded to 8 bits. q: int8 [n, k]; d: f32 [n, k/32]; s: f32 [n, k/16], d times the sum of q
-    over each half group."""
+    """n rows of k values rounded to 8 bits in so many parts. q: int8 [parts * n, k]; d: f32 [parts * n, k/32]; s: f32
+
+    [parts * n, k/16], d times the sum of q over each half group. Rows' first parts come first, then what they left."""
 
     q: torch.Tensor
     d: torch.Tensor
     s: torch.Tensor
+    parts: int
 
     @property
     def n(self) -> int:
-        return self.q.shape[0]
+        return self.q.shape[0] // self.parts
 
     @property
     def k(self) -> int:
@@ -67,7 +81,9 @@ class Activations:
 
     @classmethod
     def inside(cls, memory: torch.Tensor, n: int, k: int) -> Activations:
-        """In the memory of a flat tensor, such as the f32 one that the values come from."""
+        """In the memory of a flat tensor, such as the f32 one that the values come from, which is always large enough:
+
+        two parts take 2.75 bytes an element, and at most 20 that alignment costs."""
         data = memory.view(torch.uint8)
         start = -data.data_ptr() % 16
         shapes, sizes = _planes(n, k)
@@ -76,7 +92,8 @@ class Activations:
         for kind, shape, size in zip((torch.int8, torch.float32, torch.float32), shapes, sizes):
             planes.append(data[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape))
             start += size
-        return cls(*planes)
+        q, d, s = planes
+        return cls(q, d, s, parts_of(k))
 
     @classmethod
     def empty(cls, n: int, k: int, device: str | torch.device) -> Activations:
@@ -86,7 +103,8 @@ class Activations:
 def _planes(n: int, k: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Shapes of q, d and s, and the bytes from one's start to the next one's: multiples of 16."""
     assert k % GROUP == 0, k
-    shapes = [(n, k), (n, k // GROUP), (n, 2 * k // GROUP)]
+    rows = parts_of(k) * n
+    shapes = [(rows, k), (rows, k // GROUP), (rows, 2 * k // GROUP)]
     return shapes, [-(-math.prod(shape) * size // 16) * 16 for shape, size in zip(shapes, (1, 4, 4))]
 
 
@@ -127,8 +145,27 @@ def gated(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def _store_q8(x, p_q, p_d, p_s, at, m):
-    """Rounds x, f32 [groups, 32], and stores it as groups `at` ([groups] int) where m ([groups])."""
+def left_by(x, number, d):
+    """What x is more than d * number: what its second part rounds, NaN in a group that is not finite."""
+    return x - number * d
+
+
+@triton.jit
+def _store_q8(x, p_q, p_d, p_s, row, group, k, PARTS: tl.constexpr):
+    """Rounds x, f32 [groups, 32], in PARTS and stores it as groups `group` ([groups] int) of a row of Activations.
+
+    Programs of axis 0 are the rows."""
+    m = group < k // 32
+    x = _store_part(x, p_q, p_d, p_s, row * (k // 32) + group, m)
+    if PARTS == 2:
+        _store_part(x, p_q, p_d, p_s, (tl.num_programs(0) + row) * (k // 32) + group, m)
+
+
+@triton.jit
+def _store_part(x, p_q, p_d, p_s, at, m):
+    """Rounds x, f32 [groups, 32], and stores it as groups `at` ([groups] int) where m ([groups]). Returns what is
+
+    left."""
     G: tl.constexpr = x.shape[0]
     d, inverse = scale_of(tl.max(magnitude(x), 1))
     number, byte = rounded(x * inverse[:, None])
@@ -138,6 +175,7 @@ def _store_q8(x, p_q, p_d, p_s, at, m):
     tl.store(p_d + at, d, mask=m)
     sums = tl.sum(tl.reshape(number, (G, 2, 16)), 2) * d[:, None]
     tl.store(p_s + at[:, None] * 2 + tl.arange(0, 2)[None, :], sums, mask=m[:, None])
+    return left_by(x, number, d[:, None])
 
 
 @triton.jit
@@ -159,12 +197,12 @@ def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
 @triton.jit
 def round_rows(
     p_x, x_row, x_col, p_up, up_row, up_col, p_q, p_d, p_s, k,
-    GLU: tl.constexpr, Q8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    GLU: tl.constexpr, Q8: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, i) rounds elements i * BLOCK to (i + 1) * BLOCK - 1 of a row of x, or of activation(x) * up.
 
-    x_row, x_col: strides of x, up_row, up_col of up, in elements; GLU: its kind, "" for none; Q8: to q [n, k],
-    d [n, k/32] and s [n, k/16], else to f16 in q.
+    x_row, x_col: strides of x, up_row, up_col of up, in elements; GLU: its kind, "" for none; Q8: to
+    Activations' q, d and s in PARTS, else to f16 in q.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
@@ -181,7 +219,7 @@ def round_rows(
     elif PDL:
         gdc_launch_dependents()
     if Q8:
-        _store_q8(x, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
+        _store_q8(x, p_q, p_d, p_s, row, group, k, PARTS)
     else:
         _store_f16(x, p_q, row * k + at, m, False)
 
@@ -189,12 +227,13 @@ def round_rows(
 @triton.jit
 def norm_rows(
     p_x, x_row, x_col, p_w, eps, p_out, out_row, p_q, p_d, p_s, k,
-    TO_F32: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    TO_F32: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): x / sqrt(mean(x**2) + eps) * w of a row of x. w: f32 [k] or None.
 
-    TO_F32: into `out`, rows out_row apart; TO: "q8" or "f16" as round_rows, "ordered": f16 as half.Half has it, "" for
-    none of these. WHOLE: a block is a row.
+    TO_F32: into `out`, rows out_row apart; TO: "q8" (in PARTS) or "f16" as round_rows, "ordered": f16 as half.Half has
+    it, "" for none of these. WHOLE: a block is a row.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -222,7 +261,7 @@ def norm_rows(
             tl.store(p_out + row * out_row + at, y, mask=m)
         if TO == "q8":
             group = start // 32 + tl.arange(0, BLOCK // 32)
-            _store_q8(y, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
+            _store_q8(y, p_q, p_d, p_s, row, group, k, PARTS)
         elif TO != "":
             _store_f16(y, p_q, row * k + at, m, TO == "ordered")
 
@@ -236,12 +275,12 @@ def _over_rms(x, k, eps):
 @triton.jit
 def add_norm_rows(
     p_x, p_w, eps, p_residual, p_sum, p_w2, eps2, p_q, p_d, p_s, k,
-    TO: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): sum = norm(x) * w + residual, or x + residual where w is None; norm(sum) * w2 rounded as TO says.
 
     x, residual, sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2: f32 [k], read before what
-    other kernels wrote if EARLY. TO: as norm_rows. A block is a row.
+    other kernels wrote if EARLY. TO, PARTS: as norm_rows. A block is a row.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -268,7 +307,7 @@ def add_norm_rows(
     y = x * _over_rms(x, k, eps2) * w2
     if TO == "q8":
         group = tl.arange(0, BLOCK // 32)
-        _store_q8(y, p_q, p_d, p_s, row * (k // 32) + group, group < k // 32)
+        _store_q8(y, p_q, p_d, p_s, row, group, k, PARTS)
     else:
         _store_f16(y, p_q, at, m, TO == "ordered")
 
@@ -353,10 +392,10 @@ def _form_of(out: Activations | torch.Tensor, ordered: bool) -> str:
     return "q8" if isinstance(out, Activations) else "ordered" if ordered else "f16"
 
 
-def _outputs(out: Activations | torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+def _outputs(out: Activations | torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
     if isinstance(out, Activations):
-        return {"p_q": out.q, "p_d": out.d, "p_s": out.s}
-    return {"p_q": out, "p_d": None, "p_s": None}
+        return {"p_q": out.q, "p_d": out.d, "p_s": out.s, "PARTS": out.parts}
+    return {"p_q": out, "p_d": None, "p_s": None, "PARTS": 1}
 
 
 def uses_ptx(target: Target) -> bool:

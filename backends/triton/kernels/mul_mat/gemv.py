@@ -2,11 +2,12 @@
 
 Bound by how fast weights come from memory, so everything serves two ends: wide loads in flight, and few instructions a
 weight. A lane works on whole groups of 32 elements: one 16-byte load has a group's 4-bit codes, and 8 dp4a multiply
-them with activations rounded to int8. A tile is [G, W, R, U] groups: G lie side by side along k over the lanes of a
-warp (over several warps from G = 64 on), W rows over the remaining lanes and warps, R rows and U steps along k in
-the registers of a lane; tensors with tokens are [G, W, R, U, N]. Triton gives lanes and warps to a tensor's axes in
-this order (words of one load, which come last, before all), so that every tensor has the same layout and none goes
-through shared memory. A row's sum stays in its lane until the end, where G lanes add theirs.
+them with activations rounded to int8; of short rows 8 more with what that rounding left (activations.py). A tile is
+[G, W, R, U] groups: G lie side by side along k over the lanes of a warp (over several warps from G = 64 on), W rows
+over the remaining lanes and warps, R rows and U steps along k in the registers of a lane; tensors with tokens are
+[G, W, R, U, N]. Triton gives lanes and warps to a tensor's axes in this order (words of one load, which come last,
+before all), so that every tensor has the same layout and none goes through shared memory. A row's sum stays in its lane
+until the end, where G lanes add theirs.
 
 The next tile's weights are loaded before the present one is multiplied; the first tile's before this kernel waits for
 the one that makes its activations (weights depend on no kernel).
@@ -30,7 +31,9 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
     Activations,
     Rows,
     gated,
+    left_by,
     magnitude,
+    parts_of,
     rounded,
     scale_of,
     uses_ptx,
@@ -404,10 +407,40 @@ def _x_chunk(p, m, J: tl.constexpr):
 
 
 @triton.jit
+def _round_groups(x, PARTS: tl.constexpr):
+    """Groups rounded: (eight words, d and both halves' sums of the first part, the same of the second). x[J]: elements
+
+    4J to 4J + 3 of each group. Without a second part the first is returned again."""
+    most = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
+    more = tl.maximum(tl.maximum(magnitude(x[4]), magnitude(x[5])), tl.maximum(magnitude(x[6]), magnitude(x[7])))
+    d, inverse = scale_of(tl.max(tl.maximum(most, more), 5))
+    i = inverse[:, :, :, :, :, None]
+    n0, b0 = rounded(x[0] * i)
+    n1, b1 = rounded(x[1] * i)
+    n2, b2 = rounded(x[2] * i)
+    n3, b3 = rounded(x[3] * i)
+    n4, b4 = rounded(x[4] * i)
+    n5, b5 = rounded(x[5] * i)
+    n6, b6 = rounded(x[6] * i)
+    n7, b7 = rounded(x[7] * i)
+    s_low, s_high = tl.sum(n0 + n1 + n2 + n3, 5) * d, tl.sum(n4 + n5 + n6 + n7, 5) * d
+    first = (_packed_bytes(b0), _packed_bytes(b1), _packed_bytes(b2), _packed_bytes(b3), _packed_bytes(b4),
+             _packed_bytes(b5), _packed_bytes(b6), _packed_bytes(b7), d, s_low, s_high)  # fmt: skip
+    second = first
+    if PARTS == 2:
+        e = d[:, :, :, :, :, None]
+        left = (left_by(x[0], n0, e), left_by(x[1], n1, e), left_by(x[2], n2, e), left_by(x[3], n3, e),
+                left_by(x[4], n4, e), left_by(x[5], n5, e), left_by(x[6], n6, e), left_by(x[7], n7, e))  # fmt: skip
+        second, again = _round_groups(left, 1)
+    return first, second
+
+
+@triton.jit
 def _round_x(p_x, x_row, p_norm, eps, token, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
-             NORM: tl.constexpr):  # fmt: skip
-    """The only tile of f32 activations, rounded (after an RMS norm, if NORM): eight words, d and both halves' sums,
-    all [G, W, 1, U, N]. A lane has its whole group, so that only a norm's sum takes more than one."""
+             NORM: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The only tile of f32 activations (after an RMS norm, if NORM) as _round_groups has it, all [G, W, 1, U, N].
+
+    A lane has its whole group, so that only a norm's sum takes more than one."""
     N: tl.constexpr = token.shape[0]
     g = tl.arange(0, U)[None, None, None, :, None] * G + tl.arange(0, G)[:, None, None, None, None]
     g = tl.broadcast_to(g, (G, W, 1, U, N))
@@ -429,21 +462,7 @@ def _round_x(p_x, x_row, p_norm, eps, token, NG: tl.constexpr, U: tl.constexpr, 
         x5 = x5 * factor * _x_chunk(p, m, 5)
         x6 = x6 * factor * _x_chunk(p, m, 6)
         x7 = x7 * factor * _x_chunk(p, m, 7)
-    most = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-    more = tl.maximum(tl.maximum(magnitude(x4), magnitude(x5)), tl.maximum(magnitude(x6), magnitude(x7)))
-    d, inverse = scale_of(tl.max(tl.maximum(most, more), 5))
-    i = inverse[:, :, :, :, :, None]
-    n0, b0 = rounded(x0 * i)
-    n1, b1 = rounded(x1 * i)
-    n2, b2 = rounded(x2 * i)
-    n3, b3 = rounded(x3 * i)
-    n4, b4 = rounded(x4 * i)
-    n5, b5 = rounded(x5 * i)
-    n6, b6 = rounded(x6 * i)
-    n7, b7 = rounded(x7 * i)
-    s_low, s_high = tl.sum(n0 + n1 + n2 + n3, 5) * d, tl.sum(n4 + n5 + n6 + n7, 5) * d
-    return (_packed_bytes(b0), _packed_bytes(b1), _packed_bytes(b2), _packed_bytes(b3), _packed_bytes(b4),
-            _packed_bytes(b5), _packed_bytes(b6), _packed_bytes(b7), d, s_low, s_high)  # fmt: skip
+    return _round_groups((x0, x1, x2, x3, x4, x5, x6, x7), PARTS)
 
 
 @triton.jit
@@ -457,14 +476,9 @@ def _to_lanes(x, U: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
-    """What _round_x returns, without a norm: every value is rounded once in a program, and lanes get theirs through
-
-    shared memory. (In _round_x each warp rounds all, and its lanes' loads are a line apart.)"""
-    N: tl.constexpr = token.shape[0]
-    group = tl.arange(0, U * G)
-    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(p_x + token[:, None, None] * x_row + at[None], mask=(group < NG)[None, :, None], other=0.0)
+def _round_together(x, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr):
+    """What _round_groups returns, of x [N, U * G, 32] that the lanes of all warps share."""
+    N: tl.constexpr = x.shape[0]
     d, inverse = scale_of(tl.max(magnitude(x), 2))
     number, byte = rounded(x * inverse[:, :, None])
     sums = tl.sum(tl.reshape(number, (N, U * G, 2, 16)), 3) * d[:, :, None]
@@ -477,17 +491,33 @@ def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: t
     low, high = tl.split(tl.permute(words, (0, 1, 2, 3, 4, 6, 5)))
     l0, l1, l2, l3 = _split4(low)
     h0, h1, h2, h3 = _split4(high)
-    s_low, d, s_high, d_again = _split4(scales)
-    return l0, l1, l2, l3, h0, h1, h2, h3, d, s_low, s_high
+    s_low, d_lane, s_high, d_again = _split4(scales)
+    first = (l0, l1, l2, l3, h0, h1, h2, h3, d_lane, s_low, s_high)
+    second = first
+    if PARTS == 2:
+        second, again = _round_together(left_by(x, number, d[:, :, None]), U, W, G, 1)
+    return first, second
+
+
+@triton.jit
+def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+                      PARTS: tl.constexpr):  # fmt: skip
+    """What _round_x returns, without a norm: every value is rounded once in a program, and lanes get theirs through
+
+    shared memory. (In _round_x each warp rounds all, and its lanes' loads are a line apart.)"""
+    group = tl.arange(0, U * G)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(p_x + token[:, None, None] * x_row + at[None], mask=(group < NG)[None, :, None], other=0.0)
+    return _round_together(x, U, W, G, PARTS)
 
 
 # --- the kernel ---
 
 
 @triton.jit
-def _x_tile(p_q, p_d, p_s, token, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+def _x_part(p_q, p_d, p_s, token, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
             SUMS: tl.constexpr):  # fmt: skip
-    """What _round_x returns, of activations that were rounded before."""
+    """One part of what _round_x returns, of activations that were rounded before. token: rows of Activations."""
     low, high, d, s_low, s_high = _load_x(p_q, p_d, p_s, token, i_tile, NG, U, W, G, SUMS)
     l0, l1, l2, l3 = _split4(low)
     h0, h1, h2, h3 = _split4(high)
@@ -495,8 +525,19 @@ def _x_tile(p_q, p_d, p_s, token, i_tile, NG: tl.constexpr, U: tl.constexpr, W: 
 
 
 @triton.jit
-def _add_tile(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr):
-    """acc, f32 [G, W, R, N], and a tile's products summed over U."""
+def _x_tile(p_q, p_d, p_s, token, n, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+            SUMS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """What _round_x returns, of activations that were rounded before."""
+    first = _x_part(p_q, p_d, p_s, token, i_tile, NG, U, W, G, SUMS)
+    second = first
+    if PARTS == 2:
+        second = _x_part(p_q, p_d, p_s, token + n, i_tile, NG, U, W, G, SUMS)
+    return first, second
+
+
+@triton.jit
+def _add_part(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr):
+    """acc, f32 [G, W, R, N], and a tile's products with one part of x summed over U."""
     low, high = _sums(planes[0], planes[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], KIND, PTX)
     more, less = _scaled(low, high, planes[2], planes[3], x[8], x[9], x[10], KIND)
     acc += tl.sum(more, 3)
@@ -506,11 +547,20 @@ def _add_tile(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def _add_tile(acc, planes, x, x2, KIND: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr):
+    """acc, f32 [G, W, R, N], and a tile's products. x, x2: the parts."""
+    acc = _add_part(acc, planes, x, KIND, PTX)
+    if PARTS == 2:
+        acc = _add_part(acc, planes, x2, KIND, PTX)
+    return acc
+
+
+@triton.jit
 def products(
-    p_quants, p_high, p_scales, p_supers, p_quants1, p_high1, p_scales1, p_supers1, row, token,
+    p_quants, p_high, p_scales, p_supers, p_quants1, p_high1, p_scales1, p_supers1, row, token, n,
     p_q, p_d, p_s, p_x, x_row, p_norm, eps,
-    KIND: tl.constexpr, KIND1: tl.constexpr, X_FORM: tl.constexpr, NG: tl.constexpr, U: tl.constexpr, G: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, KIND1: tl.constexpr, X_FORM: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr,
+    U: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` ([1, W, R, 1]) of one matrix, or of two (KIND1 is not ""), times x: f32 [W, R, N] each."""
     N: tl.constexpr = token.shape[0]
@@ -531,23 +581,23 @@ def products(
             next_planes = _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND, NG, U, G)
             if KIND1 != "":
                 next_planes1 = _load_planes(p_quants1, p_high1, p_scales1, p_supers1, row, i_tile, KIND1, NG, U, G)
-            x = _x_tile(p_q, p_d, p_s, token, i_tile - 1, NG, U, W, G, SUMS)
-            acc = _add_tile(acc, planes, x, KIND, PTX)
+            x, x2 = _x_tile(p_q, p_d, p_s, token, n, i_tile - 1, NG, U, W, G, SUMS, PARTS)
+            acc = _add_tile(acc, planes, x, x2, KIND, PTX, PARTS)
             planes = next_planes
             if KIND1 != "":
-                acc1 = _add_tile(acc1, planes1, x, KIND1, PTX)
+                acc1 = _add_tile(acc1, planes1, x, x2, KIND1, PTX, PARTS)
                 planes1 = next_planes1
-        x = _x_tile(p_q, p_d, p_s, token, TILES - 1, NG, U, W, G, SUMS)
+        x, x2 = _x_tile(p_q, p_d, p_s, token, n, TILES - 1, NG, U, W, G, SUMS, PARTS)
     else:
         tl.static_assert(TILES == 1)
         if X_FORM == "together":
-            x = _round_x_together(p_x, x_row, token, NG, U, W, G)
+            x, x2 = _round_x_together(p_x, x_row, token, NG, U, W, G, PARTS)
         else:
-            x = _round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm")
-    y = tl.sum(_add_tile(acc, planes, x, KIND, PTX), 0)
+            x, x2 = _round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm", PARTS)
+    y = tl.sum(_add_tile(acc, planes, x, x2, KIND, PTX, PARTS), 0)
     y1 = y
     if KIND1 != "":
-        y1 = tl.sum(_add_tile(acc1, planes1, x, KIND1, PTX), 0)
+        y1 = tl.sum(_add_tile(acc1, planes1, x, x2, KIND1, PTX, PARTS), 0)
     return y, y1
 
 
@@ -582,17 +632,17 @@ def packed_gemv(
     p_quants2, p_high2, p_scales2, p_supers2, p_out2, out_stride2, m2,
     p_q, p_d, p_s, p_x, x_row, p_norm, eps, p_bias, p_residual, residual_stride, n,
     KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, GLU: tl.constexpr, X_FORM: tl.constexpr,
-    NG: tl.constexpr, N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, NG: tl.constexpr, N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = W x of up to three matrices with rows of NG groups. Programs: R * W rows each, matrix after matrix.
 
     p_quants .. p_supers: planes of Packed, scales and supers as integers as wide as what they hold of a group; p_out:
     f32, element (token, row) at token * out_stride + row; m: rows of each; KIND: types, "" for no matrix.
     GLU: its kind: the first two matrices are a gate and an up of m0 rows, and out0 has activation(gate) * up; else "".
-    X_FORM: "q8": q [n, k], d, s are Activations; "f32": x, rows x_row apart, is rounded here by each warp, "together":
+    X_FORM: "q8": q, d, s are Activations; "f32": x, rows x_row apart, is rounded here by each warp, "together":
     by all of them; "norm": as "f32", after an RMS norm with weights p_norm and eps (a tile holds the row but for "q8").
-    N: a power of two from n on; bias, residual: of matrix 0.
+    PARTS: of the activations; N: a power of two from n on; bias, residual: of matrix 0.
     """
     i_program = tl.program_id(0)
     token = tl.minimum(tl.arange(0, N), n - 1)
@@ -606,8 +656,8 @@ def packed_gemv(
         first = i_program * (R * W)
         y, y1 = products(
             p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1,
-            tl.minimum(first + i_row, m0 - 1), token, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
-            KIND0, PAIR, X_FORM, NG, U, G, PTX, PDL,
+            tl.minimum(first + i_row, m0 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
+            KIND0, PAIR, X_FORM, PARTS, NG, U, G, PTX, PDL,
         )  # fmt: skip
         if GLU != "":
             y = gated(y, y1, GLU)
@@ -616,16 +666,16 @@ def packed_gemv(
         first = (i_program - programs0) * (R * W)
         y, y1 = products(
             p_quants1, p_high1, p_scales1, p_supers1, None, None, None, None,
-            tl.minimum(first + i_row, m1 - 1), token, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
-            KIND1, "", X_FORM, NG, U, G, PTX, PDL,
+            tl.minimum(first + i_row, m1 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
+            KIND1, "", X_FORM, PARTS, NG, U, G, PTX, PDL,
         )  # fmt: skip
         _finish(y, p_out1, out_stride1, None, None, 0, first, m1, n, G)
     else:
         first = (i_program - programs0 - programs1) * (R * W)
         y, y1 = products(
             p_quants2, p_high2, p_scales2, p_supers2, None, None, None, None,
-            tl.minimum(first + i_row, m2 - 1), token, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
-            KIND2, "", X_FORM, NG, U, G, PTX, PDL,
+            tl.minimum(first + i_row, m2 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
+            KIND2, "", X_FORM, PARTS, NG, U, G, PTX, PDL,
         )  # fmt: skip
         _finish(y, p_out2, out_stride2, None, None, 0, first, m2, n, G)
 
@@ -802,6 +852,9 @@ def config_for(kind: str, m: int, k: int, n: int) -> GemvConfig:
     pieces = -(-k // step)  # what a lane loads at once
     g = 32 if pieces > 16 else 16 if pieces > 8 else 8
     tiles = -(-pieces // g)
+    if n > 4 and not dense and parts_of(k) == 2:
+        # Twice the activations on their way: with two rows, or fewer registers, some of them would be spilled.
+        return GemvConfig(4, g, 1, 1)
     if n > 1:
         # Tokens fill the registers; two rows share a token's loads. From 5 tokens on the compiler would take over 200
         # registers, to have all activations on their way at once.
@@ -867,6 +920,7 @@ def _packed_arguments(
     segments: Sequence[Segment], x: Activations | Rows, norm: tuple[torch.Tensor, float] | None
 ) -> dict[str, Any]:
     args: dict[str, Any] = {"NG": x.k // 32, "p_norm": norm and norm[0], "eps": norm[1] if norm else 0.0}
+    args["PARTS"] = x.parts if isinstance(x, Activations) else parts_of(x.k)
     for i in range(3):
         w = segments[i].weight if i < len(segments) else None
         assert w is None or isinstance(w, Packed)

@@ -1,6 +1,7 @@
 """MUL_MAT: which of the ways a product takes, by type and number of tokens, and its steps.
 
-gemv.py: few tokens times packed weights, activations rounded to 8 bits; never if results are to be exact.
+gemv.py: few tokens times packed weights, activations rounded to 8 bits, of short rows in two parts; never if results
+are to be exact.
 batch_mma.py, batch_wgmma.py, batch.py: up to 64 tokens in 16 bits times most packed types, on NVIDIA. gemm.py, few.py:
 the same for the others and elsewhere; all dequantize weights on their way. dense.py: many tokens, weights dequantized
 before.
