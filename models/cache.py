@@ -1,7 +1,8 @@
 """The KV cache: static buffers, written by SET_ROWS at index inputs, and what the cells hold, which masks are made of.
 
-Each layer has a k and a v tensor of [heads * head size, cells, sequences]. Layers with a sliding window share a smaller
-ring of cells: a token at position p lies in cell p mod size. Nothing of a graph depends on the position.
+Each layer has a k and a v tensor of [heads * head size, cells, sequences], or a k alone, of whose rows v is the
+beginning. Layers with a sliding window share a smaller ring of cells: a token at position p lies in cell p mod size.
+Nothing of a graph depends on the position.
 """
 
 from __future__ import annotations
@@ -61,18 +62,22 @@ class Ring:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """k, v: the leafs of a layer; kind: the ring it uses, "full" or "swa"."""
+    """k, v: the leafs of a layer, v None where it lies in k; kind: the ring it uses, "full" or "swa"."""
 
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     kind: str
+
+    @property
+    def leafs(self) -> tuple[Tensor, ...]:
+        return (self.k,) if self.v is None else (self.k, self.v)
 
 
 class KVCache:
     """The cache of n_seq sequences of at most n_ctx tokens each.
 
-    n_batch: the most tokens of a sequence that are written at once. Raises SessionError for a type that can't hold this
-    model.
+    n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k. Raises
+    SessionError for a type that can't hold this model.
     """
 
     def __init__(
@@ -86,30 +91,37 @@ class KVCache:
         type_v: str,
         n_seq: int = 1,
     ) -> None:
-        types = _cache_type("k", type_k, hp.d_k), _cache_type("v", type_v, hp.d_v)
+        sides = [("k", _cache_type("k", type_k, hp.d_k), hp.d_k)]
+        if hp.latent is None:
+            sides.append(("v", _cache_type("v", type_v, hp.d_v), hp.d_v))
+        elif hp.d_v % sides[0][1].block_size:
+            raise SessionError(f"v lies in k, whose first {hp.d_v} elements must be whole blocks; use -ctk f16")
         self.type_k = type_k
         self.n_seq = n_seq
         self.n_ctx = n_ctx
         self.rings = {"full": Ring(n_ctx, 0, n_seq)}
         if any(windowed):
             self.rings["swa"] = Ring(min(n_ctx, hp.window + n_batch), hp.window, n_seq)
-        self.layers = [self._layer(hp, backend, il, swa, types) for il, swa in enumerate(windowed)]
+        self.layers = [self._layer(hp, backend, il, swa, sides) for il, swa in enumerate(windowed)]
         if all(windowed):
             del self.rings["full"]
 
-    def _layer(self, hp: HParams, backend: Backend, il: int, swa: bool, types: tuple[DType, DType]) -> LayerCache:
+    def _layer(
+        self, hp: HParams, backend: Backend, il: int, swa: bool, sides: Sequence[tuple[str, DType, int]]
+    ) -> LayerCache:
+        """sides: "k" and, where it has memory of its own, "v", each with its type and the size of a head."""
         kind = "swa" if swa else "full"
         cells = self.rings[kind].size
         leafs = []
-        for side, dt, head_size in (("k", types[0], hp.d_k), ("v", types[1], hp.d_v)):
+        for side, dt, head_size in sides:
             leaf = new_tensor(dt, head_size * hp.n_head_kv[il], cells, self.n_seq, name=f"cache_{side}_l{il}")
             leaf.buffer = backend.alloc(leaf.nbytes, Usage.STATE)
             leafs.append(leaf)
-        return LayerCache(leafs[0], leafs[1], kind)
+        return LayerCache(leafs[0], leafs[1] if len(leafs) > 1 else None, kind)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+        return sum(leaf.nbytes for layer in self.layers for leaf in layer.leafs)
 
     def clear(self) -> None:
         """Forgets every token. The cells keep their bytes: nobody sees them any more."""

@@ -11,13 +11,16 @@ import numpy as np
 
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
-from graphrt.models.hparam_keys import changes_the_result
+from graphrt.models.hparam_keys import OF_EXPERTS, changes_the_result
 from graphrt.ops import RopeParams
 
 T = TypeVar("T", int, float, str, bool)
 
 MAX_LAYERS = 512  # llama.cpp's limit; more is a damaged file
+MAX_EXPERTS = 1024  # the same
 ROPE_SCALINGS = ("none", "linear", "yarn")
+#: By the number that files have for each, 1 and up. "chosen": a softmax of the chosen experts' logits alone.
+GATINGS = ("softmax", "sigmoid", "chosen")
 #: By the number that files have for each.
 POOLINGS = ("none", "mean", "cls", "last", "rank")
 NORM_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
@@ -44,9 +47,11 @@ class Keys:
         prefix = f"{self.arch}."
         mine = {k.removeprefix(prefix): self.file.metadata[k] for k in self.file.metadata if k.startswith(prefix)}
         rotates, slides = "rope.freq_base" in self._read, "attention.sliding_window" in self._read
+        mixes = bool(mine.get("expert_count"))
 
         def counts(key: str, value: Any) -> bool:
             idle = (key.startswith("rope.") and not rotates) or (key.endswith("_swa") and not slides)
+            idle = idle or (key.startswith(OF_EXPERTS) and not mixes)
             return key not in self._read and not idle and changes_the_result(key, value)
 
         return {key: value for key, value in mine.items() if counts(key, value)}
@@ -85,6 +90,38 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class ExpertParams:
+    """A mixture of experts. n, used: experts, and those that a token is given; n_ff: their width; gating: what makes
+    probabilities of the router's logits, of GATINGS; norm: weights are divided by their sum; scale: on them, 1 for
+    none; n_shared: experts that every token is given, as one of so many times the width; groups, groups_used: experts
+    are chosen from the best groups only, 1 and 1 for no groups; n_dense: leading layers without experts.
+    """
+
+    n: int
+    used: int
+    n_ff: int
+    gating: str
+    norm: bool
+    scale: float = 1.0
+    n_shared: int = 0
+    groups: int = 1
+    groups_used: int = 1
+    n_dense: int = 0
+
+
+@dataclass(frozen=True)
+class LatentParams:
+    """Attention whose keys and values are one short row a token. n_kv: elements of that row, those that rotate come on
+    top; n_q: of the row that queries are made of, 0 where they are made of the embedding; d_k, d_v: elements a head of
+    k, rotated ones included, and of v, as if they were made of the row."""
+
+    n_kv: int
+    n_q: int
+    d_k: int
+    d_v: int
+
+
+@dataclass(frozen=True)
 class HParams:
     """What every architecture has. Sizes in elements; lists are one number a layer.
 
@@ -95,7 +132,9 @@ class HParams:
     q.k, 0 for none; max_alibi_bias: ALiBi's, 0 for none; clamp_kqv: the most that q, k and v may be, 0 for no limit;
     logit_scale: on the logits, 0 for none; causal: a token sees none after it; cached: keys and values are kept, which
     encoders don't; pooling: of POOLINGS, how an embedding
-    is made of those of a text's tokens, "" where the file is silent; n_token_types: rows of an encoder's token_types.
+    is made of those of a text's tokens, "" where the file is silent; n_token_types: rows of an encoder's token_types;
+    experts: None for a model without; latent: None for attention with keys and values apart, else d_k and d_v are
+    those of the one head that the cache holds, and v is the beginning of k.
     """
 
     arch: str
@@ -123,6 +162,8 @@ class HParams:
     cached: bool = True
     pooling: str = ""
     n_token_types: int = 0
+    experts: ExpertParams | None = None
+    latent: LatentParams | None = None
 
 
 @dataclass(frozen=True)
@@ -264,6 +305,7 @@ def read_rope(keys: Keys, mode: str, d_k: int, scalings: Sequence[str] = ROPE_SC
         )
     yarn = kind == "yarn"
     scale = 1.0 if kind == "none" or factor == 0.0 else 1.0 / factor
+    magnitude = max(1.0, yarn_mscale(scale)) / yarn_mscale(scale) if yarn else 1.0
     return RopeParams(
         n_dims=n_dims,
         mode=mode,
@@ -271,19 +313,12 @@ def read_rope(keys: Keys, mode: str, d_k: int, scalings: Sequence[str] = ROPE_SC
         freq_scale=scale,
         n_ctx_orig=keys.get("rope.scaling.original_context_length", int, keys.count("context_length")),
         ext_factor=keys.get("rope.scaling.yarn_ext_factor", float, 1.0) if yarn else 0.0,
-        attn_factor=(_yarn_magnitude(keys, scale) if yarn else 1.0) * keys.get("rope.scaling.attn_factor", float, 1.0),
+        attn_factor=magnitude * keys.get("rope.scaling.attn_factor", float, 1.0),
         beta_fast=keys.get("rope.scaling.yarn_beta_fast", float, 32.0),
         beta_slow=keys.get("rope.scaling.yarn_beta_slow", float, 1.0),
     )
 
 
-def _yarn_magnitude(keys: Keys, scale: float) -> float:
-    """mscale(1) / mscale(log multiplier) where the file has one, over the part that the op itself multiplies in."""
-    factor = 1.0 / scale
-
-    def mscale(m: float) -> float:
-        return 1.0 if factor <= 1.0 else 0.1 * m * math.log(factor) + 1.0
-
-    log_mul = keys.get("rope.scaling.yarn_log_multiplier", float, 0.0) * 10.0  # files store a tenth of it
-    magnitude = mscale(log_mul) / mscale(log_mul) if log_mul else mscale(1.0)
-    return magnitude / (1.0 + 0.1 * math.log(factor))
+def yarn_mscale(freq_scale: float, multiplier: float = 1.0) -> float:
+    """0.1 m ln(factor) + 1: what YaRN with a factor of 1 / freq_scale makes attention sharper by."""
+    return 0.1 * multiplier * math.log(1.0 / freq_scale) + 1.0

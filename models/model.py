@@ -89,10 +89,12 @@ class Model:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that one token reads: all but an embedding that serves only as a table of rows."""
+        """Bytes of weights that one token reads: all but experts that it is not given, and an embedding that is only
+        a table of rows."""
         network = self.network
         tied = isinstance(network, Decoder) and network.output is network.token_embd
-        return self.weights.nbytes - (0 if tied else network.token_embd.nbytes)
+        read = sum(int(t.nbytes * network.share_of_token(t)) for t in self.weights.loaded.values())
+        return read - (0 if tied else network.token_embd.nbytes)
 
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
         """A new, empty sequence."""

@@ -31,12 +31,13 @@ from graphrt.tensor import Tensor, new_tensor
 @dataclass(frozen=True)
 class Mix:
     """The types of a quantization. base: of matrices; output: of the output, and of an embedding tied to it; better:
-    of the tensors named `where`, in the layers that `more_bits` picks."""
+    of the tensors named `where`, in the layers that `more_bits` picks; experts: of experts' matrices, "" for base."""
 
     base: str
     output: str
     better: str = ""
     where: tuple[str, ...] = ()
+    experts: str = ""
 
     def type_of(self, name: str, k: int, layers: int, tied: bool) -> DType:
         """The type of the matrix `name` with rows of k elements."""
@@ -45,6 +46,8 @@ class Mix:
             kind = self.output
         elif rest.removesuffix(".weight") in self.where and more_bits(int(block), layers):
             kind = self.better
+        elif self.experts and "_exps." in rest:
+            kind = self.experts
         else:
             kind = self.base
         return _fitting(dtype(kind), k)
@@ -58,12 +61,14 @@ def more_bits(layer: int, layers: int) -> bool:
 
 #: llama.cpp's mixes (the same file), without an importance matrix.
 MIXES = {
-    "q4_k_m": Mix("q4_K", "q6_K", "q6_K", ("attn_v", "ffn_down")),
+    "q4_k_m": Mix("q4_K", "q6_K", "q6_K", ("attn_v", "ffn_down", "ffn_down_exps", "ffn_down_shexp")),
     "q4_0": Mix("q4_0", "q6_K"),
     "q4_1": Mix("q4_1", "q6_K"),
     "q8_0": Mix("q8_0", "q8_0"),
+    "mxfp4": Mix("q8_0", "q8_0", experts="mxfp4"),
     "f16": Mix("f16", "f16"),
 }
+_ROUTER = "ffn_gate_inp.weight"  # never quantized
 #: What takes a type's place where a row is no whole number of its blocks (the same file); f16 where that fails too.
 FALLBACKS = {"q4_K": "q5_0", "q6_K": "q8_0"}
 
@@ -112,7 +117,7 @@ class SyntheticFile(GGUFFile):
         offset = 0
         for tensor, ne in self._shapes().items():
             n_layers = int(keys["block_count"])
-            plain = len(ne) == 1 or tensor == "position_embd.weight"
+            plain = len(ne) == 1 or tensor == "position_embd.weight" or tensor.endswith((".bias", _ROUTER))
             kind = dtype("f32") if plain else types.type_of(tensor, ne[0], n_layers, recipe.tied)
             nbytes = kind.row_size(math.prod(ne))
             self.tensors[tensor] = TensorInfo(tensor, kind, ne, offset, nbytes)
@@ -133,8 +138,9 @@ class SyntheticFile(GGUFFile):
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         if name == "rope_freqs.weight":
             return self._rope_factors().astype(np.float32).view(np.uint8)
-        if name.endswith(".bias") or name == "position_embd.weight":
-            return (0.02 * rng.standard_normal(math.prod(info.ne))).astype(np.float32).view(np.uint8)
+        if name.endswith((".bias", _ROUTER)) or name == "position_embd.weight":
+            std = info.ne[0] ** -0.5 if name.endswith(_ROUTER) else 0.02
+            return (std * rng.standard_normal(math.prod(info.ne))).astype(np.float32).view(np.uint8)
         if len(info.ne) == 1:
             return rng.uniform(0.8, 1.2, info.ne).astype(np.float32).view(np.uint8)
         key = info.dtype.name, info.ne[0]

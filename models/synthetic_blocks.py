@@ -115,6 +115,14 @@ def _q6_k(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
     _put_f16(blocks, 208, _scales(len(blocks), std / unit, rng))
 
 
+def _mxfp4(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+    """A power of two, then codes of a sign and one of eight values; of two neighbouring powers as many as it takes."""
+    unit = _rms([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    low = np.floor(np.log2(std / unit))
+    larger = ((std / unit) ** 2 / 4**low - 1) / 3
+    blocks[:, 0] = 127 + low + (rng.random(len(blocks)) < larger)
+
+
 #: What finishes blocks of random bytes: type -> function(blocks, standard deviation, rng).
 TYPES: dict[str, Callable[[Bytes, float, np.random.Generator], None]] = {
     "f16": _f16,
@@ -124,4 +132,5 @@ TYPES: dict[str, Callable[[Bytes, float, np.random.Generator], None]] = {
     "q8_0": _q8_0,
     "q4_K": _q4_k,
     "q6_K": _q6_k,
+    "mxfp4": _mxfp4,
 }

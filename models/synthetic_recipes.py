@@ -13,7 +13,7 @@ class Recipe:
     names of those optional tensors that it has."""
 
     arch: str
-    keys: Mapping[str, int | float]
+    keys: Mapping[str, int | float | str]
     tied: bool
     mix: str = "q4_k_m"
     rope_factor: float = 0.0
@@ -30,7 +30,7 @@ def _keys(
     head: int,
     eps: float,
     base: float,
-) -> dict[str, int | float]:
+) -> dict[str, int | float | str]:
     return {
         "vocab_size": vocab, "context_length": context, "embedding_length": embd, "block_count": layers,
         "feed_forward_length": ff, "attention.head_count": heads[0], "attention.head_count_kv": heads[1],
@@ -39,11 +39,19 @@ def _keys(
     }  # fmt: skip
 
 
-def _layer_norm(keys: Mapping[str, int | float], **more: int | float) -> dict[str, int | float]:
+def _layer_norm(keys: Mapping[str, int | float | str], **more: int | float) -> dict[str, int | float | str]:
     """The same with layer norms, and no rotation."""
     kept = {key: value for key, value in keys.items() if not key.startswith("rope.")}
     kept["attention.layer_norm_epsilon"] = kept.pop("attention.layer_norm_rms_epsilon")
     return kept | {f"attention.{key}": value for key, value in more.items()}
+
+
+def _yarn(factor: float, context: int) -> dict[str, int | float | str]:
+    """A rotation stretched from a context of so many tokens."""
+    scaling: dict[str, int | float | str] = {
+        "type": "yarn", "factor": factor, "original_context_length": context,
+    }  # fmt: skip
+    return {f"rope.scaling.{key}": value for key, value in scaling.items()}
 
 
 _QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -86,6 +94,27 @@ RECIPES = {
         "mpt",
         _layer_norm(_keys(50432, 2048, 4096, 32, 16384, (32, 32), 128, 1e-5, 1.0), max_alibi_bias=8.0),
         True,
+    ),
+    "gpt-oss-20b": Recipe(
+        "gpt-oss",
+        _keys(201088, 131072, 2880, 24, 2880, (64, 8), 64, 1e-5, 150000.0)
+        | _yarn(32.0, 4096)
+        | {"attention.sliding_window": 128}
+        | {"expert_count": 32, "expert_used_count": 4, "expert_feed_forward_length": 2880},
+        False,
+        "mxfp4",
+        optional=_QKV_BIASES,
+    ),
+    "deepseek2-lite": Recipe(
+        "deepseek2",
+        _keys(102400, 163840, 2048, 27, 10944, (16, 1), 576, 1e-6, 10000.0)
+        | _yarn(40.0, 4096)
+        | {"rope.scaling.yarn_log_multiplier": 0.0707, "rope.dimension_count": 64}
+        | {"attention.kv_lora_rank": 512, "attention.value_length": 512}
+        | {"attention.key_length_mla": 192, "attention.value_length_mla": 128}
+        | {"expert_count": 64, "expert_used_count": 6, "expert_feed_forward_length": 1408}
+        | {"expert_shared_count": 2, "leading_dense_block_count": 1},
+        False,
     ),
     "tiny": Recipe("llama", _keys(512, 512, 256, 3, 416, (4, 2), 64, 1e-5, 10000.0), False, rope_factor=8.0),
 }

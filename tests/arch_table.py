@@ -29,6 +29,8 @@ from tiny_archs import DECODERS, ENCODERS, TEXTS  # noqa: E402
 from graphrt import get_backend  # noqa: E402
 from graphrt.models import Model, load  # noqa: E402
 from graphrt.models.arch import ARCHITECTURES  # noqa: E402
+from graphrt.models.arch.experts import MixtureDecoder  # noqa: E402
+from graphrt.models.arch.layout import Experts  # noqa: E402
 from graphrt.models.arch.skeleton import Decoder  # noqa: E402
 from graphrt.models.session import SessionOptions  # noqa: E402
 from graphrt.testing import nmse  # noqa: E402
@@ -75,6 +77,9 @@ def features(model: Model) -> Iterator[str]:
     decodes = isinstance(network, Decoder)
     glu = {"silu": "SwiGLU", "gelu": "GeGLU"}[network.activation]
     shape = {"gated": glu, "fused": f"{glu} of one matrix", "plain": network.activation.upper()}
+    mixtures = [x.feed_forward for x in network.layers if isinstance(x.feed_forward, Experts)]
+    mixture = mixtures[0] if mixtures else None
+    limited = isinstance(network, MixtureDecoder) and type(network).expert_glu is not MixtureDecoder.expert_glu
     found = {
         "encoder": not decodes,
         f"RoPE ({rope.mode if rope else ''})": rope is not None,
@@ -84,9 +89,11 @@ def features(model: Model) -> Iterator[str]:
         "frequency factors": factors,
         "learned positions": network.position_embd is not None,
         "ALiBi": hp.max_alibi_bias > 0,
-        "grouped heads": hp.n_head_kv[0] < hp.n_head[0],
+        "grouped heads": hp.n_head_kv[0] < hp.n_head[0] and hp.latent is None,
         "sliding windows": any(hp.windowed),
         "soft caps": hp.attn_softcap > 0,
+        "sinks": "attn_sinks" in layer.extra,
+        "latent attention": hp.latent is not None,
         "layer norm": network.traits.norm == "layer",
         "norms of q and k": "attn_q_norm" in layer.extra,
         "norms after": layer.attn_norm is None,
@@ -95,7 +102,13 @@ def features(model: Model) -> Iterator[str]:
         "biases": attention is not None and attention.qkv[0].bias is not None,
         "limits on q, k, v": hp.clamp_kqv > 0,
         "parallel feed-forward": decodes and network.parallel and layer.ffn_norm is None,
-        shape[network.layout.feed_forward]: True,
+        shape[network.layout.feed_forward]: not limited,
+        "SwiGLU with limits": limited,
+        f"experts ({hp.experts.gating if hp.experts else ''})": hp.experts is not None,
+        "experts with biases": mixture is not None and mixture.up.bias is not None,
+        "groups of experts": hp.experts is not None and hp.experts.groups > 1,
+        "a bias for the choice": mixture is not None and mixture.choice_bias is not None,
+        "shared experts": mixture is not None and mixture.shared is not None,
         "scaled logits": hp.logit_scale != 0,
     }
     return (name for name, there in found.items() if there)

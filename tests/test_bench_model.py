@@ -69,6 +69,7 @@ def a_model(name: str, layers: int | None = None) -> Model:
         ("llama-8b:f16", 14.958 * GIB, {"f16": 226, "f32": 66}),
         ("llama-8b:q8_0", 7.947 * GIB, {"q8_0": 226, "f32": 66}),
         ("llama-8b:q4_0", 4.334 * GIB, {"q4_0": 225, "q6_K": 1, "f32": 66}),
+        ("gpt-oss-20b", 11.27 * GIB, {"q8_0": 98, "mxfp4": 72, "f32": 289}),
     ],
 )
 def test_shapes_and_types_are_those_of_real_files(name: str, nbytes: float, types: dict[str, int]) -> None:
@@ -396,6 +397,8 @@ def test_a_peer_beside(bench: Bench, tmp_path: Path) -> None:
         ("gemma2-2b", 2.61),
         ("phi3-mini", 3.82),
         ("mpt-7b", 6.65),
+        ("gpt-oss-20b", 20.91),
+        ("deepseek2-lite", 15.71),
     ],
 )
 def test_recipes_have_as_many_parameters_as_the_models(name: str, billions: float) -> None:

@@ -58,11 +58,12 @@ def test_what_runs_whole(check: Check, backend: str) -> None:
     assert "one split, no copies" in check("llama.gguf", "-b", backend, "-c", "64")[1]
 
 
-def test_the_gpu_backend_is_asked_without_a_gpu(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama-8b:q4_k_m", "gpt-oss-20b", "deepseek2-lite"])
+def test_the_gpu_backend_is_asked_without_a_gpu(check: Check, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(device, "interpreting", lambda: False)
     if device.unusable() is None:
         pytest.skip("there is a GPU")
-    assert check("--synthetic", "llama-8b:q4_k_m", "-b", "triton", "--json")[0] == 0
+    assert check("--synthetic", name, "-b", "triton", "--json")[0] == 0
 
 
 def test_a_fallback_by_an_unsupported_type_names_node_and_reason(check: Check) -> None:

@@ -111,7 +111,7 @@ def test_bad_prompts_are_refused(tmp_path: Path, ids: list[int], message: str) -
         ({"feed_forward_length": 64}, "must have the shape"),
         ({"block_count": 3}, "the file has none of that name"),
         ({"block_count": 1}, "not: blk.1"),
-        ({"expert_count": 8}, "experts"),
+        ({"expert_count": 8, "expert_used_count": 2}, "ffn_gate_inp"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "finite"),
     ],
     ids=lambda v: "" if isinstance(v, str) else next(iter(v)),

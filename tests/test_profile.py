@@ -274,6 +274,8 @@ def test_a_made_up_model_needs_no_data() -> None:
     assert needs.cache == 32 * 2 * 8192 * 1024 * 2 and not needs.total
     assert "weights 4.58 GiB | KV 1.00 GiB (8192 tokens, f16)" in str(needs)
     check_fits(file, needs, SessionOptions(8192))
+    latent = memory_needs(synthetic("deepseek2-lite"), [ToyBackend()], SessionOptions(8192))
+    assert latent.cache == 27 * 8192 * 576 * 2, "keys alone, of which values are a part"
 
 
 def _gpu(free: int) -> Callable[[Any], list[Device]]:

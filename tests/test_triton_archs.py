@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from tiny import tokens, write_model
-from tiny_archs import DECODERS, ENCODERS, TEXTS
+from tiny_archs import DECODERS, ENCODERS, TEXTS, chosen, experts
 
 pytest.importorskip("triton")
 
@@ -25,11 +25,23 @@ if device.unusable() is not None:
 
 F32 = SessionOptions(n_ctx=32, n_batch=8, type_k="f32", type_v="f32")
 #: Few layers, for the interpreter's sake, of what the GPU backend has kernels of its own for: soft caps and windows,
-#: ALiBi and limits, a parallel feed-forward on two norms.
+#: ALiBi and limits, a parallel feed-forward on two norms, experts, sinks, latent attention.
 SHORT = {
     "short-gemma2": replace(DECODERS["gemma2-caps"], layers=2, keys={"attention.sliding_window": 4}),
     "short-mpt": replace(DECODERS["mpt"], layers=1),
     "short-falcon": replace(DECODERS["falcon-40b"], layers=1),
+    "short-qwen3moe": replace(DECODERS["qwen3moe"], layers=1),
+    "short-gpt-oss": replace(
+        DECODERS["gpt-oss"],
+        n=32,
+        d=16,
+        layers=2,
+        extra={"post_attention_norm": (32,), "attn_sinks": (4,)},
+        experts=experts(32, 32, 4, bias=True),
+        keys={"attention.sliding_window": 4} | chosen(4, 2, feed_forward_length=32),
+    ),
+    "short-deepseek2": DECODERS["deepseek2"],
+    "short-deepseek2-lite": replace(DECODERS["deepseek2-lite"], layers=2),
 }
 tiny.OTHERS.update({name: row.model for name, row in SHORT.items()})
 

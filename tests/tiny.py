@@ -149,7 +149,8 @@ def write_model(
     vocab: dict[str, Any] | None = None,
     **changed: Any,
 ) -> Path:
-    """Writes a tiny model; matrices in `tensor_type` where their rows allow. `changed` keys replace the model's own.
+    """Writes a tiny model; matrices but routers in `tensor_type` where their rows allow, in MXFP4 only experts and the
+    others in Q8_0, as people's files are. `changed` keys replace the model's own.
 
     tokenizer: "spm" or "bpe" instead of none, with as many tokens in the model; vocab: keys that replace its own
     (without "tokenizer.ggml."); chat: the chat template's text.
@@ -167,11 +168,12 @@ def write_model(
         _add(writer, f"tokenizer.ggml.{key}", value)
     if chat is not None:
         writer.add_string("tokenizer.chat_template", chat)
-    kind = gguf.GGMLQuantizationType[tensor_type]
-    block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, ne in shapes.items():
         data = values(name, ne)
-        if tensor_type != "F32" and len(ne) == 2 and ne[0] % block == 0 and "norm" not in name:
+        apart = tensor_type == "MXFP4" and "_exps" not in name
+        kind = gguf.GGMLQuantizationType["Q8_0" if apart else tensor_type]
+        plain = "norm" in name or "ffn_gate_inp" in name or name.endswith("_exps.bias")
+        if tensor_type != "F32" and len(ne) > 1 and ne[0] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and not plain:
             quantized = blocks(name, ne, kind) if tensor_type.endswith("_K") else gguf.quants.quantize(data, kind)
             writer.add_tensor(name, quantized, raw_dtype=kind)
         else:

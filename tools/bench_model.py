@@ -224,7 +224,8 @@ def _product_flops(model: Model) -> int:
     """Of a prompt's token: all matrices but the embedding and the output, which few tokens reach."""
     table, output = model.decoder.token_embd, model.decoder.output
     weights = (t for t in model.weights.loaded.values() if t is not table and t is not output)
-    return 2 * sum(t.n_elements for t in weights if t.n_dims == 2)
+    share = model.decoder.share_of_token
+    return 2 * sum(int(t.n_elements * share(t)) for t in weights if t.n_dims >= 2 and t.name.endswith(".weight"))
 
 
 def _attention_flops(prepared: Prepared | PreparedBatch) -> float:
@@ -239,8 +240,7 @@ def _kv_bytes(prepared: Prepared | PreparedBatch) -> float:
     session = prepared.session
     window = session.decoder.hp.window
     return sum(
-        sum(t.dtype.row_size(t.ne[0]) for t in (layer.k, layer.v))
-        * _seen(prepared.test, window if layer.kind == "swa" else 0)
+        sum(t.dtype.row_size(t.ne[0]) for t in layer.leafs) * _seen(prepared.test, window if layer.kind == "swa" else 0)
         for layer in session.cache.layers
     )
 

@@ -199,7 +199,7 @@ def model_pair(
 
 
 def _held_by(session: WatchedSession) -> dict[str, AnyArray]:
-    leafs = [leaf for layer in session.cache.layers for leaf in (layer.k, layer.v)]
+    leafs = [leaf for layer in session.cache.layers for leaf in layer.leafs]
     return {leaf.name: read_tensor(leaf, leaf.buffer, leaf.offset) for leaf in leafs if leaf.buffer is not None}
 
 

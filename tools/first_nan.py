@@ -226,7 +226,7 @@ def heads_of(t: Tensor, nodes: Sequence[Tensor], layer: int | None, hp: HParams,
     if _by_head(t, layer, hp):
         return at[:, 1]
     for reader in (n for n in nodes if t in n.src):
-        size = hp.d_v if reader.op == "SET_ROWS" else reader.ne[0]
+        size = t.ne[0] // hp.n_head_kv[layer] if reader.op == "SET_ROWS" else reader.ne[0]
         splits = reader.op in ("RESHAPE", "VIEW") and size in (hp.d_k, hp.d_v) and size < t.ne[0]
         if reader.op == "SET_ROWS" or splits:
             return at[:, 0] // size

@@ -10,6 +10,9 @@ from graphrt.tensor import Tensor
 _OTHER = (
     (re.compile(r"inp_embd"), "embd"),
     (re.compile(r"([QK]cur)_rope(-\d+)"), r"\1\2"),
+    (re.compile(r"([qk]_pe)_rope(-\d+)"), r"\1\2"),
+    (re.compile(r"q_a(?:_normed)?(-\d+)"), r"q\1"),
+    (re.compile(r"kv_cmpr_normed(-\d+)"), r"kv_cmpr\1"),
     (re.compile(r"norm_ffn_post_norm-\d+"), "norm"),
     (re.compile(r"norm_w_\w+(-\d+)"), r"norm_w\1"),
     (re.compile(r"norm_\w+(-\d+)"), r"norm\1"),

@@ -121,7 +121,7 @@ class Step:
         return all(
             np.isfinite(self._held(leaf, read_tensor(leaf, leaf.buffer, leaf.offset))).all()
             for layer in self.session.cache.layers
-            for leaf in (layer.k, layer.v)
+            for leaf in layer.leafs
             if leaf.buffer is not None
         )
 
@@ -143,7 +143,7 @@ class Step:
         """The cells along ne[1] that values() gives, None for what lies in no cache."""
         cache = self.session.cache
         for layer in cache.layers:
-            if t.root is layer.k or t.root is layer.v:
+            if any(t.root is leaf for leaf in layer.leafs):
                 return np.flatnonzero(cache.rings[layer.kind].positions[0] >= 0)
         return None
 

@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "llama": ("llama", "Llama"),
     "qwen2": ("qwen2", "Qwen2"),
     "qwen3": ("qwen3", "Qwen3"),
+    "qwen3moe": ("qwen3moe", "Qwen3MoE"),
     "gemma": ("gemma", "Gemma"),
     "gemma2": ("gemma2", "Gemma2"),
     "gemma3": ("gemma3", "Gemma3"),
@@ -29,6 +30,8 @@ ARCHITECTURES = {
     "command-r": ("command_r", "CommandR"),
     "starcoder2": ("starcoder2", "StarCoder2"),
     "stablelm": ("stablelm", "StableLM"),
+    "gpt-oss": ("gpt_oss", "GptOss"),
+    "deepseek2": ("deepseek2", "DeepSeek2"),
     "bert": ("bert", "Bert"),
     "nomic-bert": ("nomic_bert", "NomicBert"),
 }
@@ -36,8 +39,8 @@ ARCHITECTURES = {
 
 #: What families that people have files of would need, by the beginnings of their names.
 MISSING = {
-    "mixtures of experts": (
-        *("qwen2moe", "qwen3moe", "gpt-oss", "deepseek", "olmoe", "phimoe", "dbrx", "grok", "arctic", "glm4moe"),
+    "mixtures of experts of another kind": (
+        *("qwen2moe", "deepseek", "olmoe", "phimoe", "dbrx", "grok", "arctic", "glm4moe"),
         *("bailingmoe", "granitemoe", "nomic-bert-moe", "minimax", "mixtral", "ernie4_5-moe", "hunyuan-moe", "llama4"),
     ),
     "state-space or other recurrent layers": (

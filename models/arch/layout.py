@@ -27,14 +27,27 @@ ABSENT, UNUSED, OPTIONAL, REQUIRED = Need.ABSENT, Need.UNUSED, Need.OPTIONAL, Ne
 
 
 @dataclass(frozen=True)
+class ExpertLayout:
+    """The tensors of a mixture beside the router and the experts' up, gate and down. bias: of all of these;
+    choice_bias: exp_probs_b, added to probabilities for the choice alone; merged: a file may have gate and up in one.
+    """
+
+    bias: Need = ABSENT
+    choice_bias: Need = ABSENT
+    merged: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
-    """The tensors of a family. norm_bias: of all norms but those of `extra_weights`; fused_qkv: q, k and v are rows of
-    one matrix (a file may always have them so; here it must); feed_forward: "gated" (gate and up), "fused" (both in
-    up, the gate first) or "plain" (no gate); output: of the matrix, whose place the embedding takes when it is not
-    there; positions: position_embd, a row for each."""
+    """The tensors of a family. ffn_norm_name: what files call the norm before the feed-forward; norm_bias: of all norms
+    but those of `extra_weights`; fused_qkv: q, k and v are rows of one matrix (a file may always have them so; here it
+    must); feed_forward: "gated" (gate and up), "fused" (both in up, the gate first) or "plain" (no gate); output: of
+    the matrix, whose place the embedding takes when it is not there; positions: position_embd, a row for each; experts:
+    of layers that have them."""
 
     attn_norm: Need = REQUIRED
     ffn_norm: Need = REQUIRED
+    ffn_norm_name: str = "ffn_norm"
     norm_bias: Need = ABSENT
     fused_qkv: bool = False
     qkv_bias: Need = OPTIONAL
@@ -44,6 +57,7 @@ class Layout:
     output: Need = OPTIONAL
     output_bias: Need = ABSENT
     positions: Need = ABSENT
+    experts: ExpertLayout = ExpertLayout()
 
 
 @dataclass(frozen=True)
@@ -83,13 +97,27 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """router: [n_embd, n_expert]; up, gate: [n_embd, n_ff, n_expert]; gate: None where up holds it too, before its own
+    rows; down: [n_ff, n_embd, n_expert]; biases: a column an expert; choice_bias: [n_expert]; shared: what every token
+    is given."""
+
+    router: Affine
+    gate: Affine | None
+    up: Affine
+    down: Affine
+    choice_bias: Tensor | None
+    shared: FeedForward | None
+
+
+@dataclass(frozen=True)
 class Layer:
     """The weights of a layer; None and absent from `extra` where the family or the file has none."""
 
     attn_norm: Affine | None
     attention: Attention | None
     ffn_norm: Affine | None
-    feed_forward: FeedForward | None
+    feed_forward: FeedForward | Experts | None
     extra: Mapping[str, Affine]
 
 
@@ -148,6 +176,30 @@ class Loader:
             up=self.needed("ffn_up", (n, 2 * n_ff if kind == "fused" else n_ff), bias),
             down=self.needed("ffn_down", (n_ff, n), bias),
         )
+
+    def experts(self, hp: HParams) -> Experts:
+        """The matrices of a layer's experts."""
+        p, layout = hp.experts, self.layout.experts
+        assert p is not None
+        n, shared = hp.n_embd, p.n_ff * p.n_shared
+        merged = self.tensor("ffn_gate_up_exps.weight", OPTIONAL if layout.merged else ABSENT, n, 2 * p.n_ff, p.n)
+        return Experts(
+            router=self.needed("ffn_gate_inp", (n, p.n), layout.bias),
+            choice_bias=self.tensor("exp_probs_b.bias", layout.choice_bias, p.n),
+            gate=self._of_experts("ffn_gate_exps", n, p.n_ff, p.n) if merged is None else None,
+            up=self._of_experts("ffn_up_exps", n, p.n_ff, p.n) if merged is None else Affine(merged),
+            down=self._of_experts("ffn_down_exps", p.n_ff, n, p.n),
+            shared=self._shared(n, shared) if shared else None,
+        )
+
+    def _of_experts(self, name: str, k: int, m: int, n_expert: int) -> Affine:
+        weight = self.tensor(f"{name}.weight", REQUIRED, k, m, n_expert)
+        assert weight is not None
+        return Affine(weight, self.tensor(f"{name}.bias", self.layout.experts.bias, m, n_expert))
+
+    def _shared(self, n: int, n_ff: int) -> FeedForward:
+        up, gate = (self.needed(f"ffn_{side}_shexp", (n, n_ff)) for side in ("up", "gate"))
+        return FeedForward(gate, up, self.needed("ffn_down_shexp", (n_ff, n)))
 
     def extra(self, weights: Mapping[str, Extra]) -> dict[str, Affine]:
         """Those that the file has."""

@@ -1,17 +1,19 @@
-"""llama: Llama 1 to 3, Mistral, SmolLM and all that share their file layout. Rotates neighbouring pairs (rows of q and
-k are permuted when a model is converted), optional biases, optional frequency factors (Llama 3.1 and later)."""
+"""llama: Llama 1 to 3, Mistral, Mixtral, SmolLM and all that share their file layout. Rotates neighbouring pairs (rows
+of q and k are permuted when a model is converted), optional biases, optional frequency factors (Llama 3.1 and later),
+optional experts."""
 
 from __future__ import annotations
 
 from graphrt.errors import ArchError
+from graphrt.models.arch.experts import MixtureDecoder
 from graphrt.models.arch.layout import OPTIONAL, Layout, Loader
-from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.hparams import HParams, Keys
 from graphrt.tensor import Tensor
 
 
-class Llama(Decoder):
-    """The skeleton as it is. A window that a file names is not kept, as in llama.cpp."""
+class Llama(MixtureDecoder):
+    """The skeleton as it is, experts as wide as a dense feed-forward. A window that a file names is
+    not kept, as in llama.cpp."""
 
     layout = Layout(out_bias=OPTIONAL, ffn_bias=OPTIONAL)
 

@@ -35,10 +35,11 @@ class Step:
 
 
 class Decoder(Transformer):
-    """A decoder-only transformer, norms first. residual: the name of what a layer's attention leaves; parallel: without
-    a norm of its own the feed-forward reads what the attention reads."""
+    """A decoder-only transformer, norms first. residual: the name of what a layer's attention leaves; ffn_normed: of
+    its norm; parallel: without a norm of its own the feed-forward reads what the attention reads."""
 
     residual = "ffn_inp"
+    ffn_normed = "ffn_norm"
     parallel = False
 
     @classmethod
@@ -103,7 +104,7 @@ class Decoder(Transformer):
             attn, x = ops.get_rows(attn, step.rows), ops.get_rows(x, step.rows)
             before = ops.get_rows(before, step.rows) if beside else before
         h = ops.add(self.after_attention(il, attn), x, name=f"{self.residual}-{il}")
-        f = self.feed_forward(il, before if beside else self.normed(h, w.ffn_norm, f"ffn_norm-{il}"))
+        f = self.feed_forward(il, before if beside else self.normed(h, w.ffn_norm, f"{self.ffn_normed}-{il}"))
         return ops.add(self.after_feed_forward(il, f), h, name=f"l_out-{il}")
 
     def attention_source(self, il: int, x: Tensor, normed: Tensor) -> Tensor:
@@ -128,17 +129,21 @@ class Decoder(Transformer):
         return linear(w.out, merged, f"attn_out-{il}")
 
     def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """Attention over the cache, after k and v are written there: [d_v * heads, n_tokens]."""
+        """Attention over the cache, after k and v are written there, v unless it lies in k: [d_v * heads, n_tokens]."""
         hp = self.hp
-        n_tokens, n_head, n_head_kv = q.ne[2], hp.n_head[il], hp.n_head_kv[il]
-        n_seq, cells = cache.k.ne[2], step.cells[cache.kind]
+        n_head_kv, n_seq, cells = hp.n_head_kv[il], cache.k.ne[2], step.cells[cache.kind]
         k_cache = ops.set_rows(_rows(k, hp.d_k * n_head_kv, n_seq), cells, cache.k, name=f"cache_k_l{il} (set)")
-        v = v if n_seq == 1 else _rows(v, hp.d_v * n_head_kv, n_seq)
-        v_cache = ops.set_rows(v, cells, cache.v, name=f"cache_v_l{il} (set)")
+        keys = heads_view(k_cache, hp.d_k, n_head_kv)
+        if cache.v is None:
+            values = ops.view(keys, (hp.d_v, *keys.ne[1:]), keys.nb[1:])
+        else:
+            v = v if n_seq == 1 else _rows(v, hp.d_v * n_head_kv, n_seq)
+            v_cache = ops.set_rows(v, cells, cache.v, name=f"cache_v_l{il} (set)")
+            values = heads_view(v_cache, hp.d_v, n_head_kv)
         attn = ops.flash_attn_ext(
             ops.permute(q if n_seq == 1 else _by_sequence(q, n_seq), 0, 2, 1, 3),
-            heads_view(k_cache, hp.d_k, n_head_kv),
-            heads_view(v_cache, hp.d_v, n_head_kv),
+            keys,
+            values,
             step.masks[cache.kind],
             hp.attn_scale,
             sinks=self.sinks(il),
@@ -146,7 +151,12 @@ class Decoder(Transformer):
             softcap=hp.attn_softcap,
             name=f"__fattn__-{il}",
         )
-        return ops.reshape(attn, hp.d_v * n_head, n_tokens, name=f"kqv_out-{il}")
+        return self.merged(il, attn)
+
+    def merged(self, il: int, attn: Tensor) -> Tensor:
+        """What the heads found, [d_v, heads, n, n_seq], side by side: [d_v * heads, n_tokens]."""
+        d_v, n_head, n, n_seq = attn.ne
+        return ops.reshape(attn, d_v * n_head, n * n_seq, name=f"kqv_out-{il}")
 
     def sinks(self, il: int) -> Tensor | None:
         """One more logit of each head without a value: f32 [n_head]."""

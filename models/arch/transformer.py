@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graphrt import ops
-from graphrt.models.arch.layout import Affine, Attention, Extra, FeedForward, Layer, Layout, Loader
+from graphrt.models.arch.layout import Affine, Attention, Experts, Extra, FeedForward, Layer, Layout, Loader
 from graphrt.models.hparam_keys import VARIANTS
 from graphrt.models.hparams import HParams, Keys, Traits, read_hparams, refuse_variants
 from graphrt.models.weights import Weights
@@ -17,7 +17,7 @@ from graphrt.ops import RopeParams
 from graphrt.tensor import Tensor
 
 #: Activations of gated feed-forwards, by what GLU calls them together with the product.
-_GLU_OF = {"silu": "swiglu", "gelu": "geglu"}
+GLU_OF = {"silu": "swiglu", "gelu": "geglu"}
 
 
 class Transformer:
@@ -59,7 +59,7 @@ class Transformer:
         return Layer(
             attn_norm=load.norm("attn_norm", n, layout.attn_norm),
             attention=self.load_attention(load, il),
-            ffn_norm=load.norm("ffn_norm", n, layout.ffn_norm),
+            ffn_norm=load.norm(layout.ffn_norm_name, n, layout.ffn_norm),
             feed_forward=self.load_feed_forward(load, il),
             extra=load.extra(self.extra_weights(il)),
         )
@@ -67,12 +67,17 @@ class Transformer:
     def load_attention(self, load: Loader, il: int) -> Attention | None:
         return load.attention(self.hp, il)
 
-    def load_feed_forward(self, load: Loader, il: int) -> FeedForward | None:
+    def load_feed_forward(self, load: Loader, il: int) -> FeedForward | Experts | None:
         return load.feed_forward(self.hp, il)
 
     def extra_weights(self, il: int) -> dict[str, Extra]:
         """Weights that a layer has beside the common ones, by their names without ".weight"."""
         return {}
+
+    def share_of_token(self, weight: Tensor) -> float:
+        """The part of a weight that one token needs: of experts' tensors those of the experts that it is given."""
+        p = self.hp.experts
+        return p.used / p.n if p is not None and "_exps." in weight.name else 1.0
 
     # ---- parts of graphs ----
 
@@ -148,18 +153,22 @@ class Transformer:
     def feed_forward(self, il: int, x: Tensor) -> Tensor:
         """[n_embd, n] to the same."""
         w = self.layers[il].feed_forward
-        assert w is not None
+        assert isinstance(w, FeedForward)
         if self.layout.feed_forward == "plain":
             bent = self.activated(il, linear(w.up, x, f"ffn_up_b-{il}", f"ffn_up-{il}"))
         elif self.layout.feed_forward == "fused":
             both = linear(w.up, x, f"ffn_up_b-{il}", f"ffn_up-{il}")
-            bent = ops.glu(both, None, _GLU_OF[self.activation], name=f"ffn_glu-{il}")
+            bent = ops.glu(both, None, GLU_OF[self.activation], name=f"ffn_glu-{il}")
         else:
-            assert w.gate is not None
-            gate = linear(w.gate, x, f"ffn_gate_b-{il}", f"ffn_gate-{il}")
-            up = linear(w.up, x, f"ffn_up_b-{il}", f"ffn_up-{il}")
-            bent = ops.glu(gate, up, _GLU_OF[self.activation], name=f"ffn_glu-{il}")
+            bent = self.gated(il, w, x)
         return linear(w.down, bent, f"ffn_out-{il}", f"ffn_down-{il}" if w.down.bias is not None else "")
+
+    def gated(self, il: int, w: FeedForward, x: Tensor) -> Tensor:
+        """The activated gate times up: [n_embd, n] to [n_ff, n]."""
+        assert w.gate is not None
+        gate = linear(w.gate, x, f"ffn_gate_b-{il}", f"ffn_gate-{il}")
+        up = linear(w.up, x, f"ffn_up_b-{il}", f"ffn_up-{il}")
+        return ops.glu(gate, up, GLU_OF[self.activation], name=f"ffn_glu-{il}")
 
     def activated(self, il: int, x: Tensor) -> Tensor:
         """What a feed-forward without a gate does to each element."""
