@@ -246,9 +246,11 @@ def test_ctrl_c_while_loading(graphrt: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ctrl_c_ends_a_run_with_the_figures(models: Path) -> None:
     argv = command("run", "long.gguf", "-p", "hello", "-n", "-1", "-c", "100000", "--ignore-eos", "--seed", "1")
-    with subprocess.Popen(
-        argv, cwd=models, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    # A shell's background jobs ignore the signal, and so would all that they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(argv, cwd=models, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
+    with process:
         assert process.stdout is not None and process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
