@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
+import verbs
 
 from graphrt.tools import cli
 
@@ -44,14 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+class Result(verbs.Result):
+    """Of graphrt diff."""
 
     def mode(self, i: int = 0) -> Any:
         return self.json()["modes"][i]

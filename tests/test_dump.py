@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from tiny import write_model
 from toy import ToyBackend
+from verbs import Result
 
 from graphrt import Graph, get_backend, new_input, ops, prepare
 from graphrt.models import Model
@@ -59,13 +60,6 @@ def info() -> GraphInfo:
     backends = [get_backend("cpu", exact=False)]
     session = Model(synthetic("tiny:q4_0", 5), backends).session(SessionOptions(n_ctx=64))
     return describe(session.executable(1, 1), "tiny:q4_0", "decode", 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
 
 
 Dump = Callable[..., Result]

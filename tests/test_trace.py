@@ -15,6 +15,7 @@ import broken_backends as broken
 import numpy as np
 import pytest
 import tiny
+from verbs import Result
 
 from graphrt import Tensor, get_backend
 from graphrt.backend import Backend
@@ -56,16 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("llama", "gemma3"):
         tiny.write_model(folder / f"{name}.gguf", name, tokenizer="spm")
     return folder
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 Run = Callable[..., Result]

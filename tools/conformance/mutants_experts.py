@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.tools.conformance.mutants_kernels import BLOCK_K
+from graphrt.tools.conformance.mutants_kernels import BlockSums
 from graphrt.tools.conformance.mutants_memory import Floats, Index, Kernel, Operand, last_dims
 
 #: Pairs of token and expert that a tile has at most.
@@ -34,8 +34,8 @@ class Chosen(Kernel):
         return np.full_like(rows, np.nan)
 
 
-class MulMatId(Chosen):
-    """Pairs in order of experts, in tiles of one expert's; blocks of K, decoded as they come, summed in float32."""
+class MulMatId(Chosen, BlockSums):
+    """Pairs in order of experts, in tiles of one expert's."""
 
     op = "MUL_MAT_ID"
 
@@ -57,19 +57,14 @@ class MulMatId(Chosen):
     def tile(self, expert: int, pair: Index, place: Index, used: int, group: Index) -> None:
         a, b = self.need(0), self.need(1)
         m = self.rows(a.t.ne[1])
-        acc = np.zeros((len(pair), len(m)), np.float32)
         if expert == a.t.ne[2]:
-            acc = self.outside(acc)
+            acc = self.outside(np.zeros((len(pair), len(m)), np.float32))
         else:
             x = self.x_pair(pair, place)
             zero = np.asarray(0)
             starts_a = self.matrix_start(a, m, self.matrix(expert, group))
             starts_b = self.start(b, self.x_slot(x % used, b.t.ne[1]), x // used, zero)
-            width = max(BLOCK_K, a.t.dtype.block_size)
-            for k in range(0, self.k_end(a.t.ne[0], width), width):
-                count = min(width, a.t.ne[0] - k)
-                weights = self.read(a, starts_a + a.t.nb[0] * (k // a.t.dtype.block_size), count)
-                acc = self.kept(acc + self.read(b, starts_b + k * b.t.nb[0], count) @ weights.T)
+            acc = self.sums(a, starts_a, b, starts_b)
         to, done = self.out_pair(pair, place), self.done(pair, used, group)
         starts = self.start(self.out, to % used, to // used, np.asarray(0))
         self.write(self.out, starts[done], acc[done])
@@ -95,16 +90,6 @@ class MulMatId(Chosen):
     def done(self, pair: Index, used: int, group: Index) -> npt.NDArray[np.bool_]:
         """Which pairs' rows are stored: all."""
         return pair >= 0
-
-    def rows(self, m: int) -> Index:
-        return np.arange(m)
-
-    def k_end(self, k: int, width: int) -> int:
-        return k
-
-    def kept(self, acc: Floats) -> Floats:
-        """The accumulator as it is kept between blocks: float32."""
-        return acc
 
 
 class AddId(Chosen):

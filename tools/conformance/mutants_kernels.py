@@ -17,8 +17,33 @@ BLOCK_K = 128
 BLOCK = 256
 
 
-class MulMat(Kernel):
-    """Blocks of K, decoded as they come, summed in float32."""
+class BlockSums(Kernel):
+    """What MUL_MAT and MUL_MAT_ID share: blocks of K, decoded as they come, summed in float32."""
+
+    def sums(self, a: Operand, starts_a: Index, b: Operand, starts_b: Index) -> Floats:
+        """Rows of b times rows of a, given where they start: f32 [rows of b, rows of a]."""
+        width = max(BLOCK_K, a.t.dtype.block_size)
+        acc = np.zeros((len(starts_b), len(starts_a)), np.float32)
+        for k in range(0, self.k_end(a.t.ne[0], width), width):
+            count = min(width, a.t.ne[0] - k)
+            weights = self.read(a, starts_a + a.t.nb[0] * (k // a.t.dtype.block_size), count)
+            acc = self.kept(acc + self.read(b, starts_b + k * b.t.nb[0], count) @ weights.T)
+        return acc
+
+    def rows(self, m: int) -> Index:
+        """The rows of `a` that are computed."""
+        return np.arange(m)
+
+    def k_end(self, k: int, width: int) -> int:
+        return k
+
+    def kept(self, acc: Floats) -> Floats:
+        """The accumulator as it is kept between blocks: float32."""
+        return acc
+
+
+class MulMat(BlockSums):
+    """A matrix of `b` after the other."""
 
     op = "MUL_MAT"
 
@@ -33,29 +58,12 @@ class MulMat(Kernel):
         m, n = self.rows(a.t.ne[1]), np.arange(b.t.ne[1])
         starts_a = self.start(a, m, np.asarray(at_a[0]), np.asarray(at_a[1]))
         starts_b = self.start(b, n, np.asarray(at_b[0]), np.asarray(at_b[1]))
-        width = max(BLOCK_K, a.t.dtype.block_size)
-        acc = np.zeros((len(n), len(m)), np.float32)
-        for k in range(0, self.k_end(a.t.ne[0], width), width):
-            count = min(width, a.t.ne[0] - k)
-            weights = self.read(a, starts_a + a.t.nb[0] * (k // a.t.dtype.block_size), count)
-            acc = self.kept(acc + self.read(b, starts_b + k * b.t.nb[0], count) @ weights.T)
         starts = self.start(self.out, n, np.asarray(at_b[0]), np.asarray(at_b[1]))
-        self.write(self.out, starts, acc)
+        self.write(self.out, starts, self.sums(a, starts_a, b, starts_b))
 
     def batch(self, i: int, n_b: int, n_a: int) -> int:
         """The matrix of `a` that serves matrix `i` of `b`: consecutive ones share."""
         return i // (n_b // n_a)
-
-    def rows(self, m: int) -> Index:
-        """The rows of `a` that are computed."""
-        return np.arange(m)
-
-    def k_end(self, k: int, width: int) -> int:
-        return k
-
-    def kept(self, acc: Floats) -> Floats:
-        """The accumulator as it is kept between blocks: float32."""
-        return acc
 
 
 class Rope(Kernel):

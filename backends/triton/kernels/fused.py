@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from graphrt.backends.triton.context import Context, Step
+from graphrt.backends.triton.context import Context, Step, source_of
 from graphrt.backends.triton.kernels import elementwise, norm, rope
 from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.mul_mat.activations import (
@@ -28,36 +28,30 @@ Nodes = Sequence[Tensor]
 MAX_F16 = 65504.0
 
 
-def _source(node: Tensor, i: int) -> Tensor:
-    found = node.src[i]
-    assert found is not None
-    return found
-
-
 def lower_mul_mat(nodes: Nodes, ctx: Context) -> list[Step]:
     """MUL_MAT, with the ADD of a residual if one follows."""
     node, out = nodes[0], nodes[-1]
-    residual = _source(out, 1 if out.src[0] is node else 0) if out is not node else None
-    return product([_source(node, 0)], _source(node, 1), [out], ctx, residual=residual)
+    residual = source_of(out, 1 if out.src[0] is node else 0) if out is not node else None
+    return product([source_of(node, 0)], source_of(node, 1), [out], ctx, residual=residual)
 
 
 def lower_projections(nodes: Nodes, ctx: Context) -> list[Step]:
     """MUL_MATs of one x."""
-    return product([_source(n, 0) for n in nodes], _source(nodes[0], 1), nodes, ctx)
+    return product([source_of(n, 0) for n in nodes], source_of(nodes[0], 1), nodes, ctx)
 
 
 def lower_gate_up_glu(nodes: Nodes, ctx: Context, rounded: bool = False) -> list[Step]:
     """Two MUL_MATs of one x and the GLU of both; rounded: which of many tokens lies in its memory in f16."""
     gate, up, out = nodes
-    weights = [_source(gate, 0), _source(up, 0)]
+    weights = [source_of(gate, 0), source_of(up, 0)]
     many = out.n_rows > MAX_TOKENS  # gemv.py rounds to 8 bits by itself
-    return product(weights, _source(gate, 1), [out], ctx, gate=Gate(out.params.kind), rounded=rounded and many)
+    return product(weights, source_of(gate, 1), [out], ctx, gate=Gate(out.params.kind), rounded=rounded and many)
 
 
 def lower_norm_mul_rounded(nodes: Nodes, ctx: Context) -> list[Step]:
     """RMS_NORM and MUL whose result lies in its memory as products take it: in 8 bits, or f16 for many tokens."""
     made, scaled = nodes
-    x, row = ctx.view(_source(made, 0)), ctx.view(_source(scaled, 1))
+    x, row = ctx.view(source_of(made, 0)), ctx.view(source_of(scaled, 1))
     if not (x.ne[2] == x.ne[3] == 1 or x.tensor.is_contiguous):
         return norm.lower_norm_mul(nodes, ctx)
     rounded = _rounded_norm(scaled, ctx)
@@ -77,11 +71,11 @@ def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
     if rounded is None:
         add = norm.lower_norm_mul_add if first else elementwise.LOWERINGS["ADD"]
         return add([*first, total], ctx) + norm.lower_norm_mul([made, scaled], ctx)
-    block = first[1] if first else _source(total, 0)
-    residual = _source(total, 1 if total.src[0] is block else 0)
+    block = first[1] if first else source_of(total, 0)
+    residual = source_of(total, 1 if total.src[0] is block else 0)
     before = _norm_weight(first[0], first[1], ctx) if first else None
-    early = all(norm.is_constant(_source(n, 1), ctx) for n in (*first[1:], scaled))
-    x = _source(first[0], 0) if first else block
+    early = all(norm.is_constant(source_of(n, 1), ctx) for n in (*first[1:], scaled))
+    x = source_of(first[0], 0) if first else block
     lines = [ctx.view(t).data.view(-1, t.ne[0]) for t in (x, residual, total)]
     second = _norm_weight(made, scaled, ctx)
     out, ordered = rounded
@@ -90,7 +84,7 @@ def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
 
 def _norm_weight(made: Tensor, scaled: Tensor, ctx: Context) -> NormWeight:
     """RMS_NORM and MUL by a row."""
-    return NormWeight(ctx.view(_source(scaled, 1)).data, made.params.eps)
+    return NormWeight(ctx.view(source_of(scaled, 1)).data, made.params.eps)
 
 
 def _rounded_norm(scaled: Tensor, ctx: Context) -> tuple[Activations | torch.Tensor, bool] | None:
@@ -102,7 +96,7 @@ def _rounded_norm(scaled: Tensor, ctx: Context) -> tuple[Activations | torch.Ten
     if n <= MAX_TOKENS:
         ctx.rounded[scaled] = found = Activations.inside(out, n, k)
         return found, False
-    weights = _source(scaled, 1)
+    weights = source_of(scaled, 1)
     if not _stays_in_f16(ctx.view(weights).data, k, weights, ctx):
         return None
     half = out.view(torch.float16)[: n * k].view(n, k)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.backends.triton.context import Context, Step, View
+from graphrt.backends.triton.context import Context, Step, View, source_of
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.elementwise import Operand, elementwise_launch
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
@@ -42,21 +42,15 @@ class Product:
 
     @property
     def weight(self) -> Tensor:
-        return _source(self.node, 0)
+        return source_of(self.node, 0)
 
     @property
     def x(self) -> Tensor:
-        return _source(self.node, 1)
+        return source_of(self.node, 1)
 
     @property
     def ids(self) -> Tensor:
-        return _source(self.node, 2)
-
-
-def _source(node: Tensor, i: int) -> Tensor:
-    found = node.src[i]
-    assert found is not None
-    return found
+        return source_of(self.node, 2)
 
 
 def _products(nodes: Sequence[Tensor]) -> list[Product]:
@@ -105,10 +99,10 @@ def lower_expert_sum(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
     are any in the group. The last node is the last ADD."""
     total, weighted = nodes[-1], next(n for n in nodes if n.op == "MUL")
-    factors, out = ctx.view(_source(weighted, 1)), ctx.view(total).data
+    factors, out = ctx.view(source_of(weighted, 1)), ctx.view(total).data
     products = _products(nodes)
     if not products:
-        x = ctx.view(_source(weighted, 0))
+        x = ctx.view(source_of(weighted, 0))
         return [weighted_sum_launch(x.data, x.strides[1:3], factors, _lines(out, total), ctx)]
     (product,) = products
     if takes_gemv(product.node, ctx):

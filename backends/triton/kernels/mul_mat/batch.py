@@ -12,20 +12,25 @@ from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.mul_mat import batch_hopper
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import MAX_SEGMENTS, Split, arguments
+from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
+    MAX_SEGMENTS,
+    REGISTERS,
+    RESERVED,
+    STEP,
+    Split,
+    arguments,
+    row_bytes,
+    tiles_of,
+)
 from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
 from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import GROUP, Packed, packing_of
+from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Types that it takes: 4- and 8-bit codes.
 KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs", "mxfp4")
 MAX_TOKENS = 64
-#: Elements of k of a warp's step.
-_STEP = 4 * GROUP
-#: Shared memory that the system takes for each program, in bytes, and registers of a multiprocessor.
-_RESERVED, _REGISTERS = 1024, 65536
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class BatchConfig:
     @property
     def step(self) -> int:
         """Elements of k of a step."""
-        return self.wk * _STEP
+        return self.wk * STEP
 
     @property
     def counters(self) -> int:
@@ -70,10 +75,7 @@ def padded_tokens(n: int) -> int:
 
 def stage_bytes(kind: str, rows: int, tokens: int, wk: int) -> int:
     """Shared memory of a step's planes and x."""
-    p = packing_of(kind)
-    assert p is not None
-    scales = p.scales * p.scale_type.itemsize
-    return wk * (rows * (16 * (p.words + p.high_words) + 4 * scales + 4 * (p.supers > 0)) + tokens * 2 * _STEP)
+    return wk * (rows * row_bytes(kind) + tokens * 2 * STEP)
 
 
 def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchConfig | None:
@@ -81,7 +83,7 @@ def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchC
 
     warps, in this order. None: no way."""
     while True:
-        room = (shared_memory - (config.per_sm - 1) * _RESERVED) // config.per_sm
+        room = (shared_memory - (config.per_sm - 1) * RESERVED) // config.per_sm
         stages = room // stage_bytes(kind, config.rows, padded_tokens(n), config.wk)
         if config.per_sm > 1 and stages < config.stages:
             config = replace(config, per_sm=1)
@@ -103,7 +105,7 @@ def fits(kind: str, k: int, n: int, target: Target) -> bool:
     if not target.is_nvidia or kind not in KINDS or not 1 <= n <= MAX_TOKENS:
         return False
     packing = packing_of(kind)
-    step = 256 if packing is not None and packing.supers else _STEP
+    step = 256 if packing is not None and packing.supers else STEP
     return k % step == 0 and config_for(target, kind, n) is not None
 
 
@@ -131,13 +133,6 @@ def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k:
     return triton.cdiv(steps, each), each
 
 
-def tiles_of(weights: Sequence[Packed], config: BatchConfig | HopperConfig, gate: Gate | None) -> int:
-    """Tiles of a launch."""
-    if gate is not None:
-        return -(-weights[0].rows // (config.rows // 2))
-    return sum(-(-w.rows // config.rows) for w in weights)
-
-
 def takes_order(target: Target, kind: str, k: int, n: int) -> bool:
     """Whether a product that fits() is batch_wgmma.py's, which wants its activations ordered (half.Half)."""
     return target.arch == "sm_90" and batch_hopper.config_for(target, kind, padded_tokens(n), 1, k) is not None
@@ -158,7 +153,7 @@ def product(
     elif config is None:
         config = config_for(ctx.target, kind, x.rows)
     assert config is not None
-    tiles = tiles_of(weights, config, gate)
+    tiles = tiles_of(weights, config.rows, gate)
     split = _split(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)
     if isinstance(config, HopperConfig):
         return batch_hopper.launch(ctx.target, weights, x, outs, config, padded_tokens(x.rows), residual, gate, split)
@@ -190,13 +185,13 @@ def launch(
     ranges = split.ranges if split else 1
     args = arguments(weights, x, outs, residual, split, triton.cdiv(x.k, config.step))
     args |= {
-        "KIND": weights[0].kind, "ROWS": config.rows, "TOKENS": padded_tokens(x.rows), "WK": config.wk,
+        "p_x": x.values, "KIND": weights[0].kind, "ROWS": config.rows, "TOKENS": padded_tokens(x.rows), "WK": config.wk,
         "STAGES": config.stages, "EARLY": min(config.early, config.stages - 1), "SEGMENTS": 1 if gate else len(weights),
         "GLU": gate.kind if gate else "", "SPLIT": ranges > 1, "HAS_FACTORS": x.factors is not None,
         "HAS_RESIDUAL": residual is not None, "PDL": target.has_pdl,
     }  # fmt: skip
-    grid = (tiles_of(weights, config, gate) * ranges,)
+    grid = (tiles_of(weights, config.rows, gate) * ranges,)
     options = launch_options(target, config.warps)
     # Also where all registers are free: else the compiler may aim at more programs, and spill for them.
-    options["maxnreg"] = min(255, _REGISTERS // (config.per_sm * config.warps * 32))
+    options["maxnreg"] = min(255, REGISTERS // (config.per_sm * config.warps * 32))
     return Launch(batch_mma, grid, args, options)

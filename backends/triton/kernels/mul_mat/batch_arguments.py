@@ -1,4 +1,4 @@
-"""Arguments that the kernels of batch_mma.py and batch_wgmma.py share."""
+"""What the launches of batch_mma.py and batch_wgmma.py share: tiles, the size of planes, arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.mul_mat.half import Half
-from graphrt.backends.triton.packing import Packed
+from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Matrices of one launch.
 MAX_SEGMENTS = 3
+#: Elements of k of a step.
+STEP = 128
+#: Shared memory that the system takes for each program, in bytes, and registers of a multiprocessor.
+RESERVED, REGISTERS = 1024, 65536
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -26,14 +30,28 @@ class Split:
     counter: torch.Tensor
 
 
+def tiles_of(weights: Sequence[Packed], rows: int, gate: Gate | None) -> int:
+    """Tiles of so many rows in a launch; with a gate half of them are the gate's."""
+    if gate is not None:
+        return -(-weights[0].rows // (rows // 2))
+    return sum(-(-w.rows // rows) for w in weights)
+
+
+def row_bytes(kind: str) -> int:
+    """Shared memory of a row's planes in a step."""
+    p = packing_of(kind)
+    assert p is not None
+    return 16 * (p.words + p.high_words) + 4 * p.scales * p.scale_type.itemsize + 4 * (p.supers > 0)
+
+
 def arguments(
     weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], residual: torch.Tensor | None,
     split: Split | None, steps: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """All but what is fixed when a kernel is compiled. steps: of all of k. For what isn't there stands outs[0]."""
+    """All but x and what is fixed when a kernel is compiled. steps: of all of k. For what lacks stands outs[0]."""
     none = outs[0]
     args: dict[str, Any] = {
-        "p_x": x.values, "p_factors": none if x.factors is None else x.factors,
+        "p_factors": none if x.factors is None else x.factors,
         "p_residual": none if residual is None else residual, "p_parts": split.parts if split else none,
         "p_counter": split.counter if split else none, "n": x.rows, "k": x.k, "n_splits": split.ranges if split else 1,
         "steps_a_split": split.steps if split else steps,

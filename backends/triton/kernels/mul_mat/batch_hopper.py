@@ -9,18 +9,23 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import Split, arguments
+from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
+    REGISTERS,
+    RESERVED,
+    STEP,
+    Split,
+    arguments,
+    row_bytes,
+    tiles_of,
+)
 from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import Form, x_shared
 from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import batch_wgmma as kernel
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
-#: Rows of a warpgroup, elements of k of a step.
-ROWS, STEP = 64, 128
-#: Shared memory that the system takes for each program, in bytes; registers of a multiprocessor, and of a thread of the
-#: producer.
-_RESERVED, _REGISTERS, _PRODUCER = 1024, 65536, 72
+#: Rows of a warpgroup; registers of a thread of the producer.
+ROWS, _PRODUCER = 64, 72
 
 
 @dataclass(frozen=True)
@@ -57,15 +62,12 @@ class HopperConfig:
 
 def chunk_bytes(kind: str, config: HopperConfig) -> int:
     """Shared memory of a chunk's planes and their barriers."""
-    p = packing_of(kind)
-    assert p is not None
-    row = 16 * (p.words + p.high_words) + 4 * p.scales * p.scale_type.itemsize + 4 * (p.supers > 0)
-    return config.rows * row * config.chunk + 16
+    return config.rows * row_bytes(kind) * config.chunk + 16
 
 
 def fitted(config: HopperConfig, kind: str, tokens: int, shared_memory: int) -> HopperConfig | None:
     """A config with as many stages as shared memory has room for, two at least; else with smaller chunks, or None."""
-    room = (shared_memory - (config.per_sm - 1) * _RESERVED) // config.per_sm - 1024
+    room = (shared_memory - (config.per_sm - 1) * RESERVED) // config.per_sm - 1024
     room -= config.x_stages * (tokens * 2 * STEP + 16)
     stages = min(config.stages, room // chunk_bytes(kind, config))
     if stages >= 2:
@@ -94,7 +96,7 @@ def launch(
     residual: torch.Tensor | None = None, gate: Gate | None = None, split: Split | None = None,
 ) -> Launch:  # fmt: skip
     """As batch.launch(), of x in the order that batch_wgmma.py wants. split: in chunks."""
-    per_thread = min(255, _REGISTERS // (config.per_sm * 128 * (config.warpgroups + 1))) // 8 * 8
+    per_thread = min(255, REGISTERS // (config.per_sm * 128 * (config.warpgroups + 1))) // 8 * 8
     left = per_thread * (config.warpgroups + 1) - _PRODUCER
     form = Form(
         kind=weights[0].kind, tokens=tokens, warpgroups=config.warpgroups, chunk=config.chunk, stages=config.stages,
@@ -103,9 +105,7 @@ def launch(
         pdl=target.has_pdl, registers=(min(255, left // config.warpgroups) // 8 * 8, _PRODUCER),
     )  # fmt: skip
     args = arguments(weights, x, outs, residual, split, -(-x.k // config.step))
-    del args["p_x"]
     args |= {"x_desc": TensorDescriptor(x.values, [x.rows, x.k], [x.k, 1], [tokens, 64], x_shared()), "form": form}
-    rows = form.tile * config.warpgroups
-    tiles = sum(-(-w.rows // rows) for w in weights[: 1 if gate else None])
+    tiles = tiles_of(weights, config.rows, gate)
     options = launch_options(target, 4) | {"maxnreg": per_thread}
     return Launch(kernel, (tiles * (split.ranges if split else 1),), args, options)
