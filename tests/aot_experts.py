@@ -11,11 +11,12 @@ from graphrt import ops
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.context import Context, View
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.experts import lower
+from graphrt.backends.triton.kernels.experts import hopper, lower
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.mul_mat.gemm_configs import table_of
-from graphrt.backends.triton.kernels.mul_mat.half import Half
+from graphrt.backends.triton.kernels.mul_mat import batch
+from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, packing_of
@@ -119,7 +120,32 @@ def _tiles(arch: str) -> Iterator[tuple[str, Launch]]:
             yield f"expert_gemm row {i} {kind} {k}", expert_gemm(target, weight, N_EXPERT, x, pairs, out, bias)
 
 
+def _hopper() -> Iterator[tuple[str, Launch]]:
+    """wgmma.py: every type in the largest tiles; the smaller ones; rows that are not whole steps, a gate."""
+    target, none = Target("sm_90", "cpu", 132, 227 << 10, 50 << 20), torch.zeros(4096, dtype=torch.int32)
+    pairs = Pairs(N_EXPERT, USED, none, none)
+
+    def case(kind: str, k: int, config: hopper.TileConfig, act: str = "") -> tuple[str, Launch]:
+        given = hopper.Matrices(Packed.empty(kind, 64 * N_EXPERT, k, "cpu"), torch.zeros(N_EXPERT, 64))
+        row = -(-k // 128) * 128
+        x = Half(torch.zeros(pairs.count, row, dtype=torch.float16), torch.zeros(pairs.count), True)
+        found = hopper.fitted(config, kind, target.shared_memory)
+        gate = Gate(act, 1.702, 7.0) if act else None
+        out, tiles = torch.zeros(pairs.count, 64), torch.zeros(64, 4, dtype=torch.int32)
+        launch = hopper.launch(target, [given] * (2 if act else 1), x, pairs, tiles, k, out, found, gate)
+        return f"expert_wgmma {kind} {k} {config.tokens} {act}", launch
+
+    *small, (_, large) = hopper._CONFIGS
+    for kind in batch.KINDS:
+        yield case(kind, 2048, large)
+    for kind, act in (("mxfp4", ""), ("mxfp4", "swiglu_oai"), ("q5_0", "")):
+        yield case(kind, 2880, large, act)
+    for _, config in small:
+        yield case("q4_K", 2048, config, "swiglu")
+        yield case("q8_0", 1408, config)
+
+
 def aot_cases(arch: str = "sm_90") -> Iterator[Case]:
     """What to compile: a name, the kernel, its arguments by name, its options."""
-    for name, launch in _launches(arch):
+    for name, launch in (*_launches(arch), *(_hopper() if arch == "sm_90" else ())):
         yield name, launch.kernel, launch.args, launch.options

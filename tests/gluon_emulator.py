@@ -101,6 +101,9 @@ class Value:
     def __or__(self, other: Any) -> Value:
         return self._with(other, np.bitwise_or)
 
+    def __xor__(self, other: Any) -> Value:
+        return self._with(other, np.bitwise_xor)
+
     def __rshift__(self, other: Any) -> Value:
         return self._with(other, np.right_shift)
 
@@ -115,6 +118,9 @@ class Value:
 
     def __gt__(self, other: Any) -> Value:
         return self._with(other, np.greater)
+
+    def __le__(self, other: Any) -> Value:
+        return self._with(other, np.less_equal)
 
     def __ge__(self, other: Any) -> Value:
         return self._with(other, np.greater_equal)
@@ -161,7 +167,7 @@ class Memory:
 
     def load(self, p: Value, mask: Any = None, other: Any = 0.0) -> Value:
         fill = other.data if isinstance(other, Value) else other
-        at, mask = self._at(p, mask, np.zeros(1))
+        at, mask = self._at(p, mask, np.zeros(()))
         found = np.broadcast_to(np.asarray(fill, p.unit), mask.shape).copy()
         found[mask] = self.bytes[at].view(p.unit)[:, 0]
         return Value(found)
@@ -248,11 +254,15 @@ class Gl:
         self.memory = memory
         self.warps = warps
         self.program = 0
+        self.programs = 1
         for name in ("int8", "int16", "int32", "int64", "float16", "float32"):
             setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp")))
 
     def program_id(self, axis: int) -> Value:
         return Value(np.int32(self.program))
+
+    def num_programs(self, axis: int) -> Value:
+        return Value(np.int32(self.programs))
 
     def num_warps(self) -> int:
         return self.warps
@@ -296,7 +306,8 @@ class Gl:
 
     def where(self, condition: Any, a: Any, b: Any) -> Value:
         unit = a.unit if isinstance(a, Value) else None
-        a, b = (v.data if isinstance(v, Value) else np.int32(v) for v in (a, b))
+        numbers = {float: np.float32, int: np.int32}
+        a, b = (v.data if isinstance(v, Value) else numbers[type(v)](v) for v in (a, b))
         return Value(np.where(condition.data if isinstance(condition, Value) else condition, a, b), unit)
 
     def cdiv(self, a: Value, b: int) -> Value:
@@ -382,8 +393,9 @@ def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     a, b, selector = np.broadcast_arrays(a, b, selector)
     source = np.stack([a, b], -1).view(np.uint8)
     which = selector[..., None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
-    assert (which < 8).all()
-    return np.take_along_axis(source, which.astype(np.int64), -1).view(np.uint32)[..., 0]
+    found = np.take_along_axis(source, which.astype(np.int64) & 7, -1)
+    signs = np.where(found >= 0x80, 0xFF, 0).astype(np.uint8)
+    return np.where(which < 8, found, signs).view(np.uint32)[..., 0]
 
 
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
@@ -392,6 +404,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor,
     "shr.u32": np.right_shift,
+    "shl.b32": np.left_shift,
     "prmt.b32": _prmt,
     "sub.f16x2": lambda a, b: _pairwise(np.subtract, a, b),
     "mul.rn.f16x2": lambda a, b: _pairwise(np.multiply, a, b),

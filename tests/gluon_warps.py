@@ -386,7 +386,7 @@ def emulate(launch: Any, seed: int) -> None:
     for program in programs:
         schedule = Schedule(seed * len(programs) + program, warps, pdl)
         gl, barriers = HopperGl(memory, warps), Barriers(schedule)
-        gl.schedule, gl.program = schedule, program
+        gl.schedule, gl.program, gl.programs = schedule, program, len(programs)
         copies, products = LateCopies(schedule, memory, barriers), Products(schedule)
         replaced = {
             "gl": gl, "async_copy": copies, "tma": copies, "mbarrier": barriers, "warpgroup_mma": products.start,

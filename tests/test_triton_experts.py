@@ -12,26 +12,31 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, ops
-from graphrt.backend import Backend
+from graphrt.backend import Backend, Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
 from graphrt.execute import Executable
-from graphrt.testing import Case, all_cases, nmse, quantize
+from graphrt.testing import Case, all_cases, dequantize, nmse, quantize
 from graphrt.tools.conformance.step import run_case
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from aot_rows import context
+from aot_rows import H100, context
+from gluon_warps import emulate
+from wgmma_order import wgmma_order
 
-from graphrt.backends.triton.kernels.experts import lower, pairs
+from graphrt.backends.triton.kernels.experts import gather, lower, pairs, wgmma
 from graphrt.backends.triton.kernels.mul_mat import dense
 from graphrt.backends.triton.kernels.mul_mat.activations import MAX_TWO_PARTS
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.packing import Packed, PackedBuffer, pack
 from graphrt.backends.triton.support import why_unsupported
 
 #: Sums in another order, as NMSE; and where both round activations to 8 bits of values that differ in a last bit.
@@ -115,6 +120,81 @@ def test_pairs_are_sorted_by_expert(used: int, tokens: int, n_expert: int) -> No
     np.testing.assert_array_equal(found.first.cpu().numpy(), np.searchsorted(np.sort(group), np.arange(n_expert + 2)))
 
 
+@pytest.mark.parametrize("kind", ["f32", "f16"])
+@pytest.mark.parametrize(("slots", "k"), [(1, 288), (3, 256), (3, 100)])
+def test_rows_are_gathered_in_the_order_of_pairs(slots: int, k: int, kind: str) -> None:
+    """In wgmma.py's order, zeros behind them; of strided rows, of values that f16 ends before."""
+    rng = np.random.default_rng(k)
+    ids, whole = Tensor("i32", (3, 7)), Tensor(kind, (k, slots + 1, 7))
+    x = ops.view(whole, (k, slots, 7), whole.nb[1:3])
+    ctx = context(device.target())
+    chosen = rng.integers(0, 4, (7, 3)).astype(np.int32)
+    values = rng.standard_normal((7, slots + 1, k)) * (1e30 if kind == "f32" else 1.0)
+    values[2] *= 1e-20 if kind == "f32" else 1.0
+    values = values.astype(np.float32 if kind == "f32" else np.float16)
+    ctx.place(ids)[0].write(0, chosen.reshape(-1).view(np.uint8))
+    ctx.place(whole)[0].write(0, values.reshape(-1).view(np.uint8))
+    found, steps = pairs.sorted_pairs(ids, 4, ctx)
+    rows, gathering = gather.gathered(ctx.view(x), found, ctx)
+    for step in (*steps, gathering):
+        step()
+    row = -(-k // 128) * 128
+    assert rows.ordered and rows.k == row and rows.factors is not None
+    places = found.sorted.cpu().numpy()
+    expected = np.zeros((21, row))
+    expected[:, :k] = values[places // 3, np.minimum(places % 3, slots - 1)]
+    expected = expected[:, wgmma_order(row)]
+    got = rows.values.cpu().numpy().astype(np.float64) * rows.factors.cpu().numpy().astype(np.float64)[:, None]
+    np.testing.assert_allclose(got, expected, rtol=2**-11, atol=1e-9 * np.abs(expected).max(1, keepdims=True).min())
+
+
+@pytest.mark.parametrize(("kind", "k"), [("mxfp4", 160), ("q4_K", 512)])
+def test_the_way_of_many_pairs_on_hopper(kind: str, k: int) -> None:
+    """Its steps as they follow one another, wgmma.py's emulated: gate, up and their GLU; some ids are no experts."""
+    rng = np.random.default_rng(k)
+    tokens, m, n_expert = 40, 72, 3
+    x, ids = Tensor("f32", (k, 1, tokens)), Tensor("i32", (4, tokens))
+    weights = [Tensor(kind, (k, m, n_expert)) for _ in range(2)]
+    biases = [Tensor("f32", (m, n_expert)) for _ in range(2)]
+    made = [ops.mul_mat_id(w, x, ids) for w in weights]
+    sums = [ops.add_id(p, b, ids) for p, b in zip(made, biases)]
+    glu = ops.glu(*sums, "swiglu_oai", alpha=1.702, limit=7.0)
+    ctx = context(replace(H100, sm_count=5))
+    values: dict[Tensor, np.ndarray] = {}
+    for t in (x, *biases):
+        values[t] = rng.standard_normal(t.ne[::-1]).astype(np.float32)
+        ctx.place(t)[0].write(0, values[t].reshape(-1).view(np.uint8))
+    chosen = rng.integers(-1, n_expert + 1, (tokens, 4)).astype(np.int32)
+    ctx.place(ids)[0].write(0, chosen.reshape(-1).view(np.uint8))
+    packed: dict[Tensor, PackedBuffer] = {}
+    for w in weights:
+        raw = quantize(rng.standard_normal((n_expert * m, k)).astype(np.float32), w.dtype, rng)
+        packed[w] = PackedBuffer(Packed.empty(kind, n_expert * m, k, "cpu"), Usage.WEIGHTS)
+        pack(torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8).reshape(n_expert * m, -1)), packed[w].packed)
+        values[w] = dequantize(raw, w.dtype).reshape(n_expert, m, k).astype(np.float16).astype(np.float64)
+    place = ctx.place
+    ctx.place = lambda t: (packed[t], 0) if t in packed else place(t)
+    for step in lower.FUSED["expert_gate_up"]([made[0], sums[0], made[1], sums[1], glu], ctx):
+        assert isinstance(step, Launch)
+        if step.kernel is wgmma.expert_wgmma:
+            emulate(step, seed=1)
+        else:
+            step.args |= {"PDL": False} if "PDL" in step.args else {}
+            step.options = {}
+            step()
+    found = ctx.view(glu).torch()[0].numpy()
+    live = (chosen >= 0) & (chosen < n_expert)
+    which = np.where(live, chosen, 0)
+    xs = values[x].reshape(tokens, k).astype(np.float64)
+    gate, up = (
+        np.einsum("tk,tumk->tum", xs, values[w][which]) + values[b].reshape(n_expert, m)[which] for w, b in zip(weights, biases)
+    )
+    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+    expected = gate / (1 + np.exp(np.minimum(-1.702 * gate, 700.0))) * (up + 1)
+    assert np.isnan(found[~live]).all()
+    assert nmse(found[live], expected[live]) < 1e-6  # x is rounded to f16
+
+
 def test_tiles_suffice_however_experts_are_chosen() -> None:
     rng = np.random.default_rng(3)
     for _ in range(300):
@@ -144,16 +224,18 @@ def test_ids_are_read_on_the_device() -> None:
 
 def test_nothing_is_compiled_by_a_length() -> None:
     code = """
-from graphrt.backends.triton.kernels.experts import gemm, gemv, pairs, route, sums
-kernels = (gemm.expert_gemm_packed, gemm.expert_gemm_plain, gemv.packed_expert_gemv, gemv.plain_expert_gemv,
-           pairs.sort_pairs, route.route_tokens, sums.add_id, sums.weighted_sum)
+from graphrt.backends.triton.kernels.experts import gather, gemm, gemv, pairs, route, sums, wgmma
+kernels = (gather.gather_rows, gemm.expert_gemm_packed, gemm.expert_gemm_plain, gemv.packed_expert_gemv,
+           gemv.plain_expert_gemv, pairs.list_tiles, pairs.sort_pairs, route.route_tokens, sums.add_id,
+           sums.weighted_sum, wgmma.expert_wgmma)
 for kernel in kernels:
     print(*(p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize and p.name[:2] != "p_"))
 """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     of_weights = {f"{name}_step{i}" for name in ("row", "expert") for i in ("", "0", "1")} | {"k", "x_row"}
-    assert set(done.stdout.split()) <= of_weights | {"alpha", "limit"}  # Triton specializes no floats
+    rest = {"alpha", "limit", "x_desc"}  # Triton specializes no floats, and of a descriptor its block's shape only
+    assert set(done.stdout.split()) <= of_weights | rest
 
 
 # -- fusions

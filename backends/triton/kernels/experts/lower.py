@@ -1,8 +1,9 @@
 """MUL_MAT_ID, alone and with what fuse.py joins to it: which way it takes, and its steps.
 
 gemv.py: few pairs of token and expert; packed weights times activations rounded to 8 bits (never if results are to be
-exact), plain ones unrounded. gemm.py: all else, in 16 bits, the pairs sorted by expert before (pairs.py). Types that
-are not packed are dequantized before, some experts at a time. Nothing here depends on what ids hold.
+exact), plain ones unrounded. wgmma.py: more of them times most packed types, in 16 bits, on Hopper; gemm.py: all else,
+in 16 bits; both take the pairs sorted by expert (pairs.py). Types that are not packed are dequantized before, some
+experts at a time. Nothing here depends on what ids hold.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import torch
 from graphrt.backends.triton.context import Context, Step, View, source_of
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.elementwise import Operand, elementwise_launch
+from graphrt.backends.triton.kernels.experts import hopper
+from graphrt.backends.triton.kernels.experts.gather import gathered
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
 from graphrt.backends.triton.kernels.experts.gemv import Experts, expert_gemv
-from graphrt.backends.triton.kernels.experts.pairs import sorted_pairs
+from graphrt.backends.triton.kernels.experts.hopper import Matrices
+from graphrt.backends.triton.kernels.experts.pairs import listed_tiles, sorted_pairs
 from graphrt.backends.triton.kernels.experts.route import lower_expert_routing
 from graphrt.backends.triton.kernels.experts.sums import lower_add_id, weighted_sum_launch
 from graphrt.backends.triton.kernels.mul_mat import dense
@@ -85,13 +89,17 @@ def lower_expert_gate_up(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     few = all(takes_gemv(product.node, ctx) for product in products)
     if few and len({packing_of(product.weight.dtype.name) is None for product in products}) == 1:
         return _gemv(products, out, ctx, Gate(p.kind, p.alpha, p.limit))
+    if not few and p.kind in hopper.GATES and len({product.weight.dtype.name for product in products}) == 1:
+        gate = Gate(p.kind, p.alpha, p.limit)
+        if takes_wgmma(products[0], ctx):
+            return _wgmma(products, _lines(out, glu), ctx, gate)
     steps: list[Step] = []
     sums = [_scratch(f"{name} of experts", glu, ctx) for name in ("gate", "up")]
     halves: dict[torch.dtype, Half] = {}
     for product, found in zip(products, sums):
         steps += _gemv([product], found, ctx) if few else _gemm(product, _lines(found, glu), ctx, halves)
-    gate, up = (Operand(found, glu.ne, _strides(glu)) for found in sums)
-    return [*steps, elementwise_launch(p.kind, glu.ne, gate, up, out, ctx.target, p.alpha, p.limit)]
+    both = [Operand(found, glu.ne, _strides(glu)) for found in sums]
+    return [*steps, elementwise_launch(p.kind, glu.ne, both[0], both[1], out, ctx.target, p.alpha, p.limit)]
 
 
 def lower_expert_sum(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
@@ -159,11 +167,35 @@ def _gemv(
     return [*steps, expert_gemv(ctx.target, experts, given, ctx.view(products[0].ids), out, gate, factors)]
 
 
+def takes_wgmma(product: Product, ctx: Context) -> bool:
+    """Whether a product of many pairs takes wgmma.py."""
+    w = product.weight
+    return hopper.takes(ctx.target, w.dtype.name, w.ne[0]) and product.x.dtype.name in ("f32", "f16")
+
+
+def _wgmma(products: Sequence[Product], out: torch.Tensor, ctx: Context, gate: Gate | None = None) -> list[Step]:
+    """One launch for a product, or for both of a gate: out, f32 [pairs, m]."""
+    w, x = products[0].weight, products[0].x
+    pairs, steps = sorted_pairs(products[0].ids, w.ne[2], ctx)
+    rows, gathering = gathered(ctx.view(x), pairs, ctx)
+    matrices: list[Matrices] = []
+    for product in products:
+        packed, made = ctx.packed(product.weight)
+        steps = [*steps, *made]
+        matrices.append(Matrices(packed, _bias(product, ctx)))
+    config = hopper.config_for(ctx.target, w.dtype.name, pairs)
+    tiles, listing = listed_tiles(pairs, config.tokens, ctx)
+    launch = hopper.launch(ctx.target, matrices, rows, pairs, tiles, x.ne[0], out, config, gate)
+    return [*steps, *listing, gathering, launch]
+
+
 def _gemm(
     product: Product, out: torch.Tensor, ctx: Context, halves: dict[torch.dtype, Half] | None = None
 ) -> list[Step]:
     """out, f32 [pairs, m], in 16 bits. halves: the activations as earlier products of them had them, by type."""
     w = product.weight
+    if takes_wgmma(product, ctx):
+        return _wgmma([product], out, ctx)
     steps: list[Step] = []
     kind, halves = half_type(w), {} if halves is None else halves
     if kind not in halves:

@@ -63,13 +63,27 @@ def tile_of(p_first, i_tile, n_expert, TOKENS: tl.constexpr, GROUPS: tl.constexp
     Each group has tiles of its own; past the last one the group is over n_expert. GROUPS: a power of two over n_expert.
     """
     i = tl.arange(0, GROUPS)
-    first = tl.load(p_first + i, mask=i <= n_expert, other=0)
-    last = tl.load(p_first + i + 1, mask=i <= n_expert, other=0)
+    first = tl.load(p_first + i, mask=i <= n_expert, other=0, cache_modifier=".cg")
+    last = tl.load(p_first + i + 1, mask=i <= n_expert, other=0, cache_modifier=".cg")
     tiles = (last - first + TOKENS - 1) // TOKENS
     ends = tl.cumsum(tiles, 0)
     group = tl.sum(((ends <= i_tile) & (i <= n_expert)).to(tl.int32), 0)
     start = tl.sum(tl.where(i == group, first + (i_tile - ends + tiles) * TOKENS, 0), 0)
     return group, start, tl.minimum(start + TOKENS, tl.sum(tl.where(i == group, last, 0), 0))
+
+
+@triton.jit(do_not_specialize=["n_expert"])
+def list_tiles(p_first, n_expert, p_tiles, TOKENS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr):
+    """Program i: tile_of(i) to tiles[i], int32 [tiles, 4], whose last element is 0."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.program_id(0)
+    group, start, stop = tile_of(p_first, i, n_expert, TOKENS, GROUPS)
+    tl.store(p_tiles + 4 * i, group)
+    tl.store(p_tiles + 4 * i + 1, start)
+    tl.store(p_tiles + 4 * i + 2, stop)
+    tl.store(p_tiles + 4 * i + 3, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,3 +125,19 @@ def sorted_pairs(ids: Tensor, n_expert: int, ctx: Context) -> tuple[Pairs, list[
         "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     return pairs, [Launch(sort_pairs, (n_expert + 1,), args, launch_options(ctx.target, max(1, min(8, size // 256))))]
+
+
+def listed_tiles(pairs: Pairs, tokens: int, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
+    """Tiles of so many tokens, int32 [tiles, 4]: (group, start, stop, 0), and the steps that list them, if any.
+
+    There are as many as there can be; past the last one the group is over n_expert.
+    """
+    key = ("tiles of pairs", pairs, tokens)
+    if key in ctx.shared:
+        return ctx.shared[key], []
+    tiles = ctx.shared[key] = ctx.scratch((pairs.tiles(tokens), 4), torch.int32)
+    args = {
+        "p_first": pairs.first, "n_expert": pairs.n_expert, "p_tiles": tiles, "TOKENS": tokens,
+        "GROUPS": pairs.groups, "PDL": ctx.target.has_pdl,
+    }  # fmt: skip
+    return tiles, [Launch(list_tiles, (tiles.shape[0],), args, launch_options(ctx.target, 1))]

@@ -187,6 +187,14 @@ def ordered_place(i):
 
 
 @triton.jit
+def ordered_element(place):
+    """Which element lies at a place: ordered_place()'s inverse."""
+    return (place // 128) * 128 + (
+        place // 2 % 4 * 32 + place // 64 % 2 * 16 + place // 16 % 4 * 4 + place // 8 % 2 * 2 + place % 2
+    )
+
+
+@triton.jit
 def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
     """The same as f16, of rows that need not be whole groups. at: elements, m: which of them, [groups, 32]."""
     place = ordered_place(at) if ORDERED else at

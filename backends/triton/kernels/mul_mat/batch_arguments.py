@@ -61,10 +61,14 @@ def arguments(
     return args
 
 
+def scale_words(w: Packed) -> torch.Tensor:
+    """The plane of scales as integers of what a group has."""
+    return w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
+
+
 def _segment(i: int, w: Packed, out: torch.Tensor) -> dict[str, Any]:
-    """The i-th matrix. Scales: as integers of what a group has; supers: as int32; for what isn't there stand quants."""
-    scales = w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
+    """The i-th matrix. Supers: as int32; for what isn't there stand quants."""
     supers = w.quants if w.supers is None else w.words(w.supers)
-    planes = (w.quants, w.quants if w.high is None else w.high, scales, supers)
+    planes = (w.quants, w.quants if w.high is None else w.high, scale_words(w), supers)
     named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
     return named | {f"p_out{i}": out, f"m{i}": w.rows}

@@ -46,15 +46,22 @@ from graphrt.backends.triton.kernels.mul_mat.gemm import (
 
 
 @gluon.jit
-def allocate_planes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
-    """Rings of (quants, high, scales, supers); quants stand for what a type lacks."""
+def allocate_codes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
+    """Rings of (quants, high); quants stand for what a type lacks."""
     E: gl.constexpr = code_bits(KIND)
     quants = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS, 4, E], pieces_shared(WK, ROWS, E, 4))
     high = quants
-    supers = quants
     if high_bits(KIND) > 0:
         H: gl.constexpr = high_bits(KIND)
         high = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS, 4, H], rows_shared([WK, ROWS, 4, H]))
+    return quants, high
+
+
+@gluon.jit
+def allocate_planes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
+    """Rings of (quants, high, scales, supers); quants stand for what a type lacks."""
+    quants, high = allocate_codes(KIND, ROWS, WK, STAGES)
+    supers = quants
     scales = gl.allocate_shared_memory(scale_type(KIND), [STAGES, WK, ROWS, 4], rows_shared([WK, ROWS, 4]))
     if has_supers(KIND):
         supers = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS], rows_shared([WK, ROWS]))
@@ -62,9 +69,8 @@ def allocate_planes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, ST
 
 
 @gluon.jit
-def steps_of(rings, KIND: gl.constexpr):
-    """allocate_planes' rings of WK steps a buffer as rings of one step."""
-    quants, high, scales, supers = rings
+def steps_of_codes(quants, high, KIND: gl.constexpr):
+    """allocate_codes' rings of WK steps a buffer as rings of one step."""
     ROWS: gl.constexpr = quants.shape[2]
     N: gl.constexpr = quants.shape[0] * quants.shape[1]
     E: gl.constexpr = code_bits(KIND)
@@ -74,6 +80,16 @@ def steps_of(rings, KIND: gl.constexpr):
         high = high._reinterpret(gl.int32, [N, 1, ROWS, 4, H], rows_shared([1, ROWS, 4, H]))
     else:
         high = quants
+    return quants, high
+
+
+@gluon.jit
+def steps_of(rings, KIND: gl.constexpr):
+    """allocate_planes' rings of WK steps a buffer as rings of one step."""
+    quants, high, scales, supers = rings
+    ROWS: gl.constexpr = quants.shape[2]
+    N: gl.constexpr = quants.shape[0] * quants.shape[1]
+    quants, high = steps_of_codes(quants, high, KIND)
     scales = scales._reinterpret(scale_type(KIND), [N, 1, ROWS, 4], rows_shared([1, ROWS, 4]))
     if has_supers(KIND):
         supers = supers._reinterpret(gl.int32, [N, 1, ROWS], rows_shared([1, ROWS]))
@@ -91,7 +107,7 @@ def allocate_x(TOKENS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of(p, p_up, offset, row, left, PAIR: gl.constexpr):
+def rows_in_plane(p, p_up, offset, row, left, PAIR: gl.constexpr):
     """(a tile's rows in the plane of p, offset from the tile's first one on, as pointers, rows of it that there are)"""
     if PAIR:
         p = gl.where(row % 16 < 8, p + offset, p_up + offset)
@@ -112,6 +128,33 @@ def matrix_row(row, PAIR: gl.constexpr):
 
 
 @gluon.jit
+def copy_codes(
+    rings, planes, planes_up, slot, step, n_groups, first_row, left, q_end,
+    KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, PAIR: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of a step's quants and high into buffer `slot`. What is past q_end (in 128 elements of k), or
+
+    unless EVEN past a row's n_groups, becomes 0."""
+    W: gl.constexpr = gl.num_warps()
+    E: gl.constexpr = code_bits(KIND)
+    H: gl.constexpr = high_bits(KIND)
+    base = first_row.to(gl.int64) * n_groups
+    L: gl.constexpr = pieces_copy(WK, ROWS, E, 4, W)
+    q = step * WK + axis_index(L, 4, 0, WK)
+    group = q * 4 + axis_index(L, 4, 2, 4)
+    p, row = rows_in_plane(planes[0], planes_up[0], base * E, axis_index(L, 4, 1, ROWS), left, PAIR)
+    at = (row * n_groups + group) * E + axis_index(L, 4, 3, E)
+    async_copy.async_copy_global_to_shared(rings[0].index(slot), p + at, q < q_end if EVEN else group < n_groups)
+    if H > 0:
+        LH: gl.constexpr = rows_copy([WK, ROWS, 4, H], 4, W)
+        q = step * WK + axis_index(LH, 4, 0, WK)
+        group = q * 4 + axis_index(LH, 4, 2, 4)
+        p, row = rows_in_plane(planes[1], planes_up[1], base * H, axis_index(LH, 4, 1, ROWS), left, PAIR)
+        at = (row * n_groups + group) * H + axis_index(LH, 4, 3, H)
+        async_copy.async_copy_global_to_shared(rings[1].index(slot), p + at, q < q_end if EVEN else group < n_groups)
+
+
+@gluon.jit
 def copy_weights(
     rings, planes, planes_up, slot, step, k, first_row, left, q_end,
     KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, PAIR: gl.constexpr,
@@ -121,31 +164,19 @@ def copy_weights(
     planes: pointers to int32 but for the scales, which are as wide as what a group has of them.
     """
     W: gl.constexpr = gl.num_warps()
-    E: gl.constexpr = code_bits(KIND)
-    H: gl.constexpr = high_bits(KIND)
     n_groups = k // 128 * 4  # so that the compiler knows what it is a multiple of
-    base = first_row.to(gl.int64) * n_groups
     first = step * WK
-    L: gl.constexpr = pieces_copy(WK, ROWS, E, 4, W)
-    q = first + axis_index(L, 4, 0, WK)
-    p, row = _rows_of(planes[0], planes_up[0], base * E, axis_index(L, 4, 1, ROWS), left, PAIR)
-    at = ((row * n_groups + q * 4) + axis_index(L, 4, 2, 4)) * E + axis_index(L, 4, 3, E)
-    async_copy.async_copy_global_to_shared(rings[0].index(slot), p + at, q < q_end)
-    if H > 0:
-        LH: gl.constexpr = rows_copy([WK, ROWS, 4, H], 4, W)
-        q = first + axis_index(LH, 4, 0, WK)
-        p, row = _rows_of(planes[1], planes_up[1], base * H, axis_index(LH, 4, 1, ROWS), left, PAIR)
-        at = ((row * n_groups + q * 4) + axis_index(LH, 4, 2, 4)) * H + axis_index(LH, 4, 3, H)
-        async_copy.async_copy_global_to_shared(rings[1].index(slot), p + at, q < q_end)
+    copy_codes(rings, planes, planes_up, slot, step, n_groups, first_row, left, q_end, KIND, ROWS, WK, PAIR, True)
     LS: gl.constexpr = rows_copy([WK, ROWS, 4], 4, W)
     q = first + axis_index(LS, 3, 0, WK)
-    p, row = _rows_of(planes[2], planes_up[2], base, axis_index(LS, 3, 1, ROWS), left, PAIR)
+    base = first_row.to(gl.int64) * n_groups
+    p, row = rows_in_plane(planes[2], planes_up[2], base, axis_index(LS, 3, 1, ROWS), left, PAIR)
     at = (row * n_groups + q * 4) + axis_index(LS, 3, 2, 4)
     async_copy.async_copy_global_to_shared(rings[2].index(slot), p + at, q < q_end)
     if has_supers(KIND):
         LU: gl.constexpr = rows_copy([WK, ROWS], 1, W)
         q = first + axis_index(LU, 2, 0, WK)
-        p, row = _rows_of(planes[3], planes_up[3], 0, axis_index(LU, 2, 1, ROWS), left, PAIR)
+        p, row = rows_in_plane(planes[3], planes_up[3], 0, axis_index(LU, 2, 1, ROWS), left, PAIR)
         at = (first_row + row).to(gl.int64) * (k // 256) + q // 2
         if not pairs_of_supers(KIND):
             at = at // 2
@@ -182,7 +213,7 @@ def low_byte(word):
 def scales_of(scales, supers, KIND: gl.constexpr):
     """(scale, add) of a group's first half, then of its second, of its integer in the plane of scales and its super.
 
-    f16 for types with f16 scales, else f32.
+    f16 for types with f16 scales and mxfp4, else f32.
     """
     if KIND == "q4_1" or KIND == "q5_1":
         d = f16_low(scales)
@@ -192,8 +223,8 @@ def scales_of(scales, supers, KIND: gl.constexpr):
         d = f16_low(scales)
         return d, d, d, d
     elif KIND == "mxfp4":
-        e = scales.to(gl.int32) & 0xFF
-        s = gl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(gl.float32, bitcast=True)  # 2^(e - 128)
+        e = (scales.to(gl.int32) & 0xFF) + E2M1_SHIFT
+        s = (gl.minimum(e, 255) << 23).to(gl.float32, bitcast=True).to(gl.float16)
         return s, s, s, s
     elif KIND == "iq4_xs":
         s = scales.to(gl.float32) * f16_low(supers).to(gl.float32)
@@ -226,8 +257,51 @@ def _scaled_asm():
     return "{\n" + "\n".join([*lines, "mov.b32 {$0, $1}, t0;", "mov.b32 {$2, $3}, t1;"]) + "\n}"
 
 
+#: mxfp4's codes are looked up as values times 2^-3 and its scales are multiplied by 2^3: products from f16's smallest
+#: numbers up to 24576 then come from factors that f16 holds.
+E2M1_SHIFT = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def _e2m1_asm():
+    """PTX: the high bytes (the low ones are 0) of 2^-3 times e2m1's values as f16, for a word's nibbles: $0 of the low
+
+    ones, $1 of the high ones. $2: the word. prmt picks sizes by three bits of a nibble; with the fourth bit it repeats
+    the sign of the byte it picks, which is how signs come out of 0x80.
+    """
+    return """{
+        .reg .b32 size, low, high, t, sign;
+        and.b32 size, $2, 0x77777777;
+        mov.b32 sign, 0x80808080;
+        prmt.b32 low, 0x32302C00, 0x3A383634, size;
+        prmt.b32 t, sign, sign, $2;
+        shl.b32 t, t, 1;
+        and.b32 t, t, 0x80808080;
+        or.b32 low, low, t;
+        shr.u32 size, size, 16;
+        shr.u32 t, $2, 16;
+        prmt.b32 high, 0x32302C00, 0x3A383634, size;
+        prmt.b32 t, sign, sign, t;
+        shl.b32 t, t, 1;
+        and.b32 t, t, 0x80808080;
+        or.b32 high, high, t;
+        prmt.b32 $0, low, high, 0x6420;
+        prmt.b32 $1, low, high, 0x7531;
+        }"""
+
+
+@gluon.constexpr_function
+def _high_bytes_asm():
+    """PTX: f16 weights $0..$3 of the bytes of $4, their high ones, times $5. $6 is not used."""
+    lines = [".reg .b32 d, t0, t1;", "mov.b32 d, {$5, $5};", "prmt.b32 t0, $4, 0, 0x1404;"]
+    lines += ["prmt.b32 t1, $4, 0, 0x3424;", "mul.rn.f16x2 t0, t0, d;", "mul.rn.f16x2 t1, t1, d;"]
+    return "{\n" + "\n".join([*lines, "mov.b32 {$0, $1}, t0;", "mov.b32 {$2, $3}, t1;"]) + "\n}"
+
+
 @gluon.constexpr_function
 def _weights_asm(KIND, SHIFTED):
+    if KIND == "mxfp4":
+        return _high_bytes_asm()
     if _mode_of(KIND) == "s":
         return _scaled_asm()
     return _unpack_asm(is_signed(KIND), SHIFTED, code_offset(KIND), _mode_of(KIND))
@@ -241,7 +315,7 @@ def f16_weights(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr):
     """
     WK: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = codes.shape[1]
-    F: gl.constexpr = "h" if has_f16_scales(KIND) else "f"
+    F: gl.constexpr = "h" if has_f16_scales(KIND) or KIND == "mxfp4" else "f"
     codes, scale = gl.broadcast(codes, gl.expand_dims(scale, 3))
     codes, add = gl.broadcast(codes, gl.expand_dims(add, 3))
     b0, b1, b2, b3 = gl.inline_asm_elementwise(
@@ -290,8 +364,9 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
         low = gl.convert_layout(low, L, assert_trivial=True)
         top = gl.convert_layout(top, L, assert_trivial=True)
     elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
+        asm: gl.constexpr = _e2m1_asm() if KIND == "mxfp4" else _codebook_asm(KIND)
         low, top = gl.inline_asm_elementwise(
-            _codebook_asm(KIND), "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
     else:
         low = words & 0x0F0F0F0F

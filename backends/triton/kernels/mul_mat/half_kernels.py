@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphrt.backends.triton.kernels.mul_mat.activations import gated, ordered_place
+from graphrt.backends.triton.kernels.mul_mat.activations import gated, ordered_element
 
 
 @triton.jit
@@ -24,6 +24,12 @@ def _larger(size, most):
     return tl.where(size > most, size, most)
 
 
+@triton.jit
+def scaling_of(x):
+    """_scaling() of a row."""
+    return _scaling(tl.max(_larger(tl.abs(x), tl.zeros_like(x)), 0))
+
+
 @triton.jit(do_not_specialize=("n_1", "n_2", "k"))
 def round_rows(
     p_x, p_out, p_factors, stride_0, stride_1, stride_2, stride_3, n_1, n_2, k,
@@ -31,7 +37,8 @@ def round_rows(
 ):  # fmt: skip
     """Program i: row i of x f32 [.., n_2, n_1, k], of any strides, to f16 [rows, k] and its factor.
 
-    WHOLE: a block holds a row, which stays in registers until its largest value is known. ORDERED: see half.Half.
+    WHOLE: a block holds a row, which stays in registers until its largest value is known. ORDERED: see half.Half; it is
+    what is read that is out of order, since what is read comes through a cache.
     """
     i_row = tl.program_id(0)
     i_1, i_2, i_3 = i_row % n_1, i_row // n_1 % n_2, i_row // n_1 // n_2
@@ -41,13 +48,13 @@ def round_rows(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    most = tl.zeros((BLOCK,), tl.float32)
     if WHOLE:
-        x = tl.load(p_x + i_block.to(tl.int64) * stride_0, mask=i_block < k, other=0.0)
-        scale, factor = _scaling(tl.max(_larger(tl.abs(x), most), 0))
-        place = ordered_place(i_block) if ORDERED else i_block
-        tl.store(p_out + place, (x * scale).to(tl.float16), mask=i_block < k)
+        element = ordered_element(i_block) if ORDERED else i_block
+        x = tl.load(p_x + element.to(tl.int64) * stride_0, mask=i_block < k, other=0.0)
+        scale, factor = scaling_of(x)
+        tl.store(p_out + i_block, (x * scale).to(tl.float16), mask=i_block < k)
     else:
+        most = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, k, BLOCK):
             i = start + i_block
             size = tl.abs(tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0))
@@ -55,9 +62,9 @@ def round_rows(
         scale, factor = _scaling(tl.max(most, 0))
         for start in range(0, k, BLOCK):
             i = start + i_block
-            x = tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0)
-            place = ordered_place(i) if ORDERED else i
-            tl.store(p_out + place, (x * scale).to(tl.float16), mask=i < k)
+            element = ordered_element(i) if ORDERED else i
+            x = tl.load(p_x + element.to(tl.int64) * stride_0, mask=i < k, other=0.0)
+            tl.store(p_out + i, (x * scale).to(tl.float16), mask=i < k)
     tl.store(p_factors + i_row, factor)
 
 
@@ -129,6 +136,6 @@ def finish_rounded(
     if B_FACTORS:
         up = up * tl.load(p_b_factors + i_row)
     y = joined(gate, up, alpha, limit, GLU)
-    scale, factor = _scaling(tl.max(_larger(tl.where(m, tl.abs(y), 0.0), tl.zeros((BLOCK,), tl.float32)), 0))
+    scale, factor = scaling_of(tl.where(m, y, 0.0))
     tl.store(p_factors + i_row, factor)
     tl.store(p_out + at, (y * scale).to(tl.float16), mask=m)
