@@ -264,6 +264,25 @@ def test_a_large_matrix_is_dequantized_in_slices(monkeypatch: pytest.MonkeyPatch
         run.product(run.leaf(kind, (256, 13), packed=kind in PACKED_TYPES), run.leaf("f32", (256, 65)))
 
 
+@pytest.mark.parametrize("kind", ["q5_0", "iq3_s", "f16", "f32"])
+@pytest.mark.parametrize(("scratch", "turns"), [(6, 1), (5, 2), (2, 3), (1, 12)])
+def test_matrices_of_many_tokens_are_multiplied_together(
+    kind: str, scratch: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 matrices of 8 rows; scratch: in halves of a matrix where it is 1, else in matrices. x: heads in a row."""
+    rows, k = 8, 256
+    monkeypatch.setattr(dense, "SCRATCH", 2 * k * (rows // 2 if scratch == 1 else rows * scratch))
+    run = Run()
+    w, held = run.leaf(kind, (k, rows, 3, 2), packed=kind == "q5_0"), run.leaf("f32", (k, 3, 65, 2))
+    x = permute(held, 0, 2, 1, 3)
+    run.values[x] = run.values[held].transpose(0, 2, 1, 3)
+    node = run.node(w, x)
+    steps = fused.lower_mul_mat([node], run.ctx)
+    products = [s for s in steps if getattr(s, "func", None) is dense.multiply_each]
+    assert len(products) == (turns if dtype(kind).is_quantized else 1)
+    run.check(node, steps)
+
+
 @pytest.mark.parametrize("kind", ["f16", "f32", "bf16"])
 @pytest.mark.parametrize("n", [2, 9, 65])
 def test_weights_whose_rows_are_not_contiguous(kind: str, n: int) -> None:

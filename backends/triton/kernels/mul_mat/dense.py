@@ -1,6 +1,7 @@
 """Products of many tokens, the plain way: weights as an f16 matrix in scratch, then the vendor's own product.
 
 A matrix is dequantized anew in each run: of many tokens that is a small part, and the memory of one matrix serves all.
+Several matrices, each with tokens of its own, are dequantized and multiplied together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.dequantize import dequantize
 from graphrt.backends.triton.packing import Packed
 
-#: Bytes of dequantized weights at a time; larger matrices are multiplied in slices of rows.
+#: Bytes of dequantized weights at a time; larger matrices are multiplied in slices of rows, more of them in turns.
 SCRATCH = 256 << 20
 
 
@@ -26,6 +27,20 @@ def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(x, w.t(), torch.float32, out=out)
     else:  # a product of f16 into f32 is CUDA's alone
         torch.mm(x.float(), w.t().float(), out=out)
+
+
+def multiply_each(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """multiply() of x [count, n, k] and w [count, m, k], matrix by matrix, to out [count, n, m].
+
+    Matrices and rows of x and out may lie anywhere, so that a token's results for all matrices can be side by side.
+    """
+    w = w.transpose(1, 2)
+    if x.dtype is torch.float32:
+        torch.bmm(x, w, out=out)
+    elif x.is_cuda and torch.version.cuda:
+        torch.bmm(x, w, torch.float32, out=out)
+    else:
+        torch.bmm(x.float(), w.float(), out=out)
 
 
 def multiply_as(kind: torch.dtype, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
@@ -56,6 +71,48 @@ def raw_steps(
         w = _scratch(b - a, k, ctx)
         steps += [partial(values, blocks[a:b], w), multiply_step(x, w, out[:, a:b])]
     return steps
+
+
+def packed_each_steps(packed: Packed, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
+    """Packed matrices of m rows each, one after the other, times x, f16 [count, n, k], to out, f32 [count, n, m]."""
+    steps: list[Step] = []
+    for matrices, rows in _pieces(x.shape[0], m, packed.k):
+        first = matrices.start * m + rows.start
+        w = _scratch(_size(matrices) * _size(rows), packed.k, ctx)
+        steps.append(dequantize(packed.part(first, first + w.shape[0]), w))
+        steps.append(_each_step(x, w, out, matrices, rows))
+    return steps
+
+
+def raw_each_steps(
+    blocks: torch.Tensor, values: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, out: torch.Tensor,
+    ctx: Context,
+) -> list[Step]:  # fmt: skip
+    """The same for raw blocks, uint8 [count, m, row bytes]; values(blocks, f16 [rows of all, k]) writes theirs."""
+    steps: list[Step] = []
+    for matrices, rows in _pieces(x.shape[0], blocks.shape[1], x.shape[-1]):
+        w = _scratch(_size(matrices) * _size(rows), x.shape[-1], ctx)
+        steps += [partial(values, blocks[matrices, rows], w), _each_step(x, w, out, matrices, rows)]
+    return steps
+
+
+def _each_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, matrices: slice, rows: slice) -> Step:
+    """The product with some rows of some matrices: w [matrices * rows, k]."""
+    each = w.view(_size(matrices), _size(rows), -1)
+    return partial(multiply_each, x[matrices], each, out[matrices, :, rows])
+
+
+def _size(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _pieces(count: int, m: int, k: int) -> Iterator[tuple[slice, slice]]:
+    """Which matrices, and which rows of each, are dequantized at a time: some whole ones, or slices of a large one."""
+    at_once = SCRATCH // (2 * k * m)
+    if at_once:
+        yield from ((slice(i, min(i + at_once, count)), slice(0, m)) for i in range(0, count, at_once))
+    else:
+        yield from ((slice(i, i + 1), slice(a, b)) for i in range(count) for a, b in _slices(m, k))
 
 
 def _slices(m: int, k: int) -> Iterator[tuple[int, int]]:

@@ -29,6 +29,11 @@ class Batch:
     matrices2: int = 1
     ratio3: int = 1
 
+    @property
+    def one_each(self) -> bool:
+        """There are several matrices, and batch i is for matrix i."""
+        return self.count > 1 and self.ratio3 == 1
+
 
 def splits_of(target: Target, config: Config, tiles: int, k_steps: int) -> int:
     """Into how many ranges k is split: as many as make enough programs, none of them very short."""

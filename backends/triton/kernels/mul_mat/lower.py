@@ -34,6 +34,7 @@ from graphrt.backends.triton.kernels.mul_mat.half import (
     finish_as_half,
     finish_steps,
 )
+from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.packing import Packed, PackedBuffer, packing_of
 from graphrt.tensor import Tensor
 
@@ -309,6 +310,8 @@ class _Job:
     def run(self) -> tuple[Sums, list[Step]]:
         """The sums, and what makes them."""
         kind, is_few = self.w.dtype.name, takes_gemm(self.w, self.batch.tokens)
+        if not is_few and self.batch.one_each and (found := self._dense_each()) is not None:
+            return found
         if packing_of(kind) is not None:
             packed, steps = self.ctx.packed(self.w)
             sums, made = self._gemm_packed(packed) if is_few else self._dense_packed(packed)
@@ -334,9 +337,7 @@ class _Job:
 
     def _dense_rare(self) -> tuple[Sums, list[Step]]:
         """Types that aren't packed: their blocks as they are."""
-        view, k = self.ctx.view(self.w), self.w.ne[0]
-        row_bytes = self.w.dtype.row_size(k)
-        blocks = view.data.as_strided((*self.w.ne[:0:-1], row_bytes), (*view.strides[:0:-1], 1))
+        blocks, k = block_rows(self.ctx.view(self.w)), self.w.ne[0]
         values = partial(_rare_values, kind=self.w.dtype.name)
 
         def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
@@ -355,14 +356,25 @@ class _Job:
 
     def _each(self, steps: Callable[[int, torch.Tensor, torch.Tensor], list[Step]]) -> tuple[Sums, list[Step]]:
         """One product a matrix. steps(matrix, its x, its part of the sums) makes them."""
-        b = self.batch
-        sums = self.out if self.free else self._own()
+        b, (sums, x, out) = self.batch, self._lines()
         found: list[Step] = []
         for i in range(b.count):
             matrix = i // b.matrices2 // b.ratio3 * b.matrices2 + i % b.matrices2
-            lines = slice(i * b.tokens, (i + 1) * b.tokens)
-            found += steps(matrix, self.x.values[lines], sums[lines])
-        return Sums(sums[None], self.x.factors, complete=self.free and self.x.factors is None), found
+            found += steps(matrix, x[i], out[i])
+        return sums, found
+
+    def _dense_each(self) -> tuple[Sums, list[Step]] | None:
+        """All products at once, None for weights that don't lie so."""
+        sums, x, out = self._lines()
+        steps = each_steps(self.w, x, out, self.ctx)
+        return None if steps is None else (sums, steps)
+
+    def _lines(self) -> tuple[Sums, torch.Tensor, torch.Tensor]:
+        """The sums, x as [count, tokens, k], and the sums' memory as [count, tokens, m]."""
+        out = self.out if self.free else self._own()
+        shape = (self.batch.count, self.batch.tokens, -1)
+        sums = Sums(out[None], self.x.factors, complete=self.free and self.x.factors is None)
+        return sums, self.x.values.view(shape), out.view(shape)
 
     def _own(self) -> torch.Tensor:
         """Memory like out's, for sums that are not the result yet."""
@@ -371,5 +383,31 @@ class _Job:
         return memory.view(torch.float32).view(self.out.shape)
 
 
+def each_steps(w: Tensor, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step] | None:
+    """w's matrices, each times its own of x, [count, n, k] in half_type(w), to out, f32 [count, n, m], the plain way.
+
+    Of x and out elements of a row lie side by side. None for weights that don't lie one after the other.
+    """
+    kind, m = w.dtype.name, w.ne[1]
+    if packing_of(kind) is not None:
+        packed, steps = ctx.packed(w)
+        return [*steps, *dense.packed_each_steps(packed, m, x, out, ctx)]
+    rare = kind in RARE_TYPES
+    matrices = _in_a_row(block_rows(ctx.view(w)) if rare else ctx.view(w).torch())
+    if matrices is None or not (rare or matrices.dtype is x.dtype):
+        return None
+    if rare:
+        return dense.raw_each_steps(matrices, partial(_rare_values, kind=kind), x, out, ctx)
+    return [partial(dense.multiply_each, x, matrices, out)]
+
+
+def _in_a_row(t: torch.Tensor) -> torch.Tensor | None:
+    """Matrices [a3, a2, rows, ...] as [a3 * a2, rows, ...] in the same memory, None if they don't lie so."""
+    if t.shape[1] == 1:
+        return t[:, 0]
+    even = t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+    return t.flatten(0, 1) if even else None
+
+
 def _rare_values(blocks: torch.Tensor, out: torch.Tensor, kind: str) -> None:
-    dequantize_rare(blocks, kind, out)
+    dequantize_rare(blocks.flatten(0, -2), kind, out)
