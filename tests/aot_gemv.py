@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
     quantize_rows,
 )
 from graphrt.backends.triton.kernels.mul_mat.gemv import Segment, gemv
+from graphrt.backends.triton.kernels.mul_mat.heads import head_gemv
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 
@@ -37,7 +38,22 @@ def _launch(kinds: tuple[str, ...], m: int, k: int, n: int, inline: bool = False
     return gemv(TARGET, [Segment(_weight(kind, m, k), out, m) for kind in kinds], x, **how)
 
 
+def _head_launch(kind: str, m: int, k: int, n: int, heads: int = 16) -> Launch:
+    """A matrix a head, whose results lie side by side for each token."""
+    w = _weight(kind, heads * m, k)
+    x, out = torch.empty(heads, n, k), torch.empty(n, heads, m).transpose(0, 1)
+    return head_gemv(TARGET, w if isinstance(w, Packed) else w.view(heads, m, k), x, out)
+
+
 def _launches() -> Iterator[tuple[str, Launch]]:
+    for kind in (*PACKED_TYPES, "f16", "bf16", "f32"):
+        yield f"head gemv {kind} n=1", _head_launch(kind, 128, 512, 1)
+    for kind in ("q5_0", "q6_K", "f16"):
+        for n in (2, 8):
+            yield f"head gemv {kind} n={n}", _head_launch(kind, 128, 512, n)
+    for n in (1, 8):
+        yield f"head gemv q5_0, short rows n={n}", _head_launch("q5_0", 512, 128, n)
+        yield f"head gemv q4_K, long rows n={n}", _head_launch("q4_K", 128, 1536, n)
     vector = torch.empty(4096)
     for kind in (*PACKED_TYPES, "f16", "bf16", "f32"):
         yield f"gemv {kind} n=1", _launch((kind,), 4096, 4096, 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_archs  # noqa: F401  (more models for tiny)
 import torch
 from tiny import write_model
 
@@ -253,6 +254,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("explain")
     write_model(folder / "llama.gguf", "llama", "Q4_0")
     write_model(folder / "gemma3.gguf", "gemma3")
+    write_model(folder / "deepseek2.gguf", "deepseek2", "Q4_0")
     (folder / "script.py").write_text(SCRIPT)
     return folder
 
@@ -396,6 +398,20 @@ def test_a_product_in_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphrt.backends.triton.kernels.mul_mat.activations.MAX_TWO_PARTS", 0)
     _, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100")
     assert "dp4a on activations rounded to 8 bits" in out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ("1", "1 token for each of 4 matrices: up to 8 take heads.py, dp4a"),
+        ("20", "results written in place: dense.py, weights dequantized to scratch in each run, then the vendor's"),
+        ("80", "more tokens than batch_mma.py and gemm.py take: dense.py"),
+    ],
+)
+def test_a_product_of_heads_in_words(run: Run, tokens: str, said: str) -> None:
+    options = ("--device", "h100", "--phase", "prefill", "--tokens", tokens, "-c", "128", "-b", "128")
+    _, out, _ = run("deepseek2.gguf", "fattn_mla-0", *options)
+    assert said in out and "fusion    head_products" in out, out
 
 
 def test_a_view_and_a_fused_node(run: Run) -> None:

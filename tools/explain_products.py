@@ -63,10 +63,11 @@ def reasons(step: Step) -> Iterator[str]:
     b, names = lower.batch_of(w, x.ne), {launch.kernel for launch in step.launches}
     is_packed = packing_of(w.dtype.name) is not None
     tokens = f"{b.tokens} token{'s' * (b.tokens != 1)}" + (f" for each of {b.count} matrices" if b.count > 1 else "")
-    if names & {"packed_gemv", "dense_gemv"}:
+    of_one, of_heads = names & {"packed_gemv", "dense_gemv"}, names & {"packed_head_gemv", "plain_head_gemv"}
+    if of_one or of_heads:
         parts = "in two parts of" if activations.parts_of(w.ne[0]) == 2 else "to"
         how = f"dp4a on activations rounded {parts} 8 bits" if is_packed else "weights as they are"
-        yield f"{tokens}: up to {gemv.MAX_TOKENS} take gemv.py, {how}"
+        yield f"{tokens}: up to {gemv.MAX_TOKENS} take {'gemv.py' if of_one else 'heads.py'}, {how}"
         return
     yield f"{tokens}: gemv.py {_why_not_gemv(step, b.tokens, b.count, is_packed)}"
     if "batch_wgmma" in names:
@@ -78,7 +79,9 @@ def reasons(step: Step) -> Iterator[str]:
         yield f"up to {limit} tokens: gemm.py; batch_mma.py {_why_not_batch(step, is_packed)}"
     else:
         before = "weights dequantized to scratch in each run, then " if w.dtype.is_quantized else ""
-        yield f"more tokens than batch_mma.py and gemm.py take: dense.py, {before}the vendor's product"
+        in_place = b.count > 1 and lower.takes_gemm(w, b.tokens)
+        why = "results written in place" if in_place else "more tokens than batch_mma.py and gemm.py take"
+        yield f"{why}: dense.py, {before}the vendor's product{' of all matrices' * ('multiply_each' in names)}"
 
 
 def _why_not_gemv(step: Step, tokens: int, count: int, is_packed: bool) -> str:

@@ -26,8 +26,8 @@ from graphrt.tools.subject import Subject
 
 #: Launches that only prepare or finish what the others do; they name a step where it has no others.
 HELPERS = {
-    "round_rows", "finish", "finish_rounded", "classify_blocks", "list_blocks", "sum_units", "flash_attn_fixup", "copy",
-    "fill_table",
+    "round_rows", "finish", "finish_rounded", "rescale_rows", "classify_blocks", "list_blocks", "sum_units",
+    "flash_attn_fixup", "copy", "fill_table",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from graphrt.backend import Group, Region
 from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
+from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
 from graphrt.backends.triton.nodes import Nodes, Pattern, looked_at
 from graphrt.backends.triton.packing import packing_of
 from graphrt.env import FUSE
@@ -246,6 +247,7 @@ def _same_scores(attention: Tensor, lse: Tensor) -> bool:
 #: Patterns by name, in the order in which they are tried: a node belongs to the first group that takes it.
 PATTERNS: dict[str, Pattern] = {
     **EXPERT_PATTERNS,
+    **LATENT_PATTERNS,
     "gate_up_glu": gate_up_glu,
     "projections": projections,
     "norm_rope_cache": norm_rope_cache,

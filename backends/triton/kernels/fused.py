@@ -20,7 +20,7 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
 )
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_TOKENS
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
-from graphrt.backends.triton.kernels.mul_mat.lower import product, takes_order
+from graphrt.backends.triton.kernels.mul_mat.lower import head_products, product, takes_head_gemv, takes_order
 from graphrt.tensor import Tensor
 
 Nodes = Sequence[Tensor]
@@ -31,8 +31,18 @@ MAX_F16 = 65504.0
 def lower_mul_mat(nodes: Nodes, ctx: Context) -> list[Step]:
     """MUL_MAT, with the ADD of a residual if one follows."""
     node, out = nodes[0], nodes[-1]
+    if out is node and takes_head_gemv(source_of(node, 0), source_of(node, 1), ctx):
+        return head_products(source_of(node, 0), source_of(node, 1), ctx.view(out).torch()[0], ctx)
     residual = source_of(out, 1 if out.src[0] is node else 0) if out is not node else None
     return product([source_of(node, 0)], source_of(node, 1), [out], ctx, residual=residual)
+
+
+def lower_head_products(nodes: Nodes, ctx: Context) -> list[Step]:
+    """MUL_MAT of a matrix a head, and the CONT that puts the heads' results side by side for each token."""
+    node, out = nodes
+    m, n, heads, _ = node.ne
+    by_token = ctx.view(out).data.view(n, heads, m)
+    return head_products(source_of(node, 0), source_of(node, 1), by_token.transpose(0, 1), ctx)
 
 
 def lower_projections(nodes: Nodes, ctx: Context) -> list[Step]:
@@ -115,5 +125,6 @@ LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
     "gate_up_glu_rounded": partial(lower_gate_up_glu, rounded=True), "matmul_add": lower_mul_mat,
     **norm.FUSED, **elementwise.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "norm_mul_add_norm": lower_add_norm,
     "add_norm": lower_add_norm, "rope_cache": rope.lower_rope_cache, "norm_rope_cache": rope.lower_rope_cache,
+    "head_products": lower_head_products,
     **experts.FUSED,
 }  # fmt: skip

@@ -61,3 +61,19 @@ def has_codebook(KIND):
 def codebook_word(KIND, i, ADDED=0):
     """Values 4i to 4i + 3 of a codebook, each with ADDED, as the bytes of a number of 32 bits."""
     return sum(((FACTS.value[KIND][5][4 * i + j] + ADDED) & 255) << (8 * j) for j in range(4))
+
+
+@triton.jit
+def planes_from(p_quants, p_high, p_scales, p_supers, group, KIND: tl.constexpr):
+    """A packed matrix's planes, in words of a group each, from a group on that begins a row.
+
+    None for planes that the type lacks; what is returned for these is the scales again.
+    """
+    scales = p_scales + group
+    high = scales
+    if p_high is not None:
+        high = p_high + group * high_bits(KIND)
+    supers = scales
+    if p_supers is not None:
+        supers = p_supers + group // 8
+    return p_quants + group * code_bits(KIND), high, scales, supers

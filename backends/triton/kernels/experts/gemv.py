@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.kinds import code_bits, high_bits
+from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.mul_mat.activations import Activations, Rows, uses_ptx
 from graphrt.backends.triton.kernels.mul_mat.gemv import (
     GemvConfig,
@@ -40,23 +40,13 @@ def _packed_rows(
     G: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of an expert's matrices, of one if KIND1 is "", times row x_row of x_rows: f32 [W, R, 1] each."""
-    groups = expert.to(tl.int64) * m * NG  # the groups before the expert's
-    supers = groups // 8
-    p_quants0 += groups * code_bits(KIND0)
-    p_scales0 += groups
-    if p_high0 is not None:
-        p_high0 += groups * high_bits(KIND0)
-    if p_supers0 is not None:
-        p_supers0 += supers
+    first = expert.to(tl.int64) * m * NG
+    planes = planes_from(p_quants0, p_high0, p_scales0, p_supers0, first, KIND0)
+    planes1 = (None, None, None, None)
     if KIND1 != "":
-        p_quants1 += groups * code_bits(KIND1)
-        p_scales1 += groups
-        if p_high1 is not None:
-            p_high1 += groups * high_bits(KIND1)
-        if p_supers1 is not None:
-            p_supers1 += supers
+        planes1 = planes_from(p_quants1, p_high1, p_scales1, p_supers1, first, KIND1)
     return products(
-        p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1, row,
+        planes[0], planes[1], planes[2], planes[3], planes1[0], planes1[1], planes1[2], planes1[3], row,
         tl.arange(0, 1) + x_row, x_rows, p_q, p_d, p_s, None, 0, None, 0.0, KIND0, KIND1, "q8", PARTS, NG, U, G, PTX,
         False,
     )  # fmt: skip

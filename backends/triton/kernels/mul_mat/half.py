@@ -15,7 +15,7 @@ import torch
 import triton
 
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, finish_rounded, round_rows
+from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, finish_rounded, rescale_rows, round_rows
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Elements that a program handles at a time.
@@ -170,3 +170,15 @@ def finish_as_half(a: Sums, b: Sums, out: torch.Tensor, gate: Gate) -> tuple[Hal
         "B_FACTORS": b.factors is not None, "GLU": gate.kind, "BLOCK": block,
     }  # fmt: skip
     return Half(half, factors), [Launch(finish_rounded, (rows,), args, {"num_warps": warps})]
+
+
+def rescaling(out: torch.Tensor, factors: torch.Tensor | None) -> list[Step]:
+    """What multiplies out, f32 [n, heads, m] with rows of any place, by the factors of its rows, f32 [n * heads]."""
+    if factors is None:
+        return []
+    n, heads, m = out.shape
+    args: dict[str, Any] = {
+        "p_out": out, "p_factors": factors, "stride_0": out.stride(0), "stride_1": out.stride(1), "n_1": heads,
+        "cols": m, "BLOCK": _BLOCK,
+    }  # fmt: skip
+    return [Launch(rescale_rows, (n * heads,), args, {"num_warps": 4})]

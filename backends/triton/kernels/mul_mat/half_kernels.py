@@ -139,3 +139,15 @@ def finish_rounded(
     scale, factor = scaling_of(tl.where(m, y, 0.0))
     tl.store(p_factors + i_row, factor)
     tl.store(p_out + at, (y * scale).to(tl.float16), mask=m)
+
+
+@triton.jit(do_not_specialize=("stride_0", "stride_1", "n_1", "cols"))
+def rescale_rows(p_out, p_factors, stride_0, stride_1, n_1, cols, BLOCK: tl.constexpr):
+    """Program i: row i of out, f32 [.., n_1, cols], times its factor, which for almost all rows is 1."""
+    i_row = tl.program_id(0)
+    factor = tl.load(p_factors + i_row)
+    if factor != 1.0:
+        p_out += (i_row // n_1).to(tl.int64) * stride_0 + (i_row % n_1).to(tl.int64) * stride_1
+        for start in range(0, cols, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            tl.store(p_out + i, tl.load(p_out + i, mask=i < cols) * factor, mask=i < cols)

@@ -1,7 +1,7 @@
 """MUL_MAT: which of the ways a product takes, by type and number of tokens, and its steps.
 
 gemv.py: few tokens times packed weights, activations rounded to 8 bits, of short rows in two parts; never if results
-are to be exact.
+are to be exact. heads.py: the same of a matrix a head.
 batch_mma.py, batch_wgmma.py, batch.py: up to 64 tokens in 16 bits times most packed types, on NVIDIA. gemm.py, few.py:
 the same for the others and elsewhere; all dequantize weights on their way. dense.py: many tokens, weights dequantized
 before.
@@ -33,7 +33,9 @@ from graphrt.backends.triton.kernels.mul_mat.half import (
     copying,
     finish_as_half,
     finish_steps,
+    rescaling,
 )
+from graphrt.backends.triton.kernels.mul_mat.heads import head_gemv
 from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.packing import Packed, PackedBuffer, packing_of
 from graphrt.tensor import Tensor
@@ -131,6 +133,37 @@ def takes_gemv(w: Tensor, x: Tensor | Prepared, ctx: Exactness) -> bool:
     if w.dtype.name in PLAIN:
         return x.dtype.name == "f32" and x.has_contiguous_rows and w.has_contiguous_rows
     return packing_of(w.dtype.name) is not None and not ctx.exact
+
+
+def takes_head_gemv(w: Tensor, x: Tensor, ctx: Exactness) -> bool:
+    """Whether a product of a matrix a head takes heads.py: plain weights times f32 x as they are, packed ones of short
+
+    rows unless exact."""
+    of_heads = w.ne[2] > 1 and w.ne[3] == 1 and x.ne[2:] == w.ne[2:] and x.ne[1] <= MAX_TOKENS
+    if not of_heads or x.dtype.name != "f32" or not x.has_contiguous_rows:
+        return False
+    if w.dtype.name in PLAIN:
+        return w.has_contiguous_rows
+    return packing_of(w.dtype.name) is not None and w.ne[0] <= MAX_INLINE and not ctx.exact
+
+
+def head_products(w: Tensor, x: Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
+    """out, f32 [heads, n, m], of matrices w [k, m, heads] and x, f32 [k, n, heads]; all but f64 weights without gaps.
+
+    Of x and out elements of a row lie side by side, all else of them may lie anywhere.
+    """
+    values = ctx.view(x).torch()[0]
+    if takes_head_gemv(w, x, ctx):
+        if packing_of(w.dtype.name) is None:
+            return [head_gemv(ctx.target, ctx.view(w).torch()[0], values, out)]
+        packed, steps = ctx.packed(w)
+        return [*steps, head_gemv(ctx.target, packed, values, out)]
+    # Rows are rounded in the order in which they lie, a token's heads side by side.
+    half, steps = as_half(values.transpose(0, 1)[None], half_type(w), ctx)
+    heads, n, _ = out.shape
+    made = each_steps(w, half.values.view(n, heads, half.k).transpose(0, 1), out, ctx)
+    assert made is not None
+    return [*steps, *made, *rescaling(out.transpose(0, 1), half.factors)]
 
 
 def _may_share(weights: Sequence[Tensor], gate: Gate) -> bool:
