@@ -14,8 +14,8 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts import hopper, lower
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
-from graphrt.backends.triton.kernels.mul_mat.gemm_configs import table_of
 from graphrt.backends.triton.kernels.mul_mat import batch
+from graphrt.backends.triton.kernels.mul_mat.gemm_configs import table_of
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer

@@ -55,8 +55,9 @@ def _batch_cases(arch: str) -> Iterator[Case]:
         split = None if whole else Split(2, 2, many, few)
         x = Half(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
         outs = [torch.zeros(n, 64)] * (1 if gate else count)
+        biases = [_F32] * count if added or (count > 1 and not gate) else []
         made = batch.launch(
-            target, weights, x, outs, config, outs[0] if added else None, Gate(gate) if gate else None, split
+            target, weights, x, outs, config, biases, outs[0] if added else None, Gate(gate) if gate else None, split
         )
         return f"{arch} batch {kind} {n} {count} {gate} {whole}", made.kernel, made.args, made.options, arch
 
@@ -90,8 +91,9 @@ def _hopper_cases() -> Iterator[Case]:
         fitted = batch_hopper.fitted(config, kind, tokens, target.shared_memory)
         assert fitted is not None
         added = outs[0] if split else None
+        biases = [_F32] * count if split or (count > 1 and not gate) else []
         gated = Gate(gate) if gate else None
-        made = batch_hopper.launch(target, weights, x, outs, fitted, tokens, added, gated, split)
+        made = batch_hopper.launch(target, weights, x, outs, fitted, tokens, biases, added, gated, split)
         form = f"{config.warpgroups}x{config.per_sm} {count} {gate}{'split' if split else ''}"
         return f"sm_90 wgmma {kind} {tokens} {form}", made.kernel, made.args, made.options, "sm_90"
 
@@ -118,9 +120,10 @@ def _case(
     tokens = config.tokens if n == MANY else min(n, config.tokens)
     k = 4096 if even else 4096 + 32 if kind in ("q4_0", "f16") else 4096 + 256 - (config.width > 256)
     args: dict[str, Any] = {
-        "p_factors": _F32, "p_residual": _F32, "p_out": _F32, "m": 4096, "n": tokens, "n_batch": 1, "n_a2": 1,
-        "ratio3": 1, "k": k, "k_steps": -(-k // config.width), "steps_a_split": 4, "n_splits": 2, "ROWS": config.rows,
-        "TOKENS": tokens, "EVEN": even, "SPLIT": split, "HAS_FACTORS": not split, "HAS_RESIDUAL": residual,
+        "p_factors": _F32, "p_bias": _F32, "p_residual": _F32, "p_out": _F32, "m": 4096, "n": tokens,
+        "n_batch": 1, "n_a2": 1, "ratio3": 1, "k": k, "k_steps": -(-k // config.width), "steps_a_split": 4,
+        "n_splits": 2, "ROWS": config.rows, "TOKENS": tokens, "EVEN": even, "SPLIT": split, "HAS_FACTORS": not split,
+        "HAS_BIAS": residual, "HAS_RESIDUAL": residual,
     }  # fmt: skip
     if kind in _PLAIN:
         w = _PLAIN[kind]
@@ -154,8 +157,9 @@ def _others(arch: str) -> Iterator[Case]:
     }  # fmt: skip
     yield f"{arch} finish_rounded", half_kernels.finish_rounded, rounded, _options(arch, 16), arch
     finish: dict[str, Any] = {
-        "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_residual": _F32, "p_out": _F32,
-        "part_stride": 1 << 20, "cols": 4096, "alpha": 1.5, "limit": 7.0, "A_PARTS": 8, "A_FACTORS": True,
-        "B_PARTS": 8, "B_FACTORS": True, "GLU": "swiglu", "HAS_RESIDUAL": True, "ONLY_FACTORS": False, "BLOCK": 1024,
+        "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_bias": _F32, "p_residual": _F32,
+        "p_out": _F32, "part_stride": 1 << 20, "cols": 4096, "alpha": 1.5, "limit": 7.0, "A_PARTS": 8,
+        "A_FACTORS": True, "B_PARTS": 8, "B_FACTORS": True, "GLU": "swiglu", "HAS_BIAS": True, "HAS_RESIDUAL": True,
+        "ONLY_FACTORS": False, "BLOCK": 1024,
     }  # fmt: skip
     yield f"{arch} finish", half_kernels.finish, finish, _options(arch, 4), arch

@@ -30,12 +30,14 @@ def _weight(kind: str, m: int, k: int) -> Packed | torch.Tensor:
     return torch.empty(m, k, dtype=plain[kind]) if kind in plain else Packed.empty(kind, m, k, "cpu")
 
 
-def _launch(kinds: tuple[str, ...], m: int, k: int, n: int, inline: bool = False, **how: Any) -> Launch:
+def _launch(
+    kinds: tuple[str, ...], m: int, k: int, n: int, inline: bool = False, biased: bool = False, **how: Any
+) -> Launch:
     """A product of matrices [m, k] of those types; inline: activations are rounded in the kernel."""
-    out = torch.empty(n * m)
+    out, bias = torch.empty(n * m), torch.empty(m) if biased else None
     plain = kinds[0] in ("f32", "f16", "bf16")
     x = Rows(torch.empty(n * k), n, k, k) if plain or inline else Activations.empty(n, k, "cpu")
-    return gemv(TARGET, [Segment(_weight(kind, m, k), out, m) for kind in kinds], x, **how)
+    return gemv(TARGET, [Segment(_weight(kind, m, k), out, m, bias) for kind in kinds], x, **how)
 
 
 def _head_launch(kind: str, m: int, k: int, n: int, heads: int = 16) -> Launch:
@@ -71,7 +73,11 @@ def _launches() -> Iterator[tuple[str, Launch]]:
     yield "gemv glu", _launch(("q4_K", "q4_K"), 4096, 4096, 1, glu="swiglu")
     yield "gemv plain glu", _launch(("f16", "f16"), 1536, 576, 1, glu="geglu")
     residual = (torch.empty(512), 512)
-    yield "gemv segments", _launch(("q4_K", "q4_K", "q6_K"), 512, 4096, 1, bias=vector, residual=residual)
+    for n in (1, 4, 8):
+        for k in (2048, 4096):
+            kinds = ("q4_K", "q4_K", "q6_K")
+            yield f"gemv segments n={n} k={k}", _launch(kinds, 512, k, n, biased=True, residual=residual)
+        yield f"gemv plain, biased n={n}", _launch(("f16",), 2048, 4096, n, biased=True)
     for n in (1, 2):
         yield (
             f"gemv norm inside n={n}",

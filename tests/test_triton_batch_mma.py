@@ -67,13 +67,13 @@ def test_a_split_of_k(kind: str, ranges: int, steps: int) -> None:
     x, exact = x_of(16, 1280, factors=True)
     out = torch.from_numpy(RNG.standard_normal((16, 48)).astype(np.float32))
     expected, split = exact @ values.T + out.numpy(), _split(ranges, steps, 2)
-    emulate(batch.launch(TARGET, [w], x, [out], SMALL, out, None, split), True)
+    emulate(batch.launch(TARGET, [w], x, [out], SMALL, residual=out, split=split), True)
     assert nmse(out, expected) < 1e-9 and not split.counter.any()
     split = _split(ranges, steps, 3)
     outs, both = [out, torch.empty(16, 48)], _split(ranges, steps, 4)
-    emulate(batch.launch(TARGET, [w, other], x, outs, SMALL, None, None, both), True)
+    emulate(batch.launch(TARGET, [w, other], x, outs, SMALL, split=both), True)
     assert nmse(out, exact @ values.T) < 1e-9
-    emulate(batch.launch(TARGET, [w, other], x, [out], SMALL, None, Gate("reglu"), split), True)
+    emulate(batch.launch(TARGET, [w, other], x, [out], SMALL, gate=Gate("reglu"), split=split), True)
     assert nmse(out, np.maximum(exact @ values.T, 0) * (exact @ u.T)) < 1e-9 and not split.counter.any()
 
 
@@ -89,8 +89,26 @@ def test_several_matrices_and_a_residual(kind: str) -> None:
     weight, values = pairs[0]
     added = torch.from_numpy(RNG.standard_normal((12, 40)).astype(np.float32))
     out = added.clone()
-    emulate(batch.launch(TARGET, [weight], x, [out], SMALL, out), True)
+    emulate(batch.launch(TARGET, [weight], x, [out], SMALL, residual=out), True)
     assert nmse(out, exact @ values.T + added.numpy()) < 1e-9
+
+
+@pytest.mark.parametrize("ranges", [1, 2])
+def test_biases(ranges: int) -> None:
+    """Each matrix's own, once, whatever k is split into; with a residual of a single one."""
+    x, exact = x_of(12, 512, factors=True)
+    pairs = [weight_of("q4_K", m, 512) for m in (40, 32, 7)]
+    biases = [torch.from_numpy(RNG.standard_normal(w.rows).astype(np.float32)) for w, _ in pairs]
+    for count in (1, 2, 3):
+        weights, added = [w for w, _ in pairs[:count]], biases[:count]
+        outs = [torch.full((12, w.rows), float("nan")) for w in weights]
+        split = _split(2, 1, 4) if ranges == 2 else None
+        emulate(batch.launch(TARGET, weights, x, outs, SMALL, added, split=split), True)
+        for out, (_, values), bias in zip(outs, pairs, added):
+            assert nmse(out, exact @ values.T + bias.numpy()) < 1e-9
+    residual = torch.from_numpy(RNG.standard_normal((12, 40)).astype(np.float32))
+    emulate(batch.launch(TARGET, [pairs[0][0]], x, [outs[0]], SMALL, biases[:1], residual), True)
+    assert nmse(outs[0], exact @ pairs[0][1].T + biases[0].numpy() + residual.numpy()) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q8_0"])
@@ -99,7 +117,7 @@ def test_a_gate(kind: str, glu: str) -> None:
     (gate, g), (up, u) = weight_of(kind, 24, 512), weight_of(kind, 24, 512)
     x, exact = x_of(9, 512, factors=True)
     out = torch.full((9, 24), float("nan"))
-    emulate(batch.launch(TARGET, [gate, up], x, [out], SMALL, None, Gate(glu)), True)
+    emulate(batch.launch(TARGET, [gate, up], x, [out], SMALL, gate=Gate(glu)), True)
     with np.errstate(over="ignore"):
         expected = GATES[glu](exact @ g.T) * (exact @ u.T)
     assert nmse(out, expected) < 1e-9
@@ -233,6 +251,12 @@ def test_what_the_backend_launches(arch: str, kernel: str, monkeypatch: pytest.M
     assert nmse(ctx.view(outs[0]).data.view(12, -1), expected) < 1e-9
     assert run(lower.product([up[0]], x, outs[:1], ctx, residual=outs[0])) == ["round_rows", kernel]
     assert nmse(ctx.view(outs[0]).data.view(12, -1), expected + rounded @ up[1].T) < 1e-9
+    biases = [held("f32", (t.ne[1],), RNG.standard_normal(t.ne[1]).astype(np.float32)) for t, _ in pairs]
+    assert run(lower.product([t for t, _ in pairs], x, outs, ctx, biases=biases)) == ["round_rows", kernel, kernel]
+    for out, bias, (_, values) in zip(outs, biases, pairs):
+        assert nmse(ctx.view(out).data.view(12, -1), rounded @ values.T + ctx.view(bias).data.numpy()) < 1e-9
+    steps = lower.product([t for t, _ in pairs], x, outs, ctx, biases=[*biases[:2], None])
+    assert run(steps) == ["round_rows", kernel, kernel, kernel], "in a launch all have biases or none"
     monkeypatch.setattr(batch, "KINDS", ("q6_K",))
     steps = lower.product([t for t, _ in pairs], x, outs, ctx)
     names = [s.kernel.fn.__name__ for s in steps]

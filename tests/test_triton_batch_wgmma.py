@@ -123,6 +123,26 @@ def test_several_matrices_and_a_residual(kind: str, warpgroups: int) -> None:
     assert nmse(out, exact @ values.T + added.numpy()) < 1e-9
 
 
+@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+@pytest.mark.parametrize("ranges", [1, 2])
+def test_biases(warpgroups: int, ranges: int) -> None:
+    """Each matrix's own, once, whatever k is split into; with a residual of a single one."""
+    config = HopperConfig(warpgroups, 2, 2, 4)
+    x, exact = x_of(12, 1024, factors=True)
+    pairs = [weight_of("q4_K", m, 1024) for m in (200, 32, 7)]
+    biases = [torch.from_numpy(RNG.standard_normal(w.rows).astype(np.float32)) for w, _ in pairs]
+    for count in (1, 2, 3):
+        weights, added = [w for w, _ in pairs[:count]], biases[:count]
+        outs = [torch.full((12, w.rows), float("nan")) for w in weights]
+        split = _split(2, 2, 24) if ranges == 2 else None
+        _run(weights, x, outs, config, biases=added, split=split)
+        for out, (_, values), bias in zip(outs, pairs, added):
+            assert nmse(out, exact @ values.T + bias.numpy()) < 1e-9
+    residual = torch.from_numpy(RNG.standard_normal((12, 200)).astype(np.float32))
+    _run([pairs[0][0]], x, [outs[0]], config, biases=biases[:1], residual=residual)
+    assert nmse(outs[0], exact @ pairs[0][1].T + biases[0].numpy() + residual.numpy()) < 1e-9
+
+
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q8_0"])
 @pytest.mark.parametrize("glu", GATES)
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])

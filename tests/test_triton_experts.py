@@ -187,7 +187,8 @@ def test_the_way_of_many_pairs_on_hopper(kind: str, k: int) -> None:
     which = np.where(live, chosen, 0)
     xs = values[x].reshape(tokens, k).astype(np.float64)
     gate, up = (
-        np.einsum("tk,tumk->tum", xs, values[w][which]) + values[b].reshape(n_expert, m)[which] for w, b in zip(weights, biases)
+        np.einsum("tk,tumk->tum", xs, values[w][which]) + values[b].reshape(n_expert, m)[which]
+        for w, b in zip(weights, biases)
     )
     gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
     expected = gate / (1 + np.exp(np.minimum(-1.702 * gate, 700.0))) * (up + 1)

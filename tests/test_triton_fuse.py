@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -109,6 +110,32 @@ def qkv(kind: str, n: int) -> Graph:
     return Graph(*(product(name, source, kind, m) for name, m in (("q", 48), ("k", 16), ("v", 16))))
 
 
+def biased_qkv(kind: str, n: int, which: str = "qkv", v_kind: str | None = None) -> Graph:
+    """q, k and v, those named with biases, of which each is an output of its own."""
+    source, found = x(n), []
+    for name, m in (("q", 48), ("k", 16), ("v", 16)):
+        made = product(name, source, (v_kind if name == "v" else None) or kind, m)
+        found.append(ops.add(made, leaf(f"{name}.bias", m)) if name in which else made)
+    return Graph(*found)
+
+
+def biased(kind: str, n: int, residual: bool = False, k: int = K) -> Graph:
+    made = ops.add(product("w", leaf("x", k, n), kind), leaf("bias", M))
+    return Graph(ops.add(made, leaf("r", M, n)) if residual else made)
+
+
+def biased_sum_then_norm(n: int) -> Graph:
+    """An attention's product with a bias, then the residual's sum and its norm, as gpt-oss has them."""
+    total = ops.add(ops.add(product("o", x(n), m=K), leaf("bias", K)), leaf("r", K, n))
+    return Graph(ops.add(product("down", normed(total), m=K), total))
+
+
+def shared_bias(n: int) -> Graph:
+    """A bias that two products have, and another node reads."""
+    bias = leaf("bias", M)
+    return Graph(*(ops.add(product(name, leaf(f"x_{name}", K, n)), bias) for name in "ab"), ops.sqr(bias))
+
+
 def normed(source: Tensor, name: str = "weight", eps: float = 1e-5) -> Tensor:
     return ops.mul(ops.rms_norm(source, eps), leaf(name, source.ne[0]))
 
@@ -177,6 +204,26 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "residual": (lambda: Graph(ops.add(leaf("r", M, 3), product("w", x()))), "matmul_add", SAME),
     "residual, f32": (lambda: Graph(ops.add(product("w", x(2), "f32"), leaf("r", M, 2))), "matmul_add", SAME),
     "residual, many tokens": (lambda: Graph(ops.add(product("w", x(11)), leaf("r", M, 11))), "matmul_add", SAME),
+    **{
+        f"q, k, v with biases, {kind}, {n} tokens": (partial(biased_qkv, kind, n), "projections", SAME)
+        for kind in ("f32", "f16", "q4_0", "q8_0") for n in (1, 3, 9, 80)
+    },
+    **{
+        f"a bias, {kind}, {n} tokens": (partial(biased, kind, n, k=256), "matmul_add", SAME)
+        for kind in ("f32", "f16", "q4_0", "q4_K", "q8_0", "iq2_xxs") for n in (1, 3, 9, 80)
+    },
+    **{
+        f"a bias and a residual, {kind}, {n} tokens": (partial(biased, kind, n, True), "matmul_add", SAME)
+        for kind in ("f32", "q4_0") for n in (1, 3, 9, 80)
+    },
+    "q and v with biases": (lambda: biased_qkv("q8_0", 3, "qv"), "projections", SAME),
+    "k with a bias": (lambda: biased_qkv("q4_0", 1, "k"), "projections", SAME),
+    "k with a bias, many tokens": (lambda: biased_qkv("f16", 70, "k"), "projections", SAME),
+    "biases of two types": (lambda: biased_qkv("q8_0", 2, v_kind="f16"), "projections", SAME),
+    "biases of two types, many tokens": (lambda: biased_qkv("q8_0", 12, "qv", v_kind="f16"), "projections", SAME),
+    "a bias, then the residual's sum and norm": (lambda: biased_sum_then_norm(3), "add_norm", STEPS),
+    "a bias before that": (lambda: biased_sum_then_norm(2), "matmul_add", STEPS),
+    "a bias of two products": (lambda: shared_bias(3), "matmul_add", SAME),
     "rotation and cache": (lambda: rotated()[0], "rope_cache", SAME),
     "rotation and cache, one token": (lambda: rotated("q8_0", 1)[0], "rope_cache", STEPS),
     "rotation and cache, sequences": (lambda: rotated(n_seq=3)[0], "rope_cache", SAME),
@@ -225,6 +272,22 @@ def _through_a_view() -> Graph:
 def _seen_besides() -> Graph:
     made = product("w", x())
     return Graph(ops.add(made, leaf("r", M, 3)), ops.sqr(ops.view(made, (M, 1))))
+
+
+def _bias_with_gaps() -> Graph:
+    """Every other element of a row."""
+    return Graph(ops.add(product("w", x()), ops.transpose(ops.view(leaf("b", 2, M), (1, M), (8,)))))
+
+
+def _biased_product_is_read() -> Graph:
+    made = product("w", x())
+    return Graph(ops.add(made, leaf("bias", M)), ops.sqr(made))
+
+
+def _biased_product_is_kept() -> Graph:
+    source = x()
+    q, k = (product(name, source) for name in "qk")
+    return Graph(ops.add(q, leaf("q.bias", M)), q, ops.add(k, leaf("k.bias", M)))
 
 
 def _itself() -> Graph:
@@ -316,7 +379,14 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "a product that is an output": (_output, "matmul_add"),
     "a product read through a view": (_through_a_view, "matmul_add"),
     "a product that a view of is read": (_seen_besides, "matmul_add"),
-    "a residual of one row": (lambda: Graph(ops.add(product("w", x()), leaf("r", M))), "matmul_add"),
+    "a bias with gaps": (_bias_with_gaps, "matmul_add"),
+    "a bias of a product that is read besides": (_biased_product_is_read, "matmul_add"),
+    "a bias that is computed": (
+        lambda: Graph(ops.add(product("w", x()), ops.sqr(leaf("r", M)))), "matmul_add",
+    ),
+    "a bias in f16": (lambda: Graph(ops.add(product("w", x()), leaf("r", M, kind="f16"))), "matmul_add"),
+    "a bias of one element": (lambda: Graph(ops.add(product("w", x()), leaf("r", 1))), "matmul_add"),
+    "a bias of each token": (lambda: Graph(ops.add(product("w", x()), leaf("r", 1, 3))), "matmul_add"),
     "a residual in f16": (lambda: Graph(ops.add(product("w", x()), leaf("r", M, 3, kind="f16"))), "matmul_add"),
     "a residual that is the product": (_itself, "matmul_add"),
     "a sum with the product repeated": (lambda: Graph(ops.add(leaf("r", M, 6), product("w", x()))), "matmul_add"),
@@ -351,6 +421,14 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "a sum's norm that not only products read": (_norm_of_sum_read_by_others, "norm_mul_add_norm"),
     "sums of another scale": (_other_sums, "attention_lse"),
 }  # fmt: skip
+
+
+def test_a_bias_stays_apart_from_a_product_that_is_read() -> None:
+    """Of two products of one x the one has its bias in the launch, of the other the sum without it is an output."""
+    graph = _biased_product_is_kept()
+    assert sorted(kernels(graph)) == ["ADD", "projections"]
+    without = results(graph)[1]
+    assert nmse(without, results(Graph(product("q", x())))[0]) <= SAME
 
 
 @pytest.mark.parametrize("why", UNFORMED)

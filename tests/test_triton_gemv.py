@@ -217,14 +217,34 @@ def test_segments_of_different_types(parts: int) -> None:
     for count in (2, 3):
         used = matrices[:count]
         outs = [_out(2, m.packed.rows + 1) for m in used]
-        bias, residual = torch.randn(9), torch.randn(2, 11)
+        residual = torch.randn(2, 11)
         segments = [Segment(m.packed, out, out.shape[1]) for m, out in zip(used, outs)]
-        gemv(TARGET, segments, _activations(x), bias=bias.to(DEVICE), residual=(residual.to(DEVICE), 11),
-             config=GemvConfig(1, 16, 2, 1))()  # fmt: skip
+        gemv(TARGET, segments, _activations(x), residual=(residual.to(DEVICE), 11), config=GemvConfig(1, 16, 2, 1))()
         for i, (m, out) in enumerate(zip(used, outs)):
-            more = (bias + residual[:, :9]).double() if i == 0 else 0.0
-            _check(out[:, :-1], m.values, _rounded(x), more)
+            _check(out[:, :-1], m.values, _rounded(x), residual[:, :9].double() if i == 0 else 0.0)
             assert out[:, -1].isnan().all()
+
+
+@pytest.mark.parametrize("which", [(1, 1, 1), (1, 0, 1), (0, 1, 0), (1,), (0, 1)])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_biases(which: tuple[int, ...], plain: bool, n: int) -> None:
+    """Each matrix's own or none, for every token alike, beside a residual of the first."""
+    x = _vectors(n, 512)
+    matrices = [Matrix("q4_K", m, 512, seed) for seed, m in enumerate((9, 4, 5)[: len(which)])]
+    weights = [torch.randn(m.packed.rows, 512).to(DEVICE) if plain else m.packed for m in matrices]
+    biases = [torch.randn(m.packed.rows) if has else None for m, has in zip(matrices, which)]
+    outs, residual = [_out(n, m.packed.rows) for m in matrices], torch.randn(n, 9)
+    segments = [
+        Segment(w, out, out.shape[1], None if bias is None else bias.to(DEVICE))
+        for w, out, bias in zip(weights, outs, biases)
+    ]
+    given = Rows(x.to(DEVICE), n, 512, 512) if plain else _activations(x)
+    gemv(TARGET, segments, given, residual=(residual.to(DEVICE), 9), config=GemvConfig(1, 16, 2, 1))()
+    for i, (matrix, w, bias, out) in enumerate(zip(matrices, weights, biases, outs)):
+        more = (0.0 if bias is None else bias.double()) + (residual.double() if i == 0 else 0.0)
+        values, exact = (w.cpu().double(), x.double()) if isinstance(w, torch.Tensor) else (matrix.values, _rounded(x))
+        _check(out, values, exact, more)
 
 
 def test_a_residual_may_be_the_result() -> None:

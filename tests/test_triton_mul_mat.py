@@ -199,6 +199,25 @@ def test_a_residual_in_the_memory_of_the_result(kind: str, n: int) -> None:
     run.check(node, lower.product([w], x, [node], run.ctx, residual=node), added)
 
 
+@pytest.mark.parametrize("kind", ["q6_K", "f16", "f32", "iq2_xxs"])
+@pytest.mark.parametrize("n", [3, 9, 65])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_bias_and_a_residual(kind: str, n: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for all tokens, alone and before a residual in the memory of the result. The first token's x, which is as
+
+    good as nothing, has a factor of its own, which the bias must not get."""
+    monkeypatch.setattr(few, "splits_of", lambda *args: splits)
+    run, values = Run(), RNG.standard_normal((n, 768)).astype(np.float32)
+    values[0] *= 1e-9
+    w, x = run.leaf(kind, (768, 33), packed=kind in PACKED_TYPES), run.leaf("f32", (768, n), values)
+    node, bias = run.node(w, x), run.leaf("f32", (33,))
+    run.check(node, lower.product([w], x, [node], run.ctx, biases=[bias]), run.values[bias])
+    added = RNG.standard_normal(node.shape).astype(np.float32)
+    run.hold(node, added)
+    steps = lower.product([w], x, [node], run.ctx, biases=[bias], residual=node)
+    run.check(node, steps, run.values[bias] + added)
+
+
 @pytest.mark.parametrize("gate", [Gate("swiglu"), Gate("geglu"), Gate("reglu"), Gate("swiglu_oai", 1.7, 7.0)], ids=str)
 @pytest.mark.parametrize(("n", "kinds"), [(9, ("q8_0", "q8_0")), (65, ("q8_0", "bf16"))])
 def test_a_gate(gate: Gate, n: int, kinds: tuple[str, str]) -> None:

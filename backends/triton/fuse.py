@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from graphrt.backend import Group, Region
 from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
 from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
-from graphrt.backends.triton.nodes import Nodes, Pattern, looked_at
+from graphrt.backends.triton.nodes import Nodes, Pattern, added_to, is_bias, is_row, looked_at
 from graphrt.backends.triton.packing import packing_of
 from graphrt.env import FUSE
 from graphrt.errors import BackendError
@@ -22,13 +22,6 @@ from graphrt.tensor import Tensor
 
 #: The longest rows of a sum whose norm is taken in the same launch (mul_mat/activations.py).
 MAX_SUM = 8192
-
-
-def _is_row(weight: Tensor | None, of: Tensor) -> bool:
-    """`weight` is one contiguous f32 row as long as `of`'s."""
-    return (
-        weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
-    )
 
 
 def _is_product(node: Tensor) -> bool:
@@ -73,7 +66,7 @@ def add_norm(nodes: Nodes) -> Iterator[Group]:
     for total in nodes.of("ADD"):
         sources = list(total.sources())
         following = _norm_of_sum(nodes, total) if all(_are_whole_rows(s) for s in sources) else None
-        if following is not None and not any(_sum_with(nodes, s) is not None for s in sources):
+        if following is not None and not any(_is_product(s) and nodes.only_reader(s) is total for s in sources):
             yield Group([total, *following], kernel="add_norm", results=[total, following[1]])
 
 
@@ -93,7 +86,7 @@ def _norm_of_sum(nodes: Nodes, total: Tensor) -> tuple[Tensor, Tensor] | None:
 def _scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
     """The MUL by a row of weights that alone reads a norm."""
     scaled = nodes.only_reader(norm)
-    if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not _is_row(scaled.src[1], norm):
+    if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not is_row(scaled.src[1], norm):
         return None
     return scaled
 
@@ -127,33 +120,38 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
 
 
 def projections(nodes: Nodes) -> Iterator[Group]:
-    """Two or three MUL_MATs of one x: q, k and v."""
+    """Two or three MUL_MATs of one x, each with the ADD of its bias if there is one: q, k and v."""
     for x in dict.fromkeys(n.src[1] for n in nodes.of("MUL_MAT")):
         assert x is not None
         found = [n for n in nodes.readers(x) if _is_product(n) and n.src[1] is x]
         if 2 <= len(found) <= 3:
-            yield Group(found, kernel="projections", results=list(found))
+            biased = [_with_bias(nodes, n) for n in found]
+            both = [n for pair in zip(found, biased) for n in dict.fromkeys(pair)]
+            yield Group(both, kernel="projections", results=biased)
 
 
 def matmul_add(nodes: Nodes) -> Iterator[Group]:
-    """MUL_MAT, then ADD of a residual of the same shape."""
-    for product in nodes.of("MUL_MAT"):
-        total = _sum_with(nodes, product)
-        if total is not None:
-            yield Group([product, total], kernel="matmul_add")
+    """MUL_MAT, then ADD of a bias, of a residual of the same shape, or of one after the other."""
+    for product in filter(_is_product, nodes.of("MUL_MAT")):
+        biased = _with_bias(nodes, product)
+        total = _sum_of(nodes, biased)
+        if total is not None and _are_whole_rows(residual := added_to(biased, total)) and residual.ne == total.ne:
+            yield Group(list(dict.fromkeys([product, biased, total])), kernel="matmul_add")
+        if biased is not product:  # also where another group has taken the residual
+            yield Group([product, biased], kernel="matmul_add")
 
 
-def _sum_with(nodes: Nodes, product: Tensor) -> Tensor | None:
-    """The ADD of a MUL_MAT and a residual of its shape, if it is one launch with the product."""
-    if not _is_product(product):
-        return None
-    total = nodes.only_reader(product)
-    if total is None or total.op != "ADD" or total.ne != product.ne:
-        return None
-    residual = total.src[1] if total.src[0] is product else total.src[0]
-    assert residual is not None
-    fits = residual is not product and residual.ne == total.ne and _are_whole_rows(residual)
-    return total if fits else None
+def _with_bias(nodes: Nodes, product: Tensor) -> Tensor:
+    """The ADD of a bias that alone reads a product; the product, if there is none."""
+    total = _sum_of(nodes, product)
+    return total if total is not None and is_bias(added_to(product, total), product) else product
+
+
+def _sum_of(nodes: Nodes, t: Tensor) -> Tensor | None:
+    """The ADD, of t's shape, of t and another tensor, if nobody else reads t."""
+    total = nodes.only_reader(t)
+    same = total is not None and total.op == "ADD" and total.ne == t.ne and total.src[0] is not total.src[1]
+    return total if same else None
 
 
 def softcap(nodes: Nodes) -> Iterator[Group]:

@@ -23,6 +23,25 @@ def looked_at(t: Tensor) -> Tensor:
     return t
 
 
+def added_to(t: Tensor, total: Tensor) -> Tensor:
+    """What an ADD of `t` and another tensor adds to it."""
+    other = total.src[1] if total.src[0] is t else total.src[0]
+    assert other is not None
+    return other
+
+
+def is_row(weight: Tensor | None, of: Tensor) -> bool:
+    """`weight` is one contiguous f32 row as long as `of`'s."""
+    return (
+        weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
+    )
+
+
+def is_bias(t: Tensor, of: Tensor) -> bool:
+    """`t` is a row that all tokens of a product get alike, and no kernel writes it."""
+    return t.is_leaf and is_row(t, of)
+
+
 class Nodes:
     """A region's nodes as patterns ask for them. Views are not among them: what reads a view reads what it looks at."""
 

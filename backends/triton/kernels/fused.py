@@ -21,6 +21,7 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
 from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_TOKENS
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.kernels.mul_mat.lower import head_products, product, takes_head_gemv, takes_order
+from graphrt.backends.triton.nodes import added_to, is_bias
 from graphrt.tensor import Tensor
 
 Nodes = Sequence[Tensor]
@@ -29,12 +30,22 @@ MAX_F16 = 65504.0
 
 
 def lower_mul_mat(nodes: Nodes, ctx: Context) -> list[Step]:
-    """MUL_MAT, with the ADD of a residual if one follows."""
-    node, out = nodes[0], nodes[-1]
-    if out is node and takes_head_gemv(source_of(node, 0), source_of(node, 1), ctx):
-        return head_products(source_of(node, 0), source_of(node, 1), ctx.view(out).torch()[0], ctx)
-    residual = source_of(out, 1 if out.src[0] is node else 0) if out is not node else None
-    return product([source_of(node, 0)], source_of(node, 1), [out], ctx, residual=residual)
+    """MUL_MATs of one x, after each the ADD of its bias if there is one; after a single one that of a residual too."""
+    made = [n for n in nodes if n.op == "MUL_MAT"]
+    w, x = made[0].sources()
+    if len(nodes) == 1 and takes_head_gemv(w, x, ctx):
+        return head_products(w, x, ctx.view(nodes[0]).torch()[0], ctx)
+    outs, residual = list(made), None
+    biases: list[Tensor | None] = [None] * len(made)
+    for total in (n for n in nodes if n.op == "ADD"):
+        i = next(i for i, out in enumerate(outs) if out in total.src)
+        other = added_to(outs[i], total)
+        if is_bias(other, total) and biases[i] is None:
+            biases[i] = other
+        else:
+            residual = other
+        outs[i] = total
+    return product([source_of(n, 0) for n in made], x, outs, ctx, biases=biases, residual=residual)
 
 
 def lower_head_products(nodes: Nodes, ctx: Context) -> list[Step]:
@@ -43,11 +54,6 @@ def lower_head_products(nodes: Nodes, ctx: Context) -> list[Step]:
     m, n, heads, _ = node.ne
     by_token = ctx.view(out).data.view(n, heads, m)
     return head_products(source_of(node, 0), source_of(node, 1), by_token.transpose(0, 1), ctx)
-
-
-def lower_projections(nodes: Nodes, ctx: Context) -> list[Step]:
-    """MUL_MATs of one x."""
-    return product([source_of(n, 0) for n in nodes], source_of(nodes[0], 1), nodes, ctx)
 
 
 def lower_gate_up_glu(nodes: Nodes, ctx: Context, rounded: bool = False) -> list[Step]:
@@ -121,7 +127,7 @@ def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> 
 
 
 LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
-    "projections": lower_projections, "gate_up_glu": lower_gate_up_glu,
+    "projections": lower_mul_mat, "gate_up_glu": lower_gate_up_glu,
     "gate_up_glu_rounded": partial(lower_gate_up_glu, rounded=True), "matmul_add": lower_mul_mat,
     **norm.FUSED, **elementwise.FUSED, "norm_mul_rounded": lower_norm_mul_rounded, "norm_mul_add_norm": lower_add_norm,
     "add_norm": lower_add_norm, "rope_cache": rope.lower_rope_cache, "norm_rope_cache": rope.lower_rope_cache,

@@ -110,9 +110,10 @@ def launch(
     row_tiles = triton.cdiv(m, form.tile * c.warpgroups)
     args: dict[str, Any] = {
         **_planes("", matrices[0]), **_planes("_up", matrices[-1]), "p_factors": x.factors,
-        "alpha": gate.alpha if gate else 0.0, "limit": gate.limit if gate else 0.0, "p_tiles": tiles, "n_columns": tiles.shape[0],
-        "p_sorted": pairs.sorted, "p_out": out, "n_expert": pairs.n_expert, "m": m, "row_tiles": row_tiles, "k": k,
-        "x_desc": TensorDescriptor(x.values, [x.rows, x.k], [x.k, 1], [c.tokens, 64], x_shared()), "form": form,
+        "alpha": gate.alpha if gate else 0.0, "limit": gate.limit if gate else 0.0, "p_tiles": tiles,
+        "n_columns": tiles.shape[0], "p_sorted": pairs.sorted, "p_out": out, "n_expert": pairs.n_expert, "m": m,
+        "x_desc": TensorDescriptor(x.values, [x.rows, x.k], [x.k, 1], [c.tokens, 64], x_shared()),
+        "row_tiles": row_tiles, "k": k, "form": form,
     }  # fmt: skip
     grid = (min(target.sm_count, tiles.shape[0] * row_tiles),)
     return Launch(expert_wgmma, grid, args, launch_options(target, 4) | {"maxnreg": at_start})

@@ -79,9 +79,9 @@ def read(p):
 
 @gluon.jit
 def look_up(tile, order):
-    """(group, first place, place past the last one, tile of rows) of a tile. Past the last one the group is over n_expert;
+    """(group, first place, place past the last one, tile of rows) of a tile: the group is an expert, n_expert for pairs
 
-    group n_expert has the pairs whose ids are no experts'."""
+    whose ids are none's, and more past the last tile."""
     p_tiles, p_sorted, n_columns, n_expert, m, row_tiles = order
     column = tile // row_tiles
     p_tiles += gl.minimum(column, n_columns - 1) * 4
@@ -307,14 +307,12 @@ def deliver(
     p_out, p_factors, p_bias, bias_step, p_bias_up, bias_up_step, alpha, limit = results
     TOKENS: gl.constexpr = form.tokens
     GLU: gl.constexpr = form.glu
+    R: gl.constexpr = form.tile
+    up = y
     if form.pair:
-        R: gl.constexpr = 32
         y, up = gl.split(gl.permute(gl.reshape(y, [4, 2, 8, TOKENS]), (0, 2, 3, 1)))
         y = gl.reshape(y, [R, TOKENS])
         up = gl.reshape(up, [R, TOKENS])
-    else:
-        R: gl.constexpr = 64
-        up = y
     L: gl.constexpr = y.type.layout
     row = first_row + axis_index(L, 2, 0, R)
     token = axis_index(L, 2, 1, TOKENS)
@@ -338,18 +336,21 @@ def deliver(
     gl.store(p_out + (pair.to(gl.int64) * m + row), y, mask=(row < m) & live)
 
 
-@gluon.jit(do_not_specialize=("bias_step", "bias_up_step", "alpha", "limit", "n_columns", "n_expert", "m", "row_tiles", "k"))
+@gluon.jit(
+    do_not_specialize=("bias_step", "bias_up_step", "alpha", "limit", "n_columns", "n_expert", "m", "row_tiles", "k")
+)
 def expert_wgmma(
     p_quants, p_high, p_scales, p_supers, p_quants_up, p_high_up, p_scales_up, p_supers_up, x_desc, p_factors,
-    p_bias, bias_step, p_bias_up, bias_up_step, alpha, limit, p_tiles, n_columns, p_sorted, p_out, n_expert, m, row_tiles, k,
-    form: gl.constexpr,
+    p_bias, bias_step, p_bias_up, bias_up_step, alpha, limit, p_tiles, n_columns, p_sorted, p_out, n_expert, m,
+    row_tiles, k, form: gl.constexpr,
 ):  # fmt: skip
     """x_desc: of x f16 [pairs, k rounded up to 128] in order of `sorted`, in blocks [tokens, 64]; factors: f32 [pairs],
 
     what products of these rows are multiplied by; planes: of all experts, m rows of k elements each, a multiple of 32
     and over 128 (256 where the type has supers); of quants and high int32, of scales integers of what a group has, of
     supers integers of what 256 elements have. bias: f32, rows bias_step apart, or None; up: with a gate, its other
-    matrix. tiles, sorted: pairs.py's, of tiles n_columns. out: f32 [pairs, m]. row_tiles: of a matrix. Four warps at launch.
+    matrix. tiles, sorted: pairs.py's, of tiles n_columns. out: f32 [pairs, m]. row_tiles: of a matrix. Four warps at
+    launch.
     """
     KIND: gl.constexpr = form.kind
     planes = (p_quants, p_high, p_scales, p_supers)

@@ -140,12 +140,13 @@ def takes_order(target: Target, kind: str, k: int, n: int) -> bool:
 
 def product(
     weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], ctx: Context,
-    residual: torch.Tensor | None = None, gate: Gate | None = None, config: BatchConfig | HopperConfig | None = None,
+    biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
+    config: BatchConfig | HopperConfig | None = None,
 ) -> Launch:  # fmt: skip
     """x times weights of which fits(), aligned() and takes_together() are true, in one launch.
 
-    outs: f32 [n, m] of each, or one with a gate. residual: f32 like the only out, which it may be. x is ordered if
-    takes_order().
+    outs: f32 [n, m] of each, or one with a gate. biases: f32 [m] of each, or none. residual: f32 like the only out,
+    which it may be. x is ordered if takes_order().
     """
     kind, m = weights[0].kind, sum(w.rows for w in weights)
     if config is None and x.ordered:
@@ -156,8 +157,9 @@ def product(
     tiles = tiles_of(weights, config.rows, gate)
     split = _split(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)
     if isinstance(config, HopperConfig):
-        return batch_hopper.launch(ctx.target, weights, x, outs, config, padded_tokens(x.rows), residual, gate, split)
-    return launch(ctx.target, weights, x, outs, config, residual, gate, split)
+        tokens = padded_tokens(x.rows)
+        return batch_hopper.launch(ctx.target, weights, x, outs, config, tokens, biases, residual, gate, split)
+    return launch(ctx.target, weights, x, outs, config, biases, residual, gate, split)
 
 
 def _split(
@@ -178,17 +180,19 @@ def _split(
 
 def launch(
     target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: BatchConfig,
-    residual: torch.Tensor | None = None, gate: Gate | None = None, split: Split | None = None,
+    biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
+    split: Split | None = None,
 ) -> Launch:  # fmt: skip
     """As product(), with k split as it is told."""
     assert residual is None or len(weights) == 1
+    assert not biases or (gate is None and len(biases) == len(weights))
     ranges = split.ranges if split else 1
-    args = arguments(weights, x, outs, residual, split, triton.cdiv(x.k, config.step))
+    args = arguments(weights, x, outs, biases, residual, split, triton.cdiv(x.k, config.step))
     args |= {
         "p_x": x.values, "KIND": weights[0].kind, "ROWS": config.rows, "TOKENS": padded_tokens(x.rows), "WK": config.wk,
         "STAGES": config.stages, "EARLY": min(config.early, config.stages - 1), "SEGMENTS": 1 if gate else len(weights),
         "GLU": gate.kind if gate else "", "SPLIT": ranges > 1, "HAS_FACTORS": x.factors is not None,
-        "HAS_RESIDUAL": residual is not None, "PDL": target.has_pdl,
+        "HAS_BIAS": bool(biases), "HAS_RESIDUAL": residual is not None, "PDL": target.has_pdl,
     }  # fmt: skip
     grid = (tiles_of(weights, config.rows, gate) * ranges,)
     options = launch_options(target, config.warps)

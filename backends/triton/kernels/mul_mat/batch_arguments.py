@@ -45,8 +45,8 @@ def row_bytes(kind: str) -> int:
 
 
 def arguments(
-    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], residual: torch.Tensor | None,
-    split: Split | None, steps: int,
+    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor],
+    residual: torch.Tensor | None, split: Split | None, steps: int,
 ) -> dict[str, Any]:  # fmt: skip
     """All but x and what is fixed when a kernel is compiled. steps: of all of k. For what lacks stands outs[0]."""
     none = outs[0]
@@ -57,7 +57,8 @@ def arguments(
         "steps_a_split": split.steps if split else steps,
     }  # fmt: skip
     for i in range(MAX_SEGMENTS):
-        args |= _segment(i, weights[min(i, len(weights) - 1)], outs[min(i, len(outs) - 1)])
+        out = outs[min(i, len(outs) - 1)]
+        args |= _segment(i, weights[min(i, len(weights) - 1)], out, biases[i] if i < len(biases) else none)
     return args
 
 
@@ -66,9 +67,9 @@ def scale_words(w: Packed) -> torch.Tensor:
     return w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
 
 
-def _segment(i: int, w: Packed, out: torch.Tensor) -> dict[str, Any]:
+def _segment(i: int, w: Packed, out: torch.Tensor, bias: torch.Tensor) -> dict[str, Any]:
     """The i-th matrix. Supers: as int32; for what isn't there stand quants."""
     supers = w.quants if w.supers is None else w.words(w.supers)
     planes = (w.quants, w.quants if w.high is None else w.high, scale_words(w), supers)
     named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
-    return named | {f"p_out{i}": out, f"m{i}": w.rows}
+    return named | {f"p_out{i}": out, f"p_bias{i}": bias, f"m{i}": w.rows}

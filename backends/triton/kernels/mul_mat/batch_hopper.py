@@ -93,7 +93,8 @@ def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> Hopper
 
 def launch(
     target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, tokens: int,
-    residual: torch.Tensor | None = None, gate: Gate | None = None, split: Split | None = None,
+    biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
+    split: Split | None = None,
 ) -> Launch:  # fmt: skip
     """As batch.launch(), of x in the order that batch_wgmma.py wants. split: in chunks."""
     per_thread = min(255, REGISTERS // (config.per_sm * 128 * (config.warpgroups + 1))) // 8 * 8
@@ -101,10 +102,11 @@ def launch(
     form = Form(
         kind=weights[0].kind, tokens=tokens, warpgroups=config.warpgroups, chunk=config.chunk, stages=config.stages,
         x_stages=config.x_stages, segments=1 if gate else len(weights), glu=gate.kind if gate else "",
-        split=split is not None, has_factors=x.factors is not None, has_residual=residual is not None,
-        pdl=target.has_pdl, registers=(min(255, left // config.warpgroups) // 8 * 8, _PRODUCER),
+        split=split is not None, has_factors=x.factors is not None, has_bias=bool(biases),
+        has_residual=residual is not None, pdl=target.has_pdl,
+        registers=(min(255, left // config.warpgroups) // 8 * 8, _PRODUCER),
     )  # fmt: skip
-    args = arguments(weights, x, outs, residual, split, -(-x.k // config.step))
+    args = arguments(weights, x, outs, biases, residual, split, -(-x.k // config.step))
     args |= {"x_desc": TensorDescriptor(x.values, [x.rows, x.k], [x.k, 1], [tokens, 64], x_shared()), "form": form}
     tiles = tiles_of(weights, config.rows, gate)
     options = launch_options(target, 4) | {"maxnreg": per_thread}

@@ -365,9 +365,7 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
         top = gl.convert_layout(top, L, assert_trivial=True)
     elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
         asm: gl.constexpr = _e2m1_asm() if KIND == "mxfp4" else _codebook_asm(KIND)
-        low, top = gl.inline_asm_elementwise(
-            asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-        )
+        low, top = gl.inline_asm_elementwise(asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     else:
         low = words & 0x0F0F0F0F
         if keeps_shift(KIND):
@@ -435,8 +433,9 @@ def gated(gate, up, KIND: gl.constexpr):
 
 @gluon.jit
 def deliver(
-    acc, p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
-    GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    acc, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
+    GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """The warps' sums [WK, ROWS, TOKENS], added up in order, to hand_over()."""
     WK: gl.constexpr = acc.shape[0]
@@ -445,15 +444,16 @@ def deliver(
     L: gl.constexpr = sums_layout(WK, ROWS, TOKENS, gl.num_warps(), GLU != "")
     sums = gl.allocate_shared_memory(gl.float32, [WK, ROWS, TOKENS], sums_shared(WK, ROWS, TOKENS), acc)
     hand_over(
-        gl.sum(sums.load(L), 0), p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split,
-        n_splits, GLU, SPLIT, HAS_FACTORS, HAS_RESIDUAL,
+        gl.sum(sums.load(L), 0), p_out, p_factors, p_bias, p_residual, p_parts, p_counter, first_row, m, n, tile,
+        i_split, n_splits, GLU, SPLIT, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 
 @gluon.jit
 def hand_over(
-    y, p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
-    GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    y, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
+    GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """A tile's sums [ROWS, TOKENS] to out [n, m]. With SPLIT the last of a tile's programs adds the parts of all.
 
@@ -474,15 +474,15 @@ def hand_over(
             y = gl.load(p_first + at, cache_modifier=".cg")  # past the L1 cache: others wrote it
             for i in range(1, n_splits):
                 y += gl.load(p_first + i * (ROWS * TOKENS) + at, cache_modifier=".cg")
-            write(y, p_out, p_factors, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_RESIDUAL)
+            write(y, p_out, p_factors, p_bias, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
     else:
-        write(y, p_out, p_factors, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_RESIDUAL)
+        write(y, p_out, p_factors, p_bias, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
 
 
 @gluon.jit
 def write(
-    y, p_out, p_factors, p_residual, first_row, m, n,
-    GLU: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    y, p_out, p_factors, p_bias, p_residual, first_row, m, n,
+    GLU: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """A tile's sums [ROWS, TOKENS] to out [n, m], times the tokens' factors, with what is to be done to them."""
     ROWS: gl.constexpr = y.shape[0]
@@ -506,6 +506,8 @@ def write(
         y = gated(y, up, GLU)
     at = token * m + row
     stored = (row < m) & (token < n)
+    if HAS_BIAS:
+        y += gl.load(p_bias + row, mask=row < m, other=0.0)
     if HAS_RESIDUAL:
         y += gl.load(p_residual + at, mask=stored, other=0.0)
     gl.store(p_out + at, y, mask=stored)
@@ -513,38 +515,38 @@ def write(
 
 @gluon.jit
 def matrix_of(tile, matrices, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, PAIR: gl.constexpr):
-    """(the number of a tile in its matrix, this one's planes, those of its up, out, m). matrices: of each of three
+    """(the number of a tile in its matrix, this one's planes, those of its up, out, bias, m). matrices: of each of
 
-    (planes, out, m); with PAIR the first's up is the second."""
-    planes, p_out, m = matrices[0]
+    three (planes, out, bias, m); with PAIR the first's up is the second."""
+    planes, p_out, p_bias, m = matrices[0]
     planes_up = planes
     if PAIR:
-        planes_up, _, _ = matrices[1]
+        planes_up, _, _, _ = matrices[1]
     elif SEGMENTS > 1:
         tiles0 = (m + ROWS - 1) // ROWS
-        planes1, p_out1, m1 = matrices[1]
+        planes1, p_out1, p_bias1, m1 = matrices[1]
         tiles1 = (m1 + ROWS - 1) // ROWS
         if SEGMENTS > 2 and tile >= tiles0 + tiles1:
             tile -= tiles0 + tiles1
-            planes, p_out, m = matrices[2]
+            planes, p_out, p_bias, m = matrices[2]
         elif tile >= tiles0:
             tile -= tiles0
-            planes, p_out, m = planes1, p_out1, m1
+            planes, p_out, p_bias, m = planes1, p_out1, p_bias1, m1
         planes_up = planes
-    return tile, planes, planes_up, p_out, m
+    return tile, planes, planes_up, p_out, p_bias, m
 
 
 @gluon.jit(
     do_not_specialize=["m0", "m1", "m2", "n", "k", "n_splits", "steps_a_split"],
 )
 def batch_mma(
-    p_quants0, p_high0, p_scales0, p_supers0, p_out0, m0,
-    p_quants1, p_high1, p_scales1, p_supers1, p_out1, m1,
-    p_quants2, p_high2, p_scales2, p_supers2, p_out2, m2,
+    p_quants0, p_high0, p_scales0, p_supers0, p_out0, p_bias0, m0,
+    p_quants1, p_high1, p_scales1, p_supers1, p_out1, p_bias1, m1,
+    p_quants2, p_high2, p_scales2, p_supers2, p_out2, p_bias2, m2,
     p_x, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split,
     KIND: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, SEGMENTS: gl.constexpr, GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """x: f16 [n, k], k a multiple of 128 (256 where the type has supers); out: f32 [n, m] of each of SEGMENTS matrices
 
@@ -552,9 +554,9 @@ def batch_mma(
 
     GLU: its kind: matrices 0 and 1 are a gate and an up, and out0 gets activation(gate) * up; else "". SPLIT: k is in
     n_splits ranges of steps_a_split steps of 128 * WK, a program each; parts: f32 [tiles, n_splits, TOKENS, ROWS];
-    counter: int32 [tiles], zeros. factors: f32 [n], of x's rows; residual: f32 [n, m], is added to out (one matrix, no
-    GLU) and may be it. EARLY: steps whose weights are asked for before the launch before is done. Programs: tiles *
-    n_splits.
+    counter: int32 [tiles], zeros. factors: f32 [n], of x's rows; bias: f32 [m], of each matrix (no GLU); residual: f32
+    [n, m], is added to out (one matrix, no GLU) and may be it. EARLY: steps whose weights are asked for before the
+    launch before is done. Programs: tiles * n_splits.
     """
     WR: gl.constexpr = gl.num_warps() // WK
     PAIR: gl.constexpr = GLU != ""
@@ -565,12 +567,12 @@ def batch_mma(
         i_split = tile % n_splits
         tile = tile // n_splits
     matrices = (
-        ((p_quants0, p_high0, p_scales0, p_supers0), p_out0, m0),
-        ((p_quants1, p_high1, p_scales1, p_supers1), p_out1, m1),
-        ((p_quants2, p_high2, p_scales2, p_supers2), p_out2, m2),
+        ((p_quants0, p_high0, p_scales0, p_supers0), p_out0, p_bias0, m0),
+        ((p_quants1, p_high1, p_scales1, p_supers1), p_out1, p_bias1, m1),
+        ((p_quants2, p_high2, p_scales2, p_supers2), p_out2, p_bias2, m2),
     )
     i_tile = tile
-    tile, planes, planes_up, p_out, m = matrix_of(tile, matrices, ROWS, SEGMENTS, PAIR)
+    tile, planes, planes_up, p_out, p_bias, m = matrix_of(tile, matrices, ROWS, SEGMENTS, PAIR)
     first_row = tile * TILE
     left = m - first_row
     n_q = k // 128
@@ -613,6 +615,6 @@ def batch_mma(
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
     deliver(
-        acc, p_out, p_factors, p_residual, p_parts, p_counter, first_row, m, n, i_tile, i_split, n_splits,
-        GLU, SPLIT, HAS_FACTORS, HAS_RESIDUAL,
+        acc, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, first_row, m, n, i_tile, i_split, n_splits,
+        GLU, SPLIT, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip

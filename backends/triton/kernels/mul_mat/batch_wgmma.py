@@ -66,6 +66,7 @@ class Form:
     glu: str
     split: bool
     has_factors: bool
+    has_bias: bool
     has_residual: bool
     pdl: bool
     registers: tuple[int, int]
@@ -191,7 +192,7 @@ def consume(
     rings, x_ring, barriers, pointers, work, wg: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its rows' sums over all steps, then out."""
-    p_out, p_factors, p_residual, p_parts, p_counter = pointers
+    p_out, p_factors, p_bias, p_residual, p_parts, p_counter = pointers
     first_row, m, n, k, first, count, turn, i_tile, i_split, n_splits = work
     KIND: gl.constexpr = form.kind
     GLU: gl.constexpr = form.glu
@@ -215,16 +216,17 @@ def consume(
     if form.pdl:
         gdc_wait()
     hand_over(
-        sums, p_out, p_factors, p_residual, p_parts, p_counter, first_row + wg * form.tile, m, n,
-        i_tile * form.warpgroups + wg, i_split, n_splits, GLU, form.split, form.has_factors, form.has_residual,
+        sums, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, first_row + wg * form.tile, m, n,
+        i_tile * form.warpgroups + wg, i_split, n_splits, GLU, form.split, form.has_factors, form.has_bias,
+        form.has_residual,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=("m0", "m1", "m2", "n", "k", "n_splits", "steps_a_split"))
 def batch_wgmma(
-    p_quants0, p_high0, p_scales0, p_supers0, p_out0, m0,
-    p_quants1, p_high1, p_scales1, p_supers1, p_out1, m1,
-    p_quants2, p_high2, p_scales2, p_supers2, p_out2, m2,
+    p_quants0, p_high0, p_scales0, p_supers0, p_out0, p_bias0, m0,
+    p_quants1, p_high1, p_scales1, p_supers1, p_out1, p_bias1, m1,
+    p_quants2, p_high2, p_scales2, p_supers2, p_out2, p_bias2, m2,
     x_desc, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split, form: gl.constexpr,
 ):  # fmt: skip
     """batch_mma's arguments, but: x_desc of x f16 [n, k] in the order above, in blocks [tokens, 64]; steps_a_split in
@@ -238,13 +240,14 @@ def batch_wgmma(
         i_split = tile % n_splits
         tile = tile // n_splits
     matrices = (
-        ((p_quants0, p_high0, p_scales0, p_supers0), p_out0, m0),
-        ((p_quants1, p_high1, p_scales1, p_supers1), p_out1, m1),
-        ((p_quants2, p_high2, p_scales2, p_supers2), p_out2, m2),
+        ((p_quants0, p_high0, p_scales0, p_supers0), p_out0, p_bias0, m0),
+        ((p_quants1, p_high1, p_scales1, p_supers1), p_out1, p_bias1, m1),
+        ((p_quants2, p_high2, p_scales2, p_supers2), p_out2, p_bias2, m2),
     )
     i_tile = tile
-    tile, planes, planes_up, p_out, m = matrix_of(tile, matrices, form.tile * form.warpgroups, form.segments, form.pair)
-    first_row = tile * (form.tile * form.warpgroups)
+    TILE: gl.constexpr = form.tile * form.warpgroups
+    tile, planes, planes_up, p_out, p_bias, m = matrix_of(tile, matrices, TILE, form.segments, form.pair)
+    first_row = tile * TILE
     first = i_split * steps_a_split
     count = gl.minimum(first + steps_a_split, gl.cdiv(k, 128 * form.chunk)) - first
     turn = i_tile % count
@@ -257,7 +260,7 @@ def batch_wgmma(
     x_full = make_barriers(form.x_stages, 1)
     x_empty = make_barriers(form.x_stages, form.warpgroups)
     barriers = (full, empty, x_full, x_empty)
-    pointers = (p_out, p_factors, p_residual, p_parts, p_counter)
+    pointers = (p_out, p_factors, p_bias, p_residual, p_parts, p_counter)
     work = (first_row, m, n, k, first, count, turn, i_tile, i_split, n_splits)
     copies = (rings, x_ring, barriers, planes, planes_up, x_desc, first_row, m, k, first, count, turn)
     if form.warpgroups == 1:

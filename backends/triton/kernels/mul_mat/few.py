@@ -42,10 +42,12 @@ def splits_of(target: Target, config: Config, tiles: int, k_steps: int) -> int:
 
 
 def packed_product(
-    packed: Packed, m: int, x: Half, batch: Batch, out: torch.Tensor, residual: torch.Tensor | None, ctx: Context,
-    place: int = 0, config: Config | None = None,
+    packed: Packed, m: int, x: Half, batch: Batch, out: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, ctx: Context, place: int = 0, config: Config | None = None,
 ) -> tuple[Sums, list[Step]]:  # fmt: skip
-    """x times packed matrices of m rows each. out: f32 [batches * tokens, m]; residual: the same, contiguous, or None.
+    """x times packed matrices of m rows each. out: f32 [batches * tokens, m]; bias: f32 [m] or None; residual: like
+
+    out, contiguous, or None.
 
     place: products of different places may be unfinished at the same time.
     """
@@ -59,12 +61,12 @@ def packed_product(
         "p_supers": packed.quants if packed.supers is None else packed.words(packed.supers),
         "GROUPS": groups, "PTX": ctx.target.is_nvidia,
     }  # fmt: skip
-    return _product(gemm_packed, args, m, packed.k, x, batch, out, residual, ctx, place, config, even)
+    return _product(gemm_packed, args, m, packed.k, x, batch, out, bias, residual, ctx, place, config, even)
 
 
 def plain_product(
-    w: View, x: Half, batch: Batch, out: torch.Tensor, residual: torch.Tensor | None, ctx: Context,
-    place: int = 0, config: Config | None = None,
+    w: View, x: Half, batch: Batch, out: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, ctx: Context, place: int = 0, config: Config | None = None,
 ) -> tuple[Sums, list[Step]]:  # fmt: skip
     """x times matrices of f16, bf16 or f32 with contiguous rows, in x's type; else as packed_product."""
     config = config or find_config(ctx.target.arch, w.kind, batch.tokens)
@@ -75,12 +77,12 @@ def plain_product(
         "WIDTH": config.width, "WIDEN": exact or ctx.target.arch == "interpreter",
         "PRECISION": "ieee" if exact else "tf32",
     }  # fmt: skip
-    return _product(gemm_plain, args, m, k, x, batch, out, residual, ctx, place, config, k % config.width == 0)
+    return _product(gemm_plain, args, m, k, x, batch, out, bias, residual, ctx, place, config, k % config.width == 0)
 
 
 def _product(
     kernel: Any, args: dict[str, Any], m: int, k: int, x: Half, batch: Batch, out: torch.Tensor,
-    residual: torch.Tensor | None, ctx: Context, place: int, config: Config, even: bool,
+    bias: torch.Tensor | None, residual: torch.Tensor | None, ctx: Context, place: int, config: Config, even: bool,
 ) -> tuple[Sums, list[Step]]:  # fmt: skip
     """The launch of either kernel, its k split where tiles are few."""
     tokens = min(config.tokens, max(16, triton.next_power_of_2(batch.tokens)))
@@ -97,11 +99,12 @@ def _product(
     complete = splits == 1
     args |= {
         "p_x": x.values, "p_factors": sums if x.factors is None else x.factors,
-        "p_residual": sums if residual is None else residual, "p_out": sums, "m": m, "n": batch.tokens,
-        "n_batch": batch.count, "n_a2": batch.matrices2, "ratio3": batch.ratio3, "k": k, "k_steps": k_steps,
-        "steps_a_split": steps_a_split, "n_splits": splits, "ROWS": config.rows, "TOKENS": tokens, "EVEN": even,
+        "p_bias": sums if bias is None else bias, "p_residual": sums if residual is None else residual,
+        "p_out": sums, "m": m, "n": batch.tokens, "n_batch": batch.count, "n_a2": batch.matrices2,
+        "ratio3": batch.ratio3, "k": k, "k_steps": k_steps, "steps_a_split": steps_a_split, "n_splits": splits,
+        "ROWS": config.rows, "TOKENS": tokens, "EVEN": even,
         "SPLIT": splits > 1, "HAS_FACTORS": complete and x.factors is not None,
-        "HAS_RESIDUAL": complete and residual is not None,
+        "HAS_BIAS": complete and bias is not None, "HAS_RESIDUAL": complete and residual is not None,
     }  # fmt: skip
     options = {"num_warps": config.warps, "num_stages": config.stages}
     launch = Launch(kernel, (tiles, token_tiles * splits, batch.count), args, options)

@@ -445,12 +445,12 @@ def _matrix_of(i_batch, n_a2, ratio3):
 
 @triton.jit
 def _store(
-    acc, p_out, p_factors, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch,
-    SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    acc, p_out, p_factors, p_bias, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch,
+    SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """acc: f32 [rows, tokens] to out [split, batch, tokens, m]; times the token's factor and plus the residual unless
+    """acc: f32 [rows, tokens] to out [split, batch, tokens, m]; times the token's factor, plus bias [m] and residual
 
-    that is left to `finish`."""
+    unless that is left to `finish`."""
     row = tl.arange(0, acc.shape[0])
     token = tl.arange(0, acc.shape[1])
     m_token = token < n - first_token
@@ -463,6 +463,8 @@ def _store(
     else:
         if HAS_FACTORS:
             acc = acc * tl.load(p_factors + line + token, mask=m_token, other=0.0)[None, :]
+        if HAS_BIAS:
+            acc = acc + tl.load(p_bias + first_row + row, mask=row < m - first_row, other=0.0)[:, None]
         if HAS_RESIDUAL:
             acc = acc + tl.load(p_residual + start + at, mask=m_store, other=0.0)
     tl.store(p_out + start + at, acc, mask=m_store)
@@ -473,14 +475,16 @@ _GENERAL = ("m", "n", "n_batch", "n_a2", "ratio3", "k_steps", "steps_a_split", "
 
 @triton.jit(do_not_specialize=_GENERAL)
 def gemm_packed(
-    p_quants, p_high, p_scales, p_supers, p_x, p_factors, p_residual, p_out,
+    p_quants, p_high, p_scales, p_supers, p_x, p_factors, p_bias, p_residual, p_out,
     m, n, n_batch, n_a2, ratio3, k, k_steps, steps_a_split, n_splits,
     KIND: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PTX: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """x: f16 [n_batch, n, k]; weights: planes of [matrices * m, k]; out: f32 [n_batch, n, m], or parts before that.
 
-    All planes but x as int32. EVEN: k is a multiple of 32 * GROUPS and of 128.
+    bias: f32 [m], of all matrices; residual: like out. All planes but x as int32. EVEN: k is a multiple of 32 * GROUPS
+    and of 128.
     """
     i_split = tl.program_id(1) % n_splits
     first_token = tl.program_id(1) // n_splits * TOKENS
@@ -495,17 +499,18 @@ def gemm_packed(
         KIND, GROUPS, EVEN, PTX,
     )  # fmt: skip
     _store(
-        acc, p_out, p_factors, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch, SPLIT, HAS_FACTORS,
-        HAS_RESIDUAL,
+        acc, p_out, p_factors, p_bias, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch, SPLIT,
+        HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_GENERAL)
 def gemm_plain(
-    p_w, p_x, p_factors, p_residual, p_out, row_stride, stride2, stride3,
+    p_w, p_x, p_factors, p_bias, p_residual, p_out, row_stride, stride2, stride3,
     m, n, n_batch, n_a2, ratio3, k, k_steps, steps_a_split, n_splits,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same for weights of f16, bf16 or f32 whose rows lie anywhere. row_stride, stride2, stride3: in elements.
 
@@ -525,6 +530,6 @@ def gemm_plain(
         WIDEN, PRECISION,
     )  # fmt: skip
     _store(
-        acc, p_out, p_factors, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch, SPLIT, HAS_FACTORS,
-        HAS_RESIDUAL,
+        acc, p_out, p_factors, p_bias, p_residual, first_row, first_token, i_batch, i_split, m, n, n_batch, SPLIT,
+        HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip

@@ -556,13 +556,31 @@ def _add_tile(acc, planes, x, x2, KIND: tl.constexpr, PTX: tl.constexpr, PARTS: 
 
 
 @triton.jit
+def _first_sums(p_bias, row, N: tl.constexpr, G: tl.constexpr):
+    """What sums begin with, f32 [G, W, R, N]: rows `row` of a bias in the first of a row's lanes, else 0.
+
+    A bias is asked for with the weights, and no kernel writes it either.
+    """
+    W: tl.constexpr = row.shape[1]
+    R: tl.constexpr = row.shape[2]
+    if p_bias is None:
+        return tl.zeros([G, W, R, N], tl.float32)
+    else:
+        row = tl.broadcast_to(tl.max_contiguous(row, (1, 1, 1, 1)), (G, W, R, N))
+        return tl.load(p_bias + row, mask=tl.arange(0, G)[:, None, None, None] == 0, other=0.0)
+
+
+@triton.jit
 def products(
     p_quants, p_high, p_scales, p_supers, p_quants1, p_high1, p_scales1, p_supers1, row, token, n,
     p_q, p_d, p_s, p_x, x_row, p_norm, eps,
     KIND: tl.constexpr, KIND1: tl.constexpr, X_FORM: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr,
-    U: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    U: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, p_bias=None,
 ):  # fmt: skip
-    """Rows `row` ([1, W, R, 1]) of one matrix, or of two (KIND1 is not ""), times x: f32 [W, R, N] each."""
+    """Rows `row` ([1, W, R, 1]) of one matrix, or of two (KIND1 is not ""), times x: f32 [W, R, N] each.
+
+    bias: f32, of the first one's rows.
+    """
     N: tl.constexpr = token.shape[0]
     W: tl.constexpr = row.shape[1]
     R: tl.constexpr = row.shape[2]
@@ -571,11 +589,11 @@ def products(
     planes = _load_planes(p_quants, p_high, p_scales, p_supers, row, 0, KIND, NG, U, G)
     if KIND1 != "":
         planes1 = _load_planes(p_quants1, p_high1, p_scales1, p_supers1, row, 0, KIND1, NG, U, G)
+    acc = _first_sums(p_bias, row, N, G)
+    acc1 = tl.zeros([G, W, R, N], tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    acc = tl.zeros([G, W, R, N], tl.float32)
-    acc1 = acc
     if X_FORM == "q8":
         for i_tile in range(1, TILES):
             next_planes = _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND, NG, U, G)
@@ -602,7 +620,7 @@ def products(
 
 
 @triton.jit
-def _finish(y, p_out, out_stride, p_bias, p_residual, residual_stride, first, m, n, G: tl.constexpr):
+def _finish(y, p_out, out_stride, p_residual, residual_stride, first, m, n, G: tl.constexpr):
     """Adds what there is to add and stores y [W, R, N] as out[token * out_stride + row]. first: the first row."""
     W: tl.constexpr = y.shape[0]
     R: tl.constexpr = y.shape[1]
@@ -614,8 +632,6 @@ def _finish(y, p_out, out_stride, p_bias, p_residual, residual_stride, first, m,
     token = tl.arange(0, N)[None, None, None, :]
     y = tl.broadcast_to(y[None], (G, W, R, N))
     m_out = (row < m) & (token < n) & (g == 0)
-    if p_bias is not None:
-        y += tl.load(p_bias + row, mask=m_out, other=0.0)
     if p_residual is not None:
         y += tl.load(p_residual + token * residual_stride + row, mask=m_out, other=0.0)
     tl.store(p_out + token * out_stride + row, y, mask=m_out)
@@ -630,7 +646,7 @@ def packed_gemv(
     p_quants0, p_high0, p_scales0, p_supers0, p_out0, out_stride0, m0,
     p_quants1, p_high1, p_scales1, p_supers1, p_out1, out_stride1, m1,
     p_quants2, p_high2, p_scales2, p_supers2, p_out2, out_stride2, m2,
-    p_q, p_d, p_s, p_x, x_row, p_norm, eps, p_bias, p_residual, residual_stride, n,
+    p_q, p_d, p_s, p_x, x_row, p_norm, eps, p_bias0, p_bias1, p_bias2, p_residual, residual_stride, n,
     KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, GLU: tl.constexpr, X_FORM: tl.constexpr,
     PARTS: tl.constexpr, NG: tl.constexpr, N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -642,7 +658,7 @@ def packed_gemv(
     GLU: its kind: the first two matrices are a gate and an up of m0 rows, and out0 has activation(gate) * up; else "".
     X_FORM: "q8": q, d, s are Activations; "f32": x, rows x_row apart, is rounded here by each warp, "together":
     by all of them; "norm": as "f32", after an RMS norm with weights p_norm and eps (a tile holds the row but for "q8").
-    PARTS: of the activations; N: a power of two from n on; bias, residual: of matrix 0.
+    PARTS: of the activations; N: a power of two from n on; bias: of each, f32 [m] or None; residual: of matrix 0.
     """
     i_program = tl.program_id(0)
     token = tl.minimum(tl.arange(0, N), n - 1)
@@ -657,27 +673,27 @@ def packed_gemv(
         y, y1 = products(
             p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1,
             tl.minimum(first + i_row, m0 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
-            KIND0, PAIR, X_FORM, PARTS, NG, U, G, PTX, PDL,
+            KIND0, PAIR, X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias0,
         )  # fmt: skip
         if GLU != "":
             y = gated(y, y1, GLU)
-        _finish(y, p_out0, out_stride0, p_bias, p_residual, residual_stride, first, m0, n, G)
+        _finish(y, p_out0, out_stride0, p_residual, residual_stride, first, m0, n, G)
     elif i_program < programs0 + programs1 or KIND2 == "":
         first = (i_program - programs0) * (R * W)
         y, y1 = products(
             p_quants1, p_high1, p_scales1, p_supers1, None, None, None, None,
             tl.minimum(first + i_row, m1 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
-            KIND1, "", X_FORM, PARTS, NG, U, G, PTX, PDL,
+            KIND1, "", X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias1,
         )  # fmt: skip
-        _finish(y, p_out1, out_stride1, None, None, 0, first, m1, n, G)
+        _finish(y, p_out1, out_stride1, None, 0, first, m1, n, G)
     else:
         first = (i_program - programs0 - programs1) * (R * W)
         y, y1 = products(
             p_quants2, p_high2, p_scales2, p_supers2, None, None, None, None,
             tl.minimum(first + i_row, m2 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
-            KIND2, "", X_FORM, PARTS, NG, U, G, PTX, PDL,
+            KIND2, "", X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias2,
         )  # fmt: skip
-        _finish(y, p_out2, out_stride2, None, None, 0, first, m2, n, G)
+        _finish(y, p_out2, out_stride2, None, 0, first, m2, n, G)
 
 
 # --- plain weights ---
@@ -732,18 +748,19 @@ def _dense_tile(acc, w, x, x1):
 def dense_products(
     p_w, stride, p_w1, stride1, row, token, p_x, x_row,
     PAIR: tl.constexpr, K: tl.constexpr, U: tl.constexpr, G: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
+    p_bias=None,
 ):  # fmt: skip
-    """Rows `row` ([1, W, R, 1]) of one matrix, or of two if PAIR, times x: f32 [W, R, N] each."""
+    """Rows `row` ([1, W, R, 1]) of one matrix, or of two if PAIR, times x: f32 [W, R, N] each. bias: as products."""
     W: tl.constexpr = row.shape[1]
     TILES: tl.constexpr = (K + U * G * V - 1) // (U * G * V)
     w = _load_dense(p_w, stride, row, 0, K, U, G, V)
     if PAIR:
         w1 = _load_dense(p_w1, stride1, row, 0, K, U, G, V)
+    acc = _first_sums(p_bias, row, token.shape[0], G)
+    acc1 = tl.zeros(acc.shape, tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    acc = tl.zeros([G, W, row.shape[2], token.shape[0]], tl.float32)
-    acc1 = acc
     for i_tile in range(1, TILES):
         next_w = _load_dense(p_w, stride, row, i_tile, K, U, G, V)
         if PAIR:
@@ -767,7 +784,7 @@ def dense_products(
 @triton.jit(do_not_specialize=_GENERAL)
 def dense_gemv(
     p_w0, stride0, p_out0, out_stride0, m0, p_w1, stride1, p_out1, out_stride1, m1,
-    p_w2, stride2, p_out2, out_stride2, m2, p_x, x_row, p_bias, p_residual, residual_stride, n,
+    p_w2, stride2, p_out2, out_stride2, m2, p_x, x_row, p_bias0, p_bias1, p_bias2, p_residual, residual_stride, n,
     MATRICES: tl.constexpr, GLU: tl.constexpr, K: tl.constexpr, N: tl.constexpr, U: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, G: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -782,20 +799,22 @@ def dense_gemv(
     if i_program < programs0 or (MATRICES == 1 or GLU != ""):
         first = i_program * (R * W)
         row = tl.minimum(first + i_row, m0 - 1)
-        y, y1 = dense_products(p_w0, stride0, p_w1, stride1, row, token, p_x, x_row, GLU != "", K, U, G, V, PDL)
+        y, y1 = dense_products(
+            p_w0, stride0, p_w1, stride1, row, token, p_x, x_row, GLU != "", K, U, G, V, PDL, p_bias0
+        )
         if GLU != "":
             y = gated(y, y1, GLU)
-        _finish(y, p_out0, out_stride0, p_bias, p_residual, residual_stride, first, m0, n, G)
+        _finish(y, p_out0, out_stride0, p_residual, residual_stride, first, m0, n, G)
     elif i_program < programs0 + programs1 or MATRICES == 2:
         first = (i_program - programs0) * (R * W)
         row = tl.minimum(first + i_row, m1 - 1)
-        y, y1 = dense_products(p_w1, stride1, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL)
-        _finish(y, p_out1, out_stride1, None, None, 0, first, m1, n, G)
+        y, y1 = dense_products(p_w1, stride1, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL, p_bias1)
+        _finish(y, p_out1, out_stride1, None, 0, first, m1, n, G)
     else:
         first = (i_program - programs0 - programs1) * (R * W)
         row = tl.minimum(first + i_row, m2 - 1)
-        y, y1 = dense_products(p_w2, stride2, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL)
-        _finish(y, p_out2, out_stride2, None, None, 0, first, m2, n, G)
+        y, y1 = dense_products(p_w2, stride2, None, 0, row, token, p_x, x_row, False, K, U, G, V, PDL, p_bias2)
+        _finish(y, p_out2, out_stride2, None, 0, first, m2, n, G)
 
 
 # --- launches ---
@@ -805,12 +824,13 @@ def dense_gemv(
 class Segment:
     """One of the matrices that a launch multiplies: packed, or plain [m, k] with elements of a row side by side.
 
-    out: flat f32; the result of row r for token t goes to out[t * stride + r].
+    out: flat f32; the result of row r for token t goes to out[t * stride + r]. bias: f32 [m], is added to each token's.
     """
 
     weight: Packed | torch.Tensor
     out: torch.Tensor
     stride: int
+    bias: torch.Tensor | None = None
 
     @property
     def m(self) -> int:
@@ -868,27 +888,28 @@ def config_for(kind: str, m: int, k: int, n: int) -> GemvConfig:
 
 def gemv(
     target: Target, segments: Sequence[Segment], x: Activations | Rows, *, glu: str = "",
-    bias: torch.Tensor | None = None, residual: tuple[torch.Tensor, int] | None = None,
-    norm: tuple[torch.Tensor, float] | None = None, config: GemvConfig | None = None,
+    residual: tuple[torch.Tensor, int] | None = None, norm: tuple[torch.Tensor, float] | None = None,
+    config: GemvConfig | None = None,
 ) -> Launch:  # fmt: skip
     """Up to three matrices of one k times up to MAX_TOKENS vectors, in one launch.
 
     segments: all packed or all plain; types may differ. x: Activations for packed weights; Rows of f32 (elements side
     by side) for plain ones, and for packed ones of k up to MAX_INLINE, which every program then rounds for itself.
-    glu: one of GLU_KINDS: the two segments are gate and up, and the first one's out gets activation(gate) * up. bias:
-    f32 [m] of the first segment. residual: (flat f32, stride) added to the first segment's result; it may be its `out`.
+    glu: one of GLU_KINDS: the two segments are gate and up, without biases, and the first one's out gets
+    activation(gate) * up. residual: (flat f32, stride) added to the first segment's result; it may be its `out`.
     norm: (weights f32 [k], eps) of an RMS norm before the rounding of f32 x. config: instead of config_for's.
     """
     first = segments[0]
     assert 1 <= len(segments) <= 3 and 1 <= x.n <= MAX_TOKENS and all(s.k == x.k for s in segments)
     assert glu == "" or (glu in GLU_KINDS and len(segments) == 2 and segments[1].m == first.m)
+    assert glu == "" or all(s.bias is None for s in segments)
     kind = first.weight.kind if isinstance(first.weight, Packed) else _PLAIN[first.weight.dtype]
     counted = segments[:1] if glu else segments
     c = config or config_for(kind, sum(s.m for s in counted), x.k, x.n)
     if isinstance(first.weight, Packed) and isinstance(x, Rows):  # one tile is the row
         c = replace(c, u=max(c.u, 1 << (-(-x.k // (32 * c.g)) - 1).bit_length()))
     args: dict[str, Any] = {
-        "p_bias": bias, "p_residual": residual and residual[0], "residual_stride": residual[1] if residual else 0,
+        "p_residual": residual and residual[0], "residual_stride": residual[1] if residual else 0,
         "n": x.n, "GLU": glu, "N": 1 << (x.n - 1).bit_length(), "U": c.u, "R": c.r, "W": c.w, "G": c.g,
         "PDL": target.has_pdl,
     }  # fmt: skip
@@ -898,6 +919,7 @@ def gemv(
             f"p_out{i}": None if s is None or (glu and i) else s.out,
             f"out_stride{i}": 0 if s is None else s.stride,
             f"m{i}": 0 if s is None else s.m,
+            f"p_bias{i}": None if s is None else s.bias,
         }
     if isinstance(first.weight, Packed):
         args |= _packed_arguments(segments, x, norm) | {"PTX": uses_ptx(target)}

@@ -124,27 +124,29 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def finish_steps(
-    a: Sums, out: torch.Tensor, residual: torch.Tensor | None = None, b: Sums | None = None, gate: Gate | None = None
-) -> list[Step]:
+    a: Sums, out: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    b: Sums | None = None, gate: Gate | None = None,
+) -> list[Step]:  # fmt: skip
     """What makes sums into out, f32 [rows, m]: nothing, if that is what they are.
 
-    b: the other product, for a gate. residual: f32 [rows, m]; it may be out. All are contiguous.
+    b: the other product, for a gate. bias: f32 [m]; residual: f32 [rows, m]; it may be out. All are contiguous.
     """
     if a.complete and gate is None:
         return []
     rows, cols = out.shape
     in_place = a.parts.data_ptr() == out.data_ptr() and a.parts.shape[0] == 1
-    only_factors = in_place and residual is None and gate is None
+    only_factors = in_place and bias is None and residual is None and gate is None
     if only_factors and a.factors is None:
         return []
     b = b or a
     args: dict[str, Any] = {
         "p_a": a.parts, "p_a_factors": out if a.factors is None else a.factors, "p_b": b.parts,
-        "p_b_factors": out if b.factors is None else b.factors, "p_residual": out if residual is None else residual,
-        "p_out": out, "part_stride": rows * cols, "cols": cols, "alpha": gate.alpha if gate else 0.0,
-        "limit": gate.limit if gate else 0.0, "A_PARTS": a.parts.shape[0], "A_FACTORS": a.factors is not None,
-        "B_PARTS": b.parts.shape[0], "B_FACTORS": b.factors is not None, "GLU": gate.kind if gate else "",
-        "HAS_RESIDUAL": residual is not None, "ONLY_FACTORS": only_factors, "BLOCK": _BLOCK,
+        "p_b_factors": out if b.factors is None else b.factors, "p_bias": out if bias is None else bias,
+        "p_residual": out if residual is None else residual, "p_out": out, "part_stride": rows * cols, "cols": cols,
+        "alpha": gate.alpha if gate else 0.0, "limit": gate.limit if gate else 0.0, "A_PARTS": a.parts.shape[0],
+        "A_FACTORS": a.factors is not None, "B_PARTS": b.parts.shape[0], "B_FACTORS": b.factors is not None,
+        "GLU": gate.kind if gate else "", "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None,
+        "ONLY_FACTORS": only_factors, "BLOCK": _BLOCK,
     }  # fmt: skip
     blocks = 1 if only_factors else min(triton.cdiv(cols, _BLOCK), _MOST_BLOCKS)
     return [Launch(finish, (rows, blocks), args, {"num_warps": 4})]

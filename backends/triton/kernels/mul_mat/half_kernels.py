@@ -89,13 +89,14 @@ def _sum_parts(p, at, m, part_stride, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=("part_stride", "cols", "alpha", "limit"))
 def finish(
-    p_a, p_a_factors, p_b, p_b_factors, p_residual, p_out, part_stride, cols, alpha, limit,
+    p_a, p_a_factors, p_b, p_b_factors, p_bias, p_residual, p_out, part_stride, cols, alpha, limit,
     A_PARTS: tl.constexpr, A_FACTORS: tl.constexpr, B_PARTS: tl.constexpr, B_FACTORS: tl.constexpr, GLU: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, ONLY_FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ONLY_FACTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = a[i], summed over its parts, times its row's factor, plus residual[i]; with a GLU, gated with b's.
+    """out[i] = a[i], summed over its parts, times its row's factor, plus bias and residual; with a GLU, gated with b's.
 
-    Program (i, j): blocks j, j + (number of such), ... of row i, f32. ONLY_FACTORS: out is a, nothing is added.
+    bias: f32 [cols], for all rows. Program (i, j): blocks j, j + (number of such), ... of row i, f32. ONLY_FACTORS: out
+    is a, nothing is added.
     """
     i_row = tl.program_id(0).to(tl.int64)
     a_factor = 1.0
@@ -111,6 +112,8 @@ def finish(
                 if B_FACTORS:
                     up = up * tl.load(p_b_factors + i_row)
                 y = joined(y, up, alpha, limit, GLU)
+            if HAS_BIAS:
+                y += tl.load(p_bias + i, mask=m, other=0.0)
             if HAS_RESIDUAL:
                 y += tl.load(p_residual + at, mask=m, other=0.0)
             tl.store(p_out + at, y, mask=m)

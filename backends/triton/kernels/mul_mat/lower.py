@@ -79,38 +79,58 @@ def takes_gemm(w: Tensor, tokens: int) -> bool:
 Prepared = Half | Activations
 
 
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """One of a product's matrices. out: f32 [tokens, m], without gaps; a gate's two have the same. bias: f32 [m]."""
+
+    weight: Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def kind(self) -> str:
+        return self.weight.dtype.name
+
+    @property
+    def is_plain(self) -> bool:
+        return packing_of(self.kind) is None
+
+
 def product(
     weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[Tensor], ctx: Context, *,
-    residual: Tensor | None = None, gate: Gate | None = None, rounded: bool = False,
+    biases: Sequence[Tensor | None] = (), residual: Tensor | None = None, gate: Gate | None = None,
+    rounded: bool = False,
 ) -> list[Step]:  # fmt: skip
     """Products of one x with some weights.
 
     x: f32 or f16; or, prepared for all of the weights, f16 [tokens, k], or 8 bits where takes_gemv() says so. outs: for
     each weight f32 [m, tokens...], without gaps; with a gate there are two weights and one out,
-    activation(weights[0] x) * (weights[1] x). residual: is added to the only out, of its shape, f32 without gaps; its
-    memory may be out's. rounded: of a gate's out only products with packed weights are made; it may hold what they
-    take, which ctx.rounded then has.
+    activation(weights[0] x) * (weights[1] x). biases: without a gate, for each weight f32 [m] that no kernel writes, or
+    None. residual: is added to the only out, of its shape, f32 without gaps; its memory may be out's. rounded: of a
+    gate's out only products with packed weights are made; it may hold what they take, which ctx.rounded then has.
     """
     if isinstance(x, Tensor):
         x = ctx.rounded.get(x, x)
-    targets = [_lines(ctx.view(out)) for out in outs]
+    assert not biases or (gate is None and len(biases) == len(weights))
+    targets = [_lines(ctx.view(out)) for out in outs] * (2 if gate else 1)
+    rows = [None if b is None else ctx.view(b).data for b in biases] or [None] * len(weights)
+    matrices = [_Matrix(*parts) for parts in zip(weights, targets, rows, strict=True)]
     added = None if residual is None else _lines(ctx.view(residual))
     if gate is not None:
-        if all(takes_gemv(w, x, ctx) for w in weights) and _may_share(weights, gate):
-            return _gemv(weights, x, targets, ctx, added, gate)
-        return _in_16_bits(weights, x, targets, ctx, added, gate, outs[0] if rounded else None)
+        if all(takes_gemv(w, x, ctx) for w in weights) and _may_share(matrices, gate):
+            return _gemv(matrices, x, ctx, added, gate)
+        return _in_16_bits(matrices, x, ctx, added, gate, outs[0] if rounded else None)
     steps: list[Step] = []
-    rest: list[int] = []
-    together: dict[bool, list[int]] = {}
-    for i, w in enumerate(weights):
-        few = takes_gemv(w, x, ctx)
-        (together.setdefault(packing_of(w.dtype.name) is None, []) if few else rest).append(i)
+    rest: list[_Matrix] = []
+    together: dict[bool, list[_Matrix]] = {}
+    for matrix in matrices:
+        few = takes_gemv(matrix.weight, x, ctx)
+        (together.setdefault(matrix.is_plain, []) if few else rest).append(matrix)
     for found in together.values():
         for first in range(0, len(found), _SEGMENTS):
-            part = found[first : first + _SEGMENTS]
-            steps += _gemv([weights[i] for i in part], x, [targets[i] for i in part], ctx, added, None)
+            steps += _gemv(found[first : first + _SEGMENTS], x, ctx, added, None)
     if rest:
-        steps += _in_16_bits([weights[i] for i in rest], x, [targets[i] for i in rest], ctx, added, None)
+        steps += _in_16_bits(rest, x, ctx, added, None)
     return steps
 
 
@@ -166,31 +186,30 @@ def head_products(w: Tensor, x: Tensor, out: torch.Tensor, ctx: Context) -> list
     return [*steps, *made, *rescaling(out.transpose(0, 1), half.factors)]
 
 
-def _may_share(weights: Sequence[Tensor], gate: Gate) -> bool:
-    """gemv.py takes both of a gate's weights in one launch: all packed or all plain."""
-    return gate.kind in GLU_KINDS and len({packing_of(w.dtype.name) is None for w in weights}) == 1
+def _may_share(matrices: Sequence[_Matrix], gate: Gate) -> bool:
+    """gemv.py takes both of a gate's matrices in one launch: all packed or all plain."""
+    return gate.kind in GLU_KINDS and len({matrix.is_plain for matrix in matrices}) == 1
 
 
 def _gemv(
-    weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[torch.Tensor], ctx: Context,
-    residual: torch.Tensor | None, gate: Gate | None,
-) -> list[Step]:  # fmt: skip
-    """One launch for up to three weights, all packed or all plain."""
+    matrices: Sequence[_Matrix], x: Tensor | Prepared, ctx: Context, residual: torch.Tensor | None, gate: Gate | None
+) -> list[Step]:
+    """One launch for up to three matrices, all packed or all plain."""
     steps: list[Step] = []
     segments: list[Segment] = []
-    for i, w in enumerate(weights):
-        out = outs[0 if gate else i]
-        if packing_of(w.dtype.name) is None:
-            segments.append(Segment(ctx.view(w).torch()[0, 0], out.view(-1), out.shape[1]))
+    for matrix in matrices:
+        weight: Packed | torch.Tensor
+        if matrix.is_plain:
+            weight = ctx.view(matrix.weight).torch()[0, 0]
         else:
-            packed, made = ctx.packed(w)
+            weight, made = ctx.packed(matrix.weight)
             steps += made
-            segments.append(Segment(packed, out.view(-1), out.shape[1]))
+        segments.append(Segment(weight, matrix.out.view(-1), matrix.out.shape[1], matrix.bias))
     assert not isinstance(x, Half)
     if isinstance(x, Tensor):
         rows = _rows(ctx.view(x))
         x_form: Activations | Rows = rows
-        if packing_of(weights[0].dtype.name) is not None and not _rounds_inside(weights, x, rows, gate):
+        if not matrices[0].is_plain and not _rounds_inside([matrix.weight for matrix in matrices], x, rows, gate):
             memory = ctx.shared_scratch("activations in 8 bits", Activations.nbytes(rows.n, rows.k))
             x_form = Activations.inside(memory, rows.n, rows.k)
             steps.append(quantize_rows(ctx.target, rows, x_form))
@@ -218,8 +237,8 @@ def _rows(x: View) -> Rows:
 
 
 def _in_16_bits(
-    weights: Sequence[Tensor], x: Tensor | Prepared, outs: Sequence[torch.Tensor], ctx: Context,
-    residual: torch.Tensor | None, gate: Gate | None, rounded: Tensor | None = None,
+    matrices: Sequence[_Matrix], x: Tensor | Prepared, ctx: Context, residual: torch.Tensor | None, gate: Gate | None,
+    rounded: Tensor | None = None,
 ) -> list[Step]:  # fmt: skip
     """Products of f16, bf16 or f32 activations, whichever each of the weights wants. rounded: see product()."""
     assert not isinstance(x, Activations)
@@ -227,33 +246,33 @@ def _in_16_bits(
     halves = _Halves(x, ctx)
     gated: list[Sums] = []
     taken: set[int] = set()
-    together, steps = _together(weights, x, x_ne, ctx, gate)
+    together, steps = _together(matrices, x, x_ne, ctx, gate)
     for part in together:
-        results = [outs[0]] if gate else [outs[i] for i in part]
+        results = [matrices[i].out for i in part][: 1 if gate else None]
+        biases = [b for i in part if (b := matrices[i].bias) is not None]
         packed = list(part.values())
         ordered = batch.takes_order(ctx.target, packed[0].kind, x_ne[0], math.prod(x_ne[1:]))
         half = halves.get(torch.float16, ordered, steps)
-        steps.append(batch.product(packed, half, results, ctx, residual, gate))
+        steps.append(batch.product(packed, half, results, ctx, biases, residual, gate))
         taken.update(part)
-    for i, w in enumerate(weights):
+    for i, matrix in enumerate(matrices):
         if i in taken:
             continue
-        out = outs[0 if gate else i]
-        half = halves.get(half_type(w), False, steps)
+        half = halves.get(half_type(matrix.weight), False, steps)
         free = gate is None and residual is None
-        sums, made = _Job(w, half, batch_of(w, x_ne), out, residual, ctx, i, free).run()
+        sums, made = _Job(matrix, half, batch_of(matrix.weight, x_ne), residual, ctx, i, free).run()
         steps += made
         if gate is None:
-            steps += finish_steps(sums, out, residual)
+            steps += finish_steps(sums, matrix.out, matrix.bias, residual)
         else:
             gated.append(sums)
     if gated:
         assert gate is not None
-        joined = finish_as_half(gated[0], gated[1], outs[0], gate) if rounded is not None else None
+        joined = finish_as_half(gated[0], gated[1], matrices[0].out, gate) if rounded is not None else None
         if rounded is not None and joined is not None:
             ctx.rounded[rounded], made = joined
             return steps + made
-        steps += finish_steps(gated[0], outs[0], None, gated[1], gate)
+        steps += finish_steps(gated[0], matrices[0].out, b=gated[1], gate=gate)
     return steps
 
 
@@ -286,21 +305,24 @@ def takes_order(w: Tensor, tokens: int, ctx: Context) -> bool:
 
 
 def _together(
-    weights: Sequence[Tensor], x: Tensor | Half, x_ne: Sequence[int], ctx: Context, gate: Gate | None
+    matrices: Sequence[_Matrix], x: Tensor | Half, x_ne: Sequence[int], ctx: Context, gate: Gate | None
 ) -> tuple[list[dict[int, Packed]], list[Step]]:
-    """(what batch.py takes, the weights of a launch by number; the steps that pack them): of a gate both or none."""
+    """(what batch.py takes, the weights of a launch by number; the steps that pack them): of a gate both or none.
+
+    In a launch either all have biases or none."""
     steps: list[Step] = []
-    found: dict[str, dict[int, Packed]] = {}
+    found: dict[tuple[str, bool], dict[int, Packed]] = {}
     if (x.values if isinstance(x, Half) else ctx.view(x).data).data_ptr() % 16:
         return [], []
-    for i, w in enumerate(weights):
+    for i, matrix in enumerate(matrices):
+        w = matrix.weight
         b = batch_of(w, x_ne)
-        if b.count > 1 or not batch.fits(w.dtype.name, w.ne[0], b.tokens, ctx.target):
+        if b.count > 1 or not batch.fits(matrix.kind, w.ne[0], b.tokens, ctx.target):
             continue
         packed, made = ctx.packed(w)
         if batch.aligned(packed):
             steps += made
-            found.setdefault(packed.kind, {})[i] = packed
+            found.setdefault((packed.kind, matrix.bias is not None), {})[i] = packed
     if gate is not None:
         both = [part for part in found.values() if batch.takes_together(list(part.values()), gate)]
         return (both, steps) if both else ([], [])
@@ -331,14 +353,21 @@ def with_whole_rows(w: Tensor, ctx: Context) -> tuple[View, list[Step]]:
 class _Job:
     """One product. free: out may be written before all is read that the steps read. place: see few.packed_product."""
 
-    w: Tensor
+    matrix: _Matrix
     x: Half
     batch: Batch
-    out: torch.Tensor
     residual: torch.Tensor | None
     ctx: Context
     place: int
     free: bool
+
+    @property
+    def w(self) -> Tensor:
+        return self.matrix.weight
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.matrix.out
 
     def run(self) -> tuple[Sums, list[Step]]:
         """The sums, and what makes them."""
@@ -355,13 +384,14 @@ class _Job:
 
     def _gemm_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
         target = self.out if self.free or self.residual is not None else self._own()
-        m = self.w.ne[1]
-        return few.packed_product(packed, m, self.x, self.batch, target, self.residual, self.ctx, self.place)
+        m, bias = self.w.ne[1], self.matrix.bias
+        return few.packed_product(packed, m, self.x, self.batch, target, bias, self.residual, self.ctx, self.place)
 
     def _gemm_plain(self) -> tuple[Sums, list[Step]]:
         view, steps = with_whole_rows(self.w, self.ctx)
         target = self.out if self.free or self.residual is not None else self._own()
-        sums, made = few.plain_product(view, self.x, self.batch, target, self.residual, self.ctx, self.place)
+        bias = self.matrix.bias
+        sums, made = few.plain_product(view, self.x, self.batch, target, bias, self.residual, self.ctx, self.place)
         return sums, steps + made
 
     def _dense_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
@@ -406,7 +436,8 @@ class _Job:
         """The sums, x as [count, tokens, k], and the sums' memory as [count, tokens, m]."""
         out = self.out if self.free else self._own()
         shape = (self.batch.count, self.batch.tokens, -1)
-        sums = Sums(out[None], self.x.factors, complete=self.free and self.x.factors is None)
+        complete = self.free and self.x.factors is None and self.matrix.bias is None
+        sums = Sums(out[None], self.x.factors, complete)
         return sums, self.x.values.view(shape), out.view(shape)
 
     def _own(self) -> torch.Tensor:
