@@ -3,10 +3,10 @@
 A group's scale is d = max|x| / 127 and q = x / d to the nearest integer (ties to even). A group with a value that is
 not finite gets a d that is not finite, so that its products aren't either.
 
-Short rows are rounded in two parts: what the first leaves, x - d * q, is rounded once more, by a scale of its own. An
+Short rows are rounded in two parts: what the first leaves, x - d * q, is rounded once more, to steps of d / 254. An
 element is then off by at most d / 508 instead of d / 2, far less than rounding to f16 costs; a product takes both parts
-times the same weights. Models with rows so short wait for launches more than for dp4a, and need it most: with one part
-they often choose another token.
+times the same weights, and scales 254 times the one integer sum plus the other. Models with rows so short wait for
+launches more than for dp4a, and need it most: with one part they often choose another token.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from graphrt.backends.triton.launch import Launch, launch_options
 GROUP = 32
 #: Rows of up to so many elements are rounded in two parts.
 MAX_TWO_PARTS = 2048
+#: Steps of the second part in one of the first.
+FINER = tl.constexpr(254)
 #: Elements that one program of a norm holds at once; longer rows are read twice.
 _NORM_BLOCK = 8192
 #: The longest row that a sum and its norm take in one launch: it stays in registers.
@@ -57,9 +59,9 @@ def parts_of(k: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """n rows of k values rounded to 8 bits in so many parts. q: int8 [parts * n, k]; d: f32 [parts * n, k/32]; s: f32
+    """n rows of k values rounded to 8 bits in so many parts. q: int8 [parts * n, k], all first parts before the second;
 
-    [parts * n, k/16], d times the sum of q over each half group. Rows' first parts come first, then what they left."""
+    d: f32 [n, k/32], the last part's step; s: f32 [n, k/16], the sum of each half group's rounded values."""
 
     q: torch.Tensor
     d: torch.Tensor
@@ -83,7 +85,7 @@ class Activations:
     def inside(cls, memory: torch.Tensor, n: int, k: int) -> Activations:
         """In the memory of a flat tensor, such as the f32 one that the values come from, which is always large enough:
 
-        two parts take 2.75 bytes an element, and at most 20 that alignment costs."""
+        two parts take 2.4 bytes an element, and at most 20 that alignment costs."""
         data = memory.view(torch.uint8)
         start = -data.data_ptr() % 16
         shapes, sizes = _planes(n, k)
@@ -103,8 +105,7 @@ class Activations:
 def _planes(n: int, k: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Shapes of q, d and s, and the bytes from one's start to the next one's: multiples of 16."""
     assert k % GROUP == 0, k
-    rows = parts_of(k) * n
-    shapes = [(rows, k), (rows, k // GROUP), (rows, 2 * k // GROUP)]
+    shapes = [(parts_of(k) * n, k), (n, k // GROUP), (n, 2 * k // GROUP)]
     return shapes, [-(-math.prod(shape) * size // 16) * 16 for shape, size in zip(shapes, (1, 4, 4))]
 
 
@@ -145,9 +146,9 @@ def gated(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def left_by(x, number, d):
-    """What x is more than d * number: what its second part rounds, NaN in a group that is not finite."""
-    return x - number * d
+def finer(x, number, d, inverse):
+    """The second part of x, of which number * d is the first: its integer and its byte, as rounded() has them."""
+    return rounded((x - number * d) * (inverse * FINER))
 
 
 @triton.jit
@@ -155,27 +156,28 @@ def _store_q8(x, p_q, p_d, p_s, row, group, k, PARTS: tl.constexpr):
     """Rounds x, f32 [groups, 32], in PARTS and stores it as groups `group` ([groups] int) of a row of Activations.
 
     Programs of axis 0 are the rows."""
-    m = group < k // 32
-    x = _store_part(x, p_q, p_d, p_s, row * (k // 32) + group, m)
-    if PARTS == 2:
-        _store_part(x, p_q, p_d, p_s, (tl.num_programs(0) + row) * (k // 32) + group, m)
-
-
-@triton.jit
-def _store_part(x, p_q, p_d, p_s, at, m):
-    """Rounds x, f32 [groups, 32], and stores it as groups `at` ([groups] int) where m ([groups]). Returns what is
-
-    left."""
     G: tl.constexpr = x.shape[0]
+    m = group < k // 32
+    at = row * (k // 32) + group
     d, inverse = scale_of(tl.max(magnitude(x), 1))
     number, byte = rounded(x * inverse[:, None])
-    # Four bytes a lane, as it has them from loading f32: with more, values would go through shared memory first.
-    i = tl.max_contiguous(at[:, None] * 32 + tl.arange(0, 32)[None, :], (1, 4))
-    tl.store(p_q + i, byte.to(tl.int8), mask=m[:, None])
+    _store_bytes(byte, p_q, at, m)
+    if PARTS == 2:
+        more, byte = finer(x, number, d[:, None], inverse[:, None])
+        _store_bytes(byte, p_q, (tl.num_programs(0) + row) * (k // 32) + group, m)
+        number = number * FINER + more
+        d *= 1.0 / FINER
     tl.store(p_d + at, d, mask=m)
     sums = tl.sum(tl.reshape(number, (G, 2, 16)), 2) * d[:, None]
     tl.store(p_s + at[:, None] * 2 + tl.arange(0, 2)[None, :], sums, mask=m[:, None])
-    return left_by(x, number, d[:, None])
+
+
+@triton.jit
+def _store_bytes(byte, p_q, at, m):
+    """The low bytes of [groups, 32] as groups `at` ([groups] int) where m ([groups])."""
+    # Four bytes a lane, as it has them from loading f32: with more, values would go through shared memory first.
+    i = tl.max_contiguous(at[:, None] * 32 + tl.arange(0, 32)[None, :], (1, 4))
+    tl.store(p_q + i, byte.to(tl.int8), mask=m[:, None])
 
 
 @triton.jit

@@ -27,11 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
 from graphrt.backends.triton.kernels.mul_mat.activations import (
+    FINER,
     GLU_KINDS,
     Activations,
     Rows,
+    finer,
     gated,
-    left_by,
     magnitude,
     parts_of,
     rounded,
@@ -100,9 +101,9 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
 
 
 @triton.jit
-def _load_x(p_q, p_d, p_s, token, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
-            SUMS: tl.constexpr):  # fmt: skip
-    """A tile of activations: words [G, W, 1, U, N, 4] of first and second halves, scales d, sums of both halves.
+def _x_tile(p_q, p_d, p_s, token, n, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+            SUMS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """A tile of n rows of Activations as _round_groups has it, all [G, W, 1, U, N]. token: which of the rows.
 
     Past a row's last group d and the sums are 0.
     """
@@ -129,7 +130,14 @@ def _load_x(p_q, p_d, p_s, token, i_tile, NG: tl.constexpr, U: tl.constexpr, W: 
         half = tl.arange(0, 2)[None, None, None, None, None, :]
         p_sums = (p_s + first * 2) + at[:, :, :, :, :, None] * 2 + (step[:, :, :, :, :, None] * 2 + half)
         s_low, s_high = tl.split(tl.load(p_sums, mask=m_words, other=zero, eviction_policy="evict_last"))
-    return low, high, d, s_low, s_high
+    first_words = _eight(low, high)
+    second = first_words
+    if PARTS == 2:
+        p += n * (NG * 8)
+        low = tl.load(p, mask=m_words, eviction_policy="evict_last")
+        high = tl.load(p + 4, mask=m_words, eviction_policy="evict_last")
+        second = _eight(low, high)
+    return first_words, second, d, s_low, s_high
 
 
 # --- integer products ---
@@ -166,6 +174,14 @@ def _split4(x):
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def _eight(low, high):
+    """A group's words, of [G, W, R, U, N, 4] of its first and of its second half."""
+    l0, l1, l2, l3 = _split4(low)
+    h0, h1, h2, h3 = _split4(high)
+    return l0, l1, l2, l3, h0, h1, h2, h3
 
 
 @triton.jit
@@ -253,11 +269,12 @@ def _three_bit_half(q0, q1, h, x0, x1, x2, x3, zero, PTX: tl.constexpr):
 
 
 @triton.jit
-def _sums(quants, high, l0, l1, l2, l3, h0, h1, h2, h3, KIND: tl.constexpr, PTX: tl.constexpr):
+def _sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
     """Integer sums of code * activation over a group's first and second half: int32 [G, W, R, U, N].
 
-    Where a group has one scale, both are the group's sum. l, h: the words of activations [G, W, 1, U, N].
+    Where a group has one scale, both are the group's sum. words: of activations, [G, W, 1, U, N] each.
     """
+    l0, l1, l2, l3, h0, h1, h2, h3 = words
     quants = quants[:, :, :, :, None, :]
     if PTX:
         zero = 0
@@ -408,9 +425,9 @@ def _x_chunk(p, m, J: tl.constexpr):
 
 @triton.jit
 def _round_groups(x, PARTS: tl.constexpr):
-    """Groups rounded: (eight words, d and both halves' sums of the first part, the same of the second). x[J]: elements
+    """Groups rounded: (eight words of the first part, of the second, d, both halves' sums). x[J]: elements 4J to 4J + 3
 
-    4J to 4J + 3 of each group. Without a second part the first is returned again."""
+    of each group. Without a second part the first is returned again."""
     most = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
     more = tl.maximum(tl.maximum(magnitude(x[4]), magnitude(x[5])), tl.maximum(magnitude(x[6]), magnitude(x[7])))
     d, inverse = scale_of(tl.max(tl.maximum(most, more), 5))
@@ -423,16 +440,26 @@ def _round_groups(x, PARTS: tl.constexpr):
     n5, b5 = rounded(x[5] * i)
     n6, b6 = rounded(x[6] * i)
     n7, b7 = rounded(x[7] * i)
-    s_low, s_high = tl.sum(n0 + n1 + n2 + n3, 5) * d, tl.sum(n4 + n5 + n6 + n7, 5) * d
     first = (_packed_bytes(b0), _packed_bytes(b1), _packed_bytes(b2), _packed_bytes(b3), _packed_bytes(b4),
-             _packed_bytes(b5), _packed_bytes(b6), _packed_bytes(b7), d, s_low, s_high)  # fmt: skip
+             _packed_bytes(b5), _packed_bytes(b6), _packed_bytes(b7))  # fmt: skip
     second = first
+    low, high = n0 + n1 + n2 + n3, n4 + n5 + n6 + n7
     if PARTS == 2:
         e = d[:, :, :, :, :, None]
-        left = (left_by(x[0], n0, e), left_by(x[1], n1, e), left_by(x[2], n2, e), left_by(x[3], n3, e),
-                left_by(x[4], n4, e), left_by(x[5], n5, e), left_by(x[6], n6, e), left_by(x[7], n7, e))  # fmt: skip
-        second, again = _round_groups(left, 1)
-    return first, second
+        m0, b0 = finer(x[0], n0, e, i)
+        m1, b1 = finer(x[1], n1, e, i)
+        m2, b2 = finer(x[2], n2, e, i)
+        m3, b3 = finer(x[3], n3, e, i)
+        m4, b4 = finer(x[4], n4, e, i)
+        m5, b5 = finer(x[5], n5, e, i)
+        m6, b6 = finer(x[6], n6, e, i)
+        m7, b7 = finer(x[7], n7, e, i)
+        second = (_packed_bytes(b0), _packed_bytes(b1), _packed_bytes(b2), _packed_bytes(b3), _packed_bytes(b4),
+                  _packed_bytes(b5), _packed_bytes(b6), _packed_bytes(b7))  # fmt: skip
+        low = low * FINER + (m0 + m1 + m2 + m3)
+        high = high * FINER + (m4 + m5 + m6 + m7)
+        d *= 1.0 / FINER
+    return first, second, d, tl.sum(low, 5) * d, tl.sum(high, 5) * d
 
 
 @triton.jit
@@ -476,27 +503,34 @@ def _to_lanes(x, U: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _words_to_lanes(byte, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
+    """Groups' bytes, the low ones of [N, U * G, 32], as words for the lanes that have them."""
+    N: tl.constexpr = byte.shape[0]
+    shift = 8 * tl.arange(0, 4)[None, None, None, :]
+    words = tl.sum((tl.reshape(byte, (N, U * G, 8, 4)) & 255) << shift, 3)
+    words = tl.reshape(_to_lanes(words, U, W), (G, W, 1, U, N, 2, 4))
+    low, high = tl.split(tl.permute(words, (0, 1, 2, 3, 4, 6, 5)))
+    return _eight(low, high)
+
+
+@triton.jit
 def _round_together(x, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr):
     """What _round_groups returns, of x [N, U * G, 32] that the lanes of all warps share."""
     N: tl.constexpr = x.shape[0]
     d, inverse = scale_of(tl.max(magnitude(x), 2))
     number, byte = rounded(x * inverse[:, :, None])
-    sums = tl.sum(tl.reshape(number, (N, U * G, 2, 16)), 3) * d[:, :, None]
-    shift = 8 * tl.arange(0, 4)[None, None, None, :]
-    words = tl.sum((tl.reshape(byte, (N, U * G, 8, 4)) & 255) << shift, 3)
-    # Two exchanges in all: words, and a scale beside its sums.
-    d2 = tl.broadcast_to(d[:, :, None], (N, U * G, 2))
-    scales = _to_lanes(tl.reshape(tl.join(sums, d2), (N, U * G, 4)), U, W)
-    words = tl.reshape(_to_lanes(words, U, W), (G, W, 1, U, N, 2, 4))
-    low, high = tl.split(tl.permute(words, (0, 1, 2, 3, 4, 6, 5)))
-    l0, l1, l2, l3 = _split4(low)
-    h0, h1, h2, h3 = _split4(high)
-    s_low, d_lane, s_high, d_again = _split4(scales)
-    first = (l0, l1, l2, l3, h0, h1, h2, h3, d_lane, s_low, s_high)
+    first = _words_to_lanes(byte, U, W, G)
     second = first
     if PARTS == 2:
-        second, again = _round_together(left_by(x, number, d[:, :, None]), U, W, G, 1)
-    return first, second
+        more, byte = finer(x, number, d[:, :, None], inverse[:, :, None])
+        second = _words_to_lanes(byte, U, W, G)
+        number = number * FINER + more
+        d *= 1.0 / FINER
+    sums = tl.sum(tl.reshape(number, (N, U * G, 2, 16)), 3) * d[:, :, None]
+    d2 = tl.broadcast_to(d[:, :, None], (N, U * G, 2))
+    scales = _to_lanes(tl.reshape(tl.join(sums, d2), (N, U * G, 4)), U, W)  # one exchange for all
+    s_low, d_lane, s_high, d_again = _split4(scales)
+    return first, second, d_lane, s_low, s_high
 
 
 @triton.jit
@@ -515,43 +549,18 @@ def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: t
 
 
 @triton.jit
-def _x_part(p_q, p_d, p_s, token, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
-            SUMS: tl.constexpr):  # fmt: skip
-    """One part of what _round_x returns, of activations that were rounded before. token: rows of Activations."""
-    low, high, d, s_low, s_high = _load_x(p_q, p_d, p_s, token, i_tile, NG, U, W, G, SUMS)
-    l0, l1, l2, l3 = _split4(low)
-    h0, h1, h2, h3 = _split4(high)
-    return l0, l1, l2, l3, h0, h1, h2, h3, d, s_low, s_high
-
-
-@triton.jit
-def _x_tile(p_q, p_d, p_s, token, n, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
-            SUMS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """What _round_x returns, of activations that were rounded before."""
-    first = _x_part(p_q, p_d, p_s, token, i_tile, NG, U, W, G, SUMS)
-    second = first
+def _add_tile(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr):
+    """acc, f32 [G, W, R, N], and a tile's products summed over U. x: as _round_groups has it."""
+    words, second, d, s_low, s_high = x
+    low, high = _sums(planes[0], planes[1], words, KIND, PTX)
     if PARTS == 2:
-        second = _x_part(p_q, p_d, p_s, token + n, i_tile, NG, U, W, G, SUMS)
-    return first, second
-
-
-@triton.jit
-def _add_part(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr):
-    """acc, f32 [G, W, R, N], and a tile's products with one part of x summed over U."""
-    low, high = _sums(planes[0], planes[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], KIND, PTX)
-    more, less = _scaled(low, high, planes[2], planes[3], x[8], x[9], x[10], KIND)
+        low2, high2 = _sums(planes[0], planes[1], second, KIND, PTX)
+        low = low * FINER + low2
+        high = high * FINER + high2
+    more, less = _scaled(low, high, planes[2], planes[3], d, s_low, s_high, KIND)
     acc += tl.sum(more, 3)
     if has_min(KIND):
         acc -= tl.sum(less, 3)
-    return acc
-
-
-@triton.jit
-def _add_tile(acc, planes, x, x2, KIND: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr):
-    """acc, f32 [G, W, R, N], and a tile's products. x, x2: the parts."""
-    acc = _add_part(acc, planes, x, KIND, PTX)
-    if PARTS == 2:
-        acc = _add_part(acc, planes, x2, KIND, PTX)
     return acc
 
 
@@ -599,23 +608,23 @@ def products(
             next_planes = _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND, NG, U, G)
             if KIND1 != "":
                 next_planes1 = _load_planes(p_quants1, p_high1, p_scales1, p_supers1, row, i_tile, KIND1, NG, U, G)
-            x, x2 = _x_tile(p_q, p_d, p_s, token, n, i_tile - 1, NG, U, W, G, SUMS, PARTS)
-            acc = _add_tile(acc, planes, x, x2, KIND, PTX, PARTS)
+            x = _x_tile(p_q, p_d, p_s, token, n, i_tile - 1, NG, U, W, G, SUMS, PARTS)
+            acc = _add_tile(acc, planes, x, KIND, PTX, PARTS)
             planes = next_planes
             if KIND1 != "":
-                acc1 = _add_tile(acc1, planes1, x, x2, KIND1, PTX, PARTS)
+                acc1 = _add_tile(acc1, planes1, x, KIND1, PTX, PARTS)
                 planes1 = next_planes1
-        x, x2 = _x_tile(p_q, p_d, p_s, token, n, TILES - 1, NG, U, W, G, SUMS, PARTS)
+        x = _x_tile(p_q, p_d, p_s, token, n, TILES - 1, NG, U, W, G, SUMS, PARTS)
     else:
         tl.static_assert(TILES == 1)
         if X_FORM == "together":
-            x, x2 = _round_x_together(p_x, x_row, token, NG, U, W, G, PARTS)
+            x = _round_x_together(p_x, x_row, token, NG, U, W, G, PARTS)
         else:
-            x, x2 = _round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm", PARTS)
-    y = tl.sum(_add_tile(acc, planes, x, x2, KIND, PTX, PARTS), 0)
+            x = _round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm", PARTS)
+    y = tl.sum(_add_tile(acc, planes, x, KIND, PTX, PARTS), 0)
     y1 = y
     if KIND1 != "":
-        y1 = tl.sum(_add_tile(acc1, planes1, x, x2, KIND1, PTX, PARTS), 0)
+        y1 = tl.sum(_add_tile(acc1, planes1, x, KIND1, PTX, PARTS), 0)
     return y, y1
 
 
