@@ -90,6 +90,8 @@ def _launches() -> Iterator[tuple[str, Launch]]:
         found = Activations.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
         for first in (norm, None):
             yield f"add_norm {k} n={n}", add_norm_quantize(TARGET, x, first, x, x, norm, found, True)
+        both = add_norm_quantize(TARGET, x, None, x, x, norm, found if n == 1 else None, True, out_f32=x)
+        yield f"add_norm to f32 too {k} n={n}", both
     for k in (576, 4096, 14336):
         x, found = Rows(torch.empty(2 * k), 2, k, k), Activations.empty(2, k, "cpu")
         yield f"quantize {k}", quantize_rows(TARGET, x, found)

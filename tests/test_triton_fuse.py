@@ -14,6 +14,7 @@ import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, ops
 from graphrt.backends.triton import device
 from graphrt.backends.triton.fuse import PATTERNS
+from graphrt.backends.triton.launch import Launch
 from graphrt.errors import BackendError
 from graphrt.execute import Executable
 from graphrt.ops import RopeParams
@@ -57,6 +58,13 @@ def kernels(graph: Graph) -> list[str]:
     """What runs, in order: a fused group by its kernel, a node by its op."""
     (split,) = prepared(graph).splits
     return [group.kernel or group.label for group in split.groups if not group.label.startswith(("VIEW", "RESHAPE"))]
+
+
+def launched(graph: Graph) -> list[str]:
+    """The kernels of all steps, in order."""
+    (split,) = prepared(graph).splits
+    steps = [step for segment in split.run.segments for step in segment.steps]  # type: ignore[attr-defined]
+    return [step.kernel.fn.__name__ for step in steps if isinstance(step, Launch)]
 
 
 def results(graph: Graph) -> list[np.ndarray]:
@@ -150,6 +158,30 @@ def sum_then_norm(n: int, post_norm: bool, swapped: bool = False, kind: str = "q
     return Graph(ops.add(down, total))
 
 
+def shared_norm(pattern: str, n: int, kind: str = "q8_0", k: int = K, viewed: bool = False) -> Graph:
+    """A norm that products of packed weights read and others, f32 weights and a node that is no product among them.
+
+    viewed: of products one reads a view of all of it, another one of its last row."""
+    source = leaf("x", k, n)
+    if pattern == "norm_mul_add_norm":
+        source = normed(source, "post")
+    if pattern != "norm_mul":
+        source = ops.add(source, leaf("r", k, n))
+    made = normed(source, eps=1e-6)
+    gated = ops.glu(product("gate", made, kind), product("up", made, kind), "swiglu")
+    found = [gated, product("router", made, "f32", 5), product("half", made, "f16", 7), ops.sqr(made)]
+    if viewed:
+        found.append(product("whole", ops.reshape(made, k, 1, n), kind))
+        found.append(product("last", ops.view(made, (k, 1), (4 * k,), 4 * k * (n - 1)), kind))
+    return Graph(*found, *([] if pattern == "norm_mul" else [ops.sqr(source)]))
+
+
+def two_shared_norms() -> Graph:
+    """The second is made before the first is multiplied."""
+    first, second = normed(x(), "weight"), normed(leaf("y", K, 3), "other")
+    return Graph(ops.sqr(first), ops.sqr(second), product("a", first), product("b", second))
+
+
 def norm_products(n: int) -> Graph:
     made = normed(x(n))
     return Graph(ops.glu(product("gate", made), product("up", made, "q4_0"), "swiglu"))
@@ -196,11 +228,24 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "norm for products": (lambda: norm_products(3), "norm_mul_rounded", STEPS),
     "norm for products, one token": (lambda: norm_products(1), "norm_mul_rounded", STEPS),
     "norm for products, many tokens": (lambda: norm_products(11), "norm_mul_rounded", STEPS),
-    "norm, residual, norm": (lambda: sum_then_norm(3, True), "norm_mul_add_norm", STEPS),
-    "norm, residual, norm, one token": (lambda: sum_then_norm(1, True, True, "q4_0"), "norm_mul_add_norm", STEPS),
-    "norm, residual, norm, many tokens": (lambda: sum_then_norm(11, True), "norm_mul_add_norm", STEPS),
-    "sum and norm": (lambda: sum_then_norm(2, False), "add_norm", STEPS),
-    "sum and norm, many tokens": (lambda: sum_then_norm(11, False, True), "add_norm", STEPS),
+    "norm, residual, norm": (lambda: sum_then_norm(3, True), "norm_mul_add_norm_rounded", STEPS),
+    "norm, residual, norm, one token": (
+        lambda: sum_then_norm(1, True, True, "q4_0"), "norm_mul_add_norm_rounded", STEPS,
+    ),
+    "norm, residual, norm, many tokens": (lambda: sum_then_norm(11, True), "norm_mul_add_norm_rounded", STEPS),
+    "sum and norm": (lambda: sum_then_norm(2, False), "add_norm_rounded", STEPS),
+    "sum and norm, many tokens": (lambda: sum_then_norm(11, False, True), "add_norm_rounded", STEPS),
+    "two norms that others read too": (two_shared_norms, "norm_mul", STEPS),
+    **{
+        f"{pattern} that others read too, {kind}, {n} tokens of {k}": (
+            partial(shared_norm, pattern, n, kind, k, viewed), pattern, STEPS,
+        )
+        for pattern in ("norm_mul", "add_norm", "norm_mul_add_norm")
+        for kind, n, k, viewed in (
+            ("q8_0", 1, 64, False), ("q4_0", 3, 2080, True), ("q4_K", 8, 256, True), ("q8_0", 11, 64, True),
+            ("f16", 3, 40, False),
+        )
+    },
     "residual": (lambda: Graph(ops.add(leaf("r", M, 3), product("w", x()))), "matmul_add", SAME),
     "residual, f32": (lambda: Graph(ops.add(product("w", x(2), "f32"), leaf("r", M, 2))), "matmul_add", SAME),
     "residual, many tokens": (lambda: Graph(ops.add(product("w", x(11)), leaf("r", M, 11))), "matmul_add", SAME),
@@ -221,7 +266,7 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "k with a bias, many tokens": (lambda: biased_qkv("f16", 70, "k"), "projections", SAME),
     "biases of two types": (lambda: biased_qkv("q8_0", 2, v_kind="f16"), "projections", SAME),
     "biases of two types, many tokens": (lambda: biased_qkv("q8_0", 12, "qv", v_kind="f16"), "projections", SAME),
-    "a bias, then the residual's sum and norm": (lambda: biased_sum_then_norm(3), "add_norm", STEPS),
+    "a bias, then the residual's sum and norm": (lambda: biased_sum_then_norm(3), "add_norm_rounded", STEPS),
     "a bias before that": (lambda: biased_sum_then_norm(2), "matmul_add", STEPS),
     "a bias of two products": (lambda: shared_bias(3), "matmul_add", SAME),
     "rotation and cache": (lambda: rotated()[0], "rope_cache", SAME),
@@ -364,11 +409,6 @@ def _sum_of_a_product() -> Graph:
     return Graph(product("u", normed(total)), ops.sqr(total))
 
 
-def _norm_of_sum_read_by_others() -> Graph:
-    made = normed(ops.add(normed(x(), "post"), leaf("r", K, 3)))
-    return Graph(product("w", made), ops.sqr(made))
-
-
 def _other_sums() -> Graph:
     q, k, v = leaf("q", 32, 3, 4), leaf("k", 32, 20, 2, kind="f16"), leaf("v", 32, 20, 2, kind="f16")
     return Graph(ops.flash_attn_ext(q, k, v, None, 0.2), ops.flash_attn_lse(q, k, None, 0.3))
@@ -418,9 +458,23 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "a sum of one row, then a norm": (
         lambda: Graph(product("w", normed(ops.add(x(), leaf("r", K))))), "add_norm",
     ),
-    "a sum's norm that not only products read": (_norm_of_sum_read_by_others, "norm_mul_add_norm"),
+    "a sum's norm that not only products read": (lambda: shared_norm("add_norm", 3), "add_norm_rounded"),
+    "a norm's sum and norm that not only products read": (
+        lambda: shared_norm("norm_mul_add_norm", 3), "norm_mul_add_norm_rounded",
+    ),
     "sums of another scale": (_other_sums, "attention_lse"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["norm_mul", "add_norm", "norm_mul_add_norm"])
+def test_a_norm_is_rounded_once_for_all_that_want_it(pattern: str) -> None:
+    """By the launch that makes it, for few tokens; a view of a part of it is rounded by itself."""
+    norm = "norm_rows" if pattern == "norm_mul" else "add_norm_rows"
+    names = launched(shared_norm(pattern, 3))
+    assert names.count(norm) == 1 and "round_rows" not in names
+    assert launched(shared_norm(pattern, 3, viewed=True)).count("round_rows") == 0, "one row is rounded in the product"
+    assert launched(shared_norm(pattern, 3, "q4_0", 2080, True)).count("round_rows") == 1
+    assert "round_rows" in launched(shared_norm(pattern, 11)), "f16, by the products"
 
 
 def test_a_bias_stays_apart_from_a_product_that_is_read() -> None:

@@ -476,6 +476,13 @@ def test_add_norm_quantize(n: int, k: int, first: bool, early: bool, parts: int)
     before = NormWeight(w.to(DEVICE), 1e-5) if first else None
     add_norm_quantize(TARGET, here, before, other, other, NormWeight(w2.to(DEVICE), 1e-6), found, early)()
     torch.testing.assert_close(other.cpu().double(), total, rtol=2e-6, atol=1e-6)
+    for rounded in (Activations.empty(n, k, DEVICE), None):  # beside f32, and that alone
+        whole, other = _out(n, k), residual.clone().to(DEVICE)
+        second = NormWeight(w2.to(DEVICE), 1e-6)
+        add_norm_quantize(TARGET, here, before, other, other, second, rounded, early, out_f32=whole)()
+        torch.testing.assert_close(whole.cpu().double(), expected, rtol=2e-6, atol=1e-6)
+        if rounded is not None:
+            _check_activations(rounded, expected, False)
     if isinstance(found, Activations):
         _check_activations(found, expected, False)
     else:

@@ -113,7 +113,7 @@ def test_groups_of_a_step() -> None:
         ["norm_mul_rounded", "gate_up_glu_rounded", "matmul_add"],
     )
     fused = [group.kernel for group in groups if group.kernel]
-    assert fused == [*start, "matmul_add", *end, *start, "add_norm", *end[1:], "norm_mul_rounded"]
+    assert fused == [*start, "matmul_add", *end, *start, "add_norm_rounded", *end[1:], "norm_mul_rounded"]
 
 
 def test_groups_of_a_step_of_gemma(folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_groups_of_a_step_of_gemma(folder: Path) -> None:
     model, _ = models("two_gemma Q8_0", folder, exact=False)
     attention, rest = (
         ["projections", "norm_rope_cache"],
-        ["norm_mul_add_norm", "gate_up_glu_rounded", "norm_mul_add_norm"],
+        ["norm_mul_add_norm_rounded", "gate_up_glu_rounded", "norm_mul_add_norm_rounded"],
     )
     batch = Batch(model.decoder, model.backends, 4, F32)
     for exe in (model.session(F32).executable(1, 1), batch.executable(1)):

@@ -60,8 +60,9 @@ class Context:
 
     place: where tensors lie; target: the device; exact: no form that rounds activations to 8 bits; shared: what steps
     of several nodes have in common, by a key of its maker's (tables of rotations); rounded: tensors whose memory holds
-    not f32 but what the products that read them take (mul_mat/activations.py); weights: by tensor, those that the
-    split's products multiply it with.
+    not f32 but what the products that read them take (mul_mat/activations.py); beside: of tensors in f32 what the same
+    launch made of them in 8 bits, in memory of its own; products: by tensor, the MUL_MATs and MUL_MAT_IDs that read it
+    or a view of it.
     """
 
     def __init__(self, place: Callable[[Tensor], Place], target: Target, exact: bool) -> None:
@@ -70,7 +71,8 @@ class Context:
         self.exact = exact
         self.shared: dict[Any, Any] = {}
         self.rounded: dict[Tensor, Any] = {}
-        self.weights: dict[Tensor, list[Tensor]] = {}
+        self.beside: dict[Tensor, Any] = {}
+        self.products: dict[Tensor, list[Tensor]] = {}
         self._scratch: dict[str, torch.Tensor] = {}
 
     def view(self, t: Tensor) -> View:

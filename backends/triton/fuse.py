@@ -43,10 +43,8 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
         total = nodes.only_reader(scaled)
         if total is not None and total.op == "ADD" and total.ne == scaled.ne and total.src[0] is not total.src[1]:
             yield Group([norm, scaled, total], kernel="norm_mul_add")
-        elif _is_rounded(nodes, scaled):
-            yield Group([norm, scaled], kernel="norm_mul_rounded")
         else:
-            yield Group([norm, scaled], kernel="norm_mul")
+            yield Group([norm, scaled], kernel="norm_mul" + _rounded(nodes, scaled))
 
 
 def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
@@ -58,7 +56,8 @@ def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
             continue
         following = _norm_of_sum(nodes, total)
         if following is not None:
-            yield Group([norm, scaled, total, *following], kernel="norm_mul_add_norm", results=[total, following[1]])
+            kernel = "norm_mul_add_norm" + _rounded(nodes, following[1])
+            yield Group([norm, scaled, total, *following], kernel=kernel, results=[total, following[1]])
 
 
 def add_norm(nodes: Nodes) -> Iterator[Group]:
@@ -67,18 +66,19 @@ def add_norm(nodes: Nodes) -> Iterator[Group]:
         sources = list(total.sources())
         following = _norm_of_sum(nodes, total) if all(_are_whole_rows(s) for s in sources) else None
         if following is not None and not any(_is_product(s) and nodes.only_reader(s) is total for s in sources):
-            yield Group([total, *following], kernel="add_norm", results=[total, following[1]])
+            kernel = "add_norm" + _rounded(nodes, following[1])
+            yield Group([total, *following], kernel=kernel, results=[total, following[1]])
 
 
 def _norm_of_sum(nodes: Nodes, total: Tensor) -> tuple[Tensor, Tensor] | None:
-    """RMS_NORM and MUL of an ADD of f32 rows without gaps, of which nobody but products reads the result."""
+    """RMS_NORM and MUL of an ADD of f32 rows without gaps."""
     if total.op != "ADD" or total.src[0] is total.src[1] or total.ne[0] > MAX_SUM:
         return None
     if not all(_are_whole_rows(s) and s.ne == total.ne for s in total.sources()):
         return None
     for norm in nodes.readers(total):
         scaled = _scaled_by_row(nodes, norm) if norm.op == "RMS_NORM" and norm.src[0] is total else None
-        if scaled is not None and _is_rounded(nodes, scaled):
+        if scaled is not None:
             return norm, scaled
     return None
 
@@ -93,6 +93,11 @@ def _scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
 
 def _are_whole_rows(t: Tensor | None) -> bool:
     return t is not None and t.dtype.name == "f32" and t.is_contiguous
+
+
+def _rounded(nodes: Nodes, x: Tensor) -> str:
+    """What a kernel's name ends in: it writes x in no other form than products take it."""
+    return "_rounded" if _is_rounded(nodes, x) else ""
 
 
 def _is_rounded(nodes: Nodes, x: Tensor) -> bool:
@@ -115,8 +120,7 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
         same = gate.src[1] is up.src[1] and gate.ne == up.ne
         alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
         if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
-            kernel = "gate_up_glu_rounded" if _is_rounded(nodes, out) else "gate_up_glu"
-            yield Group([gate, up, out], kernel=kernel)
+            yield Group([gate, up, out], kernel="gate_up_glu" + _rounded(nodes, out))
 
 
 def projections(nodes: Nodes) -> Iterator[Group]:

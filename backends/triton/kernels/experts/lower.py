@@ -27,7 +27,7 @@ from graphrt.backends.triton.kernels.experts.sums import lower_add_id, weighted_
 from graphrt.backends.triton.kernels.mul_mat import dense
 from graphrt.backends.triton.kernels.mul_mat.activations import Activations, Rows, quantize_rows
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, as_half
-from graphrt.backends.triton.kernels.mul_mat.lower import PLAIN, Exactness, half_type, with_whole_rows
+from graphrt.backends.triton.kernels.mul_mat.lower import PLAIN, Exactness, half_type, rounded_before, with_whole_rows
 from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.tensor import Tensor
@@ -144,7 +144,9 @@ def _bias(product: Product, ctx: Context) -> torch.Tensor | None:
 def _gemv(
     products: Sequence[Product], out: torch.Tensor, ctx: Context, gate: Gate | None = None, factors: View | None = None
 ) -> list[Step]:
-    """One launch for a product, or for both of a gate, after the rounding of activations to 8 bits if they need it."""
+    """One launch for a product, or for both of a gate, after the rounding of activations to 8 bits if they need it and
+
+    what made them has not done it."""
     steps: list[Step] = []
     experts: list[Experts] = []
     packed = packing_of(products[0].weight.dtype.name) is not None
@@ -160,7 +162,10 @@ def _gemv(
     view = ctx.view(x)
     rows = Rows(view.data, x.n_rows, x.ne[0], view.strides[2] if x.ne[1] == 1 else x.ne[0])
     given: Rows | Activations = rows
-    if packed:
+    before = rounded_before(x, ctx) if packed else None
+    if before is not None:
+        given = before
+    elif packed:
         memory = ctx.shared_scratch("activations in 8 bits", Activations.nbytes(rows.n, rows.k))
         given = Activations.inside(memory, rows.n, rows.k)
         steps.append(quantize_rows(ctx.target, rows, given))

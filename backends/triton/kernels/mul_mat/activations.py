@@ -284,13 +284,13 @@ def _over_rms(x, k, eps):
 
 @triton.jit
 def add_norm_rows(
-    p_x, p_w, eps, p_residual, p_sum, p_w2, eps2, p_q, p_d, p_s, k,
+    p_x, p_w, eps, p_residual, p_sum, p_w2, eps2, p_out, p_q, p_d, p_s, k,
     TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): sum = norm(x) * w + residual, or x + residual where w is None; norm(sum) * w2 rounded as TO says.
 
     x, residual, sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2: f32 [k], read before what
-    other kernels wrote if EARLY. TO, PARTS: as norm_rows. A block is a row.
+    other kernels wrote if EARLY. out: the last in f32 [n, k], or None. TO, PARTS: as norm_rows. A block is a row.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -315,10 +315,12 @@ def add_norm_rows(
     x += residual
     tl.store(p_sum + at, x, mask=m)
     y = x * _over_rms(x, k, eps2) * w2
+    if p_out is not None:
+        tl.store(p_out + at, y, mask=m)
     if TO == "q8":
         group = tl.arange(0, BLOCK // 32)
         _store_q8(y, p_q, p_d, p_s, row, group, k, PARTS)
-    else:
+    elif TO != "":
         _store_f16(y, p_q, at, m, TO == "ordered")
 
 
@@ -346,13 +348,12 @@ def norm_quantize(
     out_f32: takes the result unrounded, its elements side by side; it may be x itself. ordered: f16 as half.Half's.
     """
     block = min(_NORM_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
-    to = "" if out is None else _form_of(out, ordered)
     assert out_f32 is None or out_f32.stride == 1
     args = {
         "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, "p_w": weight, "eps": eps,
         "p_out": None if out_f32 is None else out_f32.data, "out_row": 0 if out_f32 is None else out_f32.row_stride,
-        **_outputs(out), "k": x.k, "TO_F32": out_f32 is not None, "TO": to, "BLOCK": block, "WHOLE": x.k <= block,
-        "PDL": target.has_pdl,
+        **_outputs(out), "k": x.k, "TO_F32": out_f32 is not None, "TO": _form_of(out, ordered), "BLOCK": block,
+        "WHOLE": x.k <= block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(norm_rows, (x.n,), args, launch_options(target, min(16, max(1, block // 256))))
 
@@ -367,19 +368,21 @@ class NormWeight:
 
 def add_norm_quantize(
     target: Target, x: torch.Tensor, norm: NormWeight | None, residual: torch.Tensor, total: torch.Tensor,
-    second: NormWeight, out: Activations | torch.Tensor, early: bool = False, ordered: bool = False,
+    second: NormWeight, out: Activations | torch.Tensor | None, early: bool = False, ordered: bool = False,
+    out_f32: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """total = x + residual, x after `norm` if there is one; and out, `second` of total, rounded.
 
     x, residual, total: f32 [n, k] without gaps, k up to MAX_ADD_NORM; total may be x or residual. out: as
-    quantize_rows, in memory of its own. early: no kernel of a run writes the norms' weights. ordered: as norm_quantize.
+    quantize_rows, or None for out_f32 alone. early: no kernel of a run writes the norms' weights. ordered: as
+    norm_quantize. out_f32: f32 [n, k], takes the result unrounded. All that is written but total has memory of its own.
     """
     n, k = x.shape
     assert k <= MAX_ADD_NORM
     block = max(32, 1 << (k - 1).bit_length())
     args = {
         "p_x": x, "p_w": norm and norm.row, "eps": norm.eps if norm else 0.0, "p_residual": residual, "p_sum": total,
-        "p_w2": second.row, "eps2": second.eps, **_outputs(out), "k": k,
+        "p_w2": second.row, "eps2": second.eps, "p_out": out_f32, **_outputs(out), "k": k,
         "TO": _form_of(out, ordered), "EARLY": early, "BLOCK": block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(add_norm_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
@@ -397,8 +400,10 @@ def _rounding(target: Target, x: Rows, up: Rows | None, kind: str, out: Activati
     return Launch(round_rows, (x.n, -(-x.k // block)), args, launch_options(target, max(1, block // 256)))
 
 
-def _form_of(out: Activations | torch.Tensor, ordered: bool) -> str:
+def _form_of(out: Activations | torch.Tensor | None, ordered: bool) -> str:
     """What kernels write, by the name that they have for it."""
+    if out is None:
+        return ""
     return "q8" if isinstance(out, Activations) else "ordered" if ordered else "f16"
 
 

@@ -37,6 +37,7 @@ from graphrt.backends.triton.kernels.mul_mat.half import (
 )
 from graphrt.backends.triton.kernels.mul_mat.heads import head_gemv
 from graphrt.backends.triton.kernels.rows import block_rows
+from graphrt.backends.triton.nodes import looked_at
 from graphrt.backends.triton.packing import Packed, PackedBuffer, packing_of
 from graphrt.tensor import Tensor
 
@@ -208,8 +209,10 @@ def _gemv(
     assert not isinstance(x, Half)
     if isinstance(x, Tensor):
         rows = _rows(ctx.view(x))
-        x_form: Activations | Rows = rows
-        if not matrices[0].is_plain and not _rounds_inside([matrix.weight for matrix in matrices], x, rows, gate):
+        before = None if matrices[0].is_plain else rounded_before(x, ctx)
+        x_form: Activations | Rows = before or rows
+        inside = matrices[0].is_plain or _rounds_inside([matrix.weight for matrix in matrices], x, rows, gate)
+        if before is None and not inside:
             memory = ctx.shared_scratch("activations in 8 bits", Activations.nbytes(rows.n, rows.k))
             x_form = Activations.inside(memory, rows.n, rows.k)
             steps.append(quantize_rows(ctx.target, rows, x_form))
@@ -218,6 +221,18 @@ def _gemv(
     added = None if residual is None else (residual.view(-1), residual.shape[1])
     kind = gate.kind if gate else ""
     return [*steps, gemv(ctx.target, segments, x_form, glu=kind, residual=added)]
+
+
+def rounded_before(x: Tensor, ctx: Context) -> Activations | None:
+    """x in 8 bits, if the launch that made it in f32 wrote that too."""
+    whole = looked_at(x)
+    found: Activations | None = ctx.beside.get(whole)
+    return found if found is not None and has_rows_of(x, whole) else None
+
+
+def has_rows_of(x: Tensor, whole: Tensor) -> bool:
+    """x is a tensor without gaps, or a view of all of it that has the same rows in the same order."""
+    return x is whole or (x.is_contiguous and x.ne[0] == whole.ne[0] and x.n_elements == whole.n_elements)
 
 
 def _rounds_inside(weights: Sequence[Tensor], x: Tensor, rows: Rows, gate: Gate | None) -> bool:
