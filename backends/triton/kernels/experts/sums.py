@@ -14,8 +14,9 @@ from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
-#: Most elements of a row that a program takes.
+#: Most elements of a row that a program takes, and slots whose elements it asks for at once.
 _MOST = 1024
+_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["n", "used", "a0", "a1", "a2", "b0", "b1", "ids0", "ids1", "n_expert"])
@@ -51,9 +52,12 @@ def weighted_sum(
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)
-    for slot in range(used):
-        factor = tl.load(p_factors + token * factor1 + slot * factor0)
-        total += tl.load(p_x + token * x2 + slot * x1 + i, mask=i < n, other=0.0) * factor
+    for first in range(0, used, _AT_ONCE):
+        for j in tl.static_range(_AT_ONCE):  # all are asked for before the first is needed
+            slot = first + j
+            factor = tl.load(p_factors + token * factor1 + slot * factor0, mask=slot < used, other=0.0)
+            x = tl.load(p_x + token * x2 + slot * x1 + i, mask=(i < n) & (slot < used), other=0.0)
+            total += x * factor
     tl.store(p_out + token * n + i, total, mask=i < n)
 
 
