@@ -11,7 +11,7 @@ from graphrt import ops
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels import kq_mask, rope, rows, sample, sort
+from graphrt.backends.triton.kernels import kq_mask, latent, rope, rows, sample, sort
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.ops.rope import RopeParams
@@ -64,6 +64,25 @@ def rope_cache_nodes(
     return [*before, q, k, k_set, v_set]
 
 
+def latent_nodes(kind: str, n: int, mode: str, n_seq: int = 1, d: int = 64, kv: int = 512) -> list[Tensor]:
+    """The nodes of a group of fuse_latent.latent_rope_cache: 16 heads, of 128 elements before their product; kind: of
+
+    the cache."""
+    params, tokens, heads = RopeParams(d, mode), n * n_seq, 16
+    whole, both = Tensor("f32", (128 + d, heads, tokens)), Tensor("f32", (kv + d, tokens))
+    first, positions = ops.view(whole, (128, heads, tokens), whole.nb[1:3]), Tensor("i32", (tokens,))
+    product = ops.mul_mat(Tensor("f16", (128, kv, heads)), ops.permute(first, 0, 2, 1, 3))
+    q = ops.rope(ops.view(whole, (d, heads, tokens), whole.nb[1:3], 512), positions, params)
+    query = ops.concat(ops.permute(product, 0, 2, 1, 3), q, 0)
+    norm = ops.rms_norm(ops.view(both, (kv, tokens), both.nb[1:2]), 1e-6)
+    scaled = ops.mul(norm, Tensor("f32", (kv,)))
+    k = ops.rope(ops.view(both, (d, 1, tokens), (both.nb[1], both.nb[1]), 4 * kv), positions, params)
+    row = ops.concat(ops.reshape(scaled, kv, 1, tokens), k, 0)
+    cache = Tensor(kind, (kv + d, 64, n_seq))
+    k_set = ops.set_rows(ops.reshape(row, kv + d, n, n_seq), Tensor("i64", (n, n_seq)), cache)
+    return [product, q, query, norm, scaled, k, row, k_set]
+
+
 def _launches() -> Iterator[tuple[str, list[Any]]]:
     for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
         for n_tokens, mode in ((1, "neox"), (512, "normal")):
@@ -74,6 +93,12 @@ def _launches() -> Iterator[tuple[str, list[Any]]]:
         for n_tokens, n_seq in ((1, 1), (16, 16), (512, 1)):
             nodes = rope_cache_nodes(kind, n_tokens, "neox", 256, 256, (4, 1), n_seq=n_seq, norms=True)
             yield f"norm_rope_cache {kind} {n_tokens}", rope.lower_rope_cache(nodes, context())
+    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
+        for n, n_seq, mode in ((1, 1, "normal"), (256, 2, "neox")):
+            steps = latent.lower_latent_rope_cache(latent_nodes(kind, n, mode, n_seq), context())
+            yield f"latent_rope_cache {kind} {mode}", [s for s in steps if isinstance(s, Launch)][-1:]
+    steps = latent.lower_latent_rope_cache(latent_nodes("q8_0", 3, "neox", 1, 96, 96), context())
+    yield "latent_rope_cache odd", steps[-1:]
     for mode, kind in (("normal", "f32"), ("neox", "f16")):
         a, factors = Tensor(kind, (80, 5, 33, 2)), Tensor("f32", (10,))
         node = ops.rope(a, Tensor("i32", (33,)), RopeParams(20, mode), factors)

@@ -412,6 +412,8 @@ def test_a_product_of_heads_in_words(run: Run, tokens: str, said: str) -> None:
     options = ("--device", "h100", "--phase", "prefill", "--tokens", tokens, "-c", "128", "-b", "128")
     _, out, _ = run("deepseek2.gguf", "fattn_mla-0", *options)
     assert said in out and "fusion    head_products" in out, out
+    _, out, _ = run("deepseek2.gguf", "Qcur-0", *options)
+    assert said in out and "fusion      latent_rope_cache" in out and "rotate_and_write_row" in out, out
 
 
 def test_a_view_and_a_fused_node(run: Run) -> None:

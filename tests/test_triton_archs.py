@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from graphrt import get_backend
 from graphrt.backends.triton import device
 from graphrt.models import Model, load
+from graphrt.models.batch import Batch
 from graphrt.models.embed import Embedder
 from graphrt.models.session import SessionOptions
 from graphrt.testing import nmse
@@ -24,6 +25,7 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 F32 = SessionOptions(n_ctx=32, n_batch=8, type_k="f32", type_v="f32")
+LATENT = SessionOptions(n_ctx=16, n_batch=16, type_k="f32", type_v="f32")
 #: Few layers, for the interpreter's sake, of what the GPU backend has kernels of its own for: soft caps and windows,
 #: ALiBi and limits, a parallel feed-forward on two norms, experts, sinks, latent attention.
 SHORT = {
@@ -43,6 +45,7 @@ SHORT = {
     "short-deepseek2": DECODERS["deepseek2"],
     "short-deepseek2-lite": replace(DECODERS["deepseek2-lite"], layers=2),
 }
+tiny.OTHERS["latent"] = replace(DECODERS["deepseek2-lite"], layers=1).model
 tiny.OTHERS.update({name: row.model for name, row in SHORT.items()})
 
 
@@ -76,6 +79,27 @@ def test_logits_are_the_cpus(tmp_path: Path, name: str) -> None:
     ids = tokens()
     for piece in (ids[:7], ids[7:8]):
         assert nmse(mine.eval(piece), cpus.eval(piece)) < 1e-6
+
+
+def test_latent_attention_fused_is_unfused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than gemv.py takes, then one; some at once and one by one; several sequences."""
+    write_model(tmp_path / "m.gguf", "latent", "F16")
+    model, ids = load(tmp_path / "m.gguf", [get_backend("triton", exact=False)]), tokens()
+    found: list[list[np.ndarray]] = []
+    for patterns in ("latent_rope_cache,head_products", "0"):
+        monkeypatch.setenv("GRAPHRT_FUSE", patterns)
+        session, batch = model.session(LATENT), Batch(model.decoder, model.backends, 2, LATENT)
+        groups = [group.kernel for group in session.executable(1, 1).splits[0].groups if group.kernel]
+        assert groups == (["latent_rope_cache", "head_products"] if patterns != "0" else [])
+        many = [session.eval(ids[:9]), session.eval(ids[9:10])]
+        session.reset()
+        at_once = session.eval(ids[:3])
+        session.reset()
+        assert nmse([session.eval([t]) for t in ids[:3]][-1], at_once) < 1e-6
+        lines = np.reshape(ids[:6], (2, 3))
+        found.append([*many, at_once, batch.eval(lines[:, :2]), batch.eval(lines[:, 2:])])
+    for fused, apart in zip(*found):
+        assert nmse(fused, apart) < 1e-6
 
 
 def test_embeddings_are_the_cpus(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,22 @@ import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, ops
 from graphrt.backends.triton import device
 from graphrt.execute import Executable
+from graphrt.ops import RopeParams
 from graphrt.testing import nmse, quantize
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from graphrt.backends.triton import context
+from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
 from graphrt.backends.triton.kernels.mul_mat import dense, lower
 from graphrt.backends.triton.kernels.mul_mat.heads import packed_head_gemv, plain_head_gemv
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES
 
-#: f32 sums in another order, as NMSE; activations rounded to 8 bits in two parts; to f16.
-SAME, TWO_PARTS, HALVES = 1e-11, 5e-9, 1e-6
+#: f32 sums in another order, as NMSE; activations rounded to 8 bits in two parts; to f16; blocks of values that differ
+#: in a last bit.
+SAME, TWO_PARTS, HALVES, STEPS = 1e-11, 5e-9, 1e-6, 1e-4
 
 
 def leaf(name: str, *ne: int, kind: str = "f32") -> Tensor:
@@ -138,6 +142,144 @@ def test_what_takes_which_way() -> None:
     assert not lower.takes_head_gemv(Tensor("f16", (64, 8, 4)), Tensor("f16", (64, 1, 4)), fast)
 
 
+# -- the query and the cache's row
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A layer's latent attention. kind: the cache's type; n: tokens of each of n_seq sequences; kv, d: elements of both
+
+    parts of a row; width: of what a head's first part is made of; changed: what is not as the pattern wants it."""
+
+    kind: str = "f32"
+    n: int = 2
+    n_seq: int = 1
+    weights: str = "q8_0"
+    params: RopeParams = RopeParams(16, "normal")
+    heads: int = 2
+    kv: int = 64
+    d: int = 16
+    width: int = 32
+    factors: bool = False
+    changed: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.n * self.n_seq
+
+    def graph(self) -> Graph:
+        """Outputs: the heads' v side by side, the query, the cache, and what is read besides."""
+        angles = [leaf("positions", self.tokens, kind="i32")]
+        angles += [leaf("factors", self.params.n_dims // 2)] if self.factors else []
+        others = [leaf("other positions", self.tokens, kind="i32")] if self.changed == "positions" else angles
+        q, q_inside = self.query(angles)
+        row, row_inside = self.row(others)
+        size, cells = self.kv + self.d, 32
+        ids = leaf("ids", self.n, 1 if self.changed == "ids" else self.n_seq, kind="i64")
+        cache = leaf("cache", size, cells, self.n_seq, kind=self.kind)
+        k_set = ops.set_rows(ops.reshape(row, size, self.n, self.n_seq), ids, cache)
+        keys = ops.permute(ops.reshape(k_set, size, 1, cells, self.n_seq), 0, 2, 1, 3)
+        values = leaf("values", self.kv, cells, 1, self.n_seq)
+        if self.changed != "the values":
+            values = ops.view(keys, (self.kv, *keys.ne[1:]), keys.nb[1:])
+        queries = ops.permute(ops.reshape(q, size, self.heads, self.n, self.n_seq), 0, 2, 1, 3)
+        found = ops.reshape(ops.flash_attn_ext(queries, keys, values, None, 0.1), self.kv, self.heads, self.tokens)
+        v = ops.mul_mat(leaf("v_b", self.kv, 8, self.heads, kind=self.weights), ops.permute(found, 0, 2, 1, 3))
+        inside = {"the row": row, **q_inside, **row_inside}
+        read = [ops.sqr(inside[self.changed])] if self.changed in inside else []
+        return Graph(ops.cont(ops.permute(v, 0, 2, 1, 3)), q, k_set, *read)
+
+    def query(self, angles: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The query, and what is inside by name."""
+        both = leaf("q", self.width + self.d, self.heads, self.tokens)
+        first = ops.view(both, (self.width, self.heads, self.tokens), both.nb[1:3])
+        last = ops.view(both, (self.d, self.heads, self.tokens), both.nb[1:3], self.width * 4)
+        k_b = leaf("k_b", self.width, self.kv, self.heads, kind=self.weights)
+        absorbed = ops.mul_mat(k_b, ops.permute(first, 0, 2, 1, 3))
+        rotated = self.rotated(last, angles, self.params)
+        by_token = absorbed if self.changed == "heads for tokens" else ops.permute(absorbed, 0, 2, 1, 3)
+        parts = [by_token, rotated]
+        q = ops.concat(*(parts[::-1] if self.changed == "the order" else parts), 0)
+        return q, {"the first part": absorbed, "the rotated part": rotated}
+
+    def row(self, angles: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The cache's row, and what is inside by name."""
+        both = leaf("kv", self.kv + self.d, self.tokens)
+        first = ops.view(both, (self.kv, self.tokens), both.nb[1:2])
+        last = ops.view(both, (self.d, 1, self.tokens), (both.nb[1], both.nb[1]), self.kv * 4)
+        rows = (self.tokens,) if self.changed == "the weights" else ()
+        normed = ops.mul(norm := ops.rms_norm(first, 1e-5), leaf("weight", self.kv, *rows))
+        params = replace(self.params, freq_base=5e5) if self.changed == "the base" else self.params
+        rotated = self.rotated(last, angles, params)
+        row = ops.concat(ops.reshape(normed, self.kv, 1, self.tokens), rotated, 0)
+        return row, {"the norm": norm, "the scaled norm": normed, "the row's end": rotated}
+
+    def rotated(self, t: Tensor, angles: list[Tensor], params: RopeParams) -> Tensor:
+        return ops.rope(t, angles[0], params, *angles[1:])
+
+
+NEOX = RopeParams(16, "neox")
+#: A layer, and how near fused and unfused must be.
+LAYERS: dict[str, tuple[Latent, float]] = {
+    "one token": (Latent(n=1), SAME),
+    "f16": (Latent("f16", params=NEOX), HALVES),
+    "bf16, f16 weights": (Latent("bf16", weights="f16"), STEPS),
+    "sequences": (Latent(n=1, n_seq=2, params=NEOX), SAME),
+    "sequences of several tokens": (Latent("f16", 2, 2), HALVES),
+    "factors of angles": (Latent(factors=True, params=NEOX), SAME),
+    "parts that are no powers of two": (
+        Latent(weights="f32", kv=40, d=24, params=RopeParams(20, "neox"), heads=3), SAME,
+    ),
+    "pairs, parts that are no powers of two": (Latent(kv=72, d=40, params=RopeParams(24), weights="f16"), SAME),
+    "blocks": (Latent("q8_0", d=32, params=RopeParams(32, "neox")), STEPS),
+    "blocks of sequences": (Latent("q4_0", 1, 2, kv=96, d=32, params=RopeParams(32)), STEPS),
+    "blocks that are no powers of two": (Latent("q5_1", kv=96, d=96, params=RopeParams(32)), STEPS),
+    "many tokens": (Latent(n=9), HALVES),
+    "many tokens of sequences, heads together": (Latent("f16", 6, 2, "f16", NEOX, heads=8), HALVES),
+}  # fmt: skip
+
+
+def formed(graph: Graph) -> set[str]:
+    return {kernel for kernel in launches(graph) if kernel.islower()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fused_is_unfused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, limit = LAYERS[name]
+    graph = layer.graph()
+    assert formed(graph) == {"latent_rope_cache", "head_products"}
+    if layer.tokens <= lower.MAX_TOKENS:
+        assert len(launches(graph)["latent_rope_cache"]) == 3  # the first of them fills the table of angles
+    fused = results(graph)
+    monkeypatch.setenv("GRAPHRT_FUSE", "0")
+    assert not formed(graph)
+    for a, b in zip(fused, results(graph)):
+        assert nmse(a, b) <= limit
+
+
+def test_a_query_beyond_f16() -> None:
+    """Of many tokens, whose products are multiplied by their rows' factors where they lie: a row's end is not."""
+    graph = Latent(n=9, weights="f16", heads=3).graph()
+    sizes = {"q": 3e6}
+    (_, q, cache), (_, cpus, cpus_cache) = results(graph, None, sizes), results(graph, "cpu", sizes)
+    for part in (slice(0, 64), slice(64, None)):
+        assert nmse(q[..., part], cpus[..., part]) < HALVES
+    assert nmse(cache, cpus_cache) < SAME
+
+
+def test_an_exact_backend_fuses_nothing() -> None:
+    assert not {k for k in launches(Latent().graph(), [get_backend("triton")]) if k.islower()}
+
+
+def test_each_pattern_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LATENT_PATTERNS:
+        monkeypatch.setenv("GRAPHRT_FUSE", name)
+        assert formed(Latent().graph()) == {name}
+
+
+# -- where no group may be formed
+
+
 def _read_twice() -> Graph:
     made = product("q8_0", 64, 8, 2)
     return Graph(ops.cont(ops.permute(made, 0, 2, 1, 3)), ops.sqr(made))
@@ -175,7 +317,22 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "heads that share a matrix": (_shared_matrices, "head_products"),
     "weights that a node makes": (_made_weights, "head_products"),
     "weights of f64": (lambda: side_by_side("f64", 64, 8, 2), "head_products"),
-}
+    **{
+        f"{what} is read": (lambda what=what: Latent(changed=what).graph(), "latent_rope_cache")
+        for what in (
+            "the row", "the first part", "the rotated part", "the norm", "the scaled norm", "the row's end",
+        )
+    },
+    "a query whose rotated part comes first": (lambda: Latent(changed="the order").graph(), "latent_rope_cache"),
+    "a query with heads for tokens": (lambda: Latent(changed="heads for tokens").graph(), "latent_rope_cache"),
+    "a norm times a matrix": (lambda: Latent(changed="the weights").graph(), "latent_rope_cache"),
+    "a rotation by another base": (lambda: Latent(changed="the base").graph(), "latent_rope_cache"),
+    "a rotation by other positions": (lambda: Latent(changed="positions").graph(), "latent_rope_cache"),
+    "ids that sequences share": (lambda: Latent(n_seq=2, changed="ids").graph(), "latent_rope_cache"),
+    "a block of both parts": (
+        lambda: Latent("q8_0", weights="f16", kv=48, changed="the values").graph(), "latent_rope_cache",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", UNFORMED)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from graphrt.backend import Group, Region
 from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
 from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
-from graphrt.backends.triton.nodes import Nodes, Pattern, added_to, is_bias, is_row, looked_at
+from graphrt.backends.triton.nodes import Nodes, Pattern, added_to, is_bias, looked_at, scaled_by_row
 from graphrt.backends.triton.packing import packing_of
 from graphrt.env import FUSE
 from graphrt.errors import BackendError
@@ -37,7 +37,7 @@ def _is_product(node: Tensor) -> bool:
 def norm_mul(nodes: Nodes) -> Iterator[Group]:
     """RMS_NORM, MUL by a row of weights, and ADD of a residual if one follows."""
     for norm in nodes.of("RMS_NORM"):
-        scaled = _scaled_by_row(nodes, norm)
+        scaled = scaled_by_row(nodes, norm)
         if scaled is None:
             continue
         total = nodes.only_reader(scaled)
@@ -50,7 +50,7 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
 def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
     """RMS_NORM, MUL by a row and ADD of a residual (a norm after a block), then the norm before the next block."""
     for norm in nodes.of("RMS_NORM"):
-        scaled = _scaled_by_row(nodes, norm)
+        scaled = scaled_by_row(nodes, norm)
         total = nodes.only_reader(scaled) if scaled is not None else None
         if scaled is None or total is None or not _are_whole_rows(norm.src[0]):
             continue
@@ -77,18 +77,10 @@ def _norm_of_sum(nodes: Nodes, total: Tensor) -> tuple[Tensor, Tensor] | None:
     if not all(_are_whole_rows(s) and s.ne == total.ne for s in total.sources()):
         return None
     for norm in nodes.readers(total):
-        scaled = _scaled_by_row(nodes, norm) if norm.op == "RMS_NORM" and norm.src[0] is total else None
+        scaled = scaled_by_row(nodes, norm) if norm.op == "RMS_NORM" and norm.src[0] is total else None
         if scaled is not None:
             return norm, scaled
     return None
-
-
-def _scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
-    """The MUL by a row of weights that alone reads a norm."""
-    scaled = nodes.only_reader(norm)
-    if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not is_row(scaled.src[1], norm):
-        return None
-    return scaled
 
 
 def _are_whole_rows(t: Tensor | None) -> bool:
@@ -196,7 +188,7 @@ def _head_norm(nodes: Nodes, rotated: Tensor) -> tuple[Tensor, ...]:
     norm = scaled.src[0] if scaled is not None and scaled.op == "MUL" else None
     if scaled is None or norm is None or norm.op != "RMS_NORM":
         return ()
-    alone = _scaled_by_row(nodes, norm) is scaled and nodes.only_reader(scaled) is rotated
+    alone = scaled_by_row(nodes, norm) is scaled and nodes.only_reader(scaled) is rotated
     return (norm, scaled) if alone and _is_rotated_plain(norm.src[0]) else ()
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphrt.backend import Group
-from graphrt.backends.triton.nodes import Nodes, Pattern, looked_at
+from graphrt.backends.triton.nodes import Nodes, Pattern, looked_at, scaled_by_row
 from graphrt.tensor import Tensor
+
+#: The longest row that one program normalizes, and elements of a block of a quantized cache.
+MAX_ROW, BLOCK = 8192, 32
 
 
 def head_products(nodes: Nodes) -> Iterator[Group]:
@@ -41,4 +44,72 @@ def _reads_alone(nodes: Nodes, reader: Tensor, t: Tensor) -> bool:
     return nodes.readers(t) == [reader] and not nodes.kept(t)
 
 
-LATENT_PATTERNS: dict[str, Pattern] = {"head_products": head_products}
+def latent_rope_cache(nodes: Nodes) -> Iterator[Group]:
+    """The query of a latent attention, its parts' product and rotation, and its row of the cache: norm and rotation."""
+    for attention in nodes.of("FLASH_ATTN_EXT"):
+        q, k_set = (looked_at(s) for s in list(attention.sources())[:2])
+        query, row = _query(nodes, q), _row(nodes, k_set)
+        if query and row and _rotate_alike(query[1], row[2]):
+            yield Group([*query, *row], kernel="latent_rope_cache", results=[q, k_set])
+
+
+def _query(nodes: Nodes, q: Tensor) -> tuple[Tensor, ...]:
+    """(MUL_MAT of a matrix a head, ROPE, CONCAT q of both); nothing, if it isn't so, or others read what is inside."""
+    absorbed, rotated = _concat(q)
+    if absorbed is None or rotated is None:
+        return ()
+    product = looked_at(absorbed)
+    whole = _is_head_product(product) and _is_by_token(absorbed, product) and _reads_alone(nodes, q, product)
+    return (product, rotated, q) if whole and _is_rotated(nodes, rotated, q) else ()
+
+
+def _row(nodes: Nodes, k_set: Tensor) -> tuple[Tensor, ...]:
+    """(RMS_NORM, MUL, ROPE, CONCAT, SET_ROWS k_set), each read by the next one that needs it alone; nothing else."""
+    if k_set.op != "SET_ROWS":
+        return ()
+    rows = k_set.src[0]
+    assert rows is not None
+    both = looked_at(rows)
+    kv, rotated = _concat(both)
+    scaled = looked_at(kv) if kv is not None else None
+    norm = scaled.src[0] if scaled is not None and scaled.op == "MUL" else None
+    if kv is None or rotated is None or scaled is None or norm is None:
+        return ()
+    alone = _reads_alone(nodes, k_set, both) and _reads_alone(nodes, both, scaled)
+    normed = norm.op == "RMS_NORM" and scaled_by_row(nodes, norm) is scaled and _are_f32_rows(norm.src[0])
+    fits = kv.n_elements == scaled.n_elements and kv.is_contiguous and scaled.ne[0] <= MAX_ROW
+    if alone and normed and fits and _is_rotated(nodes, rotated, both) and _is_row_a_token(k_set, both):
+        return norm, scaled, rotated, both, k_set
+    return ()
+
+
+def _concat(node: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """What stands side by side in a row of a CONCAT."""
+    if node.op != "CONCAT" or node.params.dim != 0:
+        return None, None
+    first, second = node.sources()
+    return first, second
+
+
+def _is_rotated(nodes: Nodes, node: Tensor, reader: Tensor) -> bool:
+    """ROPE of f32 rows of [d, heads, n_tokens], read by nobody else."""
+    return node.op == "ROPE" and nodes.only_reader(node) is reader and _are_f32_rows(node.src[0]) and node.ne[3] == 1
+
+
+def _rotate_alike(a: Tensor, b: Tensor) -> bool:
+    return a.params == b.params and a.src[1:] == b.src[1:] and (a.ne[0], a.ne[2]) == (b.ne[0], b.ne[2])
+
+
+def _are_f32_rows(t: Tensor | None) -> bool:
+    return t is not None and t.dtype.name == "f32" and t.has_contiguous_rows
+
+
+def _is_row_a_token(k_set: Tensor, both: Tensor) -> bool:
+    """A row for each token, of one sequence after the other; of a quantized cache blocks of one of its parts each."""
+    rows, ids, cache = k_set.sources()
+    width, n, n_seq, _ = rows.ne
+    tokens = both.ne == (width, 1, n * n_seq, 1) and rows.is_contiguous and ids.ne == (n, n_seq, 1, 1)
+    return tokens and (not cache.dtype.is_quantized or all(s.ne[0] % BLOCK == 0 for s in both.sources()))
+
+
+LATENT_PATTERNS: dict[str, Pattern] = {"latent_rope_cache": latent_rope_cache, "head_products": head_products}

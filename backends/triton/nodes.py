@@ -77,3 +77,11 @@ class Nodes:
 
 
 Pattern = Callable[[Nodes], Iterator[Group]]
+
+
+def scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
+    """The MUL by a row of weights that alone reads a norm."""
+    scaled = nodes.only_reader(norm)
+    if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not is_row(scaled.src[1], norm):
+        return None
+    return scaled

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from graphrt.backends.triton.context import Context, Step, source_of
-from graphrt.backends.triton.kernels import elementwise, norm, rope
+from graphrt.backends.triton.kernels import elementwise, latent, norm, rope
 from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.mul_mat.activations import (
     Activations,
@@ -55,14 +55,6 @@ def lower_mul_mat(nodes: Nodes, ctx: Context) -> list[Step]:
             residual = other
         outs[i] = total
     return product([source_of(n, 0) for n in made], x, outs, ctx, biases=biases, residual=residual)
-
-
-def lower_head_products(nodes: Nodes, ctx: Context) -> list[Step]:
-    """MUL_MAT of a matrix a head, and the CONT that puts the heads' results side by side for each token."""
-    node, out = nodes
-    m, n, heads, _ = node.ne
-    by_token = ctx.view(out).data.view(n, heads, m)
-    return head_products(source_of(node, 0), source_of(node, 1), by_token.transpose(0, 1), ctx)
 
 
 def lower_gate_up_glu(nodes: Nodes, ctx: Context, rounded: bool = False) -> list[Step]:
@@ -164,5 +156,5 @@ LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {
     "norm_mul_rounded": partial(lower_norm_mul, rounded=True), "add_norm": lower_add_norm,
     "add_norm_rounded": partial(lower_add_norm, rounded=True), "norm_mul_add_norm": lower_add_norm,
     "norm_mul_add_norm_rounded": partial(lower_add_norm, rounded=True), "rope_cache": rope.lower_rope_cache,
-    "norm_rope_cache": rope.lower_rope_cache, "head_products": lower_head_products, **experts.FUSED,
+    "norm_rope_cache": rope.lower_rope_cache, **experts.FUSED, **latent.FUSED,
 }  # fmt: skip

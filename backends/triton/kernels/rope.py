@@ -270,7 +270,7 @@ def rope_table(
     return table, [Launch(fill_table, (-(-n_tokens * half // _TABLE),), args, launch_options(ctx.target, 4))]
 
 
-def _heads_a_program(n_head: int, n_tokens: int, d: int, ctx: Context) -> int:
+def heads_a_program(n_head: int, n_tokens: int, d: int, ctx: Context) -> int:
     """One where there are few heads of few tokens; else more, which share the angles."""
     heads, enough = 1, 4 * ctx.target.sm_count
     while 2 * heads <= n_head and 2 * heads * d <= _MOST and n_tokens * n_head // (2 * heads) >= enough:
@@ -278,11 +278,13 @@ def _heads_a_program(n_head: int, n_tokens: int, d: int, ctx: Context) -> int:
     return heads
 
 
-def _warps(heads: int, d: int) -> int:
+def warps_of(heads: int, d: int) -> int:
+    """Warps of a program that rotates so many heads of d elements."""
     return max(1, min(4, 1 << (heads * d // 256).bit_length() >> 1))
 
 
-def _constants(params: RopeParams, d: int, heads: int, ctx: Context) -> dict[str, Any]:
+def rotation_constants(params: RopeParams, d: int, heads: int, ctx: Context) -> dict[str, Any]:
+    """What kernels that rotate HEADS heads of d elements are compiled with."""
     return {
         "D": d, "N_DIMS": params.n_dims, "NEOX": params.mode == "neox", "HEADS": heads, "PDL": ctx.target.has_pdl
     }  # fmt: skip
@@ -299,15 +301,15 @@ def lower_rope(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
 def _rotate_launch(a: View, out: View, table: RopeTable, ctx: Context) -> Launch:
     d, n_head, n_tokens, n_seq = a.ne
-    heads = _heads_a_program(n_head, n_tokens * n_seq, d, ctx)
+    heads = heads_a_program(n_head, n_tokens * n_seq, d, ctx)
     s0, s1, s2, s3 = a.strides
     args = {
         "p_in": a.data, "p_out": out.data, "p_cos": table.cos, "p_sin": table.sin, "n_head": n_head,
         "n_tokens": n_tokens, "s0": s0, "s1": s1, "s2": s2, "s3": s3, "so1": out.strides[1], "so2": out.strides[2],
-        "so3": out.strides[3], **_constants(table.params, d, heads, ctx),
+        "so3": out.strides[3], **rotation_constants(table.params, d, heads, ctx),
     }  # fmt: skip
     grid = (n_tokens * n_seq, -(-n_head // heads))
-    return Launch(rotate, grid, args, launch_options(ctx.target, _warps(heads, d)))
+    return Launch(rotate, grid, args, launch_options(ctx.target, warps_of(heads, d)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +336,7 @@ def lower_rope_set_rows(
     assert k_cache.kind in WRITABLE and v_cache.kind in WRITABLE
     d, n_head, n_tokens, _ = q.ne
     n_head_kv, n_v = k.ne[1], v.ne[0]
-    heads = _heads_a_program(n_head, n_tokens, d, ctx)
+    heads = heads_a_program(n_head, n_tokens, d, ctx)
     size = max(BLOCK, triton.next_power_of_2(heads * d))
     (k_memory, (s_k, s_k_seq, _)), (v_memory, (s_v, s_v_seq, _)) = stored(k_cache), stored(v_cache)
     k_parts = -(-n_head_kv * d // size) if k_cache.tensor.dtype.is_quantized else -(-n_head_kv // heads)
@@ -351,11 +353,11 @@ def lower_rope_set_rows(
         "sv0": v.strides[0], "sv1": v.strides[1], "sv2": v.strides[2], "s_id": ids.strides[0],
         "s_id_seq": ids.strides[1], "s_k_cache": s_k, "s_k_seq": s_k_seq, "s_v_cache": s_v, "s_v_seq": s_v_seq,
         "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind, "SEQUENCES": v.ne[2] > 1,
-        **_constants(table.params, d, heads, ctx),
+        **rotation_constants(table.params, d, heads, ctx),
     }  # fmt: skip
-    options = launch_options(ctx.target, _warps(heads, d))
+    options = launch_options(ctx.target, warps_of(heads, d))
     for cache in (k_cache, v_cache):
-        options |= writing_options(ctx.target, _warps(heads, d), cache.kind)
+        options |= writing_options(ctx.target, warps_of(heads, d), cache.kind)
     launch = Launch(rotate_and_write, (n_tokens, q_parts + k_parts + -(-n_v // size)), args, options)
     return [launch] if together else [launch, _rotate_launch(q, q_out, table, ctx)]
 

@@ -1,0 +1,180 @@
+"""Latent attention around the attention itself: the query and the cache's row in two launches, and v of what was found.
+
+What attends is a query of two parts, the head's own multiplied with its matrix and a rotated one behind it; the cache's
+row is the token's, normalized, and behind it what all heads rotate alike. The first part is heads.py's; one launch
+rotates the queries' ends and writes the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphrt.backends.triton.context import Context, Step, View, source_of
+from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.mul_mat.lower import head_products
+from graphrt.backends.triton.kernels.quantize import (
+    BLOCK,
+    WRITABLE,
+    block_elements,
+    store_blocks,
+    store_plain,
+    stored,
+    writing_options,
+)
+from graphrt.backends.triton.kernels.rope import (
+    RopeTable,
+    heads_a_program,
+    over_rms,
+    rope_table,
+    rotate_heads,
+    rotate_into_blocks,
+    rotation_constants,
+    warps_of,
+)
+from graphrt.backends.triton.launch import Launch
+from graphrt.tensor import Tensor
+
+
+@triton.jit
+def _write_normed(p_in, p_weight, eps, p_out, N: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr):
+    """A row of N <= SIZE elements, over its root mean square and times the weights, rounded and stored."""
+    if is_quantized(KIND):
+        i_block = tl.arange(0, SIZE // 32)
+        i = i_block[:, None, None] * 32 + block_elements(KIND)[None, :, :]
+        x = tl.load(p_in + i, mask=i < N, other=0.0)
+        factor = over_rms(tl.sum(tl.sum(tl.sum(x * x, 2), 1), 0), N, eps)
+        x = x * factor * tl.load(p_weight + i, mask=i < N, other=0.0)
+        store_blocks(p_out + i_block * halves_a_block(KIND), x, i_block < N // 32, KIND)
+    else:
+        i = tl.arange(0, SIZE)
+        x = tl.load(p_in + i, mask=i < N, other=0.0)
+        x = x * over_rms(tl.sum(x * x, 0), N, eps) * tl.load(p_weight + i, mask=i < N, other=0.0)
+        store_plain(p_out + i, x, i < N, KIND)
+
+
+@triton.jit
+def _write_rotated(
+    p_in, p_out, p_cos, p_sin, D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """One head of D <= SIZE elements, rotated, rounded and stored."""
+    if is_quantized(KIND):
+        rotate_into_blocks(p_in, 1, 0, p_out, 0, D, p_cos, p_sin, None, 0.0, D, N_DIMS, NEOX, SIZE, KIND)
+    else:
+        rotate_heads(p_in, 1, 0, p_out, 0, 0, 1, p_cos, p_sin, None, 0.0, D, N_DIMS, NEOX, 1, KIND)
+
+
+@triton.jit
+def rotate_and_write_row(
+    p_q, p_q_out, p_kv, p_k, p_weight, eps, p_cache, p_ids, p_cos, p_sin, n_head, q_parts, n,
+    sq1, sq2, sqo1, sqo2, s_kv, s_k, s_id, s_id_seq, s_cache, s_cache_seq,
+    D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, N_KV: tl.constexpr,
+    KV_SIZE: tl.constexpr, K_SIZE: tl.constexpr, KIND: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, i) rotates HEADS heads of q; of the two past q_parts one writes kv, normalized and times weight,
+
+    into row ids[token] of the cache, and the other k, rotated, behind that. q: f32 [D, n_head, n_tokens]; kv: f32
+    [N_KV, n_tokens]; k: f32 [D, n_tokens]; cache: as quantize.stored() has it. SEQUENCES: there are several, with n
+    tokens each, one after the other; ids and caches are theirs.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    p_cos += token * (N_DIMS // 2)
+    p_sin += token * (N_DIMS // 2)
+    if part < q_parts:
+        rotate_heads(
+            p_q + token * sq2, 1, sq1, p_q_out + token * sqo2, sqo1, part * HEADS, n_head, p_cos, p_sin, None, 0.0,
+            D, N_DIMS, NEOX, HEADS, "f32",
+        )  # fmt: skip
+    else:
+        p_kv += token * s_kv
+        p_k += token * s_k
+        if SEQUENCES:
+            i_seq = token // n
+            token -= i_seq * n
+            p_ids += i_seq * s_id_seq
+            p_cache += i_seq * s_cache_seq
+        p_row = p_cache + tl.load(p_ids + token * s_id).to(tl.int64) * s_cache
+        if part == q_parts:
+            _write_normed(p_kv, p_weight, eps, p_row, N_KV, KV_SIZE, KIND)
+        else:
+            BEHIND: tl.constexpr = N_KV // 32 * halves_a_block(KIND) if is_quantized(KIND) else N_KV
+            _write_rotated(p_k, p_row + BEHIND, p_cos, p_sin, D, N_DIMS, NEOX, K_SIZE, KIND)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What a token's row of the cache is made of. kv: f32 [n_kv, n_tokens], to be normalized and multiplied with
+
+    `weight`, f32 [n_kv]; k: f32 [d, 1, n_tokens], to be rotated."""
+
+    kv: View
+    weight: torch.Tensor
+    eps: float
+    k: View
+
+
+def rotate_and_write_launch(
+    q: View, q_out: torch.Tensor, row: Row, cache: View, ids: View, table: RopeTable, ctx: Context
+) -> Launch:
+    """q rotated into q_out, and the rows written into rows `ids` of the cache.
+
+    q: f32 [d, heads, n_seq * n]; q_out: f32 [n_seq * n, heads, d], strided; ids: i32 or i64 [n, n_seq]; cache: [n_kv +
+    d, cells, n_seq] of a type in WRITABLE, whose blocks hold elements of one part. All rows' elements lie side by side.
+    """
+    assert cache.kind in WRITABLE
+    (d, n_head, n_tokens, _), n_kv = q.ne, row.kv.ne[0]
+    heads = heads_a_program(n_head, n_tokens, d, ctx)
+    q_parts = -(-n_head // heads)
+    memory, (s_cache, s_cache_seq, _) = stored(cache)
+    kv_size, k_size = (max(BLOCK, triton.next_power_of_2(size)) for size in (n_kv, d))
+    args = {
+        "p_q": q.data, "p_q_out": q_out, "p_kv": row.kv.data, "p_k": row.k.data, "p_weight": row.weight,
+        "eps": row.eps, "p_cache": memory, "p_ids": ids.data, "p_cos": table.cos, "p_sin": table.sin,
+        "n_head": n_head, "q_parts": q_parts, "n": ids.ne[0], "sq1": q.strides[1], "sq2": q.strides[2],
+        "sqo1": q_out.stride(1), "sqo2": q_out.stride(0), "s_kv": row.kv.strides[1], "s_k": row.k.strides[2],
+        "s_id": ids.strides[0], "s_id_seq": ids.strides[1], "s_cache": s_cache, "s_cache_seq": s_cache_seq,
+        "N_KV": n_kv, "KV_SIZE": kv_size, "K_SIZE": k_size, "KIND": cache.kind, "SEQUENCES": ids.ne[1] > 1,
+        **rotation_constants(table.params, d, heads, ctx),
+    }  # fmt: skip
+    warps = max(warps_of(heads, d), warps_of(1, kv_size))
+    return Launch(rotate_and_write_row, (n_tokens, q_parts + 2), args, writing_options(ctx.target, warps, cache.kind))
+
+
+def lower_latent_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """A group of fuse_latent.latent_rope_cache: a query's product, rotation and CONCAT; RMS_NORM and MUL, rotation,
+
+    CONCAT and SET_ROWS of the cache's row."""
+    product, q, whole, norm, scaled, k, _, k_set = nodes
+    out, m = ctx.view(whole).torch()[0], product.ne[0]
+    steps = head_products(source_of(product, 0), source_of(product, 1), out[:, :, :m].transpose(0, 1), ctx)
+    table, filling = rope_table(source_of(q, 1), q.params, (*q.src, None)[2], ctx)
+    row = Row(
+        ctx.view(source_of(norm, 0)), ctx.view(source_of(scaled, 1)).data, norm.params.eps, ctx.view(source_of(k, 0))
+    )
+    ids, cache = (ctx.view(source_of(k_set, i)) for i in (1, 2))
+    last = rotate_and_write_launch(ctx.view(source_of(q, 0)), out[:, :, m:], row, cache, ids, table, ctx)
+    return [*filling, *steps, last]
+
+
+def lower_head_products(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """MUL_MAT of a matrix a head, and the CONT that puts the heads' results side by side for each token."""
+    node, out = nodes
+    m, n, heads, _ = node.ne
+    by_token = ctx.view(out).data.view(n, heads, m)
+    return head_products(source_of(node, 0), source_of(node, 1), by_token.transpose(0, 1), ctx)
+
+
+#: Groups of fuse_latent.py by their names.
+FUSED: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
+    "latent_rope_cache": lower_latent_rope_cache, "head_products": lower_head_products,
+}  # fmt: skip
