@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from aot_rows import H100, context
 from wgmma_order import wgmma_order
 
 from graphrt.backend import Usage
@@ -31,6 +32,7 @@ from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels import fused
 from graphrt.backends.triton.kernels.mul_mat import dense, few, gemm_configs, half, lower
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, as_half
+from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, pack
 from graphrt.backends.triton.support import why_unsupported
@@ -343,3 +345,25 @@ def test_every_shape_has_a_config(arch: str) -> None:
             c = gemm_configs.find_config(arch, kind, n)
             assert c.width % 128 == 0 or kind in FLOATS, "a superblock is whole steps, a word of scales within one"
             assert c.width in (128, 256) or c.width % 256 == 0 or kind in FLOATS
+
+
+@pytest.mark.parametrize("usage", [Usage.WEIGHTS, Usage.COMPUTE])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "heads"), [("f16", 2, 1), ("q8_0", 2, 1), ("q4_K", 2, 1), ("q4_K", 16, 1), ("q8_0", 3, 4)]
+)
+def test_weights_that_a_run_writes_are_read_when_that_is_done(kind: str, tokens: int, heads: int, usage: Usage) -> None:
+    """On Hopper a launch may begin before the one before it ends, and reads its weights first."""
+    w, x = Tensor(kind, (256, 64, heads)), Tensor("f32", (256, tokens, heads))
+    node = mul_mat(w, x)
+    ctx = context(H100)
+    place = ctx.place
+    buffer = TritonBuffer(torch.zeros(w.nbytes, dtype=torch.uint8), usage)
+    if kind != "f16" and usage is Usage.WEIGHTS:
+        buffer = PackedBuffer(Packed.empty(kind, w.n_rows, 256, "cpu"), usage)
+    ctx.place = lambda t: (buffer, 0) if t is w else place(t)
+    steps = [step for step in fused.lower_mul_mat([node], ctx) if isinstance(step, Launch)]
+    product = steps[-1]
+    names = ("packed_gemv", "dense_gemv", "batch_wgmma", "packed_head_gemv")
+    assert product.kernel.__name__ in names
+    early = product.args["PDL"] if "PDL" in product.args else product.args["form"].pdl
+    assert early == product.options.get("launch_pdl", False) == (usage is Usage.WEIGHTS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.backend import Place
+from graphrt.backend import Place, Usage
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack, packing_of
@@ -85,6 +85,11 @@ class Context:
         data = memory[offset : offset + t.nbytes // size * size].view(kind)
         nb0, nb1, nb2, nb3 = (n // size for n in t.nb)
         return View(t, data, (nb0, nb1, nb2, nb3))
+
+    def is_constant(self, t: Tensor) -> bool:
+        """No kernel of a run writes it."""
+        buffer, _ = self.place(t)
+        return isinstance(buffer, TritonBuffer) and buffer.usage is Usage.WEIGHTS
 
     def packed(self, t: Tensor) -> tuple[Packed, list[Step]]:
         """A quantized tensor [k, m, ...] in packed form, and the steps that make it so (none for packed weights).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from triton.runtime.errors import OutOfResources
@@ -47,3 +48,14 @@ class Launch:
 def launch_options(target: Target, warps: int) -> dict[str, Any]:
     """How a kernel that waits for the one before it by itself is launched: before that one's end, where that can be."""
     return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}
+
+
+def in_turn(launch: Launch) -> Launch:
+    """A launch_options() launch, changed to begin when the one before it has ended: for a kernel that reads weights
+    before it waits for that one, where that one may write them."""
+    if "PDL" in launch.args:
+        launch.args["PDL"] = False
+    else:
+        launch.args["form"] = replace(launch.args["form"], pdl=False)
+    launch.options.pop("launch_pdl", None)
+    return launch

@@ -87,7 +87,7 @@ def lower_add_norm(nodes: Nodes, ctx: Context, rounded: bool = False) -> list[St
     *first, total, made, scaled = nodes
     block = first[1] if first else source_of(total, 0)
     before = _norm_weight(first[0], first[1], ctx) if first else None
-    early = all(norm.is_constant(source_of(n, 1), ctx) for n in (*first[1:], scaled))
+    early = all(ctx.is_constant(source_of(n, 1)) for n in (*first[1:], scaled))
     x = source_of(first[0], 0) if first else block
     lines = [ctx.view(t).data.view(-1, t.ne[0]) for t in (x, added_to(block, total), total)]
     second, out = _norm_weight(made, scaled, ctx), _outputs(scaled, ctx, rounded)
@@ -146,7 +146,7 @@ def _takes_8_bits(node: Tensor, x: Tensor, ctx: Context) -> bool:
 
 def _stays_in_f16(weights: torch.Tensor, k: int, leaf: Tensor, ctx: Context) -> bool:
     """No norm times these weights can be over f16's largest number: a norm's elements are at most sqrt(k)."""
-    return norm.is_constant(leaf, ctx) and float(weights[:k].abs().max()) * math.sqrt(k) < MAX_F16
+    return ctx.is_constant(leaf) and float(weights[:k].abs().max()) * math.sqrt(k) < MAX_F16
 
 
 LOWERINGS: dict[str, Callable[[Nodes, Context], list[Step]]] = {

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphrt.backend import Usage
 from graphrt.backends.triton.context import PLAIN_TYPES, Context, Step
 from graphrt.backends.triton.kernels.elementwise import (
     Dims,
@@ -26,7 +25,6 @@ from graphrt.backends.triton.kernels.elementwise import (
     row_offset,
 )
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.tensor import Tensor
 
 #: Elements of the longest row that is held in registers, and what a pass over a longer one takes at a time.
@@ -196,12 +194,6 @@ def norm_launch(
     return Launch(norm_rows, (programs,), args, launch_options(ctx.target, warps_for(rows * cols)))
 
 
-def is_constant(t: Tensor, ctx: Context) -> bool:
-    """No kernel of a run writes it."""
-    buffer, _ = ctx.place(t)
-    return isinstance(buffer, TritonBuffer) and buffer.usage is Usage.WEIGHTS
-
-
 def lower_norm(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """NORM, RMS_NORM, L2_NORM, SUM_ROWS."""
     node = nodes[0]
@@ -244,7 +236,7 @@ def _lower_chain(norm: Tensor, mul: Tensor, add: Tensor | None, ctx: Context) ->
     out = ctx.view(mul if add is None else add).data
     if not _is_row(weight, source.ne[0]) or mul.ne != norm.ne:
         return _lower_apart(norm, mul, add, ctx)
-    early, row = is_constant(weight, ctx), ctx.view(weight).data
+    early, row = ctx.is_constant(weight), ctx.view(weight).data
     kind, eps = norm.op, norm.params.eps
     if residual is None:
         return [norm_launch(kind, eps, norm.ne, x, out, ctx, row, early=early)]

@@ -10,7 +10,7 @@ before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -37,6 +37,7 @@ from graphrt.backends.triton.kernels.mul_mat.half import (
 )
 from graphrt.backends.triton.kernels.mul_mat.heads import head_gemv
 from graphrt.backends.triton.kernels.rows import block_rows
+from graphrt.backends.triton.launch import Launch, in_turn
 from graphrt.backends.triton.nodes import looked_at
 from graphrt.backends.triton.packing import Packed, PackedBuffer, packing_of
 from graphrt.tensor import Tensor
@@ -176,9 +177,9 @@ def head_products(w: Tensor, x: Tensor, out: torch.Tensor, ctx: Context) -> list
     values = ctx.view(x).torch()[0]
     if takes_head_gemv(w, x, ctx):
         if packing_of(w.dtype.name) is None:
-            return [head_gemv(ctx.target, ctx.view(w).torch()[0], values, out)]
+            return _then([], head_gemv(ctx.target, ctx.view(w).torch()[0], values, out), [w], ctx)
         packed, steps = ctx.packed(w)
-        return [*steps, head_gemv(ctx.target, packed, values, out)]
+        return _then(steps, head_gemv(ctx.target, packed, values, out), [w], ctx)
     # Rows are rounded in the order in which they lie, a token's heads side by side.
     half, steps = as_half(values.transpose(0, 1)[None], half_type(w), ctx)
     heads, n, _ = out.shape
@@ -220,7 +221,15 @@ def _gemv(
         x_form = x
     added = None if residual is None else (residual.view(-1), residual.shape[1])
     kind = gate.kind if gate else ""
-    return [*steps, gemv(ctx.target, segments, x_form, glu=kind, residual=added)]
+    launch = gemv(ctx.target, segments, x_form, glu=kind, residual=added)
+    return _then(steps, launch, [matrix.weight for matrix in matrices], ctx)
+
+
+def _then(steps: list[Step], launch: Launch, weights: Iterable[Tensor], ctx: Context) -> list[Step]:
+    """Steps, and a launch that reads weights first of all: before the last step has ended only if none writes them."""
+    packs = any(not isinstance(step, Launch) for step in steps)
+    early = not packs and all(ctx.is_constant(w) for w in weights)
+    return [*steps, launch if early else in_turn(launch)]
 
 
 def rounded_before(x: Tensor, ctx: Context) -> Activations | None:
@@ -268,7 +277,8 @@ def _in_16_bits(
         packed = list(part.values())
         ordered = batch.takes_order(ctx.target, packed[0].kind, x_ne[0], math.prod(x_ne[1:]))
         half = halves.get(torch.float16, ordered, steps)
-        steps.append(batch.product(packed, half, results, ctx, biases, residual, gate))
+        launch = batch.product(packed, half, results, ctx, biases, residual, gate)
+        steps = _then(steps, launch, [matrices[i].weight for i in part], ctx)
         taken.update(part)
     for i, matrix in enumerate(matrices):
         if i in taken:
