@@ -27,6 +27,7 @@ from graphrt.testing import nmse
 from graphrt.tools import bench_model_check, bench_model_machine, cli
 from graphrt.tools.bench_model import Prepared, add_work
 from graphrt.tools.bench_model import Test as Timed
+from graphrt.tools.bench_model_check import median_nmse
 
 Bench = Callable[..., tuple[int, str, str]]
 GIB = 2**30
@@ -289,6 +290,19 @@ class NaNs(CpuBackend):
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for cls in (Wrong, Rounding, NaNs):
         monkeypatch.setitem(backends._REGISTERED, cls.name, cls)
+
+
+def test_of_a_mixture_most_rows_must_be_right() -> None:
+    """A row or two whose token chose other experts say nothing; a prompt that is wrong does, and so do steps."""
+    theirs = np.random.default_rng(0).standard_normal((7, 50))
+
+    def error(*wrong: int) -> float:
+        ours = theirs + 1e-5
+        ours[list(wrong)] += 0.3
+        return median_nmse(ours, theirs, 3)
+
+    assert all(error(*wrong) < 1e-9 for wrong in ((), (1,), (5,), (0, 4)))
+    assert all(error(*wrong) > 1e-3 for wrong in ((0, 1, 2, 3), (0, 1), (4, 5, 6), (4, 6)))
 
 
 TINY = ("--synthetic", "tiny", "-p", "8", "-n", "2", "-r", "1")

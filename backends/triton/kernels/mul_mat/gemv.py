@@ -891,6 +891,9 @@ def config_for(kind: str, m: int, k: int, n: int) -> GemvConfig:
     if not dense and m < 1024 and tiles > 4:
         # Too few rows to fill the multiprocessors with a row a warp.
         return GemvConfig(4, 128, 1, 1 if tiles < 8 else 2)
+    if dense and m <= 256 and 4 < tiles <= 32:
+        # The same, as of a mixture's router: all of a row on its way at once, before x is there.
+        return GemvConfig(4, 128, 1, 1 << (-(-pieces // 128) - 1).bit_length())
     # One row a warp, so that programs are many and small; all of a short row on its way at once.
     return GemvConfig(4, g, 1, 1 << (tiles - 1).bit_length() if tiles <= 4 else 4 if dense else 2)
 
