@@ -148,9 +148,10 @@ def copy_x(x_ring, barriers, x_desc, i, step, place, form: gl.constexpr):
 
 @gluon.jit
 def produce(rings, x_ring, barriers, planes, planes_up, x_desc, order, k, form: gl.constexpr):
-    """The producer: each tile's chunks of codes, and two buffers of codes later a chunk's steps of x.
+    """The producer: chunks of codes, all but two of the buffers ahead of their steps of x.
 
-    A buffer of codes is free when a chunk is done with; x of the chunk after that one has been asked for before.
+    A buffer of codes becomes free when the chunk in it is done with; x of the chunk after that one has then been asked
+    for, so that no warpgroup waits for what this waits to copy.
     """
     AHEAD: gl.constexpr = form.stages - 2
     n_expert = order[3]
