@@ -1,6 +1,6 @@
-"""Kernels compile for GPUs, without one: every row of the configurations' tables for its own, all other ops for sm_90
+"""Kernels compile for GPUs, without one: every row of the configurations' tables for its own, products and experts for
 
-and a part of them for the others (GRAPHRT_AOT=all: all). No spills in loops, memory fits, no register is read unset,
+sm_90, and a part of all else and for the others (GRAPHRT_AOT=all: all). No spills in loops, memory fits, no register is read unset,
 no wgmma waits for the one before it.
 """
 
