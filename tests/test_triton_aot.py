@@ -1,7 +1,7 @@
 """Kernels compile for GPUs, without one: every row of the configurations' tables for its own, products and experts for
 
-sm_90, and a part of all else and for the others (GRAPHRT_AOT=all: all). No spills in loops, memory fits, no register is read unset,
-no wgmma waits for the one before it.
+sm_90, and a part of all else and for the others (GRAPHRT_AOT=all: all). No spills in loops, memory fits, no register is
+read unset, no wgmma waits for the one before it.
 """
 
 from __future__ import annotations
