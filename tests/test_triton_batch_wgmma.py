@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from batch_products import GATES, RNG, TARGET, nmse, reseed, weight_of, x_of
 from gluon_emulator import Shared
 from gluon_warps import Barriers, Schedule, emulate
+from wgmma_order import wgmma_order
 
 from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, batch_layouts
 from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
@@ -31,20 +32,10 @@ def _same_numbers() -> None:
     reseed()
 
 
-def _reordered(x: torch.Tensor) -> torch.Tensor:
-    """Of an element's place in 128 the bits c1 c0 h i1 i0 b1 b0 become h i1 i0 b1 c1 c0 b0."""
-    before, after = ("c1", "c0", "h", "i1", "i0", "b1", "b0"), ("h", "i1", "i0", "b1", "c1", "c0", "b0")
-    found = torch.empty_like(x)
-    for place in range(128):
-        bits = dict(zip(before, f"{place:07b}"))
-        found[:, int("".join(bits[name] for name in after), 2) :: 128] = x[:, place::128]
-    return found
-
-
 def _run(
     weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, seed: int = 0, **more: Any
 ) -> None:
-    ordered = Half(_reordered(x.values), x.factors)
+    ordered = Half(x.values[:, wgmma_order(x.k)].contiguous(), x.factors)
     tokens = batch.padded_tokens(x.rows)
     emulate(batch_hopper.launch(TARGET, weights, ordered, outs, config, tokens, **more), seed)
 

@@ -17,7 +17,7 @@ from wgmma_order import wgmma_order
 from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.hopper import Matrices, TileConfig
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
-from graphrt.backends.triton.kernels.mul_mat import batch
+from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.packing import packing_of
 from graphrt.dtypes import dtype
@@ -154,6 +154,6 @@ def test_what_fits(kind: str, config: TileConfig) -> None:
     codes = found.stages * found.warpgroups * found.chunk * 64 * 4 * 4 * (p.words + p.high_words)
     x, barriers = found.x_stages * found.tokens * 128 * 2, 2 * 8 * (found.stages + found.x_stages)
     assert codes + x + barriers <= TARGET.shared_memory
-    at_start, registers = hopper.registers_of(found.warpgroups)
+    at_start, registers = batch_hopper.registers_of(found.warpgroups)
     assert 128 * (found.warpgroups + 1) * at_start <= 65536
-    assert 128 * (found.warpgroups * registers + hopper._PRODUCER) <= 65536
+    assert 128 * (found.warpgroups * registers + batch_hopper.PRODUCER) <= 65536

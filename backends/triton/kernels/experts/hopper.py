@@ -16,14 +16,13 @@ from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.experts.wgmma import Form, expert_wgmma
 from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
 from graphrt.backends.triton.kernels.mul_mat.batch import KINDS
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import REGISTERS, STEP, scale_words
+from graphrt.backends.triton.kernels.mul_mat.batch_arguments import STEP, scale_words
+from graphrt.backends.triton.kernels.mul_mat.batch_hopper import PRODUCER, ROWS, registers_of
 from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import x_shared
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
-#: Rows of a warpgroup; registers of a thread of the producer.
-ROWS, _PRODUCER = 64, 72
 #: Gates that it joins.
 GATES = (*GLU_KINDS, "swiglu_oai")
 
@@ -86,12 +85,6 @@ def fitted(config: TileConfig, kind: str, shared_memory: int) -> TileConfig:
     return fitted(replace(config, chunk=config.chunk // 2, x_stages=4), kind, shared_memory)
 
 
-def registers_of(warpgroups: int) -> tuple[int, int]:
-    """Registers of a thread at launch, and of the warpgroups' when the producer has given back its own."""
-    at_start = REGISTERS // (128 * (warpgroups + 1)) // 8 * 8
-    return at_start, min(240, (at_start * (warpgroups + 1) - _PRODUCER) // warpgroups // 8 * 8)
-
-
 def launch(
     target: Target, matrices: Sequence[Matrices], x: Half, pairs: Pairs, tiles: torch.Tensor, k: int, out: torch.Tensor,
     c: TileConfig, gate: Gate | None = None,
@@ -105,7 +98,7 @@ def launch(
     form = Form(
         kind=weight.kind, tokens=c.tokens, warpgroups=c.warpgroups, chunk=c.chunk, stages=c.stages,
         x_stages=c.x_stages, glu=gate.kind if gate else "", even=k % STEP == 0, pdl=target.has_pdl,
-        registers=(registers, _PRODUCER),
+        registers=(registers, PRODUCER),
     )  # fmt: skip
     row_tiles = triton.cdiv(m, form.tile * c.warpgroups)
     args: dict[str, Any] = {

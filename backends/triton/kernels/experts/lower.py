@@ -86,13 +86,13 @@ def lower_expert_gate_up(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """The MUL_MAT_IDs of a gate and an up of one x, with their biases, and last the GLU of both."""
     glu, products = nodes[-1], _products(nodes)
     p, out = glu.params, ctx.view(glu).data
+    gate = Gate(p.kind, p.alpha, p.limit)
     few = all(takes_gemv(product.node, ctx) for product in products)
-    if few and len({packing_of(product.weight.dtype.name) is None for product in products}) == 1:
-        return _gemv(products, out, ctx, Gate(p.kind, p.alpha, p.limit))
-    if not few and p.kind in hopper.GATES and len({product.weight.dtype.name for product in products}) == 1:
-        gate = Gate(p.kind, p.alpha, p.limit)
-        if takes_wgmma(products[0], ctx):
-            return _wgmma(products, _lines(out, glu), ctx, gate)
+    kinds = {product.weight.dtype.name for product in products}
+    if few and len({packing_of(kind) is None for kind in kinds}) == 1:
+        return _gemv(products, out, ctx, gate)
+    if not few and len(kinds) == 1 and p.kind in hopper.GATES and takes_wgmma(products[0], ctx):
+        return _wgmma(products, _lines(out, glu), ctx, gate)
     steps: list[Step] = []
     sums = [_scratch(f"{name} of experts", glu, ctx) for name in ("gate", "up")]
     halves: dict[torch.dtype, Half] = {}

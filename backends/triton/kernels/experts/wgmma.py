@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_init, warpgroup_mma_wait
 
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
@@ -38,37 +33,14 @@ from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
     scales_of,
     steps_of_codes,
 )
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import ROWS, half_product, sums_layout, x_shared
+from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import ROWS, Shape, copy_x, half_product, sums_layout, x_shared
 
 
 @dataclass(frozen=True)
-class Form:
-    """The kernel's compile-time choices.
+class Form(Shape):
+    """expert_wgmma's choices. tokens: 16 to 256; stages: two at least; even: k is a multiple of 128."""
 
-    tokens: of a tile, 16 to 256; warpgroups: 1 to 4, beside the producer; chunk: steps of a buffer of codes; stages:
-    such buffers, two at least; x_stages: buffers of a step's x; glu: a gate's kind, or ""; even: k is a multiple of
-    128; registers: of a thread of a second warpgroup and of the producer.
-    """
-
-    kind: str
-    tokens: int
-    warpgroups: int
-    chunk: int
-    stages: int
-    x_stages: int
-    glu: str
     even: bool
-    pdl: bool
-    registers: tuple[int, int]
-
-    @property
-    def pair(self) -> bool:
-        return self.glu != ""
-
-    @property
-    def tile(self) -> int:
-        """Rows of a matrix that a warpgroup has."""
-        return 32 if self.pair else 64
 
 
 @gluon.jit
@@ -135,18 +107,6 @@ def copy_chunk(rings, barriers, planes, planes_up, i, chunk, found, order, k, fo
 
 
 @gluon.jit
-def copy_x(x_ring, barriers, x_desc, i, step, place, form: gl.constexpr):
-    """Starts the copies of a step of x, the i-th of all, once its buffer is free."""
-    full, empty, x_full, x_empty = barriers
-    slot = i % form.x_stages
-    mbarrier.wait(x_empty.index(slot), ((i // form.x_stages) & 1) ^ 1)
-    mbarrier.expect(x_full.index(slot), 2 * x_desc.block_type.nbytes)
-    for half in gl.static_range(2):
-        at = [place, step * 128 + half * 64]
-        tma.async_copy_global_to_shared(x_desc, at, x_full.index(slot), x_ring.index(slot * 2 + half))
-
-
-@gluon.jit
 def produce(rings, x_ring, barriers, planes, planes_up, x_desc, order, k, form: gl.constexpr):
     """The producer: chunks of codes, all but two of the buffers ahead of their steps of x.
 
@@ -154,6 +114,7 @@ def produce(rings, x_ring, barriers, planes, planes_up, x_desc, order, k, form: 
     for, so that no warpgroup waits for what this waits to copy.
     """
     AHEAD: gl.constexpr = form.stages - 2
+    full, empty, x_full, x_empty = barriers
     n_expert = order[3]
     n_steps = (k + 127) // 128
     chunks = (n_steps + (form.chunk - 1)) // form.chunk
@@ -177,7 +138,7 @@ def produce(rings, x_ring, barriers, planes, planes_up, x_desc, order, k, form: 
         if i >= AHEAD:
             last = gl.minimum(n_steps, x_chunk * form.chunk + form.chunk)
             for step in range(x_chunk * form.chunk, last):
-                copy_x(x_ring, barriers, x_desc, x_done + step, step, x_found[1], form)
+                copy_x(x_ring, x_full, x_empty, x_desc, x_done + step, x_found[1], step, form)
             x_chunk += 1
             if x_chunk == chunks:
                 x_chunk = 0

@@ -25,7 +25,7 @@ from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Rows of a warpgroup; registers of a thread of the producer.
-ROWS, _PRODUCER = 64, 72
+ROWS, PRODUCER = 64, 72
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,29 @@ def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> Hopper
     return fitted(config, kind, tokens, target.shared_memory)
 
 
+def registers_of(warpgroups: int, per_sm: int = 1) -> tuple[int, int]:
+    """Registers of a thread at launch, and of the warpgroups' when the producer has given back its own."""
+    at_start = min(255, REGISTERS // (per_sm * 128 * (warpgroups + 1))) // 8 * 8
+    left = at_start * (warpgroups + 1) - PRODUCER
+    return at_start, min(255, left // warpgroups) // 8 * 8
+
+
 def launch(
     target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, tokens: int,
     biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     split: Split | None = None,
 ) -> Launch:  # fmt: skip
     """As batch.launch(), of x in the order that batch_wgmma.py wants. split: in chunks."""
-    per_thread = min(255, REGISTERS // (config.per_sm * 128 * (config.warpgroups + 1))) // 8 * 8
-    left = per_thread * (config.warpgroups + 1) - _PRODUCER
+    at_start, registers = registers_of(config.warpgroups, config.per_sm)
     form = Form(
         kind=weights[0].kind, tokens=tokens, warpgroups=config.warpgroups, chunk=config.chunk, stages=config.stages,
         x_stages=config.x_stages, segments=1 if gate else len(weights), glu=gate.kind if gate else "",
         split=split is not None, has_factors=x.factors is not None, has_bias=bool(biases),
         has_residual=residual is not None, pdl=target.has_pdl,
-        registers=(min(255, left // config.warpgroups) // 8 * 8, _PRODUCER),
+        registers=(registers, PRODUCER),
     )  # fmt: skip
     args = arguments(weights, x, outs, biases, residual, split, -(-x.k // config.step))
     args |= {"x_desc": TensorDescriptor(x.values, [x.rows, x.k], [x.k, 1], [tokens, 64], x_shared()), "form": form}
     tiles = tiles_of(weights, config.rows, gate)
-    options = launch_options(target, 4) | {"maxnreg": per_thread}
+    options = launch_options(target, 4) | {"maxnreg": at_start}
     return Launch(kernel, (tiles * (split.ranges if split else 1),), args, options)

@@ -48,12 +48,12 @@ ROWS = gl.constexpr(64)
 
 
 @dataclass(frozen=True)
-class Form:
-    """The kernel's compile-time choices.
+class Shape:
+    """Compile-time choices of a kernel whose warpgroups multiply what a producer's warps copy.
 
-    tokens: of a tile, 16, 32 or 64; warpgroups: 1 to 4, beside the producer; chunk: steps of a buffer of planes;
-    stages: such buffers; x_stages: buffers of a step's x; segments: matrices; glu: a gate's kind, or ""; registers: of
-    a thread of a second warpgroup and of the producer.
+    tokens: of a tile; warpgroups: 1 to 4, beside the producer; chunk: steps of a buffer of planes or codes; stages:
+    such buffers; x_stages: buffers of a step's x; glu: a gate's kind, or ""; registers: of a thread of a second
+    warpgroup and of the producer.
     """
 
     kind: str
@@ -62,12 +62,7 @@ class Form:
     chunk: int
     stages: int
     x_stages: int
-    segments: int
     glu: str
-    split: bool
-    has_factors: bool
-    has_bias: bool
-    has_residual: bool
     pdl: bool
     registers: tuple[int, int]
 
@@ -79,6 +74,17 @@ class Form:
     def tile(self) -> int:
         """Rows of a matrix that a warpgroup has."""
         return 32 if self.pair else 64
+
+
+@dataclass(frozen=True)
+class Form(Shape):
+    """batch_wgmma's choices. tokens: 16, 32 or 64; segments: matrices."""
+
+    segments: int
+    split: bool
+    has_factors: bool
+    has_bias: bool
+    has_residual: bool
 
 
 @gluon.constexpr_function
@@ -114,14 +120,16 @@ def copy_chunk(rings, full, planes, planes_up, i, chunk, k, first_row, m, form: 
 
 
 @gluon.jit
-def copy_x(x_ring, full, empty, x_desc, i, step, form: gl.constexpr):
-    """Starts the copies of a step's x, once its buffer is free. What is past n and k becomes 0."""
+def copy_x(x_ring, full, empty, x_desc, i, row, step, form: gl.constexpr):
+    """Starts the copies of a step of x, the i-th of all, from a row on, once its buffer is free. What is past x's rows
+
+    and k becomes 0."""
     slot = i % form.x_stages
     # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
     mbarrier.wait(empty.index(slot), ((i // form.x_stages) & 1) ^ 1)
     mbarrier.expect(full.index(slot), 2 * x_desc.block_type.nbytes)
     for half in gl.static_range(2):
-        place = [0, step * 128 + half * 64]
+        place = [row, step * 128 + half * 64]
         tma.async_copy_global_to_shared(x_desc, place, full.index(slot), x_ring.index(slot * 2 + half))
 
 
@@ -142,7 +150,7 @@ def produce(copies, form: gl.constexpr):
     for i in range(count * form.chunk):
         chunk = i // form.chunk
         step = place_of(chunk, first, count, turn) * form.chunk + i % form.chunk
-        copy_x(x_ring, x_full, x_empty, x_desc, i, step, form)
+        copy_x(x_ring, x_full, x_empty, x_desc, i, 0, step, form)
         if i % form.chunk == turn_of_planes:
             ahead = chunk + AHEAD
             if ahead < count:
