@@ -23,11 +23,6 @@ GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def reseed() -> None:
-    """Lets RNG begin again."""
-    RNG.bit_generator.state = np.random.default_rng(7).bit_generator.state
-
-
 def weight_of(kind: str, m: int, k: int) -> tuple[Packed, np.ndarray]:
     """A packed matrix, and its values as the f16 that products see, in f64."""
     raw = quantize(RNG.standard_normal((m, k)).astype(np.float32), dtype(kind), RNG)

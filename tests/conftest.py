@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ for path in (ROOT, ROOT / "tests"):
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Not for long: half of these tests' time would be the interpreter's own.
+if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GRAPHRT_QUICK_INTERPRETER") != "0":
+    import triton
+
+    if triton.__version__.startswith("3.6."):
+        import quick_interpreter
+
+        quick_interpreter.use()
+
 settings.register_profile("graphrt", deadline=None, derandomize=True)
 settings.load_profile("graphrt")
 
@@ -39,9 +49,12 @@ def _poisoned(make: Callable[..., Any], is_float: Callable[[Any], bool]) -> Call
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_each_time() -> None:
-    """What fails in CI fails here too, whichever tests ran before it."""
-    torch.manual_seed(0)
+def _same_numbers_each_time(request: pytest.FixtureRequest) -> None:
+    """What fails in CI fails here too, whichever tests ran before it. RNG is a test module's own generator."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(seed)
+    if hasattr(request.module, "RNG"):
+        request.module.RNG.bit_generator.state = np.random.default_rng(seed).bit_generator.state
 
 
 @pytest.fixture(autouse=True)

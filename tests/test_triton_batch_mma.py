@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 import gluon_warps
-from batch_products import GATES, RNG, TARGET, nmse, reseed, weight_of, x_of
+from batch_products import GATES, RNG, TARGET, nmse, weight_of, x_of
 from gluon_emulator import emulate
 
 from graphrt.backend import Usage
@@ -30,12 +30,6 @@ from graphrt.dtypes import dtype
 from graphrt.tensor import Tensor
 
 SMALL = BatchConfig(32, 2, 2, 2)
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers() -> None:
-    """Whichever tests ran before."""
-    reseed()
 
 
 @pytest.mark.parametrize("kind", batch.KINDS)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from batch_products import GATES, RNG, TARGET, nmse, reseed, weight_of, x_of
+from batch_products import GATES, RNG, TARGET, nmse, weight_of, x_of
 from gluon_emulator import Shared
 from gluon_warps import Barriers, Schedule, emulate
 from wgmma_order import wgmma_order
@@ -24,12 +24,6 @@ from graphrt.dtypes import dtype
 
 SMALL = HopperConfig(2, 2, 2, 3)
 SEEDS = range(2)
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers() -> None:
-    """Whichever tests ran before."""
-    reseed()
 
 
 def _run(

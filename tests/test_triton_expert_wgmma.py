@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from batch_products import GATES, RNG, TARGET, nmse, reseed, weight_of
+from batch_products import GATES, RNG, TARGET, nmse, weight_of
 from gluon_warps import emulate
 from wgmma_order import wgmma_order
 
@@ -26,12 +26,6 @@ SMALL = TileConfig(16, 2, 2, 2, 3)
 #: Fewer programs than tiles, so that they take several.
 FEW = replace(TARGET, sm_count=3)
 ALPHA, LIMIT = 1.702, 7.0
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers() -> None:
-    """Whichever tests ran before."""
-    reseed()
 
 
 def _oai(gate: np.ndarray, up: np.ndarray) -> np.ndarray:

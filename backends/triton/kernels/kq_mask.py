@@ -42,12 +42,12 @@ def kq_mask(
         at_rows = tl.multiple_of(at_rows, 8)
         m_cells = i // 8 < n_cells // 8
     m_tokens = j < n_tokens
-    held = tl.load(p_cells + at_cells + i, mask=m_cells, other=-1)
-    last = tl.load(p_pos + seq * sp + j, mask=m_tokens, other=-1)
-    # Before position -1 nobody stands, and from there on the subtraction keeps within int32.
-    first = tl.where(window == 0, 0, tl.maximum(tl.maximum(last, -1) - window + 1, 0))
+    # Before position -1 nobody stands, and from there on all differences keep within int32.
+    held = tl.maximum(tl.load(p_cells + at_cells + i, mask=m_cells, other=-1), -1)
+    last = tl.maximum(tl.load(p_pos + seq * sp + j, mask=m_tokens, other=-1), -1)
+    first = tl.where(window == 0, 0, tl.maximum(last - tl.maximum(window - 1, 0), 0))
     sees = (held[None, :] >= first[:, None]) & (held[None, :] <= last[:, None])
-    seen = (held[None, :] - last[:, None]).to(tl.float32) if ALIBI else 0.0
+    seen = (held[None, :] - tl.maximum(last, 0)[:, None]).to(tl.float32) if ALIBI else 0.0
     out = tl.where(sees, seen, float("-inf")).to(tl.float16)
     tl.store(p_out + at_rows[:, None] + i[None, :], out, mask=m_tokens[:, None] & m_cells[None, :])
 

@@ -1,0 +1,51 @@
+"""The tests' interpreter does what Triton's does, to the last bit; and reports what that leaves out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from graphrt.backends.triton import device
+
+if device.unusable() or not device.interpreting() or not triton.__version__.startswith("3.6."):
+    pytest.skip("of Triton 3.6's interpreter only", allow_module_level=True)
+
+PROGRAM = Path(__file__).parent / "interpreter_program.py"
+
+
+def _run(quick: str, what: str) -> Any:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, PROGRAM, quick, what], env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_same_bits() -> None:
+    """Types of all kinds, reductions and scans by any function of one or two values, along each axis."""
+    slow, quick = _run("slow", "values"), _run("quick", "values")
+    assert slow == quick
+    assert [len(row) for row in quick] == [16, 16, 8, 8, 1, 1, 16, 16, 16, 16, 16, 16, 16, 16]
+
+
+def test_all_is_put_back() -> None:
+    """After a launch triton.language is as it was: kernels can be compiled in the same process."""
+    assert _run("quick", "put_back") == []
+
+
+@pytest.mark.parametrize(
+    "sum_of", [("int32", 2**31 - 1, 1), ("uint8", 255, 1), ("int16", -(2**15), -1)], ids=lambda s: s[0]
+)
+def test_overflow_is_reported(sum_of: tuple[str, int, int]) -> None:
+    what = "sum " + " ".join(map(str, sum_of))
+    assert "overflow detected for operation add" in _run("quick", what)
+    assert _run("slow", what) == ""
+    assert _run("quick", what.rsplit(" ", 1)[0] + " 0") == ""
