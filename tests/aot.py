@@ -1,7 +1,9 @@
 """Compiles kernels for GPUs that are not here, from the arguments that the launcher would give them.
 
 Run as a program in a process without TRITON_INTERPRET (see test_triton_aot.py): `python aot.py ARCH` prints one JSON
-line a compiled kernel: what it was compiled for, shared memory, registers, spills.
+line a compiled kernel: what it was compiled for, shared memory, registers, spills. `aot.py ARCH 0/3` compiles the first
+of every three, `aot.py ARCH 0/1 WORD` those whose names have a word, and `aot.py ARCH list` prints the names of the
+functions that it would compile.
 """
 
 from __future__ import annotations
@@ -17,19 +19,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
+from aot_arch import SHARED, target_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backend import Place, Usage
-from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn import (
     chooser,
     configs,
@@ -41,7 +44,7 @@ from graphrt.backends.triton.kernels.flash_attn import (
     portable,
     prefill,
 )
-from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
@@ -50,8 +53,6 @@ from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 
-#: Shared memory of one program in bytes (CUDA programming guide, compute capabilities; LDS of a CDNA3 workgroup).
-SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -96,7 +97,7 @@ def problem(shape: Shape) -> Problem:
 
 def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule: str) -> list[Launch]:
     """The portable kernel and its fixup as the launcher makes them."""
-    target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
+    target = target_of(arch)
     p = problem(shape)
     t = Tiling.of(p, config.block_m, config.block_n)
     sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, t.block_m, t.block_n)
@@ -110,12 +111,8 @@ def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule:
 
 def compiled(launch: Launch, arch: str) -> Any:
     """The kernel of a launch, compiled for an architecture with the launch's own specialization."""
-    wanted = {k: v for k, v in launch.options.items() if k in ("num_warps", "maxnreg") or arch.startswith("sm_")}
-    return compile_kernel(launch.kernel, launch.args, wanted, arch)
-
-
-def compile_kernel(kernel: Any, args: dict[str, Any], options: dict[str, Any], arch: str) -> Any:
-    """A kernel compiled for arguments by name."""
+    kernel, args = launch.kernel, launch.args
+    options = {k: v for k, v in launch.options.items() if k in ("num_warps", "maxnreg") or arch.startswith("sm_")}
     constants, signature, attrs = {}, {}, {}
     fixed = {p.name for p in kernel.params if p.is_constexpr}
     general = {p.name for p in kernel.params if p.do_not_specialize}
@@ -157,19 +154,20 @@ class Recorder:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.calls: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.launches: list[Launch] = []
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
             names = self.kernel.arg_names
             given = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}
-            self.calls.append((given, {k: v for k, v in kwargs.items() if k not in names}))
+            options = {k: v for k, v in kwargs.items() if k not in names}
+            self.launches.append(Launch(self.kernel, (1,), given, options))
 
         return call
 
 
-def hopper_kernels(shape: Shape) -> Iterator[Any]:
-    """What the launcher's own prefill kernel for a shape compiles to on sm_90."""
+def hopper_launches(shape: Shape) -> list[Launch]:
+    """The launcher's own prefill kernel for a shape on sm_90."""
     p = problem(shape)
     kernel = prefill.find(p)
     assert kernel is not None, shape
@@ -184,19 +182,17 @@ def hopper_kernels(shape: Shape) -> Iterator[Any]:
                 recorders.append(Recorder(getattr(module, name)))
                 stack.enter_context(patch.object(module, name, recorders[-1]))
         kernel.launch(p, plan, none)()
-    for recorder in recorders:
-        for args, options in recorder.calls:
-            yield compile_kernel(recorder.kernel, args, options, "sm_90")
+    return [launch for recorder in recorders for launch in recorder.launches]
 
 
-def mla_shared_out_kernels(shape: Shape, schedule: str) -> Iterator[Any]:
+def mla_shared_out_launches(shape: Shape, schedule: str) -> list[Launch]:
     """The kernel for MLA's tiles that are shared out, and its fixup, on sm_90."""
     p = problem(shape)
     kernel = prefill.find_shared_out(p)
     assert kernel is not None, shape
     t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
     config = configs.Config(t.block_m, t.block_n, 8, 1)
-    target = Target("sm_90", "cpu", 132, SHARED["sm_90"], 50 << 20)
+    target = target_of("sm_90")
     has_mask = not t.uniform(True)
     sizes = chooser.Problem(p.n_q * t.pack, p.n_kv, t.n_groups, 2, 1, 576, 512, has_mask, t.block_m, t.block_n)
     choice = chooser.choose(sizes, chooser.Device(132), schedule)
@@ -206,10 +202,14 @@ def mla_shared_out_kernels(shape: Shape, schedule: str) -> Iterator[Any]:
     recorder = Recorder(hopper_mla.hopper_mla_attn_kernel)
     with patch.object(hopper_mla, "hopper_mla_attn_kernel", recorder):
         kernel.launch(p, plan, None, prefill.ranges_of(args))()
-    for given, options in recorder.calls:
-        yield compile_kernel(recorder.kernel, given, options, "sm_90")
-    if schedule != "tile":
-        yield compiled(portable.fixup_launch(args, t, p, target), "sm_90")
+    fixup = [] if schedule == "tile" else [portable.fixup_launch(args, t, p, target)]
+    return recorder.launches + fixup
+
+
+def mask_launches(shape: Shape) -> list[Launch]:
+    """What makes the plan of a problem's mask, for tiles of 64 rows and 64 keys."""
+    p = problem(shape)
+    return MaskPlans("cpu").plan(p, Tiling.of(p, 64, 64), needs_sums=True)[1]
 
 
 def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) -> Launch:
@@ -218,7 +218,7 @@ def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) 
     own = decode_configs.config_for(p, arch != "sm_80", 132)
     assert not isinstance(own, str), (shape, own)
     t = Tiling.of(p, 16, own.block_n)
-    target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
+    target = target_of(arch)
     sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, 16, t.block_n)
     choice = chooser.choose(sizes, chooser.Device(132), "stream_k")
     none = torch.zeros(4096, dtype=torch.int32)
@@ -246,7 +246,10 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, sass = (_tool("cuobjdump", flag, file.name) for flag in ("-res-usage", "-sass"))
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        # Most time goes to the disassembler: not for what has no stack to spill to, nor products that ptxas gets wrong.
+        spills = not re.search(r"STACK:0 .*LOCAL:0 ", usage)
+        sass = _tool("cuobjdump", "-sass", file.name) if spills or _multiplies_from_shared(kernel.asm["ptx"]) else ""
     found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
     instructions = _instructions(sass)
     found["unset"] = read_unset([text for _, text in instructions])
@@ -254,6 +257,11 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
     found["spills"] = sum(is_spill(text) for _, text in instructions)
     found["loop_spills"] = sum(is_spill(text) for at, text in instructions if _in_inner_loop(at, instructions))
     return found
+
+
+def _multiplies_from_shared(ptx: str) -> bool:
+    """It has wgmma or tcgen05, whose operands' addresses are in uniform registers."""
+    return "wgmma.mma_async" in ptx or "tcgen05.mma" in ptx
 
 
 def serialized(ptx: str) -> str:
@@ -358,65 +366,57 @@ PREFILL = [
 ]  # fmt: skip
 
 
-def kernels_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
-    """Everything that is compiled for an architecture: a name, and what compiles it."""
-    for name, make in rows_of(arch):
-        yield name, lambda make=make: [compiled(launch, arch) for launch in make()]
+def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """Everything that is compiled for an architecture: a name, and what makes its launches."""
+    yield from rows_of(arch)
     for d in ODD if arch == "sm_90" else []:
         shape, config = Shape(d, 33, ("f16", "f16"), n_kv=257), configs.find_config(arch, 33 * 4, d, "f16", "f16")
         for how in ("tile", "stream_k"):
-            make = partial(portable_launches, arch, shape, config, how)
-            yield f"{arch} odd {shape} {how}", lambda make=make: [compiled(launch, arch) for launch in make()]
-    if arch in ("sm_80", "sm_90"):
+            yield f"{arch} odd {shape} {how}", partial(portable_launches, arch, shape, config, how)
+    if arch.startswith("sm_"):
         for shape in DECODE if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
-            yield f"{arch} decode {shape}", lambda s=shape: [compiled(decode_launch(arch, s), arch)]
+            yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]
     if arch == "sm_90":
         for n_q, schedule in ((1, "split"), (6, "stream_k"), (64, "stream_k")):
             shape = Shape((576, 512), n_q, ("f16", "f16"), v_in_k=True)
-            yield (
-                f"{arch} shared out {schedule} {shape}",
-                lambda s=shape, how=schedule: list(mla_shared_out_kernels(s, how)),
-            )
+            yield f"{arch} shared out {schedule} {shape}", partial(mla_shared_out_launches, shape, schedule)
         for shape in PREFILL:
-            yield f"{arch} prefill {shape}", lambda s=shape: list(hopper_kernels(s))
+            yield f"{arch} prefill {shape}", partial(hopper_launches, shape)
+    for shape in (Shape((128, 128), 128, ("f16", "f16")), Shape((64, 64), 1, ("f16", "f16"), n_kv=257)):
+        yield f"{arch} mask {shape}", partial(mask_launches, shape)
     yield from other_ops(arch)
 
 
-def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
-    """What the lists of all other ops have for an architecture.
+#: The lists of all other ops, and each how many cases of a kernel compiles, on sm_90 and elsewhere: all of them
+#: together would take minutes more on two cores.
+LISTS = {
+    "aot_gemm": (1, 3), "aot_experts": (1, 3), "aot_gemv": (1, 8), "aot_rows": (2, 6), "aot_dequantize": (2, 12),
+    "aot_small_ops": (2, 4),
+}  # fmt: skip
 
-    Of products and experts on sm_90 all; of the rest, and elsewhere, unless GRAPHRT_AOT=all, every third case of each
-    kernel: all of them together would take minutes more on two cores.
-    """
-    import aot_dequantize
-    import aot_experts
-    import aot_gemm
-    import aot_gemv
-    import aot_rows
-    import aot_small_ops
 
-    first: list[list[Any]] = [list(aot_gemm.aot_cases(arch)), list(aot_experts.aot_cases(arch))]
-    rest: list[list[Any]] = [list(aot_small_ops.aot_cases(arch))]
-    if arch == "sm_90":
-        rest += [list(module.aot_cases()) for module in (aot_dequantize, aot_gemv, aot_rows)]
-    for found, step in [(f, 1 if arch == "sm_90" else 3) for f in first] + [(f, 3) for f in rest]:
+def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """What the lists have for an architecture; unless GRAPHRT_AOT=all, as many as LISTS says of each kernel."""
+    for module, steps in LISTS.items():
+        step = 1 if os.environ.get("GRAPHRT_AOT") == "all" else steps[arch != "sm_90"]
         seen: Counter[str] = Counter()
-        for name, kernel, args, options, *_ in found:
+        for name, kernel, args, options in import_module(module).aot_cases(arch):
             seen[kernel.__name__] += 1
-            if (seen[kernel.__name__] - 1) % step and os.environ.get("GRAPHRT_AOT") != "all":
-                continue
-            launch = Launch(kernel, (1,), args, options)
-            yield name if name.startswith(arch) else f"{arch} {name}", lambda x=launch: [compiled(x, arch)]
+            if (seen[kernel.__name__] - 1) % step == 0:
+                name = name if name.startswith(arch) else f"{arch} {name}"
+                yield name, lambda launch=Launch(kernel, (1,), args, options): [launch]
 
 
 def main() -> None:
-    arch = sys.argv[1]
-    part, parts = (int(x) for x in sys.argv[2].split("/")) if len(sys.argv) > 2 else (0, 1)
-    wanted = sys.argv[3] if len(sys.argv) > 3 else ""
-    for i, (name, make) in enumerate(kernels_of(arch)):
+    arch, which, wanted = [*sys.argv[1:], *["0/1", ""][len(sys.argv) - 2 :]]
+    if which == "list":
+        print("\n".join(sorted({launch.kernel.__name__ for _, make in launches_of(arch) for launch in make()})))
+        return
+    part, parts = (int(n) for n in which.split("/"))
+    for i, (name, make) in enumerate(launches_of(arch)):
         if i % parts == part and wanted in name:
-            for kernel in make():
-                print(json.dumps({"name": name, **figures(kernel, arch)}), flush=True)
+            for launch in make():
+                print(json.dumps({"name": name, **figures(compiled(launch, arch), arch)}), flush=True)
 
 
 if __name__ == "__main__":

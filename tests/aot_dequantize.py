@@ -15,8 +15,8 @@ from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 AotCase = tuple[str, Any, dict[str, Any], dict[str, Any]]
 
 
-def aot_cases() -> Iterator[AotCase]:
-    """Every kind of dequantize to f16 and f32, and of gather_rows."""
+def aot_cases(arch: str) -> Iterator[AotCase]:
+    """Every kind of dequantize to f16 and f32, and of gather_rows: the same on all architectures."""
     for kind in PACKED_TYPES:
         packed = Packed.empty(kind, 16, 1024, "cpu")
         for out in (torch.float16, torch.float32):

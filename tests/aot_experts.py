@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from aot_arch import target_of
 
 from graphrt import ops
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.context import Context, View
-from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts import hopper, lower
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
@@ -44,7 +44,7 @@ def _context(arch: str) -> Context:
                 places[root] = TritonBuffer(torch.empty(root.nbytes, dtype=torch.uint8), Usage.COMPUTE)
         return places[root], t.view_offs
 
-    return Context(place, Target(arch, "cpu", 132, 227 << 10, 50 << 20), exact=False)
+    return Context(place, target_of(arch), exact=False)
 
 
 def layer(
@@ -106,7 +106,7 @@ def _launches(arch: str) -> Iterator[tuple[str, Launch]]:
 
 def _tiles(arch: str) -> Iterator[tuple[str, Launch]]:
     """expert_gemm in the tables' tiles: packed ones with rows of whole steps and, as gpt-oss has them, without."""
-    target, none = Target(arch, "cpu", 132, 227 << 10, 50 << 20), torch.zeros(4096, dtype=torch.int32)
+    target, none = target_of(arch), torch.zeros(4096, dtype=torch.int32)
     for i, row in enumerate(table_of(arch)):
         for kind, k in (("q4_K", 2048), ("mxfp4", 2880)) if "packed" in row.kinds else ((_PLAIN[row.kinds[0]], 2048),):
             pairs = Pairs(N_EXPERT, USED, none, torch.zeros(min(row.n, 128) * N_EXPERT, dtype=torch.int32))
@@ -121,7 +121,7 @@ def _tiles(arch: str) -> Iterator[tuple[str, Launch]]:
 
 def _hopper() -> Iterator[tuple[str, Launch]]:
     """wgmma.py: types of every kind in the largest tiles; the smaller ones; rows that are not whole steps, a gate."""
-    target, none = Target("sm_90", "cpu", 132, 227 << 10, 50 << 20), torch.zeros(4096, dtype=torch.int32)
+    target, none = target_of("sm_90"), torch.zeros(4096, dtype=torch.int32)
     pairs = Pairs(N_EXPERT, USED, none, none)
 
     def case(kind: str, k: int, config: hopper.TileConfig, act: str = "") -> tuple[str, Launch]:
@@ -144,7 +144,7 @@ def _hopper() -> Iterator[tuple[str, Launch]]:
         yield case("q8_0", 1408, config)
 
 
-def aot_cases(arch: str = "sm_90") -> Iterator[Case]:
+def aot_cases(arch: str) -> Iterator[Case]:
     """What to compile: a name, the kernel, its arguments by name, its options."""
     for name, launch in (*_launches(arch), *(_hopper() if arch == "sm_90" else ())):
         yield name, launch.kernel, launch.args, launch.options

@@ -6,46 +6,43 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from aot_arch import target_of
 
-from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, gemm, half_kernels
+from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, gemm, half, half_kernels
 from graphrt.backends.triton.kernels.mul_mat.batch_arguments import Split
 from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
 from graphrt.backends.triton.kernels.mul_mat.gemm_configs import MANY, Config, table_of
 from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 
-ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-#: Where batch_mma.py is compiled, and shared memory there: as in aot.py.
-SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448}
 _F32, _F16, _I32 = torch.zeros(64), torch.zeros(64, dtype=torch.float16), torch.zeros(64, dtype=torch.int32)
 _PLAIN = {"f16": _F16, "bf16": torch.zeros(64, dtype=torch.bfloat16), "f32": _F32}
 _TYPES = {"packed": PACKED_TYPES, "half": ("f16", "bf16"), "f32": ("f32",)}
 
-#: name, kernel, arguments by name, options, architecture.
-Case = tuple[str, Any, dict[str, Any], dict[str, Any], str]
+#: name, kernel, arguments by name, options.
+Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 
 
-def aot_cases(*archs: str) -> Iterator[Case]:
-    """The kernels of some architectures, of all if none is named. f32's and rare forms are compiled in one shape."""
-    for arch in archs or ARCHS:
-        for i, row in enumerate(table_of(arch)):
-            for kind in (t for name in row.kinds for t in _TYPES[name]):
-                name = f"{arch} gemm row {i} {kind}"
-                yield _case(name, arch, kind, row.config, row.n)
-                if kind in ("q4_K", "f16"):
-                    yield _case(f"{name} split", arch, kind, row.config, row.n, split=True)
-                    yield _case(f"{name} odd k, residual", arch, kind, row.config, row.n, even=False, residual=True)
-        yield from _others(arch)
-        if arch in SHARED:
-            yield from _batch_cases(arch)
-        if arch == "sm_90":
-            yield from _hopper_cases()
+def aot_cases(arch: str) -> Iterator[Case]:
+    """The kernels of an architecture. f32's and rare forms are compiled in one shape."""
+    for i, row in enumerate(table_of(arch)):
+        for kind in (t for name in row.kinds for t in _TYPES[name]):
+            name = f"{arch} gemm row {i} {kind}"
+            yield _case(name, arch, kind, row.config, row.n)
+            if kind in ("q4_K", "f16"):
+                yield _case(f"{name} split", arch, kind, row.config, row.n, split=True)
+                yield _case(f"{name} odd k, residual", arch, kind, row.config, row.n, even=False, residual=True)
+    yield from _others(arch)
+    if arch.startswith("sm_"):
+        yield from _batch_cases(arch)
+    if arch == "sm_90":
+        yield from _hopper_cases()
 
 
 def _batch_cases(arch: str) -> Iterator[Case]:
     """batch_mma.py: every type for 16 tokens, two of them for all, and all forms of one."""
-    target = Target(arch, "cpu", 132, SHARED[arch], 50 << 20)
+    target = target_of(arch)
     few, many = torch.zeros(4096, dtype=torch.int32), torch.zeros(1 << 20)
 
     def case(kind: str, n: int, count: int = 1, gate: str = "", added: bool = False, whole: bool = False) -> Case:
@@ -59,7 +56,7 @@ def _batch_cases(arch: str) -> Iterator[Case]:
         made = batch.launch(
             target, weights, x, outs, config, biases, outs[0] if added else None, Gate(gate) if gate else None, split
         )
-        return f"{arch} batch {kind} {n} {count} {gate} {whole}", made.kernel, made.args, made.options, arch
+        return f"{arch} batch {kind} {n} {count} {gate} {whole}", made.kernel, made.args, made.options
 
     # On Hopper it serves only activations that are f16 as they come.
     for kind in batch.KINDS if arch != "sm_90" else ():
@@ -81,7 +78,7 @@ def _hopper_cases() -> Iterator[Case]:
     """batch_wgmma.py: every type, and what fits into registers of other configs and forms.
 
     Two programs at a time leave 80 registers a thread: too few for 64 tokens, and for q6_K from 32 on."""
-    target = Target("sm_90", "cpu", 132, SHARED["sm_90"], 50 << 20)
+    target = target_of("sm_90")
     split = Split(2, 2, torch.zeros(1 << 20), torch.zeros(4096, dtype=torch.int32))
 
     def case(kind: str, tokens: int, config: HopperConfig, count: int = 1, gate: str = "", split: Any = None) -> Case:
@@ -95,7 +92,7 @@ def _hopper_cases() -> Iterator[Case]:
         gated = Gate(gate) if gate else None
         made = batch_hopper.launch(target, weights, x, outs, fitted, tokens, biases, added, gated, split)
         form = f"{config.warpgroups}x{config.per_sm} {count} {gate}{'split' if split else ''}"
-        return f"sm_90 wgmma {kind} {tokens} {form}", made.kernel, made.args, made.options, "sm_90"
+        return f"sm_90 wgmma {kind} {tokens} {form}", made.kernel, made.args, made.options
 
     two, four, at_once = _HOPPER
     for kind in batch.KINDS:
@@ -133,10 +130,10 @@ def _case(
         args |= {f"p_{plane}": _I32 for plane in ("quants", "high", "scales", "supers")} | {"p_x": _F16, "KIND": kind}
         args |= {"GROUPS": config.width // 32, "PTX": arch.startswith("sm_")}
     kernel = gemm.gemm_plain if kind in _PLAIN else gemm.gemm_packed
-    return name, kernel, args, _options(arch, config.warps, config.stages), arch
+    return name, kernel, args, _options(config.warps, config.stages)
 
 
-def _options(arch: str, warps: int, stages: int | None = None) -> dict[str, Any]:
+def _options(warps: int, stages: int | None = None) -> dict[str, Any]:
     return {"num_warps": warps} | ({"num_stages": stages} if stages else {})
 
 
@@ -149,17 +146,20 @@ def _others(arch: str) -> Iterator[Case]:
     for whole, block, warps in ((False, 1024, 4), (True, 16384, 16)):
         for ordered in (False, True) if arch == "sm_90" else (False,):
             args = rows | {"WHOLE": whole, "ORDERED": ordered, "BLOCK": block}
-            yield f"{arch} round_rows {block} {ordered}", half_kernels.round_rows, args, _options(arch, warps), arch
+            yield f"{arch} round_rows {block} {ordered}", half_kernels.round_rows, args, _options(warps)
     rounded: dict[str, Any] = {
         "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_out": _F16, "p_factors": _F32,
         "part_stride": 1 << 20, "cols": 14336, "alpha": 1.5, "limit": 7.0, "A_PARTS": 1, "A_FACTORS": True,
         "B_PARTS": 1, "B_FACTORS": True, "GLU": "swiglu", "BLOCK": 16384,
     }  # fmt: skip
-    yield f"{arch} finish_rounded", half_kernels.finish_rounded, rounded, _options(arch, 16), arch
+    yield f"{arch} finish_rounded", half_kernels.finish_rounded, rounded, _options(16)
     finish: dict[str, Any] = {
         "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_bias": _F32, "p_residual": _F32,
         "p_out": _F32, "part_stride": 1 << 20, "cols": 4096, "alpha": 1.5, "limit": 7.0, "A_PARTS": 8,
         "A_FACTORS": True, "B_PARTS": 8, "B_FACTORS": True, "GLU": "swiglu", "HAS_BIAS": True, "HAS_RESIDUAL": True,
         "ONLY_FACTORS": False, "BLOCK": 1024,
     }  # fmt: skip
-    yield f"{arch} finish", half_kernels.finish, finish, _options(arch, 4), arch
+    yield f"{arch} finish", half_kernels.finish, finish, _options(4)
+    for step in half.rescaling(torch.zeros(64, 8, 128).transpose(0, 1), torch.zeros(512)):
+        assert isinstance(step, Launch)
+        yield f"{arch} rescale_rows", step.kernel, step.args, step.options

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from aot_arch import target_of
 
 from graphrt import ops
 from graphrt.backend import Place, Usage
@@ -20,10 +21,7 @@ from graphrt.tensor import Tensor
 Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 
 
-H100 = Target("sm_90", "cpu", 132, 232448, 50 << 20)
-
-
-def context(target: Target = H100) -> Context:
+def context(target: Target) -> Context:
     """Places every tensor in memory of its own, zeros."""
     places: dict[Tensor, TritonBuffer] = {}
 
@@ -83,45 +81,45 @@ def latent_nodes(kind: str, n: int, mode: str, n_seq: int = 1, d: int = 64, kv: 
     return [product, q, query, norm, scaled, k, row, k_set]
 
 
-def _launches() -> Iterator[tuple[str, list[Any]]]:
+def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
     for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
         for n_tokens, mode in ((1, "neox"), (512, "normal")):
             nodes = rope_cache_nodes(kind, n_tokens, mode)
-            yield f"rope_cache {kind} {mode} {n_tokens}", rope.lower_rope_cache(nodes, context())
-    yield "rope_cache odd", rope.lower_rope_cache(rope_cache_nodes("q8_0", 33, "neox", 80, 20, (5, 2)), context())
+            yield f"rope_cache {kind} {mode} {n_tokens}", rope.lower_rope_cache(nodes, context(target))
+    yield "rope_cache odd", rope.lower_rope_cache(rope_cache_nodes("q8_0", 33, "neox", 80, 20, (5, 2)), context(target))
     for kind in ("f16", "q8_0"):
         for n_tokens, n_seq in ((1, 1), (16, 16), (512, 1)):
             nodes = rope_cache_nodes(kind, n_tokens, "neox", 256, 256, (4, 1), n_seq=n_seq, norms=True)
-            yield f"norm_rope_cache {kind} {n_tokens}", rope.lower_rope_cache(nodes, context())
+            yield f"norm_rope_cache {kind} {n_tokens}", rope.lower_rope_cache(nodes, context(target))
     for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
         for n, n_seq, mode in ((1, 1, "normal"), (256, 2, "neox")):
-            steps = latent.lower_latent_rope_cache(latent_nodes(kind, n, mode, n_seq), context())
+            steps = latent.lower_latent_rope_cache(latent_nodes(kind, n, mode, n_seq), context(target))
             yield f"latent_rope_cache {kind} {mode}", [s for s in steps if isinstance(s, Launch)][-1:]
-    steps = latent.lower_latent_rope_cache(latent_nodes("q8_0", 3, "neox", 1, 96, 96), context())
+    steps = latent.lower_latent_rope_cache(latent_nodes("q8_0", 3, "neox", 1, 96, 96), context(target))
     yield "latent_rope_cache odd", steps[-1:]
     for mode, kind in (("normal", "f32"), ("neox", "f16")):
         a, factors = Tensor(kind, (80, 5, 33, 2)), Tensor("f32", (10,))
         node = ops.rope(a, Tensor("i32", (33,)), RopeParams(20, mode), factors)
-        yield f"rope {mode} {kind}", rope.lower_rope([node], context())
+        yield f"rope {mode} {kind}", rope.lower_rope([node], context(target))
     for kind in ("f32", "f16", "bf16", "q8_0", "q5_1"):
         node = ops.set_rows(Tensor("f32", (1024, 5, 3)), Tensor("i64", (5, 3)), Tensor(kind, (1024, 9, 3)))
-        yield f"set_rows {kind}", rows.lower_set_rows([node], context())
+        yield f"set_rows {kind}", rows.lower_set_rows([node], context(target))
     for kind in ("f32", "bf16", "i32"):
         node = ops.get_rows(Tensor(kind, (1025, 9)), Tensor("i32", (5,)))
-        yield f"get_rows {kind}", rows.lower_get_rows([node], context())
+        yield f"get_rows {kind}", rows.lower_get_rows([node], context(target))
     for n in (1000, 128256, 262144):
-        yield f"argmax {n}", sort.lower_argmax([ops.argmax(Tensor("f32", (n, 1)))], context())
+        yield f"argmax {n}", sort.lower_argmax([ops.argmax(Tensor("f32", (n, 1)))], context(target))
     for n, k in ((1000, 1), (32000, 1024), (262144, 40), (262144, 1024)):
         node = ops.sample(Tensor("f32", (n, 1)), Tensor("f64", (1,)), ops.SampleParams(top_k=k))
-        yield f"sample {n} {k}", sample.lower_sample([node], context())
+        yield f"sample {n} {k}", sample.lower_sample([node], context(target))
     for n_cells, n_tokens in ((8192, 1), (8192, 512), (4097, 1), (4097, 9)):
         node = ops.kq_mask(Tensor("i32", (n_cells,)), Tensor("i32", (n_tokens,)), 512)
-        yield f"kq_mask {n_cells} {n_tokens}", kq_mask.lower_kq_mask([node], context())
+        yield f"kq_mask {n_cells} {n_tokens}", kq_mask.lower_kq_mask([node], context(target))
 
 
-def aot_cases() -> Iterator[Case]:
+def aot_cases(arch: str) -> Iterator[Case]:
     """A name, a kernel, its arguments by name (tensors for pointers) and the options of its launch."""
-    for name, launches in _launches():
+    for name, launches in _launches(target_of(arch)):
         for launch in launches:
             assert isinstance(launch, Launch)
             yield f"{name}: {launch.kernel.fn.__name__}", launch.kernel, launch.args, launch.options

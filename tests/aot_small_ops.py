@@ -1,21 +1,16 @@
-"""What the lowerings of small ops launch, shape by shape, for compiling without a GPU (see aot.py).
-
-Run as a program in a process without TRITON_INTERPRET: `python aot_small_ops.py ARCH` prints one JSON line a kernel.
-"""
+"""What the lowerings of small ops launch, shape by shape, for compiling without a GPU (see aot.py)."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from aot_arch import target_of
 
 from graphrt import ops
 from graphrt.backend import Usage
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels import elementwise, norm, soft_max
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
@@ -42,7 +37,7 @@ def launches(nodes: list[Tensor], arch: str, fused: str = "") -> list[Launch]:
             buffers[root] = TritonBuffer(torch.empty(root.nbytes, dtype=torch.uint8), usage)
         return buffers[root], t.view_offs
 
-    ctx = Context(place, Target(arch, "cpu", 132, 227 << 10, 50 << 20), exact=False)
+    ctx = Context(place, target_of(arch), exact=False)
     steps = FUSED[fused](nodes, ctx) if fused else LOWERINGS[nodes[0].op](nodes, ctx)
     return [step for step in steps if isinstance(step, Launch)]
 
@@ -106,7 +101,7 @@ def _rows() -> Iterator[tuple[str, list[Tensor]]]:
             yield f"SOFT_MAX {n} {kind}", [ops.soft_max(new_tensor("f32", n, 4, 8), mask, sinks, 0.5, 8.0)]
 
 
-def aot_cases(arch: str = "sm_90") -> Iterator[Case]:
+def aot_cases(arch: str) -> Iterator[Case]:
     """A name, the kernel, its arguments by name, its options: of what a few nodes of each op launch."""
     for name, nodes in (*_elementwise(), *_rows()):
         for launch in launches(nodes, arch):
@@ -119,18 +114,3 @@ def aot_cases(arch: str = "sm_90") -> Iterator[Case]:
         for fused, length in (("norm_mul", 2), ("norm_mul_add", 3)):
             for launch in launches(_chain(n, rows)[:length], arch, fused):
                 yield f"{fused} {n}x{rows}", launch.kernel, launch.args, launch.options
-
-
-def main() -> None:
-    from aot import compile_kernel, figures
-
-    arch, wanted = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
-    for name, kernel, args, options in aot_cases(arch):
-        if wanted in name:
-            given = {k: v for k, v in options.items() if k == "num_warps" or arch.startswith("sm_")}
-            made = compile_kernel(kernel, args, given, arch)
-            print(json.dumps({"name": name, **figures(made, arch)}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

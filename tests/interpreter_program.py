@@ -1,16 +1,15 @@
-"""Kernels in the interpreter of an own process: interpreter_program.py slow|quick values|put_back|"sum KIND A B"."""
+"""Kernels interpreted in an own process: interpreter_program.py slow|quick values|put_back|"sums KIND A B .."."""
 
 from __future__ import annotations
 
 import json
 import sys
 
+import quick_interpreter
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
-
-import quick_interpreter
 
 
 @triton.jit
@@ -86,8 +85,12 @@ def overflow(kind: str, a: str, b: str) -> str:
     return ""
 
 
+def sums(*args: str) -> list[str]:
+    return [overflow(*args[i : i + 3]) for i in range(0, len(args), 3)]
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "quick":
         quick_interpreter.use()
     name, *args = sys.argv[2].split()
-    print(json.dumps({"values": values, "put_back": put_back, "sum": overflow}[name](*args)))
+    print(json.dumps({"values": values, "put_back": put_back, "sums": sums}[name](*args)))

@@ -28,7 +28,8 @@ from graphrt.tools.conformance.step import run_case
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from aot_rows import H100, context
+from aot_arch import target_of
+from aot_rows import context
 from gluon_warps import emulate
 from wgmma_order import wgmma_order
 
@@ -160,7 +161,7 @@ def test_the_way_of_many_pairs_on_hopper(kind: str, k: int) -> None:
     made = [ops.mul_mat_id(w, x, ids) for w in weights]
     sums = [ops.add_id(p, b, ids) for p, b in zip(made, biases)]
     glu = ops.glu(*sums, "swiglu_oai", alpha=1.702, limit=7.0)
-    ctx = context(replace(H100, sm_count=5))
+    ctx = context(replace(target_of("sm_90"), sm_count=5))
     values: dict[Tensor, np.ndarray] = {}
     for t in (x, *biases):
         values[t] = rng.standard_normal(t.ne[::-1]).astype(np.float32)

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from aot_rows import H100, context
+from aot_arch import target_of
+from aot_rows import context
 from wgmma_order import wgmma_order
 
 from graphrt.backend import Usage
@@ -356,7 +357,7 @@ def test_weights_that_a_run_writes_are_read_when_that_is_done(kind: str, tokens:
     """On Hopper a launch may begin before the one before it ends, and reads its weights first."""
     w, x = Tensor(kind, (256, 64, heads)), Tensor("f32", (256, tokens, heads))
     node = mul_mat(w, x)
-    ctx = context(H100)
+    ctx = context(target_of("sm_90"))
     place = ctx.place
     buffer = TritonBuffer(torch.zeros(w.nbytes, dtype=torch.uint8), usage)
     if kind != "f16" and usage is Usage.WEIGHTS:
