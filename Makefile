@@ -9,10 +9,11 @@ READY  := $(VENV)/.ready
 run: $(READY)
 	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
 
-# passive: waiting threads of several test processes must not fight over the cores
+# passive: waiting threads of several test processes must not fight over the cores; worksteal: a worker that has compiled
+# for minutes gives away what waits behind that
 test: export OMP_WAIT_POLICY = passive
 test: $(READY)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .
