@@ -179,6 +179,33 @@ def test_gemv_refuses_what_it_cannot_do() -> None:
         fast.gemv("q8_0", n=33, **common)
 
 
+# experts
+
+
+@pytest.mark.parametrize("name", list(fast.TYPES))
+@pytest.mark.parametrize(("n_tok", "own_x"), [(1, False), (3, True)])
+def test_expert_gemv(name: str, n_tok: int, own_x: bool, mem: Memory, rng: np.random.Generator) -> None:
+    """Experts that are several tokens' and nobody's, and numbers of none; gaps between all rows."""
+    n_rows, n, n_slots, n_expert = 21, rows_of(rng, name), 4, 5
+    w = encode(rng, name, (n_expert, n_rows, n))
+    held = mem.put(np.pad(w, ((0, 0), (0, 2), (0, 6)), constant_values=0xFF), offset=2)
+    x = mem.put(rng.standard_normal((n_tok, n_slots if own_x else 1, n + 3)).astype(np.float32), offset=4)
+    ids = np.array([[4, 0, 4, 2], [-1, 5, 2, 2**31 - 1], [3, 3, -(2**31), 0]], np.int32)[:n_tok]
+    spread = mem.put(np.repeat(ids, 2, axis=1))
+    y = mem.nan(n_tok, n_slots, n_rows + 2)
+    run(fast.expert_gemv(
+        name, y=at(y), w=at(held), x=at(x), ids=at(spread), n_rows=n_rows, n=n, n_slots=n_slots, n_tok=n_tok,
+        n_expert=n_expert, w_nb=held.strides[1], expert_nb=held.strides[0], y_nb=(y.strides[1], y.strides[0]),
+        x_nb=(x.strides[1] if own_x else 0, x.strides[0]), ids_nb=(spread.strides[1] * 2, spread.strides[0]),
+    ))  # fmt: skip
+    values = decode(name, w).astype(np.float64)
+    known = (ids >= 0) & (ids < n_expert)
+    given = np.broadcast_to(x[..., :n], (n_tok, n_slots, n)).astype(np.float64)
+    want = np.einsum("tsrk,tsk->tsr", values[np.where(known, ids, 0)], given)
+    assert nmse(y[known][:, :n_rows], want[known]) < 1e-11
+    assert np.isnan(y[~known]).all() and np.isnan(y[..., n_rows:]).all()
+
+
 # rows
 
 

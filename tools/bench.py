@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphrt.errors import SessionError
+from graphrt.models.synthetic_recipes import RECIPES
 from graphrt.tools.bench_model import Prepared, Source, Test, add_work, backends_for, measure, options_for
 from graphrt.tools.common import (
     add_session_arguments,
@@ -41,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic",
         metavar="NAME",
-        help="random weights in a known shape instead: llama-8b, llama-1b, smollm2-135m, gemma3-270m or tiny, with "
-        ":q4_k_m, :q4_0, :q4_1, :q8_0 or :f16 behind (default: what the model is usually had in)",
+        help=f"random weights in a known shape instead: {', '.join(RECIPES)}; with :q4_k_m, :q4_0, :q4_1, :q8_0, "
+        ":mxfp4 (experts) or :f16 behind (default: what the model is usually had in)",
     )
     parser.add_argument("-p", "--n-prompt", default="512", metavar="N,..", help="prompt lengths (default: 512)")
     parser.add_argument("-n", "--n-gen", default="128", metavar="N,..", help="generated lengths (default: 128)")

@@ -14,6 +14,7 @@ import numpy as np
 
 from graphrt.backend import Group
 from graphrt.backends.cpu import fast
+from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering, rows_of
 from graphrt.backends.cpu.prefill import Attention
 from graphrt.backends.cpu.products import ACTIVATIONS, dense, gate_up_glu, matmul
@@ -193,6 +194,7 @@ def _flash_attn_large(
 
 _METHODS: dict[str, Callable[[Lowering, list[Tensor]], Any | None]] = {
     "RMS_NORM": norm_mul, "norm_mul": norm_mul, "MUL_MAT": matmul, "matmul_add": matmul, "gate_up_glu": gate_up_glu,
+    "MUL_MAT_ID": mul_mat_id,
     "ADD": add_or_mul, "MUL": add_or_mul, "SCALE": scale, "softcap": softcap, "UNARY": unary, "GLU": glu, "ROPE": rope,
     "GET_ROWS": get_rows, "SET_ROWS": set_rows, "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
 }  # fmt: skip

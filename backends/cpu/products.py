@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from graphrt.backends.cpu.lowering import Lowering, rows_of
 from graphrt.tensor import Tensor
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+
+#: First row, end, what decodes them, the f32 matrix that this leaves.
+Slice = tuple[int, int, Callable[[], None], torch.Tensor]
 
 #: Decoded slices of a matrix are at most this large, so that they are still in cache when the product reads them.
 SLICE_BYTES = 4 * 2**20
@@ -57,7 +60,7 @@ def _product_into(
     low: Lowering, weight: Tensor, x: Tensor, target: torch.Tensor, added: torch.Tensor | None = None
 ) -> Callable[[], None]:
     activations = low.look(x).view(-1, x.ne[0])
-    slices = list(_slices(low, weight))
+    slices = list(matrix_slices(low, weight))
 
     def run() -> None:
         for start, stop, decode, matrix in slices:
@@ -91,18 +94,18 @@ def _glu_large(low: Lowering, nodes: list[Tensor], act: str) -> Callable[[], Non
     return run
 
 
-def _slices(low: Lowering, weight: Tensor) -> Any:
-    """(first row, end, what decodes them, the f32 matrix) for slices of a weight; a plain f32 one is taken whole."""
+def matrix_slices(low: Lowering, weight: Tensor, index: int = 0) -> Iterator[Slice]:
+    """A matrix, or one of those in ne[2], in slices that stay in cache when decoded; a plain f32 one whole."""
     n, m = weight.ne[0], weight.ne[1]
     if weight.dtype.name == "f32":
-        yield 0, m, lambda: None, low.look(weight)[0, 0]
+        yield 0, m, lambda: None, low.look(weight)[0, index]
         return
-    step = max(1, min(m, SLICE_BYTES // (4 * n)))
+    base, step = low.at(weight) + index * weight.nb[2], max(1, min(m, SLICE_BYTES // (4 * n)))
     for start in range(0, m, step):
         stop = min(m, start + step)
         matrix = low.temporary("weights", step, n)[: stop - start]
         decode = fast.dequant_rows(
-            weight.dtype.name, "f32", dst=matrix.data_ptr(), w=low.at(weight) + start * weight.nb[1],
+            weight.dtype.name, "f32", dst=matrix.data_ptr(), w=base + start * weight.nb[1],
             n_rows=stop - start, n=n, w_nb=weight.nb[1], dst_nb=4 * n,
         )  # fmt: skip
         yield start, stop, decode, matrix

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn_decode
     from graphrt.backends.cpu.fast.blocks import TYPES
+    from graphrt.backends.cpu.fast.experts import expert_gemv
     from graphrt.backends.cpu.fast.masks import kq_mask
     from graphrt.backends.cpu.fast.math_ops import argmax, elementwise
     from graphrt.backends.cpu.fast.matvec import MAX_TOKENS, gemv, gemv_glu
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attention": ("KV_TYPES", "flash_attn_decode"),
     "blocks": ("TYPES",),
+    "experts": ("expert_gemv",),
     "masks": ("kq_mask",),
     "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
     "math_ops": ("argmax", "elementwise"),
@@ -54,6 +56,7 @@ __all__ = [
     "available",
     "dequant_rows",
     "elementwise",
+    "expert_gemv",
     "flash_attn_decode",
     "gemv",
     "gemv_glu",

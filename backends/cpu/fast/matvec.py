@@ -18,14 +18,14 @@ MAX_TOKENS = 8
 TOKENS_AT_ONCE = 4
 
 
-def _dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
+def row_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
     """dot(row, x) for each x, in f32; n: values in a row."""
     groups = [xs[i : i + TOKENS_AT_ONCE] for i in range(0, len(xs), TOKENS_AT_ONCE)]
     return [dot for group in groups for dot in _group_dots(f, block, row, group, n)]
 
 
 def _group_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
-    """`_dots` for few tokens.
+    """`row_dots` for few tokens.
 
     One row at a time: rows side by side are faster in cache, but three times slower from memory, where only one
     stream in address order keeps the hardware prefetcher going.
@@ -85,7 +85,7 @@ def _build(
         for m, (block, w_name, nb_name) in enumerate(matrices):
             w, nb = f.args(w_name, nb_name)
             with f.range(0, count) as j:
-                for t, dot in enumerate(_dots(f, block, w + (r0 + j) * nb, xs, n)):
+                for t, dot in enumerate(row_dots(f, block, w + (r0 + j) * nb, xs, n)):
                     f.store(slot(t, m) + j * 4, dot)
 
         def write(i: Val, lanes: int) -> None:
@@ -139,6 +139,11 @@ def glu_gemv_kernel(gate_type: str, up_type: str, n_tok: int, act: str) -> Kerne
 def _check(n: int, n_tok: int, *names: str) -> None:
     if not 1 <= n_tok <= MAX_TOKENS:
         raise ValueError(f"n_tok must be 1 to {MAX_TOKENS}, got {n_tok}; multiply matrices for more")
+    check_rows(n, *names)
+
+
+def check_rows(n: int, *names: str) -> None:
+    """Raises a ValueError unless rows of n values of these types are whole blocks."""
     for name in names:
         block = TYPES[name]
         if not block.is_plain and n % block.size:

@@ -1,0 +1,59 @@
+"""MUL_MAT_ID: few tokens straight from the file's blocks, many by expert, each expert's matrix decoded once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphrt.backends.cpu import fast
+from graphrt.backends.cpu.lowering import Lowering
+from graphrt.backends.cpu.products import Slice, dense, matrix_slices
+from graphrt.tensor import Tensor
+
+
+def mul_mat_id(low: Lowering, nodes: list[Tensor]) -> Any | None:
+    """Native steps or a function; None for types and layouts that the native kernels don't read."""
+    (out,) = nodes
+    experts, x, ids = out.sources()
+    known = experts.dtype.name in fast.TYPES and experts.has_contiguous_rows
+    if not known or not x.has_contiguous_rows:
+        return None
+    if out.ne[2] > fast.MAX_TOKENS:
+        return _by_expert(low, out, experts, x, ids)
+    return [
+        fast.expert_gemv(
+            experts.dtype.name, y=low.at(out), w=low.at(experts), x=low.at(x), ids=low.at(ids), n_rows=experts.ne[1],
+            n=experts.ne[0], n_slots=out.ne[1], n_tok=out.ne[2], n_expert=experts.ne[2], w_nb=experts.nb[1],
+            expert_nb=experts.nb[2], y_nb=out.nb[1:3], x_nb=(x.nb[1] if x.ne[1] > 1 else 0, x.nb[2]),
+            ids_nb=ids.nb[:2],
+        )
+    ]  # fmt: skip
+
+
+def _by_expert(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor) -> Callable[[], None]:
+    """Each used expert's pairs of a token and a slot together, through oneDNN."""
+    m, n_slots, n_tokens = out.ne[:3]
+    target, chosen = low.look(out).view(-1, m), low.look(ids)[0, 0]
+    rows = low.look(x)[0].expand(n_tokens, n_slots, -1)
+    prepared: dict[int, list[Slice]] = {}
+
+    def run() -> None:
+        numbers = chosen.numpy().ravel()
+        found, first = np.unique(np.sort(numbers), return_index=True)
+        together = np.split(np.argsort(numbers, kind="stable"), first[1:])
+        for expert, pairs in zip(found.tolist(), map(torch.from_numpy, together)):
+            if not 0 <= expert < experts.ne[2]:
+                target[pairs] = math.nan
+                continue
+            if expert not in prepared:
+                prepared[expert] = list(matrix_slices(low, experts, expert))
+            given = rows[pairs // n_slots, pairs % n_slots]
+            for start, stop, decode, matrix in prepared[expert]:
+                decode()
+                target[pairs, start:stop] = dense(given, matrix)
+
+    return run

@@ -1,0 +1,80 @@
+"""Rows of experts' matrices times vectors, straight from GGUF's blocks: each token's own experts, found at run time."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
+from graphrt.backends.cpu.fast.ir import F32, I32, I64, LANES, Fn, Val
+from graphrt.backends.cpu.fast.jit import Kernel
+from graphrt.backends.cpu.fast.matvec import check_rows, row_dots
+from graphrt.backends.cpu.fast.pool import Entry, Step
+
+
+def _build(f: Fn, block: BlockType) -> None:
+    """Pairs of a token and a slot one after the other; threads share the rows of each."""
+    y, w, x, ids, n_rows, n, n_slots, n_tok = f.args("y", "w", "x", "ids", "n_rows", "n", "n_slots", "n_tok")
+    n_expert, w_nb, expert_nb = f.args("n_expert", "w_nb", "expert_nb")
+    start, stop = f.share(n_rows, LANES)
+    with f.range(0, n_tok) as t, f.range(0, n_slots) as slot:
+        row_of: dict[str, Val] = {}
+        for name, base in (("y", y), ("x", x), ("ids", ids)):
+            slot_nb, tok_nb = f.args(f"{name}_slot_nb", f"{name}_tok_nb")
+            row_of[name] = base + slot * slot_nb + t * tok_nb
+        expert = f.load(row_of["ids"], I32).sext(I64)
+        is_one = Val(f, f.b.icmp_unsigned("<", expert.v, n_expert.v))
+        with f.if_else(is_one) as (then, other):
+            with then, f.range(start, stop) as r:
+                (dot,) = row_dots(f, block, w + expert * expert_nb + r * w_nb, [row_of["x"]], n)
+                f.store(row_of["y"] + r * 4, dot)
+            with other, f.range(start, stop) as r:
+                f.store(row_of["y"] + r * 4, f.const(math.nan, F32))
+
+
+@functools.cache
+def expert_gemv_kernel(type_name: str) -> Kernel:
+    block = TYPES[type_name]
+    strides = [f"{name}_{of}_nb" for name in ("y", "x", "ids") for of in ("slot", "tok")]
+    return Kernel(
+        f"expert_gemv_{type_name}",
+        ("y", "w", "x", "ids", "n_rows", "n", "n_slots", "n_tok", "n_expert", "w_nb", "expert_nb", *strides),
+        lambda f: _build(f, block),
+    )
+
+
+def expert_gemv(
+    type_name: str,
+    *,
+    y: int,
+    w: int,
+    x: int,
+    ids: int,
+    n_rows: int,
+    n: int,
+    n_slots: int,
+    n_tok: int,
+    n_expert: int,
+    w_nb: int,
+    expert_nb: int,
+    y_nb: tuple[int, int],
+    x_nb: tuple[int, int],
+    ids_nb: tuple[int, int],
+) -> Step:
+    """y[t, s, r] = dot(W[ids[t, s]][r], x[t, s]); NaN where an id is not one of 0..n_expert-1.
+
+    w: n_expert matrices, expert_nb bytes apart, of n_rows rows of n values, w_nb bytes apart. ids: i32. y_nb, x_nb and
+    ids_nb: bytes between slots and between tokens; 0 between slots of x for one row a token. x and y: f32.
+    """
+    check_rows(n, type_name)
+    kernel = expert_gemv_kernel(type_name)
+    strides = {
+        f"{name}_{of}_nb": nb
+        for name, pair in (("y", y_nb), ("x", x_nb), ("ids", ids_nb))
+        for of, nb in zip(("slot", "tok"), pair, strict=True)
+    }
+    block = kernel.pack(
+        y=y, w=w, x=x, ids=ids, n_rows=n_rows, n=n, n_slots=n_slots, n_tok=n_tok, n_expert=n_expert, w_nb=w_nb,
+        expert_nb=expert_nb, **strides,
+    )  # fmt: skip
+    return Step([Entry(kernel, block)], n_slots * n_tok * n_rows * w_nb)
