@@ -183,8 +183,8 @@ def test_gemv_refuses_what_it_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("name", list(fast.TYPES))
-@pytest.mark.parametrize(("n_tok", "own_x"), [(1, False), (3, True)])
-def test_expert_gemv(name: str, n_tok: int, own_x: bool, mem: Memory, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("n_tok", "own_x", "biased"), [(1, False, True), (3, True, False)])
+def test_expert_gemv(name: str, n_tok: int, own_x: bool, biased: bool, mem: Memory, rng: np.random.Generator) -> None:
     """Experts that are several tokens' and nobody's, and numbers of none; gaps between all rows."""
     n_rows, n, n_slots, n_expert = 21, rows_of(rng, name), 4, 5
     w = encode(rng, name, (n_expert, n_rows, n))
@@ -192,16 +192,21 @@ def test_expert_gemv(name: str, n_tok: int, own_x: bool, mem: Memory, rng: np.ra
     x = mem.put(rng.standard_normal((n_tok, n_slots if own_x else 1, n + 3)).astype(np.float32), offset=4)
     ids = np.array([[4, 0, 4, 2], [-1, 5, 2, 2**31 - 1], [3, 3, -(2**31), 0]], np.int32)[:n_tok]
     spread = mem.put(np.repeat(ids, 2, axis=1))
-    y = mem.nan(n_tok, n_slots, n_rows + 2)
+    bias, y = (
+        mem.put(rng.standard_normal((n_expert, n_rows + 1)).astype(np.float32)),
+        mem.nan(n_tok, n_slots, n_rows + 2),
+    )
     run(fast.expert_gemv(
         name, y=at(y), w=at(held), x=at(x), ids=at(spread), n_rows=n_rows, n=n, n_slots=n_slots, n_tok=n_tok,
         n_expert=n_expert, w_nb=held.strides[1], expert_nb=held.strides[0], y_nb=(y.strides[1], y.strides[0]),
         x_nb=(x.strides[1] if own_x else 0, x.strides[0]), ids_nb=(spread.strides[1] * 2, spread.strides[0]),
+        bias=at(bias) if biased else 0, bias_nb=bias.strides[0],
     ))  # fmt: skip
     values = decode(name, w).astype(np.float64)
     known = (ids >= 0) & (ids < n_expert)
     given = np.broadcast_to(x[..., :n], (n_tok, n_slots, n)).astype(np.float64)
-    want = np.einsum("tsrk,tsk->tsr", values[np.where(known, ids, 0)], given)
+    chosen = np.where(known, ids, 0)
+    want = np.einsum("tsrk,tsk->tsr", values[chosen], given) + (bias[chosen][..., :n_rows] if biased else 0)
     assert nmse(y[known][:, :n_rows], want[known]) < 1e-11
     assert np.isnan(y[~known]).all() and np.isnan(y[..., n_rows:]).all()
 
@@ -468,8 +473,13 @@ def test_attention_nan_reaches_only_the_rows_that_see_it(mem: Memory, rng: np.ra
 # elementwise
 
 
+def _oai64(gate: np.ndarray, up: np.ndarray, alpha: float, limit: float) -> np.ndarray:
+    gate = np.minimum(gate, limit)
+    return np.asarray(gate / (1 + np.exp(-alpha * gate)) * (np.clip(up, -limit, limit) + 1))
+
+
 @pytest.mark.parametrize(
-    "op", ["silu", "gelu", "relu", "scale", "softcap", "add", "mul", "silu_glu", "gelu_glu", "relu_glu"]
+    "op", ["silu", "gelu", "relu", "scale", "softcap", "add", "mul", "silu_glu", "gelu_glu", "relu_glu", "swiglu_oai"]
 )
 def test_elementwise(op: str, mem: Memory, rng: np.random.Generator) -> None:
     n_rows, n = 3, 1051
@@ -482,6 +492,7 @@ def test_elementwise(op: str, mem: Memory, rng: np.random.Generator) -> None:
     ))  # fmt: skip
     a64, b64 = a.astype(np.float64), (b[:1] if repeated else b).astype(np.float64)
     plain = {"scale": a64 * 7 + 0.25, "softcap": 7 * np.tanh(a64 / 7), "add": a64 + b64, "mul": a64 * b64}
+    plain["swiglu_oai"] = _oai64(a64, b64, 7.0, 0.25)
     want = plain[op] if op in plain else act64(op.removesuffix("_glu"), a64) * (b64 if op.endswith("_glu") else 1)
     assert nmse(y, want) < 1e-13
 

@@ -1,4 +1,4 @@
-"""MUL_MAT_ID: few tokens straight from the file's blocks, many by expert, each expert's matrix decoded once."""
+"""MUL_MAT_ID, with ADD_ID or without: few tokens straight from the file's blocks, many expert by expert."""
 
 from __future__ import annotations
 
@@ -16,29 +16,34 @@ from graphrt.tensor import Tensor
 
 
 def mul_mat_id(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    """Native steps or a function; None for types and layouts that the native kernels don't read."""
-    (out,) = nodes
-    experts, x, ids = out.sources()
+    """MUL_MAT_ID, alone or with ADD_ID of the same experts: native steps or a function.
+
+    None for types and layouts that the native kernels don't read."""
+    out, (experts, x, ids) = nodes[-1], nodes[0].sources()
+    bias = nodes[1].src[1] if len(nodes) == 2 else None
     known = experts.dtype.name in fast.TYPES and experts.has_contiguous_rows
     if not known or not x.has_contiguous_rows:
         return None
     if out.ne[2] > fast.MAX_TOKENS:
-        return _by_expert(low, out, experts, x, ids)
+        return _by_expert(low, out, experts, x, ids, bias)
     return [
         fast.expert_gemv(
             experts.dtype.name, y=low.at(out), w=low.at(experts), x=low.at(x), ids=low.at(ids), n_rows=experts.ne[1],
             n=experts.ne[0], n_slots=out.ne[1], n_tok=out.ne[2], n_expert=experts.ne[2], w_nb=experts.nb[1],
             expert_nb=experts.nb[2], y_nb=out.nb[1:3], x_nb=(x.nb[1] if x.ne[1] > 1 else 0, x.nb[2]),
-            ids_nb=ids.nb[:2],
+            ids_nb=ids.nb[:2], bias=low.at(bias), bias_nb=bias.nb[1] if bias is not None else 0,
         )
     ]  # fmt: skip
 
 
-def _by_expert(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor) -> Callable[[], None]:
+def _by_expert(
+    low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor, bias: Tensor | None
+) -> Callable[[], None]:
     """Each used expert's pairs of a token and a slot together, through oneDNN."""
     m, n_slots, n_tokens = out.ne[:3]
     target, chosen = low.look(out).view(-1, m), low.look(ids)[0, 0]
     rows = low.look(x)[0].expand(n_tokens, n_slots, -1)
+    added = low.look(bias)[0, 0] if bias is not None else None
     prepared: dict[int, list[Slice]] = {}
 
     def run() -> None:
@@ -54,6 +59,7 @@ def _by_expert(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tens
             given = rows[pairs // n_slots, pairs % n_slots]
             for start, stop, decode, matrix in prepared[expert]:
                 decode()
-                target[pairs, start:stop] = dense(given, matrix)
+                y = dense(given, matrix)
+                target[pairs, start:stop] = y if added is None else y + added[expert, start:stop]
 
     return run

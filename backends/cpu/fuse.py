@@ -61,6 +61,17 @@ def gate_up_glu(region: Region, i: int) -> Group | None:
     return Group(nodes, kernel="gate_up_glu") if alone and same_x and known and out.src == (gate, up) else None
 
 
+def mul_mat_id_add_id(region: Region, i: int) -> Group | None:
+    """MUL_MAT_ID, then ADD_ID of the biases of the same experts."""
+    nodes = _chain(region, i, "MUL_MAT_ID", "ADD_ID")
+    if nodes is None:
+        return None
+    product, total = nodes
+    bias = total.src[1]
+    fits = total.src[0] is product and total.src[2] is product.src[2] and bias is not None and bias.has_contiguous_rows
+    return Group(nodes, kernel="mul_mat_id_add_id") if fits and bias.ne[1] == product.src[0].ne[2] else None  # type: ignore[union-attr]
+
+
 def softcap(region: Region, i: int) -> Group | None:
     """SCALE by 1/c, tanh, SCALE by c."""
     nodes = _chain(region, i, "SCALE", "UNARY", "SCALE")
@@ -70,7 +81,7 @@ def softcap(region: Region, i: int) -> Group | None:
     return Group(nodes, kernel="softcap") if inverse else None
 
 
-PATTERNS: tuple[Pattern, ...] = (norm_mul, gate_up_glu, matmul_add, softcap)
+PATTERNS: tuple[Pattern, ...] = (norm_mul, gate_up_glu, matmul_add, mul_mat_id_add_id, softcap)
 
 
 def fuse(region: Region, patterns: tuple[Pattern, ...] = PATTERNS) -> list[Group]:

@@ -85,8 +85,11 @@ def unary(low: Lowering, nodes: list[Tensor]) -> Any | None:
 
 def glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    if out.params.kind not in ACTIVATIONS or len(out.src) < 2 or out.src[1] is None:
+    if len(out.src) < 2 or out.src[1] is None:
         return None
+    if out.params.kind == "swiglu_oai":
+        p = out.params
+        return _elementwise(low, "swiglu_oai", out, out.src[0], out.src[1], s0=p.alpha, s1=p.limit)
     return _elementwise(low, f"{ACTIVATIONS[out.params.kind]}_glu", out, out.src[0], out.src[1])
 
 
@@ -194,7 +197,7 @@ def _flash_attn_large(
 
 _METHODS: dict[str, Callable[[Lowering, list[Tensor]], Any | None]] = {
     "RMS_NORM": norm_mul, "norm_mul": norm_mul, "MUL_MAT": matmul, "matmul_add": matmul, "gate_up_glu": gate_up_glu,
-    "MUL_MAT_ID": mul_mat_id,
+    "MUL_MAT_ID": mul_mat_id, "mul_mat_id_add_id": mul_mat_id,
     "ADD": add_or_mul, "MUL": add_or_mul, "SCALE": scale, "softcap": softcap, "UNARY": unary, "GLU": glu, "ROPE": rope,
     "GET_ROWS": get_rows, "SET_ROWS": set_rows, "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
 }  # fmt: skip

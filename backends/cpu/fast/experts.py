@@ -15,7 +15,7 @@ from graphrt.backends.cpu.fast.pool import Entry, Step
 def _build(f: Fn, block: BlockType) -> None:
     """Pairs of a token and a slot one after the other; threads share the rows of each."""
     y, w, x, ids, n_rows, n, n_slots, n_tok = f.args("y", "w", "x", "ids", "n_rows", "n", "n_slots", "n_tok")
-    n_expert, w_nb, expert_nb = f.args("n_expert", "w_nb", "expert_nb")
+    n_expert, w_nb, expert_nb, bias, bias_nb = f.args("n_expert", "w_nb", "expert_nb", "bias", "bias_nb")
     start, stop = f.share(n_rows, LANES)
     with f.range(0, n_tok) as t, f.range(0, n_slots) as slot:
         row_of: dict[str, Val] = {}
@@ -27,7 +27,10 @@ def _build(f: Fn, block: BlockType) -> None:
         with f.if_else(is_one) as (then, other):
             with then, f.range(start, stop) as r:
                 (dot,) = row_dots(f, block, w + expert * expert_nb + r * w_nb, [row_of["x"]], n)
-                f.store(row_of["y"] + r * 4, dot)
+                total = f.var(dot)
+                with f.if_(bias.ne(0)):
+                    total.v = dot + f.load(bias + expert * bias_nb + r * 4, F32)
+                f.store(row_of["y"] + r * 4, total.v)
             with other, f.range(start, stop) as r:
                 f.store(row_of["y"] + r * 4, f.const(math.nan, F32))
 
@@ -38,9 +41,11 @@ def expert_gemv_kernel(type_name: str) -> Kernel:
     strides = [f"{name}_{of}_nb" for name in ("y", "x", "ids") for of in ("slot", "tok")]
     return Kernel(
         f"expert_gemv_{type_name}",
-        ("y", "w", "x", "ids", "n_rows", "n", "n_slots", "n_tok", "n_expert", "w_nb", "expert_nb", *strides),
+        ("y", "w", "x", "ids", "bias", "n_rows", "n", "n_slots", "n_tok", "n_expert", "w_nb", "expert_nb", "bias_nb",
+         *strides),
         lambda f: _build(f, block),
-    )
+        optional=("bias", "bias_nb"),
+    )  # fmt: skip
 
 
 def expert_gemv(
@@ -60,10 +65,13 @@ def expert_gemv(
     y_nb: tuple[int, int],
     x_nb: tuple[int, int],
     ids_nb: tuple[int, int],
+    bias: int = 0,
+    bias_nb: int = 0,
 ) -> Step:
-    """y[t, s, r] = dot(W[ids[t, s]][r], x[t, s]); NaN where an id is not one of 0..n_expert-1.
+    """y[t, s, r] = dot(W[e][r], x[t, s]) (+ bias[e, r]), e = ids[t, s]; NaN where that is not one of 0..n_expert-1.
 
-    w: n_expert matrices, expert_nb bytes apart, of n_rows rows of n values, w_nb bytes apart. ids: i32. y_nb, x_nb and
+    w: n_expert matrices, expert_nb bytes apart, of n_rows rows of n values, w_nb bytes apart; bias: f32 rows, bias_nb
+    bytes apart. ids: i32. y_nb, x_nb and
     ids_nb: bytes between slots and between tokens; 0 between slots of x for one row a token. x and y: f32.
     """
     check_rows(n, type_name)
@@ -75,6 +83,6 @@ def expert_gemv(
     }
     block = kernel.pack(
         y=y, w=w, x=x, ids=ids, n_rows=n_rows, n=n, n_slots=n_slots, n_tok=n_tok, n_expert=n_expert, w_nb=w_nb,
-        expert_nb=expert_nb, **strides,
+        expert_nb=expert_nb, bias=bias, bias_nb=bias_nb, **strides,
     )  # fmt: skip
     return Step([Entry(kernel, block)], n_slots * n_tok * n_rows * w_nb)

@@ -11,7 +11,7 @@ from graphrt.backends.cpu.fast.pool import Entry, Step
 
 ACTIVATIONS = ("silu", "gelu", "relu")
 UNARY = (*ACTIVATIONS, "scale", "softcap")
-BINARY = ("add", "mul", *(f"{name}_glu" for name in ACTIVATIONS))
+BINARY = ("add", "mul", "swiglu_oai", *(f"{name}_glu" for name in ACTIVATIONS))
 
 #: Rows are cut in pieces of so many values to be shared between threads.
 _PIECE = 1024
@@ -39,6 +39,9 @@ def _apply(f: Fn, op: str, a: Val, b: Val | None) -> Val:
         return activation(f, op, a)
     if op == "add":
         return a + b
+    if op == "swiglu_oai":
+        gate, up = f.select(a > s1, s1, a), f.select(b > s1, s1, f.select(b < -s1, -s1, b))
+        return gate * f.sigmoid(gate * s0) * (up + 1.0)
     return a * b if op == "mul" else activation(f, op.removesuffix("_glu"), a) * b
 
 
@@ -88,7 +91,8 @@ def elementwise(
 ) -> Step:
     """y[r] = op(a[r], b[r]) over n_rows rows of n f32, nb bytes apart; b_nb = 0 repeats one row of b. y may be a or b.
 
-    silu, gelu, relu; scale: a * s0 + s1; softcap: s0 * tanh(a / s0); add; mul; silu_glu (or gelu, relu): silu(a) * b.
+    silu, gelu, relu; scale: a * s0 + s1; softcap: s0 * tanh(a / s0); add; mul; silu_glu (or gelu, relu): silu(a) * b;
+    swiglu_oai: with alpha s0 and limit s1 (graphrt.ops.unary.glu).
     """
     kernel = map_kernel(op)
     block = kernel.pack(y=y, a=a, b=b, n_rows=n_rows, n=n, y_nb=y_nb, a_nb=a_nb, b_nb=b_nb, s0=s0, s1=s1)
