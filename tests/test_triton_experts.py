@@ -353,7 +353,7 @@ FORMS: dict[str, tuple[Layer, bool, float]] = {
     "deepseek3": (DEEPSEEK, False, STEPS),
     "deepseek2, plain weights": (Layer("f16", 1, norm=False, scale=1.5), False, SAME),
     "experts and a shared one of a norm": (replace(MIXTRAL, normed=True), False, STEPS),
-    "experts and a shared one of a norm, tokens": (replace(DEEPSEEK, normed=True, tokens=2), False, STEPS),
+    "experts and a shared one of a norm, tokens": (replace(DEEPSEEK, normed=True, tokens=5), False, STEPS),
     "experts and a shared one of a norm, many pairs": (replace(MIXTRAL, normed=True, tokens=12), True, STEPS),
     "plain weights, many pairs": (Layer("f32", 2, 2, clamp=False, act="geglu"), True, SAME),
     "experts' results are read": (Layer("f16", 2, read="down", biased=True), False, SAME),

@@ -242,13 +242,10 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
         )
         for pattern in ("norm_mul", "add_norm", "norm_mul_add_norm")
         for kind, n, k, viewed in (
-            ("q8_0", 1, 64, False), ("q4_K", 5, 256, True), ("q8_0", 11, 64, True), ("f16", 3, 40, False),
+            ("q8_0", 1, 64, False), ("q4_0", 3, 2080, True), ("q4_K", 8, 256, True), ("q8_0", 11, 64, True),
+            ("f16", 3, 40, False),
         )
     },
-    # Rows so long are rounded in one part.
-    "norm_mul that others read too, q4_0, 1 token of 2080": (
-        partial(shared_norm, "norm_mul", 1, "q4_0", 2080, True), "norm_mul", STEPS,
-    ),
     "residual": (lambda: Graph(ops.add(leaf("r", M, 3), product("w", x()))), "matmul_add", SAME),
     "residual, f32": (lambda: Graph(ops.add(product("w", x(2), "f32"), leaf("r", M, 2))), "matmul_add", SAME),
     "residual, many tokens": (lambda: Graph(ops.add(product("w", x(11)), leaf("r", M, 11))), "matmul_add", SAME),
