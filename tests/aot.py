@@ -53,6 +53,7 @@ from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 
+COMPILE_ALL = os.environ.get("GRAPHRT_AOT") == "all"
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -247,9 +248,11 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
-        # Most time goes to the disassembler: not for what has no stack to spill to, nor products that ptxas gets wrong.
-        spills = not re.search(r"STACK:0 .*LOCAL:0 ", usage)
-        sass = _tool("cuobjdump", "-sass", file.name) if spills or _multiplies_from_shared(kernel.asm["ptx"]) else ""
+        # Most time goes to the disassembler: by default not for what has no stack to spill to, nor products of the kind
+        # that ptxas was seen to get wrong.
+        may_spill = not re.search(r"STACK:0 .*LOCAL:0 ", usage)
+        wanted = COMPILE_ALL or may_spill or _multiplies_from_shared(kernel.asm["ptx"])
+        sass = _tool("cuobjdump", "-sass", file.name) if wanted else ""
     found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
     instructions = _instructions(sass)
     found["unset"] = read_unset([text for _, text in instructions])
@@ -387,8 +390,8 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     yield from other_ops(arch)
 
 
-#: The lists of all other ops, and each how many cases of a kernel compiles, on sm_90 and elsewhere: all of them
-#: together would take minutes more on two cores.
+#: The lists of all other ops, and of each kernel every how many-th case is compiled, on sm_90 and elsewhere: all of
+#: them together would take minutes more on two cores.
 LISTS = {
     "aot_gemm": (1, 3), "aot_experts": (1, 3), "aot_gemv": (1, 8), "aot_rows": (2, 6), "aot_dequantize": (2, 12),
     "aot_small_ops": (2, 4),
@@ -398,7 +401,7 @@ LISTS = {
 def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     """What the lists have for an architecture; unless GRAPHRT_AOT=all, as many as LISTS says of each kernel."""
     for module, steps in LISTS.items():
-        step = 1 if os.environ.get("GRAPHRT_AOT") == "all" else steps[arch != "sm_90"]
+        step = 1 if COMPILE_ALL else steps[arch != "sm_90"]
         seen: Counter[str] = Counter()
         for name, kernel, args, options in import_module(module).aot_cases(arch):
             seen[kernel.__name__] += 1

@@ -24,7 +24,7 @@ for path in (ROOT, ROOT / "tests"):
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Not for long: half of these tests' time would be the interpreter's own.
+# Most of these tests' time would be the interpreter's own.
 if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GRAPHRT_QUICK_INTERPRETER") != "0":
     import triton
 

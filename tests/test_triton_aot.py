@@ -30,7 +30,7 @@ SPILLING = {
     ("sm_100 decode", "(256, 256)", "q4_0"): "as on sm_90; not measured",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
 }
-#: Kernels that never run on an architecture.
+#: Hopper's own.
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn_kernel", "hopper_mla_attn_kernel",
     "hopper_quant_attn_kernel", "list_tiles",

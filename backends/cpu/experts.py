@@ -48,8 +48,9 @@ def _by_expert(
 
     def run() -> None:
         numbers = chosen.numpy().ravel()
-        found, first = np.unique(np.sort(numbers), return_index=True)
-        together = np.split(np.argsort(numbers, kind="stable"), first[1:])
+        order = np.argsort(numbers, kind="stable")
+        found, first = np.unique(numbers[order], return_index=True)
+        together = np.split(order, first[1:])
         for expert, pairs in zip(found.tolist(), map(torch.from_numpy, together)):
             if not 0 <= expert < experts.ne[2]:
                 target[pairs] = math.nan

@@ -6,10 +6,11 @@ import functools
 import math
 
 from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
-from graphrt.backends.cpu.fast.ir import F32, I32, I64, LANES, Fn, Val
+from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import check_rows, row_dots
 from graphrt.backends.cpu.fast.pool import Entry, Step
+from graphrt.backends.cpu.fast.rows import in_range, load_index
 
 
 def _build(f: Fn, block: BlockType) -> None:
@@ -22,9 +23,8 @@ def _build(f: Fn, block: BlockType) -> None:
         for name, base in (("y", y), ("x", x), ("ids", ids)):
             slot_nb, tok_nb = f.args(f"{name}_slot_nb", f"{name}_tok_nb")
             row_of[name] = base + slot * slot_nb + t * tok_nb
-        expert = f.load(row_of["ids"], I32).sext(I64)
-        is_one = Val(f, f.b.icmp_unsigned("<", expert.v, n_expert.v))
-        with f.if_else(is_one) as (then, other):
+        expert = load_index(f, row_of["ids"], "i32")
+        with f.if_else(in_range(f, expert, n_expert)) as (then, other):
             with then, f.range(start, stop) as r:
                 (dot,) = row_dots(f, block, w + expert * expert_nb + r * w_nb, [row_of["x"]], n)
                 total = f.var(dot)
@@ -71,8 +71,8 @@ def expert_gemv(
     """y[t, s, r] = dot(W[e][r], x[t, s]) (+ bias[e, r]), e = ids[t, s]; NaN where that is not one of 0..n_expert-1.
 
     w: n_expert matrices, expert_nb bytes apart, of n_rows rows of n values, w_nb bytes apart; bias: f32 rows, bias_nb
-    bytes apart. ids: i32. y_nb, x_nb and
-    ids_nb: bytes between slots and between tokens; 0 between slots of x for one row a token. x and y: f32.
+    bytes apart. ids: i32. y_nb, x_nb and ids_nb: bytes between slots and between tokens; 0 between slots of x for one
+    row a token. x and y: f32.
     """
     check_rows(n, type_name)
     kernel = expert_gemv_kernel(type_name)

@@ -14,7 +14,7 @@ DEQUANT_TARGETS = ("f32", "bf16")
 SET_ROWS_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
-def _index(f: Fn, address: Val, type_name: str) -> Val:
+def load_index(f: Fn, address: Val, type_name: str) -> Val:
     return f.load(address, I64) if type_name == "i64" else f.load(address, I32).sext(I64)
 
 
@@ -44,12 +44,12 @@ def _build_dequant(f: Fn, block: BlockType, to: str, index: str | None) -> None:
         if index is None:
             one_row(w + r * w_nb, dst + r * dst_nb)
         else:
-            row = _index(f, idx + r * INDEX_BYTES[index], index)
-            with f.if_(_in_range(f, row, n_src)):
+            row = load_index(f, idx + r * INDEX_BYTES[index], index)
+            with f.if_(in_range(f, row, n_src)):
                 one_row(w + row * w_nb, dst + r * dst_nb)
 
 
-def _in_range(f: Fn, i: Val, n: Val) -> Val:
+def in_range(f: Fn, i: Val, n: Val) -> Val:
     return Val(f, f.b.icmp_unsigned("<", i.v, n.v))
 
 
@@ -137,8 +137,8 @@ def _build_set_rows(f: Fn, to: str, index: str) -> None:
     block = TYPES[to]
     start, stop = f.share(n_rows)
     with f.range(start, stop) as r:
-        row = _index(f, idx + r * INDEX_BYTES[index], index)
-        with f.if_(_in_range(f, row, n_dst)):
+        row = load_index(f, idx + r * INDEX_BYTES[index], index)
+        with f.if_(in_range(f, row, n_dst)):
             source, target = src + r * src_nb, dst + row * dst_nb
             if block.is_plain:
                 f.elements(
