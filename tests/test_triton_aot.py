@@ -1,6 +1,7 @@
 """Kernels compile for GPUs, without one: for sm_90 in most forms, elsewhere each in some (GRAPHRT_AOT=all: in all).
 
-No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it.
+No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it, no barrier's memory is
+used for anything else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("triton")
 
 from aot_arch import ARCHS, SHARED
+from aot_barriers import overlaps
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent / "backends" / "triton" / "kernels"
@@ -65,6 +67,7 @@ def test_kernels_compile(arch: str, part: str) -> None:
         assert kernel["shared"] <= SHARED[arch], kernel
         assert not kernel["unset"], kernel
         assert not kernel["serialized"], kernel
+        assert not kernel["reused"], kernel
         assert kernel["loop_spills"] == 0 or _kept(kernel["name"]), kernel
 
 
@@ -83,3 +86,29 @@ def test_no_kernel_is_missing(arch: str) -> None:
     compiled = set(_run(arch, "list").split())
     assert len(jitted - named) > 40
     assert jitted - named - compiled == ELSEWHERE[arch]
+
+
+def _allocations(*after: str) -> str:
+    """IR of a group of barriers and a buffer behind it, and what stands after them."""
+    barriers = "%bars = ttg.local_alloc {allocation.offset = 256 : i32} : () -> !ttg.memdesc<2x1xi64, #shared, #smem>"
+    buffer = "%data = ttg.local_alloc {allocation.offset = 272 : i32} : () -> !ttg.memdesc<4x64xf16, #shared1, #smem>"
+    return "\n".join([barriers, buffer, *after])
+
+
+WARPS = "ttg.warp_specialize(%p, %bars, %data) attributes {allocation.offset = 0 : i32}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (_allocations(WARPS), None),
+        (_allocations(WARPS).replace("272", "264"), "lies in %data"),
+        (_allocations(WARPS, '"tt.reduce"(%x) {allocation.offset = 264 : i32}'), "holds scratch at 264"),
+        (_allocations("ttg.warp_specialize(%p, %bars_1, %data)"), "without being invalidated"),
+        (_allocations("%0 = ttg.memdesc_index %bars[%c0]", "ttng.inval_barrier %0"), None),
+        (_allocations("%0 = ttg.memdesc_index %bars[%c0]", "ttng.inval_barrier %01"), "without being invalidated"),
+    ],
+)
+def test_a_barrier_whose_memory_is_reused_is_found(text: str, said: str | None) -> None:
+    found = overlaps(text)
+    assert said in found[0] if said else not found

@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import (
-    make_barriers,
     make_mask_ring,
     make_ring,
+    make_turns,
     mma_layout,
     tile_shared_layout,
 )
@@ -628,7 +628,7 @@ def hopper_flash_attn_kernel(
     query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], tile_shared_layout(dtype, 2))
     k_ring = make_ring(dtype, spec)
     v_ring = make_ring(dtype, spec)
-    turns = make_barriers(spec.n_wg, 1)
+    turns = make_turns(spec, k_ring)
     # Without a ring for the mask, K's stands in its place, unused.
     mask_ring = k_ring
     mask_source = k_desc

@@ -35,7 +35,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     shared_bytes,
     side_by_side,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers, make_ring, tile_shared_layout
+from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_ring, make_turns, tile_shared_layout
 
 KINDS = ("q8_0", "q4_0")
 #: By head size: tiles of K and V are loaded and unpacked in units of so many values, 64 or 32 of each of the producer's
@@ -380,7 +380,7 @@ def hopper_quant_attn_kernel(
     query_buffers = gl.allocate_shared_memory(gl.float16, [spec.n_wg, 64, spec.d], tile_shared_layout(gl.float16, 2))
     k_ring = make_ring(gl.float16, spec)
     v_ring = make_ring(gl.float16, spec)
-    turns = make_barriers(spec.n_wg, 1)
+    turns = make_turns(spec, k_ring)
     # setmaxnreg moves registers from the producers to the consumers, see hopper.py.
     gl.warp_specialize(
         [
