@@ -69,20 +69,21 @@ def allocated(ttgir: str, capability: int) -> str:
 
 
 def overlaps(text: str) -> list[str]:
-    """reused_barriers() of IR with offsets. An operation's scratch has no size there: it counts where it starts, and a
-    barrier that is neither handed to the warps' own code, so that it lives as long as the kernel, nor invalidated is
-    told of too."""
+    """reused_barriers() of IR with offsets: barriers that nothing invalidates must live as long as the kernel, which they
+    do when they are handed to the warps' own code, and share their bytes with nothing. Of an operation's scratch the IR
+    tells only where it starts."""
     spans = [_span(found) for found in ALLOCATION.finditer(text)]
-    barriers = [span for span in spans if span.is_barrier]
     scratch = [int(n) for n in OFFSET.findall(ALLOCATION.sub("", text))]
     found = []
-    for barrier in barriers:
+    for barrier in spans:
+        if not barrier.is_barrier or _is_invalidated(barrier, text):
+            continue
+        if not re.search(rf"ttg\.warp_specialize\([^)]*{_word(barrier.name)}", text):
+            found.append(f"{barrier.name} at {barrier.start} is given up without being invalidated")
         for other in spans:
             if other is not barrier and other.start < barrier.stop and barrier.start < other.stop:
                 found.append(f"{barrier.name} at {barrier.start} lies in {other.name} at {other.start}..{other.stop}")
         found += [f"{barrier.name} holds scratch at {at}" for at in scratch if barrier.start <= at < barrier.stop]
-        if not _lives_on(barrier.name, text):
-            found.append(f"{barrier.name} at {barrier.start} is given up without being invalidated")
     return found
 
 
@@ -92,12 +93,13 @@ def _span(found: re.Match[str]) -> Span:
     return Span(name, int(offset), int(offset) + nbytes, element == "i64")
 
 
-def _lives_on(name: str, text: str) -> bool:
-    """The barriers are used by warps with code of their own, or invalidated at the end."""
-    word = re.compile(re.escape(name) + r"(?![\w#])")
-    lines = [line for line in text.splitlines() if word.search(line)]
-    if any("ttg.warp_specialize(" in line for line in lines):
-        return True
-    views = [line.split("=")[0].strip() for line in lines if "memdesc_index" in line]
-    ended = "\n".join(line for line in text.splitlines() if "ttng.inval_barrier" in line)
-    return bool(views) and all(re.search(re.escape(view) + r"(?![\w#])", ended) for view in views)
+def _word(name: str) -> str:
+    """A pattern for a value's name and no longer one."""
+    return re.escape(name) + r"(?![\w#])"
+
+
+def _is_invalidated(group: Span, text: str) -> bool:
+    """Each barrier of a group is: the group itself where it is one barrier, else as many views of it as it has barriers."""
+    views = re.findall(rf"(%[\w#:]+) = ttg\.memdesc_index {_word(group.name)}", text)
+    ended = [view for view in [group.name, *views] if re.search(rf"ttng\.inval_barrier {_word(view)}", text)]
+    return group.name in ended or len(ended) >= (group.stop - group.start) // 8

@@ -95,6 +95,7 @@ def _allocations(*after: str) -> str:
     return "\n".join([barriers, buffer, *after])
 
 
+VIEWS = ("%0 = ttg.memdesc_index %bars[%c0]", "%1 = ttg.memdesc_index %bars[%c1]")
 WARPS = "ttg.warp_specialize(%p, %bars, %data) attributes {allocation.offset = 0 : i32}"
 
 
@@ -105,8 +106,8 @@ WARPS = "ttg.warp_specialize(%p, %bars, %data) attributes {allocation.offset = 0
         (_allocations(WARPS).replace("272", "264"), "lies in %data"),
         (_allocations(WARPS, '"tt.reduce"(%x) {allocation.offset = 264 : i32}'), "holds scratch at 264"),
         (_allocations("ttg.warp_specialize(%p, %bars_1, %data)"), "without being invalidated"),
-        (_allocations("%0 = ttg.memdesc_index %bars[%c0]", "ttng.inval_barrier %0"), None),
-        (_allocations("%0 = ttg.memdesc_index %bars[%c0]", "ttng.inval_barrier %01"), "without being invalidated"),
+        (_allocations(*VIEWS, "ttng.inval_barrier %0", "ttng.inval_barrier %1"), None),
+        (_allocations(*VIEWS, "ttng.inval_barrier %0", "ttng.inval_barrier %11"), "without being invalidated"),
     ],
 )
 def test_a_barrier_whose_memory_is_reused_is_found(text: str, said: str | None) -> None:
