@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import broken_backends
 import numpy as np
@@ -13,11 +15,13 @@ import pytest
 from toy import ToyBackend
 
 from graphrt import get_backend, new_input, ops
+from graphrt.backends.cpu import CpuBackend
 from graphrt.dtypes import dtype
 from graphrt.errors import GraphError
 from graphrt.judge import Verdict, judge, judge_order, judge_written
 from graphrt.patterns import describe
-from graphrt.testing import Case, all_cases, quantize
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, Init, Inputs, Uniform, all_cases, quantize
 from graphrt.tools import cli
 from graphrt.tools.conformance.grad import check_gradient
 from graphrt.tools.conformance.graphs import graph_cases, run_graph
@@ -266,3 +270,36 @@ def test_a_dropped_softcap_is_far_over_the_limit() -> None:
 
         outcome = run_case(Case(case.op, dict(case.axes), case.make), Dropping())
         assert outcome.status == "fail" and outcome.nmse > 4 * outcome.limit, outcome  # type: ignore[operator]
+
+
+# -- results computed twice
+
+
+class Repairing(CpuBackend):
+    """Right, but says that it computed pieces of every result twice."""
+
+    name: ClassVar[str] = "repairing"
+
+    def redone(self, program: Callable[[], None]) -> int:
+        return 3
+
+
+def _attention(init: Init | None = None, hidden: float = 0.0) -> Case:
+    def make(inputs: Inputs) -> Tensor:
+        q, k = inputs("q", "f32", (32, 9, 2), init), inputs("k", "f16", (32, 20, 2))
+        v = inputs("v", "f16", (32, 20, 2))
+        inputs.values[v][0, 0, 3] = hidden
+        return ops.flash_attn_ext(q, k, v, None, 0.2)
+
+    return Case("FLASH_ATTN_EXT", {"hidden": hidden}, make)
+
+
+@pytest.mark.parametrize(
+    ("case", "called_for"),
+    [(_attention(), False), (_attention(Uniform(-900.0, 900.0)), True), (_attention(hidden=np.nan), True)],
+    ids=["plain", "huge", "NaN"],
+)
+def test_a_repair_that_the_inputs_do_not_call_for_fails(case: Case, called_for: bool) -> None:
+    outcome = run_case(case, Repairing())
+    assert outcome.status == ("pass" if called_for else "fail")
+    assert called_for or "3 tiles were done again" in outcome.message

@@ -252,7 +252,7 @@ def test_a_repair_does_the_marked_tiles_and_no_other() -> None:
     choice = choose(sizes, Device(target.sm_count), "tile")
     scratch = torch.full((1,), math.nan, device=target.device)
     args = portable.main_arguments(p, t, config, choice, plan, scratch, target)
-    bad = torch.zeros(t.n_tiles, dtype=torch.int32, device=target.device)
+    bad = torch.zeros(t.n_tiles + 1, dtype=torch.int32, device=target.device)
     marked = [1, 4, t.n_tiles - 1]
     bad[marked] = 7 << 16
     for launch in [*launches, portable.repair_launch(args, bad, config.warps, target)]:
@@ -265,6 +265,7 @@ def test_a_repair_does_the_marked_tiles_and_no_other() -> None:
             np.testing.assert_allclose(out[rows, head], expected[0, rows, head], rtol=2e-3, atol=2e-3)
         else:
             assert np.isnan(out[rows, head]).all(), "an unmarked tile was written"
+    assert int(bad[-1]) == len(marked), "repaired tiles are counted"
 
 
 @pytest.mark.gpu

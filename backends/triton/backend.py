@@ -105,7 +105,10 @@ class TritonBackend(Backend):
 
         attention = Launcher(self.target, place, self.schedule, self.config)
         segments = lower(groups, Context(place, self.target, self.exact), attention)
-        return Captured(segments, self.capture, self.target.is_here)
+        return Captured(segments, self.capture, self.target.is_here, attention.redone)
+
+    def redone(self, program: Callable[[], None]) -> int:
+        return program.redone() if isinstance(program, Captured) else 0
 
     def synchronize(self) -> None:
         if self.target.is_here and not device.interpreting():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
     from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 
 Step = Callable[[], None]
+#: Captures of a process follow one another: torch keeps one state of random numbers, which a capture claims.
+_CAPTURING = threading.Lock()
+
+
+class CaptureWarning(UserWarning):
+    """A split runs launch by launch, since capturing it as a CUDA graph failed: right, but slower."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,41 +37,63 @@ class Segment:
 
 
 class Captured:
-    """Runs segments: the first time as they are, which compiles kernels; then captured once and replayed.
+    """Runs segments: the first time as they are, which compiles and loads kernels; then captured once and replayed.
 
     Every address that the steps use must stay valid, and every length that changes must be read from device memory.
     capture: False runs the steps as they are each time. here: False only plans for a GPU elsewhere; calling raises
-    BackendError then.
+    BackendError then. redone: int32 [1] each, what redone() adds up.
     """
 
-    def __init__(self, segments: Sequence[Segment], capture: bool = True, here: bool = True) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], capture: bool = True, here: bool = True, redone: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.segments = list(segments)
         self.steps = [step for segment in segments for step in segment.steps]
         self.capture = capture
         self.here = here
         self.warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
+        self._redone = list(redone)
 
     def __call__(self) -> None:
         if not self.here:
             raise BackendError(
                 "what was planned for a GPU elsewhere can't run; prepare it without a target on its machine"
             )
+        if self.graph is None and self.warm and self.capture:
+            self.graph = self._captured()
         if self.graph is not None:
             self.graph.replay()
-        elif not (self.warm and self.capture):
+        else:
             self._run()
             self.warm = True
-        else:
-            self._capture()
+
+    def redone(self) -> int:
+        """How many tiles of attention were done again by the portable kernel, in all runs so far. Waits for them."""
+        return sum(int(count) for count in self._redone)
 
     def _run(self) -> None:
         for step in self.steps:
             step()
 
-    def _capture(self) -> None:
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        """The steps as a graph, None (and no more attempts) where that fails.
+
+        Thread-local mode: by default what any thread does meanwhile (allocating, asking an event, loading a kernel)
+        breaks a capture. This thread's own kernels were loaded, and its memory was allocated, by the run before.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run()
-        self.graph = graph
-        graph.replay()
+        try:
+            with _CAPTURING, torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                self._run()
+        except RuntimeError as error:  # torch's and Triton's for whatever the driver refuses
+            self.capture = False
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(
+                f"a step of {len(self.steps)} launches should run as one CUDA graph, but capturing it failed ({reason}); "
+                f"it runs launch by launch, slower; please report this, with what else the process did then",
+                CaptureWarning,
+                stacklevel=4,
+            )
+            return None
+        return graph

@@ -20,6 +20,7 @@ from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs
 from graphrt.tools.conformance.guard import Guarded
 from graphrt.tools.conformance.lowprec import why_not_rounded
+from graphrt.tools.conformance.redone import uncalled
 from graphrt.tools.conformance.reference import Array, Known, Memory, computing_nodes, know
 from graphrt.tools.conformance.saved import save_failure
 
@@ -172,6 +173,7 @@ def _run(inputs: Inputs, backend: Backend) -> _Ran:
     problems = guarded.damage()
     if backend.deterministic:
         problems += _differences(actual, guarded.run())
+    problems += uncalled(inputs, backend.redone(guarded.program))
     in_place = guarded.run_in_place() if op_spec(inputs.result.op).inplace else None
     return _Ran(actual=actual, in_place=in_place, problems=problems)
 

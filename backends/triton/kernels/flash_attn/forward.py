@@ -274,7 +274,8 @@ def flash_attn(
     q: f32; mask: f16; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head]. counts, blocks, seen: what
     mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
     [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
-    the order of longest_first. REPAIR: only those whose `bad` is set.
+    the order of longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is set; its last number counts them, run
+    after run.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -292,6 +293,8 @@ def flash_attn(
     while unit < stop:
         if not RANGES:
             tile = longest_first(unit, n_qt, section)
+        if REPAIR:
+            tl.atomic_add(p_bad + n_tiles, 1)
         i_qt = tile % n_qt
         i_group = (tile // n_qt) % n_groups
         i_seq = tile // (n_qt * n_groups)

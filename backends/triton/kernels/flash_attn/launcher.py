@@ -46,6 +46,8 @@ class Launcher:
         self.scratch = torch.empty(0, device=target.device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=target.device)
         self.chosen: dict[Tensor, Chosen] = {}
+        #: int32 [1] for each prefill: how many of its tiles were done again since it was made.
+        self.redone: list[torch.Tensor] = []
 
     def launches(self, nodes: Sequence[Tensor]) -> list[Step]:
         """The launches of FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources."""
@@ -221,8 +223,13 @@ class Launcher:
             programs, "", True, refused
         ))  # fmt: skip
         plan, steps = self.masks.plan(p, t, False) if p.mask_t is not None else (None, [])
-        bad = torch.zeros(t.n_tiles, dtype=torch.int32, device=self.target.device)
+        bad = torch.zeros(t.n_tiles + 1, dtype=torch.int32, device=self.target.device)
+        self.redone.append(bad[t.n_tiles :])
         # V may hold NaN in cells that the mask hides, and logits may be very large. The portable kernel, which reads no
         # hidden cell and subtracts before it scales, does those tiles again.
         args = portable.main_arguments(p, t, again, choice, plan, self._part(0), self.target)
-        return [*steps, kernel.launch(p, plan, bad), portable.repair_launch(args, bad, again.warps, self.target)]
+        return [
+            *steps,
+            kernel.launch(p, plan, bad[: t.n_tiles]),
+            portable.repair_launch(args, bad, again.warps, self.target),
+        ]

@@ -73,9 +73,9 @@ def main_launch(arguments: dict[str, Any], config: Config, target: Target) -> La
 
 
 def repair_launch(arguments: dict[str, Any], bad: torch.Tensor, warps: int, target: Target) -> Launch:
-    """The kernel over the tiles whose `bad` [tiles] is set, one tile a program."""
+    """The kernel over the tiles whose `bad` [tiles + 1] is set, one tile a program. It adds their number to the last."""
     # Few programs that look at many flags each: nearly always there is nothing to do.
-    programs = min(bad.numel(), target.sm_count)
+    programs = min(bad.numel() - 1, target.sm_count)
     args = {**arguments, "p_bad": bad, "REPAIR": True, "RANGES": False, "programs": programs, "splits": 0}
     return Launch(flash_attn, (programs,), args, launch_options(target, warps), ({"STAGES": 1},))
 
