@@ -175,8 +175,8 @@ class Backend(ABC):
 
     def redone(self, program: Callable[[], None]) -> int:
         """(optional) How many pieces of results a program of compile() has computed twice so far: a backend's fastest
-        kernel may leave what it can't do (values that are not finite, say) to another one. The conformance tool holds it
-        against the inputs, since a repair that they don't call for hides a defect."""
+        kernel may leave what it can't do (values that are not finite, say) to another one. The conformance tool holds
+        it against the inputs, since a repair that they don't call for hides a defect."""
         return 0
 
     def synchronize(self) -> None:

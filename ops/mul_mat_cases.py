@@ -63,7 +63,7 @@ def _groups(full: bool) -> Iterator[tuple[Axes, Mapping[str, Sequence[object]]]]
     yield replace(base, type_b="f16"), {"type": ("f16", "q8_0", "q4_K"), "n": (1, 9)}
 
 
-def _make(inputs: Inputs, axes: Axes) -> Tensor:
+def make(inputs: Inputs, axes: Axes) -> Tensor:
     ne_a, ne_b = (axes.k, axes.m, *axes.batch_a), (axes.k, axes.n, *axes.batch_b)
     values = _VALUES[axes.values]
     if axes.layout == "gaps":
@@ -82,4 +82,4 @@ def cases(which: str = "quick") -> Iterator[Case]:
     for axes in dict.fromkeys(found):
         always = ("type", "m", "n", "k")
         shown = {name: value for name, value in asdict(axes).items() if name in always or value != base[name]}
-        yield Case("MUL_MAT", shown, partial(_make, axes=axes))
+        yield Case("MUL_MAT", shown, partial(make, axes=axes))

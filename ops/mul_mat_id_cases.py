@@ -140,7 +140,7 @@ class Turned:
         return self.base(rng, (*shape[:-2], shape[-1], shape[-2])).swapaxes(-1, -2)
 
 
-def _make(inputs: Inputs, axes: Axes) -> Tensor:
+def make(inputs: Inputs, axes: Axes) -> Tensor:
     ne_a, ne_b = (axes.k, axes.m, axes.n_expert), (axes.k, axes.used if axes.per_slot else 1, axes.tokens)
     ids, values = _ids(inputs, axes), _VALUES[axes.values]
     if axes.layout == "gaps":
@@ -174,7 +174,7 @@ def _add_groups() -> Iterator[tuple[Axes, Mapping[str, Sequence[object]]]]:
 def cases(op: str, which: str = "quick") -> Iterator[Case]:
     """The cases of a set, quick or full, of one of the two ops, each once."""
     base = asdict(Axes(""))
-    groups, make = (_groups(which == "full"), _make) if op == "MUL_MAT_ID" else (_add_groups(), _make_add)
+    groups, maker = (_groups(which == "full"), make) if op == "MUL_MAT_ID" else (_add_groups(), _make_add)
     found = [axes for base_axes, axis in groups for axes in grid(base_axes, axis, _EXCLUDED)]
     always = ("type", "m", "k", "n_expert", "used", "tokens") if op == "MUL_MAT_ID" else (
         "m", "n_expert", "used", "tokens"
@@ -184,4 +184,4 @@ def cases(op: str, which: str = "quick") -> Iterator[Case]:
             (name, value) for name, value in asdict(axes).items() if op == "MUL_MAT_ID" or name not in ("type", "k")
         ]
         shown = {name: value for name, value in fields if name in always or value != base[name]}
-        yield Case(op, shown, partial(make, axes=axes))
+        yield Case(op, shown, partial(maker, axes=axes))

@@ -69,9 +69,9 @@ def allocated(ttgir: str, capability: int) -> str:
 
 
 def overlaps(text: str) -> list[str]:
-    """reused_barriers() of IR with offsets: barriers that nothing invalidates must live as long as the kernel, which they
-    do when they are handed to the warps' own code, and share their bytes with nothing. Of an operation's scratch the IR
-    tells only where it starts."""
+    """reused_barriers() of IR with offsets: barriers that nothing invalidates must live as long as the kernel, which
+    they do when they are handed to the warps' own code, and share their bytes with nothing. Of an operation's scratch
+    the IR tells only where it starts."""
     spans = [_span(found) for found in ALLOCATION.finditer(text)]
     scratch = [int(n) for n in OFFSET.findall(ALLOCATION.sub("", text))]
     found = []
@@ -99,7 +99,7 @@ def _word(name: str) -> str:
 
 
 def _is_invalidated(group: Span, text: str) -> bool:
-    """Each barrier of a group is: the group itself where it is one barrier, else as many views of it as it has barriers."""
+    """Each barrier of a group is: the group itself where it is one barrier, else as many views of it as it has."""
     views = re.findall(rf"(%[\w#:]+) = ttg\.memdesc_index {_word(group.name)}", text)
     ended = [view for view in [group.name, *views] if re.search(rf"ttng\.inval_barrier {_word(view)}", text)]
     return group.name in ended or len(ended) >= (group.stop - group.start) // 8

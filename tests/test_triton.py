@@ -288,14 +288,11 @@ def test_replays_of_the_captured_graph_are_bitwise_equal() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(device.interpreting() or not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_processes_that_share_a_gpu_get_the_same_each_time(d: int) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("repeats.py")), "4", str(d)]
-    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path}
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(6)]
-    said = [process.communicate()[0].split() for process in running]
-    assert all(words and words[0] == "0" and int(words[2]) > 0 for words in said), said
+def test_processes_that_share_a_gpu_get_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    from graphrt.tools.cli import main
+
+    command = ["test", "-b", "triton-fast", "--share", "6", "--seconds", "40"]
+    assert main(command) == 0, capsys.readouterr().out
 
 
 #: What compiled code may depend on: how far apart rows lie (vector loads), and whether a multiple of 16 keys is there.

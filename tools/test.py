@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-b", "--backend", default="auto", metavar="NAME", help="a name or MODULE:CLASS (default: the best usable)")
     add("-o", "--op", metavar="OP", help="an op, a regular expression of ops, or a whole case as printed")
     add("-p", "--params", metavar="REGEX", help="only cases whose parameters match")
-    add("--set", default="quick", choices=("quick", "full", "ggml"), help="default: quick")
+    add("--set", choices=("quick", "full", "ggml"), help="default: quick")
     add("--from-model", metavar="MODEL", help="every distinct node of a model's prefill and decode graphs instead")
     add("--test-file", metavar="FILE", help="cases from llama.cpp's test-export-graph-ops instead")
     add("--cases", metavar="MODULE", help="cases from the function cases() of a Python module instead")
@@ -34,6 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rerun-failed", action="store_true", help="only what did not pass the last time")
     add("--list", action="store_true", help="print the cases and run nothing")
     add("--mutants", action="store_true", help="plant bugs in kernels instead: the default cases must find them all")
+    add(
+        "--share", type=whole(1, 256), metavar="N",
+        help="N processes at once repeat cases (default: one a kernel, and models' steps) and compare bits",
+    )  # fmt: skip
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="with --share: for so long, and each case once (default: 60)",
+    )
     add("--ggml-grid", action="store_true", help="with --mutants: how many of them ggml's own cases find (minutes)")
     add = parser.add_argument_group("how").add_argument
     add("--seed", type=whole(0), default=0, metavar="N", help="inputs depend on the case and this alone (default: 0)")
@@ -55,6 +66,9 @@ def main(args: argparse.Namespace) -> int:
         from graphrt.tools.conformance.mutants import main as mutants
 
         return mutants(args)
+    if args.share is not None:
+        return _share(args)
+    args.set = args.set or "quick"
     if args.mode == "support":
         from graphrt.tools.conformance.support import main as support
 
@@ -70,6 +84,17 @@ def main(args: argparse.Namespace) -> int:
 
         return grad(args)
     return _test(args)
+
+
+def _share(args: argparse.Namespace) -> int:
+    from graphrt.tools.conformance.share import main as share
+
+    if args.mode != "test":
+        raise GraphError(f"--share is for the mode test, got {args.mode}; leave one of them out")
+    if args.output not in ("console", "json"):
+        raise GraphError(f"--share reports to the console or as json, got --output {args.output}")
+    args.backend = _best(args.backend)
+    return share(args)
 
 
 def _test(args: argparse.Namespace) -> int:

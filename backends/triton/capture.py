@@ -83,15 +83,16 @@ class Captured:
         breaks a capture. This thread's own kernels were loaded, and its memory was allocated, by the run before.
         """
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         try:
-            with _CAPTURING, torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            with _CAPTURING, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._run()
         except RuntimeError as error:  # torch's and Triton's for whatever the driver refuses
             self.capture = False
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(
-                f"a step of {len(self.steps)} launches should run as one CUDA graph, but capturing it failed ({reason}); "
-                f"it runs launch by launch, slower; please report this, with what else the process did then",
+                f"a step of {len(self.steps)} launches should run as one CUDA graph, but capturing it failed "
+                f"({reason}); it runs launch by launch, slower; please report it, with what else the process did then",
                 CaptureWarning,
                 stacklevel=4,
             )

@@ -41,7 +41,7 @@ def _calls_for_it(inputs: Inputs) -> bool:
         return True
     norms = [float(np.sqrt(np.square(numbers[t]).sum(-1)).max()) for t in (q, k) if t is not None]
     bias = float(np.abs(numbers[mask]).max()) if mask is not None else 0.0  # ALiBi's slopes are 1 at most
-    return (math.prod(norms) * abs(node.params.scale) + bias) * math.log2(math.e) >= LARGEST
+    return bool((math.prod(norms) * abs(node.params.scale) + bias) * math.log2(math.e) >= LARGEST)
 
 
 def _numbers(inputs: Inputs, source: Tensor) -> npt.NDArray[np.float64]:

@@ -155,8 +155,8 @@ def make_mask_ring(spec: gl.constexpr):
 
 @gluon.jit
 def make_turns(spec: gl.constexpr, ring):
-    """A barrier for each warpgroup that waits for its turn. Without turns the ring's barriers stand in their place, unused:
-    see make_barriers."""
+    """A barrier for each warpgroup that waits for its turn. Without turns the ring's barriers stand in their place,
+    unused: see make_barriers."""
     if spec.pingpong:
         return make_barriers(spec.n_wg, 1)
     else:
@@ -167,9 +167,10 @@ def make_turns(spec: gl.constexpr, ring):
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
     """`number` barriers, each complete after so many arrivals.
 
-    All of them must be used: a barrier's memory stays a barrier's until it is invalidated (PTX ISA, mbarrier), but Triton
-    gives it to another buffer as soon as nothing uses the barrier any more. When processes share a GPU, a switch between
-    them then writes the barrier over what lies there (docs/mbarrier_reuse.cu). tests/aot_barriers.py looks for it.
+    All of them must be used: a barrier's memory stays a barrier's until it is invalidated (PTX ISA, mbarrier), but
+    Triton gives it to another buffer as soon as nothing uses the barrier any more. When processes share a GPU, a switch
+    between them then writes the barrier over what lies there (docs/mbarrier_reuse.cu). tests/aot_barriers.py looks for
+    it.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):

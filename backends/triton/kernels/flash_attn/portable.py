@@ -73,7 +73,7 @@ def main_launch(arguments: dict[str, Any], config: Config, target: Target) -> La
 
 
 def repair_launch(arguments: dict[str, Any], bad: torch.Tensor, warps: int, target: Target) -> Launch:
-    """The kernel over the tiles whose `bad` [tiles + 1] is set, one tile a program. It adds their number to the last."""
+    """The kernel over the tiles whose `bad` [tiles + 1] is set, one tile a program. The last number counts them."""
     # Few programs that look at many flags each: nearly always there is nothing to do.
     programs = min(bad.numel() - 1, target.sm_count)
     args = {**arguments, "p_bad": bad, "REPAIR": True, "RANGES": False, "programs": programs, "splits": 0}

@@ -1,0 +1,148 @@
+"""A case run again and again on one backend, many runs queued at once, each result's bits compared with the first's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.backend import Backend
+from graphrt.models.model import Model
+from graphrt.models.session import SessionOptions
+from graphrt.models.synthetic import synthetic
+from graphrt.patterns import describe
+from graphrt.testing import Case, Inputs, dequantize, nmse
+from graphrt.tools.conformance.guard import Guarded
+from graphrt.tools.conformance.redone import uncalled
+from graphrt.tools.conformance.reference import computing_nodes, know
+from graphrt.tools.conformance.share_cases import StepCase
+from graphrt.tools.conformance.step import run_inputs
+
+Bytes = npt.NDArray[np.uint8]
+#: Runs that are queued before the first result is looked at, fewer where results are large: they wait in host memory.
+QUEUED, QUEUED_BYTES = 64, 16 * 2**20
+PROMPT, TOKENS = 40, 32
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What came of a case: runs, how many of them gave other bits, and the first such in words ("" for none).
+
+    refused: why the backend does not run it, "" if it does."""
+
+    case: str
+    runs: int = 0
+    differing: int = 0
+    message: str = ""
+    refused: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+#: Runs for some seconds: the runs, how many differ, the first difference in words.
+Repeat = Callable[[float], tuple[int, int, str]]
+
+
+def repeat(case: Case, backend: Backend, seed: int) -> Repeat | str:
+    """What repeats a case on a backend, or the backend's reason not to run it."""
+    if isinstance(case, StepCase):
+        return Steps(case, backend)
+    inputs = case.build(seed)
+    refused = next((r for n in computing_nodes(inputs.graph()) if (r := backend.supports(n)) is not None), None)
+    return refused if refused is not None else Runs(inputs, backend)
+
+
+class Runs:
+    """One node's runs. The first is judged as `graphrt test` does, the others are held against its bits."""
+
+    def __init__(self, inputs: Inputs, backend: Backend) -> None:
+        outcome = run_inputs(inputs.result.op, inputs, backend)
+        self.wrong = "" if outcome.status == "pass" else f"wrong from the first run on: {outcome.message}"
+        self.inputs, self.backend = inputs, backend
+        self.guarded = Guarded(backend, inputs, inputs.graph())
+        self.guarded.run()
+        self.buffer, self.offset = self.guarded.place(inputs.result)
+        self.nbytes = inputs.result.nbytes
+        self.first: Bytes = self.buffer.read(self.offset, self.nbytes)
+        # What writes into a source leaves the rest of it alone: that can't be poisoned.
+        own = inputs.result.root is inputs.result
+        self.poison = np.full(self.nbytes, 0xFF, np.uint8) if own else None
+
+    def __call__(self, seconds: float) -> tuple[int, int, str]:
+        end = time.monotonic() + seconds
+        runs, differing, message = 0, 0, self.wrong
+        while runs == 0 or time.monotonic() < end:
+            for result in self._queued():
+                runs += 1
+                if not np.array_equal(result, self.first):
+                    differing += 1
+                    message = message or self._described(result)
+        message = message or "".join(uncalled(self.inputs, self.backend.redone(self.guarded.program)))
+        return runs, max(differing, int(bool(message))), message
+
+    def _queued(self) -> list[Bytes]:
+        """The results of several runs, none of which was waited for before the last was queued."""
+        later = []
+        for _ in range(max(2, min(QUEUED, QUEUED_BYTES // max(1, self.nbytes)))):
+            if self.poison is not None:
+                self.buffer.write(self.offset, self.poison)
+            self.guarded.program()
+            later.append(self.buffer.read_later(self.offset, self.nbytes))
+        return [read() for read in later]
+
+    def _described(self, result: Bytes) -> str:
+        """Where a result differs from the first run's, by how much, and how far either is from float64's."""
+        node = self.inputs.result
+        size = node.dtype.type_size
+        a, b = (x.reshape(-1, size) for x in (result, self.first))
+        where = (a != b).any(1)
+        if node.dtype.is_quantized or node.nbytes != node.ne[0] * node.n_rows * size:
+            return f"{int(where.sum())} of {where.size} blocks have other bytes"
+        stored = [x.view(self._host()).reshape(node.shape) for x in (result, self.first)]
+        values = [dequantize(x, node.dtype).astype(np.float64) for x in stored]
+        text = f"{describe(where.reshape(node.shape), node.op)} have other bits, at most "
+        text += f"{float(np.nanmax(np.abs(values[0] - values[1]), initial=0.0)):.3g} off"
+        if node.dtype.kind == "int":
+            return text
+        expected = know(self.inputs).expected
+        errors = " and ".join(f"{nmse(np.nan_to_num(v), expected):.2g}" for v in values)
+        return f"{text}; NMSE against float64 of this run and the first: {errors}"
+
+    def _host(self) -> npt.DTypeLike:
+        from graphrt.execute import host_type
+
+        return host_type(self.inputs.result.dtype)
+
+
+class Steps:
+    """A model's prefill and greedy decode, steps queued ahead. A token's step is a run."""
+
+    def __init__(self, case: StepCase, backend: Backend) -> None:
+        self.session = Model(synthetic(case.model, case.layers), [backend]).session(SessionOptions(n_ctx=128))
+        self.prompt = [i * 7919 % self.session.decoder.hp.n_vocab for i in range(PROMPT)]
+        self.first = self._once()
+
+    def __call__(self, seconds: float) -> tuple[int, int, str]:
+        end = time.monotonic() + seconds
+        runs, differing, message = 0, 0, ""
+        while runs == 0 or time.monotonic() < end:
+            found = self._once()
+            runs += TOKENS + 1
+            wrong = next((what for what, mine in found.items() if mine != self.first[what]), None)
+            if wrong is not None:
+                differing += 1
+                message = message or f"{wrong} differ from the first time's"
+        return runs, differing, message
+
+    def _once(self) -> dict[str, object]:
+        """Everything that the steps give, bit by bit."""
+        self.session.reset()
+        logits = self.session.eval(self.prompt).copy()
+        tokens = list(self.session.likeliest(int(logits.argmax()), TOKENS))
+        last = self.session.eval([tokens[-1]])
+        return {"the prompt's logits": logits.tobytes(), "the tokens": tokens, "the last logits": last.tobytes()}

@@ -1,0 +1,55 @@
+"""A process of `graphrt test --share`: repeats its cases in turn for some seconds and writes what came of each, a line
+of JSON each time. Started as `python -m graphrt.tools.conformance.share_worker JSON`, see share.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+#: Seconds of one case before the next has its turn.
+TURN = 0.4
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a backend prints must not get between the answers
+    end = time.monotonic() + settings["seconds"]
+
+    from graphrt.errors import GraphrtError
+    from graphrt.tools.conformance.repeated import Repeat, Repeated, repeat
+    from graphrt.tools.conformance.share import chosen_cases
+    from graphrt.tools.conformance.sources import make_backend
+
+    def answer(what: dict[str, Any]) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        cases = chosen_cases(settings["source"], settings["op"], settings["params"])
+        backend = make_backend(settings["backend"])
+    except GraphrtError as error:
+        answer({"error": str(error)})
+        return
+    made: dict[int, Repeat | str] = {}
+    turn = int(settings["first"])
+    turns = len(cases) if settings["whole_round"] else 1
+    while time.monotonic() < end or turn - int(settings["first"]) < turns:
+        i = turn % len(cases)
+        turn += 1
+        if i not in made:
+            made[i] = repeat(cases[i], backend, settings["seed"])
+        work = made[i]
+        if isinstance(work, str):
+            answer(Repeated(str(cases[i]), refused=work).to_json())
+            if len(made) == len(cases) and all(isinstance(w, str) for w in made.values()):
+                return
+        else:
+            answer(Repeated(str(cases[i]), *work(min(TURN, settings["seconds"] / turns))).to_json())
+
+
+if __name__ == "__main__":
+    main()
