@@ -75,13 +75,14 @@ class Runs:
 
     def __call__(self, seconds: float) -> tuple[int, int, str]:
         end = time.monotonic() + seconds
-        runs, differing, message = 0, 0, self.wrong
+        runs, differing, message = 0, 0, ""
         while runs == 0 or time.monotonic() < end:
             for result in self._queued():
                 runs += 1
                 if not np.array_equal(result, self.first):
                     differing += 1
                     message = message or self._described(result)
+        message = message or self.wrong
         message = message or "".join(uncalled(self.inputs, self.backend.redone(self.guarded.program)))
         return runs, max(differing, int(bool(message))), message
 
