@@ -1,7 +1,8 @@
-"""Makes `pytest` work from a checkout, random numbers and hypothesis repeatable, and unwritten memory NaN."""
+"""Makes `pytest` work from a checkout, random numbers and hypothesis repeatable, hangs end, unwritten memory NaN."""
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import sys
@@ -35,6 +36,25 @@ if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GRAPHRT_QUICK_I
 
 settings.register_profile("graphrt", deadline=None, derandomize=True)
 settings.load_profile("graphrt")
+
+
+#: pytest captures stderr itself while a test runs.
+_STDERR = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends the process, showing what each thread was at, when a test takes twice its time limit: the limit's signal is
+
+    for Python code, which a hang in native code never returns to. The watchdog needs neither a signal nor the GIL."""
+    marker = item.get_closest_marker("timeout")
+    seconds = float(marker.args[0] if marker else item.config.getini("timeout") or 0)
+    if seconds > 0:
+        faulthandler.dump_traceback_later(2 * seconds, exit=True, file=_STDERR)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _poisoned(make: Callable[..., Any], is_float: Callable[[Any], bool]) -> Callable[..., Any]:

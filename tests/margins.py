@@ -63,7 +63,7 @@ def _seeds_of(case: Any, seeds: range, references: Path) -> Iterator[Any]:
         yield judged
 
 
-def measured(seeds: range, only: str | None, references: Path) -> Iterator[dict[str, Any]]:
+def measured(seeds: range, only: str | None, every: int, references: Path) -> Iterator[dict[str, Any]]:
     """For each case, form and seed the margins of the result."""
     from judging import Judged
 
@@ -72,7 +72,7 @@ def measured(seeds: range, only: str | None, references: Path) -> Iterator[dict[
     from graphrt.op import op_spec
     from graphrt.testing import all_cases, dequantize
 
-    for case in all_cases(only):
+    for case in list(all_cases(only))[::every]:
         first = Judged(case)
         if (
             case.needs_bytes
@@ -93,10 +93,10 @@ def measured(seeds: range, only: str | None, references: Path) -> Iterator[dict[
                 yield {"op": case.op, "where": where, "whole": whole, "row": row}
 
 
-def _child(seeds: range, only: str | None, references: Path) -> None:
+def _child(seeds: range, only: str | None, every: int, references: Path) -> None:
     """Prints the smallest margins of each op as a line of JSON."""
     least: dict[str, dict[str, Any]] = {}
-    for found in measured(seeds, only, references):
+    for found in measured(seeds, only, every, references):
         op = least.setdefault(found["op"], {"n": 0, "whole": [1e9, ""], "row": [1e9, ""]})
         op["n"] += 1
         for kind in ("whole", "row"):
@@ -137,12 +137,13 @@ def main() -> int:
     parser.add_argument("--sets", default="native", help=f"all, or some of: {', '.join(SETS)}")
     parser.add_argument("--threads", default="1", help="numbers of threads, with commas")
     parser.add_argument("--op", help="the cases of one op alone")
+    parser.add_argument("--every", type=int, default=1, help="every so many cases")
     parser.add_argument("--by-op", action="store_true", help="a line for each op too")
     parser.add_argument("--references", type=Path, help="folder of what float64 says, kept for further runs")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        _child(range(args.first, args.first + args.seeds), args.op, args.references)
+        _child(range(args.first, args.first + args.seeds), args.op, args.every, args.references)
         return 0
     ok = True
     print(f"{'set':14} threads{'results':>16} {'whole':>8} {'row':>8}  the smallest margins, and where")
