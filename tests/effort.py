@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 
-def calls(work: Callable[[], object]) -> int:
-    """How many functions `work` calls, those of Python and those written in C, all the way down; in this thread."""
+def instructions(work: Callable[[], object]) -> int:
+    """How many instructions of Python's bytecode `work` executes, all the way down; loops written in C count as one."""
     n = 0
 
-    def count(frame: object, event: str, argument: object) -> None:
+    def count(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal n
-        n += event in ("call", "c_call")
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        n += event == "opcode"
+        return count
 
-    before = sys.getprofile()
-    sys.setprofile(count)
+    before = sys.gettrace()
+    sys.settrace(count)
     try:
         work()
     finally:
-        sys.setprofile(before)
+        sys.settrace(before)
     return n

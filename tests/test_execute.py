@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from effort import calls
+from effort import instructions
 from toy import NullBackend, ToyBackend
 
 import graphrt
@@ -264,14 +264,14 @@ def _chain(n: int) -> Graph:
 
 
 def test_the_cost_per_node() -> None:
-    """Of nodes that compute nothing, in calls of functions: what run() takes is the runtime's own."""
+    """Of nodes that compute nothing, in instructions of Python: what run() takes is the runtime's own."""
     null: Backend = NullBackend()
     graphs = [_chain(n) for n in (100, 200, 400)]
-    prepare = [calls(lambda graph=graph: graphrt.prepare(graph, null)) for graph in graphs]
-    run = [calls(graphrt.prepare(graph, null).run) for graph in graphs]
-    assert run[2] - run[1] <= 3 * 200, "run() calls a node's step and hardly more"
+    prepare = [instructions(lambda graph=graph: graphrt.prepare(graph, null)) for graph in graphs]
+    run = [instructions(graphrt.prepare(graph, null).run) for graph in graphs]
+    assert run[2] - run[1] <= 15 * 200, "run() calls a node's step and hardly more: 10"
     assert prepare[2] - prepare[1] <= 2.1 * (prepare[1] - prepare[0]), "prepare() grows with the square of the graph"
-    assert prepare[2] - prepare[1] <= 300 * 200
+    assert prepare[2] - prepare[1] <= 4000 * 200, "about 2100"
 
 
 def test_a_deep_graph_is_prepared_and_run() -> None:

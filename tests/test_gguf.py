@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from effort import calls
+from effort import instructions
 from gguf_files import KV, VALUE_TYPES, Built, TensorSpec, build, random_blocks, sample_kv, sample_tensors, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -215,8 +215,8 @@ def test_closed_file_says_so(tmp_path: Path) -> None:
         f.data("output.weight")
 
 
-def test_a_large_vocabulary_takes_few_calls_to_open(tmp_path: Path) -> None:
-    n = 65_536
+def test_a_large_vocabulary_takes_little_to_open(tmp_path: Path) -> None:
+    n = 16_384
     kv: list[KV] = [
         ("tokenizer.ggml.tokens", "array:string", [f"token{i}" for i in range(n)]),
         ("tokenizer.ggml.scores", "array:f32", np.zeros(n)),
@@ -228,7 +228,7 @@ def test_a_large_vocabulary_takes_few_calls_to_open(tmp_path: Path) -> None:
             assert f.metadata["tokenizer.ggml.tokens"][-1] == f"token{n - 1}"
             assert len(f.metadata["tokenizer.ggml.scores"]) == n
 
-    assert calls(read) < 5 * n  # four a string, none a number
+    assert instructions(read) < 100 * n  # 65 a string, none a number
 
 
 def test_invalid_utf8_in_a_single_string_is_replaced() -> None:
