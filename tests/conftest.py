@@ -38,8 +38,12 @@ settings.register_profile("graphrt", deadline=None, derandomize=True)
 settings.load_profile("graphrt")
 
 
-#: pytest captures stderr itself while a test runs.
-_STDERR = os.dup(2)
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps stderr as it is here: pytest captures it while it loads this file and while a test runs."""
+    config.stash[_STDERR] = os.dup(2)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,10 +51,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Ends the process, showing what each thread was at, when a test takes twice its time limit: the limit's signal is
 
     for Python code, which a hang in native code never returns to. The watchdog needs neither a signal nor the GIL."""
-    marker = item.get_closest_marker("timeout")
-    seconds = float(marker.args[0] if marker else item.config.getini("timeout") or 0)
-    if seconds > 0:
-        faulthandler.dump_traceback_later(2 * seconds, exit=True, file=_STDERR)
+    marker, given = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    seconds = float(marker.args[0] if marker else given if given is not None else item.config.getini("timeout") or 0)
+    if seconds > 0 and not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(2 * seconds, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)
     finally:

@@ -33,7 +33,8 @@ def _ended(folder: Path, *more: str) -> str:
     """What pytest says of these tests with this repository's settings, and a limit of one second."""
     file = folder / "test_hanging.py"
     file.write_text(HANGING)
-    settings = ("-c", str(ROOT / "pyproject.toml"), "-o", "timeout=1", "-p", "conftest", "-p", "no:cacheprovider")
+    (folder / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
+    settings = ("-c", str(ROOT / "pyproject.toml"), "-o", "timeout=1", "-p", "no:cacheprovider")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-m", "pytest", *settings, *more, "-vv", f"--rootdir={folder}", str(file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=folder)
