@@ -2,8 +2,8 @@
 
 The tolerance rule: the energy of a result's error against float64, of each row and of all of them, is at most what
 independent roundings of f32 pass once in 7e10 cases (rounding.py derives that from the inputs, alike on every machine),
-plus a band for roundings that go the same way, and never over the type's ceiling. Indices and moved elements are exact;
-what is written in a quantized type has gguf's bytes.
+plus a band for roundings that go the same way, and, but for sums that may cancel out, never over the type's ceiling.
+Indices and moved elements are exact; what is written in a quantized type has gguf's bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Array = npt.NDArray[np.generic]
 BANDS = {"f32": 2.0**-22, "f16": 2.0**-12, "bf16": 2.0**-9}
 CEILINGS = {"f32": 2.0**-18, "f16": 2.0**-10, "bf16": 2.0**-7}
 ROW_CEILING = 8.0
+#: Sums that may cancel out: the result is no measure of its error then, so nothing but the bound limits it.
+SUMS = ("MUL_MAT", "MUL_MAT_ID", "NORM", "SUM_ROWS")
 #: Nothing is computed for these: their results have the sources' bits.
 MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "KQ_MASK")
 
@@ -111,12 +113,12 @@ class Judged:
         assert np.isfinite(variance).all() and (variance >= 0).all(), "rounding.py has no bound for this case"
         energies, norms = variance.sum(-1), np.linalg.norm(self.finite, axis=-1)
         norm = float(np.linalg.norm(norms))
-        whole = min(math.sqrt(largest_energy(energies)) + BANDS[name] * norm, CEILINGS[name] * norm)
+        whole = math.sqrt(largest_energy(energies)) + BANDS[name] * norm
+        rows = np.sqrt(largest_energies(energies)) + BANDS[name] * norms
+        if self.node.op in SUMS:
+            return whole, rows
         most = np.maximum(norms, norm / math.sqrt(norms.size))  # a row that cancels out is no measure of itself
-        rows = np.minimum(
-            np.sqrt(largest_energies(energies)) + BANDS[name] * norms, ROW_CEILING * CEILINGS[name] * most
-        )
-        return whole, rows
+        return min(whole, CEILINGS[name] * norm), np.minimum(rows, ROW_CEILING * CEILINGS[name] * most)
 
     def margins(self, actual: Array) -> tuple[float, float]:
         """How often the error fits into what is allowed, in the whole and in the worst row: below 1 it is wrong.
