@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Template
@@ -37,13 +38,16 @@ class ChatTemplate:
     """A compiled chat template.
 
     source: the Jinja text; bos_token, eos_token: the texts that it may write for these tokens. seconds: how long one
-    rendering may take. Raises ChatTemplateError if the source is too long or is not valid Jinja.
+    rendering may take by the clock. Raises ChatTemplateError if the source is too long or is not valid Jinja.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", seconds: float = 1.5) -> None:
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", seconds: float = 1.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         if len(source) > MAX_SOURCE:
             raise ChatTemplateError(f"a chat template may have {MAX_SOURCE} characters, this one has {len(source)}.")
-        self.source, self.seconds = source, seconds
+        self.source, self.seconds, self._clock = source, seconds, clock
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._lock = threading.Lock()
         self._environment = BoundedEnvironment()
@@ -63,7 +67,7 @@ class ChatTemplate:
         """
         plain = [_plain_message(message) for message in messages]
         with self._lock:
-            self._environment.budget = Budget(self.seconds)
+            self._environment.budget = Budget(self.seconds, self._clock)
             try:
                 parts = self._template.generate(
                     messages=plain, add_generation_prompt=add_generation_prompt, **self._tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jinja2.exceptions import TemplateRuntimeError
@@ -24,16 +25,16 @@ class LimitError(TemplateRuntimeError):
 
 
 class Budget:
-    """What one rendering may still use: seconds, bytes, characters of output."""
+    """What one rendering may still use: seconds by the given clock, bytes, characters of output."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._deadline = time.monotonic() + seconds
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._deadline = clock() + seconds
         self._total = self._output = 0
 
     def tick(self) -> None:
         """Raises LimitError past the deadline."""
-        if time.monotonic() > self._deadline:
+        if self._clock() > self._deadline:
             raise LimitError(f"it may run for {self.seconds:g} s, and is not done")
 
     def make(self, value: Any, deep: bool = False) -> Any:

@@ -292,7 +292,7 @@ def _run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     path = BIN / name
     if not path.stat().st_mode & 0o111:  # some installers drop the wheel's file modes
         path.chmod(0o755)
-    return subprocess.run([str(path), *args], capture_output=True, text=True, check=True)
+    return subprocess.run([str(path), *args], capture_output=True, text=True, check=True, timeout=600)
 
 
 def _instructions(sass: str) -> list[tuple[int, str]]:

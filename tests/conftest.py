@@ -1,7 +1,8 @@
-"""Makes `pytest` work from a checkout, random numbers and hypothesis repeatable, and unwritten memory NaN."""
+"""Makes `pytest` work from a checkout, random numbers and hypothesis repeatable, hangs end, unwritten memory NaN."""
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import sys
@@ -35,6 +36,29 @@ if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GRAPHRT_QUICK_I
 
 settings.register_profile("graphrt", deadline=None, derandomize=True)
 settings.load_profile("graphrt")
+
+
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps stderr as it is here: pytest captures it while it loads this file and while a test runs."""
+    config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends the process, showing what each thread was at, when a test takes twice its time limit: the limit's signal is
+
+    for Python code, which a hang in native code never returns to. The watchdog needs neither a signal nor the GIL."""
+    marker, given = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    seconds = float(marker.args[0] if marker else given if given is not None else item.config.getini("timeout") or 0)
+    if seconds > 0 and not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(2 * seconds, exit=True, file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _poisoned(make: Callable[..., Any], is_float: Callable[[Any], bool]) -> Callable[..., Any]:

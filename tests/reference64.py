@@ -1,11 +1,11 @@
 """Every op once more, in numpy, written apart from the CPU backend: loops over rows and heads, formulas derived anew.
 
 REFERENCE64[op](node, *sources) takes float64 (or int64) arrays in torch's shape and gives the result in that precision.
-Fed with float32 arrays it is the independent low-precision computation that tolerances come from.
 """
 
 from __future__ import annotations
 
+import bisect
 import cmath
 import itertools
 import math
@@ -178,19 +178,23 @@ def sample(node: Tensor, logits: Array, uniforms: Array) -> Array:
 
     def shares(entries: list[tuple[float, int]], temp: float) -> list[float]:
         weights = [math.exp((x - entries[0][0]) / temp) for x, _ in entries]
-        return [w / math.fsum(weights) for w in weights]
+        total = math.fsum(weights)
+        return [w / total for w in weights]
+
+    def first_over(parts: list[float], holds: Callable[[float], bool]) -> int:
+        """The first index up to which the parts' exact sum `holds`, their number if none: sums only grow."""
+        return bisect.bisect_left(range(len(parts)), True, key=lambda j: holds(math.fsum(parts[: j + 1])))
 
     chosen = []
     for (*_, i), row in _rows(logits):
         left = sorted(((float(x), j) for j, x in enumerate(row)), key=lambda e: (-e[0], e[1]))[: p.top_k]
         if p.top_p < 1:
-            reached = [math.fsum(shares(left, 1.0)[: j + 1]) >= p.top_p for j in range(len(left))]
-            left = left[: max(1, p.min_keep, reached.index(True) + 1)]
+            kept = first_over(shares(left, 1.0), lambda total: total >= p.top_p)
+            left = left[: max(1, p.min_keep, kept + 1)]
         if p.min_p > 0:
             left = [e for j, e in enumerate(left) if j < max(1, p.min_keep) or math.exp(e[0] - left[0][0]) >= p.min_p]
-        spent, last = shares(left, p.temp), len(left) - 1
-        passed = (j for j in range(last) if math.fsum(spent[: j + 1]) > uniforms.reshape(-1)[i])
-        chosen.append(left[next(passed, last)][1])
+        drawn = first_over(shares(left, p.temp), lambda total, u=uniforms.reshape(-1)[i]: total > u)
+        chosen.append(left[min(drawn, len(left) - 1)][1])
     return np.array(chosen).reshape(node.shape)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -491,17 +490,24 @@ def test_who_can_not_be_a_peer() -> None:
 def test_work_that_the_events_do_not_see_is_timed_by_the_host(monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
     """A backend on a stream of its own would otherwise look fast without bound."""
 
+    now = 0.0
+
+    def work() -> None:
+        nonlocal now
+        now += 0.01
+
     class Event:
         def record(self) -> None:
-            self.at = time.perf_counter() if seen else 0.0
+            self.at = now if seen else 0.0
 
         def elapsed_time(self, other: Any) -> float:
             return 1e3 * (other.at - self.at) + 1e-3
 
     monkeypatch.setattr("graphrt.tools.op_timing._event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    times = CudaClock().times(lambda: time.sleep(0.01), 4, lambda: None)
-    assert len(times.seconds) == 4 and all(0.009 < t < 0.1 for t in times.seconds)
+    monkeypatch.setattr("graphrt.tools.op_timing.time.perf_counter", lambda: now)
+    times = CudaClock().times(work, 4, lambda: None)
+    assert len(times.seconds) == 4 and all(t == pytest.approx(0.01, rel=1e-3) for t in times.seconds)
     assert ("not on torch's current stream" in times.note) is not seen
     assert (times + Times([1.0])).note == times.note
 

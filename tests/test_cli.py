@@ -253,7 +253,7 @@ def test_ctrl_c_ends_a_run_with_the_figures(models: Path) -> None:
     with process:
         assert process.stdout is not None and process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     lines = err.decode().strip().splitlines()
     assert len(lines) == 1 and "generated" in lines[0] and lines[0].endswith("| interrupted")
@@ -418,7 +418,7 @@ def test_a_reader_that_goes_is_no_error(models: Path, verb: str, read: int) -> N
 def shell(models: Path, text: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A shell's line, in which $G is graphrt."""
     argv, env = ["/bin/sh", "-c", text], environment(G=" ".join(command()), **env)
-    return subprocess.run(argv, cwd=models, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, cwd=models, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_streams_that_are_closed_or_full(models: Path) -> None:

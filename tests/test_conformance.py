@@ -19,6 +19,7 @@ from conftest import ROOT
 from graphrt import get_backend, ops
 from graphrt.testing import Case, all_cases
 from graphrt.tools import cli
+from graphrt.tools.conformance import pool
 from graphrt.tools.conformance.step import Outcome, run_case
 
 
@@ -73,8 +74,12 @@ def test_what_is_wrong_is_reported_as_what_it_is(backend: str, capsys: pytest.Ca
     ],
 )
 def test_a_crash_or_a_hang_ends_its_case_only(
-    backend: str, status: str, message: str, capsys: pytest.CaptureFixture[str]
+    backend: str, status: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The limit is the hanging case's alone: the others may take long where others keep the machine busy."""
+    hanging = [str(c) for c in broken_backends.cases()].index(broken_backends.SPOILT) if backend == "Hanging" else None
+    run = pool.Worker.run
+    monkeypatch.setattr(pool.Worker, "run", lambda self, i, limit: run(self, i, limit if i == hanging else 300.0))
     spoilt = _spoilt(capsys, backend, "--time-limit", "2")
     assert spoilt["status"] == status and message in str(spoilt["message"]), spoilt
 
@@ -206,6 +211,6 @@ def test_the_plugin_is_right(tmp_path: Path) -> None:
     _by_hand(tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "graphrt.tools.cli", "test", "-b", "tiny", "-o", "ADD|MUL|SCALE|SQRT"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout and "it has ADD, MUL, SCALE, not SQRT" in done.stdout

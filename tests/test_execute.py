@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from effort import instructions
 from toy import NullBackend, ToyBackend
 
 import graphrt
@@ -263,25 +263,15 @@ def _chain(n: int) -> Graph:
     return Graph(x)
 
 
-def _seconds(run: Callable[[], None], times: int) -> float:
-    best = float("inf")
-    for _ in range(times):
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def test_the_cost_per_node_is_reported(record_property: Callable[[str, object], None]) -> None:
-    """1000 nodes that compute nothing: what run() takes is the runtime's own, what prepare() takes is Python's."""
+def test_the_cost_per_node() -> None:
+    """Of nodes that compute nothing, in instructions of Python: what run() takes is the runtime's own."""
     null: Backend = NullBackend()
-    graph = _chain(1000)
-    exe = graphrt.prepare(graph, null)
-    run = _seconds(exe.run, 20) / 1000 * 1e6
-    prepare = _seconds(lambda: graphrt.prepare(graph, null), 3) / 1000 * 1e6
-    record_property("run_us_per_node", run)
-    record_property("prepare_us_per_node", prepare)
-    print(f"\nrun {run:.3f} us a node, prepare {prepare:.1f} us a node")
+    graphs = [_chain(n) for n in (100, 200, 400)]
+    prepare = [instructions(lambda graph=graph: graphrt.prepare(graph, null)) for graph in graphs]
+    run = [instructions(graphrt.prepare(graph, null).run) for graph in graphs]
+    assert run[2] - run[1] <= 15 * 200, "run() calls a node's step and hardly more: 10"
+    assert prepare[2] - prepare[1] <= 2.1 * (prepare[1] - prepare[0]), "prepare() grows with the square of the graph"
+    assert prepare[2] - prepare[1] <= 4000 * 200, "about 2100"
 
 
 def test_a_deep_graph_is_prepared_and_run() -> None:

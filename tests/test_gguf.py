@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import warnings
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from effort import instructions
 from gguf_files import KV, VALUE_TYPES, Built, TensorSpec, build, random_blocks, sample_kv, sample_tensors, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -215,18 +215,20 @@ def test_closed_file_says_so(tmp_path: Path) -> None:
         f.data("output.weight")
 
 
-def test_opens_a_large_vocabulary_fast(tmp_path: Path) -> None:
-    n = 262_144
+def test_a_large_vocabulary_takes_little_to_open(tmp_path: Path) -> None:
+    n = 16_384
     kv: list[KV] = [
         ("tokenizer.ggml.tokens", "array:string", [f"token{i}" for i in range(n)]),
         ("tokenizer.ggml.scores", "array:f32", np.zeros(n)),
     ]
     path = write_gguf(tmp_path / "m.gguf", kv)
-    start = time.process_time()
-    with GGUFFile.open(path) as f:
-        assert f.metadata["tokenizer.ggml.tokens"][-1] == f"token{n - 1}"
-        assert len(f.metadata["tokenizer.ggml.scores"]) == n
-    assert time.process_time() - start < 1.0  # 0.1 s on two old cores
+
+    def read() -> None:
+        with GGUFFile.open(path) as f:
+            assert f.metadata["tokenizer.ggml.tokens"][-1] == f"token{n - 1}"
+            assert len(f.metadata["tokenizer.ggml.scores"]) == n
+
+    assert instructions(read) < 100 * n  # 65 a string, none a number
 
 
 def test_invalid_utf8_in_a_single_string_is_replaced() -> None:

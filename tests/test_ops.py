@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from judging import Judged
+from judging import MOVES, Judged
 from reference64 import REFERENCE64
+from rounding import VARIANCE
 
 import graphrt
 from graphrt import ops
@@ -63,6 +64,9 @@ def test_every_op_is_covered() -> None:
         assert spec.is_view or name in REFERENCES, f"{name} has no function in backends/cpu"
         assert spec.is_view or name in REFERENCE64, f"{name} has no function in reference64"
         assert list(spec.cases()), f"{name} has no conformance case"
+        exact = spec.is_view or spec.writes is not None or name in MOVES
+        if not exact and next(iter(spec.cases())).build().result.dtype.kind == "float":
+            assert name in VARIANCE, f"{name} has no error bound in rounding.py"
 
 
 def test_a_case_is_named_once_and_uses_its_op() -> None:

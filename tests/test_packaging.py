@@ -76,7 +76,7 @@ def files_of(tree: Path) -> set[str]:
 def python(code: str, cwd: Path, *paths: Path) -> list[str]:
     """What a fresh interpreter prints, which finds modules in `paths` and nowhere else of ours."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=cwd, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

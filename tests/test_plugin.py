@@ -18,7 +18,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 def _pip(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def _by_hand(target: Path) -> None:
@@ -48,7 +48,7 @@ def run_python(code: str, *paths: Path) -> dict[str, object]:
     """What `code` prints as JSON, with the folders on PYTHONPATH as if their packages were installed."""
     path = os.pathsep.join(str(p) for p in (*paths, ROOT))
     env = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 

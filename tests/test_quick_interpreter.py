@@ -25,7 +25,8 @@ PROGRAM = Path(__file__).parent / "interpreter_program.py"
 
 def _run(quick: str, what: str) -> Any:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, PROGRAM, quick, what], env=env, capture_output=True, text=True, check=True)
+    command = [sys.executable, PROGRAM, quick, what]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
     return json.loads(done.stdout)
 
 

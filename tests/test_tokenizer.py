@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import lzma
 import os
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -358,9 +357,7 @@ def test_bpe_merge_is_the_definition(merges: list[str], tokens: list[str], text:
 @pytest.mark.parametrize("text", ["a" * 200_000, "abcdefghij" * 20_000, " " * 200_000, "1" * 200_000])
 @pytest.mark.parametrize("name", VOCABS)
 def test_long_words_are_not_quadratic(name: str, text: str) -> None:
-    start = time.process_time()
-    ids = tokenizer(name).encode(text, add_bos=False)
-    assert time.process_time() - start < 10  # seconds; about 0.5 on one core, hours if quadratic
+    ids = tokenizer(name).encode(text, add_bos=False)  # about 0.5 s; if quadratic, hours, which the time limit ends
     assert tokenizer(name).decode(ids) == text
 
 

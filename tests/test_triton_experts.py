@@ -235,7 +235,8 @@ for kernel in kernels:
     print(*(p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize and p.name[:2] != "p_"))
 """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, timeout=300)
     of_weights = {f"{name}_step{i}" for name in ("row", "expert") for i in ("", "0", "1")} | {"k", "x_row"}
     rest = {"alpha", "limit", "x_desc"}  # Triton specializes no floats, and of a descriptor its block's shape only
     assert set(done.stdout.split()) <= of_weights | rest

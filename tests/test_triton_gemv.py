@@ -212,11 +212,10 @@ SECOND_BUGS: dict[str, Callable[[Activations], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PACKED_TYPES)
-@pytest.mark.parametrize("bug", SECOND_BUGS)
+@pytest.mark.parametrize(
+    ("bug", "kind"), [(b, k) for b in SECOND_BUGS for k in PACKED_TYPES if "sums" not in b or needs_sums(k)]
+)
 def test_a_wrong_second_part_is_seen(kind: str, bug: str) -> None:
-    if "sums" in bug and not needs_sums(kind):
-        return
     matrix, x = Matrix(kind, 16, 256), _vectors(3, 256)
     given, out = _activations(x), _out(3, 16)
     SECOND_BUGS[bug](given)
