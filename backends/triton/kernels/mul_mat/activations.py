@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.device import Target, interpreting
+from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Elements that share a scale.
@@ -133,19 +134,6 @@ def rounded(x):
 
 
 @triton.jit
-def gated(gate, up, KIND: tl.constexpr):
-    """GLU's activation(gate) * up, in f32. KIND: swiglu, geglu (the tanh form) or reglu."""
-    if KIND == "swiglu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    elif KIND == "geglu":  # 0.5 (1 + tanh y) = sigmoid(2 y)
-        y = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate / (1.0 + tl.exp(-2.0 * y)) * up
-    else:
-        tl.static_assert(KIND == "reglu")
-        return tl.maximum(gate, 0.0) * up
-
-
-@triton.jit
 def finer(x, number, d, inverse):
     """The second part of x, of which number * d is the first: its integer and its byte, as rounded() has them."""
     return rounded((x - number * d) * (inverse * FINER))
@@ -225,7 +213,7 @@ def round_rows(
         up = tl.load(p_up + row * up_row + at * up_col, mask=m, other=0.0).to(tl.float32)
         if PDL:
             gdc_launch_dependents()
-        x = gated(x, up, GLU)
+        x = glu(x, up, 0.0, 0.0, GLU, True)
     elif PDL:
         gdc_launch_dependents()
     if Q8:
