@@ -241,8 +241,8 @@ def judge_written(node: Tensor, actual: Array, expected: Array) -> Verdict:
     span = np.ptp(e, axis=1) if node.dtype.name in ("q4_1", "q5_1") else np.abs(e).max(1)
     step = (span / _LEVELS[node.dtype.name])[:, None]
     error = np.where(np.isnan(a) & np.isnan(e), 0.0, np.abs(a - e))
-    off = ~(error <= SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))  # NaN is off
-    far = ~(error <= step * 1.01 + SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))
+    off = ~((error <= SCALE_ROUNDING * np.abs(e).max(1, keepdims=True)) | (error == 0.0))  # NaN for a number is off
+    far = off & ~(error <= step * 1.01 + SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))
     count, few = int(off.sum()), max(1, int(OFF_BY_ONE_SHARE * off.size))
     max_abs = float(np.nan_to_num(error, nan=np.inf).max())
     worst = tuple(int(i) for i in np.unravel_index(int(error.argmax()), node.shape))[::-1]

@@ -401,7 +401,8 @@ class Fn:
         return acc
 
     def sigmoid(self, x: Val) -> Val:
-        return 1.0 / (self.exp(-x) + 1.0)
+        """1 / (1 + e^-x); 0 below -88.3, where exp stops growing, so that -inf * sigmoid(-inf) is the NaN that it is."""
+        return self.select(x < -88.3, 0.0, 1.0 / (self.exp(-x) + 1.0))
 
     def tanh(self, x: Val) -> Val:
         a, z = self.abs(x), x * x

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.common.reduce import maximum, minimum
 from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized, values_at
 from graphrt.backends.triton.launch import launch_options
 
@@ -76,11 +77,11 @@ def block_elements(KIND: tl.constexpr):
 
 @triton.jit
 def _over_block(x, MAX: tl.constexpr):
-    """The largest or least of each block [n, 16, 2]: [n, 1, 1]."""
+    """The largest or least of each block [n, 16, 2], NaN of a block that has one: [n, 1, 1]."""
     if MAX:
-        y = tl.max(tl.max(x, 2), 1)
+        y = maximum(maximum(x, 2), 1)
     else:
-        y = tl.min(tl.min(x, 2), 1)
+        y = minimum(minimum(x, 2), 1)
     return y[:, None, None]
 
 

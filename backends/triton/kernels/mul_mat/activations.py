@@ -1,7 +1,7 @@
 """Activations as matrix products take them: rounded to 8 bits in groups of 32, or f16; what comes before is joined in.
 
 A group's scale is d = max|x| / 127 and q = x / d to the nearest integer (ties to even). A group with a value that is
-not finite gets a d that is not finite, so that its products aren't either.
+not finite gets a d that is NaN, and so are its products.
 
 Short rows are rounded in two parts: what the first leaves, x - d * q, is rounded once more, to steps of d / 254. An
 element is then off by at most d / 508 instead of d / 2, far less than rounding to f16 costs; a product takes both parts
@@ -121,8 +121,12 @@ def magnitude(x):
 
 @triton.jit
 def scale_of(most):
-    """(d, 1 / d) of groups whose largest magnitude() is `most`. Of numbers so small that 1 / d is none, 1: q is 0."""
+    """(d, 1 / d) of groups whose largest magnitude() is `most`. Of numbers so small that 1 / d is none, 1: q is 0.
+
+    d is NaN of NaN and of infinity: with an infinite d, products would be infinities of a sign that says nothing.
+    """
     d = most.to(tl.float32, bitcast=True) * (1.0 / 127.0)
+    d = d * 0.0 + d
     return d, 1.0 / tl.where(d >= 1.2e-38, d, 1.0)
 
 
