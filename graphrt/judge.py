@@ -121,10 +121,7 @@ def _special(node: Tensor, a: Floats, e: Floats) -> Verdict | None:
     e[overflow & np.isinf(a)] = np.inf
     for mask, what in ((wrong, "NaN or infinite where it must be a number"), (lost, "a number where it must not be")):
         if mask.any():
-            first = tuple(int(i) for i in np.argwhere(mask)[0])
-            values = f"{a[first]:g} instead of {e[first]:g}"
-            where = f"first at {place(first[::-1], node.op)}: {values}; {describe(mask, node.op)}"
-            return Verdict(False, f"{what}: {int(mask.sum())} elements, {where}", math.inf, None, None, first[::-1])
+            return _misplaced(node, mask, what, a, e)
     return None
 
 
@@ -179,6 +176,37 @@ def _ratio(error: float, energy: float) -> float:
     if energy == 0.0:
         return 0.0 if error == 0.0 else math.inf
     return error / energy if math.isfinite(error) else math.inf
+
+
+def judge_broken(
+    node: Tensor, actual: npt.ArrayLike, expected: npt.ArrayLike, from_nan: Array, from_infinity: Array
+) -> Verdict:
+    """Judges what comes of inputs with NaN or infinities among them, of one op or of several that may be fused.
+
+    All in torch's shape. from_nan: where a NaN of the inputs takes part; from_infinity: where one does not, but an
+    infinity; expected: float64. A NaN stays NaN. An infinity may become NaN (operands rounded to fewer bits meet it as
+    0 * inf), or another infinity, and a number only where the reference has one. Nothing else may be anything but a
+    number, and all numbers together have a relative error of at most the ceiling for 8 bits: what is nearer is for the
+    cases of numbers to say.
+    """
+    a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    lost = (from_nan & ~np.isnan(a)) | (from_infinity & ~np.isfinite(e) & np.isfinite(a))
+    spread = ~from_nan & ~from_infinity & ~np.isfinite(a)
+    for mask, what in ((spread, "NaN or infinite where it must be a number"), (lost, "a number where it must not be")):
+        if mask.any():
+            return _misplaced(node, mask, what, a, e)
+    numbers = np.isfinite(a) & np.isfinite(e)
+    error, limit = np.where(numbers, a - e, 0.0), PRECISIONS["int8"].ceiling ** 2
+    nmse = _ratio(float((error**2).sum()), float((e[numbers] ** 2).sum()))
+    message = "" if nmse <= limit else f"NMSE {nmse:.3g} over {limit:.3g} in what is a number"
+    return Verdict(not message, message, nmse, limit, float(np.abs(error).max()))
+
+
+def _misplaced(node: Tensor, mask: npt.NDArray[np.bool_], what: str, a: Floats, e: Floats) -> Verdict:
+    first = tuple(int(i) for i in np.argwhere(mask)[0])
+    values = f"{a[first]:g} instead of {e[first]:g}"
+    where = f"first at {place(first[::-1], node.op)}: {values}; {describe(mask, node.op)}"
+    return Verdict(False, f"{what}: {int(mask.sum())} elements, {where}", math.inf, None, None, first[::-1])
 
 
 def judge_equal(node: Tensor, actual: Array, expected: Array) -> Verdict:

@@ -401,7 +401,7 @@ class Fn:
         return acc
 
     def sigmoid(self, x: Val) -> Val:
-        """1 / (1 + e^-x); 0 below -88.3, where exp stops growing, so that -inf * sigmoid(-inf) is the NaN that it is."""
+        """1 / (1 + e^-x); 0 below -88.3, where exp stops growing: -inf * sigmoid(-inf) is the NaN that it must be."""
         return self.select(x < -88.3, 0.0, 1.0 / (self.exp(-x) + 1.0))
 
     def tanh(self, x: Val) -> Val:
