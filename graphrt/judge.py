@@ -20,6 +20,7 @@ from graphrt.testing import dequantize
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,11 @@ class _Figures:
             f"{describe(self._bad(), self.node.op)}"
         )
 
-    def _bad(self) -> npt.NDArray[np.bool_]:
+    def _bad(self) -> Mask:
         """The elements to point at: far over what the low-precision computation does, or else the larger errors."""
         finite = self.low_error[np.isfinite(self.low_error)]
         noise = max(2.0 * float(finite.max(initial=0.0)), 4.0 * self.rule.band * self.rms)
-        bad: npt.NDArray[np.bool_] = self.error > noise
+        bad: Mask = self.error > noise
         return bad if bad.any() else self.error > 0.5 * float(self.error.max())
 
 
@@ -179,7 +180,7 @@ def _ratio(error: float, energy: float) -> float:
 
 
 def judge_broken(
-    node: Tensor, actual: npt.ArrayLike, expected: npt.ArrayLike, from_nan: Array, from_infinity: Array
+    node: Tensor, actual: npt.ArrayLike, expected: npt.ArrayLike, from_nan: Mask, from_infinity: Mask
 ) -> Verdict:
     """Judges what comes of inputs with NaN or infinities among them, of one op or of several that may be fused.
 
@@ -202,7 +203,7 @@ def judge_broken(
     return Verdict(not message, message, nmse, limit, float(np.abs(error).max()))
 
 
-def _misplaced(node: Tensor, mask: npt.NDArray[np.bool_], what: str, a: Floats, e: Floats) -> Verdict:
+def _misplaced(node: Tensor, mask: Mask, what: str, a: Floats, e: Floats) -> Verdict:
     first = tuple(int(i) for i in np.argwhere(mask)[0])
     values = f"{a[first]:g} instead of {e[first]:g}"
     where = f"first at {place(first[::-1], node.op)}: {values}; {describe(mask, node.op)}"

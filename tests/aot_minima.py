@@ -15,14 +15,39 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent.parent / "backends" / "triton" / "kernels"
 
-_SOFTMAX = "a score that is NaN gives a weight that is NaN, whatever it is reduced by, and so a NaN sum"
-_JOINED = "maxima of parts, which are numbers or -inf: a part with a NaN has it in its sums, which are added"
-#: File and function of each place where the plain form stands, and why.
+_WEIGHTS = "what scores are reduced by before e^x: a score that is NaN gives a weight that is NaN, and so a NaN sum"
+_JOINED = "what parts are reduced by when they are joined: a part with a NaN has it in its sums, which are added up"
+_SINK = "what a row and its sink are reduced by: both are in the sum, which is NaN if one of them is"
+_SIZE = "a row's size, which decides by which power of two it is held as f16: the row itself keeps its NaN"
+#: File and function of each place where the plain form stands, and why a NaN gets through all the same.
 PLAIN = {
-    "soft_max.py soft_max_rows": _SOFTMAX,
-    "soft_max.py soft_max_long_rows": _SOFTMAX,
-    "experts/route.py _shares": _SOFTMAX,
-    "sample.py draw": _SOFTMAX,
+    "experts/route.py _shares": _WEIGHTS,
+    "flash_attn/decode.py column_sums": _WEIGHTS,
+    "flash_attn/decode.py way_sums": _WEIGHTS,
+    "flash_attn/decode_join.py join_parts": _JOINED,
+    "flash_attn/decode_join.py joined_ways": _JOINED,
+    "flash_attn/decode_join.py normalized": _SINK,
+    "flash_attn/fixup.py flash_attn_fixup": _JOINED,
+    "flash_attn/forward.py join_ways": _JOINED,
+    "flash_attn/forward.py normalized": _SINK,
+    "flash_attn/forward.py softmax_step": _WEIGHTS,
+    "flash_attn/hopper.py finish": "|m| of a row, beside its sink's: a result that is not finite is marked by itself",
+    "flash_attn/hopper.py weigh": _WEIGHTS,
+    "flash_attn/hopper_mla.py attend": _SINK,
+    "flash_attn/hopper_mla.py weigh": _WEIGHTS,
+    "flash_attn/hopper_mla.py weigh_exactly": _WEIGHTS,
+    "flash_attn/hopper_softcap.py cap_level": "which form of tanh serves the block's numbers: all of them keep NaN",
+    "flash_attn/hopper_softmax.py halve": _WEIGHTS,
+    "flash_attn/hopper_softmax.py row_maximum": _WEIGHTS,
+    "flash_attn/hopper_softmax.py row_size": "as cap_level, which asks for it",
+    "flash_attn/hopper_softmax.py softmax_step": _WEIGHTS,
+    "flash_attn/hopper_softmax.py together": "row maxima, which are numbers: NaN was left out before",
+    "mul_mat/half_kernels.py _larger": _SIZE,
+    "mul_mat/half_kernels.py round_rows": _SIZE,
+    "mul_mat/half_kernels.py scaling_of": _SIZE,
+    "sample.py draw": _WEIGHTS,
+    "soft_max.py soft_max_long_rows": _WEIGHTS,
+    "soft_max.py soft_max_rows": _WEIGHTS,
 }
 
 _MINIMUM = re.compile(r"\b(?:redux\.sync\.)?(?:min|max)(?:\.\w+)+")

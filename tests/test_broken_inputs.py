@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 from gluon_emulator import Gl, Memory, Value, rebuilt
 
-from graphrt import Tensor, get_backend, new_input, ops
+from graphrt import Graph, Tensor, get_backend, new_input, ops, prepare
 from graphrt.backends.cpu import evaluate, fast
 from graphrt.backends.triton import device
 from graphrt.backends.triton.fuse import PATTERNS
 from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
+from graphrt.dtypes import dtype
 from graphrt.judge import judge_broken
 from graphrt.ops.unary import GLU_KINDS
+from graphrt.testing import dequantize, quantize
 from graphrt.tools import cli
 from graphrt.tools.conformance.fused_cases import FusedCase, fused_cases, run_fused
 
@@ -32,6 +34,7 @@ if device.unusable() is not None:
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.gluon_activation import glu as gluon_glu
 from graphrt.backends.triton.kernels.experts import lower
+from graphrt.backends.triton.kernels.mul_mat.activations import MAX_TWO_PARTS, Activations, Rows, quantize_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CASES = list(fused_cases())
@@ -116,6 +119,42 @@ def test_the_set_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["test", "--set", "broken", "--list"]) == 0
     assert capsys.readouterr().out.count("GLU(") == len(CASES) > 1000
     assert cli.main(["test", "perf", "--set", "broken"]) == 2
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("k", [64, MAX_TWO_PARTS + 32])
+def test_a_group_of_8_bits_keeps_what_is_no_number(value: float, k: int) -> None:
+    """Its scale is NaN, not infinite: a product would be an infinity of any sign, which a GLU may make 0 of."""
+    where = device.target().device
+    x = torch.ones(2, k)
+    x[1, 40] = value
+    found = Activations.empty(2, k, where)
+    quantize_rows(device.target(), Rows(x.to(where).view(-1), 2, k, k), found)()
+    expected = np.zeros((2, k // 32), bool)
+    expected[1, 1] = True
+    np.testing.assert_array_equal(found.d.isnan().cpu().numpy(), expected)
+    np.testing.assert_array_equal(found.s.isnan().cpu().numpy(), expected.repeat(2, 1))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+def test_a_written_block_keeps_nan(kind: str) -> None:
+    """SET_ROWS: a row of a cache with a NaN among numbers; of other blocks nothing changes."""
+    rows, ids, target = (
+        new_input(t, *ne, name=n)
+        for n, t, ne in (("rows", "f32", (64, 2)), ("ids", "i64", (2,)), ("cache", kind, (64, 4)))
+    )
+    values = np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64)
+    values[1, 40] = np.nan
+    found = []
+    for backend in ("cpu", get_backend("triton")):
+        out = ops.set_rows(rows, ids, target)
+        exe = prepare(Graph(out), backend)
+        for t, v in ((rows, values), (ids, np.array([2, 0])), (target, quantize(np.zeros((4, 64)), dtype(kind)))):
+            exe.write(t, v)
+        exe.run()
+        found.append(dequantize(exe.read(out), dtype(kind)).reshape(4, 64))
+    assert np.isnan(found[1][0, 32:]).all() and np.isfinite(found[1][0, :32]).all() and np.isfinite(found[1][1:]).all()
+    np.testing.assert_allclose(found[1], found[0], atol=0.02)
 
 
 # -- one GLU in each dialect

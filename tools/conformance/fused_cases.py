@@ -20,7 +20,7 @@ from graphrt.backend import Backend, get_backend
 from graphrt.backends.cpu import evaluate
 from graphrt.backends.cpu.blocks import encode
 from graphrt.backends.cpu.memory import strided
-from graphrt.judge import judge_broken
+from graphrt.judge import Mask, judge_broken
 from graphrt.ops.mul_mat_id_cases import Choice
 from graphrt.ops.unary import GLU_KINDS
 from graphrt.tensor import Tensor
@@ -158,16 +158,17 @@ def run_fused(case: FusedCase, backend: Backend, seed: int = 0) -> Outcome:
     return Outcome(str(case), case.op, status, message, seconds=time.perf_counter() - started)  # type: ignore[arg-type]
 
 
-def _reference(inputs: Inputs) -> tuple[Array, Array, Array]:
-    """The result in float64; where a NaN among the inputs makes it NaN; and where, beside that, an infinity would, were
-    it NaN: that is where infinities take part."""
+def _reference(inputs: Inputs) -> tuple[Array, Mask, Mask]:
+    """The result; where a NaN among the inputs takes part; and where no NaN does, but an infinity."""
     expected = _evaluated(inputs, np.inf)
     from_nan = np.isnan(_evaluated(inputs, 1.0))
     return expected, from_nan, np.isnan(_evaluated(inputs, np.nan)) & ~from_nan
 
 
 def _evaluated(inputs: Inputs, infinity: float) -> Array:
-    """The result, node by node, with another value in place of each infinite one of the inputs, of its sign if inf."""
+    """The result in float64, node by node; infinity: what stands for the inputs' infinities of both signs, or inf to
+
+    leave them."""
     memory: dict[Tensor, npt.NDArray[np.uint8]] = {}
     for t, values in inputs.values.items():
         if t.dtype.kind == "float" and infinity != np.inf:

@@ -112,8 +112,8 @@ def block_codes(x, KIND: tl.constexpr):
         y = x * _inverse(d)
         size = tl.abs(y)
         whole = tl.floor(size)
-        rounded = (whole + tl.floor(2.0 * (size - whole))).to(tl.int32)  # halves go away from zero
-        codes = tl.where(y < 0.0, -rounded, rounded)
+        rounded = whole + tl.floor(2.0 * (size - whole))  # halves go away from zero
+        codes = tl.where(y < 0.0, -rounded, rounded).to(tl.int32)
     elif KIND == "q4_0" or KIND == "q5_0":
         MIDDLE: tl.constexpr = 8 if KIND == "q4_0" else 16
         d = _largest_with_sign(x, block_elements(KIND)[None, :, :]) * (-1.0 / MIDDLE)
