@@ -339,10 +339,6 @@ class Fn:
     def count_trailing_zeros(self, x: Val) -> Val:
         return Val(self, self.b.cttz(x.v, I1(0)))
 
-    def max(self, a: Val, b: Val) -> Val:
-        """The larger; b when either is NaN."""
-        return self.select(a > b, a, b)
-
     def max_or_nan(self, a: Val, b: Val) -> Val:
         """The larger; NaN when either is NaN."""
         return self.select((a > b) | a.ne(a), a, b)
