@@ -43,6 +43,11 @@ BROKEN: dict[str, tuple[float, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+def _scale(value: float) -> npt.NDArray[np.uint8]:
+    """The two bytes that a block of one of these quantized types begins with."""
+    return np.array([value], np.float16).view(np.uint8)
+
+
 @dataclass(frozen=True)
 class Form:
     """experts: the matrices are of experts; biased: with biases; down: the product of the GLU follows, of experts also
@@ -92,8 +97,10 @@ class Form:
                 rows = values.reshape(self.tokens, -1)[self.tokens // 2]
             else:
                 rows = values if t.name.endswith("_b") else values[..., t.ne[1] // 2, :]
-            if t.dtype.is_quantized:
+            if t.dtype.is_quantized and np.isnan(value):
                 rows[..., : t.dtype.type_size] = 0xFF  # NaN as the scale
+            elif t.dtype.is_quantized:
+                rows[..., :2] = _scale(value)
             else:
                 rows[..., 5] = value
 
@@ -123,8 +130,11 @@ def fused_cases() -> Iterator[FusedCase]:
 def _forms(form: Form) -> Iterator[Form]:
     value, names = BROKEN[form.broken]
     of_bias = names[0].endswith("_b")
-    if names != ("x",) and not of_bias and np.isinf(value) and form.kind != "f16":
-        return  # a block's infinite scale times codes of both signs: which infinity, or NaN, depends on the order
+    # An infinite scale times the sum of a block's products is an infinity, where the sum of infinite products is NaN:
+    # that is as good, as long as no GLU makes a number of one of them.
+    bounded = {"gate": ("reglu", "swiglu_oai"), "up": ("swiglu_oai",)}.get(names[0], ())
+    if np.isinf(value) and form.kind != "f16" and form.act in bounded:
+        return
     if not of_bias:
         yield form
         yield replace(form, experts=True)
@@ -173,6 +183,10 @@ def _evaluated(inputs: Inputs, infinity: float) -> Array:
     for t, values in inputs.values.items():
         if t.dtype.kind == "float" and infinity != np.inf:
             values = np.where(np.isinf(values), np.asarray(infinity, values.dtype), values)
+        elif t.dtype.is_quantized and infinity != np.inf:
+            values = values.copy()
+            scales = values.reshape(-1, t.dtype.type_size)[:, :2]
+            scales[np.isinf(scales.copy().view(np.float16)[:, 0])] = _scale(infinity)
         memory[t] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     result = torch.empty(0)
     for node in computing_nodes(inputs.graph()):
