@@ -111,6 +111,24 @@ def test_minima_that_lose_nan_are_found(code: str, found: bool) -> None:
     assert bool(plain_minima(code)) == found
 
 
+def test_a_place_too_much_and_one_too_few_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last part; and by each part a kernel with a plain minimum that isn't listed."""
+    fine = {"name": "a", "shared": 0, "unset": "", "serialized": "", "loop_spills": 0}
+    first, *rest = PLAIN
+    said = {"0/2": [first], "1/2": rest}
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "PARTS", [("sm_90", part) for part in said])
+    monkeypatch.setattr(module, "_run", lambda arch, part: json.dumps(fine | {"plain": said[part]}))
+    for part in said:
+        test_kernels_compile("sm_90", part, tmp_path)
+    said["1/2"] = rest[1:]
+    with pytest.raises(AssertionError, match=rest[0]):
+        test_kernels_compile("sm_90", "1/2", tmp_path)
+    said["0/2"] = ["experts/wgmma.py deliver"]
+    with pytest.raises(AssertionError, match="propagate NaN, or say"):
+        test_kernels_compile("sm_90", "0/2", tmp_path)
+
+
 def test_a_minimum_has_its_place() -> None:
     """The innermost function of the kernels' own files; two files of one name are told apart by their lines."""
     path = KERNELS / "soft_max.py"
