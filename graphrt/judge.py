@@ -20,6 +20,7 @@ from graphrt.testing import dequantize
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,7 @@ def _special(node: Tensor, a: Floats, e: Floats) -> Verdict | None:
     e[overflow & np.isinf(a)] = np.inf
     for mask, what in ((wrong, "NaN or infinite where it must be a number"), (lost, "a number where it must not be")):
         if mask.any():
-            first = tuple(int(i) for i in np.argwhere(mask)[0])
-            values = f"{a[first]:g} instead of {e[first]:g}"
-            where = f"first at {place(first[::-1], node.op)}: {values}; {describe(mask, node.op)}"
-            return Verdict(False, f"{what}: {int(mask.sum())} elements, {where}", math.inf, None, None, first[::-1])
+            return _misplaced(node, mask, what, a, e)
     return None
 
 
@@ -166,11 +164,11 @@ class _Figures:
             f"{describe(self._bad(), self.node.op)}"
         )
 
-    def _bad(self) -> npt.NDArray[np.bool_]:
+    def _bad(self) -> Mask:
         """The elements to point at: far over what the low-precision computation does, or else the larger errors."""
         finite = self.low_error[np.isfinite(self.low_error)]
         noise = max(2.0 * float(finite.max(initial=0.0)), 4.0 * self.rule.band * self.rms)
-        bad: npt.NDArray[np.bool_] = self.error > noise
+        bad: Mask = self.error > noise
         return bad if bad.any() else self.error > 0.5 * float(self.error.max())
 
 
@@ -179,6 +177,37 @@ def _ratio(error: float, energy: float) -> float:
     if energy == 0.0:
         return 0.0 if error == 0.0 else math.inf
     return error / energy if math.isfinite(error) else math.inf
+
+
+def judge_broken(
+    node: Tensor, actual: npt.ArrayLike, expected: npt.ArrayLike, from_nan: Mask, from_infinity: Mask
+) -> Verdict:
+    """Judges what comes of inputs with NaN or infinities among them, of one op or of several that may be fused.
+
+    All in torch's shape. from_nan: where a NaN of the inputs takes part; from_infinity: where one does not, but an
+    infinity; expected: float64. A NaN stays NaN. An infinity may become NaN (operands rounded to fewer bits meet it as
+    0 * inf), or another infinity, and a number only where the reference has one. Nothing else may be anything but a
+    number, and all numbers together have a relative error of at most the ceiling for 8 bits: what is nearer is for the
+    cases of numbers to say.
+    """
+    a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    lost = (from_nan & ~np.isnan(a)) | (from_infinity & ~np.isfinite(e) & np.isfinite(a))
+    spread = ~from_nan & ~from_infinity & ~np.isfinite(a)
+    for mask, what in ((spread, "NaN or infinite where it must be a number"), (lost, "a number where it must not be")):
+        if mask.any():
+            return _misplaced(node, mask, what, a, e)
+    numbers = np.isfinite(a) & np.isfinite(e)
+    error, limit = np.where(numbers, a - e, 0.0), PRECISIONS["int8"].ceiling ** 2
+    nmse = _ratio(float((error**2).sum()), float((e[numbers] ** 2).sum()))
+    message = "" if nmse <= limit else f"NMSE {nmse:.3g} over {limit:.3g} in what is a number"
+    return Verdict(not message, message, nmse, limit, float(np.abs(error).max()))
+
+
+def _misplaced(node: Tensor, mask: Mask, what: str, a: Floats, e: Floats) -> Verdict:
+    first = tuple(int(i) for i in np.argwhere(mask)[0])
+    values = f"{a[first]:g} instead of {e[first]:g}"
+    where = f"first at {place(first[::-1], node.op)}: {values}; {describe(mask, node.op)}"
+    return Verdict(False, f"{what}: {int(mask.sum())} elements, {where}", math.inf, None, None, first[::-1])
 
 
 def judge_equal(node: Tensor, actual: Array, expected: Array) -> Verdict:
@@ -241,8 +270,8 @@ def judge_written(node: Tensor, actual: Array, expected: Array) -> Verdict:
     span = np.ptp(e, axis=1) if node.dtype.name in ("q4_1", "q5_1") else np.abs(e).max(1)
     step = (span / _LEVELS[node.dtype.name])[:, None]
     error = np.where(np.isnan(a) & np.isnan(e), 0.0, np.abs(a - e))
-    off = ~(error <= SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))  # NaN is off
-    far = ~(error <= step * 1.01 + SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))
+    off = ~((error <= SCALE_ROUNDING * np.abs(e).max(1, keepdims=True)) | (error == 0.0))  # NaN for a number is off
+    far = off & ~(error <= step * 1.01 + SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))
     count, few = int(off.sum()), max(1, int(OFF_BY_ONE_SHARE * off.size))
     max_abs = float(np.nan_to_num(error, nan=np.inf).max())
     worst = tuple(int(i) for i in np.unravel_index(int(error.argmax()), node.shape))[::-1]

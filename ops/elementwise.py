@@ -136,6 +136,12 @@ def _map_cases(op: str, params: object, low: float, high: float) -> Iterator[Cas
 
         yield Case(op, {"type": dt, "ne": ne, "gaps": gaps, "params": params}, make)
 
+    def make_special(inputs: Inputs) -> Tensor:
+        values = (math.nan, math.inf, 0.125, 0.0, 4.0) + (() if op == "SQRT" else (-math.inf, -0.25))
+        return build(MAPS[op], inputs("a", "f32", (14, 2), Given(values)), params=params)
+
+    yield Case(op, {"type": "f32", "values": "special", "params": params}, make_special)
+
 
 def _map(op: str, flops: int, cases: Callable[[], Iterator[Case]], params: type | None = None) -> OpSpec:
     spec = OpSpec(op, partial(_infer_same, op), cases, elementwise_work(flops), params=params, inplace=(0,))

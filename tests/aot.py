@@ -28,6 +28,7 @@ import torch
 import triton
 from aot_arch import SHARED, target_of
 from aot_barriers import reused_barriers
+from aot_minima import plain_minima
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -238,8 +239,9 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
     """shared: bytes; registers; spills: loads and stores of spilled ones; loop_spills: of these, in innermost loops;
 
     unset: the first instruction that reads a uniform register before anything wrote it, "" if none does; serialized:
-    what ptxas says where it makes each wgmma wait for the one before it, else ""; reused: see aot_barriers.py."""
-    found: dict[str, Any] = {"shared": kernel.metadata.shared, "unset": "", "serialized": "", "reused": []}
+    what ptxas says where it makes each wgmma wait for the one before it, else ""; reused: see aot_barriers.py; plain:
+    places of minima and maxima of floats that lose a NaN."""
+    found: dict[str, Any] = {"shared": kernel.metadata.shared, "unset": "", "serialized": "", "reused": [], "plain": []}
     if not arch.startswith("sm_"):
         text = kernel.asm["amdgcn"]
         found["registers"] = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
@@ -259,6 +261,7 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
     found["unset"] = read_unset([text for _, text in instructions])
     found["serialized"] = serialized(kernel.asm["ptx"])
     found["reused"] = reused_barriers(kernel.asm["ttgir"], int(arch[3:]))
+    found["plain"] = plain_minima(kernel.asm["ptx"])
     found["spills"] = sum(is_spill(text) for _, text in instructions)
     found["loop_spills"] = sum(is_spill(text) for at, text in instructions if _in_inner_loop(at, instructions))
     return found

@@ -67,7 +67,7 @@ def _batch_cases(arch: str) -> Iterator[Case]:
         yield case(kind, 64, whole=True)
         yield case(kind, 16, 3, whole=True)
         yield case(kind, 64, 2, "swiglu")
-        yield case(kind, 16, 2, "swiglu", whole=True)
+        yield case(kind, 16, 2, "reglu", whole=True)
 
 
 #: Two or four warpgroups, and two programs at a time.
@@ -106,7 +106,7 @@ def _hopper_cases() -> Iterator[Case]:
     yield case("q6_K", 16, at_once)
     yield case("q4_K", 64, four, 2, "swiglu")
     yield case("q4_K", 64, two, 3)
-    yield case("q6_K", 64, two, 2, "swiglu")
+    yield case("q6_K", 64, two, 2, "reglu")
     yield case("q6_K", 64, two, 1, "", split)
 
 
@@ -150,13 +150,13 @@ def _others(arch: str) -> Iterator[Case]:
     rounded: dict[str, Any] = {
         "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_out": _F16, "p_factors": _F32,
         "part_stride": 1 << 20, "cols": 14336, "alpha": 1.5, "limit": 7.0, "A_PARTS": 1, "A_FACTORS": True,
-        "B_PARTS": 1, "B_FACTORS": True, "GLU": "swiglu", "BLOCK": 16384,
+        "B_PARTS": 1, "B_FACTORS": True, "GLU": "swiglu_oai", "BLOCK": 16384,
     }  # fmt: skip
     yield f"{arch} finish_rounded", half_kernels.finish_rounded, rounded, _options(16)
     finish: dict[str, Any] = {
         "p_a": _F32, "p_a_factors": _F32, "p_b": _F32, "p_b_factors": _F32, "p_bias": _F32, "p_residual": _F32,
         "p_out": _F32, "part_stride": 1 << 20, "cols": 4096, "alpha": 1.5, "limit": 7.0, "A_PARTS": 8,
-        "A_FACTORS": True, "B_PARTS": 8, "B_FACTORS": True, "GLU": "swiglu", "HAS_BIAS": True, "HAS_RESIDUAL": True,
+        "A_FACTORS": True, "B_PARTS": 8, "B_FACTORS": True, "GLU": "reglu", "HAS_BIAS": True, "HAS_RESIDUAL": True,
         "ONLY_FACTORS": False, "BLOCK": 1024,
     }  # fmt: skip
     yield f"{arch} finish", half_kernels.finish, finish, _options(4)

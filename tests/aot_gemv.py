@@ -70,8 +70,8 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
         yield f"gemv glu in two parts n={n}", _launch(target, ("q4_0", "q5_1"), 2048, 640, n, glu="geglu")
     yield "gemv few rows", _launch(target, ("q4_K",), 512, 8192, 1)
     yield "gemv rows of no whole tiles", _launch(target, ("q6_K",), 640, 2304, 1)
-    yield "gemv glu", _launch(target, ("q4_K", "q4_K"), 4096, 4096, 1, glu="swiglu")
-    yield "gemv plain glu", _launch(target, ("f16", "f16"), 1536, 576, 1, glu="geglu")
+    yield "gemv glu", _launch(target, ("q4_K", "q4_K"), 4096, 4096, 1, glu="reglu")
+    yield "gemv plain glu", _launch(target, ("f16", "f16"), 1536, 576, 1, glu="reglu")
     residual = (torch.empty(512), 512)
     for n in (1, 4, 8):
         for k in (2048, 4096):
@@ -97,7 +97,7 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
         yield f"quantize {k}", quantize_rows(target, x, found)
         yield f"norm {k}", norm_quantize(target, x, torch.empty(k), 1e-6, found, x)
         yield f"norm to f16 {k}", norm_quantize(target, x, torch.empty(k), 1e-6, torch.empty(2, k, dtype=torch.float16))
-        yield f"glu {k}", glu_quantize(target, x, x, "swiglu", found)
+        yield f"glu {k}", glu_quantize(target, x, x, "reglu", found)
 
 
 def aot_cases(arch: str) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:

@@ -11,8 +11,9 @@ from graphrt.backends.triton import device
 from graphrt.backends.triton.kernels.mul_mat.half import Half
 from graphrt.backends.triton.packing import Packed, pack
 from graphrt.dtypes import dtype
-from graphrt.testing import dequantize, quantize
+from graphrt.testing import dequantize, nmse, quantize
 
+__all__ = ["GATES", "RNG", "TARGET", "nmse", "weight_of", "x_of"]
 TARGET = device.Target("sm_90", "cpu", 132, 232448, 50 << 20)
 RNG = np.random.default_rng(7)
 
@@ -23,9 +24,11 @@ GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def weight_of(kind: str, m: int, k: int) -> tuple[Packed, np.ndarray]:
-    """A packed matrix, and its values as the f16 that products see, in f64."""
+def weight_of(kind: str, m: int, k: int, broken: int | None = None) -> tuple[Packed, np.ndarray]:
+    """A packed matrix, and its values as the f16 that products see, in f64. broken: a row with a scale that is NaN."""
     raw = quantize(RNG.standard_normal((m, k)).astype(np.float32), dtype(kind), RNG)
+    if broken is not None:
+        raw[broken, : dtype(kind).type_size] = 0xFF
     packed = Packed.empty(kind, m, k, "cpu")
     pack(torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8).reshape(m, -1)), packed)
     values = dequantize(raw, dtype(kind)).reshape(m, k).astype(np.float16)
@@ -38,8 +41,3 @@ def x_of(n: int, k: int, factors: bool = False) -> tuple[Half, np.ndarray]:
     scale = torch.from_numpy(2.0 ** RNG.integers(-3, 4, n)).to(torch.float32) if factors else None
     exact = values.numpy().astype(np.float64)
     return Half(values, scale), exact if scale is None else exact * scale.numpy()[:, None]
-
-
-def nmse(found: torch.Tensor, expected: np.ndarray) -> float:
-    """The error's energy as a part of the expected values'."""
-    return float(((found.numpy() - expected) ** 2).sum() / (expected**2).sum())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.language import constexpr
+from triton.language import PropagateNan, constexpr
 
 _GAP = 256
 _TYPES = {
@@ -313,11 +313,12 @@ class Gl:
     def cdiv(self, a: Value, b: int) -> Value:
         return (a + (b - 1)) // b
 
-    def minimum(self, a: Any, b: Any) -> Value:
-        return a._with(b, np.minimum)
+    def minimum(self, a: Any, b: Any, propagate_nan: Any = PropagateNan.NONE) -> Value:
+        """Of NaN and a number the number, unless told otherwise: as min.f32 and min.NaN.f32."""
+        return a._with(b, np.minimum if _plain(propagate_nan) == PropagateNan.ALL else np.fmin)
 
-    def maximum(self, a: Any, b: Any) -> Value:
-        return a._with(b, np.maximum)
+    def maximum(self, a: Any, b: Any, propagate_nan: Any = PropagateNan.NONE) -> Value:
+        return a._with(b, np.maximum if _plain(propagate_nan) == PropagateNan.ALL else np.fmax)
 
     def exp(self, x: Value) -> Value:
         with np.errstate(over="ignore"):

@@ -87,7 +87,7 @@ ACTIVATIONS: dict[str, Callable[[float], float]] = {
     "gelu": lambda x: x * _sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)),
     "gelu_erf": lambda x: x * (1.0 - math.erfc(x / math.sqrt(2.0)) / 2.0),
     "gelu_quick": lambda x: x * _logistic(1.702 * x),
-    "relu": lambda x: x if x > 0.0 else 0.0,
+    "relu": lambda x: 0.0 if x <= 0.0 else x,
     "tanh": math.tanh,
     "sigmoid": _logistic,
     "exp": math.exp,

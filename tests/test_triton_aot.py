@@ -1,7 +1,7 @@
 """Kernels compile for GPUs, without one: for sm_90 in most forms, elsewhere each in some (GRAPHRT_AOT=all: in all).
 
 No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it, no barrier's memory is
-used for anything else.
+used for anything else, no minimum or maximum loses a NaN where aot_minima.py doesn't say why it may.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 
 from aot_arch import ARCHS, SHARED
 from aot_barriers import overlaps
+from aot_minima import KERNELS, PLAIN, plain_minima
 
 #: Seconds for the kernels of one part; all of them take hours.
 LIMIT = None if os.environ.get("GRAPHRT_AOT") == "all" else 1500
 HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parent / "backends" / "triton" / "kernels"
 PARTS = [(arch, f"{i}/{n}") for arch in ARCHS for n in [6 if arch == "sm_90" else 2] for i in range(n)]
 #: Kernels that spill in a loop and are kept: parts of their names, and why.
 SPILLING = {
@@ -61,9 +61,19 @@ def _run(*args: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of the tests, for all of its processes."""
+    own = tmp_path_factory.getbasetemp()
+    found = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "places-of-minima"
+    found.mkdir(exist_ok=True)
+    return found
+
+
 @pytest.mark.timeout(0 if os.environ.get("GRAPHRT_AOT") == "all" else 1800)
 @pytest.mark.parametrize(("arch", "part"), PARTS)
-def test_kernels_compile(arch: str, part: str) -> None:
+def test_kernels_compile(arch: str, part: str, shared: Path) -> None:
+    """Whichever part ends last finds what all have noted: places that no kernel needs any more."""
     kernels = [json.loads(line) for line in _run(arch, part).splitlines()]
     assert kernels, "no kernel of this part"
     for kernel in kernels:
@@ -72,6 +82,66 @@ def test_kernels_compile(arch: str, part: str) -> None:
         assert not kernel["serialized"], kernel
         assert not kernel["reused"], kernel
         assert kernel["loop_spills"] == 0 or _kept(kernel["name"]), kernel
+        assert set(kernel["plain"]) <= set(PLAIN), f"{kernel}: propagate NaN, or say in aot_minima.py why not"
+    places = sorted({place for kernel in kernels for place in kernel["plain"]})
+    note = shared / f"{arch} {part.replace('/', ' of ')}"
+    note.with_suffix(".part").write_text(json.dumps(places), encoding="utf-8")
+    note.with_suffix(".part").rename(note)
+    notes = [p for p in shared.iterdir() if not p.suffix]
+    if len(notes) == len(PARTS):
+        needed = {place for p in notes for place in json.loads(p.read_text(encoding="utf-8"))}
+        assert needed == set(PLAIN), f"no kernel has a plain minimum there: {sorted(set(PLAIN) - needed)}"
+
+
+PTX = """
+.loc 1 2 3 // standard.py:171:12 @[ {place} ]
+max.f32 %r1, %r2, %r3;
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("max.f32 %f1, %f2, 0f00000000;", True), ("@%p1 min.ftz.f32 %f1, %f2, %f3;", True),
+        ("{ .reg .f32 a; abs.f32 a, $1; max.f32 $0, a, b; }", True), ("max.bf16x2 %r1, %r2, %r3;", True),
+        ("max.xorsign.abs.f16x2 %r1, %r2, %r3;", True), ("redux.sync.max.f32 %r1, %r2, -1;", True),
+        ("add.sat.f32 %f1, %f2, %f3;", True), ("cvt.rn.sat.f16.f32 %h1, %f1;", True),
+        ("max.NaN.f32 %f1, %f2, 0f00000000;", False), ("min.ftz.NaN.f16x2 %r1, %r2, %r3;", False),
+        ("redux.sync.max.NaN.f32 %r1, %r2, -1;", False), ("max.s32 %r1, %r2, %r3;", False),
+        ("min.u64 %rd1, %rd2, %rd3; // max.f32", False), (".maxntid 128", False),
+        ("redux.sync.max.s32 %r1, %r2, -1;", False),
+    ],
+)  # fmt: skip
+def test_minima_that_lose_nan_are_found(code: str, found: bool) -> None:
+    assert bool(plain_minima(code)) == found
+
+
+def test_a_place_too_much_and_one_too_few_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last part; and by each part a kernel with a plain minimum that isn't listed."""
+    fine = {"name": "a", "shared": 0, "unset": "", "serialized": "", "reused": [], "loop_spills": 0}
+    first, *rest = PLAIN
+    said = {"0/2": [first], "1/2": rest}
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "PARTS", [("sm_90", part) for part in said])
+    monkeypatch.setattr(module, "_run", lambda arch, part: json.dumps(fine | {"plain": said[part]}))
+    for part in said:
+        test_kernels_compile("sm_90", part, tmp_path)
+    said["1/2"] = rest[1:]
+    with pytest.raises(AssertionError, match=rest[0]):
+        test_kernels_compile("sm_90", "1/2", tmp_path)
+    said["0/2"] = ["experts/wgmma.py deliver"]
+    with pytest.raises(AssertionError, match="propagate NaN, or say"):
+        test_kernels_compile("sm_90", "0/2", tmp_path)
+
+
+def test_a_minimum_has_its_place() -> None:
+    """The innermost function of the kernels' own files; two files of one name are told apart by their lines."""
+    path = KERNELS / "soft_max.py"
+    line = next(
+        i for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if "top = tl.max(x, 1)" in text
+    )
+    assert plain_minima(PTX.format(place=f"soft_max.py:{line}:17")) == ["soft_max.py soft_max_rows"]
+    assert plain_minima(PTX.format(place="elsewhere.py:1:1")) == ["max.f32"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -72,12 +72,19 @@ def _matrices(kind: str, n_expert: int, m: int, k: int, bias: bool) -> tuple[Mat
 
 
 def _check(
-    kind: str, counts: list[int], m: int, k: int, config: TileConfig, glu: str = "", bias: bool = False, seed: int = 0
-) -> None:
-    """Every pair's row is right, those of no expert are NaN; the same bits whatever the order of things."""
+    kind: str, counts: list[int], m: int, k: int, config: TileConfig, glu: str = "", bias: bool = False, seed: int = 0,
+    broken: bool = False,
+) -> None:  # fmt: skip
+    """Every pair's row is right, those of no expert are NaN; the same bits whatever the order of things. broken: one of
+
+    expert 1's biases of the gate is NaN."""
     pairs, n_expert = _pairs(counts), len(counts) - 1
     x, exact = _x(pairs, k)
     made = [_matrices(kind, n_expert, m, k, bias) for _ in range(2 if glu else 1)]
+    if broken:
+        (gate_matrices, _, gate_biases), *_ = made
+        assert gate_matrices.bias is not None
+        gate_matrices.bias[1, 70] = gate_biases[1, 70] = np.nan
     group = np.repeat(np.arange(n_expert + 1), counts)
     expert = np.empty(pairs.count, int)
     expert[pairs.sorted.numpy()] = group
@@ -130,7 +137,9 @@ def test_configs(warpgroups: int, chunk: int, stages: int) -> None:
 @pytest.mark.parametrize(("kind", "k"), [("mxfp4", 352), ("q6_K", 512), ("q4_K", 768)])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 def test_a_gate(kind: str, k: int, glu: str, warpgroups: int) -> None:
-    _check(kind, [0, 9, 20, 1], 104, k, TileConfig(16, warpgroups, 2, 2, 4), glu, bias=glu == "swiglu_oai")
+    """A NaN among biases comes through."""
+    biased = glu in ("swiglu_oai", "reglu")
+    _check(kind, [0, 9, 20, 1], 104, k, TileConfig(16, warpgroups, 2, 2, 4), glu, bias=biased, broken=biased)
 
 
 def test_only_pairs_without_an_expert() -> None:

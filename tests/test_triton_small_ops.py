@@ -74,7 +74,8 @@ class SmallOps(TritonBackend):
 
 def _some() -> list[Case]:
     found = [c for op in LOWERINGS for c in all_cases(op, "quick")]
-    return [c for c in found if zlib.crc32(str(c).encode()) % EVERY == 0 and "50257" not in str(c)]
+    found = [c for c in found if "50257" not in str(c)]
+    return [c for c in found if zlib.crc32(str(c).encode()) % EVERY == 0 or "special" in str(c)]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-b", "--backend", default="auto", metavar="NAME", help="a name or MODULE:CLASS (default: the best usable)")
     add("-o", "--op", metavar="OP", help="an op, a regular expression of ops, or a whole case as printed")
     add("-p", "--params", metavar="REGEX", help="only cases whose parameters match")
-    add("--set", choices=("quick", "full", "ggml"), help="default: quick")
+    add("--set", choices=("quick", "full", "ggml", "broken"), help="default: quick")
     add("--from-model", metavar="MODEL", help="every distinct node of a model's prefill and decode graphs instead")
     add("--test-file", metavar="FILE", help="cases from llama.cpp's test-export-graph-ops instead")
     add("--cases", metavar="MODULE", help="cases from the function cases() of a Python module instead")

@@ -23,6 +23,7 @@ from graphrt.backends.cpu.memory import strided
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs
+from graphrt.tools.conformance.fused_cases import FusedCase, run_fused
 from graphrt.tools.conformance.programs import RandomGraph, seeded_graph
 from graphrt.tools.conformance.reference import as_stored, computing_nodes, raw_bytes
 from graphrt.tools.conformance.step import Outcome, run_case
@@ -53,6 +54,8 @@ def graph_cases(n: int) -> Iterator[GraphCase]:
 
 def run_any(case: Case, backend: Backend, seed: int, saved: Path | None) -> Outcome:
     """Runs a case of one op or of several."""
+    if isinstance(case, FusedCase):
+        return run_fused(case, backend, seed)
     return run_graph(case, backend, seed) if isinstance(case, GraphCase) else run_case(case, backend, seed, saved=saved)
 
 

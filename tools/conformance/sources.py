@@ -17,12 +17,13 @@ from graphrt.testing import Case, all_cases
 
 #: Names for forms of backends that are not exact: the CPU's native kernels, the GPU's that round activations to 8 bits.
 FAST = {"cpu-fast": "cpu", "triton-fast": "triton"}
-SETS = ("quick", "full", "ggml")
+SETS = ("quick", "full", "ggml", "broken")
 
 
 @dataclass(frozen=True)
 class Source:
-    """which: one of SETS, for the ops' own cases; model: a model's file instead; file: a text file instead;
+    """which: one of SETS, for the ops' own cases or ("broken") those of several ops with NaN and infinities; model: a
+    model's file instead; file: a text file instead;
     module: a module that has a function cases(), instead; graphs: so many random graphs instead."""
 
     which: str = "quick"
@@ -47,6 +48,10 @@ class Source:
             from graphrt.tools.conformance.graphs import graph_cases
 
             yield from graph_cases(self.graphs)
+        elif self.which == "broken":
+            from graphrt.tools.conformance.fused_cases import fused_cases
+
+            yield from fused_cases()
         else:
             yield from all_cases(which=self.which)
 
@@ -61,6 +66,8 @@ def source_of(args: Any) -> Source:
         raise GraphError(f"cases come from one place, got {' and '.join(given)}; give one of them")
     if args.graphs and args.mode != "test":
         raise GraphError(f"--graphs is for the mode test, got {args.mode}; leave one of them out")
+    if args.set == "broken" and args.mode != "test":
+        raise GraphError(f"--set broken is for the mode test, got {args.mode}; leave one of them out")
     model = args.from_model
     if model is not None:
         from graphrt.models import hub

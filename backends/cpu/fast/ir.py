@@ -339,10 +339,6 @@ class Fn:
     def count_trailing_zeros(self, x: Val) -> Val:
         return Val(self, self.b.cttz(x.v, I1(0)))
 
-    def max(self, a: Val, b: Val) -> Val:
-        """The larger; b when either is NaN."""
-        return self.select(a > b, a, b)
-
     def max_or_nan(self, a: Val, b: Val) -> Val:
         """The larger; NaN when either is NaN."""
         return self.select((a > b) | a.ne(a), a, b)
@@ -401,7 +397,8 @@ class Fn:
         return acc
 
     def sigmoid(self, x: Val) -> Val:
-        return 1.0 / (self.exp(-x) + 1.0)
+        """1 / (1 + e^-x); 0 below -88.3, where exp stops growing: -inf * sigmoid(-inf) is the NaN that it must be."""
+        return self.select(x < -88.3, 0.0, 1.0 / (self.exp(-x) + 1.0))
 
     def tanh(self, x: Val) -> Val:
         a, z = self.abs(x), x * x

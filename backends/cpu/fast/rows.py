@@ -105,7 +105,7 @@ def _inverse(f: Fn, d: Val) -> Val:
 
 
 def _quantize_q8_0(f: Fn, block: Val, lo: Val, hi: Val) -> None:
-    biggest = f.fold(f.max(f.abs(lo), f.abs(hi)), f.max)
+    biggest = f.fold(f.max_or_nan(f.abs(lo), f.abs(hi)), f.max_or_nan)
     d = biggest / 127.0
     scale = _inverse(f, d)
     f.store(block, d.to(F16))
@@ -119,11 +119,12 @@ def _quantize_q8_0(f: Fn, block: Val, lo: Val, hi: Val) -> None:
 
 def _quantize_q4_0(f: Fn, block: Val, source: Val, lo: Val, hi: Val) -> None:
     a_lo, a_hi = f.abs(lo), f.abs(hi)
-    biggest = f.fold(f.max(a_lo, a_hi), f.max)
+    biggest = f.fold(f.max_or_nan(a_lo, a_hi), f.max_or_nan)
     # the sign that counts is that of the first value of this size
     hits = [a.eq(biggest).bits(I16).zext(I32) for a in (a_lo, a_hi)]
     first = f.count_trailing_zeros(hits[0] | (hits[1] << 16)).zext(I64)
     extreme = f.load(source + (first & 31) * 4, F32)
+    extreme = f.select(biggest.ne(biggest), biggest, extreme)  # NaN, which no value equals
     d = extreme / -8.0
     scale = _inverse(f, d)
     f.store(block, d.to(F16))

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target, interpreting
+from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
@@ -39,98 +40,6 @@ def rounded(x, TYPE: tl.constexpr):
         return ((bits + up) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(TYPE)
-
-
-@triton.jit
-def exp_f32(x):
-    """e^x within about 1 ulp. tl.exp loses as many bits as x has before the point."""
-    ALL: tl.constexpr = tl.PropagateNan.ALL
-    x = tl.minimum(tl.maximum(x, -104.0, propagate_nan=ALL), 89.0, propagate_nan=ALL)
-    n = tl.floor(x * 1.4426950408889634 + 0.5)
-    # ln 2 in two parts: n times the first is exact.
-    r = (x - n * 0.693359375) - n * -2.1219444005469057e-4
-    # 2^n in two factors: n may be past the exponents of normal numbers.
-    i = n.to(tl.int32)
-    half = i >> 1
-    scale = ((half + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.exp2(r * 1.4426950408889634) * scale * ((i - half + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + e^-x): nothing overflows, and small results keep their digits."""
-    e = exp_f32(-tl.abs(x))
-    return tl.where(x >= 0.0, 1.0, e) / (1.0 + e)
-
-
-@triton.jit
-def tanh(x):
-    """tanh(x): near 0 a polynomial, because 1 - e^-2x has few digits there."""
-    e = exp_f32(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    t = x * x
-    p = (((-0.006276390 * t + 0.021116216) * t - 0.053875137) * t + 0.133329242) * t - 0.333333313
-    return tl.where(t < 0.36, x + x * (t * p), tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def softplus(x):
-    """ln(1 + e^x) = max(x, 0) + 2 artanh(s), s = e / (2 + e) with e = e^-|x|."""
-    e = exp_f32(-tl.abs(x))
-    s = e / (2.0 + e)
-    z = s * s
-    p = (((0.134337738 * z + 0.141169786) * z + 0.200038359) * z + 0.333333194) * z
-    return relu(x) + 2.0 * (s + s * p)
-
-
-@triton.jit
-def relu(x):
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def clamped(x, low, high):
-    ALL: tl.constexpr = tl.PropagateNan.ALL
-    return tl.minimum(tl.maximum(x, low, propagate_nan=ALL), high, propagate_nan=ALL)
-
-
-@triton.jit
-def activation(x, KIND: tl.constexpr):
-    """A function of ops/unary.py's UNARY_KINDS, f32 to f32."""
-    if KIND == "silu":
-        return x * sigmoid(x)
-    elif KIND == "gelu":  # (1 + tanh(u)) / 2 is sigmoid(2u), without the difference
-        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * (x * x * x)))
-    elif KIND == "gelu_erf":
-        return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_quick":
-        return x * sigmoid(1.702 * x)
-    elif KIND == "relu":
-        return relu(x)
-    elif KIND == "tanh":
-        return tanh(x)
-    elif KIND == "sigmoid":
-        return sigmoid(x)
-    elif KIND == "exp":
-        return exp_f32(x)
-    else:
-        tl.static_assert(KIND == "softplus")
-        return softplus(x)
-
-
-@triton.jit
-def gated(gate, value, alpha, limit, KIND: tl.constexpr):
-    """A function of ops/unary.py's GLU_KINDS, f32 to f32."""
-    if KIND == "reglu":
-        return activation(gate, "relu") * value
-    elif KIND == "geglu":
-        return activation(gate, "gelu") * value
-    elif KIND == "swiglu":
-        return activation(gate, "silu") * value
-    else:
-        tl.static_assert(KIND == "swiglu_oai")
-        gate = clamped(gate, float("-inf"), limit)
-        return gate * sigmoid(alpha * gate) * (clamped(value, -limit, limit) + 1.0)
 
 
 @triton.constexpr_function
@@ -162,9 +71,9 @@ def combined(a, b, x, y, OP: tl.constexpr):
     elif OP == "SQRT":
         return tl.sqrt_rn(a)
     elif has_second(OP):
-        return gated(a, b, x, y, OP)
+        return glu(a, b, x, y, OP, False)
     else:
-        return activation(a, OP)
+        return activation(a, OP, False)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.common.reduce import maximum, minimum
 from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized, values_at
 from graphrt.backends.triton.launch import launch_options
 
@@ -76,11 +77,11 @@ def block_elements(KIND: tl.constexpr):
 
 @triton.jit
 def _over_block(x, MAX: tl.constexpr):
-    """The largest or least of each block [n, 16, 2]: [n, 1, 1]."""
+    """The largest or least of each block [n, 16, 2], NaN of a block that has one: [n, 1, 1]."""
     if MAX:
-        y = tl.max(tl.max(x, 2), 1)
+        y = maximum(maximum(x, 2), 1)
     else:
-        y = tl.min(tl.min(x, 2), 1)
+        y = minimum(minimum(x, 2), 1)
     return y[:, None, None]
 
 
@@ -111,8 +112,8 @@ def block_codes(x, KIND: tl.constexpr):
         y = x * _inverse(d)
         size = tl.abs(y)
         whole = tl.floor(size)
-        rounded = (whole + tl.floor(2.0 * (size - whole))).to(tl.int32)  # halves go away from zero
-        codes = tl.where(y < 0.0, -rounded, rounded)
+        rounded = whole + tl.floor(2.0 * (size - whole))  # halves go away from zero
+        codes = tl.where(y < 0.0, -rounded, rounded).to(tl.int32)
     elif KIND == "q4_0" or KIND == "q5_0":
         MIDDLE: tl.constexpr = 8 if KIND == "q4_0" else 16
         d = _largest_with_sign(x, block_elements(KIND)[None, :, :]) * (-1.0 / MIDDLE)

@@ -13,7 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.kernels.elementwise import MAX_OFFSET, exp_f32, row_offset
+from graphrt.backends.triton.kernels.common.activation import exp_f32
+from graphrt.backends.triton.kernels.elementwise import MAX_OFFSET, row_offset
 from graphrt.backends.triton.kernels.norm import MAX_ROW, rows_a_program, warps_for
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.soft_max import alibi_slopes

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.mul_mat.activations import Activations, Rows, uses_ptx
 from graphrt.backends.triton.kernels.mul_mat.gemv import (
@@ -28,7 +29,6 @@ from graphrt.backends.triton.kernels.mul_mat.gemv import (
     whole_plane,
 )
 from graphrt.backends.triton.kernels.mul_mat.half import Gate
-from graphrt.backends.triton.kernels.mul_mat.half_kernels import joined
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed
 
@@ -66,7 +66,7 @@ def _finished(y, y1, p_bias0, bias_row0, p_bias1, bias_row1, expert, inside, at,
         y1 = tl.broadcast_to(y1[None], at.shape)
         if p_bias1 is not None:
             y1 += tl.load(p_bias1 + expert.to(tl.int64) * bias_row1 + at, mask=m_out, other=0.0)
-        y = joined(y, y1, alpha, limit, GLU)
+        y = glu(y, y1, alpha, limit, GLU, True)
     return tl.where(inside, y, float("nan"))
 
 

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_init, warpgroup_mma_wait
 
+from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
@@ -26,7 +27,6 @@ from graphrt.backends.triton.kernels.mul_mat.batch_layouts import words_layout
 from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
     allocate_codes,
     copy_codes,
-    gated,
     halves_of,
     keeps_shift,
     rows_in_plane,
@@ -288,12 +288,8 @@ def deliver(
         y = y + gl.load(p_bias + group.to(gl.int64) * bias_step + row, mask=(row < m) & inside, other=0.0)
     if p_bias_up is not None:
         up = up + gl.load(p_bias_up + group.to(gl.int64) * bias_up_step + row, mask=(row < m) & inside, other=0.0)
-    if GLU == "swiglu_oai":
-        y = gl.minimum(y, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit)
-        y = y / (1.0 + gl.exp(-(y * alpha))) * (up + 1.0)
-    elif GLU != "":
-        y = gated(y, up, GLU)
+    if GLU != "":
+        y = glu(y, up, alpha, limit, GLU)
     y = gl.where(inside, y, float("nan"))
     gl.store(p_out + (pair.to(gl.int64) * m + row), y, mask=(row < m) & live)
 

@@ -1,7 +1,7 @@
 """Activations as matrix products take them: rounded to 8 bits in groups of 32, or f16; what comes before is joined in.
 
 A group's scale is d = max|x| / 127 and q = x / d to the nearest integer (ties to even). A group with a value that is
-not finite gets a d that is not finite, so that its products aren't either.
+not finite gets a d that is NaN, and so are its products.
 
 Short rows are rounded in two parts: what the first leaves, x - d * q, is rounded once more, to steps of d / 254. An
 element is then off by at most d / 508 instead of d / 2, far less than rounding to f16 costs; a product takes both parts
@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.device import Target, interpreting
+from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Elements that share a scale.
@@ -120,8 +121,12 @@ def magnitude(x):
 
 @triton.jit
 def scale_of(most):
-    """(d, 1 / d) of groups whose largest magnitude() is `most`. Of numbers so small that 1 / d is none, 1: q is 0."""
+    """(d, 1 / d) of groups whose largest magnitude() is `most`. Of numbers so small that 1 / d is none, 1: q is 0.
+
+    d is NaN of NaN and of infinity: with an infinite d, products would be infinities of a sign that says nothing.
+    """
     d = most.to(tl.float32, bitcast=True) * (1.0 / 127.0)
+    d = d * 0.0 + d
     return d, 1.0 / tl.where(d >= 1.2e-38, d, 1.0)
 
 
@@ -130,19 +135,6 @@ def rounded(x):
     """x to the nearest integer, as f32, and as an int32 whose low 8 bits are its int8. |x| is below 2**21."""
     shifted = x + 12582912.0  # 1.5 * 2**23: an ulp is 1
     return shifted - 12582912.0, shifted.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def gated(gate, up, KIND: tl.constexpr):
-    """GLU's activation(gate) * up, in f32. KIND: swiglu, geglu (the tanh form) or reglu."""
-    if KIND == "swiglu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    elif KIND == "geglu":  # 0.5 (1 + tanh y) = sigmoid(2 y)
-        y = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate / (1.0 + tl.exp(-2.0 * y)) * up
-    else:
-        tl.static_assert(KIND == "reglu")
-        return tl.maximum(gate, 0.0) * up
 
 
 @triton.jit
@@ -225,7 +217,7 @@ def round_rows(
         up = tl.load(p_up + row * up_row + at * up_col, mask=m, other=0.0).to(tl.float32)
         if PDL:
             gdc_launch_dependents()
-        x = gated(x, up, GLU)
+        x = glu(x, up, 0.0, 0.0, GLU, True)
     elif PDL:
         gdc_launch_dependents()
     if Q8:

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits, pairs_of_supers
@@ -419,19 +420,6 @@ def place_of(i, first, count, turn):
 
 
 @gluon.jit
-def gated(gate, up, KIND: gl.constexpr):
-    """activations.py's: activation(gate) * up, in f32."""
-    if KIND == "swiglu":
-        return gate / (1.0 + gl.exp(-gate)) * up
-    elif KIND == "geglu":
-        y = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate / (1.0 + gl.exp(-2.0 * y)) * up
-    else:
-        gl.static_assert(KIND == "reglu")
-        return gl.maximum(gate, 0.0) * up
-
-
-@gluon.jit
 def deliver(
     acc, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, first_row, m, n, tile, i_split, n_splits,
     GLU: gl.constexpr, SPLIT: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -503,7 +491,7 @@ def write(
         y = y * factor
         up = up * factor
     if GLU != "":
-        y = gated(y, up, GLU)
+        y = glu(y, up, 0.0, 0.0, GLU)
     at = token * m + row
     stored = (row < m) & (token < n)
     if HAS_BIAS:

@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
 from graphrt.backends.triton.kernels.mul_mat.activations import (
     FINER,
@@ -32,7 +33,6 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
     Activations,
     Rows,
     finer,
-    gated,
     magnitude,
     parts_of,
     rounded,
@@ -685,7 +685,7 @@ def packed_gemv(
             KIND0, PAIR, X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias0,
         )  # fmt: skip
         if GLU != "":
-            y = gated(y, y1, GLU)
+            y = glu(y, y1, 0.0, 0.0, GLU, True)
         _finish(y, p_out0, out_stride0, p_residual, residual_stride, first, m0, n, G)
     elif i_program < programs0 + programs1 or KIND2 == "":
         first = (i_program - programs0) * (R * W)
@@ -812,7 +812,7 @@ def dense_gemv(
             p_w0, stride0, p_w1, stride1, row, token, p_x, x_row, GLU != "", K, U, G, V, PDL, p_bias0
         )
         if GLU != "":
-            y = gated(y, y1, GLU)
+            y = glu(y, y1, 0.0, 0.0, GLU, True)
         _finish(y, p_out0, out_stride0, p_residual, residual_stride, first, m0, n, G)
     elif i_program < programs0 + programs1 or MATRICES == 2:
         first = (i_program - programs0) * (R * W)

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphrt.backends.triton.kernels.mul_mat.activations import gated, ordered_element
+from graphrt.backends.triton.kernels.common.activation import glu
+from graphrt.backends.triton.kernels.mul_mat.activations import ordered_element
 
 
 @triton.jit
@@ -69,17 +70,6 @@ def round_rows(
 
 
 @triton.jit
-def joined(gate, up, alpha, limit, GLU: tl.constexpr):
-    """A gate's activation times the other half."""
-    if GLU == "swiglu_oai":
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    else:
-        return gated(gate, up, GLU)
-
-
-@triton.jit
 def _sum_parts(p, at, m, part_stride, PARTS: tl.constexpr):
     total = tl.load(p + at, mask=m, other=0.0)
     for i in tl.static_range(1, PARTS):
@@ -111,7 +101,7 @@ def finish(
                 up = _sum_parts(p_b, at, m, part_stride, B_PARTS)
                 if B_FACTORS:
                     up = up * tl.load(p_b_factors + i_row)
-                y = joined(y, up, alpha, limit, GLU)
+                y = glu(y, up, alpha, limit, GLU, True)
             if HAS_BIAS:
                 y += tl.load(p_bias + i, mask=m, other=0.0)
             if HAS_RESIDUAL:
@@ -138,7 +128,7 @@ def finish_rounded(
         gate = gate * tl.load(p_a_factors + i_row)
     if B_FACTORS:
         up = up * tl.load(p_b_factors + i_row)
-    y = joined(gate, up, alpha, limit, GLU)
+    y = glu(gate, up, alpha, limit, GLU, True)
     scale, factor = scaling_of(tl.where(m, y, 0.0))
     tl.store(p_factors + i_row, factor)
     tl.store(p_out + at, (y * scale).to(tl.float16), mask=m)

@@ -1,0 +1,30 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
+"""Reductions over an axis in which a NaN gives NaN: tl.max and tl.min leave it out."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(x, AXIS: tl.constexpr):
+    """The largest along an axis, NaN if there is one."""
+    return tl.reduce(x, AXIS, _larger)
+
+
+@triton.jit
+def minimum(x, AXIS: tl.constexpr):
+    """The least along an axis, NaN if there is one."""
+    return tl.reduce(x, AXIS, _smaller)
