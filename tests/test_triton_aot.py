@@ -1,6 +1,8 @@
 """Kernels compile for GPUs, without one: for sm_90 in most forms, elsewhere each in some (GRAPHRT_AOT=all: in all).
 
-No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it.
+No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it; and each touches only
+
+the memory that it declares, and before its gdc_wait only what it declares early.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def test_kernels_compile(arch: str, part: str) -> None:
         assert not kernel["unset"], kernel
         assert not kernel["serialized"], kernel
         assert kernel["loop_spills"] == 0 or _kept(kernel["name"]), kernel
+        assert not kernel["undeclared"], kernel
 
 
 @pytest.mark.parametrize("arch", ARCHS)
