@@ -52,17 +52,25 @@ class Access:
 
 
 def accesses(
-    *, reads: str = "", writes: str = "", early: str = "", early_if: Mapping[str, str] | None = None, uncached: str = ""
+    *,
+    reads: str = "",
+    writes: str = "",
+    early: str = "",
+    early_if: Mapping[str, str] | None = None,
+    uncached: str = "",
+    lets_go_early: bool = False,
 ) -> Callable[[Kernel], Kernel]:
     """Declares what a kernel does with its pointer parameters, named with spaces between.
 
     early: those that it reads before its gdc_wait, in launches that may begin before the one before has ended; all else
     comes after it. early_if: the same for those that are early only if a constant of the kernel is true, by the
     constant's name. uncached: early ones that it reads past the L1 cache: a launch of the run may write them.
+    lets_go_early: it lets the next launch begin before it has waited itself, which no kernel here should.
     """
     sooner = dict.fromkeys(early.split(), "")
     sooner |= {name: constant for constant, names in (early_if or {}).items() for name in names.split()}
-    declared = Declaration(frozenset(reads.split()), frozenset(writes.split()), sooner, frozenset(uncached.split()))
+    read, written, uncached_ones = (frozenset(names.split()) for names in (reads, writes, uncached))
+    declared = Declaration(read, written, sooner, uncached_ones, lets_go_early)
     odd = (set(sooner) - declared.reads) | (declared.uncached - set(sooner))
     assert not odd, f"what is early must be read, what is uncached must be early: {sorted(odd)}"
 
