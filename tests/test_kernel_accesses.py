@@ -10,16 +10,29 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import tiny_archs  # noqa: F401  (whose models are among tiny.py's others)
 
 pytest.importorskip("triton")
 
 from ptx_accesses import early_in_ptx
+from triton.runtime.errors import InterpreterError
 
-from graphrt.backends.triton.accesses import Declaration
+from graphrt import get_backend
+from graphrt.backends.triton import device
+from graphrt.backends.triton.accesses import Access, Declaration
+from graphrt.backends.triton.launch import Launch
+from graphrt.models.model import load
+from graphrt.models.session import SessionOptions
+
+if device.interpreting():
+    from watched_memory import watched
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent / "backends" / "triton" / "kernels"
@@ -133,3 +146,42 @@ def test_what_is_declared_are_the_kernels_parameters() -> None:
         assert declared.names <= parameters and constants <= parameters, name
         pointers = {p for p in parameters if p.startswith("p_") or p.endswith("_desc")}
         assert pointers <= declared.names, name
+
+
+def stepped(path: Path, name: str) -> int:
+    """A prompt and a token through a tiny model, each launch watched; how many accesses were seen."""
+    tiny.write_model(path, name)
+    session = load(path, [get_backend("triton", exact=False)]).session(SessionOptions(n_ctx=16, n_batch=8))
+    with watched() as watch:
+        session.eval([1, 2, 3, 4, 5])
+        session.eval([6])
+    return watch.seen
+
+
+on_interpreter = pytest.mark.skipif(not device.interpreting(), reason="the interpreter's addresses are looked at")
+
+
+@on_interpreter
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_steps_touch_the_bytes_that_they_declare(tmp_path: Path, name: str) -> None:
+    """In the interpreter, where each address is seen; `pytest -p watched_memory` sees all other tests' launches too."""
+    assert stepped(tmp_path / "m.gguf", name) > 1000
+
+
+@on_interpreter
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("read", lambda a: replace(a, memory=a.memory.view(-1)[:-1])), ("written", lambda a: replace(a, writes=False))],
+)
+def test_bytes_that_are_not_declared_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, change: Callable[[Access], Access]
+) -> None:
+    declared = Launch.accesses
+
+    def less(self: Launch) -> list[Access]:
+        found = declared(self)
+        return [change(a) if getattr(a, {"read": "reads", "written": "writes"}[kind]) else a for a in found]
+
+    monkeypatch.setattr(Launch, "accesses", less)
+    with pytest.raises(InterpreterError, match=f"elements {kind} of memory that it doesn't declare"):
+        stepped(tmp_path / "m.gguf", "llama")

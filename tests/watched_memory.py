@@ -1,6 +1,6 @@
 """Launches in Triton's interpreter, each of whose loads and stores must be of bytes that the launch declares.
 
-    with watched() as count: exe.run()      # AssertionError for an access that is not declared; count: accesses seen
+    with watched() as watch: exe.run()      # fails at an access that is not declared; watch.seen: how many there were
 
 `pytest -p watched_memory FILES` does it for all tests in them.
 """
