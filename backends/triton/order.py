@@ -103,10 +103,12 @@ class Violation:
         elif self.rule is Rule.LETS_GO_EARLY:
             said = "lets the launch after it begin before it has waited itself"
         else:
-            how = "early" if self.rule is Rule.OVERLAP else "early and through the L1 cache"
-            when = " of the run before" if self.next_run else ""
-            verb = "touches" if self.rule is Rule.OVERLAP else "reads"
-            said = f"{verb} {self.nbytes} bytes of {self.use!r} {how}, {self.other!r} of {self.earlier}{when}"
+            shared = f"{self.nbytes} bytes of {self.use!r}"
+            earlier = f"{self.earlier} of the run before" if self.next_run else self.earlier
+            if self.rule is Rule.OVERLAP:
+                said = f"touches {shared} while {earlier} may still run, whose {self.other!r} they are"
+            else:
+                said = f"reads {shared} before it waits and through the L1 cache, where {earlier} writes {self.other!r}"
         return f"{self.later} {said}; {self.rule.value}"
 
 
@@ -147,13 +149,16 @@ def _unfinished(events: Sequence[Event]) -> Iterator[tuple[tuple[int, ...], tupl
 
 def _stale(events: Sequence[Event]) -> Iterator[Violation]:
     """What is read before waiting through the L1 cache, which may hold what was there before some step wrote."""
+    written: dict[int, list[tuple[Event, Use]]] = {}  # by storage: weights have none
     for event in events:
         for use in event.uses:
-            if not (use.early and use.reads and event.starts_early) or use.uncached:
-                continue
-            for other in events:
-                for write in other.uses:
-                    if write.writes and use.meets(write):
+            if use.writes:
+                written.setdefault(use.storage, []).append((event, use))
+    for event in events:
+        for use in event.uses:
+            if use.early and use.reads and event.starts_early and not use.uncached:
+                for other, write in written.get(use.storage, ()):
+                    if use.meets(write):
                         yield _violation(Rule.CACHED, event, use, other, write, False)
 
 
