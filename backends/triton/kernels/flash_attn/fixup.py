@@ -15,7 +15,7 @@ from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
 @accesses(
     reads="p_part p_sinks p_counts p_unit_start",
     writes="p_out p_lse",
-    early="p_counts p_unit_start",
+    early_if={"HAS_MASK": "p_counts p_unit_start"},
     uncached="p_counts p_unit_start",
 )
 @triton.jit(
