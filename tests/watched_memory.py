@@ -59,7 +59,7 @@ class Watch:
 
     def check(self, kind: str, ptrs: Any, mask: Any) -> None:
         self.seen += 1
-        at = ptrs.data.reshape(-1) if mask is None else ptrs.data[np.broadcast_to(mask, ptrs.data.shape)]
+        at = ptrs.data.reshape(-1) if mask is None else ptrs.data[np.broadcast_to(mask, ptrs.data.shape).astype(bool)]
         if not at.size:
             return
         size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
