@@ -3,7 +3,8 @@
 With programmatic dependent launch a kernel may begin as soon as all programs of the one before it have said so or
 ended (gdc_launch_dependents), and gdc_wait returns once the one before it is complete. As each kernel waits before it
 lets the next one go, a launch overlaps with no more than the one before it, and only until it waits itself. Whether
-that holds is worked out here, launch by launch, for one run and the one that follows it without a pause.
+that holds is worked out here, launch by launch, for one run and the one that follows it without a pause. (A program
+with nothing to do may leave without waiting: of each launch some program waits.)
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.hopper import hopper_flash_attn_kernel
 from graphrt.backends.triton.kernels.flash_attn.hopper_softcap import LARGE_CAP
 
+# Of hopper.py's kernel; it stands here because that file has the kernel alone.
 accesses(reads="q k_desc v_desc mask counts blocks slopes sinks mask_desc", writes="out bad lse")(
     hopper_flash_attn_kernel
 )
