@@ -75,7 +75,7 @@ class Batch:
         Steps are queued ahead of what the caller takes, those it never takes count as not read: as Session.likeliest().
         """
         self._check(tokens[:, None])
-        exe = self._chain()
+        exe = self.chained()
         buffer, offset = exe.place(self._tokens)
         exe.write(self._tokens, tokens.astype(np.int32))
         start, given, queued = self.n_past.copy(), 0, 0
@@ -100,7 +100,8 @@ class Batch:
             for seq, position in enumerate(self.n_past):
                 ring.forget_from(int(position), seq)
 
-    def _chain(self) -> Executable:
+    def chained(self) -> Executable:
+        """The prepared step that reads a token of each sequence and writes the likeliest next ones in their place."""
         if self._chained is None:
             self._tokens.buffer = self.home.alloc(self._tokens.nbytes, Usage.STATE)
             self._chained = prepare(self.decoder.chained_graph(self._tokens, self.cache), self.backends)

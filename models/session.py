@@ -151,7 +151,7 @@ class Session:
 
     def draws_ahead(self, sampling: SampleParams) -> bool:
         """drawn() gains likewise: the backend draws too."""
-        return self.runs_ahead and len(self._chain(sampling).splits) == 1
+        return self.runs_ahead and len(self.chained(sampling).splits) == 1
 
     def likeliest(self, token: int, n: int) -> Iterator[int]:
         """Reads `token` and gives the likeliest next one, reads that, and so on: at most n, until the context is full.
@@ -171,7 +171,7 @@ class Session:
         self, token: int, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
     ) -> Iterator[int]:
         self._check([token])
-        exe = self._chain(sampling)
+        exe = self.chained(sampling)
         buffer, offset = exe.place(self._token)
         exe.write(self._token, np.array([token], np.int32))
         start, given, queued = self.n_past, 0, 0
@@ -197,7 +197,10 @@ class Session:
             for ring in self.cache.rings.values():
                 ring.forget_from(self.n_past)
 
-    def _chain(self, sampling: SampleParams | None = None) -> Executable:
+    def chained(self, sampling: SampleParams | None = None) -> Executable:
+        """The prepared step that reads one token and writes the next one where the next step reads it: the likeliest,
+
+        or one that is drawn."""
         if sampling not in self._chained:
             if self._token.buffer is None:
                 home = for_cache(self.backends, self.cache.type_k)

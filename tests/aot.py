@@ -1,7 +1,8 @@
 """Compiles kernels for GPUs that are not here, from the arguments that the launcher would give them.
 
 Run as a program in a process without TRITON_INTERPRET (see test_triton_aot.py): `python aot.py ARCH` prints one JSON
-line a compiled kernel: what it was compiled for, shared memory, registers, spills. `aot.py ARCH 0/3` compiles the first
+line a compiled kernel: what it was compiled for, shared memory, registers, spills, and what it does to memory that its
+declaration (backends/triton/accesses.py) does not have. `aot.py ARCH 0/3` compiles the first
 of every three, `aot.py ARCH 0/1 WORD` those whose names have a word, and `aot.py ARCH list` prints the names of the
 functions that it would compile.
 """
@@ -29,6 +30,7 @@ import triton
 from aot_arch import SHARED, target_of
 from aot_barriers import reused_barriers
 from aot_minima import plain_minima
+from kernel_accesses import differences, untold_by
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -184,8 +186,11 @@ def hopper_launches(shape: Shape) -> list[Launch]:
             for name in [n for n in vars(module) if n.endswith("_kernel")]:
                 recorders.append(Recorder(getattr(module, name)))
                 stack.enter_context(patch.object(module, name, recorders[-1]))
-        kernel.launch(p, plan, none)()
-    return [launch for recorder in recorders for launch in recorder.launches]
+        call = kernel.launch(p, plan, none)
+        call()
+    launches = [launch for recorder in recorders for launch in recorder.launches]
+    assert not untold_by(call, launches), untold_by(call, launches)
+    return launches
 
 
 def mla_shared_out_launches(shape: Shape, schedule: str) -> list[Launch]:
@@ -204,7 +209,9 @@ def mla_shared_out_launches(shape: Shape, schedule: str) -> list[Launch]:
     args = portable.main_arguments(p, t, config, choice, plan, none.view(torch.float32), target)
     recorder = Recorder(hopper_mla.hopper_mla_attn_kernel)
     with patch.object(hopper_mla, "hopper_mla_attn_kernel", recorder):
-        kernel.launch(p, plan, None, prefill.ranges_of(args))()
+        call = kernel.launch(p, plan, None, prefill.ranges_of(args))
+        call()
+    assert not untold_by(call, recorder.launches), untold_by(call, recorder.launches)
     fixup = [] if schedule == "tile" else [portable.fixup_launch(args, t, p, target)]
     return recorder.launches + fixup
 
@@ -215,8 +222,8 @@ def mask_launches(shape: Shape) -> list[Launch]:
     return MaskPlans("cpu").plan(p, Tiling.of(p, 64, 64), needs_sums=True)[1]
 
 
-def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) -> Launch:
-    """The decode kernel's launch for a shape, with as many stages as shared memory holds."""
+def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None, early: bool = False) -> Launch:
+    """The decode kernel's launch for a shape, with as many stages as shared memory holds. early: the mask's plan is."""
     p = problem(shape)
     own = decode_configs.config_for(p, arch != "sm_80", 132)
     assert not isinstance(own, str), (shape, own)
@@ -229,7 +236,7 @@ def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None) 
     args = portable.main_arguments(
         p, t, config, choice, MaskPlan(none, none, none, none, none), none.view(torch.float32), target
     )
-    given = decode_configs.arguments(args, own, none, none, join or decode_configs.join_of(args, t, own))
+    given = decode_configs.arguments(args, own, none, none, join or decode_configs.join_of(args, t, own), early)
     while decode_configs.shared_bytes(p.k.d, p.k.kind, p.v.kind, replace(own, stages=given["STAGES"])) > SHARED[arch]:
         given["STAGES"] -= 1
     return Launch(decode.flash_attn_decode, (1,), given, {"num_warps": own.warps})
@@ -384,6 +391,8 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     if arch.startswith("sm_"):
         for shape in DECODE if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]
+        if arch != "sm_80":
+            yield f"{arch} decode, plan early", lambda: [decode_launch(arch, DECODE[0], early=True)]
     if arch == "sm_90":
         for n_q, schedule in ((1, "split"), (6, "stream_k"), (64, "stream_k")):
             shape = Shape((576, 512), n_q, ("f16", "f16"), v_in_k=True)
@@ -424,7 +433,9 @@ def main() -> None:
     for i, (name, make) in enumerate(launches_of(arch)):
         if i % parts == part and wanted in name:
             for launch in make():
-                print(json.dumps({"name": name, **figures(compiled(launch, arch), arch)}), flush=True)
+                kernel = compiled(launch, arch)
+                undeclared = differences(launch, kernel.asm["ttgir"], kernel.asm.get("ptx", ""))
+                print(json.dumps({"name": name, **figures(kernel, arch), "undeclared": undeclared}), flush=True)
 
 
 if __name__ == "__main__":

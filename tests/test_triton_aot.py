@@ -1,7 +1,8 @@
 """Kernels compile for GPUs, without one: for sm_90 in most forms, elsewhere each in some (GRAPHRT_AOT=all: in all).
 
 No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it, no barrier's memory is
-used for anything else, no minimum or maximum loses a NaN where aot_minima.py doesn't say why it may.
+used for anything else, no minimum or maximum loses a NaN where aot_minima.py doesn't say why it may; and each kernel
+touches only the memory that it declares, and before its gdc_wait only what it declares early.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def test_kernels_compile(arch: str, part: str, shared: Path) -> None:
         assert not kernel["unset"], kernel
         assert not kernel["serialized"], kernel
         assert not kernel["reused"], kernel
+        assert not kernel["undeclared"], kernel
         assert kernel["loop_spills"] == 0 or _kept(kernel["name"]), kernel
         assert set(kernel["plain"]) <= set(PLAIN), f"{kernel}: propagate NaN, or say in aot_minima.py why not"
     places = sorted({place for kernel in kernels for place in kernel["plain"]})
@@ -118,7 +120,7 @@ def test_minima_that_lose_nan_are_found(code: str, found: bool) -> None:
 
 def test_a_place_too_much_and_one_too_few_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the last part; and by each part a kernel with a plain minimum that isn't listed."""
-    fine = {"name": "a", "shared": 0, "unset": "", "serialized": "", "reused": [], "loop_spills": 0}
+    fine = {"name": "a", "shared": 0, "unset": "", "serialized": "", "reused": [], "undeclared": [], "loop_spills": 0}
     first, *rest = PLAIN
     said = {"0/2": [first], "1/2": rest}
     module = sys.modules[__name__]

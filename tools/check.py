@@ -2,6 +2,10 @@
 step, and what is copied between backends. Nothing runs, no memory is taken, and a GPU backend is asked without its GPU.
 
 Exit code 0: the backend runs every step as a whole; 1: something falls back.
+
+With --order: whether the GPU backend's launches, some of which begin before the one before has ended, keep out of each
+other's memory, in a run and the one behind it. Steps are prepared for --device, which need not be here. Exit code 1:
+they don't.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from graphrt.errors import SessionError
+from graphrt.errors import BackendError, SessionError
 from graphrt.tools.common import add_session_arguments, human_bytes, print_json, printable, session_options, table_lines
 from graphrt.tools.subject import SUBJECT_HELP
 
@@ -24,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-b", "--backend", default="auto", metavar="NAME", help="a name or MODULE:CLASS (default: the best)"
     )
+    parser.add_argument("--order", action="store_true", help="check the order of the triton backend's launches instead")
+    parser.add_argument(
+        "--device",
+        default="h100",
+        metavar="NAME",
+        help="with --order, the GPU to plan for: h100, h200, a100, b200 or mi300x",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_session_arguments(parser, own_b=True)
 
@@ -34,8 +45,10 @@ def main(args: argparse.Namespace) -> int:
 
     if (args.model is None) == (args.synthetic is None):
         raise SessionError("there must be one thing to check: give MODEL, a saved case, script.py:build or --synthetic")
-    backend = planned(args.backend)
     text = args.synthetic or args.model
+    if args.order:
+        return _order(text, args)
+    backend = planned(args.backend)
     steps = check(text, backend, session_options(args), synthetic=bool(args.synthetic))
     if args.json:
         print_json({"title": text, "backend": backend.name, "steps": [as_json(step) for step in steps]})
@@ -43,6 +56,26 @@ def main(args: argparse.Namespace) -> int:
         for line in _lines(text, backend.name, steps):
             print(line)
     return 0 if all(step.is_whole for step in steps) else 1
+
+
+def _order(text: str, args: argparse.Namespace) -> int:
+    """--order."""
+    from graphrt.tools.order_report import as_json, check_order, lines
+
+    exact = {"auto": False, "triton-fast": False, "triton": True}.get(args.backend)
+    if exact is None:
+        raise BackendError(
+            f"--order checks the launches of the triton backend, got --backend {args.backend}; give triton-fast, whose "
+            f"forms `graphrt run` uses, or triton, which is exact"
+        )
+    options, synthetic = session_options(args), bool(args.synthetic)
+    steps = check_order(text, options, device_name=args.device, exact=exact, synthetic=synthetic)
+    if args.json:
+        print_json({"title": text, "device": args.device, "steps": [as_json(step) for step in steps]})
+    else:
+        for line in lines(text, args.device, steps):
+            print(printable(line))
+    return 1 if any(step.violations for step in steps) else 0
 
 
 def _lines(title: str, backend: str, steps: list[Checked]) -> Iterator[str]:

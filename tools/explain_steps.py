@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from graphrt.backend import Backend, Buffer, Group
 from graphrt.backends.cpu import CpuBackend
 from graphrt.backends.triton import TritonBackend
+from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.capture import Captured, Segment
 from graphrt.backends.triton.packing import PackedBuffer
 from graphrt.execute import Executable, PreparedSplit
@@ -199,9 +199,8 @@ def launch_info(step: Callable[[], None]) -> LaunchInfo:
         chosen = {k for k in args if k.isupper() or k == "n_splits" or k not in step.args}
         constants = tuple((k, v) for k, v in args.items() if k in chosen and _is_plain(v))
         return LaunchInfo(step.kernel.__name__, tuple(step.grid), step.options.get("num_warps", 4), constants)
-    while isinstance(step, partial):
-        step = step.func
-    return LaunchInfo(step.__qualname__.partition(".<locals>")[0].lstrip("_"))
+    assert isinstance(step, Call)
+    return LaunchInfo(step.name)
 
 
 def _is_plain(value: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.backend import Place, Usage
+from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack, packing_of
@@ -108,7 +109,7 @@ class Context:
         packed = Packed.empty(t.dtype.name, rows, k, self.target.device)
         row_bytes = t.dtype.row_size(k)
         blocks = view.data.as_strided((t.ne[3], t.ne[2], t.ne[1], row_bytes), (*view.strides[:0:-1], 1))
-        return packed, [partial(_pack_again, blocks, packed)]
+        return packed, [Call("pack", partial(_pack_again, blocks, packed), [blocks], [packed.memory])]
 
     def scratch(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         """Device memory for steps of one split, alive as long as they are."""

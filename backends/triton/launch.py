@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from triton.runtime.errors import OutOfResources
 
+from graphrt.backends.triton.accesses import Access, declaration_of
 from graphrt.backends.triton.device import Target, interpreting
 
 if interpreting():
@@ -43,6 +45,38 @@ class Launch:
                 if not self.smaller:
                     raise
                 self.args |= self.smaller.pop(0)
+
+    @property
+    def starts_early(self) -> bool:
+        """It may begin before the launch before it has ended."""
+        return bool(self.options.get("launch_pdl", False))
+
+    @property
+    def waits(self) -> bool:
+        """Its kernel is compiled to wait for the launch before it."""
+        form = self.args.get("form", self.args.get("spec"))  # the constants of a Gluon kernel, in one record
+        return bool(self.args.get("PDL", getattr(form, "pdl", False)))
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def lets_go_early(self) -> bool:
+        """It lets the launch after it begin before it has waited itself."""
+        return declaration_of(self.kernel).lets_go_early
+
+    def accesses(self) -> list[Access]:
+        """What its kernel declares, of the tensors that it is given; of a TMA descriptor all that it describes."""
+        declared, found = declaration_of(self.kernel), []
+        for name in sorted(declared.names & self.args.keys()):
+            memory = getattr(self.args[name], "base", self.args[name])
+            if isinstance(memory, torch.Tensor):
+                needs = declared.early.get(name)
+                early = self.starts_early and needs is not None and (not needs or bool(self.args[needs]))
+                reads, writes = name in declared.reads, name in declared.writes
+                found.append(Access(name, memory, reads, writes, early, name in declared.uncached))
+        return found
 
 
 def launch_options(target: Target, warps: int) -> dict[str, Any]:

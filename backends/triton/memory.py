@@ -116,6 +116,22 @@ def empty(nbytes: int, usage: Usage, device: str) -> torch.Tensor:
         ) from error
 
 
+def span_of(t: torch.Tensor) -> tuple[int, int, int]:
+    """(storage, start, stop): the bytes of a storage from a tensor's first element to behind its last.
+
+    The storage is told by its record in torch, not by its address: on torch's meta device it has none.
+    """
+    start = int(t.storage_offset()) * t.itemsize
+    last = sum((int(n) - 1) * int(step) for n, step in zip(t.shape, t.stride()))
+    return t.untyped_storage()._cdata, start, start + (last + 1) * t.itemsize if t.numel() else start
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors' memory has bytes in common, or may have."""
+    (of_a, *spans_a), (of_b, *spans_b) = span_of(a), span_of(b)
+    return of_a == of_b and max(spans_a[0], spans_b[0]) < min(spans_a[1], spans_b[1])
+
+
 def elements(buffer: Buffer, offset: int, t: Tensor, kind: torch.dtype) -> torch.Tensor:
     """The memory of `t` from `offset` on as a flat torch tensor of `kind`, up to its last whole element."""
     assert isinstance(buffer, TritonBuffer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.dequantize import dequantize
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
@@ -26,7 +28,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Step:
     def step() -> None:
         target.copy_(source.reshape(target.shape))
 
-    return step
+    return Call("copy", step, [source], [target])
 
 
 def _decoded(t: Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
@@ -37,7 +39,8 @@ def _decoded(t: Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
         packed, steps = ctx.packed(t)
         return values, [*steps, dequantize(packed, memory)]
     rows, kind = block_rows(ctx.view(t)), t.dtype.name
-    return values, [lambda: dequantize_rare(rows.flatten(0, 2), kind, memory)]
+    decode = partial(dequantize_rare, rows.flatten(0, 2), kind, memory)
+    return values, [Call("dequantize_rare", decode, [rows], [memory])]
 
 
 def lower_cpy(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:

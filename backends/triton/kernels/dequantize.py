@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_codebook, has_min, high_bits
 from graphrt.backends.triton.launch import Launch
@@ -152,6 +153,7 @@ def store_groups(p_out, low, high, n_live, GROUPS: tl.constexpr):
     tl.store(at + 16, high.to(p_out.dtype.element_ty), mask=group < n_live)
 
 
+@accesses(reads="p_quants p_high p_scales p_supers", writes="p_out")
 @triton.jit
 def dequantize_groups(
     p_quants, p_high, p_scales, p_supers, p_out, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr
@@ -163,6 +165,7 @@ def dequantize_groups(
     store_groups(p_out + first * 32, low, high, n_live, GROUPS)
 
 
+@accesses(reads="p_quants p_high p_scales p_supers p_ids", writes="p_out")
 @triton.jit
 def gather_groups(
     p_quants, p_high, p_scales, p_supers, p_ids, p_out, n_ids, d2, stride_0, stride_1, stride_2, n_rows, n_groups,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target, interpreting
 from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
@@ -84,6 +85,7 @@ def row_offset(row, n1, n2, s1, s2, s3, VEC: tl.constexpr):
     return tl.multiple_of(at, VEC)  # here, because what is said of a call's result is lost with the call
 
 
+@accesses(reads="p_a p_b", writes="p_out")
 @triton.jit(
     do_not_specialize=[
         "n_rows", "n1", "n2", "a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3", "m0", "m1", "m2", "m3", "x", "y",

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
@@ -18,6 +19,7 @@ _CELLS, _TOKENS = 1024, 8
 _VECTOR = 8
 
 
+@accesses(reads="p_cells p_pos", writes="p_out")
 @triton.jit(do_not_specialize=["n_cells", "n_tokens", "sc", "sp", "window"])
 def kq_mask(
     p_cells, p_pos, p_out, n_cells, n_tokens, sc, sp, window,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View, source_of
 from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
 from graphrt.backends.triton.kernels.mul_mat.lower import head_products
@@ -70,6 +71,7 @@ def _write_rotated(
         rotate_heads(p_in, 1, 0, p_out, 0, 0, 1, p_cos, p_sin, None, 0.0, D, N_DIMS, NEOX, 1, KIND)
 
 
+@accesses(reads="p_q p_kv p_k p_weight p_ids p_cos p_sin", writes="p_q_out p_cache")
 @triton.jit
 def rotate_and_write_row(
     p_q, p_q_out, p_kv, p_k, p_weight, eps, p_cache, p_ids, p_cos, p_sin, n_head, q_parts, n,

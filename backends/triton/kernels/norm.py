@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import PLAIN_TYPES, Context, Step
 from graphrt.backends.triton.kernels.elementwise import (
     Dims,
@@ -43,6 +44,7 @@ def _factor(total, n0, eps, KIND: tl.constexpr):
     return tl.div_rn(tl.full([], 1.0, tl.float32), root)
 
 
+@accesses(reads="p_x p_weight p_residual", writes="p_out", early_if={"EARLY": "p_weight"})
 @triton.jit(do_not_specialize=["n_rows", "n1", "n2", "x0", "x1", "x2", "x3", "r0", "r1", "r2", "r3", "eps"])
 def norm_rows(
     p_x, p_weight, p_residual, p_out, n_rows, n0, n1, n2, x0, x1, x2, x3, r0, r1, r2, r3, eps,
@@ -109,6 +111,7 @@ def _sum_over(p_x, x0, n0, mean, SQUARES: tl.constexpr, BIG: tl.constexpr, COLS:
     return tl.sum(total, 0)
 
 
+@accesses(reads="p_x p_weight p_residual", writes="p_out")
 @triton.jit(do_not_specialize=["n1", "n2", "x1", "x2", "x3", "r1", "r2", "r3", "eps"])
 def norm_long_rows(
     p_x, p_weight, p_residual, p_out, n0, n1, n2, x0, x1, x2, x3, r0, r1, r2, r3, eps,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
 from graphrt.backends.triton.kernels.quantize import (
@@ -27,6 +28,7 @@ from graphrt.backends.triton.kernels.quantize import (
     writing_options,
 )
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.backends.triton.memory import overlap
 from graphrt.ops.rope import RopeParams, rope_frequencies
 from graphrt.tensor import Tensor
 
@@ -49,6 +51,7 @@ def power_of_two(N):
     return triton.next_power_of_2(N)
 
 
+@accesses(reads="p_positions p_theta p_factors", writes="p_cos p_sin")
 @triton.jit
 def fill_table(
     p_positions, p_theta, p_factors, p_cos, p_sin, s_position, s_factor, n_tokens,
@@ -175,6 +178,7 @@ def rotate_into_blocks(
     )
 
 
+@accesses(reads="p_in p_cos p_sin", writes="p_out")
 @triton.jit
 def rotate(
     p_in, p_out, p_cos, p_sin, n_head, n_tokens, s0, s1, s2, s3, so1, so2, so3,
@@ -194,6 +198,7 @@ def rotate(
     )  # fmt: skip
 
 
+@accesses(reads="p_q p_k p_v p_ids p_cos p_sin p_q_weight p_k_weight", writes="p_q_out p_k_cache p_v_cache")
 @triton.jit
 def rotate_and_write(
     p_q, p_q_out, p_k, p_k_cache, p_v, p_v_cache, p_ids, p_cos, p_sin, p_q_weight, p_k_weight, eps, n_head, n_head_kv,
@@ -340,7 +345,7 @@ def lower_rope_set_rows(
     size = max(BLOCK, triton.next_power_of_2(heads * d))
     (k_memory, (s_k, s_k_seq, _)), (v_memory, (s_v, s_v_seq, _)) = stored(k_cache), stored(v_cache)
     k_parts = -(-n_head_kv * d // size) if k_cache.tensor.dtype.is_quantized else -(-n_head_kv // heads)
-    together = not (_overlap(q_out, k) or _overlap(q_out, v))
+    together = not any(overlap(q_out.data, x.data) for x in (k, v))
     assert together or norms is None
     q_parts = -(-n_head // heads) if together else 0
     args = {
@@ -360,13 +365,6 @@ def lower_rope_set_rows(
         options |= writing_options(ctx.target, warps_of(heads, d), cache.kind)
     launch = Launch(rotate_and_write, (n_tokens, q_parts + k_parts + -(-n_v // size)), args, options)
     return [launch] if together else [launch, _rotate_launch(q, q_out, table, ctx)]
-
-
-def _overlap(a: View, b: View) -> bool:
-    """Whether two tensors' memory has bytes in common, or may have."""
-    starts = [x.data.data_ptr() for x in (a, b)]
-    ends = [start + x.data.nbytes for start, x in zip(starts, (a, b))]
-    return max(starts) < min(ends)
 
 
 def lower_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:

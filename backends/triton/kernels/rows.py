@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize import gather_rows
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
@@ -22,6 +23,7 @@ from graphrt.tensor import Tensor
 _MOST = 1024
 
 
+@accesses(reads="p_a p_ids", writes="p_out")
 @triton.jit
 def read_rows(
     p_a, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, SIZE: tl.constexpr, PDL: tl.constexpr
@@ -42,6 +44,7 @@ def read_rows(
     tl.store(p_out + row.to(tl.int64) * n + i, x.to(p_out.dtype.element_ty), mask=i < n)
 
 
+@accesses(reads="p_rows p_ids", writes="p_out")
 @triton.jit
 def write_rows(
     p_rows, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, e1, e2, so1, so2, so3,
@@ -141,7 +144,7 @@ def _rare_rows(rows: torch.Tensor, ids: torch.Tensor, kind: str, out: torch.Tens
     def step() -> None:
         dequantize_rare(rows[i3, i2, ids.long()].flatten(0, 2), kind, out)
 
-    return step
+    return Call("dequantize_rare", step, [rows, ids], [out])
 
 
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {

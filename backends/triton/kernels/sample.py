@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.sort import LEAST_KEY, order_keys
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -33,6 +34,7 @@ _BLOCKS_A_KEY = 4
 _MINE, _OTHERS = 16, 128
 
 
+@accesses(reads="p_a", writes="p_maxima p_kept")
 @triton.jit
 def block_maxima(
     p_a, p_maxima, p_kept, n, n_blocks, s0, s1,
@@ -55,6 +57,7 @@ def block_maxima(
         tl.store(p_kept + row, 0)
 
 
+@accesses(reads="p_a p_tops p_kept", writes="p_kept p_keys")
 @triton.jit
 def keep_keys(p_a, p_tops, p_kept, p_keys, n, capacity, k, s0, s1, SIZE: tl.constexpr, PDL: tl.constexpr):
     """Program (row, i) keeps those of SIZE keys of a row that are not below tops[row, k - 1]. keys: [rows, capacity];
@@ -74,6 +77,7 @@ def keep_keys(p_a, p_tops, p_kept, p_keys, n, capacity, k, s0, s1, SIZE: tl.cons
         tl.store(p_keys + row.to(tl.int64) * capacity + place, keys, mask=keep)
 
 
+@accesses(reads="p_keys p_n", writes="p_sorted")
 @triton.jit
 def sort_keys(
     p_keys, p_n, p_sorted, capacity, k, LEAST: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr, PDL: tl.constexpr
@@ -114,6 +118,7 @@ def _shares(x, top, mask):
     return w / tl.sum(w, 0)
 
 
+@accesses(reads="p_sorted p_uniforms p_numbers p_shares", writes="p_shares p_out")
 @triton.jit
 def draw(
     p_sorted, p_uniforms, p_numbers, p_shares, p_out, k, min_keep, su,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.activation import exp_f32
 from graphrt.backends.triton.kernels.elementwise import MAX_OFFSET, row_offset
@@ -47,6 +48,7 @@ def _inverse(total):
     return tl.where(none, 0.0, tl.div_rn(tl.full([], 1.0, tl.float32), tl.where(none, 1.0, total)))
 
 
+@accesses(reads="p_x p_mask p_slopes p_sinks", writes="p_out")
 @triton.jit(
     do_not_specialize=[
         "n_rows", "n1", "n2", "x0", "x1", "x2", "x3", "m0", "m1", "m2", "m3", "heads", "sequences", "s_sinks", "scale",
@@ -119,6 +121,7 @@ def _logits(
     return tl.where(m_load, x, NEG_INF)
 
 
+@accesses(reads="p_x p_mask p_slopes p_sinks", writes="p_out")
 @triton.jit(
     do_not_specialize=["n1", "n2", "x1", "x2", "x3", "m1", "m2", "m3", "heads", "sequences", "s_sinks", "scale"]
 )

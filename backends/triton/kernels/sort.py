@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
@@ -27,6 +28,7 @@ def order_keys(x, i):
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - i).to(tl.int64)
 
 
+@accesses(reads="p_a p_keys p_arrived", writes="p_keys p_arrived p_out")
 @triton.jit
 def argmax_rows(
     p_a, p_keys, p_arrived, p_out, n, s0, s1, LEAST: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
@@ -81,7 +83,7 @@ def lower_argsort(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     def step() -> None:
         out.copy_(torch.sort(a, dim=-1, descending=descending, stable=True).indices)
 
-    return [step]
+    return [Call("sort", step, [a], [out])]
 
 
 def lower_top_k(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
@@ -94,7 +96,7 @@ def lower_top_k(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     def step() -> None:
         out.copy_(torch.topk(a, k, dim=-1, sorted=False).indices)
 
-    return [step]
+    return [Call("topk", step, [a], [out])]
 
 
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {

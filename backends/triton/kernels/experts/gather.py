@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, View
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.mul_mat.activations import ordered_element
@@ -22,6 +23,7 @@ MAX_ROW = 16384
 _STEP = 128
 
 
+@accesses(reads="p_x p_sorted", writes="p_out p_factors")
 @triton.jit(do_not_specialize=("used", "x_slots", "stride_0", "stride_1", "stride_2", "k", "row"))
 def gather_rows(
     p_x, stride_0, stride_1, stride_2, p_sorted, used, x_slots, p_out, p_factors, k, row,

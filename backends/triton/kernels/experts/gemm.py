@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts.pairs import Pairs, tile_of
@@ -52,6 +53,7 @@ def _store(
 _GENERAL = ("bias_row", "m", "k_steps", "n_expert", "held_from", "n_held", "used", "x_slots")
 
 
+@accesses(reads="p_quants p_high p_scales p_supers p_x p_factors p_bias p_first p_sorted", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def expert_gemm_packed(
     p_quants, p_high, p_scales, p_supers, p_x, p_factors, p_bias, bias_row, p_first, p_sorted, p_out,
@@ -78,6 +80,7 @@ def expert_gemm_packed(
     _store(acc, p_out, p_factors, p_bias, bias_row, expert, inside, pair, x_row, m_pair, row, m, HAS_FACTORS)
 
 
+@accesses(reads="p_w p_x p_factors p_bias p_first p_sorted", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def expert_gemm_plain(
     p_w, row_step, expert_step, p_x, p_factors, p_bias, bias_row, p_first, p_sorted, p_out,

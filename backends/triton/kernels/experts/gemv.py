@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
@@ -102,6 +103,13 @@ _GENERAL = [
 ]
 
 
+@accesses(
+    reads=(
+        "p_quants0 p_high0 p_scales0 p_supers0 p_bias0 p_quants1 p_high1 p_scales1 p_supers1 p_bias1 p_q "
+        "p_d p_s p_ids p_factors"
+    ),
+    writes="p_out",
+)
 @triton.jit(do_not_specialize=_GENERAL)
 def packed_expert_gemv(
     p_quants0, p_high0, p_scales0, p_supers0, p_bias0, bias_row0,
@@ -145,6 +153,7 @@ def packed_expert_gemv(
         tl.store(p_out + token.to(tl.int64) * m + at, total, mask=m_out)
 
 
+@accesses(reads="p_w0 p_bias0 p_w1 p_bias1 p_x p_ids p_factors", writes="p_out")
 @triton.jit(do_not_specialize=[n for n in _GENERAL if n != "x_rows"])
 def plain_expert_gemv(
     p_w0, row_step0, expert_step0, p_bias0, bias_row0, p_w1, row_step1, expert_step1, p_bias1, bias_row1,

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step, View, source_of
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.elementwise import Operand, elementwise_launch
@@ -229,7 +231,8 @@ def _rare(product: Product, x: Half, out: torch.Tensor, ctx: Context, bias: torc
     steps: list[Step] = []
 
     def values(part: torch.Tensor, memory: torch.Tensor) -> Step:
-        return lambda: dequantize_rare(part.flatten(0, 1), kind, memory)
+        decode = partial(dequantize_rare, part.flatten(0, 1), kind, memory)
+        return Call("dequantize_rare", decode, [part], [memory])
 
     for first in range(0, n_expert, step):
         held = range(first, min(first + step, n_expert))

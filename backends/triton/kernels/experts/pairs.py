@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
@@ -31,6 +32,7 @@ def _groups_of(p_ids, ids0, ids1, used, pair, n_pairs, n_expert):
     return tl.where(pair < n_pairs, group, n_expert + 1)
 
 
+@accesses(reads="p_ids", writes="p_first p_sorted")
 @triton.jit(do_not_specialize=["ids0", "ids1", "used", "n_pairs", "n_expert"])
 def sort_pairs(p_ids, ids0, ids1, used, n_pairs, n_expert, p_first, p_sorted, SIZE: tl.constexpr, PDL: tl.constexpr):
     """Program g: first[g], how many pairs are in groups before g, and those of group g at sorted[first[g]] on.
@@ -72,6 +74,7 @@ def tile_of(p_first, i_tile, n_expert, TOKENS: tl.constexpr, GROUPS: tl.constexp
     return group, start, tl.minimum(start + TOKENS, tl.sum(tl.where(i == group, last, 0), 0))
 
 
+@accesses(reads="p_first", writes="p_tiles")
 @triton.jit(do_not_specialize=["n_expert"])
 def list_tiles(p_first, n_expert, p_tiles, TOKENS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr):
     """Program i: tile_of(i) to tiles[i], int32 [tiles, 4], whose last element is 0."""

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.activation import clamped, exp_f32, sigmoid
 from graphrt.backends.triton.kernels.sort import LEAST_KEY, order_keys
@@ -26,6 +27,7 @@ def _shares(x, m):
     return tl.where(total == 0.0, 0.0, e / tl.where(total == 0.0, 1.0, total))
 
 
+@accesses(reads="p_x p_bias", writes="p_ids p_weights")
 @triton.jit(do_not_specialize=["n_expert", "x0", "x1", "bias0", "used", "ids1", "low", "high", "scale"])
 def route_tokens(
     p_x, x0, x1, p_bias, bias0, p_ids, ids1, p_weights, n_expert, used, low, high, scale,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
@@ -19,6 +20,7 @@ _MOST = 1024
 _AT_ONCE = tl.constexpr(8)
 
 
+@accesses(reads="p_a p_b p_ids", writes="p_out")
 @triton.jit(do_not_specialize=["n", "used", "a0", "a1", "a2", "b0", "b1", "ids0", "ids1", "n_expert"])
 def add_id(
     p_a, a0, a1, a2, p_b, b0, b1, p_ids, ids0, ids1, p_out, n, used, n_expert, SIZE: tl.constexpr, PDL: tl.constexpr
@@ -41,6 +43,7 @@ def add_id(
     tl.store(p_out + pair.to(tl.int64) * n + i, a + b, mask=m_load)
 
 
+@accesses(reads="p_x p_factors", writes="p_out")
 @triton.jit(do_not_specialize=["n", "used", "x1", "x2", "factor0", "factor1"])
 def weighted_sum(
     p_x, x1, x2, p_factors, factor0, factor1, p_out, n, used, SIZE: tl.constexpr, PDL: tl.constexpr

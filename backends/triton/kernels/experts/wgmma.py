@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_init, warpgroup_mma_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
@@ -294,6 +295,13 @@ def deliver(
     gl.store(p_out + (pair.to(gl.int64) * m + row), y, mask=(row < m) & live)
 
 
+@accesses(
+    reads=(
+        "p_quants p_high p_scales p_supers p_quants_up p_high_up p_scales_up p_supers_up x_desc "
+        "p_factors p_bias p_bias_up p_tiles p_sorted"
+    ),
+    writes="p_out",
+)
 @gluon.jit(
     do_not_specialize=("bias_step", "bias_up_step", "alpha", "limit", "n_columns", "n_expert", "m", "row_tiles", "k")
 )

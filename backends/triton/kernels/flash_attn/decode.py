@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     LOG2E,
@@ -62,6 +63,12 @@ def tanh(x):
     return 1.0 - 2.0 / (1.0 + gl.exp2(2.0 * LOG2E * x))
 
 
+@accesses(
+    reads=("p_q p_k p_v p_mask p_sinks p_slopes p_counts p_blocks p_seen p_runs p_unit_start p_part p_counter"),
+    writes="p_out p_lse p_part p_counter",
+    early_if={"PLAN_EARLY": "p_counts p_runs p_unit_start"},
+    uncached="p_counts p_runs p_unit_start",
+)
 @gluon.jit(
     do_not_specialize=[
         "n_q",

@@ -6,11 +6,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.forward import LOG2E, NEG_INF, normalized
 from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
 
 
+@accesses(
+    reads="p_part p_sinks p_counts p_unit_start",
+    writes="p_out p_lse",
+    early_if={"HAS_MASK": "p_counts p_unit_start"},
+    uncached="p_counts p_unit_start",
+)
 @triton.jit(
     do_not_specialize=[
         "n_q", "n_head", "n_groups", "n_qt", "n_blocks", "n_tiles", "programs", "splits", "has_sinks", "has_lse",

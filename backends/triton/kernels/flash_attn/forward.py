@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.ranges import longest_first, next_bad, program_range, tile_units
 from graphrt.backends.triton.kernels.flash_attn.tiles import is_quantized, load_quantized, slot_elements
 
@@ -253,6 +254,9 @@ GENERAL = [
 ]  # fmt: skip
 
 
+@accesses(
+    reads="p_q p_k p_v p_mask p_sinks p_slopes p_counts p_blocks p_seen p_unit_start p_bad", writes="p_out p_lse p_part"
+)
 @triton.jit(do_not_specialize=GENERAL)
 def flash_attn(
     p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start, p_part, p_bad,

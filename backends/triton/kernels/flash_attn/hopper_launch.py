@@ -8,9 +8,14 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.hopper import hopper_flash_attn_kernel
 from graphrt.backends.triton.kernels.flash_attn.hopper_softcap import LARGE_CAP
 
+# Of hopper.py's kernel; it stands here because that file has the kernel alone.
+accesses(reads="q k_desc v_desc mask counts blocks slopes sinks mask_desc", writes="out bad lse")(
+    hopper_flash_attn_kernel
+)
 WG_ROWS = 64  # the M of one wgmma instruction: query rows of one consumer warpgroup
 MAX_SHARED_BYTES = 232448  # of one thread block on sm_90
 L2_SECTION_BYTES = 32 << 20  # K and V of the heads that run side by side should stay within this much of the L2 cache

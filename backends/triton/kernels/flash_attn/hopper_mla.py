@@ -53,6 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     find_tile,
     gdc_launch_dependents,
@@ -919,6 +920,7 @@ INTEGER_ARGUMENTS = (
 )  # fmt: skip
 
 
+@accesses(reads="q part_desc rest_desc mask counts blocks slopes sinks seen unit_start", writes="out bad lse part")
 @gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS))
 def hopper_mla_attn_kernel(
     q, part_desc, rest_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.hopper import INTEGER_ARGUMENTS, Problem, consume
 from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     MAX_SHARED_BYTES,
@@ -363,6 +364,7 @@ def produce(p, k, v, k_ring, v_ring):
         step += 1
 
 
+@accesses(reads="q k_words v_words mask counts blocks slopes sinks", writes="out bad lse")
 @gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS, "sk_h", "sk_s", "sv_h", "sv_s"))
 def hopper_quant_attn_kernel(
     q, k_words, v_words, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.kernels.flash_attn import hopper_launch, hopper_mla, hopper_quant
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
@@ -28,18 +29,19 @@ class Kernel:
     """name: of the function that launches it; config: of its own kind, with block_m and block_n; pack: heads a tile;
 
     shared: bytes of shared memory of a program; workers: who does what in it; run: called as run(q, out=out,
-    **keywords) with torch tensors, K and V bound already."""
+    **keywords) with torch tensors; kv: K and V, which are bound in it already."""
 
     name: str
     config: Any
     pack: int
     shared: int
     workers: str
-    run: Callable[..., None]
+    run: partial[None]
+    kv: tuple[torch.Tensor, ...]
 
     def launch(
         self, p: Problem, plan: MaskPlan | None, bad: torch.Tensor | None, ranges: hopper_mla.Ranges | None = None
-    ) -> Callable[[], None]:
+    ) -> Call:
         """The launch over a problem. plan: of its mask, None without one; bad [tiles]: set where it is to do again;
 
         ranges: for the form that shares tiles out."""
@@ -58,7 +60,11 @@ class Kernel:
             }  # fmt: skip
         if ranges is not None:
             keywords["ranges"] = ranges
-        return partial(self.run, q, out=out, **keywords)
+        reads = [q, *self.kv, *(keywords.get(name) for name in ("sinks", "mask", "counts", "blocks", "slopes"))]
+        reads += [ranges.seen, ranges.unit_start] if ranges is not None else []
+        writes = [out, bad, keywords["lse"], ranges.part if ranges is not None else None]
+        run = partial(self.run, q, out=out, **keywords)
+        return Call(self.run.func.__name__, run, reads, writes, starts_early=ranges is not None and ranges.pdl)
 
 
 def find(p: Problem, refused: dict[str, str] | None = None) -> Kernel | None:
@@ -99,7 +105,7 @@ def _mla(p: Problem) -> Kernel | str:
 def _mla_kernel(p: Problem, config: hopper_mla.Config) -> Kernel:
     k, pack = _as_torch(p.k_t, p.k.data), Tiling.of(p, config.block_m, config.block_n).pack
     run = partial(hopper_mla.hopper_mla_attn, k=k, pack=pack)
-    return Kernel("hopper_mla", config, pack, hopper_mla.shared_bytes(config), WORKERS["hopper_mla"], run)
+    return Kernel("hopper_mla", config, pack, hopper_mla.shared_bytes(config), WORKERS["hopper_mla"], run, (k,))
 
 
 def _half(p: Problem) -> Kernel | str:
@@ -112,7 +118,7 @@ def _half(p: Problem) -> Kernel | str:
     pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if p.mask_t is not None and p.m2 == 1 else 1
     run = partial(hopper_launch.hopper_flash_attn, k=k, v=v, pack=pack)
     workers = f"{config.n_wg} {WORKERS['hopper']}"
-    return Kernel("hopper", config, pack, hopper_launch.shared_bytes(p.k.d, config), workers, run)
+    return Kernel("hopper", config, pack, hopper_launch.shared_bytes(p.k.d, config), workers, run, (k, v))
 
 
 def _quantized(p: Problem) -> Kernel | str:
@@ -125,7 +131,7 @@ def _quantized(p: Problem) -> Kernel | str:
         k_strides=k.strides, v_strides=v.strides, n_kv=p.n_kv, n_head_kv=p.n_head // p.gqa,
     )  # fmt: skip
     workers = f"{config.n_wg} {WORKERS['hopper_quant']}"
-    return Kernel("hopper_quant", config, 1, hopper_launch.shared_bytes(k.d, config), workers, run)
+    return Kernel("hopper_quant", config, 1, hopper_launch.shared_bytes(k.d, config), workers, run, (k.data, v.data))
 
 
 #: By the module's name and form, in the order in which they are asked.

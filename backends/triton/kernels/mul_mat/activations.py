@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target, interpreting
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -196,6 +197,7 @@ def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
 
 
 # --- kernels ---
+@accesses(reads="p_x p_up", writes="p_q p_d p_s")
 @triton.jit
 def round_rows(
     p_x, x_row, x_col, p_up, up_row, up_col, p_q, p_d, p_s, k,
@@ -226,6 +228,7 @@ def round_rows(
         _store_f16(x, p_q, row * k + at, m, False)
 
 
+@accesses(reads="p_x p_w", writes="p_out p_q p_d p_s")
 @triton.jit
 def norm_rows(
     p_x, x_row, x_col, p_w, eps, p_out, out_row, p_q, p_d, p_s, k,
@@ -274,6 +277,7 @@ def _over_rms(x, k, eps):
     return 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) / k + eps)
 
 
+@accesses(reads="p_x p_w p_residual p_w2", writes="p_sum p_out p_q p_d p_s", early_if={"EARLY": "p_w p_w2"})
 @triton.jit
 def add_norm_rows(
     p_x, p_w, eps, p_residual, p_sum, p_w2, eps2, p_out, p_q, p_d, p_s, k,

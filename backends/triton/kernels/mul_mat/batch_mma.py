@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
@@ -524,6 +525,17 @@ def matrix_of(tile, matrices, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, PAIR: 
     return tile, planes, planes_up, p_out, p_bias, m
 
 
+@accesses(
+    reads=(
+        "p_quants0 p_high0 p_scales0 p_supers0 p_bias0 p_quants1 p_high1 p_scales1 p_supers1 p_bias1 "
+        "p_quants2 p_high2 p_scales2 p_supers2 p_bias2 p_x p_factors p_residual p_parts p_counter"
+    ),
+    writes="p_out0 p_out1 p_out2 p_parts p_counter",
+    early=(
+        "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
+        "p_scales2 p_supers2"
+    ),
+)
 @gluon.jit(
     do_not_specialize=["m0", "m1", "m2", "n", "k", "n_splits", "steps_a_split"],
 )

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
 from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
@@ -230,6 +231,17 @@ def consume(
     )  # fmt: skip
 
 
+@accesses(
+    reads=(
+        "p_quants0 p_high0 p_scales0 p_supers0 p_bias0 p_quants1 p_high1 p_scales1 p_supers1 p_bias1 "
+        "p_quants2 p_high2 p_scales2 p_supers2 p_bias2 x_desc p_factors p_residual p_parts p_counter"
+    ),
+    writes="p_out0 p_out1 p_out2 p_parts p_counter",
+    early=(
+        "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
+        "p_scales2 p_supers2"
+    ),
+)
 @gluon.jit(do_not_specialize=("m0", "m1", "m2", "n", "k", "n_splits", "steps_a_split"))
 def batch_wgmma(
     p_quants0, p_high0, p_scales0, p_supers0, p_out0, p_bias0, m0,

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.dequantize import dequantize
 from graphrt.backends.triton.packing import Packed
@@ -48,8 +49,12 @@ def multiply_as(kind: torch.dtype, x: torch.Tensor, w: torch.Tensor, out: torch.
     multiply(x, w.to(kind), out)
 
 
+def multiply_as_step(kind: torch.dtype, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
+    return Call("multiply_as", partial(multiply_as, kind, x, w, out), [x, w], [out])
+
+
 def multiply_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
-    return partial(multiply, x, w, out)
+    return Call("multiply", partial(multiply, x, w, out), [x, w], [out])
 
 
 def packed_steps(packed: Packed, first: int, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
@@ -69,7 +74,7 @@ def raw_steps(
     steps: list[Step] = []
     for a, b in _slices(blocks.shape[0], k):
         w = _scratch(b - a, k, ctx)
-        steps += [partial(values, blocks[a:b], w), multiply_step(x, w, out[:, a:b])]
+        steps += [_values_step(values, blocks[a:b], w), multiply_step(x, w, out[:, a:b])]
     return steps
 
 
@@ -92,14 +97,22 @@ def raw_each_steps(
     steps: list[Step] = []
     for matrices, rows in _pieces(x.shape[0], blocks.shape[1], x.shape[-1]):
         w = _scratch(_size(matrices) * _size(rows), x.shape[-1], ctx)
-        steps += [partial(values, blocks[matrices, rows], w), _each_step(x, w, out, matrices, rows)]
+        steps += [_values_step(values, blocks[matrices, rows], w), _each_step(x, w, out, matrices, rows)]
     return steps
 
 
 def _each_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, matrices: slice, rows: slice) -> Step:
     """The product with some rows of some matrices: w [matrices * rows, k]."""
     each = w.view(_size(matrices), _size(rows), -1)
-    return partial(multiply_each, x[matrices], each, out[matrices, :, rows])
+    return multiply_each_step(x[matrices], each, out[matrices, :, rows])
+
+
+def multiply_each_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
+    return Call("multiply_each", partial(multiply_each, x, w, out), [x, w], [out])
+
+
+def _values_step(values: Callable[[torch.Tensor, torch.Tensor], None], blocks: torch.Tensor, out: torch.Tensor) -> Step:
+    return Call("dequantize_rare", partial(values, blocks, out), [blocks], [out])
 
 
 def _size(part: slice) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
@@ -473,6 +474,7 @@ def _store(
 _GENERAL = ("m", "n", "n_batch", "n_a2", "ratio3", "k_steps", "steps_a_split", "n_splits")
 
 
+@accesses(reads="p_quants p_high p_scales p_supers p_x p_factors p_bias p_residual", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def gemm_packed(
     p_quants, p_high, p_scales, p_supers, p_x, p_factors, p_bias, p_residual, p_out,
@@ -504,6 +506,7 @@ def gemm_packed(
     )  # fmt: skip
 
 
+@accesses(reads="p_w p_x p_factors p_bias p_residual", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def gemm_plain(
     p_w, p_x, p_factors, p_bias, p_residual, p_out, row_stride, stride2, stride3,

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
@@ -650,6 +651,17 @@ def _finish(y, p_out, out_stride, p_residual, residual_stride, first, m, n, G: t
 _GENERAL = ["out_stride0", "out_stride1", "out_stride2", "residual_stride", "m0", "m1", "m2", "n"]
 
 
+@accesses(
+    reads=(
+        "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
+        "p_scales2 p_supers2 p_q p_d p_s p_x p_norm p_bias0 p_bias1 p_bias2 p_residual"
+    ),
+    writes="p_out0 p_out1 p_out2",
+    early=(
+        "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
+        "p_scales2 p_supers2 p_bias0 p_bias1 p_bias2"
+    ),
+)
 @triton.jit(do_not_specialize=_GENERAL)
 def packed_gemv(
     p_quants0, p_high0, p_scales0, p_supers0, p_out0, out_stride0, m0,
@@ -790,6 +802,11 @@ def dense_products(
     return y, y1
 
 
+@accesses(
+    reads="p_w0 p_w1 p_w2 p_x p_bias0 p_bias1 p_bias2 p_residual",
+    writes="p_out0 p_out1 p_out2",
+    early="p_w0 p_w1 p_w2 p_bias0 p_bias1 p_bias2",
+)
 @triton.jit(do_not_specialize=_GENERAL)
 def dense_gemv(
     p_w0, stride0, p_out0, out_stride0, m0, p_w1, stride1, p_out1, out_stride1, m1,

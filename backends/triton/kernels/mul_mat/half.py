@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import triton
 
+from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, finish_rounded, rescale_rows, round_rows
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.backends.triton.memory import span_of
 
 #: Elements that a program handles at a time.
 _BLOCK = 1024
@@ -110,17 +112,12 @@ def _whole_row(k: int) -> tuple[int, int]:
 def copying(source: torch.Tensor, target: torch.Tensor) -> Step:
     """Copies a tensor into another of its shape, rounding to its type."""
 
-    return partial(copy, source, target)
-
-
-def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """A tensor into another of its shape."""
-    target.copy_(source)
+    return Call("copy", partial(target.copy_, source), [source], [target])
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The first element of a strided tensor, as what a kernel gets a pointer from."""
-    return x.as_strided((1,), (1,))
+    """A strided tensor's memory from its first element to its last, as what a kernel gets a pointer from."""
+    return x.as_strided((1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())),), (1,))
 
 
 def finish_steps(
@@ -134,7 +131,7 @@ def finish_steps(
     if a.complete and gate is None:
         return []
     rows, cols = out.shape
-    in_place = a.parts.data_ptr() == out.data_ptr() and a.parts.shape[0] == 1
+    in_place = span_of(a.parts)[:2] == span_of(out)[:2] and a.parts.shape[0] == 1
     only_factors = in_place and bias is None and residual is None and gate is None
     if only_factors and a.factors is None:
         return []

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.mul_mat.activations import parts_of, uses_ptx
@@ -53,6 +54,7 @@ def _store(y, p_out, out_row, first, i_row, m, first_token, n, G: tl.constexpr):
     tl.store(p_out + token.to(tl.int64) * out_row + row, tl.broadcast_to(y[None], (G, W, R, N)), mask=mine)
 
 
+@accesses(reads="p_quants p_high p_scales p_supers p_x", writes="p_out", early="p_quants p_high p_scales p_supers")
 @triton.jit(do_not_specialize=["out_row", "out_head", "m", "n"])
 def packed_head_gemv(
     p_quants, p_high, p_scales, p_supers, p_x, x_row, x_head, p_out, out_row, out_head, m, n,
@@ -77,6 +79,7 @@ def packed_head_gemv(
         _store(y, p_out + head * out_head, out_row, first, i_row, m, turn * N, n, G)
 
 
+@accesses(reads="p_w p_x", writes="p_out", early="p_w")
 @triton.jit(do_not_specialize=["out_row", "out_head", "m", "n"])
 def plain_head_gemv(
     p_w, w_row, w_head, p_x, x_row, x_head, p_out, out_row, out_head, m, n,

@@ -10,7 +10,7 @@ before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -83,11 +83,14 @@ Prepared = Half | Activations
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    """One of a product's matrices. out: f32 [tokens, m], without gaps; a gate's two have the same. bias: f32 [m]."""
+    """One of a product's matrices. out: f32 [tokens, m], without gaps; a gate's two have the same. bias: f32 [m].
+
+    constant: no kernel writes the weight or the bias."""
 
     weight: Tensor
     out: torch.Tensor
     bias: torch.Tensor | None
+    constant: bool
 
     @property
     def kind(self) -> str:
@@ -115,8 +118,10 @@ def product(
         x = ctx.rounded.get(x, x)
     assert not biases or (gate is None and len(biases) == len(weights))
     targets = [_lines(ctx.view(out)) for out in outs] * (2 if gate else 1)
-    rows = [None if b is None else ctx.view(b).data for b in biases] or [None] * len(weights)
-    matrices = [_Matrix(*parts) for parts in zip(weights, targets, rows, strict=True)]
+    given = biases or [None] * len(weights)
+    rows = [None if b is None else ctx.view(b).data for b in given]
+    constant = [ctx.is_constant(w) and (b is None or ctx.is_constant(b)) for w, b in zip(weights, given)]
+    matrices = [_Matrix(*parts) for parts in zip(weights, targets, rows, constant, strict=True)]
     added = None if residual is None else _lines(ctx.view(residual))
     if gate is not None:
         if all(takes_gemv(w, x, ctx) for w in weights) and _may_share(matrices, gate):
@@ -177,9 +182,9 @@ def head_products(w: Tensor, x: Tensor, out: torch.Tensor, ctx: Context) -> list
     values = ctx.view(x).torch()[0]
     if takes_head_gemv(w, x, ctx):
         if packing_of(w.dtype.name) is None:
-            return _then([], head_gemv(ctx.target, ctx.view(w).torch()[0], values, out), [w], ctx)
+            return _then([], head_gemv(ctx.target, ctx.view(w).torch()[0], values, out), ctx.is_constant(w))
         packed, steps = ctx.packed(w)
-        return _then(steps, head_gemv(ctx.target, packed, values, out), [w], ctx)
+        return _then(steps, head_gemv(ctx.target, packed, values, out), ctx.is_constant(w))
     # Rows are rounded in the order in which they lie, a token's heads side by side.
     half, steps = as_half(values.transpose(0, 1)[None], half_type(w), ctx)
     heads, n, _ = out.shape
@@ -222,14 +227,15 @@ def _gemv(
     added = None if residual is None else (residual.view(-1), residual.shape[1])
     kind = gate.kind if gate else ""
     launch = gemv(ctx.target, segments, x_form, glu=kind, residual=added)
-    return _then(steps, launch, [matrix.weight for matrix in matrices], ctx)
+    return _then(steps, launch, all(matrix.constant for matrix in matrices))
 
 
-def _then(steps: list[Step], launch: Launch, weights: Iterable[Tensor], ctx: Context) -> list[Step]:
-    """Steps, and a launch that reads weights first of all: before the last step has ended only if none writes them."""
+def _then(steps: list[Step], launch: Launch, constant: bool) -> list[Step]:
+    """Steps, and a launch that reads weights and biases first of all: before the last step has ended only if no kernel
+
+    writes them (constant)."""
     packs = any(not isinstance(step, Launch) for step in steps)
-    early = not packs and all(ctx.is_constant(w) for w in weights)
-    return [*steps, launch if early else in_turn(launch)]
+    return [*steps, launch if constant and not packs else in_turn(launch)]
 
 
 def rounded_before(x: Tensor, ctx: Context) -> Activations | None:
@@ -278,7 +284,7 @@ def _in_16_bits(
         ordered = batch.takes_order(ctx.target, packed[0].kind, x_ne[0], math.prod(x_ne[1:]))
         half = halves.get(torch.float16, ordered, steps)
         launch = batch.product(packed, half, results, ctx, biases, residual, gate)
-        steps = _then(steps, launch, [matrices[i].weight for i in part], ctx)
+        steps = _then(steps, launch, all(matrices[i].constant for i in part))
         taken.update(part)
     for i, matrix in enumerate(matrices):
         if i in taken:
@@ -438,7 +444,7 @@ class _Job:
         kind = self.x.values.dtype
 
         def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
-            return [partial(dense.multiply_as, kind, x, matrices[divmod(i, self.w.ne[2])], out)]
+            return [dense.multiply_as_step(kind, x, matrices[divmod(i, self.w.ne[2])], out)]
 
         return self._each(steps)
 
@@ -487,7 +493,7 @@ def each_steps(w: Tensor, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> l
         return None
     if rare:
         return dense.raw_each_steps(matrices, partial(_rare_values, kind=kind), x, out, ctx)
-    return [partial(dense.multiply_each, x, matrices, out)]
+    return [dense.multiply_each_step(x, matrices, out)]
 
 
 def _in_a_row(t: torch.Tensor) -> torch.Tensor | None:
