@@ -25,6 +25,7 @@ from graphrt.testing import (
     Rows,
     Spoiled,
     Uniform,
+    all_cases,
     dequantize,
     grid,
     random_blocks,
@@ -125,6 +126,13 @@ def test_what_lies_between_rows_with_gaps_is_nan() -> None:
             outside[start : start + 5] = False
     flat = whole.reshape(-1)
     assert np.isnan(flat[outside]).all() and np.isfinite(flat[~outside]).all() and outside.sum() == flat.size - 30
+
+
+@pytest.mark.parametrize("op", ["MUL_MAT", "MUL_MAT_ID"])
+def test_products_with_gaps_have_them_on_both_sides(op: str) -> None:
+    """Weights and activations: a kernel may take the strides of either for granted."""
+    looks = [c.build().result for c in all_cases(op) if c.axes.get("layout") == "gaps"]
+    assert looks and all(s.op == "VIEW" for node in looks for s in node.src[:2] if s is not None)
 
 
 def test_islands_hold_values_and_the_sea_is_zero() -> None:

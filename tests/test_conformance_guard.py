@@ -16,18 +16,23 @@ from graphrt import get_backend, ops
 from graphrt.backend import Place, Usage
 from graphrt.dtypes import dtype
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
+from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, all_cases
 from graphrt.tools import cli
 from graphrt.tools.conformance import guard, pool, step
+from graphrt.tools.conformance.graphs import graph_cases, run_graph
 from graphrt.tools.conformance.guard import Guarded
 from graphrt.tools.conformance.operands import Operand
+from graphrt.tools.conformance.perf import Ceilings, measure
 from graphrt.tools.conformance.pool import Settings, sweep
+from graphrt.tools.conformance.programs import make_graph, seeded_graph
 from graphrt.tools.conformance.reference import Memory, know
 from graphrt.tools.conformance.report import as_junit
 from graphrt.tools.conformance.saved import save_failure
 from graphrt.tools.conformance.sources import Source, pick
 from graphrt.tools.conformance.step import Outcome, run_case
+from graphrt.tools.conformance.support import table
 
 Step = Callable[[], None]
 
@@ -307,3 +312,81 @@ def test_junit_counts_what_crashed_and_what_hung_as_errors() -> None:
     made = [Outcome(str(i), "ADD", status) for i, status in enumerate(("pass", "fail", "crashed", "timeout"))]  # type: ignore[arg-type]
     text = as_junit(made, {"backend": "cpu", "seconds": 1.0})
     assert 'tests="4" failures="1" errors="2" skipped="0"' in text
+
+
+# -- several ops
+
+
+class Skewed(ToyBackend):
+    """SCALE is off by a hundredth."""
+
+    OPS: ClassVar[dict[str, Callable[..., np.ndarray]]] = {
+        **ToyBackend.OPS,
+        "SCALE": lambda node, a: np.float32(1.01) * ToyBackend.OPS["SCALE"](node, a),
+    }
+
+
+class InputSpoiling(ToyBackend):
+    """SCALE clears the input that it reads, once it is done with it."""
+
+    def _step(self, node: Tensor, place: Callable[[Tensor], Place]) -> Step:
+        step, source = super()._step(node, place), next(node.sources())
+        if node.op != "SCALE" or not source.is_leaf:
+            return step
+        array = _array(source, *place(source))
+
+        def run() -> None:
+            step()
+            array[...] = 0.0
+
+        return run
+
+
+def _statuses(backend: ToyBackend) -> list[str]:
+    """Of random graphs that write nothing and begin with a SCALE of an input that nothing else reads, as an output."""
+    found = []
+    for case in graph_cases(150):
+        graph = seeded_graph(case.number).graph if case.fused else None
+        if graph is None or graph.nodes[0].op != "SCALE":
+            continue
+        first = graph.nodes[0]
+        source = next(first.sources())
+        alone = source.is_leaf and graph.uses(source) == 1 and all(op_spec(n.op).writes is None for n in graph.nodes)
+        if alone and first in graph.outputs:
+            found.append(run_graph(case, backend, 0).status)
+    return found
+
+
+@pytest.mark.parametrize("backend, status", [(Skewed, "fail"), (InputSpoiling, "fail"), (ToyBackend, "pass")])
+def test_random_graphs_find_a_hundredth_and_a_spoilt_input(backend: type[ToyBackend], status: str) -> None:
+    """Their third run begins with the inputs as the second one left them."""
+    assert set(_statuses(backend())) == {status}
+
+
+def test_a_program_s_write_comes_before_what_it_reads_later() -> None:
+    made = make_graph([0, 0], [("write", 0, 0, 0), ("scale", 0, 0, 0), ("scale", 2, 0, 0)], [1])
+    assert [n.op for n in made.graph.nodes if n.op in ("SET_ROWS", "SCALE")][0] == "SET_ROWS"
+
+
+# -- other modes
+
+
+@pytest.mark.parametrize("gflop, gb", [(1e-3, 1e6), (1e6, 1e-3)])
+def test_the_ceiling_that_binds_is_told(gflop: float, gb: float) -> None:
+    timed = measure(_case(), ToyBackend(), 0, Ceilings("made up", gb, gflop))
+    assert timed.gflop_per_s is not None and timed.gb_per_s is not None
+    assert timed.share == pytest.approx(timed.gflop_per_s / gflop if gflop < gb else timed.gb_per_s / gb)
+
+
+def test_support_in_part_is_neither_full_nor_none() -> None:
+    class Small(ToyBackend):
+        def supports(self, node: Tensor) -> str | None:
+            return "it is too large" if node.n_elements > 8 else super().supports(node)
+
+    def add(n: int) -> Case:
+        return Case("ADD", {"n": n}, lambda inputs: ops.add(inputs("a", "f32", (n,)), inputs("b", "f32", (n,))))
+
+    words = [
+        table([add(n) for n in sizes], [("small", Small())])["ADD"]["small"].word for sizes in ((4,), (4, 9), (9,))
+    ]
+    assert words == ["full", "partial", "none"]

@@ -107,6 +107,10 @@ class Tree:
             self._write(bug.file, before)
 
 
+#: What runs now: ended with the runner, however that ends.
+_running: set[subprocess.Popen[bytes]] = set()
+
+
 def run_tests(tree: Path, tests: Sequence[str], limit: float) -> dict[str, Any]:
     """How the tests end in a tree: "code", None after `limit` seconds; "seconds"; "said", pytest's last lines."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
@@ -117,6 +121,7 @@ def run_tests(tree: Path, tests: Sequence[str], limit: float) -> dict[str, Any]:
         process = subprocess.Popen(
             command, cwd=tree, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _running.add(process)
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -131,6 +136,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # all of them may have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    _running.discard(process)
 
 
 def verdict(code: int | None) -> str:
@@ -235,11 +241,16 @@ def run_all(runner: Runner, bugs: Sequence[Bug], jobs: int, seconds: float) -> l
                 rotten.append(str(error))
                 print(f"not in order  {bug.name}: {error}", flush=True)
 
-    threads = [threading.Thread(target=work, args=(job,)) for job in range(min(jobs, len(bugs)))]
+    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in range(min(jobs, len(bugs)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+    finally:  # after Ctrl-C or a signal; the copies are put right by the next run
+        for process in list(_running):
+            _end(process)
     return rotten
 
 
@@ -286,6 +297,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     if wrong:
         print("\n".join(wrong), file=sys.stderr)
         return 2
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     runner = Runner(root, root / "build" / "mutants", args.limit)
     keys = {bug.name: key_of(bug, root) for bug in bugs}
     if args.again:
