@@ -161,13 +161,14 @@ def test_guards_are_nan_wherever_a_kernel_begins_to_read() -> None:
 def test_memory_is_what_models_have() -> None:
     """Weights and tables in a buffer of weights, what is written into in one of state, the rest in others."""
 
-    def usages(op: str) -> dict[str, Usage]:
-        inputs = next(all_cases(op)).build()
+    def usages(op: str, layout: str = "") -> dict[str, Usage]:
+        inputs = next(c for c in all_cases(op) if layout in str(c)).build()
         guarded = Guarded(NullBackend(), inputs, inputs.graph())
         found = {t.name: guarded.places[t][0].usage for t in inputs.values}
         return found | {"result": guarded.place(inputs.result)[0].usage}
 
     assert usages("MUL_MAT") == {"a": Usage.WEIGHTS, "b": Usage.COMPUTE, "result": Usage.COMPUTE}
+    assert usages("MUL_MAT", "layout=gaps")["a"] is Usage.WEIGHTS, "a view of weights too"
     assert usages("GET_ROWS") == {"a": Usage.WEIGHTS, "ids": Usage.COMPUTE, "result": Usage.COMPUTE}
     written = {"rows": Usage.COMPUTE, "ids": Usage.COMPUTE, "target": Usage.STATE, "result": Usage.STATE}
     assert usages("SET_ROWS") == written
