@@ -135,6 +135,19 @@ def test_products_with_gaps_have_them_on_both_sides(op: str) -> None:
     assert looks and all(s.op == "VIEW" for node in looks for s in node.src[:2] if s is not None)
 
 
+@pytest.mark.parametrize("last", [6, 31, 32, 700])
+def test_cells_hold_the_last_positions_each_in_its_own_place(last: int) -> None:
+    """As a session fills a ring: a position's cell is the position modulo the size; the tokens are the last ones."""
+    case = next(c for c in all_cases("KQ_MASK") if c.axes["n_cells"] == 33 and c.axes["last"] in (last, 1000)
+                and c.axes["window"] == 0 and not c.axes["broken"] and "alibi" not in c.axes)  # fmt: skip
+    inputs = {t.name: v[0, 0] for t, v in case.build().values.items()}
+    cells, newest = inputs["cells"][0], int(case.axes["last"])  # type: ignore[call-overload]
+    held = [p for p in cells.tolist() if p >= 0]
+    assert sorted(held) == list(range(max(newest - 32, 0), newest + 1)) and set(cells.tolist()) - set(held) <= {-1}
+    assert all(cells[p % 33] == p for p in held)
+    assert inputs["pos"][0].tolist() == list(range(newest - 6, newest + 1))
+
+
 def test_islands_hold_values_and_the_sea_is_zero() -> None:
     init = Islands(Uniform(1.0, 2.0), (2, 10), 3)
     for values in (init(RNG, (1, 1, 16, 8)), init.store(RNG, (1, 1, 16, 8), TYPES["f32"])):

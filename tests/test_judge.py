@@ -7,7 +7,7 @@ import pytest
 
 from graphrt import new_input, ops
 from graphrt.dtypes import dtype
-from graphrt.judge import PRECISIONS, ROW_CEILING, judge, judge_equal, judge_order, judge_written
+from graphrt.judge import PRECISIONS, ROW_CEILING, judge, judge_equal, judge_order, judge_written, precision
 from graphrt.patterns import describe
 from graphrt.testing import nmse, quantize
 
@@ -39,6 +39,40 @@ def test_no_low_result_lifts_a_row_over_its_ceiling(factor: float, ok: bool) -> 
     verdict = judge(node, actual, expected, low)
     assert verdict.nmse is not None and verdict.limit is not None and verdict.nmse < verdict.limit
     assert verdict.ok is ok and ("in one row" in verdict.message) is not ok
+
+
+@pytest.mark.parametrize("factor, ok", [(0.97, True), (1.03, False)])
+def test_a_row_may_be_off_by_three_times_the_worst_low_one(factor: float, ok: bool) -> None:
+    node = ops.sqr(new_input("f32", 64, 4096, name="a"))
+    low = 2.0**-20
+    actual = _ones(4096)
+    actual[0, 0, 9] *= 1 + factor * (3 * low + F32.band)
+    assert judge(node, actual, _ones(4096), _ones(4096) * (1 + low)).ok is ok
+
+
+@pytest.mark.parametrize("energy, ok", [(2.0**-6, False), (2.0**-24, True)])
+def test_a_small_row_counts_and_one_that_cancels_out_does_not(energy: float, ok: bool) -> None:
+    """Both are off by 2**-16 of their own size, over what a row may be here, 1.6 * 2**-18; one of them counts."""
+    node = ops.sqr(new_input("f32", 64, 4096, name="a"))
+    expected = _ones(4096)
+    expected[0, 0, 9] *= np.sqrt(energy)
+    actual = expected.copy()
+    actual[0, 0, 9] *= 1 + 2.0**-16
+    low = expected * (1 + 2.0**-19)
+    assert judge(node, actual, expected, low).ok is ok
+
+
+@pytest.mark.parametrize(
+    "k, v, kind",
+    [("f16", "f16", "f16"), ("f32", "f32", "f32"), ("f32", "f16", "f16"), ("f16", "bf16", "bf16"),
+     ("bf16", "f16", "bf16"), ("q8_0", "f32", "f16")],
+)  # fmt: skip
+def test_the_types_of_k_and_v_decide_what_attention_may_compute_in(k: str, v: str, kind: str) -> None:
+    q = new_input("f32", 32, 1, name="q")
+    assert (
+        precision(ops.flash_attn_ext(q, new_input(k, 32, 4, name="k"), new_input(v, 32, 4, name="v"), None, 1.0))
+        == kind
+    )
 
 
 @pytest.mark.parametrize("value, ok", [(np.inf, True), (-np.inf, False), (np.nan, False), (65504.0, False)])

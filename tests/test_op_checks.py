@@ -201,6 +201,7 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2, 3), None, f32(2)), ("one value for each", "f32[2]")),
     ("SOFT_MAX", lambda: ops.soft_max(f32(4), scale=math.inf), ("scale must be finite", "inf")),
     ("ADD", lambda: ops.add(f32(4), t("i32", 4)), ("float types", "i32[4]")),
+    ("SQR", lambda: build(op_spec("SQR"), f32(4), f32(4)), ("takes 1 to 1 sources, got 2",)),
     ("GLU", lambda: ops.glu(f32(4), t("f16", 4), "swiglu"), ("one type and shape", "f32[4]", "f16[4]")),
     ("ARGMAX", lambda: ops.argmax(f32(4, 2, 1, 3)), ("f32 matrix", "f32[4, 2, 1, 3]")),
     ("SAMPLE", lambda: ops.sample(f32(4, 2), f32(2, 2)), ("one number", "f32[2, 2]")),
