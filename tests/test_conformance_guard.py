@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import broken_backends
 import numpy as np
 import pytest
+import torch
 from toy import NullBackend, ToyBackend, ToyBuffer, _array
 
 from graphrt import get_backend, ops
-from graphrt.backend import Place, Usage
+from graphrt.backend import Group, Place, Usage
+from graphrt.backends.cpu import CpuBackend
 from graphrt.dtypes import dtype
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.op import op_spec
@@ -61,6 +63,11 @@ def _rows_of_a_part() -> Case:
     return Case("SET_ROWS", {"of": "a part"}, make)
 
 
+def _glu() -> Case:
+    make = lambda inputs: ops.glu(inputs("gate", "f32", (32, 3)), inputs("up", "f32", (32, 3)), "reglu")  # noqa: E731
+    return Case("GLU", {"kind": "reglu"}, make)
+
+
 def broken_rows(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return np.array([2, 0]).reshape(shape)
 
@@ -80,6 +87,23 @@ class ZeroingFirst(ToyBackend):
             out[...] = 0.0
             for source in sources:
                 out[...] += source
+
+        return run
+
+
+class GateFirst(CpuBackend):
+    """GLU writes the gate's activation to its result before it reads the other half: wrong in that half's place."""
+
+    name: ClassVar[str] = "cpu"  # whose memory it uses
+
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+        (node,) = groups[0].nodes
+        gate, up = (self._stored(s, place) for s in node.sources())
+        out = self._stored(node, place)
+
+        def run() -> None:
+            out.copy_(torch.relu(gate))
+            out.mul_(up)
 
         return run
 
@@ -125,6 +149,8 @@ class Full(ToyBackend):
     "backend, make, status, message",
     [
         (ZeroingFirst, _case, "fail", "in its source's memory it is wrong"),
+        (GateFirst, _glu, "fail", "in its source's memory it is wrong"),
+        (CpuBackend, _glu, "pass", ""),
         (Lazy, _case, "fail", "two runs on the same inputs differ in 30"),
         (Before, _case, "fail", "it wrote 8 bytes before 'node_0', up to 8 bytes away"),
         (Smearing, _rows_of_a_part, "fail", "it wrote to 'cache' beside what it may write: 4 bytes, from byte 0"),
