@@ -12,7 +12,7 @@ from mutants import run
 from mutants.planted import AREAS, Bug, Rotten, load, problems
 
 #: The fewest bugs of the whole list.
-AT_LEAST = 60
+AT_LEAST = 150
 #: The areas that have a list, and the fewest bugs of each.
 COVERED = {"graphrt": 35, "ops": 20, "tools": 30}
 
@@ -25,7 +25,7 @@ def test_the_list_is_in_order() -> None:
 
 def test_every_area_has_bugs() -> None:
     counts = Counter(bug.area for bug in BUGS)
-    assert set(COVERED) == set(counts) and len(BUGS) >= AT_LEAST
+    assert set(COVERED) <= set(counts) and len(BUGS) >= AT_LEAST
     assert all(counts[area] >= n for area, n in COVERED.items()), counts
     files = {area: {bug.file for bug in BUGS if bug.area == area} for area in COVERED}
     assert all(len(found) >= 8 for found in files.values()), "they are spread over an area's files"

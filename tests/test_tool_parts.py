@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from graphrt import Graph, Tensor, new_input, ops
+from graphrt.errors import GraphError
 from graphrt.judge import PRECISIONS, Verdict, precision
+from graphrt.op import op_spec
 from graphrt.testing import Case, all_cases, nmse
-from graphrt.tools import trace
+from graphrt.tools import checked_json, first_nan, trace
+from graphrt.tools.checked_json import parsed
 from graphrt.tools.common import print_json, without_last_newline
 from graphrt.tools.conformance.lowprec import to_int8, why_not_rounded
 from graphrt.tools.conformance.model_cases import graph_cases
 from graphrt.tools.conformance.reference import know
+from graphrt.tools.conformance.saved import make_params
 from graphrt.tools.describe import describe
 from graphrt.tools.diff_nodes import NodeDiff
 from graphrt.tools.labels import heading, source_text, view_text
@@ -132,7 +136,47 @@ def test_what_cutting_does_to_logits_is_told(bad: float, vanished: bool) -> None
     assert head(1.0, 3.0)["logits"]["max_abs_change"] == 2.0
 
 
+def test_sources_up_to_a_size_are_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = ops.sqr(new_input("f32", 4, name="a"), name="x")
+    info = describe(Graph(x)).tensors[1]
+    read: list[str] = []
+    step: Any = SimpleNamespace(values=lambda t: (read.append(t.name), np.array([1.0, np.nan, 2.0, 3.0]))[1])
+    for most, known in ((3, False), (4, True)):
+        monkeypatch.setattr(first_nan, "MAX_ELEMENTS", most)
+        found = first_nan._source(step, x, info)
+        assert (found.stats is not None, found.clean) == (known, False if known else None)
+    assert read == ["x"], "of what is too large nothing is read"
+
+
 # -- what is read and said
+
+
+def test_json_from_outside_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked_json, "MAX_CHARS", 6)
+    assert parsed("[1, 2]", "a list").wholes(2) == (1, 2)
+    with pytest.raises(GraphError, match="must be at most 6 characters of JSON, got 7"):
+        parsed("[1, 23]", "a list")
+    monkeypatch.undo()
+    assert parsed(str(2**53), "a number").whole() == 2**53
+    for text, read, said in (
+        (str(2**53 + 1), lambda at: at.whole(), "a whole number from 0 to"),
+        ("[1, 2, 3]", lambda at: at.items(2), "an array of at most 2"),
+        ("[1, 2, 3]", lambda at: at.wholes(2), "an array of 2 whole numbers"),
+        ('"abc"', lambda at: at.text(2), "a text of at most 2 characters"),
+        ("true", lambda at: at.number(), "a number or one of inf"),
+        ("[" * 100_000, lambda at: at.value, "of few levels|it is not"),
+        ("NaN", lambda at: at.value, "not strict JSON"),
+    ):
+        with pytest.raises(GraphError, match=said):
+            read(parsed(text, "it"))  # type: ignore[no-untyped-call]
+
+
+def test_params_with_lists_become_the_ops_own_again() -> None:
+    params = op_spec("RESHAPE").params
+    assert params is not None and make_params("RESHAPE", {"ne": [4, 2, 1, 1]}) == params((4, 2, 1, 1))
+    with pytest.raises(GraphError, match="RESHAPE takes ReshapeParams"):
+        make_params("RESHAPE", {"ne": [4], "more": 1})
+    assert make_params("ADD", None) is None
 
 
 def test_one_newline_at_the_end_belongs_to_no_prompt() -> None:
