@@ -29,6 +29,14 @@ def test_an_error_of_twice_the_low_one_and_the_band_is_the_limit(factor: float, 
 
 
 @pytest.mark.parametrize("factor, ok", [(0.97, True), (1.03, False)])
+@pytest.mark.parametrize("low", [2.0, np.inf, np.nan])
+def test_no_low_result_lifts_the_limit_over_the_ceiling(low: float, factor: float, ok: bool) -> None:
+    node = ops.sqr(new_input("f32", 64, name="a"))
+    verdict = judge(node, _ones() * (1 + factor * F32.ceiling), _ones(), _ones() * low)
+    assert verdict.ok is ok and verdict.limit == pytest.approx(F32.ceiling**2)
+
+
+@pytest.mark.parametrize("factor, ok", [(0.97, True), (1.03, False)])
 def test_no_low_result_lifts_a_row_over_its_ceiling(factor: float, ok: bool) -> None:
     """The low-precision computation is lost in one row; another one is off by about a row's ceiling."""
     node = ops.sqr(new_input("f32", 64, 4096, name="a"))
