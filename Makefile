@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test lint types clean
+.PHONY: run test lint types mutants clean
 
 run: $(READY)
 	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
@@ -21,6 +21,12 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# Bugs of tests/mutants/*.toml, one at a time: hours for all, so that it goes on where it was stopped.
+# make mutants MUTANTS="--area ops --seconds 600"
+mutants: export OMP_WAIT_POLICY = passive
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 # The constraints file pins what these targets install; users of the package choose their own versions.
 $(READY): pyproject.toml constraints.txt

@@ -124,8 +124,13 @@ class Executable:
         given, kind = np.asarray(values), host_type(target.dtype)
         if not np.can_cast(given.dtype, kind, "same_kind"):
             raise GraphError(f"{target.name!r} is {target.describe()} and takes {kind} on the host, got {given.dtype}")
+        if not target.is_contiguous:
+            raise GraphError(
+                f"what is written must lie in one piece, {target.name!r} has gaps or another order (strides "
+                f"{list(target.nb)} bytes); write the whole of {target.root.name!r}"
+            )
         array = np.ascontiguousarray(given, dtype=kind)
-        if array.nbytes != target.data_nbytes or not target.is_contiguous:
+        if array.nbytes != target.data_nbytes:
             raise GraphError(
                 f"{target.name!r} is {target.describe()} and takes {target.data_nbytes} bytes, got an array of "
                 f"shape {list(array.shape)} and {array.nbytes} bytes"

@@ -121,6 +121,16 @@ def test_a_crash_is_saved_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["replay", str(next(tmp_path.glob("*.npz"))), "-b", "cpu"]) == 0
 
 
+def test_a_worker_has_the_seed_and_saves_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(str(c) for c in all_cases("FLASH_ATTN_EXT") if "n_q=9" in str(c) and "heads=[4,2]" in str(c))
+    args = ["-b", "broken_backends:WrongStride", "-o", name, "--seed", "5"]
+    alone = _report(capsys, *args, "-j", "0")[1][name]
+    found = _report(capsys, *args, "--save", str(tmp_path))[1][name]
+    assert found["status"] == "fail" and found["nmse"] == alone["nmse"]
+    with np.load(next(tmp_path.glob("*.npz"))) as file:
+        assert json.loads(str(file["about"]))["seed"] == 5 and file["actual"].size > 0
+
+
 def test_every_kind_of_case_survives_being_saved(tmp_path: Path) -> None:
     from graphrt.tools.conformance.saved import load_failure, save_failure
     from graphrt.tools.conformance.step import run_inputs
@@ -160,6 +170,10 @@ def test_what_failed_can_be_rerun(capsys: pytest.CaptureFixture[str]) -> None:
     code, cases = _report(capsys, *args, "--rerun-failed")
     assert code == 1 and list(cases) == [broken_backends.SPOILT]
     assert cli.main(["test", *args, "-o", "SQR", "--rerun-failed"]) == 0
+    assert cli.main(["test", *args, "-o", "SQR"]) == 0  # what did not run keeps its note, of its own backend
+    other = ["-b", "broken_backends:Right", *args[2:]]
+    assert cli.main(["test", *other, "--rerun-failed"]) == 0 and "nothing to rerun" in capsys.readouterr().err
+    assert list(_report(capsys, *args, "--rerun-failed")[1]) == [broken_backends.SPOILT]
 
 
 def test_a_printed_case_reruns_exactly_it(capsys: pytest.CaptureFixture[str]) -> None:

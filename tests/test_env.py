@@ -57,3 +57,10 @@ def test_a_flag_sets_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert hub.cache_dir() == tmp_path and os.environ["GRAPHRT_FUSE"] == "before"
     monkeypatch.setenv("GRAPHRT_CACHE", "")
     assert env.CACHE.get() is None and hub.cache_dir() != tmp_path
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for v in env.VARIABLES:
+        for value, seen in (("", None), ("0", "0"), ("x", "x")):
+            monkeypatch.setenv(v.name, value)
+            assert v.get() == seen

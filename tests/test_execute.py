@@ -11,7 +11,7 @@ from toy import NullBackend, ToyBackend
 
 import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, new_tensor, ops
-from graphrt.backend import Backend, Usage
+from graphrt.backend import Backend, Buffer, Usage
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.execute import Executable, PreparedCache
 
@@ -82,6 +82,35 @@ def test_quantized_rows_travel_as_bytes() -> None:
     raw = np.arange(2 * 34, dtype=np.uint8).reshape(1, 1, 2, 34)
     exe = _prepared(ops.get_rows(a := _a(32, 2, dt="q8_0"), _a(1, dt="i32", name="ids")), a=raw, ids=[0])
     np.testing.assert_array_equal(exe.read(a), raw)
+
+
+def test_quantized_rows_with_gaps_are_read_without_them() -> None:
+    raw = np.arange(3 * 68, dtype=np.uint8).reshape(1, 1, 3, 68)
+    a = _a(64, 3, dt="q8_0")
+    second = ops.view(a, (32, 3), a.nb[1:2], offs=34)
+    exe = _prepared(second, ops.get_rows(a, _a(1, dt="i32", name="ids")), a=raw, ids=[0])
+    np.testing.assert_array_equal(exe.read(second), raw[..., 34:])
+
+
+def test_a_tensor_with_gaps_is_not_written() -> None:
+    """Its elements don't follow one another, so that values in a row would land in what lies between."""
+    a = _a(4, 3)
+    columns, rows = ops.view(a, (2, 3), a.nb[1:2], name="columns"), ops.view(a, (4, 2), offs=16, name="rows")
+    exe = _prepared(ops.cont(columns), ops.cont(rows), columns, rows, a=np.zeros((3, 4)))
+    with pytest.raises(GraphError, match="'columns' has gaps .*write the whole of 'a'"):
+        exe.write(columns, np.ones((3, 2)))
+    assert not exe.read(a).any()
+    exe.write(rows, np.ones((2, 4)))
+    assert exe.read(a)[0, 0, :, 0].tolist() == [0, 1, 1]
+
+
+def test_of_equal_names_the_first_tensor_is_meant() -> None:
+    x = ops.scale(_a(), 2.0, name="x")
+    graph = Graph(x, ops.sqr(x, name="x"))
+    exe = graphrt.prepare(graph, "cpu")
+    exe.write("a", [1.0, 2.0, 3.0, 4.0])
+    exe.run()
+    assert graph.tensor("x") is x and exe.read("x").reshape(-1).tolist() == [2, 4, 6, 8]
 
 
 def test_views_are_read_in_their_own_order() -> None:
@@ -164,6 +193,44 @@ def test_state_lasts_from_run_to_run() -> None:
         exe.write("a", [1.0, 2.0, 3.0, 4.0])
         exe.run()
     assert exe.read(state).reshape(-1).tolist() == [3, 6, 9, 12]
+
+
+def _bound(buffer: Buffer, offset: int, n: int, name: str) -> Tensor:
+    leaf = new_input("f32", n, name=name)
+    leaf.buffer, leaf.offset = buffer, offset
+    return leaf
+
+
+def test_leafs_lie_where_they_say_in_a_buffer() -> None:
+    cpu = get_backend("cpu")
+    buffer = cpu.alloc(128, Usage.STATE)
+    buffer.write(0, np.repeat(np.array([1, 10], np.float32), 16).view(np.uint8))
+    first, second = (_bound(buffer, at, 16, name) for at, name in ((0, "first"), (64, "second")))
+    exe = graphrt.prepare(Graph(out := ops.sub(second, first)), cpu)
+    exe.run()
+    assert exe.read(out).reshape(-1).tolist() == [9.0] * 16 and exe.read(second).max() == 10.0
+
+
+def test_inputs_of_two_buffers_are_not_joined() -> None:
+    """Each lies where the other's would go on, in a buffer of its own; whichever buffer comes first."""
+    cpu = get_backend("cpu")
+    one, other = cpu.alloc(128, Usage.STATE), cpu.alloc(128, Usage.STATE)
+    leafs = [_bound(b, at, 16, f"{name}{at}") for b, name in ((one, "one"), (other, "other")) for at in (0, 64)]
+    exe = graphrt.prepare(Graph(*(ops.sqr(leaf) for leaf in leafs)), cpu)
+    for names in (("one0", "other64"), ("other0", "one64")):
+        exe.write_all({name: np.full(16, 3.0) for name in names})
+    for leaf in leafs:
+        np.testing.assert_array_equal(exe.read(leaf).reshape(-1), 3.0)
+
+
+def test_what_lies_between_inputs_in_a_buffer_of_the_users_stays() -> None:
+    cpu = get_backend("cpu")
+    buffer = cpu.alloc(128, Usage.STATE)
+    buffer.write(0, np.full(128, 7, np.uint8))
+    a, b = _bound(buffer, 0, 3, "a"), _bound(buffer, 64, 3, "b")
+    exe = graphrt.prepare(Graph(ops.add(a, b)), cpu)
+    exe.write_all({"a": [1.0] * 3, "b": [2.0] * 3})
+    assert (buffer.read(12, 52) == 7).all() and exe.read(b).reshape(-1).tolist() == [2.0] * 3
 
 
 def test_memory_that_nobody_wrote_is_nan() -> None:

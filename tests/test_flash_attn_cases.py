@@ -144,3 +144,10 @@ def test_only_what_is_hidden_is_spoiled() -> None:
 def test_the_largest_case_says_what_it_needs() -> None:
     needing = [c for c in cases("FLASH_ATTN_EXT") if c.needs_bytes]
     assert len(needing) == 1 and needing[0].axes["layout"] == "far" and needing[0].needs_bytes > 2**33
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_hides_some_keys_and_shows_some(name: str) -> None:
+    mask = MASKS[name](np.random.default_rng(0), (2, 4, 130, 513))
+    hidden = np.isneginf(mask)
+    assert 0.1 < hidden.mean() < 0.99 and not np.isnan(mask).any()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+from judging import Judged
+from reference64 import REFERENCE64
 
 from graphrt import Tensor, new_input, ops
 from graphrt.errors import GraphError
 from graphrt.op import build, op_spec, registered_ops
 from graphrt.ops.copy import ConcatParams
-from graphrt.ops.rope import RopeParams
+from graphrt.ops.rope import RopeParams, yarn_ramp
+from graphrt.ops.soft_max import alibi_slopes
+from graphrt.testing import all_cases
 
 
 def t(dt: str, *ne: int, name: str = "t") -> Tensor:
@@ -195,6 +200,67 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2), max_bias=8.0), ("needs a mask", "f32[4, 2]")),
     ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2, 3), None, f32(2)), ("one value for each", "f32[2]")),
     ("SOFT_MAX", lambda: ops.soft_max(f32(4), scale=math.inf), ("scale must be finite", "inf")),
+    ("ADD", lambda: ops.add(f32(4), t("i32", 4)), ("float types", "i32[4]")),
+    ("SQR", lambda: build(op_spec("SQR"), f32(4), f32(4)), ("takes 1 to 1 sources, got 2",)),
+    ("GLU", lambda: ops.glu(f32(4), t("f16", 4), "swiglu"), ("one type and shape", "f32[4]", "f16[4]")),
+    ("ARGMAX", lambda: ops.argmax(f32(4, 2, 1, 3)), ("f32 matrix", "f32[4, 2, 1, 3]")),
+    ("SAMPLE", lambda: ops.sample(f32(4, 2), f32(2, 2)), ("one number", "f32[2, 2]")),
+    ("SAMPLE", lambda: ops.sample(f32(4), f32(1), ops.SampleParams(temp=math.inf)), ("finite and over 0, got inf",)),
+    ("SAMPLE", lambda: ops.sample(f32(4), f32(1), ops.SampleParams(top_p=95)), ("must be 0 to 1, got 95",)),
+    ("KQ_MASK", lambda: ops.kq_mask(t("i32", 4), t("i32", 2), 2**31), ("to 2147483647, got 2147483648",)),
+    (
+        "KQ_MASK",
+        lambda: ops.kq_mask(ops.transpose(t("i32", 3, 4)), t("i32", 2, 3)),
+        ("cells' positions must lie side by side", "ops.cont"),
+    ),
+    ("MUL_MAT", lambda: ops.mul_mat(f32(4, 2, 1, 2), f32(4, 2, 1, 3)), ("dimensions 2 and 3", "f32[4, 2, 1, 3]")),
+    (
+        "MUL_MAT_ID",
+        lambda: ops.mul_mat_id(f32(4, 2, 3), f32(4, 1, 5, 2), t("i32", 2, 5)),
+        ("three dimensions", "f32[4, 1, 5, 2]"),
+    ),
+    ("GET_ROWS", lambda: ops.get_rows(f32(4, 9, 1, 2), t("i32", 2, 1, 3)), ("must match dimensions 2 and 3",)),
+    ("GET_ROWS", lambda: ops.get_rows(f32(4, 9), t("i32", 2, 1, 1, 2)), ("[n, d2, d3]", "i32[2, 1, 1, 2]")),
+    ("SET_ROWS", lambda: ops.set_rows(t("bf16", 4, 2), t("i64", 2), f32(4, 9)), ("rows must be f32 or f16",)),
+    ("SET_ROWS", lambda: ops.set_rows(f32(4, 2, 3), t("i64", 2), f32(4, 9, 2)), ("agree in dimensions 2 and 3",)),
+    (
+        "SET_ROWS",
+        lambda: ops.set_rows(f32(4, 2, 1, 3), t("i64", 2, 1, 2), f32(4, 9, 1, 3)),
+        ("must divide dimensions 2 and 3", "i64[2, 1, 2]"),
+    ),
+    ("CPY", lambda: ops.cpy(t("i32", 4), f32(4)), ("integer types only", "i32[4]")),
+    ("CONCAT", lambda: ops.concat(t("q8_0", 32), t("q8_0", 32), 0), ("one plain type", "q8_0[32]")),
+    ("REPEAT", lambda: ops.repeat(t("q8_0", 32), 64), ("plain type", "q8_0[32]")),
+    ("PERMUTE", lambda: ops.permute(t("q8_0", 32, 2, 3), 2, 0, 1, 3), ("dimension 0, which must stay",)),
+    ("ROPE", lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(0)), ("n_dims must be even", "got 0")),
+    (
+        "ROPE",
+        lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4, freq_base=1.0, n_ctx_orig=16, ext_factor=1.0)),
+        ("freq_base over 1, got 1.0",),
+    ),
+    (
+        "ROPE",
+        lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4), t("f16", 2)),
+        ("frequency factors must be f32", "f16[2]"),
+    ),
+    ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2, 1, 3), f32(4, 2, 1, 2)), ("mask must divide", "f32[4, 2, 1, 2]")),
+    ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2, 3), None, t("f16", 3)), ("sinks must be f32", "f16[3]")),
+    (
+        "FLASH_ATTN_EXT",
+        lambda: _attn(f32(8, 1, 2, 2), f32(8, 4, 2, 3), f32(8, 4, 2, 3)),
+        ("equally many sequences", "f32[8, 1, 2, 2]", "f32[8, 4, 2, 3]"),
+    ),
+    (
+        "FLASH_ATTN_EXT",
+        lambda: _attn(f32(8, 2, 1, 3), f32(8, 4, 1, 3), f32(8, 4, 1, 3), t("f16", 4, 2, 1, 2)),
+        ("must divide n_head and n_seq", "f16[4, 2, 1, 2]"),
+    ),
+    ("FLASH_ATTN_EXT", lambda: _attn(f32(8, 1), f32(8, 4), f32(8, 4), softcap=-1.0), ("not negative", "softcap=-1.0")),
+    (
+        "FLASH_ATTN_EXT",
+        lambda: _attn(f32(8, 1, 2), f32(8, 4, 2), f32(8, 4, 2), sinks=t("f16", 2)),
+        ("sinks must be f32", "f16[2]"),
+    ),
     ("FLASH_ATTN_EXT", lambda: _attn(t("f16", 8, 1), f32(8, 4), f32(8, 4)), ("q must be f32", "f16[8]")),
     ("FLASH_ATTN_EXT", lambda: _attn(f32(8, 1), f32(4, 4), f32(8, 4)), ("equal head size", "f32[8]", "f32[4, 4]")),
     (
@@ -236,6 +302,26 @@ def test_a_bad_call_is_refused_with_rule_and_shapes(op: str, bad: Callable[[], o
     assert op in message or "must be one of" in message, message
 
 
+#: What lies just inside of a rule.
+TAKEN: list[Callable[[], Tensor]] = [
+    lambda: ops.clamp(f32(4), 1.0, 1.0),
+    lambda: ops.sample(f32(4), f32(1), ops.SampleParams(top_k=1024, top_p=1.0, min_p=1.0, min_keep=1024)),
+    lambda: ops.sample(f32(4), f32(1), ops.SampleParams(top_p=0.0, min_p=0.0, min_keep=0)),
+    lambda: ops.kq_mask(t("i32", 4), t("i32", 2), 2**31 - 1),
+    lambda: ops.top_k(f32(4), 4),
+    lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4), f32(2)),
+    lambda: ops.norm(f32(4), 0.0),
+    lambda: ops.view(f32(4, 2), (4,), offs=16),
+    lambda: ops.soft_max(f32(4, 2), f32(4, 2)),
+    lambda: ops.mul_mat(f32(4, 2, 2, 3), f32(4, 2, 4, 3)),
+]
+
+
+@pytest.mark.parametrize("make", TAKEN, ids=lambda make: str(TAKEN.index(make)))
+def test_what_is_just_right_is_taken(make: Callable[[], Tensor]) -> None:
+    assert make().n_elements > 0
+
+
 def test_every_op_refuses_something() -> None:
     assert {row[0] for row in REFUSED} == set(registered_ops())
 
@@ -251,7 +337,7 @@ def _row_view(a: Tensor) -> Tensor:
     return ops.view(a, (8, 4), a.nb[1:2])
 
 
-K = t("f16", 16, 4)
+K, KV = t("f16", 16, 4), t("f16", 16, 8)
 #: (node, FLOPs, bytes): numbers of elements times sizes, written out.
 WORK: list[tuple[Tensor, int, int]] = [
     (ops.add(f32(4, 3), f32(4)), 12, 48 + 16 + 48),
@@ -307,6 +393,11 @@ WORK: list[tuple[Tensor, int, int]] = [
         16 * 12 * 4 + 16 * 14 * 2 + 34 * 14 + 7 * 3 * 2 + 32 * 12 * 4,
     ),
     (ops.flash_attn_ext(f32(16, 1), K, _row_view(K), None, 1.0), 2 * (16 + 8) * 4, 64 + 128 + 32),
+    (  # a v that lies behind k in one buffer costs its bytes, one that lies in k does not
+        ops.flash_attn_ext(f32(16, 1), ops.view(KV, (16, 4)), ops.view(KV, (16, 4), offs=4 * 32), None, 1.0),
+        2 * (16 + 16) * 4,
+        64 + 2 * 128 + 64,
+    ),
     (ops.flash_attn_lse(f32(16, 3, 4), t("f16", 16, 7, 2), None, 1.0), 2 * 16 * 7 * 12, 768 + 448 + 48),
     (ops.mul((x := f32(4)), x), 4, 16 + 16),
 ]
@@ -319,3 +410,54 @@ def test_work_is_what_a_hand_computes(node: Tensor, flops: int, nbytes: int) -> 
 
 def test_every_op_has_a_work_example() -> None:
     assert {row[0].op for row in WORK} == set(registered_ops())
+
+
+@pytest.mark.parametrize("op", [name for name, spec in registered_ops().items() if spec.inplace])
+def test_a_result_that_may_take_its_sources_memory_needs_no_other_row_of_it(op: str) -> None:
+    """A kernel works row by row: what it writes in a source's place, no later row may need."""
+    checked = 0
+    for case in (c for c in all_cases(op) if not c.needs_bytes):
+        judged = Judged(case)
+        node, values = judged.node, judged.values(np.float64)
+        for i in op_spec(op).inplace:
+            source = node.src[i] if i < len(node.src) else None
+            if source is None or source.ne != node.ne or source.n_rows < 2:
+                continue
+            changed = [v if v is None else v.copy() for v in values]
+            changed[i][0, 0, 0] = values[i][-1, -1, -1] + 1.0  # type: ignore[index]
+            before, after = (REFERENCE64[op](node, *given) for given in (values, changed))
+            same = np.isclose(before, after, rtol=0, atol=0, equal_nan=True).reshape(-1, node.ne[0]).all(1)
+            assert same[1:].all(), str(case)
+            checked += 1
+        if checked > 4:
+            break
+    assert checked, f"no case of {op} shows it"
+
+
+def test_an_op_that_maps_elements_may_take_its_sources_memory() -> None:
+    """Without that each step of a chain needs memory of its own."""
+    mapping = {
+        "ADD": (0,), "SUB": (0,), "MUL": (0,), "DIV": (0,), "SCALE": (0,), "CLAMP": (0,), "SQR": (0,), "SQRT": (0,),
+        "FILL": (0,), "UNARY": (0,), "GLU": (0, 1), "NORM": (0,), "RMS_NORM": (0,), "L2_NORM": (0,), "SOFT_MAX": (0,),
+        "ROPE": (0,), "ADD_ID": (0,),
+    }  # fmt: skip
+    assert {name: spec.inplace for name, spec in registered_ops().items() if spec.inplace} == mapping
+
+
+def test_slopes_of_heads_by_hand() -> None:
+    """The paper's series for a power of two; for 6 heads that of 4, then every other term of that of 8."""
+    assert alibi_slopes(3, 0.0) == [1.0] * 3
+    assert alibi_slopes(4, 8.0) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+    assert alibi_slopes(6, 8.0) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+
+
+@pytest.mark.parametrize(
+    "params, ramp",
+    [
+        (RopeParams(8, n_ctx_orig=16, ext_factor=1.0), [1, 0, 0, 0]),  # corners -1.1 and 0.4
+        (RopeParams(8, n_ctx_orig=10**5, ext_factor=1.0, beta_fast=1e3), [1, 1, 0.75, 0.5]),  # 1.2 and 4.2
+        (RopeParams(8, n_ctx_orig=10**9, ext_factor=0.5, beta_fast=1e6), [0.5, 0.5, 0.5, 0.4]),  # 2.2 and 8.2
+    ],
+)
+def test_yarns_ramp_by_hand(params: RopeParams, ramp: list[float]) -> None:
+    assert yarn_ramp(params) == pytest.approx(ramp)

@@ -115,6 +115,12 @@ def test_the_best_gap_is_used() -> None:
     assert result.offsets["new"] == result.offsets["b"] and result.peak == result.total - 128
 
 
+def test_of_equal_peaks_the_first_step_is_named() -> None:
+    made = [Request("a", 64, 0, 0), Request("b", 128, 1, 1), Request("c", 64, 2, 2), Request("d", 128, 3, 3)]
+    result = plan_memory(made, ALIGNMENT)
+    assert (result.live_peak, result.peak_step) == (128, 1)
+
+
 def test_nothing_asked_nothing_planned() -> None:
     assert plan_memory([], ALIGNMENT).peak == 0
 

@@ -90,6 +90,16 @@ def _buffer_is_small() -> Graph:
     return Graph(ops.sqr(_bound(Usage.STATE, 60)))
 
 
+def _leaf_ends_outside_its_buffer() -> Graph:
+    leaf = _bound(Usage.STATE, 64)
+    leaf.offset = 4
+    return Graph(ops.sqr(leaf))
+
+
+def _output_has_no_data() -> Graph:
+    return Graph(ops.sqr(new_tensor("f32", 4, name="empty").as_output()))
+
+
 def _leaf_has_no_data() -> Graph:
     return Graph(ops.sqr(new_tensor("f32", 4, name="empty")))
 
@@ -107,7 +117,9 @@ BROKEN = [
     ("weights are never written", _weights_are_written),
     ("weights are never written", _weights_are_written_through_a_view),
     ("leafs fit their buffers", _buffer_is_small),
+    ("leafs fit their buffers", _leaf_ends_outside_its_buffer),
     ("leafs have data", _leaf_has_no_data),
+    ("leafs have data", _output_has_no_data),
 ]
 
 
@@ -127,6 +139,12 @@ def test_every_rule_is_broken_here() -> None:
 def test_a_graph_has_outputs() -> None:
     with pytest.raises(GraphError, match="at least one output, got none"):
         check_graph(Graph())
+
+
+def test_a_leaf_may_end_where_its_buffer_does() -> None:
+    leaf = _bound(Usage.STATE, 80)
+    leaf.offset = 16
+    check_graph(Graph(ops.sqr(leaf)))
 
 
 def test_valid_graphs_break_no_rule() -> None:

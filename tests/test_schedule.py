@@ -193,6 +193,43 @@ def test_a_copy_is_renewed_after_its_source_was_written(owner: int) -> None:
     np.testing.assert_allclose(exe.read(after)[0, 0, :, 0], function([4, 0, 0, 2, 0]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("owner", [0, 1], ids=["toy", "cpu"])
+def test_a_copy_of_a_view_is_renewed_too(owner: int) -> None:
+    """One view is read on the other backend before and after the buffer that it looks at is written."""
+    backends = both()
+    cache = _leaf(backends[owner], Usage.STATE, np.zeros((5, 4), np.float32), "cache")
+    look = ops.view(cache, (4, 3), cache.nb[1:2], offs=cache.nb[1], name="look")
+    rows, ids = new_input("f32", 4, 2, name="rows"), new_input("i64", 2, name="ids")
+    function = ops.sqrt if owner == 0 else ops.sqr
+    before = function(look, name="before")
+    written = ops.set_rows(ops.scale(rows, 2.0), ids, cache, name="written")
+    after = function(look, name="after")
+    exe = _run(Graph(before, written, after), backends, rows=[[8.0] * 4, [2.0] * 4], ids=[3, 0])
+    assert exe.read(before).max() == 0.0
+    assert exe.read(after)[0, 0, :, 0].tolist() == [0, 0, 4.0 if owner == 0 else 256.0]
+
+
+def test_three_backends_have_a_copy_each() -> None:
+    class Other(ToyBackend):
+        name = "other"
+
+        def supports(self, node: Tensor) -> str | None:
+            return None if node.op == "SQR" else "it takes SQR alone"
+
+    x = ops.scale(_a(), 2.0, name="x")
+    out = ops.add(ops.sqr(x, name="not_here"), ops.sqrt(x, name="root"), name="out")
+    exe = _run(Graph(out), [ToyBackend(), Other(), get_backend("cpu")], a=[2.0] * 4)
+    copies = [(c.source.name, c.target.name) for s in exe.splits for c in s.copies if c.source is x]
+    assert copies == [("x", "other#x"), ("x", "cpu#x")]
+    assert exe.read(out).reshape(-1).tolist() == [18.0] * 4
+
+
+def test_a_name_of_any_length_can_be_copied() -> None:
+    x = ops.scale(_a(), 2.0, name="x" * 63)
+    exe = _run(Graph(out := ops.sqrt(x)), both(), a=[2.0] * 4)
+    assert exe.read(out).reshape(-1).tolist() == [2.0] * 4
+
+
 def test_a_buffer_of_an_absent_backend_is_read_but_not_written() -> None:
     toy, cpu = both()
     graph, *_ = _cache_graph(toy, cpu, toy)
@@ -281,3 +318,16 @@ def test_what_is_written_into_later_lies_where_it_can_be() -> None:
     )
     assert exe.read(written)[0, :, :, 0].tolist() == [[2, 0, 2], [2, 0, 2]]
     assert exe.read(also)[0, :, :, 0].tolist() == [[1, 0, 1], [1, 0, 1]]
+
+
+def test_every_later_writer_has_a_say_where_a_tensor_lies() -> None:
+    """toy could write the first matrix of a, not all of it."""
+    a = new_input("f32", 4, 3, 2, name="a")
+    ids = new_input("i64", 1, name="ids")
+    one = ops.set_rows(new_input("f32", 4, 1, name="row"), ids, ops.view(a, (4, 3)), name="one")
+    all_of_it = ops.set_rows(new_input("f32", 4, 1, 2, name="rows"), ids, a, name="all of it")
+    exe = _run(
+        Graph(one, all_of_it), both(), a=np.ones((2, 3, 4)), ids=[1], row=np.zeros(4), rows=np.full((2, 1, 4), 5.0)
+    )
+    assert exe.schedule.homes[a] == "cpu"
+    assert exe.read(all_of_it)[0, :, :, 0].tolist() == [[1, 5, 1], [1, 5, 1]]

@@ -88,6 +88,18 @@ def test_contiguity() -> None:
     assert not ops.view(q, (32, 4), q.nb[1:2]).is_contiguous
 
 
+def test_rows_of_one_element_or_block_have_no_gaps() -> None:
+    a, q = new_tensor("f32", 4, 3), new_tensor("q8_0", 64, 4)
+    assert ops.transpose(ops.view(a, (4, 1), a.nb[1:2])).has_contiguous_rows
+    assert ops.view(q, (32, 4), q.nb[1:2]).has_contiguous_rows
+
+
+def test_a_view_of_quantized_rows_without_strides() -> None:
+    q = new_tensor("q8_0", 64, 4)
+    assert ops.view(q, (64, 3), offs=68).nb == q.nb[:2] + (3 * 68, 3 * 68)
+    assert ops.view(q, (32, 2)).nb == (34, 34, 68, 68)
+
+
 @given(
     st.lists(st.integers(1, 5), min_size=4, max_size=4),
     st.permutations(range(4)),

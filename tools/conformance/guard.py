@@ -115,14 +115,17 @@ class Guarded:
         self.backend.synchronize()
         return self._result(self.place(self.node))
 
-    def run_in_place(self) -> Array | None:
-        """The same with the result in its source's memory, where the op allows that and the layouts agree."""
-        spec = op_spec(self.node.op)
-        sources = [s for i in spec.inplace if i < len(self.node.src) and (s := self.node.src[i]) is not None]
-        fits = [s for s in sources if s.is_leaf and s.nb == self.node.nb and s.ne == self.node.ne]
-        if len(self.nodes) > 1 or not fits or [s.root for s in self.node.sources()].count(fits[0]) > 1:
-            return None
-        shared = self.places[fits[0]]
+    def run_in_place(self) -> list[Array]:
+        """The same with the result in a source's memory, for each that the op allows and whose layout agrees."""
+        sources = [self.node.src[i] for i in op_spec(self.node.op).inplace if i < len(self.node.src)]
+        roots = [s.root for s in self.node.sources()]
+        fits = [s for s in sources if s is not None and s.is_leaf and s.nb == self.node.nb and s.ne == self.node.ne]
+        if len(self.nodes) > 1:
+            return []
+        return [self._run_at(self.places[s]) for s in fits if roots.count(s) == 1]
+
+    def _run_at(self, shared: Place) -> Array:
+        """The result of a run that writes it to `shared`."""
         program = self._compile(lambda t: shared if t is self.node else self.place(t))
         self.reset()
         program()

@@ -66,13 +66,13 @@ class Outcome:
 @dataclass
 class _Ran:
     """What a backend did. refusal: its reason not to; rounded: what it says it rounds activations to; actual: the
-    result as stored; problems: what else was wrong."""
+    result as stored; in_place: the results in sources' memory; problems: what else was wrong."""
 
     refusal: str | None = None
     rounded: str | None = None
     crash: str | None = None
     actual: Array | None = None
-    in_place: Array | None = None
+    in_place: list[Array] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -138,8 +138,8 @@ def _judged(name: str, op: str, inputs: Inputs, ran: _Ran, known: Known, started
     assert ran.actual is not None
     verdict = known.judge(inputs.result, ran.actual)
     problems = [verdict.message] if verdict.message else []
-    if not problems and ran.in_place is not None:
-        again = known.judge(inputs.result, ran.in_place)
+    for result in ran.in_place if not problems else ():
+        again = known.judge(inputs.result, result)
         problems += [f"in its source's memory it is wrong: {again.message}"] if again.message else []
     return _outcome(name, op, verdict, problems + ran.problems, time.perf_counter() - started, known.rounded)
 
@@ -174,7 +174,7 @@ def _run(inputs: Inputs, backend: Backend) -> _Ran:
     if backend.deterministic:
         problems += _differences(actual, guarded.run())
     problems += uncalled(inputs, backend.redone(guarded.program))
-    in_place = guarded.run_in_place() if op_spec(inputs.result.op).inplace else None
+    in_place = guarded.run_in_place() if op_spec(inputs.result.op).inplace else []
     return _Ran(actual=actual, in_place=in_place, problems=problems)
 
 
