@@ -501,3 +501,27 @@ def test_phi_3_special_tokens_swallow_spaces() -> None:
     end = t.texts.index("<|end|>")
     spaced = t.encode("<|end|> \n a", add_bos=False, parse_special=True)
     assert spaced == t.encode("<|end|>a", add_bos=False, parse_special=True) and spaced[0] == end
+
+
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [({"general.architecture": "jina-bert-v3"}, "<mask>"), ({"general.name": "Modern-BERT base"}, "[MASK]")],
+)
+def test_a_mask_swallows_the_spaces_before_it(model: dict[str, str], mask: str) -> None:
+    """And none of those behind it, nor any elsewhere."""
+    md = metadata("llama", [*SPM, (mask, 0.0, CONTROL)], add_space_prefix=False)
+    t, plain = Tokenizer.from_metadata(md | model), Tokenizer.from_metadata(md)
+
+    def pieces(tokenizer: Tokenizer, text: str) -> list[bytes]:
+        return [tokenizer.piece(i) for i in tokenizer.encode(text, add_bos=False, parse_special=True)]
+
+    name = mask.encode()
+    assert pieces(t, f" a \n {mask}  b {mask}") == [b" a", name, b" ", b" ", b"b", name]
+    assert pieces(t, f"{mask} a ") == [name, b" a", b" "]
+    assert pieces(plain, f"a {mask}b") == [b"a", b" ", name, b"b"]
+
+
+def test_special_tokens_are_sought_by_their_bytes() -> None:
+    """The one of more bytes is found first, though it has fewer characters."""
+    t = Tokenizer.from_metadata(metadata("llama", [*SPM, ("abba", 0.0, USER), ("aéé", 0.0, USER)]))
+    assert t.texts[269:] == ["abba", "aéé"] and t.encode("abbaéé", add_bos=False)[-1] == 270
