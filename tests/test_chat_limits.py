@@ -30,8 +30,8 @@ EDGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: chat_limits.weigh(["a" * 10**6] * 4), lambda: chat_limits.weigh(["a" * 10**6] * 5),
     ),
     "what a dict holds": (
-        lambda: chat_limits.weigh({i: "a" * 10**6 for i in range(4)}),
-        lambda: chat_limits.weigh({i: "a" * 10**6 for i in range(5)}),
+        lambda: chat_limits.weigh(dict.fromkeys(range(4), "a" * 10 ** 6)),
+        lambda: chat_limits.weigh(dict.fromkeys(range(5), "a" * 10 ** 6)),
     ),
     "the keys of a dict": (
         lambda: chat_limits.weigh({"a" * 10**6 + str(i): 0 for i in range(4)}),
@@ -138,7 +138,7 @@ def test_all_values_of_a_rendering_add_up(value: Any, weight: int, monkeypatch: 
 
 
 def test_what_a_filter_made_counts_with_all_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = "a b c".split()
+    parts = ["a", "b", "c"]
     whole = chat_limits.weigh(parts)
     assert whole == 16 + 3 * 8 + 3 * (EMPTY + 1)
     monkeypatch.setattr(chat_limits, "MAX_TOTAL", 2 * whole)

@@ -1,0 +1,259 @@
+"""Programs of the fast CPU kernels: what a program's words promise, whoever comes late; and matrices in slices."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graphrt import Graph, Tensor, get_backend, new_input, ops, prepare
+from graphrt.backends.cpu import fast
+
+if reason := fast.available():
+    pytest.skip(reason, allow_module_level=True)
+from graphrt.backends.cpu import products
+from graphrt.backends.cpu.fast import pool
+from graphrt.testing import nmse, quantize
+
+SMALL, LARGE, THREADS = 1, 1 << 30, 4
+
+
+@dataclass(frozen=True)
+class FakeKernel:
+    address: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of a packed program. group: the number of its group; target: chunks done when it and all before are."""
+
+    group: int
+    chunks: int
+    target: int
+    chained: bool
+    waits: bool
+
+
+def packed(groups: Sequence[Sequence[int]]) -> tuple[list[Item], int]:
+    """The items of groups of steps, given by their memory traffic, and the number of threads."""
+    entry = pool.Entry(FakeKernel(), (ctypes.c_int64 * 1)())  # type: ignore[arg-type]
+    words = pool._pack([[(entry, n) for n in group] for group in groups], THREADS)
+
+    def word(offset: int) -> int:
+        return ctypes.c_int64.from_address(words.address + offset).value
+
+    group_of = [i for i, group in enumerate(groups) for _ in group]
+    assert word(pool._N_ITEMS) == len(group_of)
+    items = []
+    for i, group in enumerate(group_of):
+        at = pool._ITEMS + i * pool._ITEM
+        flags = word(at + pool._FLAGS)
+        items.append(
+            Item(group, word(at + pool._N_CHUNKS), word(at + pool._TARGET), *(bool(flags & f) for f in (2, 1)))
+        )
+    assert (pool._CHAINED, pool._WAIT) == (2, 1)
+    return items, word(pool._N_THREADS)
+
+
+def check(items: Sequence[Item]) -> None:
+    """No item begins before all of the groups before its own are done.
+
+    A thread takes a chunk of an item, and whoever takes an item's only chunk goes through the chained ones behind it in
+    order. So what a thread can be sure of when it begins an item is: what was waited for, and its own chain.
+    """
+    sure, target, chain, pending = -1, 0, [], -1
+    for i, item in enumerate(items):
+        if item.chained:
+            assert chain and item.chunks == 1, "a chained item is one chunk's, behind a head of one chunk"
+            chain.append(i)
+        else:
+            sure = max(sure, pending)
+            chain, pending = ([i] if item.chunks == 1 else []), -1
+            target += item.chunks
+        if item.waits:  # a head waits for its whole chain, which is in one chunk
+            assert not item.chained, "only who takes chunks comes by to wait"
+            last = i
+            while last + 1 < len(items) and items[last + 1].chained:
+                last += 1
+            pending = last
+        assert item.target == target, "as many chunks as there are up to here"
+        needed = {j for j in range(i) if items[j].group < item.group}
+        assert all(j <= sure or j in chain for j in needed), f"item {i} begins before {needed}"
+
+
+@pytest.mark.parametrize("sizes", [2, 3, 4])
+def test_no_step_begins_before_those_that_it_needs(sizes: int) -> None:
+    """All programs of so many groups of one to three small or large steps."""
+    forms = [form for n in (1, 2, 3) for form in itertools.product((SMALL, LARGE), repeat=n)]
+    if sizes == 4:
+        forms = [form for form in forms if len(form) < 3]
+    for groups in itertools.product(forms, repeat=sizes):
+        items, threads = packed(groups)
+        check(items)
+        assert [item.chunks for item in items] == [THREADS if n == LARGE else 1 for g in groups for n in g]
+        assert threads == (1 if items[-1].target == 1 else THREADS)
+
+
+def test_small_steps_are_one_chain() -> None:
+    items, threads = packed([[SMALL], [SMALL, SMALL], [SMALL]])
+    assert [item.chained for item in items] == [False, True, True, True] and threads == 1
+    items, _ = packed([[LARGE, SMALL], [SMALL]])
+    assert [item.chained for item in items] == [False, False, False], "the large one may still run"
+
+
+# ---- matrices in slices ----
+
+
+def both(graph: Graph) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(fast, reference) of each output, for the same random inputs."""
+    exes = [prepare(graph, get_backend("cpu", exact=exact)) for exact in (False, True)]
+    rng = np.random.default_rng(3)
+    for leaf in graph.inputs:
+        values: Any = rng.standard_normal(leaf.shape).astype(np.float32)
+        if leaf.dtype.kind == "int":
+            values = rng.integers(0, 3, leaf.shape)
+        elif leaf.dtype.is_quantized:
+            values = quantize(values, leaf.dtype, rng)
+        for exe in exes:
+            exe.write(leaf, values)
+    for exe in exes:
+        exe.run()
+    fast_one, exact = exes
+    return [(fast_one.read(out), exact.read(out)) for out in graph.outputs]
+
+
+def leaf(name: str, *ne: int, kind: str = "f32") -> Tensor:
+    return new_input(kind, *ne, name=name)
+
+
+def _product(rows: int, kind: str) -> Graph:
+    return Graph(ops.mul_mat(leaf("w", 64, rows, kind=kind), leaf("x", 64, 11)))
+
+
+def _with_residual(rows: int, kind: str) -> Graph:
+    made = ops.mul_mat(leaf("w", 64, rows, kind=kind), leaf("x", 64, 11))
+    return Graph(ops.add(leaf("r", rows, 11), made))
+
+
+def _gate(rows: int, kind: str) -> Graph:
+    x = leaf("x", 64, 11)
+    gate, up = (ops.mul_mat(leaf(name, 64, rows, kind=kind), x) for name in ("gate", "up"))
+    return Graph(ops.glu(gate, up, "swiglu"))
+
+
+def _experts(rows: int, kind: str) -> Graph:
+    ids = leaf("ids", 2, 11, kind="i32")
+    made = ops.mul_mat_id(leaf("w", 64, rows, 3, kind=kind), leaf("x", 64, 2, 11), ids)
+    return Graph(ops.add_id(made, leaf("b", rows, 3), ids))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "f16"])
+@pytest.mark.parametrize("make", [_product, _with_residual, _gate, _experts])
+def test_large_matrices_are_decoded_in_slices(make: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last slice is shorter, of one row, or as long as all others; one may be the whole matrix."""
+    monkeypatch.setattr(products, "SLICE_BYTES", 4 * 4 * 64 + 100)  # four rows and a half
+    for rows in (10, 9, 8, 4, 3):
+        for found, expected in both(make(rows, kind)):
+            assert nmse(found, expected) < 1e-12
+
+
+def test_a_slice_is_as_long_as_its_bytes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[tuple[int, int]] = []
+    slices = products.matrix_slices
+
+    def noted(*args: Any) -> Any:
+        for start, stop, decode, matrix in slices(*args):
+            assert matrix.shape == (stop - start, 64)
+            cut.append((start, stop))
+            yield start, stop, decode, matrix
+
+    monkeypatch.setattr(products, "matrix_slices", noted)
+    for nbytes, wanted in ((4 * 4 * 64, [(0, 4), (4, 8), (8, 10)]), (1, [(i, i + 1) for i in range(10)])):
+        monkeypatch.setattr(products, "SLICE_BYTES", nbytes)
+        cut.clear()
+        both(_product(10, "q8_0"))
+        assert cut == wanted
+
+
+# ---- uses outside of models ----
+
+
+def _weight_with_gaps() -> Graph:
+    """Every other element of a matrix as a norm's row of weights."""
+    row = ops.transpose(ops.view(leaf("w", 2, 32), (1, 32), (8,)))
+    return Graph(ops.mul(ops.rms_norm(leaf("x", 32, 3), 1e-5), row))
+
+
+def _row_times_norm() -> Graph:
+    """A norm of one row: both sources of the MUL are rows."""
+    return Graph(ops.mul(leaf("w", 32), ops.rms_norm(leaf("x", 32), 1e-5)))
+
+
+def _product_and_itself() -> Graph:
+    made = ops.mul_mat(leaf("w", 32, 5, kind="q8_0"), leaf("x", 32, 3))
+    return Graph(ops.add(made, made))
+
+
+def _gate_of_two_inputs() -> Graph:
+    w, u = leaf("w", 32, 5, kind="q8_0"), leaf("u", 32, 5, kind="q8_0")
+    return Graph(ops.glu(ops.mul_mat(w, leaf("x", 32, 3)), ops.mul_mat(u, leaf("y", 32, 3)), "swiglu"))
+
+
+def _gate_the_other_way() -> Graph:
+    x = leaf("x", 32, 3)
+    up, gate = ops.mul_mat(leaf("w", 32, 5, kind="q8_0"), x), ops.mul_mat(leaf("u", 32, 5, kind="q8_0"), x)
+    return Graph(up, ops.glu(gate, up, "swiglu"))
+
+
+def _turned_gate() -> Graph:
+    """GLU(second product, first product), and nobody else reads these."""
+    x = leaf("x", 32, 3)
+    first, second = (ops.mul_mat(leaf(name, 32, 5, kind="q8_0"), x) for name in "ab")
+    whole = Graph(first, ops.glu(second, first, "swiglu"))
+    return Graph(whole.outputs[1])
+
+
+def _scales_and_tanh(inner: float, outer: float, bias: tuple[float, float]) -> Graph:
+    bent = ops.unary(ops.scale(leaf("x", 32, 3), inner, bias[0]), "tanh")
+    return Graph(ops.scale(bent, outer, bias[1]))
+
+
+def _repeated_rows() -> Graph:
+    return Graph(ops.add(leaf("a", 32, 4, 3), leaf("b", 32, 1, 3)), ops.mul(leaf("c", 32, 4), leaf("d", 32, 2)))
+
+
+def _two_sequences_rotated() -> Graph:
+    return Graph(ops.rope(leaf("x", 32, 2, 3, 2), leaf("pos", 3, kind="i32"), ops.RopeParams(32, "neox")))
+
+
+def _factors_that_are_an_input() -> Graph:
+    params = ops.RopeParams(32, "neox")
+    return Graph(ops.rope(leaf("x", 32, 2, 3), leaf("pos", 3, kind="i32"), params, ops.sqr(leaf("f", 16))))
+
+
+OUTSIDE = {
+    "a norm's weights with gaps": _weight_with_gaps,
+    "a row times a norm": _row_times_norm,
+    "a product added to itself": _product_and_itself,
+    "gate and up of two inputs": _gate_of_two_inputs,
+    "a gate that comes second": _gate_the_other_way,
+    "a gate that comes second and alone": _turned_gate,
+    "no cap: 2 tanh 3 x": lambda: _scales_and_tanh(3.0, 2.0, (0.0, 0.0)),
+    "a cap with a bias before": lambda: _scales_and_tanh(0.5, 2.0, (0.25, 0.0)),
+    "a cap with a bias behind": lambda: _scales_and_tanh(0.5, 2.0, (0.0, 0.25)),
+    "a cap": lambda: _scales_and_tanh(0.5, 2.0, (0.0, 0.0)),
+    "rows that repeat": _repeated_rows,
+    "two sequences rotated": _two_sequences_rotated,
+    "frequency factors that a node makes": _factors_that_are_an_input,
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_no_model_has_is_right_too(what: str) -> None:
+    for found, expected in both(OUTSIDE[what]()):
+        assert nmse(found, expected) < 1e-11
