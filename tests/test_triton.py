@@ -168,7 +168,19 @@ def _classes(mask: np.ndarray, tokens: int, block_n: int) -> dict[tuple[int, int
     return found
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "holes", "bias", "hidden", "open"])
+def _of_blocks(kinds: str, n_q: int, n_kv: int) -> np.ndarray:
+    """A mask whose k-blocks of 64 are, in turn, hidden, full or partial."""
+    blocks = {"-": np.full(64, -np.inf), "f": np.zeros(64), "p": np.where(np.arange(64) < 9, -np.inf, 0.0)}
+    return np.tile(np.concatenate([blocks[kind] for kind in kinds])[:n_kv], (n_q, 1))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("causal", "window", "holes", "bias", "hidden", "open"),
+        *("f-fp-", "ff-p-", "-ffpp", "fp-p-", "-p-pp", "--pp-", "fpf-p", "pf-p-", "ff-pp"),
+    ],
+)
 def test_the_plan_of_a_mask(kind: str) -> None:
     n_q, n_kv, rng = 70, 300, np.random.default_rng(3)
     mask = {
@@ -178,7 +190,8 @@ def test_the_plan_of_a_mask(kind: str) -> None:
         "bias": rng.standard_normal((n_q, n_kv)),
         "hidden": np.full((n_q, n_kv), -np.inf),
         "open": np.zeros((n_q, n_kv)),
-    }[kind]
+    }.get(kind)
+    mask = _of_blocks(kind, n_q, n_kv) if mask is None else mask
     s = Setup(n_q, n_kv, mask)
     target = device.target()
     from graphrt.backend import Usage

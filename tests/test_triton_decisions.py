@@ -20,7 +20,7 @@ from aot_arch import target_of
 from aot_rows import context
 
 from graphrt import ops
-from graphrt.backend import Place, Usage
+from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.context import Context
 from graphrt.ops.view import permute, view
