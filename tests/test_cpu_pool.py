@@ -6,6 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from graphrt.backends.cpu import fast
 if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
 from graphrt.backends.cpu import products
-from graphrt.backends.cpu.fast import pool
-from graphrt.testing import nmse, quantize
+from graphrt.backends.cpu.fast import jit, pool
+from graphrt.testing import dequantize, nmse, quantize
 
 SMALL, LARGE, THREADS = 1, 1 << 30, 4
 
@@ -178,6 +179,48 @@ def test_a_slice_is_as_long_as_its_bytes_allow(monkeypatch: pytest.MonkeyPatch) 
         cut.clear()
         both(_product(10, "q8_0"))
         assert cut == wanted
+
+
+# ---- what is kept ----
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_weights_are_decoded_once_for_each_look_at_them(kind: str) -> None:
+    """Views of one weight that begin at one place: all rows, every other one, the first halves of rows."""
+    rng, backend = np.random.default_rng(4), get_backend("cpu")
+    values = rng.standard_normal((8, 64)).astype(np.float32)
+    whole = Tensor(kind, (64, 8), name="w")
+    raw = quantize(values, whole.dtype, rng)
+    whole.buffer = backend.wrap_host(np.ascontiguousarray(raw).reshape(-1).view(np.uint8))
+    x, half = leaf("x", 64, 2), leaf("half", 32, 2)
+    row = whole.nb[1]
+    looks = [
+        ops.view(whole, (64, 4), (row,)),
+        ops.view(whole, (64, 4), (2 * row,)),
+        ops.view(whole, (64, 4), (row,), row),
+    ]
+    parts = [ops.view(whole, (32, 4), (row,)), ops.view(whole, (32, 4), (row // 2,))]
+    graph = Graph(*(ops.mul_mat(w, x) for w in looks), *(ops.mul_mat(w, half) for w in parts))
+    exe = prepare(graph, backend)
+    given = {t: rng.standard_normal((2, t.ne[0])).astype(np.float32) for t in (x, half)}
+    for t, value in given.items():
+        exe.write(t, value)
+    for _ in range(2):
+        exe.run()
+    w = dequantize(raw, whole.dtype).reshape(8, 64).astype(np.float64)
+    seen = [w[:4], w[::2], w[1:5], w[:4, :32], w.reshape(16, 32)[:4]]
+    for out, matrix, t in zip(graph.outputs, seen, (x, x, x, half, half), strict=True):
+        assert nmse(exe.read(out)[0, 0], given[t] @ matrix.T) < 1e-12
+
+
+def test_machine_code_on_disk_is_that_of_these_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of kept kernels changes with every byte of the sources, of which a new version has others."""
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
+    source, found = tmp_path / "blocks.py", set()
+    for text in ("a = 1", "a = 2", "a = 1"):
+        source.write_text(text)
+        found.add(jit._fingerprint.__wrapped__())
+    assert len(found) == 2
 
 
 # ---- uses outside of models ----

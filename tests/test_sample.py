@@ -110,6 +110,21 @@ def test_a_number_that_a_sum_meets_is_passed_by_the_next(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", backends())
+def test_sums_that_end_beside_one_are_taken_as_they_are(backend: str) -> None:
+    """Ten tenths add up to a little less than 1: numbers are held against their share of that, here as on the host."""
+    for n in (10, 11, 19):
+        candidates = host.top_k(np.zeros(n, np.float32), n)
+        sums = np.cumsum(candidates.probabilities())
+        assert sums[-1] != 1.0
+        numbers = np.array([u for s in sums[:-1] for u in (np.nextafter(s, 0.0), s, np.nextafter(s, 1.0))])
+        expected = [host.draw(candidates, u) for u in numbers]
+        assert expected == [int((sums <= u * sums[-1]).sum()) for u in numbers]
+        assert expected != [int((sums <= u).sum()) for u in numbers]
+        rows = np.zeros((len(numbers), n))
+        assert drawn(rows, numbers, SampleParams(1.0, n, 1.0, 0.0), backend) == expected
+
+
+@pytest.mark.parametrize("backend", backends())
 def test_no_logit_to_draw_gives_the_first(backend: str) -> None:
     rows = np.full((2, 9), -math.inf)
     rows[1, 3:5] = math.nan
