@@ -110,8 +110,8 @@ def test_small_steps_are_one_chain() -> None:
 # ---- matrices in slices ----
 
 
-def both(graph: Graph) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(fast, reference) of each output, for the same random inputs."""
+def both(graph: Graph, **given: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(fast, reference) of each output, for the same random inputs but those given by name."""
     exes = [prepare(graph, get_backend("cpu", exact=exact)) for exact in (False, True)]
     rng = np.random.default_rng(3)
     for leaf in graph.inputs:
@@ -121,7 +121,7 @@ def both(graph: Graph) -> list[tuple[np.ndarray, np.ndarray]]:
         elif leaf.dtype.is_quantized:
             values = quantize(values, leaf.dtype, rng)
         for exe in exes:
-            exe.write(leaf, values)
+            exe.write(leaf, given.get(leaf.name, values))
     for exe in exes:
         exe.run()
     fast_one, exact = exes
@@ -242,6 +242,12 @@ def _product_and_itself() -> Graph:
     return Graph(ops.add(made, made))
 
 
+def _product_that_is_read() -> Graph:
+    made = ops.mul_mat(leaf("w", 32, 5, kind="q8_0"), leaf("x", 32, 3))
+    norm = ops.rms_norm(leaf("y", 32, 3), 1e-5)
+    return Graph(made, ops.add(made, leaf("r", 5, 3)), norm, ops.mul(norm, leaf("weight", 32)))
+
+
 def _gate_of_two_inputs() -> Graph:
     w, u = leaf("w", 32, 5, kind="q8_0"), leaf("u", 32, 5, kind="q8_0")
     return Graph(ops.glu(ops.mul_mat(w, leaf("x", 32, 3)), ops.mul_mat(u, leaf("y", 32, 3)), "swiglu"))
@@ -283,6 +289,7 @@ OUTSIDE = {
     "a norm's weights with gaps": _weight_with_gaps,
     "a row times a norm": _row_times_norm,
     "a product added to itself": _product_and_itself,
+    "a product and a norm that are outputs": _product_that_is_read,
     "gate and up of two inputs": _gate_of_two_inputs,
     "a gate that comes second": _gate_the_other_way,
     "a gate that comes second and alone": _turned_gate,
@@ -300,3 +307,94 @@ OUTSIDE = {
 def test_what_no_model_has_is_right_too(what: str) -> None:
     for found, expected in both(OUTSIDE[what]()):
         assert nmse(found, expected) < 1e-11
+
+
+def _attention(n_q: int, n_kv: int, m2: int = 1, n_seq: int = 1) -> Graph:
+    q, k, v = leaf("q", 32, n_q, 4, n_seq), *(leaf(name, 32, n_kv, 2, n_seq, kind="f16") for name in "kv")
+    mask = leaf("mask", n_kv, n_q, m2, n_seq, kind="f16")
+    return Graph(ops.flash_attn_ext(q, k, v, mask, 0.2))
+
+
+@pytest.mark.parametrize("n_q", [3, 40])
+@pytest.mark.parametrize(("m2", "n_seq"), [(4, 2), (2, 1), (1, 2)])
+def test_masks_of_heads_and_of_sequences(n_q: int, m2: int, n_seq: int) -> None:
+    ((found, expected),) = both(_attention(n_q, 50, m2, n_seq))
+    assert nmse(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("n_q", [40, 128, 129, 260])
+@pytest.mark.parametrize("window", [0, 1, 30])
+def test_many_queries_that_see_a_part_of_the_keys(n_q: int, window: int) -> None:
+    """Two sequences, of which the second stands further on; none of the first keys is seen."""
+    n_kv = n_q + 90
+    last = np.arange(n_q)[None, :, None] + np.array([30, 85])[:, None, None]
+    key = np.arange(n_kv)[None, None]
+    sees = (key <= last) & (key > last - window if window else key >= 20)
+    mask = np.where(sees, 0.0, -np.inf).astype(np.float16)[:, None]
+    ((found, expected),) = both(_attention(n_q, n_kv, 1, 2), mask=mask)
+    assert nmse(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_a_mask_of_distances(window: int) -> None:
+    graph = Graph(ops.kq_mask(leaf("cells", 40, 2, kind="i32"), leaf("pos", 3, 2, kind="i32"), window, True))
+    cells = np.stack([np.arange(40), np.arange(40)[::-1] - 5])
+    ((found, expected),) = both(graph, cells=cells, pos=np.array([[20, 21, 39], [3, 4, 5]]))
+    assert np.array_equal(found, expected) and float(found[0, 0, 0, 18]) == (-2.0)
+
+
+# ---- single values of formats ----
+
+
+def blocks_of(values: np.ndarray) -> np.ndarray:
+    """A row of f32 as the q8_0 bytes that a cache gets: uint8 [bytes]."""
+    target, ids = new_input("q8_0", len(values), 4, name="cache"), leaf("ids", 1, kind="i64")
+    node = ops.set_rows(leaf("row", len(values), 1), ids, target)
+    exe = prepare(Graph(node), get_backend("cpu", exact=False))
+    exe.write("ids", np.array([2]))
+    exe.write("row", values.astype(np.float32))
+    exe.run()
+    buffer, offset = exe.place(target)
+    return np.asarray(buffer.read(offset + 2 * target.nb[1], target.nb[1]))
+
+
+def test_halves_are_rounded_away_from_zero() -> None:
+    """127 is a block's largest value, so that its step is 1."""
+    values = np.array([127.0, *(sign * (i + 0.5) for i in range(15) for sign in (1, -1)), 0.49999997])
+    codes = blocks_of(values)[2:].view(np.int8)
+    assert codes.tolist() == [127, *(sign * (i + 1) for i in range(15) for sign in (1, -1)), 0]
+
+
+def test_every_exponent_of_mxfp4() -> None:
+    """Powers of two from the smallest on, of which the first are below f32's normal numbers."""
+    n = 255  # the last exponent is NaN
+    blocks = np.zeros((n, 17), np.uint8)
+    blocks[:, 0] = np.arange(n)
+    blocks[:, 1:] = np.arange(16) * 17
+    wide, kind = np.full((n, 32), np.nan, np.float32), Tensor("mxfp4", (32, n)).dtype
+    step = fast.dequant_rows(
+        "mxfp4", "f32", dst=wide.ctypes.data, w=blocks.ctypes.data, n_rows=n, n=32, w_nb=17, dst_nb=128
+    )
+    step()
+    with np.errstate(over="ignore"):
+        expected = np.asarray(dequantize(blocks, kind)).reshape(n, 32)
+    assert np.array_equal(wide, expected) and wide[1, 1] == 0.5 * 2.0**-126
+
+
+def test_a_thread_that_begins_inside_a_token_rotates_by_its_angles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 1)
+    rng = np.random.default_rng(8)
+    x, pos = rng.standard_normal((3, 5, 32)).astype(np.float32), np.array([7, 100, 3], np.int32)
+    freq, found = 1e4 ** (-np.arange(16) / 16), []
+    for n_threads in (1, 2, 4):
+        y = np.full_like(x, np.nan)
+        step = fast.rope(
+            y=y.ctypes.data, x=x.ctypes.data, pos=pos.ctypes.data, freq=freq.ctypes.data, head_dim=32, n_dims=32,
+            neox=True, n_head=5, n_tok=3, x_nb1=128, x_nb2=640, y_nb1=128, y_nb2=640,
+        )  # fmt: skip
+        fast.Program([step], n_threads)()
+        found.append(y)
+    angle = pos[:, None, None] * freq
+    a, b = x[..., :16].astype(np.float64), x[..., 16:].astype(np.float64)
+    turned = np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], -1)
+    assert all(np.array_equal(y, found[0]) for y in found) and nmse(found[0], turned) < 1e-12

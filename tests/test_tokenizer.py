@@ -525,3 +525,11 @@ def test_special_tokens_are_sought_by_their_bytes() -> None:
     """The one of more bytes is found first, though it has fewer characters."""
     t = Tokenizer.from_metadata(metadata("llama", [*SPM, ("abba", 0.0, USER), ("aéé", 0.0, USER)]))
     assert t.texts[269:] == ["abba", "aéé"] and t.encode("abbaéé", add_bos=False)[-1] == 270
+
+
+def test_of_special_tokens_that_overlap_the_longer_one_is_cut_first() -> None:
+    """Whichever begin alike: the longest of all, which the text has not, shares its beginning with the shortest."""
+    extra = [(text, 0.0, USER) for text in ("abcdefghi", "dxyzuv", "abcd")]
+    t = Tokenizer.from_metadata(metadata("llama", [*SPM, *extra], add_space_prefix=False))
+    ids = t.encode("abcdxyzuv", add_bos=False)
+    assert ids[-1] == t.texts.index("dxyzuv") and t.texts.index("abcd") not in ids

@@ -158,6 +158,16 @@ def test_experts_chosen_twice_are_sorted_twice() -> None:
 # ---- attention ----
 
 
+@pytest.mark.parametrize("scale", [0.25, -0.25, 0.0])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_scale_is_its_sign_and_a_positive_factor(scale: float, softcap: float) -> None:
+    """sign and factor: logits as powers of two, or what tanh is taken of."""
+    found = portable._scaling(SimpleNamespace(scale=scale, softcap=softcap))
+    assert found["factor"] > 0 and found["sign"] == np.sign(scale)
+    whole = scale / softcap if softcap else scale * np.log2(np.e)
+    assert np.isclose(found["sign"] * found["factor"], whole, rtol=1e-12)
+
+
 def tiling(**sizes: int) -> Tiling:
     known = {
         "block_m": 16, "block_n": 64, "pack": 4, "n_groups": 8, "n_qt": 1, "n_tiles": 8, "n_blocks": 4,
