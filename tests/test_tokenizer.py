@@ -426,6 +426,13 @@ def test_gpt_oss_end_is_not_the_end() -> None:
     assert t.piece(2, special=False) == b"<|end|>" and t.piece(3, special=False) == b"<|channel|>"
 
 
+@pytest.mark.parametrize("ends", [("<|return|>", "<|calls|>"), ("<|flush|>", "<|call|>"), ("<|flush|>", "<|calls|>")])
+def test_other_names_of_these_ends_mean_the_same(ends: tuple[str, str]) -> None:
+    assert with_ends(*ends, "<|end|>").eog_ids == {0, 1, 4}
+    for end in ends:
+        assert with_ends(end, "<|end|>").eog_ids == {0, 1, 3}, "one of them alone does not"
+
+
 def test_gemma4_has_an_ordinary_s() -> None:
     assert with_ends("<|tool_response>", "</s>").eog_ids == {0, 3}
 

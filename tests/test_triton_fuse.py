@@ -331,6 +331,10 @@ def _gate_turned() -> Graph:
     return Graph(ops.glu(ops.cont(ops.transpose(gate)), up, "swiglu"), ops.glu(gate, up, "swiglu"))
 
 
+def _capped_halves() -> Graph:
+    return Graph(ops.scale(ops.unary(ops.scale(leaf("x", K, 3, kind="f16"), 0.1), "tanh"), 10.0))
+
+
 def _seen_besides() -> Graph:
     made = product("w", x())
     return Graph(ops.add(made, leaf("r", M, 3)), ops.sqr(ops.view(made, (M, 1))))
@@ -495,6 +499,7 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "x of two sequences": (
         lambda: Graph(ops.add(ops.mul_mat(leaf("w", K, M), leaf("x", K, 3, 2)), leaf("r", M, 3, 2))), "matmul_add",
     ),
+    "a cap of f16": (_capped_halves, "softcap"),
     "a cap with a bias": (lambda: capped(0.5), "softcap"),
     "a cap whose tanh is read": (lambda: capped(read=True), "softcap"),
     "a gate read twice": (_gate_is_read, "gate_up_glu"),
