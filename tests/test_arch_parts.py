@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gguf_files import build
 
-from graphrt import Graph, new_input, prepare
+from graphrt import Graph, get_backend, new_input, prepare
+from graphrt.errors import ArchError
 from graphrt.models.arch.experts import LEAST_SUM, _shares
+from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import ExpertParams
+from graphrt.models.tokenizer_wordpiece import longest_matcher
+from graphrt.models.weights import Weights
 
 
 def shares(picked: np.ndarray, gating: str = "sigmoid", norm: bool = True, scale: float = 1.0) -> np.ndarray:
@@ -34,3 +39,26 @@ def test_a_scale_on_experts_weights(scale: float) -> None:
     np.testing.assert_allclose(shares(picked, norm=False, scale=scale), scale * picked, rtol=1e-6)
     weights = np.exp(picked) / np.exp(picked).sum()
     np.testing.assert_allclose(shares(picked, "chosen", False, scale), scale * weights, rtol=1e-6)
+
+
+def test_a_matrix_the_other_way_round_is_refused() -> None:
+    """As many elements, and the same numbers of them, are not yet the shape."""
+    file = GGUFFile.from_bytes(build([], [("w", "f32", (4, 6), bytes(96)), ("row", "f32", (4,), bytes(16))]).data)
+    for ne, fits in (((4, 6), True), ((6, 4), False), ((24,), False), ((4, 6, 1), True), ((2, 12), False)):
+        weights = Weights(file, get_backend("cpu"))
+        weights("w", *ne)
+        weights("row", 4, 1)
+        if fits:
+            weights.check()
+        else:
+            with pytest.raises(ArchError, match="must have the shape .*, not .4, 6."):
+                weights.check()
+
+
+def test_a_word_may_be_the_longest_token() -> None:
+    texts = ["[UNK]", "▁abcd", "▁ab", "cd", "▁a", "bcde"]
+    matched = longest_matcher({text: i for i, text in enumerate(texts)}, texts, 0)
+    assert [matched(word) for word in ("abcd", "ab", "abcd" * 2, "abcdcd", "abcde", "x")] == [
+        [1], [2], [0], [1, 3], [0], [0],
+    ]  # fmt: skip
+    assert matched("abcdbcde") == [1, 5]

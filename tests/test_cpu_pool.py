@@ -381,20 +381,45 @@ def test_every_exponent_of_mxfp4() -> None:
     assert np.array_equal(wide, expected) and wide[1, 1] == 0.5 * 2.0**-126
 
 
-def test_a_thread_that_begins_inside_a_token_rotates_by_its_angles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "CHUNK_BYTES", 1)
+def test_a_thread_that_begins_inside_a_token_rotates_by_its_angles() -> None:
+    """Every part of the work by itself, the last one first, where another rotation's angles may lie on the stack."""
     rng = np.random.default_rng(8)
     x, pos = rng.standard_normal((3, 5, 32)).astype(np.float32), np.array([7, 100, 3], np.int32)
-    freq, found = 1e4 ** (-np.arange(16) / 16), []
-    for n_threads in (1, 2, 4):
-        y = np.full_like(x, np.nan)
+    others, freq = np.array([11, 12, 13], np.int32), 1e4 ** (-np.arange(16) / 16)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+    def rotated(parts: int, y: np.ndarray, at: np.ndarray) -> None:
         step = fast.rope(
-            y=y.ctypes.data, x=x.ctypes.data, pos=pos.ctypes.data, freq=freq.ctypes.data, head_dim=32, n_dims=32,
+            y=y.ctypes.data, x=x.ctypes.data, pos=at.ctypes.data, freq=freq.ctypes.data, head_dim=32, n_dims=32,
             neox=True, n_head=5, n_tok=3, x_nb1=128, x_nb2=640, y_nb1=128, y_nb2=640,
         )  # fmt: skip
-        fast.Program([step], n_threads)()
-        found.append(y)
+        (entry,) = step.entries
+        for part in reversed(range(parts)):
+            call(entry.kernel.address)(ctypes.addressof(entry.args), part, parts)
+
     angle = pos[:, None, None] * freq
     a, b = x[..., :16].astype(np.float64), x[..., 16:].astype(np.float64)
     turned = np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], -1)
-    assert all(np.array_equal(y, found[0]) for y in found) and nmse(found[0], turned) < 1e-12
+    for parts in (1, 2, 4, 7):
+        y = np.full_like(x, np.nan)
+        rotated(1, y.copy(), others)
+        rotated(parts, y, pos)
+        assert nmse(y, turned) < 1e-12
+
+
+def test_indices_that_matrices_share_are_dealt_out_in_turn() -> None:
+    """Matrix i takes row i mod 2 of the indices, in either form."""
+    ids = np.array([[0, 3], [2, 1]])
+    rows = leaf("rows", 4, 2, 4)
+    node = ops.set_rows(rows, leaf("ids", 2, 2, kind="i64"), leaf("t", 4, 5, 4))
+    values = np.arange(1, 33, dtype=np.float32).reshape(4, 2, 4)
+    expected = np.zeros((4, 5, 4), np.float32)
+    for i in range(4):
+        expected[i, ids[i % 2]] = values[i]
+    for exact in (True, False):
+        exe = prepare(Graph(node), get_backend("cpu", exact=exact))
+        exe.write("t", np.zeros((4, 5, 4)))
+        exe.write("rows", values)
+        exe.write("ids", ids)
+        exe.run()
+        assert np.array_equal(exe.read(node).reshape(4, 5, 4), expected)

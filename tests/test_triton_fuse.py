@@ -583,6 +583,23 @@ def test_a_cache_is_written_before_it_is_read_and_after_who_reads_what_was_there
     assert np.isfinite(unwritten).all()
 
 
+def test_what_was_in_a_cache_is_read_before_it_is_written_whatever_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product reads rows, others are written over them, and what is added to the product comes of these: it can't be
+    one launch with the product."""
+    found = []
+    for fuse in ("1", "0"):
+        monkeypatch.setenv("GRAPHRT_FUSE", fuse)
+        cache = leaf("cache", K, 8)
+        read = product("w", ops.view(cache, (K, 3), cache.nb[1:2]))
+        written = ops.set_rows(leaf("rows", K, 3), leaf("ids", 3, kind="i64"), cache)
+        added = ops.sqr(product("u", ops.view(written, (K, 3), cache.nb[1:2])))
+        graph = Graph(ops.add(read, added))
+        exe = filled(prepared(graph), graph)
+        exe.run()
+        found.append(exe.read(graph.outputs[0]))
+    assert nmse(*found) <= STEPS
+
+
 def test_a_group_that_waits_for_itself_is_taken_apart() -> None:
     """The second product's weights are fine, but its residual comes from the first of the same group's results."""
     source = x()
