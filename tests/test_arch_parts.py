@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from gguf_files import build
@@ -11,6 +14,7 @@ from graphrt.errors import ArchError
 from graphrt.models.arch.experts import LEAST_SUM, _shares
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import ExpertParams
+from graphrt.models.placement import for_cache, for_weights
 from graphrt.models.tokenizer_wordpiece import longest_matcher
 from graphrt.models.weights import Weights
 
@@ -62,3 +66,14 @@ def test_a_word_may_be_the_longest_token() -> None:
         [1], [2], [0], [1, 3], [0], [0],
     ]  # fmt: skip
     assert matched("abcdbcde") == [1, 5]
+
+
+def test_weights_and_caches_lie_with_the_first_that_works_on_them() -> None:
+    def backend(*ops: str) -> Any:
+        return SimpleNamespace(supports=lambda node: None if node.op in ops else "no")
+
+    none, products, rows, both = backend(), backend("MUL_MAT"), backend("SET_ROWS"), backend("MUL_MAT", "SET_ROWS")
+    assert for_weights([none, rows, both, products]) is both and for_weights([products, both]) is products
+    assert for_cache([none, products, both, rows], "f16") is both and for_cache([rows, both], "q8_0") is rows
+    assert for_weights([none, rows]) is none and for_cache([none, products], "f16") is none
+    assert for_cache([none, both], "no type") is none

@@ -334,6 +334,13 @@ def test_merge_is_the_definition(texts: list[str], scores: list[int], text: str)
     assert merge(list(text), ranks) == slow_merge(list(text), ranks)
 
 
+def test_a_pair_that_waits_twice_merges_once() -> None:
+    """ "ab" waits; "bc" comes first and makes of it "abc", of the same rank, with which the word ends."""
+    assert merge(list("abc"), {"bc": 0, "ab": 1, "abc": 1}) == ["abc"]
+    assert merge(list("abcd"), {"bc": 0, "ab": 1, "abc": 1}) == ["abc", "d"]
+    assert merge(list("xabc"), {"bc": 0, "ab": 1, "abc": 1, "xabc": 1}) == ["xabc"]
+
+
 @given(TEXTS, st.lists(st.integers(-3, 0), min_size=12, max_size=12), st.text("ab▁", max_size=24))
 def test_cutting_into_words_changes_nothing(texts: list[str], scores: list[int], text: str) -> None:
     ranks = score_ranks(texts, np.array(scores[: len(texts)], dtype=np.float32))
