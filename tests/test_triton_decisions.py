@@ -111,7 +111,7 @@ def test_rows_of_activations() -> None:
         (Tensor("f32", (64, 3)), (3, 64, 64, 1)),
         (view(Tensor("f32", (96, 3)), (64, 3), (384,)), (3, 64, 96, 1)),
         (Tensor("f32", (64, 3, 2)), (6, 64, 64, 1)),
-        (permute(Tensor("f32", (3, 64)), 1, 0, 2, 3), (3, 64, 1, 3)),
+        (permute(Tensor("f32", (2, 64)), 1, 0, 2, 3), (2, 64, 1, 2)),
     ):
         rows = lower._rows(ctx.view(x))
         assert (rows.n, rows.k, rows.row_stride, rows.stride) == expected
@@ -120,6 +120,15 @@ def test_rows_of_activations() -> None:
     for n in (1, 2, 3):
         rows = lower._rows(ctx.view(x := Tensor("f32", (64, n))))
         assert lower._rounds_inside([Tensor("q8_0", (64, 8))], x, rows, None) == (n <= 2)
+
+
+def test_one_x_is_made_once_in_each_form() -> None:
+    ctx, steps = context(HOPPER), list[Any]()
+    halves = lower._Halves(Tensor("f32", (128, 16)), ctx)
+    forms = [(torch.float16, False), (torch.float16, True), (torch.float16, False), (torch.bfloat16, False)]
+    made = [halves.get(kind, ordered, steps) for kind, ordered in forms]
+    assert [(half.values.dtype, half.ordered) for half in made] == forms and len(steps) == 3
+    assert made[0] is made[2] and len({half.values.data_ptr() for half in made}) == 3
 
 
 @pytest.mark.parametrize("splits", range(1, 8))
