@@ -31,7 +31,7 @@ if device.unusable() is not None:
 
 from graphrt.backends.triton import memory
 from graphrt.backends.triton.kernels import fused, kq_mask
-from graphrt.backends.triton.kernels.experts.pairs import listed_tiles, sorted_pairs
+from graphrt.backends.triton.kernels.experts.pairs import Pairs, listed_tiles, sorted_pairs
 from graphrt.backends.triton.kernels.flash_attn import decode_configs, portable
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
@@ -162,6 +162,14 @@ def test_experts_chosen_twice_are_sorted_twice() -> None:
     tiles = [listed_tiles(pairs, n, ctx) for pairs, n in ((first, 16), (first, 32), (other, 16), (first, 16))]
     assert [len(steps) for _, steps in tiles] == [1, 1, 1, 0]
     assert len({t.data_ptr() for t, _ in tiles}) == 3 and tiles[0][0] is tiles[3][0]
+
+
+def test_there_are_tiles_for_all_pairs_and_for_those_of_no_expert() -> None:
+    """However pairs are dealt out to the experts' groups and the one of no expert's, each of which has whole tiles."""
+    for n_expert, count, tokens in itertools.product((1, 2, 3), (1, 2, 4, 7, 9), (1, 2, 4, 16)):
+        dealt = [d for d in itertools.product(range(count + 1), repeat=n_expert + 1) if sum(d) == count]
+        needed = max(sum(-(-n // tokens) for n in d) for d in dealt)
+        assert needed <= Pairs(n_expert, 1, torch.zeros(n_expert + 2), torch.zeros(count)).tiles(tokens) <= count
 
 
 # ---- attention ----
