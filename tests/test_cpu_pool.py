@@ -322,8 +322,8 @@ def test_masks_of_heads_and_of_sequences(n_q: int, m2: int, n_seq: int) -> None:
     assert nmse(found, expected) < 1e-10
 
 
-@pytest.mark.parametrize("n_q", [40, 128, 129, 260])
-@pytest.mark.parametrize("window", [0, 1, 30])
+@pytest.mark.parametrize("n_q", [40, 129, 260])
+@pytest.mark.parametrize("window", [0, 30])
 def test_many_queries_that_see_a_part_of_the_keys(n_q: int, window: int) -> None:
     """Two sequences, of which the second stands further on; none of the first keys is seen."""
     n_kv = n_q + 90
