@@ -14,6 +14,7 @@ from graphrt.errors import ArchError
 from graphrt.models.arch.experts import LEAST_SUM, _shares
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import ExpertParams
+from graphrt.models.model import nll
 from graphrt.models.placement import for_cache, for_weights
 from graphrt.models.tokenizer_wordpiece import longest_matcher
 from graphrt.models.weights import Weights
@@ -77,3 +78,11 @@ def test_weights_and_caches_lie_with_the_first_that_works_on_them() -> None:
     assert for_cache([none, products, both, rows], "f16") is both and for_cache([rows, both], "q8_0") is rows
     assert for_weights([none, rows]) is none and for_cache([none, products], "f16") is none
     assert for_cache([none, both], "no type") is none
+
+
+def test_likelihoods_are_summed_up_exactly() -> None:
+    """Of f32 logits in f64: half a million tokens' likelihoods are added up."""
+    logits = np.random.default_rng(2).normal(size=(5, 3000)).astype(np.float32) * 4
+    wide, targets = logits.astype(np.float64), [0, 2999, 7, 7, 100]
+    expected = np.log(np.exp(wide).sum(1)) - wide[np.arange(5), targets]
+    np.testing.assert_allclose(nll(logits, targets), expected, rtol=1e-13)

@@ -276,6 +276,14 @@ def _repeated_rows() -> Graph:
     return Graph(ops.add(leaf("a", 32, 4, 3), leaf("b", 32, 1, 3)), ops.mul(leaf("c", 32, 4), leaf("d", 32, 2)))
 
 
+def _parts_of_rows() -> Graph:
+    """Two of four rows of each of six: the distances between rows are not one."""
+    x, r = leaf("x", 32, 4, 6), leaf("r", 32, 2, 6)
+    part = ops.view(x, (32, 2, 6), x.nb[1:3])
+    few = ops.mul_mat(leaf("w", 32, 5, kind="q8_0"), part)
+    return Graph(ops.scale(part, 2.0), ops.rms_norm(part, 1e-5), ops.add(part, r), ops.add(r, part), few)
+
+
 def _two_sequences_rotated() -> Graph:
     return Graph(ops.rope(leaf("x", 32, 2, 3, 2), leaf("pos", 3, kind="i32"), ops.RopeParams(32, "neox")))
 
@@ -298,6 +306,7 @@ OUTSIDE = {
     "a cap with a bias behind": lambda: _scales_and_tanh(0.5, 2.0, (0.0, 0.25)),
     "a cap": lambda: _scales_and_tanh(0.5, 2.0, (0.0, 0.0)),
     "rows that repeat": _repeated_rows,
+    "parts of rows": _parts_of_rows,
     "two sequences rotated": _two_sequences_rotated,
     "frequency factors that a node makes": _factors_that_are_an_input,
 }
