@@ -102,7 +102,8 @@ def _reason(error: BaseException) -> str:
     """One line, at most 300 characters, with the template's line where it is known."""
     line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
     text = " ".join(str(error).split()) or type(error).__name__
-    return line + (text if len(text) <= 300 else text[:297] + "...").rstrip(".")
+    # the sentence that it stands in ends with a point, which is the third of the three
+    return line + (text.rstrip(".") if len(text) <= 300 else text[:297] + "..")
 
 
 def _raise_exception(message: object = "") -> str:

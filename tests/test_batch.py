@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import write_model
 
+import graphrt
 from graphrt.errors import SessionError
 from graphrt.models import Model, load
 from graphrt.models.batch import Batch
@@ -49,6 +50,43 @@ def test_likeliest_tokens_of_each(model: Model) -> None:
         token = int(alone.eval(row.tolist()).argmax())
         assert found[seq].tolist() == [token, *alone.likeliest(token, 9)]
     assert batch.n_past.tolist() == [39, 39]
+
+
+@pytest.mark.parametrize("n_batch", [2, 12])
+def test_steps_that_nobody_takes_are_forgotten(model: Model, n_batch: int) -> None:
+    """Of each sequence; and they overwrite nothing that a window still sees, of which a ring has n_batch / n_seq cells
+    to spare."""
+    options = SessionOptions(n_ctx=96, n_batch=n_batch, type_k="f32", type_v="f32")
+    plain, ahead = (Batch(model.decoder, model.backends, 2, options) for _ in range(2))
+    ids = prompts(2, 30)
+    first = plain.eval(ids).argmax(1).astype(np.int32)
+    ahead.eval(ids)
+    stream = ahead.likeliest(first, 9)
+    second = next(stream).copy()
+    stream.close()
+    assert second.tolist() == plain.eval(first[:, None]).argmax(1).tolist()
+    assert ahead.n_past.tolist() == [31, 31] and holds_only_what_is_past(ahead)
+    assert nmse(ahead.eval(second[:, None]), plain.eval(second[:, None])) < 1e-12
+
+
+def holds_only_what_is_past(batch: Batch) -> bool:
+    return all((ring.positions.max(1) == batch.n_past - 1).all() for ring in batch.cache.rings.values())
+
+
+def test_no_cell_holds_what_was_not_read(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(model.decoder, model.backends, 2, OPTIONS)
+    batch.eval(prompts(2, 5))
+
+    def interrupted(exe: graphrt.Executable) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphrt.Executable, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.eval(prompts(2, 3))
+    assert batch.n_past.tolist() == [5, 5] and holds_only_what_is_past(batch)
+    batch.reset()
+    assert holds_only_what_is_past(batch), "-1: nothing"
 
 
 def test_bad_tokens_are_refused(model: Model) -> None:

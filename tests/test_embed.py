@@ -14,6 +14,7 @@ import tiny_archs  # noqa: F401  (its models)
 import tiny_vocab
 
 from graphrt.models import load
+from graphrt.models.embed import _batches
 from graphrt.tools import cli
 
 
@@ -24,6 +25,15 @@ class Result(NamedTuple):
 
 
 Run = Callable[..., Result]
+
+
+def test_texts_of_a_run_have_as_many_tokens_as_it_may_have() -> None:
+    """To the token; one that has more goes alone."""
+    texts = [[0] * n for n in (3, 5, 1, 8, 9, 4, 4, 1)]
+    cut = [[len(ids) for ids in batch] for batch in _batches(texts, 8)]
+    assert cut == [[3, 5], [1], [8], [9], [4, 4], [1]]
+    assert [[len(ids) for ids in batch] for batch in _batches(texts, 1)] == [[len(ids)] for ids in texts]
+    assert list(_batches([], 8)) == []
 
 
 @pytest.fixture(scope="module")

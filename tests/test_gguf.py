@@ -332,6 +332,8 @@ def test_split_model_refusals(tmp_path: Path) -> None:
 def test_split_model_counts(tmp_path: Path) -> None:
     with pytest.raises(GGUFError, match="must have 5 tensors together, got 3"):
         GGUFFile.open(split_model(tmp_path, tensors_count=5)[0])
+    with pytest.raises(GGUFError, match="must have 2 tensors together, got 3"):
+        GGUFFile.open(split_model(tmp_path, tensors_count=2)[0])
     with pytest.raises(GGUFError, match="got part 4 of 3"):
         GGUFFile.open(split_model(tmp_path, no=3)[0])
     bad = write_gguf(tmp_path / "x-00001-of-00002.gguf", [("split.count", "string", "two")])
@@ -556,6 +558,14 @@ def test_check_tensors_finds_bad_scales(type_name: str) -> None:
         ("q8_K", 0, np.float32(np.inf).tobytes(), "Inf"),
         ("mxfp4", 0, b"\xff", "NaN"),
         ("iq1_m", 48, b"\x00\x00\x00\x00\x00\xc0\x00\x70", "Inf"),  # f16 0x7c00 over four top nibbles
+        *(
+            ("iq1_m", 48, scale, "NaN")
+            for scale in (  # and a further bit, of each of the other nibbles and of the third
+                b"\x00\x10\x00\x00\x00\xc0\x00\x70",
+                b"\x00\x00\x00\x10\x00\xc0\x00\x70",
+                b"\x00\x00\x00\x00\x00\xd0\x00\x70",
+            )
+        ),
     ],
 )
 def test_check_tensors_other_layouts(type_name: str, offset: int, bad: bytes, what: str) -> None:

@@ -286,8 +286,8 @@ def test_stale_folders_go_and_live_ones_stay(toy: KnownModel, cache: Path) -> No
     for folder in (old, live):
         folder.mkdir(parents=True)
         (folder / "m.gguf").write_bytes(b"junk")
-    long_ago = time.time() - 2 * hub._STALE_SECONDS
-    os.utime(old, (long_ago, long_ago))
+    for folder, age in ((old, hub._STALE_SECONDS + 600), (live, hub._STALE_SECONDS - 600)):  # seconds: a slow pull's
+        os.utime(folder, (time.time() - age,) * 2)
     assert pull("toy").read_bytes() == CONTENT
     assert leftovers(cache) == [live]
 

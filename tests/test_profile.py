@@ -306,6 +306,9 @@ def test_a_hosts_limit_is_its_memory_without_the_mapped_weights() -> None:
     needs = replace(memory_needs(file, [get_backend("cpu")], options), total=2**20, free=1)
     assert needs.cache == 3 * 2 * 512 * 128 * 2 == needs.taken < 2**20
     check_fits(file, needs, options)
+    check_fits(file, replace(needs, total=needs.taken), options)
+    with pytest.raises(MemoryPlanError):
+        check_fits(file, replace(needs, total=needs.taken - 1), options)
     with pytest.raises(MemoryPlanError, match="memory of cpu: 768.0 KiB of cache for 512 tokens") as caught:
         check_fits(file, replace(needs, total=500_000), options)
     assert "-ctk q8_0 -ctv q8_0 (a cache of 408.0 KiB) fits" in str(caught.value) and "quanti" not in str(caught.value)

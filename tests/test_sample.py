@@ -110,6 +110,35 @@ def test_a_number_that_a_sum_meets_is_passed_by_the_next(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", backends())
+def test_sums_that_end_beside_one_are_taken_as_they_are(backend: str) -> None:
+    """Ten tenths add up to a little less than 1: numbers are held against their share of that, here as on the host."""
+    for n in (10, 11, 19):
+        candidates = host.top_k(np.zeros(n, np.float32), n)
+        sums = np.cumsum(candidates.probabilities())
+        assert sums[-1] != 1.0
+        numbers = np.array([u for s in sums[:-1] for u in (np.nextafter(s, 0.0), s, np.nextafter(s, 1.0))])
+        expected = [host.draw(candidates, u) for u in numbers]
+        assert expected == [int((sums <= u * sums[-1]).sum()) for u in numbers]
+        assert expected != [int((sums <= u).sum()) for u in numbers]
+        rows = np.zeros((len(numbers), n))
+        assert drawn(rows, numbers, SampleParams(1.0, n, 1.0, 0.0), backend) == expected
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.5), (0.1, 0.0), (0.1, 0.5)])
+def test_as_many_tokens_are_kept_as_are_asked_for(top_p: float, min_p: float, backend: str) -> None:
+    """One token is far ahead of the others, so that top_p and min_p would leave it alone; min_keep leaves three."""
+    logits = np.array([1.0, 9.0, 2.0, 0.0, 0.5, 0.25], np.float32)
+    params = SamplerParams(temp=1e6, top_k=5, top_p=top_p, min_p=min_p, min_keep=3, seed=0)
+    kept = host.min_p(host.top_p(host.top_k(logits, 5), top_p, 3), min_p, 3)
+    assert kept.ids.tolist() == [1, 2, 0]
+    numbers = np.array([0.1, 0.5, 0.9])
+    device_params = Sampler(params).device_params()
+    assert device_params is not None
+    assert drawn(np.tile(logits, (3, 1)), numbers, device_params, backend) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("backend", backends())
 def test_no_logit_to_draw_gives_the_first(backend: str) -> None:
     rows = np.full((2, 9), -math.inf)
     rows[1, 3:5] = math.nan

@@ -127,6 +127,28 @@ def test_draw_takes_the_token_under_the_number() -> None:
     assert [sampling.draw(c, u) for u in (0.0, 0.49, 0.51, 0.79, 0.81, 0.999999)] == [0, 0, 1, 1, 2, 2]
 
 
+def alike(n: int) -> Candidates:
+    """n equally likely tokens: for a power of two all sums of probabilities are exact."""
+    return candidates([1.0] * n)
+
+
+def test_what_meets_a_bound_exactly() -> None:
+    """As llama.cpp has it: typical_p is passed, top_p reached; min_p and XTC's threshold are met."""
+    assert sampling.typical(alike(4), 0.5).ids.tolist() == [0, 1, 2]
+    assert sampling.top_p(alike(4), 0.5).ids.tolist() == [0, 1]
+    assert sampling.min_p(candidates([2.0, 2.0, 1.0]), 1.0).ids.tolist() == [0, 1]
+    assert sampling.xtc(alike(4), 0.25).ids.tolist() == [3]
+    assert sampling.xtc(alike(2), 0.5).ids.tolist() == [1], "0.5 is the largest threshold that does anything"
+    assert sampling.xtc(alike(4), 0.25, 1).ids.tolist() == [3] and len(sampling.xtc(alike(4), 0.25, 2).ids) == 4
+
+
+def test_a_number_that_meets_a_sum_draws_the_next_token() -> None:
+    assert [sampling.draw(alike(4), u) for u in (0.0, 0.25, 0.5, 0.75)] == [0, 1, 2, 3]
+    assert [sampling.draw(alike(4), np.nextafter(u, 0.0)) for u in (0.25, 0.5, 0.75, 1.0)] == [0, 1, 2, 3]
+    never = candidates([0.0, -math.inf, -math.inf])
+    assert sampling.draw(never, np.nextafter(1.0, 0.0)) == 0, "what has no share is never drawn"
+
+
 @given(LOGITS, st.floats(1e-40, 100))
 def test_temperature_keeps_the_highest_finite(logits: list[float], temp: float) -> None:
     c = sampling.temperature(candidates(logits), temp)

@@ -15,7 +15,7 @@ import graphrt
 from graphrt.errors import BackendError, GGUFError, SessionError
 from graphrt.models import Model, Piece, SamplerParams, load
 from graphrt.models.cache import Ring
-from graphrt.models.session import MAX_PREPARED, SessionOptions, _batches
+from graphrt.models.session import MAX_PREPARED, Session, SessionOptions, _batches
 from graphrt.testing import nmse
 
 GREEDY = SamplerParams(temp=0.0)
@@ -298,6 +298,42 @@ def test_steps_that_run_ahead_pass_the_window_and_fill_the_context(windowed: Mod
     first = int(ahead.eval([1, 5, 9]).argmax())
     assert [first, *ahead.likeliest(first, 10**6)][: len(expected)] == expected
     assert ahead.n_past == ahead.n_ctx
+
+
+@pytest.mark.parametrize("n_batch", [1, 2, 5])
+def test_steps_that_nobody_takes_overwrite_nothing_that_is_seen(windowed: Model, n_batch: int) -> None:
+    """A window's ring has n_batch cells to spare: as many steps may be queued, and no more."""
+    options = SessionOptions(n_ctx=64, n_batch=n_batch, type_k="f32", type_v="f32")
+    plain, ahead = windowed.session(options), windowed.session(options)
+    token = int(plain.eval(tokens(30)).argmax())
+    assert token == int(ahead.eval(tokens(30)).argmax())
+    stream = ahead.likeliest(token, 100)
+    following = next(stream)
+    stream.close()
+    assert following == int(plain.eval([token]).argmax()) and ahead.n_past == plain.n_past
+    assert holds_only_what_is_past(ahead)
+    assert nmse(ahead.eval([following]), plain.eval([following])) < 1e-12
+
+
+def holds_only_what_is_past(session: Session) -> bool:
+    return all(int(ring.positions.max()) == session.n_past - 1 for ring in session.cache.rings.values())
+
+
+def test_no_cell_holds_what_was_not_read(windowed: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = windowed.session(SessionOptions(n_ctx=64))
+    session.eval(tokens(5))
+    assert holds_only_what_is_past(session)
+
+    def interrupted(exe: graphrt.Executable) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphrt.Executable, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.eval(tokens(9))
+    assert session.n_past == 5 and holds_only_what_is_past(session)
+    session.reset()
+    assert holds_only_what_is_past(session), "-1: nothing"
 
 
 def test_a_ring_knows_what_its_cells_hold() -> None:

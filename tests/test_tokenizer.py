@@ -333,6 +333,13 @@ def test_merge_is_the_definition(texts: list[str], scores: list[int], text: str)
     assert merge(list(text), ranks) == slow_merge(list(text), ranks)
 
 
+def test_a_pair_that_waits_twice_merges_once() -> None:
+    """ "ab" waits; "bc" comes first and makes of it "abc", of the same rank, with which the word ends."""
+    assert merge(list("abc"), {"bc": 0, "ab": 1, "abc": 1}) == ["abc"]
+    assert merge(list("abcd"), {"bc": 0, "ab": 1, "abc": 1}) == ["abc", "d"]
+    assert merge(list("xabc"), {"bc": 0, "ab": 1, "abc": 1, "xabc": 1}) == ["xabc"]
+
+
 @given(TEXTS, st.lists(st.integers(-3, 0), min_size=12, max_size=12), st.text("ab▁", max_size=24))
 def test_cutting_into_words_changes_nothing(texts: list[str], scores: list[int], text: str) -> None:
     ranks = score_ranks(texts, np.array(scores[: len(texts)], dtype=np.float32))
@@ -423,6 +430,13 @@ def test_gpt_oss_end_is_not_the_end() -> None:
     assert t.piece(2, special=False) == b"<|end|>" and t.piece(3, special=False) == b"<|channel|>"
 
 
+@pytest.mark.parametrize("ends", [("<|return|>", "<|calls|>"), ("<|flush|>", "<|call|>"), ("<|flush|>", "<|calls|>")])
+def test_other_names_of_these_ends_mean_the_same(ends: tuple[str, str]) -> None:
+    assert with_ends(*ends, "<|end|>").eog_ids == {0, 1, 4}
+    for end in ends:
+        assert with_ends(end, "<|end|>").eog_ids == {0, 1, 3}, "one of them alone does not"
+
+
 def test_gemma4_has_an_ordinary_s() -> None:
     assert with_ends("<|tool_response>", "</s>").eog_ids == {0, 3}
 
@@ -498,3 +512,35 @@ def test_phi_3_special_tokens_swallow_spaces() -> None:
     end = t.texts.index("<|end|>")
     spaced = t.encode("<|end|> \n a", add_bos=False, parse_special=True)
     assert spaced == t.encode("<|end|>a", add_bos=False, parse_special=True) and spaced[0] == end
+
+
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [({"general.architecture": "jina-bert-v3"}, "<mask>"), ({"general.name": "Modern-BERT base"}, "[MASK]")],
+)
+def test_a_mask_swallows_the_spaces_before_it(model: dict[str, str], mask: str) -> None:
+    """And none of those behind it, nor any elsewhere."""
+    md = metadata("llama", [*SPM, (mask, 0.0, CONTROL)], add_space_prefix=False)
+    t, plain = Tokenizer.from_metadata(md | model), Tokenizer.from_metadata(md)
+
+    def pieces(tokenizer: Tokenizer, text: str) -> list[bytes]:
+        return [tokenizer.piece(i) for i in tokenizer.encode(text, add_bos=False, parse_special=True)]
+
+    name = mask.encode()
+    assert pieces(t, f" a \n {mask}  b {mask}") == [b" a", name, b" ", b" ", b"b", name]
+    assert pieces(t, f"{mask} a ") == [name, b" a", b" "]
+    assert pieces(plain, f"a {mask}b") == [b"a", b" ", name, b"b"]
+
+
+def test_special_tokens_are_sought_by_their_bytes() -> None:
+    """The one of more bytes is found first, though it has fewer characters."""
+    t = Tokenizer.from_metadata(metadata("llama", [*SPM, ("abba", 0.0, USER), ("aéé", 0.0, USER)]))
+    assert t.texts[269:] == ["abba", "aéé"] and t.encode("abbaéé", add_bos=False)[-1] == 270
+
+
+def test_of_special_tokens_that_overlap_the_longer_one_is_cut_first() -> None:
+    """Whichever begin alike: the longest of all, which the text has not, shares its beginning with the shortest."""
+    extra = [(text, 0.0, USER) for text in ("abcdefghi", "dxyzuv", "abcd")]
+    t = Tokenizer.from_metadata(metadata("llama", [*SPM, *extra], add_space_prefix=False))
+    ids = t.encode("abcdxyzuv", add_bos=False)
+    assert ids[-1] == t.texts.index("dxyzuv") and t.texts.index("abcd") not in ids

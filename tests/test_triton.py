@@ -168,7 +168,19 @@ def _classes(mask: np.ndarray, tokens: int, block_n: int) -> dict[tuple[int, int
     return found
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "holes", "bias", "hidden", "open"])
+def _of_blocks(kinds: str, n_q: int, n_kv: int) -> np.ndarray:
+    """A mask whose k-blocks of 64 are, in turn, hidden, full or partial."""
+    blocks = {"-": np.full(64, -np.inf), "f": np.zeros(64), "p": np.where(np.arange(64) < 9, -np.inf, 0.0)}
+    return np.tile(np.concatenate([blocks[kind] for kind in kinds])[:n_kv], (n_q, 1))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("causal", "window", "holes", "bias", "hidden", "open"),
+        *("f-fp-", "ff-p-", "-ffpp", "fp-p-", "-p-pp", "--pp-", "fpf-p", "pf-p-", "ff-pp"),
+    ],
+)
 def test_the_plan_of_a_mask(kind: str) -> None:
     n_q, n_kv, rng = 70, 300, np.random.default_rng(3)
     mask = {
@@ -178,7 +190,8 @@ def test_the_plan_of_a_mask(kind: str) -> None:
         "bias": rng.standard_normal((n_q, n_kv)),
         "hidden": np.full((n_q, n_kv), -np.inf),
         "open": np.zeros((n_q, n_kv)),
-    }[kind]
+    }.get(kind)
+    mask = _of_blocks(kind, n_q, n_kv) if mask is None else mask
     s = Setup(n_q, n_kv, mask)
     target = device.target()
     from graphrt.backend import Usage
@@ -216,6 +229,28 @@ def test_the_plan_of_a_mask(kind: str) -> None:
             np.testing.assert_array_equal(got.reshape(-1)[: len(seen)], seen)
     sums = np.concatenate([[0], np.cumsum(lengths * t.n_groups)])
     np.testing.assert_array_equal(plan.unit_start.tolist(), sums)
+
+
+@pytest.mark.parametrize(("heads", "block_m"), [((6, 2), 32), ((10, 2), 16), ((24, 1), 16), ((4, 4), 16)])
+def test_the_plan_of_tiles_that_end_inside_a_token(heads: tuple[int, int], block_m: int) -> None:
+    """A tile's first and last token count with all that they see, though only some of their heads are in it."""
+    n_q, n_kv, rng = 37, 300, np.random.default_rng(6)
+    hidden = np.kron(rng.random((n_q, 5)) < 0.9, np.ones((1, 64)))[:, :n_kv] > 0
+    s = Setup(n_q, n_kv, np.where(hidden, -np.inf, 0.0), heads)
+    target, node = device.target(), flash_attn_ext(s.q, s.k, s.v, s.mask, 0.2)
+    from graphrt.backend import Usage
+    from graphrt.backends.triton.kernels.flash_attn.mask_blocks import FULL, PARTIAL, block_kinds
+    from graphrt.backends.triton.memory import allocate
+
+    places = {t: allocate(t.nbytes, Usage.COMPUTE, target.device) for t in (*s.values, node)}
+    places[s.mask].write(0, s.values[s.mask].reshape(-1).view(np.uint8))
+    p = Problem([node], lambda t: (places[t], 0))
+    t = Tiling.of(p, block_m, 64)
+    plan, launches = MaskPlans(target.device).plan(p, t, False)
+    for launch in launches:
+        launch()
+    kinds = block_kinds(s.values[s.mask].reshape(1, 1, n_q, n_kv), t)
+    assert np.array_equal(plan.counts.cpu().numpy(), np.stack([(kinds == k).sum(1) for k in (FULL, PARTIAL)], 1))
 
 
 def test_a_prepared_graph_follows_its_mask_from_run_to_run(backend: Backend) -> None:

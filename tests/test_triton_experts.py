@@ -479,7 +479,41 @@ def _chosen(descending: bool = True, offs: int = 0, scale: float = 1.0, also: in
     return Graph(picked, *([ops.cont(ops.view(order, (also, 3), order.nb[1:2]))] if also else []))
 
 
+def _chosen_shares(what: str) -> Graph:
+    """A routing in which something is not as the pattern wants it."""
+    n_expert, used = (80, 65) if what == "many" else (8, 3)
+    tokens = 3
+    probs = ops.soft_max(new_input("f32", n_expert, tokens, name="l"))
+    select = ops.sub(probs, new_input("f32", n_expert, name="b")) if what == "bias off" else probs
+    order = ops.argsort(select, True)
+    ids = ops.view(order, (used, tokens), order.nb[1:2])
+    picked = ops.reshape(ops.get_rows(ops.reshape(probs, 1, n_expert, tokens), ids), used, tokens)
+    total = ops.clamp(ops.sum_rows(picked), 0.1, 10.0)
+    shares = ops.div(ops.transpose(picked) if what == "turned" else picked, total)
+    if what == "scale with a bias":
+        shares = ops.scale(shares, 2.0, 0.5)
+    return Graph(shares, *([ops.sqr(total)] if what == "clamp read" else []))
+
+
+def _gates_of(what: str) -> Graph:
+    """Gate and up of two inputs, or of unlike widths."""
+    x, y = (new_input("f32", 32, 1, 2, name=name) for name in "xy")
+    ids = new_input("i32", 2, 2, name="i")
+    gate = ops.mul_mat_id(new_input("f16", 32, 8, 4, name="gate"), x, ids)
+    up = ops.mul_mat_id(new_input("f16", 32, 8, 4, name="up"), y if what == "inputs" else x, ids)
+    return Graph(ops.glu(gate, up, "swiglu"))
+
+
+def _inner_sum_is_kept() -> Graph:
+    weighted = ops.mul(new_input("f32", 8, 3, 4, name="a"), new_input("f32", 1, 3, 4, name="w"))
+    a, b, c = (ops.view(weighted, (8, 4), weighted.nb[2:3], offs=i * weighted.nb[1]) for i in range(3))
+    inner = ops.add(a, b)
+    return Graph(inner, ops.add(inner, c))
+
+
 UNFORMED: dict[str, Callable[[], Graph]] = {
+    "gate and up of two inputs": lambda: _gates_of("inputs"),
+    "an inner sum of slots that is an output": _inner_sum_is_kept,
     "gate and up of two choices": lambda: _of_two_choices(False),
     "biases of another choice": lambda: _of_two_choices(True),
     "slots in another order": lambda: _sum_of_slots(1, 0, 2),
@@ -491,6 +525,20 @@ UNFORMED: dict[str, Callable[[], Graph]] = {
     "more experts are read": lambda: _chosen(also=3),
     "a softmax with a scale": lambda: _chosen(scale=2.0),
 }
+
+
+#: What of a routing may still be one launch, the rest being nodes of their own.
+HALF_FORMED = ("clamp read", "turned", "scale with a bias", "bias off", "many")
+
+
+@pytest.mark.parametrize("what", HALF_FORMED)
+def test_of_a_routing_only_what_fits_is_one_launch(what: str) -> None:
+    graph = _chosen_shares(what)
+    exe, expected = filled_by_kind(graph), filled_by_kind(_chosen_shares(what), "cpu")
+    for a, b in zip(results(exe), results(expected)):
+        assert nmse(a, b) <= 1e-6
+    if what == "many":
+        assert "expert_routing" not in formed(exe), "more than a program has slots for"
 
 
 @pytest.mark.parametrize("why", UNFORMED)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, ops
 from graphrt.backends.triton import device
-from graphrt.backends.triton.fuse import PATTERNS
+from graphrt.backends.triton.fuse import MAX_SUM, PATTERNS
 from graphrt.backends.triton.launch import Launch
 from graphrt.errors import BackendError
 from graphrt.execute import Executable
@@ -314,6 +314,27 @@ def _through_a_view() -> Graph:
     return Graph(ops.add(ops.transpose(made), leaf("r", 3, M)))
 
 
+def _turned(first: bool) -> Graph:
+    """A square product read as it is turned: of its shape, but not it."""
+    made, other = ops.transpose(product("w", x(), m=3)), leaf("r", 3, 3)
+    return Graph(ops.add(made, other) if first else ops.add(other, made))
+
+
+def _norm_turned() -> Graph:
+    made = ops.transpose(normed(leaf("x", K, K)))
+    return Graph(ops.add(leaf("r", K, K), made))
+
+
+def _gate_turned() -> Graph:
+    source = x()
+    gate, up = (product(name, source, m=3) for name in ("gate", "up"))
+    return Graph(ops.glu(ops.cont(ops.transpose(gate)), up, "swiglu"), ops.glu(gate, up, "swiglu"))
+
+
+def _capped_halves() -> Graph:
+    return Graph(ops.scale(ops.unary(ops.scale(leaf("x", K, 3, kind="f16"), 0.1), "tanh"), 10.0))
+
+
 def _seen_besides() -> Graph:
     made = product("w", x())
     return Graph(ops.add(made, leaf("r", M, 3)), ops.sqr(ops.view(made, (M, 1))))
@@ -399,6 +420,40 @@ def _shared_ids() -> Graph:
     return Graph(ops.flash_attn_ext(q, *looks, None, 0.2))
 
 
+def _rotated_otherwise(what: str) -> Graph:
+    """A layer whose k has positions or factors of its own, whose v goes to rows of its own, or into k's memory."""
+    d, heads, kv, cells, n, params = 32, 4, 2, 32, 3, RopeParams(32, "neox")
+    positions, ids = leaf("positions", n, kind="i32"), leaf("ids", n, kind="i64")
+    others, rows = leaf("others", n, 2, kind="i32"), leaf("rows", n, 2, kind="i64")
+    both = leaf("both", d * kv, 2 * cells)
+    caches = [leaf("k_cache", d * kv, cells), leaf("v_cache", d * kv, cells)]
+    if what == "memory":
+        caches = [ops.view(both, (d * kv, cells), both.nb[1:2], i * cells * both.nb[1]) for i in range(2)]
+    k_positions = ops.view(others, (n,), offs=4 * n) if what == "positions" else positions
+    factors = leaf("factors", 16) if what == "factors" else None
+    v_ids = ops.view(rows, (n,), offs=8 * n) if what == "rows" else ids
+    q = ops.rope(leaf("q", d, heads, n), positions, params)
+    k = ops.rope(leaf("k", d, kv, n), k_positions, params, factors)
+    k_set = ops.set_rows(ops.reshape(k, d * kv, n), ids, caches[0])
+    v_set = ops.set_rows(leaf("v", d * kv, n), v_ids, caches[1])
+    looks = [ops.permute(ops.reshape(s, d, kv, cells), 0, 2, 1, 3) for s in (k_set, v_set)]
+    return Graph(ops.flash_attn_ext(ops.permute(q, 0, 2, 1, 3), *looks, None, 0.2), k_set, v_set)
+
+
+def _long_sum() -> Graph:
+    """Rows of a sum that no program holds whole."""
+    n = MAX_SUM + 32
+    return Graph(normed(ops.add(leaf("x", n, 2), leaf("r", n, 2))))
+
+
+def _scores(what: str) -> Graph:
+    """An attention and the log-sum-exp of another mask, or of sinks that the attention lacks."""
+    q, k, v = leaf("q", 32, 3, 4), leaf("k", 32, 20, 2, kind="f16"), leaf("v", 32, 20, 2, kind="f16")
+    masks, sinks = [leaf(name, 20, 3, kind="f16") for name in ("mask", "other")], leaf("sinks", 4)
+    lse = ops.flash_attn_lse(q, k, masks[what == "mask"], 0.2, sinks=sinks if what == "sinks" else None)
+    return Graph(ops.flash_attn_ext(q, k, v, masks[0], 0.2), lse)
+
+
 def _normed_head_is_read() -> Graph:
     graph, parts = rotated("f32", norms=True)
     return Graph(*graph.outputs, ops.sqr(parts["k"].src[0]))
@@ -419,6 +474,17 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "a product that is an output": (_output, "matmul_add"),
     "a product read through a view": (_through_a_view, "matmul_add"),
     "a product that a view of is read": (_seen_besides, "matmul_add"),
+    "a product that is turned, then added": (lambda: _turned(True), "matmul_add"),
+    "a product that is added turned": (lambda: _turned(False), "matmul_add"),
+    "a gate that is read turned too": (_gate_turned, "gate_up_glu"),
+    "a norm that is added turned": (_norm_turned, "norm_mul_add"),
+    "a sum of long rows, then a norm": (_long_sum, "add_norm"),
+    "k at other positions": (lambda: _rotated_otherwise("positions"), "rope_cache"),
+    "k by other factors": (lambda: _rotated_otherwise("factors"), "rope_cache"),
+    "v into other rows": (lambda: _rotated_otherwise("rows"), "rope_cache"),
+    "k and v in one memory": (lambda: _rotated_otherwise("memory"), "rope_cache"),
+    "sums of another mask": (lambda: _scores("mask"), "attention_lse"),
+    "sums with sinks": (lambda: _scores("sinks"), "attention_lse"),
     "a bias with gaps": (_bias_with_gaps, "matmul_add"),
     "a bias of a product that is read besides": (_biased_product_is_read, "matmul_add"),
     "a bias that is computed": (
@@ -433,6 +499,7 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "x of two sequences": (
         lambda: Graph(ops.add(ops.mul_mat(leaf("w", K, M), leaf("x", K, 3, 2)), leaf("r", M, 3, 2))), "matmul_add",
     ),
+    "a cap of f16": (_capped_halves, "softcap"),
     "a cap with a bias": (lambda: capped(0.5), "softcap"),
     "a cap whose tanh is read": (lambda: capped(read=True), "softcap"),
     "a gate read twice": (_gate_is_read, "gate_up_glu"),
@@ -514,6 +581,23 @@ def test_a_cache_is_written_before_it_is_read_and_after_who_reads_what_was_there
     exe.run()
     # Row 1 on is written by the first run; before it, the cells held their inputs. Row 0 nobody writes.
     assert np.isfinite(unwritten).all()
+
+
+def test_what_was_in_a_cache_is_read_before_it_is_written_whatever_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product reads rows, others are written over them, and what is added to the product comes of these: it can't be
+    one launch with the product."""
+    found = []
+    for fuse in ("1", "0"):
+        monkeypatch.setenv("GRAPHRT_FUSE", fuse)
+        cache = leaf("cache", K, 8)
+        read = product("w", ops.view(cache, (K, 3), cache.nb[1:2]))
+        written = ops.set_rows(leaf("rows", K, 3), leaf("ids", 3, kind="i64"), cache)
+        added = ops.sqr(product("u", ops.view(written, (K, 3), cache.nb[1:2])))
+        graph = Graph(ops.add(read, added))
+        exe = filled(prepared(graph), graph)
+        exe.run()
+        found.append(exe.read(graph.outputs[0]))
+    assert nmse(*found) <= STEPS
 
 
 def test_a_group_that_waits_for_itself_is_taken_apart() -> None:

@@ -21,6 +21,7 @@ from graphrt.testing import nmse, quantize
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
+from graphrt.backends.triton import fuse_latent
 from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
 from graphrt.backends.triton.kernels.mul_mat import lower
 from graphrt.backends.triton.kernels.mul_mat.heads import packed_head_gemv, plain_head_gemv
@@ -274,6 +275,12 @@ def test_each_pattern_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> No
     for name in LATENT_PATTERNS:
         monkeypatch.setenv("GRAPHRT_FUSE", name)
         assert formed(Latent().graph()) == {name}
+
+
+def test_only_rows_that_a_program_holds_are_normed_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, together in ((63, False), (64, True)):
+        monkeypatch.setattr(fuse_latent, "MAX_ROW", most)
+        assert ("latent_rope_cache" in formed(Latent(kv=64).graph())) == together
 
 
 # -- where no group may be formed

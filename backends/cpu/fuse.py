@@ -27,7 +27,9 @@ def _chain(region: Region, i: int, *ops: str) -> list[Tensor] | None:
 
 def _is_row(weight: Tensor | None, of: Tensor) -> bool:
     """`weight` is one contiguous f32 row as long as `of`'s."""
-    return weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1)
+    return (
+        weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
+    )
 
 
 def norm_mul(region: Region, i: int) -> Group | None:
