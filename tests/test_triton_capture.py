@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,20 @@ from graphrt.backends.triton import capture, device
 from graphrt.backends.triton.capture import Captured, CaptureWarning, Segment
 
 
-@contextmanager
-def _refusing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Stands for torch.cuda.graph() where the driver ends the capture."""
-    yield
-    raise RuntimeError("operation failed due to a previous error during capture\nmore of it")
+class Broken:
+    """Stands for a CUDA graph whose capture the driver ends."""
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture\nmore of it")
 
 
 def test_a_split_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Broken)
     monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(torch.cuda, "graph", _refusing)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     runs: list[str] = []
     program = Captured([Segment(Group([new_input("f32", 1, name="a")], "a group"), [lambda: runs.append("run")])])
     program()
@@ -64,6 +68,7 @@ def _while(work: Callable[[int], None], stop: threading.Event, failed: list[Base
             while not stop.is_set():
                 work(i)
                 i += 1
+                time.sleep(0.002)  # for the thread that captures, which needs the interpreter too
         except BaseException as error:
             failed.append(error)
 
