@@ -114,6 +114,21 @@ def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule:
     return [main] if schedule == "tile" else [main, portable.fixup_launch(args, t, p, target)]
 
 
+def repair_launches(arch: str, shape: Shape) -> list[Launch]:
+    """What does the tiles again that a prefill kernel marks, as the launcher makes it."""
+    p, target = problem(shape), target_of(arch)
+    kernel = prefill.find(p)
+    assert kernel is not None, shape
+    t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
+    config = configs.Config(t.block_m, t.block_n, 8, 1)
+    sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, t.block_m, t.block_n)
+    choice = chooser.choose(sizes, chooser.Device(132), "tile")
+    none = torch.zeros(4096, dtype=torch.int32)
+    plan = MaskPlan(none, none, none, none, none)
+    args = portable.main_arguments(p, t, config, choice, plan, none.view(torch.float32), target)
+    return [portable.repair_launch(args, none[: t.n_tiles + 1].clone(), config.warps, target)]
+
+
 def compiled(launch: Launch, arch: str) -> Any:
     """The kernel of a launch, compiled for an architecture with the launch's own specialization."""
     kernel, args = launch.kernel, launch.args
@@ -399,6 +414,7 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"{arch} shared out {schedule} {shape}", partial(mla_shared_out_launches, shape, schedule)
         for shape in PREFILL:
             yield f"{arch} prefill {shape}", partial(hopper_launches, shape)
+        yield f"{arch} repair {PREFILL[0]}", partial(repair_launches, arch, PREFILL[0])
     for shape in (Shape((128, 128), 128, ("f16", "f16")), Shape((64, 64), 1, ("f16", "f16"), n_kv=257)):
         yield f"{arch} mask {shape}", partial(mask_launches, shape)
     yield from other_ops(arch)

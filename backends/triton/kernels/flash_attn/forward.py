@@ -255,7 +255,8 @@ GENERAL = [
 
 
 @accesses(
-    reads="p_q p_k p_v p_mask p_sinks p_slopes p_counts p_blocks p_seen p_unit_start p_bad", writes="p_out p_lse p_part"
+    reads="p_q p_k p_v p_mask p_sinks p_slopes p_counts p_blocks p_seen p_unit_start p_bad",
+    writes="p_out p_lse p_part p_bad",
 )
 @triton.jit(do_not_specialize=GENERAL)
 def flash_attn(

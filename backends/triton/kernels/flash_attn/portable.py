@@ -28,7 +28,7 @@ def main_arguments(
 ) -> dict[str, Any]:
     """The arguments of forward.py's flash_attn, by name. part: scratch of choice.scratch_bytes."""
     k, v, params = p.k, p.v, p.params
-    # For what is absent any memory will do: nothing reads it.
+    # For what is absent any memory will do: nothing reads it. (p_bad has its own, since a repair writes it.)
     none = torch.zeros(1, dtype=torch.int32, device=target.device)
     absent = none.view(torch.float32)
     mask_strides = [n // 2 for n in p.mask_t.nb[1:]] if p.mask_t is not None else [0, 0, 0]
@@ -42,7 +42,7 @@ def main_arguments(
         "p_out": p.memory(p.out, torch.float32) if p.out is not None else absent,
         "p_lse": p.memory(p.lse, torch.float32) if p.lse is not None else absent,
         "p_counts": plan.counts, "p_blocks": plan.blocks, "p_seen": plan.seen, "p_unit_start": plan.unit_start,
-        "p_part": part, "p_bad": none,
+        "p_part": part, "p_bad": torch.zeros_like(none),
         **dict(zip(("sq_t", "sq_h", "sq_s"), (n // 4 for n in p.q_t.nb[1:]))),
         **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
         **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)),
