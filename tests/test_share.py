@@ -74,9 +74,10 @@ def test_the_default_cases_are_right_and_steps_repeat() -> None:
     steps = repeat(StepCase("STEP", {}, lambda inputs: inputs.result, model="tiny", layers=1), cpu, 0)
     assert not isinstance(steps, str)
     runs, differing, message = steps(0.01)
-    assert runs == 33 and differing == 0 and not message
+    assert runs > 0 and runs % 33 == 0 and differing == 0 and not message
     steps.first["the tokens"] = []
-    assert steps(0.01)[1:] == (1, "the tokens differ from the first time's")
+    runs, differing, message = steps(0.01)
+    assert differing == runs // 33 and message == "the tokens differ from the first time's"
 
 
 def test_a_source_without_cases_is_refused() -> None:

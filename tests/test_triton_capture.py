@@ -65,6 +65,7 @@ def _while(work: Callable[[int], None], stop: threading.Event, failed: list[Base
     def loop() -> None:
         i = 0
         try:
+            torch.empty(1, device="cuda")  # gives the thread the device's context, which loading a kernel needs
             while not stop.is_set():
                 work(i)
                 i += 1

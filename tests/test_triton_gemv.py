@@ -430,8 +430,19 @@ def test_numbers_at_the_ends_of_f32(parts: int) -> None:
     assert found.d.isfinite().all() and found.s.isfinite().all()
     values = _values(found).flatten()
     step = found.d[0].cpu().double().repeat_interleave(32)
-    small = 127 * 1.2e-38  # below this all is 0
+    small = 127 * 1e-36  # below this all is 0
     assert ((values - x[0]).abs() <= step * 0.5001 + x[0] * 1e-7 + small).all()
+
+
+def test_groups_of_tiny_numbers(parts: int) -> None:
+    """Of every size down to f32's last: 1 over the second part's step must not be infinite where numbers are not 0."""
+    sizes = 10.0 ** torch.arange(-45.0, -29.0, 0.25, dtype=torch.float64)
+    x = torch.zeros(1, 32 * len(sizes))
+    x[0, ::32], x[0, 5::32] = sizes.float(), -0.3 * sizes.float()
+    found = _activations(x)
+    assert found.d.isfinite().all() and found.s.isfinite().all()
+    step = found.d[0].cpu().double().repeat_interleave(32)
+    assert ((_values(found).flatten() - x[0]).abs() <= step * 0.5001 + 127 * 1e-36).all()
 
 
 def test_an_f32_tensor_has_room() -> None:

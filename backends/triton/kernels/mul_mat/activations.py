@@ -122,13 +122,13 @@ def magnitude(x):
 
 @triton.jit
 def scale_of(most):
-    """(d, 1 / d) of groups whose largest magnitude() is `most`. Of numbers so small that 1 / d is none, 1: q is 0.
+    """(d, 1 / d) of groups whose largest magnitude() is `most`. Of numbers so small that FINER / d is none, 1: q is 0.
 
     d is NaN of NaN and of infinity: with an infinite d, products would be infinities of a sign that says nothing.
     """
     d = most.to(tl.float32, bitcast=True) * (1.0 / 127.0)
     d = d * 0.0 + d
-    return d, 1.0 / tl.where(d >= 1.2e-38, d, 1.0)
+    return d, 1.0 / tl.where(d >= 1e-36, d, 1.0)
 
 
 @triton.jit
