@@ -13,6 +13,7 @@ from graphrt.errors import GraphError
 from graphrt.testing import all_cases
 from graphrt.tools import cli
 from graphrt.tools.conformance.repeated import repeat
+from graphrt.tools.conformance.share import Sharing
 from graphrt.tools.conformance.share_cases import StepCase, share_cases
 from graphrt.tools.conformance.step import run_case
 
@@ -85,3 +86,12 @@ def test_a_source_without_cases_is_refused() -> None:
         from graphrt.tools.conformance.share import chosen_cases
 
         chosen_cases(None, "FLASH_ATTN_EXT", "kernel=none of them")
+
+
+def test_processes_that_agree_each_with_itself_must_agree_with_each_other() -> None:
+    sharing = Sharing({}, 2, 1.0)
+    answer = {"case": "a", "runs": 2, "differing": 0, "message": "", "refused": "", "digest": "1"}
+    sharing._add([answer, answer])
+    assert not sharing.tallies["a"].told()
+    sharing._add([answer | {"digest": "2"}])
+    assert sharing.tallies["a"].told() == ["processes' first runs gave 2 different results"]

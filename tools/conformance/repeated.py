@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,37 +34,37 @@ PROMPT, TOKENS = 40, 32
 class Repeated:
     """What came of a case: runs, how many of them gave other bits, and the first such in words ("" for none).
 
-    refused: why the backend does not run it, "" if it does."""
+    refused: why the backend does not run it, "" if it does; digest: of the first run's bits, which all processes share.
+    """
 
     case: str
     runs: int = 0
     differing: int = 0
     message: str = ""
     refused: str = ""
+    digest: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-#: Runs for some seconds: the runs, how many differ, the first difference in words.
-Repeat = Callable[[float], tuple[int, int, str]]
-
-
-def repeat(case: Case, backend: Backend, seed: int) -> Repeat | str:
-    """What repeats a case on a backend, or the backend's reason not to run it."""
+def repeat(case: Case, backend: Backend, seed: int, judged: bool = True) -> Runs | Steps | str:
+    """What repeats a case on a backend, or the backend's reason not to run it. judged: see Runs."""
     if isinstance(case, StepCase):
         return Steps(case, backend)
     inputs = case.build(seed)
     refused = next((r for n in computing_nodes(inputs.graph()) if (r := backend.supports(n)) is not None), None)
-    return refused if refused is not None else Runs(inputs, backend)
+    return refused if refused is not None else Runs(inputs, backend, judged)
 
 
 class Runs:
-    """One node's runs. The first is judged as `graphrt test` does, the others are held against its bits."""
+    """One node's runs, held against the first one's bits. judged: the case is tested before, as `graphrt test` does,
+    which takes a while. Calling it runs for some seconds: the runs, how many differ, the first difference in words."""
 
-    def __init__(self, inputs: Inputs, backend: Backend) -> None:
-        outcome = run_inputs(inputs.result.op, inputs, backend)
-        self.wrong = "" if outcome.status == "pass" else f"wrong from the first run on: {outcome.message}"
+    def __init__(self, inputs: Inputs, backend: Backend, judged: bool = True) -> None:
+        self.wrong = ""
+        if judged and (outcome := run_inputs(inputs.result.op, inputs, backend)).status != "pass":
+            self.wrong = f"wrong from the first run on: {outcome.message}"
         self.inputs, self.backend = inputs, backend
         self.guarded = Guarded(backend, inputs, inputs.graph())
         self.guarded.run()
@@ -87,6 +87,10 @@ class Runs:
         message = message or self.wrong
         message = message or "".join(uncalled(self.inputs, self.backend.redone(self.guarded.program)))
         return runs, max(differing, int(bool(message))), message
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.first.tobytes()).hexdigest()[:16]
 
     def _queued(self) -> list[Bytes]:
         """The results of several runs, none of which was waited for before the last was queued."""
@@ -123,7 +127,7 @@ class Runs:
 
 
 class Steps:
-    """A model's prefill and greedy decode, steps queued ahead. A token's step is a run."""
+    """A model's prefill and greedy decode, steps queued ahead. A token's step is a run. Called as Runs is."""
 
     def __init__(self, case: StepCase, backend: Backend) -> None:
         self.session = Model(synthetic(case.model, case.layers), [backend]).session(SessionOptions(n_ctx=128))
@@ -141,6 +145,10 @@ class Steps:
                 differing += 1
                 message = message or f"{wrong} differ from the first time's"
         return runs, differing, message
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.first).encode()).hexdigest()[:16]
 
     def _once(self) -> dict[str, object]:
         """Everything that the steps give, bit by bit."""

@@ -31,13 +31,20 @@ PATIENCE = 300.0
 
 @dataclass
 class Tally:
-    """A case's sum over all processes."""
+    """A case's sum over all processes. digests: of each process's first run; they should be one."""
 
     runs: int = 0
     differing: int = 0
     processes: int = 0
     refused: str = ""
     messages: list[str] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+
+    def told(self) -> list[str]:
+        """What is wrong, in sentences."""
+        if len(self.digests) < 2:
+            return self.messages
+        return [*self.messages, f"processes' first runs gave {len(self.digests)} different results"]
 
 
 def chosen_cases(source: dict[str, Any] | None, op: str | None, params: str | None) -> list[Case]:
@@ -115,6 +122,7 @@ class Sharing:
                 tally.differing += answer["differing"]
                 tally.refused = answer["refused"]
                 tally.messages += [answer["message"]] if answer["message"] else []
+                tally.digests += [d] if (d := answer["digest"]) and d not in tally.digests else []
                 mine.add(answer["case"])
             for case in mine:
                 self.tallies[case].processes += 1
@@ -143,7 +151,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         print(text)
     tallies = sharing.tallies.values()
-    return 1 if sharing.problems or any(t.differing for t in tallies) or not any(t.runs for t in tallies) else 0
+    wrong = any(t.differing or t.told() for t in tallies)
+    return 1 if sharing.problems or wrong or not any(t.runs for t in tallies) else 0
 
 
 def _lines(sharing: Sharing, args: argparse.Namespace) -> Iterator[str]:
@@ -155,8 +164,8 @@ def _lines(sharing: Sharing, args: argparse.Namespace) -> Iterator[str]:
         what = f"refused: {t.refused}" if t.refused else f"{t.runs:>10,} runs, {t.differing:,} differ"
         yield f"  {case:<{width}}  {what}"
     for case, t in sorted(sharing.tallies.items()):
-        if t.messages:
-            yield f"\nDIFFERS: {case}\n  {printable(t.messages[0])}"
+        if t.told():
+            yield f"\nDIFFERS: {case}\n  {printable(t.told()[0])}"
     yield from (f"\nPROBLEM: {printable(problem)}" for problem in sharing.problems)
     runs, differing = (sum(getattr(t, name) for t in sharing.tallies.values()) for name in ("runs", "differing"))
     yield f"\n{differing:,} of {runs:,} runs differ"

@@ -20,7 +20,7 @@ def main() -> None:
     end = time.monotonic() + settings["seconds"]
 
     from graphrt.errors import GraphrtError
-    from graphrt.tools.conformance.repeated import Repeat, Repeated, repeat
+    from graphrt.tools.conformance.repeated import Repeated, Runs, Steps, repeat
     from graphrt.tools.conformance.share import chosen_cases
     from graphrt.tools.conformance.sources import make_backend
 
@@ -34,21 +34,22 @@ def main() -> None:
     except GraphrtError as error:
         answer({"error": str(error)})
         return
-    made: dict[int, Repeat | str] = {}
+    made: dict[int, Runs | Steps | str] = {}
     turn = int(settings["first"])
     turns = len(cases) if settings["whole_round"] else 1
     while time.monotonic() < end or turn - int(settings["first"]) < turns:
         i = turn % len(cases)
         turn += 1
         if i not in made:
-            made[i] = repeat(cases[i], backend, settings["seed"])
+            made[i] = repeat(cases[i], backend, settings["seed"], judged=settings["whole_round"])
         work = made[i]
         if isinstance(work, str):
             answer(Repeated(str(cases[i]), refused=work).to_json())
             if len(made) == len(cases) and all(isinstance(w, str) for w in made.values()):
                 return
         else:
-            answer(Repeated(str(cases[i]), *work(min(TURN, settings["seconds"] / turns))).to_json())
+            found = work(min(TURN, settings["seconds"] / turns))
+            answer(Repeated(str(cases[i]), *found, digest=work.digest).to_json())
 
 
 if __name__ == "__main__":
