@@ -6,7 +6,6 @@ their fuse() does; what comes of them is held against the nodes one by one (see 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -26,7 +25,7 @@ from graphrt.ops.unary import GLU_KINDS
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Normal, dequantize
 from graphrt.tools.conformance.reference import computing_nodes, raw_bytes
-from graphrt.tools.conformance.step import Outcome
+from graphrt.tools.conformance.step import Outcome, outcome_of
 
 Array = npt.NDArray[np.generic]
 #: Experts, and how many of them a token has.
@@ -148,24 +147,20 @@ def _forms(form: Form) -> Iterator[Form]:
 
 def run_fused(case: FusedCase, backend: Backend, seed: int = 0) -> Outcome:
     """Prepares and runs a case as a model's step would be, twice, and judges what comes of it."""
-    started = time.perf_counter()
     inputs = case.build(seed)
     expected, from_nan, from_infinity = _reference(inputs)
-    message = ""
-    try:
+
+    def work() -> str:
+        message = ""
         exe = graphrt.prepare(inputs.graph(), backend if backend.name == "cpu" else [backend, get_backend("cpu")])
         inputs.fill(exe)
         for _ in range(2):  # the second run finds the first one's memory
             exe.run()
             actual = dequantize(exe.read(inputs.result), inputs.result.dtype)
-            verdict = judge_broken(inputs.result, actual, expected, from_nan, from_infinity)
-            message = message or verdict.message
-        status = "fail" if message else "pass"
-    except KeyboardInterrupt:
-        raise
-    except Exception as error:  # whatever the backend raises is its case's outcome, as in step.py
-        status, message = "crashed", f"{type(error).__name__}: {error}"[:2000]
-    return Outcome(str(case), case.op, status, message, seconds=time.perf_counter() - started)  # type: ignore[arg-type]
+            message = message or judge_broken(inputs.result, actual, expected, from_nan, from_infinity).message
+        return message
+
+    return outcome_of(case, work)
 
 
 def _reference(inputs: Inputs) -> tuple[Array, Mask, Mask]:

@@ -6,7 +6,6 @@ not take runs on the CPU.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from graphrt.testing import Case, Inputs
 from graphrt.tools.conformance.fused_cases import FusedCase, run_fused
 from graphrt.tools.conformance.programs import RandomGraph, seeded_graph
 from graphrt.tools.conformance.reference import as_stored, computing_nodes, raw_bytes
-from graphrt.tools.conformance.step import Outcome, run_case
+from graphrt.tools.conformance.step import Outcome, outcome_of, run_case
 
 Array = npt.NDArray[np.generic]
 #: Absolute and relative difference that rounding may make through a dozen ops: values are at most 64.
@@ -61,18 +60,10 @@ def run_any(case: Case, backend: Backend, seed: int, saved: Path | None) -> Outc
 
 def run_graph(case: GraphCase, backend: Backend, seed: int) -> Outcome:
     """Prepares and runs a random graph three times: on inputs, on others, and on the last ones as they were left."""
-    started = time.perf_counter()
     random = seeded_graph(case.number + 1_000_003 * seed)
     values = [random.values(run) for run in (0, 1)]
     runs = [(inputs, naive(random, inputs)) for inputs in (*values, values[1])]
-    try:
-        message = _compare(random, runs, backend, case.fused)
-        status = "fail" if message else "pass"
-    except KeyboardInterrupt:
-        raise
-    except Exception as error:  # whatever the backend raises is its case's outcome, as in step.py
-        status, message = "crashed", f"{type(error).__name__}: {error}"[:2000]
-    return Outcome(str(case), case.op, status, message, seconds=time.perf_counter() - started)  # type: ignore[arg-type]
+    return outcome_of(case, lambda: _compare(random, runs, backend, case.fused))
 
 
 _Values = dict[Tensor, Array]

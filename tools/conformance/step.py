@@ -192,6 +192,21 @@ def _guarding(work: Callable[[], _Ran]) -> _Ran:
         return _Ran(crash=f"{type(error).__name__}: {error}"[:2000])
 
 
+def outcome_of(case: Case, work: Callable[[], str]) -> Outcome:
+    """What comes of a case of several ops. work: runs it and returns what is wrong, "" for nothing; whatever the
+    backend raises but KeyboardInterrupt becomes the status "crashed"."""
+    started = time.perf_counter()
+    status: Status
+    try:
+        message = work()
+        status = "fail" if message else "pass"
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:  # see _guarding()
+        status, message = "crashed", f"{type(error).__name__}: {error}"[:2000]
+    return Outcome(str(case), case.op, status, message, seconds=time.perf_counter() - started)
+
+
 def _differences(first: Array, second: Array) -> list[str]:
     a, b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (first, second))
     wrong = int((a != b).sum())
