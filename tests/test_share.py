@@ -41,6 +41,7 @@ def test_a_run_with_other_bits_fails(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "DIFFERS: ADD(kind=spoilt)" in said and "off; NMSE against float64" in said
     assert "0 differ" in next(line for line in said.splitlines() if "kind=plain" in line)
+    assert " 0 differ" not in next(line for line in said.splitlines() if "  ADD(kind=spoilt)" in line)
 
 
 def test_a_crash_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
