@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ttgir_accesses import spread
+
 _GLOBAL = re.compile(r"(?:@!?%p\d+ )?(ld|st|atom|red|cp\.async|cp\.reduce\.async)\b([\w.:]*)\s+(.*);")
 _ADDRESS = re.compile(r"\[\s*(%rd\d+)")
 
@@ -71,14 +73,7 @@ def _roots(lines: list[str], parameters: list[str]) -> dict[str, set[str]]:
         elif not re.match(r"(@!?%p\d+ )?(ld|atom)", line):
             target, *sources = re.findall(r"%rd\d+", line) or [""]
             edges += [(source, target) for source in sources]
-    changed = True
-    while changed:
-        changed = False
-        for source, target in edges:
-            known = roots.get(source, set())
-            if not known <= roots.get(target, set()):
-                roots[target] = roots.get(target, set()) | known
-                changed = True
+    spread(roots, edges)
     return roots
 
 

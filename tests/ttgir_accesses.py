@@ -162,6 +162,12 @@ def _roots(body: _Block, pointers: list[str]) -> dict[str, set[str]]:
     edges: Edges = []
     _flow(body, edges)
     roots = {f"%{name}": {name} for name in pointers}
+    spread(roots, edges)
+    return roots
+
+
+def spread(roots: dict[str, set[str]], edges: Edges) -> None:
+    """Gives each value the roots of all that it is made of. edges: (what it is made of, value)."""
     changed = True
     while changed:
         changed = False
@@ -170,7 +176,6 @@ def _roots(body: _Block, pointers: list[str]) -> dict[str, set[str]]:
             if not known <= roots.get(target, set()):
                 roots[target] = roots.get(target, set()) | known
                 changed = True
-    return roots
 
 
 @dataclass

@@ -152,6 +152,21 @@ def sweep(
             failures.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(jobs, len(cases)))]
+
+    def stop() -> None:
+        stopping.set()
+        for worker in list(running):  # after Ctrl-C; a case that hangs must not outlive us
+            worker.stop()
+
+    run_threads(threads, stop)
+    if failures:
+        raise failures[0]
+    return [outcomes[i] for i in range(len(cases))]
+
+
+def run_threads(threads: Sequence[threading.Thread], stop: Callable[[], None]) -> None:
+    """Starts threads and waits until all have ended, in steps, so that Ctrl-C is heard. stop: called in the end,
+    however that came."""
     try:
         for thread in threads:
             thread.start()
@@ -159,12 +174,7 @@ def sweep(
             while thread.is_alive():
                 thread.join(0.2)
     finally:
-        stopping.set()
-        for worker in list(running):  # after Ctrl-C; a case that hangs must not outlive us
-            worker.stop()
-    if failures:
-        raise failures[0]
-    return [outcomes[i] for i in range(len(cases))]
+        stop()
 
 
 def _work(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend
+from graphrt.execute import host_type
 from graphrt.models.model import Model
 from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import synthetic
@@ -110,7 +111,7 @@ class Runs:
         where = (a != b).any(1)
         if node.dtype.is_quantized or node.nbytes != node.ne[0] * node.n_rows * size:
             return f"{int(where.sum())} of {where.size} blocks have other bytes"
-        stored = [x.view(self._host()).reshape(node.shape) for x in (result, self.first)]
+        stored = [x.view(host_type(node.dtype)).reshape(node.shape) for x in (result, self.first)]
         values = [dequantize(x, node.dtype).astype(np.float64) for x in stored]
         text = f"{describe(where.reshape(node.shape), node.op)} have other bits, at most "
         text += f"{float(np.nanmax(np.abs(values[0] - values[1]), initial=0.0)):.3g} off"
@@ -119,11 +120,6 @@ class Runs:
         expected = know(self.inputs).expected
         errors = " and ".join(f"{nmse(np.nan_to_num(v), expected):.2g}" for v in values)
         return f"{text}; NMSE against float64 of this run and the first: {errors}"
-
-    def _host(self) -> npt.DTypeLike:
-        from graphrt.execute import host_type
-
-        return host_type(self.inputs.result.dtype)
 
 
 class Steps:

@@ -21,6 +21,8 @@ from typing import Any
 from graphrt.errors import BackendError, GraphError
 from graphrt.testing import Case
 from graphrt.tools.common import printable
+from graphrt.tools.conformance.pool import run_threads
+from graphrt.tools.conformance.share_cases import share_cases
 from graphrt.tools.conformance.sources import Source, pick, source_of
 
 #: Seconds that a process lives where processes follow one another, its start included.
@@ -49,8 +51,6 @@ class Tally:
 
 def chosen_cases(source: dict[str, Any] | None, op: str | None, params: str | None) -> list[Case]:
     """The cases of a source, by default those of share_cases.py, that -o and -p leave."""
-    from graphrt.tools.conformance.share_cases import share_cases
-
     return pick(list(Source(**source).cases() if source is not None else share_cases()), op, params)
 
 
@@ -70,16 +70,13 @@ class Sharing:
         """Returns when the time is over and every process has ended."""
         end = time.monotonic() + self.seconds
         threads = [threading.Thread(target=self._place, args=(i, end), daemon=True) for i in range(self.places)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
-        finally:
+
+        def stop() -> None:
             self._stop.set()
             for process in list(self._running):  # after Ctrl-C
                 process.kill()
+
+        run_threads(threads, stop)
 
     def _place(self, place: int, end: float) -> None:
         short = place % 2 == 1
@@ -136,8 +133,7 @@ def main(args: argparse.Namespace) -> int:
     if args.graphs:
         raise GraphError("--share repeats cases of one node and models' steps, not --graphs; leave one of them out")
     source = source_of(args).to_json() if args.set is not None or any(given) else None
-    if not chosen_cases(source, args.op, args.params):
-        raise GraphError("there must be a case to share")
+    chosen_cases(source, args.op, args.params)  # refuses here, once, what every process would refuse
     settings = {
         "source": source, "op": args.op, "params": args.params, "backend": args.backend, "seed": args.seed,
     }  # fmt: skip
