@@ -6,7 +6,6 @@ stays at one address for the life of the Executable, so that inputs are rewritte
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,25 +340,3 @@ def _copier(exe: Executable, copy: Copy) -> Callable[[], None]:
         target_buffer.write(target_offset, data.reshape(-1).view(np.uint8))
 
     return move
-
-
-class PreparedCache:
-    """Keeps Executables by the graph's key, so that a graph that is built again is not prepared again.
-
-    size: how many are kept; the least recently used one goes first.
-    """
-
-    def __init__(self, backends: Sequence[Backend], size: int = 16) -> None:
-        self.backends = list(backends)
-        self.size = size
-        self._kept: OrderedDict[str, Executable] = OrderedDict()
-
-    def prepare(self, graph: Graph) -> Executable:
-        """The Executable of an equal graph (its inputs go by name), or a new one."""
-        exe = self._kept.get(graph.key)
-        if exe is None:
-            exe = self._kept[graph.key] = prepare(graph, self.backends)
-            if len(self._kept) > self.size:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(graph.key)
-        return exe

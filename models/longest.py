@@ -12,8 +12,8 @@ from graphrt.execute import plan_arenas
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
+from graphrt.models.engine import SessionOptions, check_options
 from graphrt.models.placement import for_cache, for_weights
-from graphrt.models.session import SessionOptions, check_options
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from graphrt.backend import Backend, Usage
 from graphrt.errors import MemoryPlanError
 from graphrt.models.arch import architecture
 from graphrt.models.cache import KVCache
+from graphrt.models.engine import SessionOptions, check_options
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import HParams, Keys
 from graphrt.models.placement import for_cache, for_weights
-from graphrt.models.session import SessionOptions, check_options
 
 
 class _Nowhere:

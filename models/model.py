@@ -21,11 +21,13 @@ from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.embed import Embedder
+from graphrt.models.engine import Engine, SessionOptions
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
 from graphrt.models.sampling import Sampler, SamplerParams
-from graphrt.models.session import Logits, Session, SessionOptions
+from graphrt.models.session import Session
+from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
 
@@ -99,6 +101,10 @@ class Model:
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
         """A new, empty sequence."""
         return Session(self.decoder, self.backends, options)
+
+    def engine(self, n_seq: int, options: SessionOptions = SessionOptions()) -> Engine:
+        """So many new, empty sequences, which are read together."""
+        return Engine(self.decoder, self.backends, options, n_seq)
 
     def prompt_tokens(self, prompt: str, *, raw: bool = True, system: str | None = None) -> list[int]:
         """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one.

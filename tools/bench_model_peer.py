@@ -10,7 +10,7 @@ from graphrt.dtypes import dtype
 from graphrt.errors import SessionError
 
 if TYPE_CHECKING:
-    from graphrt.models.session import SessionOptions
+    from graphrt.models.engine import SessionOptions
     from graphrt.tools.bench_model import Test
 
 #: What the process runs: one request a line, "KIND START N IDS", answered with seconds. The cache is filled up to START

@@ -16,9 +16,9 @@ from graphrt.errors import SessionError
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model
-    from graphrt.models.session import SessionOptions
 
 
 MODEL_HELP = "a .gguf file, a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE"
@@ -82,7 +82,7 @@ def load_model(
 
 
 def session_options(args: argparse.Namespace) -> SessionOptions:
-    from graphrt.models.session import SessionOptions
+    from graphrt.models.engine import SessionOptions
 
     return SessionOptions(args.ctx_size, args.batch_size, args.cache_type_k, args.cache_type_v)
 

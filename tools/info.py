@@ -12,8 +12,8 @@ from graphrt.tools.common import MODEL_HELP, human_bytes, print_json, print_tabl
 
 if TYPE_CHECKING:
     from graphrt.execute import Executable
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model
-    from graphrt.models.session import SessionOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +64,8 @@ def _text(value: Any) -> Any:
 def _needs(file: Any, n_ctx: int) -> dict[str, Any]:
     """Memory in bytes and the ops of the decode graph, or the reason why graphrt can't run the model."""
     from graphrt.errors import GraphrtError
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model
-    from graphrt.models.session import SessionOptions
 
     try:
         from graphrt.backend import get_backend

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from graphrt.backend import Backend
 from graphrt.execute import host_type
+from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
-from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.patterns import describe
 from graphrt.testing import Case, Inputs, dequantize, nmse
