@@ -115,7 +115,8 @@ def reason(error: OSError) -> str:
     """What went wrong, and where, in a few words."""
     if isinstance(error, Untrusted):
         return str(error)
-    return f"{error.filename or 'the folder'}: {error.strerror or type(error).__name__}"
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {what}" if error.filename else what
 
 
 def say_once(about: str, sentence: str) -> None:

@@ -95,6 +95,17 @@ def test_a_damaged_record_is_no_record(text: str | None, toy: KnownModel, cache:
     assert pull("toy") == path and hashed == [path]
 
 
+def test_a_record_of_the_tick_of_the_last_change_is_not_believed(
+    toy: KnownModel, cache: Path, hashed: list[Path]
+) -> None:
+    """What changed the file later in that tick of the file system's clock has left the same time."""
+    path = pull("toy")
+    (record,) = (cache / ".checksums").rglob("*.json")
+    os.utime(record, ns=(path.stat().st_ctime_ns,) * 2)
+    assert pull("toy") == path and hashed == [path]
+    assert record.stat().st_mtime_ns > path.stat().st_ctime_ns, "it was written anew"
+
+
 def test_a_record_that_others_may_write_is_not_believed(toy: KnownModel, cache: Path) -> None:
     path = pull("toy")
     (record,) = (cache / ".checksums").rglob("*.json")

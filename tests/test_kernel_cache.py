@@ -186,6 +186,34 @@ def test_a_verb_without_a_home(tmp_path: Path) -> None:
     assert list((tmp_path / "here").iterdir()) == [], "nothing lies in the working directory"
 
 
+def test_where_nothing_can_be_written_workers_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that is read-only throughout: their errors are kept in memory, and no folder is asked for
+    before torch's own OpenMP library was found."""
+    from graphrt.backends.cpu.fast import pool
+    from graphrt.tools.conformance.pool import _scratch_file
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with _scratch_file() as file:
+        file.write(b"said")
+        file.seek(0)
+        assert file.read() == b"said"
+    monkeypatch.setattr("ctypes.util.find_library", refuse)
+    list(pool._openmp_paths())
+
+
+def test_what_ran_is_not_noted_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from graphrt.tools import cli
+
+    monkeypatch.setenv("GRAPHRT_CACHE", "/dev/null/cache")
+    assert cli.main(["test", "-b", "cpu", "-o", "SCALE", "-p", "special"]) == 0
+    assert "won't know of this run" in capsys.readouterr().err
+
+
 # ---- Triton's ----
 
 

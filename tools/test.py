@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrt import private_files
-from graphrt.errors import GraphError
+from graphrt.errors import GraphError, HubError
 from graphrt.tools.common import progress, whole
 
 _MOST_STATE_BYTES = 64 << 20  # of the names that --rerun-failed runs again
@@ -187,7 +187,7 @@ def _load_state() -> dict[str, list[str]]:
     try:
         state: dict[str, list[str]] = json.loads(private_files.read(_state_file(), _MOST_STATE_BYTES))
         return state if isinstance(state, dict) else {}
-    except (OSError, ValueError):  # none yet, or damaged: as if nothing had run
+    except (OSError, ValueError, HubError):  # none yet, damaged, or no folder for it: as if nothing had run
         return {}
 
 
@@ -202,9 +202,9 @@ def _remember(args: argparse.Namespace, outcomes: Sequence[Any]) -> None:
     state, ran = _load_state(), {o.case for o in outcomes}
     kept = [name for name in state.get(_state_key(args), []) if name not in ran]
     state[_state_key(args)] = kept + [o.case for o in outcomes if o.status in BAD]
-    path = _state_file()
     try:
+        path = _state_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         private_files.write(path, json.dumps(state).encode())
-    except OSError as error:
+    except (OSError, HubError) as error:
         print(f"graphrt test: --rerun-failed won't know of this run: {error}", file=sys.stderr)
