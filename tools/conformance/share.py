@@ -21,7 +21,7 @@ from typing import Any
 from graphrt.errors import BackendError, GraphError
 from graphrt.testing import Case
 from graphrt.tools.common import printable
-from graphrt.tools.conformance.pool import run_threads
+from graphrt.tools.conformance.pool import child_environment, run_threads
 from graphrt.tools.conformance.share_cases import share_cases
 from graphrt.tools.conformance.sources import Source, pick, source_of
 
@@ -96,7 +96,8 @@ class Sharing:
         mine = {"seconds": seconds, "first": first, "runs": runs, "whole_round": whole_round}
         settings = json.dumps(self.settings | mine)
         command = [sys.executable, "-m", "graphrt.tools.conformance.share_worker", settings]
-        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, env=child_environment())
         self._running.add(process)
         try:
             said, errors = process.communicate(timeout=seconds + PATIENCE)
