@@ -28,8 +28,11 @@ from graphrt.models.sampling import Sampler, SamplerParams
 from graphrt.models.session import Logits, Session, SessionOptions
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
+from graphrt.printing import brief, brief_name
 
 log = logging.getLogger(__name__)
+
+MAX_NAMED = 20  # keys in a warning
 
 
 class Piece(NamedTuple):
@@ -46,12 +49,15 @@ class Model:
     def __init__(self, file: GGUFFile, backends: Sequence[Backend]) -> None:
         self.file = file
         self.backends = list(backends)
-        cls = architecture(file.get("general.architecture", str))
         keys = Keys(file)
+        cls = architecture(keys.arch)
         hp = cls.read(keys)
-        if keys.unread():
-            named = ", ".join(f"{keys.arch}.{key} = {value}" for key, value in keys.unread().items())
-            log.warning("%s: %s models here make no use of these keys", named, keys.arch)
+        unread = keys.unread()
+        if unread:
+            named = [f"{keys.arch}.{brief_name(key)} = {brief(value)}" for key, value in unread.items()]
+            more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+            listed = ", ".join(named[:MAX_NAMED])
+            log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
         weights = Weights(file, for_weights(self.backends))
         self.network: Transformer = cls(hp, weights)
         weights.check()

@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from graphrt.errors import TokenizerError
+from graphrt.models.key_reader import KeyReader
 from graphrt.models.tokenizer_merge import SPACE, Merger, pair_merger, score_merger, word_cuts
 from graphrt.models.tokenizer_pre import find_rule, splitter
 from graphrt.models.tokenizer_special import SpecialTokens
-from graphrt.models.tokenizer_vocab import BYTE, CONTROL, NORMAL, PREFIX, SPECIAL, UNKNOWN, Vocab, read_strings
+from graphrt.models.tokenizer_vocab import BYTE, CONTROL, NORMAL, PREFIX, SPECIAL, UNKNOWN, Vocab
 from graphrt.models.tokenizer_wordpiece import longest_matcher, word_cutter
+from graphrt.printing import brief
 
 log = logging.getLogger(__name__)
 
@@ -60,28 +62,29 @@ class Tokenizer:
         self.eog_ids: frozenset[int] = frozenset(vocab.eog)
         self._ids = vocab.ids
         self._kinds = bytes(vocab.kinds)
-        self.pre = _pre_name(md, vocab.model)
+        keys = KeyReader(md, TokenizerError)
+        self.pre = _pre_name(keys, vocab.model)
         self._rule = find_rule(self.pre) if self.pre is not None else None
         # SPM and raw BPE write spaces as U+2581; only byte-level BPE maps bytes to characters
         self._escapes = self._rule is None or self._rule.raw
         self._escapes_text = self._escapes and vocab.model != "bert"
-        self.add_bos = _flag(md, "add_bos_token", self._rule is None or self._rule.add_bos)
+        self.add_bos = _flag(keys, "add_bos_token", self._rule is None or self._rule.add_bos)
         if vocab.model == "gemma4":
             self.add_bos = True
-        self.add_eos = _flag(md, "add_eos_token", False)
-        self.add_space_prefix = vocab.model == "llama" and _flag(md, "add_space_prefix", True)
-        self._specials = SpecialTokens(vocab, md)
+        self.add_eos = _flag(keys, "add_eos_token", False)
+        self.add_space_prefix = vocab.model == "llama" and _flag(keys, "add_space_prefix", True)
+        self._specials = SpecialTokens(vocab, keys)
         self._split: Callable[[str], list[str]]
         self._merge: Merger
         if vocab.model == "bert":
-            lowercase = _flag(md, "normalizer.lowercase", True)
-            self._split = word_cutter(lowercase, _flag(md, "normalizer.strip_accents", lowercase))
+            lowercase = _flag(keys, "normalizer.lowercase", True)
+            self._split = word_cutter(lowercase, _flag(keys, "normalizer.strip_accents", lowercase))
             self._merge = longest_matcher(vocab.ids, vocab.texts, self._end_token("unk", vocab.unk)[0])
         elif self._rule is None:
             self._split = word_cuts(vocab.texts).split
             self._merge = score_merger(vocab.texts, vocab.ids, vocab.scores)
         else:
-            merges = read_strings(md, "merges")
+            merges = keys.strings(PREFIX + "merges")
             if not merges and self.pre != "kimi-k2":
                 raise TokenizerError(f"{PREFIX}merges must list the pairs to merge, got none; convert the model again.")
             self._split = splitter(self._rule)
@@ -210,7 +213,7 @@ class Tokenizer:
             if token is not None:
                 yield token
             elif self._rule is None:
-                raise TokenizerError(f"{symbol!r} can't be tokenized: the vocabulary has no token <0x{byte:02X}>.")
+                raise TokenizerError(f"{brief(symbol)} can't be tokenized: the vocabulary has no token <0x{byte:02X}>.")
 
 
 class StreamDecoder:
@@ -261,17 +264,17 @@ def _byte_value(text: str) -> bytes:
         return b""
 
 
-def _flag(md: Mapping[str, Any], key: str, default: bool) -> bool:
-    return bool(md.get(PREFIX + key, default))
+def _flag(keys: KeyReader, key: str, default: bool) -> bool:
+    return keys.flag(PREFIX + key, default)
 
 
-def _pre_name(md: Mapping[str, Any], model: str) -> str | None:
+def _pre_name(keys: KeyReader, model: str) -> str | None:
     if model in ("llama", "bert"):
         return None
     if model == "gemma4":
         return "gemma4"
-    name = md.get(PREFIX + "pre")
+    name = keys.text(PREFIX + "pre", "")
     if not name:
         log.warning("%spre is missing: using 'default'. Words may be cut in other places than in training.", PREFIX)
         return "default"
-    return str(name)
+    return name

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import regex  # type: ignore[import-untyped]
 
 from graphrt.errors import TokenizerError
+from graphrt.printing import brief
 
 _CONTRACTION = r"'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -204,7 +205,7 @@ def find_rule(name: str) -> PreRule:
     """The rule that `tokenizer.ggml.pre` names; TokenizerError if there is none."""
     if name not in RULES:
         raise TokenizerError(
-            f"tokenizer.ggml.pre {name!r} is unknown, so words would be cut in other places than in training.\n"
+            f"tokenizer.ggml.pre {brief(name)} is unknown, so words would be cut in other places than in training.\n"
             f"Known: {', '.join(sorted(RULES))}."
         )
     return RULES[name]

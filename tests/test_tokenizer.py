@@ -460,7 +460,7 @@ def test_unsupported_models_name_the_supported_ones(model: str) -> None:
     ("change", "message"),
     [
         ({"tokens": []}, "must list the vocabulary, got 0 tokens"),
-        ({"tokens": "abc"}, "must be an array of strings, got str"),
+        ({"tokens": "abc"}, "must be an array of strings, got the str .abc."),
         ({"tokens": [1, 2]}, "must be an array of strings"),
         ({"tokens": ["a"] * len(SPM)}, "must be distinct, but tokens 0 and 268"),
         ({"scores": np.zeros(3, np.float32)}, "one entry per token .269., got 3"),
@@ -468,7 +468,7 @@ def test_unsupported_models_name_the_supported_ones(model: str) -> None:
         ({"scores": ["a"] * len(SPM)}, "must be an array of numbers"),
         ({"token_type": np.zeros(3, np.int32)}, "one entry per token"),
         ({"token_type": np.zeros((3, 3), np.int32)}, "must be an array of numbers"),
-        ({"bos_token_id": "1"}, "must be an integer, got '1'"),
+        ({"bos_token_id": "1"}, "bos_token_id must be an integer, got the str '1'"),
     ],
 )
 def test_malformed_arrays(change: dict[str, Any], message: str) -> None:

@@ -20,6 +20,7 @@ import importlib
 from pathlib import Path
 from typing import Protocol, cast
 
+#: Modules that are no fuzzers: the frame's, and parts of fuzzers.
 FRAME = ("child", "limits", "run")
 
 
@@ -36,7 +37,7 @@ class Fuzzer(Protocol):
 def names() -> list[str]:
     """The modules of this folder that are fuzzers."""
     found = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    return [name for name in found if name not in FRAME and not name.startswith("_")]
+    return [name for name in found if name not in FRAME and "_" not in name]
 
 
 def load(name: str) -> Fuzzer:
