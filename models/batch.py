@@ -33,7 +33,7 @@ class Batch:
         self.decoder = decoder
         self.backends = list(backends)
         self.n_seq = n_seq
-        self.n_ctx, n_batch = check_options(options, hp.n_ctx_train)
+        self.n_ctx, n_batch = check_options(options, hp)
         self.n_batch = max(1, n_batch // n_seq)
         self.home = for_cache(self.backends, options.type_k)
         types = options.type_k, options.type_v

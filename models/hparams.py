@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparam_keys import OF_EXPERTS, changes_the_result
+from graphrt.models.hparam_limits import MAX_LAYERS
 from graphrt.models.key_reader import F32_TINY, INT32_MAX, REQUIRED, KeyReader, Required
 from graphrt.ops import RopeParams
 from graphrt.printing import brief
 
 T = TypeVar("T", int, float, str, bool)
 
-MAX_LAYERS = 512  # llama.cpp's limit; more is a damaged file
-MAX_EXPERTS = 1024  # the same
 #: Factors that a context may be stretched by: published ones are 1 to 128.
 LEAST_STRETCH, MOST_STRETCH = 1e-3, 1e6
 ROPE_SCALINGS = ("none", "linear", "yarn")

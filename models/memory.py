@@ -27,7 +27,7 @@ def cache_bytes(hp: HParams, options: SessionOptions) -> int:
     """Bytes of a session's cache, which encoders have none of. Raises SessionError for options that can't be."""
     if not hp.cached:
         return 0
-    n_ctx, n_batch = check_options(options, hp.n_ctx_train)
+    n_ctx, n_batch = check_options(options, hp)
     nowhere = cast(Backend, _Nowhere())
     return KVCache(hp, nowhere, hp.windowed, n_ctx, n_batch, options.type_k, options.type_v).nbytes
 
@@ -79,7 +79,7 @@ def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOp
     hp = read_file(file)
     home = for_weights(backends)
     here = for_cache(backends, options.type_k) is home
-    n_ctx, _ = check_options(options, hp.n_ctx_train)
+    n_ctx, _ = check_options(options, hp)
     first = next(iter(file.tensors), None)
     in_place = first is not None and home.wrap_host(file.data(first)) is not None
     device = next(iter(home.devices()), None)

@@ -14,6 +14,8 @@ from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
+from graphrt.models.hparam_limits import default_ctx
+from graphrt.models.hparams import HParams
 from graphrt.models.placement import for_cache
 from graphrt.models.sampling import Uniforms
 from graphrt.ops import SampleParams
@@ -33,7 +35,7 @@ MAX_AHEAD = 4
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """n_ctx: the most tokens a sequence may have, 0 for the model's own limit or 4096, whichever is less;
+    """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096;
     n_batch: the most tokens that are evaluated at once; type_k, type_v: the cache's types."""
 
     n_ctx: int = 0
@@ -42,14 +44,11 @@ class SessionOptions:
     type_v: str = "f16"
 
 
-DEFAULT_CTX = 4096
-
-
-def check_options(options: SessionOptions, n_ctx_train: int) -> tuple[int, int]:
+def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     """(n_ctx, n_batch) as they will be. Raises SessionError for those that can't."""
-    n_ctx = options.n_ctx or min(n_ctx_train, DEFAULT_CTX)
-    if not 1 <= n_ctx <= n_ctx_train:
-        raise SessionError(f"the context (-c) must be 1 to {n_ctx_train}, the model's own limit, got {n_ctx}")
+    n_ctx = options.n_ctx or default_ctx(hp)
+    if not 1 <= n_ctx <= hp.n_ctx_train:
+        raise SessionError(f"the context (-c) must be 1 to {hp.n_ctx_train}, the model's own limit, got {n_ctx}")
     if options.n_batch < 1:
         raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
@@ -62,7 +61,7 @@ class Session:
         hp = decoder.hp
         self.decoder = decoder
         self.backends = list(backends)
-        self.n_ctx, self.n_batch = check_options(options, hp.n_ctx_train)
+        self.n_ctx, self.n_batch = check_options(options, hp)
         home = for_cache(self.backends, options.type_k)
         self.cache = KVCache(hp, home, hp.windowed, self.n_ctx, self.n_batch, options.type_k, options.type_v)
         self.n_past = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,16 +47,17 @@ _TO_CHARS = dict(enumerate(_BYTE_CHARS))
 class Tokenizer:
     """One vocabulary. Build it with `from_metadata`.
 
-    n_vocab: number of tokens. texts: list of their texts as the file has them. bos_id, eos_id, unk_id, eot_id,
-    eom_id: ids, or None. eog_ids: frozenset of the ids that end a generation. add_bos, add_eos, add_space_prefix:
-    what the file asks for. model: "llama", "gpt2", "gemma4" or "bert"; pre: name of the pre-tokenizer, None for SPM and
-    WordPiece.
+    n_vocab: number of tokens. texts: list of their texts as the file has them. longest: characters of the longest.
+    bos_id, eos_id, unk_id, eot_id, eom_id: ids, or None. eog_ids: frozenset of the ids that end a generation. add_bos,
+    add_eos, add_space_prefix: what the file asks for. model: "llama", "gpt2", "gemma4" or "bert"; pre: name of the
+    pre-tokenizer, None for SPM and WordPiece.
     """
 
     def __init__(self, vocab: Vocab, md: Mapping[str, Any]) -> None:
         self.model = vocab.model
         self.texts: Sequence[str] = vocab.texts
         self.n_vocab = len(vocab.texts)
+        self.longest = max(map(len, vocab.texts))
         self.bos_id, self.eos_id, self.unk_id = vocab.bos, vocab.eos, vocab.unk
         self.eot_id, self.eom_id = vocab.eot, vocab.eom
         self.sep_id = vocab.sep
@@ -74,14 +76,14 @@ class Tokenizer:
         self.add_eos = _flag(keys, "add_eos_token", False)
         self.add_space_prefix = vocab.model == "llama" and _flag(keys, "add_space_prefix", True)
         self._specials = SpecialTokens(vocab, keys)
-        self._split: Callable[[str], list[str]]
+        self._split: Callable[[str], Iterable[str]]
         self._merge: Merger
         if vocab.model == "bert":
             lowercase = _flag(keys, "normalizer.lowercase", True)
             self._split = word_cutter(lowercase, _flag(keys, "normalizer.strip_accents", lowercase))
             self._merge = longest_matcher(vocab.ids, vocab.texts, self._end_token("unk", vocab.unk)[0])
         elif self._rule is None:
-            self._split = word_cuts(vocab.texts).split
+            self._split = word_cuts(vocab.texts)
             self._merge = score_merger(vocab.texts, vocab.ids, vocab.scores)
         else:
             merges = keys.strings(PREFIX + "merges")
@@ -100,21 +102,27 @@ class Tokenizer:
         """
         return cls(Vocab.from_metadata(md), md)
 
-    def encode(self, text: str, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool | None = None, parse_special: bool = False, most: int | None = None
+    ) -> list[int]:
         """Token ids of a text.
 
         add_bos: None puts BOS in front and EOS behind where the file asks for them; True always puts BOS in front
         (and EOS as the file says); False adds neither. parse_special: texts of control tokens such as "<|im_end|>"
-        become these tokens; otherwise they are ordinary text. User-defined tokens are found in either case.
+        become these tokens; otherwise they are ordinary text. User-defined tokens are found in either case. most: how
+        many ids are of use; of a text with more, any `most` + 1 or more are returned, and the rest is not looked at.
         Raises TokenizerError if BOS or EOS is asked for and the vocabulary has none, or lacks a byte of the text.
         """
         ids = self._end_token("bos", self.bos_id) if (self.add_bos if add_bos is None else add_bos) else []
         at_boundary = True
+        room = math.inf if most is None else most
         for part in self._specials.partition(_valid_unicode(text), parse_special):
+            if len(ids) > room:
+                return ids
             if isinstance(part, int):
                 ids.append(part)
             else:
-                self._encode_text(" " + part if self.add_space_prefix and at_boundary else part, ids)
+                self._encode_text(" " + part if self.add_space_prefix and at_boundary else part, ids, room)
             at_boundary = isinstance(part, int)
         if self.model == "bert" and add_bos is not False:
             ids += self._end_token("seperator", self.sep_id)
@@ -176,7 +184,7 @@ class Tokenizer:
             )
         return [token]
 
-    def _encode_text(self, text: str, out: list[int]) -> None:
+    def _encode_text(self, text: str, out: list[int], room: float) -> None:
         if self._escapes_text:
             text = text.replace(" ", SPACE)
         cache = self._cache
@@ -189,6 +197,8 @@ class Tokenizer:
                 if len(word) <= _CACHE_WORD_CHARS:
                     cache[word] = ids
             out += ids
+            if len(out) > room:
+                return
 
     def _encode_word(self, word: str) -> list[int]:
         rule = self._rule

@@ -47,13 +47,15 @@ def specs() -> tuple[Spec, ...]:
     decoders = {name: row.model() for name, row in tiny_archs.DECODERS.items() if name not in SLOW}
     decoders |= {name: row.model() for name, row in SMALLER.items()}
     models = {name: make() for name, make in tiny.MODELS.items()} | decoders
-    found = [_spec(name, *model, tiny.spm() if i % 2 else tiny.bpe()) for i, (name, model) in enumerate(models.items())]
-    found += [_spec(name, *row.model(), tiny_vocab.wordpiece()) for name, row in tiny_archs.ENCODERS.items()]
+    found = [
+        make_spec(name, *model, tiny.spm() if i % 2 else tiny.bpe()) for i, (name, model) in enumerate(models.items())
+    ]
+    found += [make_spec(name, *row.model(), tiny_vocab.wordpiece()) for name, row in tiny_archs.ENCODERS.items()]
     found += [replace(_without_vocabulary(found[0]), name="llama-no-vocab")]
     return tuple(found)
 
 
-def _spec(name: str, arch: str, keys: dict[str, Any], shapes: tiny.Shapes, words: dict[str, Any]) -> Spec:
+def make_spec(name: str, arch: str, keys: dict[str, Any], shapes: tiny.Shapes, words: dict[str, Any]) -> Spec:
     n = len(words["tokens"])
     tables = ("token_embd.weight", "output.weight", "output.bias")
     shapes = {key: (*ne[:-1], n) if key in tables else ne for key, ne in shapes.items()}

@@ -25,10 +25,11 @@ from typing import Any
 from fuzz import load, names
 from fuzz.limits import Limits
 
-BATCH = 100
+BATCH = 200
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "fuzz"
 SAVED_PER_SIGN = 3  # findings that look alike: the first are saved, all are counted
 A_DAY = 10**9  # seeds
+PROGRESS = 10_000  # inputs between lines that tell how far it is
 
 
 class Child:
@@ -125,6 +126,8 @@ class Campaign:
                 alike = sum(f["sign"] == finding["sign"] for f in self.findings)
                 if alike <= SAVED_PER_SIGN:
                     print(_story(self.name, finding, save(self.name, finding["seed"])), flush=True)
+            if self.done // PROGRESS > (self.done - answer["done"]) // PROGRESS:
+                print(f"{self.name}: {self.done} inputs, {len(self.findings)} findings", flush=True)
             if answer["done"] == count:
                 self._tried[first] = count
             while self.following in self._tried:
