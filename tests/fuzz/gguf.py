@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fuzz.gguf_bases import Spec, specs
+from fuzz.gguf_bases import Spec, of_sizes, specs
 from fuzz.gguf_values import hostile_array, hostile_key, hostile_number, hostile_text, of_kind
 from fuzz.gguf_vocab import VOCABULARY
 from graphrt.backend import get_backend
@@ -53,8 +53,9 @@ def warm() -> None:
 def make(seed: int) -> bytes:
     """A file of under 2 MB."""
     rng = Rng(f"gguf {seed}")
-    spec = rng.choice(specs()).copy()
-    for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):
+    sizes = of_sizes(rng) if rng.random() < 0.1 else None
+    spec = sizes or rng.choice(specs()).copy()
+    for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5)) - (sizes is not None)):
         rng.choice(STRUCTURAL)(rng, spec)
     data = bytearray(spec.bytes())
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import tiny
 import tiny_archs
 import tiny_vocab
 from gguf_files import KV, TensorSpec, build
+from tiny_archs import Tiny
 
 #: Those of many layers, left out for speed, and one that is over 2 MB.
 SLOW = ("deepseek2-lite", "command-r-plus", "gpt-oss")
@@ -55,7 +60,15 @@ def specs() -> tuple[Spec, ...]:
     return tuple(found)
 
 
-def make_spec(name: str, arch: str, keys: dict[str, Any], shapes: tiny.Shapes, words: dict[str, Any]) -> Spec:
+def make_spec(
+    name: str,
+    arch: str,
+    keys: dict[str, Any],
+    shapes: tiny.Shapes,
+    words: dict[str, Any],
+    tensor_values: Callable[[str, tuple[int, ...]], np.ndarray] = tiny.values,
+) -> Spec:
+    """That model with that vocabulary, its tables as long as that."""
     n = len(words["tokens"])
     tables = ("token_embd.weight", "output.weight", "output.bias")
     shapes = {key: (*ne[:-1], n) if key in tables else ne for key, ne in shapes.items()}
@@ -65,7 +78,36 @@ def make_spec(name: str, arch: str, keys: dict[str, Any], shapes: tiny.Shapes, w
     kv += [(f"{arch}.{key}", *_typed(value)) for key, value in keys.items()]
     kv += [(f"tokenizer.ggml.{key}", *_typed(value)) for key, value in words.items()]
     kv += [("tokenizer.chat_template", "string", tiny.CHAT)]
-    return Spec(name, arch, kv, [(key, "f32", ne, tiny.values(key, ne).tobytes()) for key, ne in shapes.items()])
+    return Spec(name, arch, kv, [(key, "f32", ne, tensor_values(key, ne).tobytes()) for key, ne in shapes.items()])
+
+
+def of_sizes(rng: random.Random) -> Spec | None:
+    """A file whose tensors fit its keys, of sizes that no model has; None where it is over 2 MB or can't be written."""
+    n, heads = rng.choice((1, 2, 4, 8, 32, 200)), rng.choice((1, 2, 4, 30, 300, 2000))
+    kv = rng.choice((1, heads))
+    row = Tiny(
+        rng.choice(("llama", "qwen2", "gemma", "mpt", "refact")),
+        n=n,
+        heads=(heads, kv),
+        d=rng.choice((2, 4, 6, 16, 64, 128, 256, 1000, 5000)),
+        ff=rng.choice((1, 2, 4, 100, 3000, 60_000)),
+        layers=rng.choice((1, 1, 2, 2, 10, 100, 500, 600)),
+        keys={"context_length": rng.choice((1, 64, 4096, 10**6, 2**31 - 1))},
+    )
+    if rng.random() < 0.3:
+        count = rng.choice((2, 8, 64, 500, 1024))
+        used = rng.choice((1, 2, min(count, 64), count))
+        mixture = tiny_archs.experts(n, row.ff, count)
+        row = replace(row, arch="llama", experts=mixture, keys=tiny_archs.chosen(count, used))
+    arch, keys, shapes = row.model()
+    if sum(4 * math.prod(ne) + 100 for ne in shapes.values()) > 1_900_000:
+        return None
+    return make_spec("sizes", arch, keys, shapes, tiny.spm(), tensor_values=_noise)
+
+
+def _noise(name: str, ne: tuple[int, ...]) -> np.ndarray:
+    """Numbers around 0.1, quickly made."""
+    return np.resize(np.arange(1, 8, dtype=np.float32) / 40, math.prod(ne))
 
 
 def _typed(value: Any) -> tuple[str, Any]:
