@@ -232,11 +232,14 @@ def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> N
 
 
 def _tokens(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
+    from graphrt.models.engine import check_options
+
     if args.system and (args.raw or model.chat_template is None):
         why = "--raw leaves that out" if args.raw else "this model has none"
         raise SessionError(f"a system message (-sys) needs the chat template, and {why}; write it into the prompt")
     try:
-        return model.prompt_tokens(prompt, raw=args.raw, system=args.system)
+        n_ctx, _ = check_options(session_options(args), model.network.hp)
+        return model.prompt_tokens(prompt, raw=args.raw, system=args.system, n_ctx=n_ctx)
     except ChatTemplateError as error:
         raise ChatTemplateError(f"{error}\n--raw gives the prompt to the model without the template") from error
 
