@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
-import io
 import json
 import os
 import signal
@@ -27,7 +26,7 @@ OUT_OF_MEMORY = 70  # exit status
 COMPILING = 2.0  # seconds of the processor
 MARGIN = 0.5  # the same, for a rendering beyond its own limit, which speaks plainer
 WALL = 60.0  # seconds that an answer may take; the child's own limits count its work, and are shorter
-MAX_REPLY = 64 << 20  # bytes; a result of 8 million characters has at most half
+MAX_REPLY = 64 << 20  # bytes; a result of 8 million characters has at most 48 MiB in JSON
 MAX_REQUEST = 32 << 20  # bytes
 
 
@@ -38,7 +37,6 @@ class ChatProcess:
         self.wall = wall
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._replies = io.BufferedReader(io.BytesIO())
 
     def start(self) -> None:
         """Starts the process, and does not wait until it is ready. Raises ChatTemplateError."""
@@ -57,20 +55,15 @@ class ChatProcess:
                 timer.start()
                 with contextlib.suppress(BrokenPipeError):  # the reading says why it has ended
                     _write(process, line)
-                reply = self._replies.readline(MAX_REPLY)
+                reply = _read_line(process)
                 if not reply.endswith(b"\n"):
-                    why = self._end(late.is_set(), request["seconds"])
-                    raise ChatTemplateError(f"the chat template was stopped: {why}.")
+                    raise ChatTemplateError(f"the chat template was stopped: {self._end(reply, late, request)}.")
             except BaseException:
                 self._stop()  # an answer that nobody read would be taken for the next one
                 raise
             finally:
                 timer.cancel()
-        answer = json.loads(reply.decode("utf-8", "surrogatepass"))
-        if "error" in answer:
-            raise ChatTemplateError(answer["error"])
-        text: str = answer["text"]
-        return text
+        return _text_of(reply)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -85,26 +78,22 @@ class ChatProcess:
                 raise ChatTemplateError(
                     f"chat templates are rendered in a process of their own, which can't be started: {error}."
                 ) from error
-            self._replies = io.BufferedReader(self._process.stdout)  # type: ignore[arg-type]
             atexit.register(self._stop)
         return self._process
 
-    def _end(self, late: bool, seconds: float) -> str:
-        """Why the process has ended, or must: a clause."""
+    def _end(self, reply: bytes, late: threading.Event, request: dict[str, Any]) -> str:
+        """Why there is no whole reply: a clause."""
         assert self._process is not None
-        if self._process.poll() is None and not late:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-        code = self._process.poll()
-        if late:
-            return f"an answer may take {self.wall:g} s, and there was none"
-        if code is None:
+        if len(reply) >= MAX_REPLY:
             return f"an answer may have {MAX_REPLY} bytes, and it had more"
+        code = self._process.wait()  # it ends its output by ending
+        if late.is_set():
+            return f"an answer may take {self.wall:g} s, and there was none"
         if code == OUT_OF_MEMORY:
             return f"it may take {MEMORY} bytes of memory, and needs more"
         if code == -signal.SIGPROF:
             return (
-                f"compiling may take {COMPILING:g} s of the processor and rendering {seconds + MARGIN:g} s, "
+                f"compiling may take {COMPILING:g} s of the processor and rendering {request['seconds'] + MARGIN:g} s, "
                 f"and one of them takes more"
             )
         if code < 0:
@@ -116,13 +105,8 @@ class ChatProcess:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            self._close(process)
+            _close(process)
             process.wait()
-
-    def _close(self, process: subprocess.Popen[bytes]) -> None:
-        for pipe in (process.stdin, self._replies):
-            if pipe is not None:
-                pipe.close()
 
     def forget(self) -> None:
         """In a process just forked: what the parent started is not this process's to use, wait for or end."""
@@ -130,7 +114,7 @@ class ChatProcess:
         process, self._process = self._process, None
         if process is not None:
             process.returncode = 0  # else its finalizer would wait for it
-            self._close(process)
+            _close(process)
 
 
 def available() -> bool:
@@ -173,6 +157,41 @@ def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(process.stdin.fileno(), rest) :]
+
+
+def _read_line(process: subprocess.Popen[bytes]) -> bytes:
+    """A line of the process's output; less where that ends, or where it is MAX_REPLY or longer.
+
+    No buffered reader: one that a thread has locked while another forks could never be closed in the new process.
+    """
+    assert process.stdout is not None
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < MAX_REPLY:
+        piece = os.read(process.stdout.fileno(), 1 << 16)
+        if not piece:
+            break
+        line += piece
+    return bytes(line)
+
+
+def _text_of(reply: bytes) -> str:
+    """The text of a reply. Raises ChatTemplateError with its sentence, or if it is none that chat_child makes."""
+    try:
+        answer = json.loads(reply.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        answer = None
+    if isinstance(answer, dict) and isinstance(answer.get("text"), str):
+        text: str = answer["text"]
+        return text
+    if isinstance(answer, dict) and isinstance(answer.get("error"), str):
+        raise ChatTemplateError(answer["error"])
+    raise ChatTemplateError(f"the process that renders chat templates must answer in JSON, got {reply[:40]!r}.")
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _end_late(process: subprocess.Popen[bytes], late: threading.Event) -> None:

@@ -237,3 +237,9 @@ def test_a_reason_is_cut() -> None:
     with pytest.raises(ChatTemplateError) as caught:
         ChatTemplate("{{ raise_exception('x' * 4000) }}").render([{"role": "user", "content": "Hi"}])
     assert len(str(caught.value)) < 400 and str(caught.value).endswith("xxx...")
+
+
+def test_a_reason_steers_no_terminal() -> None:
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(r"{{ raise_exception('a\x1b[2Jb') }}").render([{"role": "user", "content": "Hi"}])
+    assert str(caught.value) == r"the chat template refuses these messages: a\x1b[2Jb."

@@ -98,20 +98,29 @@ def test_a_process_that_died_is_started_anew(process: ChatProcess) -> None:
 def test_an_interrupted_answer_is_not_taken_for_the_next(process: ChatProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     process.ask(request("a"))
     with monkeypatch.context() as patch:
-        patch.setattr(process, "_replies", Interrupted())
+        patch.setattr(chat_process, "_read_line", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             process.ask(request("first"))
     assert process.ask(request("second")) == "second"
 
 
-class Interrupted:
-    """A pipe while whose reading Ctrl-C is pressed."""
+def _interrupt(process: object) -> bytes:
+    raise KeyboardInterrupt
 
-    def readline(self, limit: int) -> bytes:
-        raise KeyboardInterrupt
 
-    def close(self) -> None:
-        pass
+@pytest.mark.parametrize("reply", [b"", b"[1]", b'{"text": 3}', b"{" * 99_999, b"\xff"])
+def test_what_it_says_is_not_trusted(reply: bytes, process: ChatProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_process, "_read_line", lambda _: reply + b"\n")
+    with pytest.raises(ChatTemplateError, match="must answer in JSON") as caught:
+        process.ask(request("a"))
+    assert len(str(caught.value)) < 300
+
+
+def test_an_endless_answer_is_cut(process: ChatProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_process, "MAX_REPLY", 1000)
+    assert process.ask(request("{{ 'a' * 900 }}")) == "a" * 900
+    with pytest.raises(ChatTemplateError, match="an answer may have 1000 bytes, and it had more"):
+        process.ask(request("{{ 'a' * 10**6 }}"))
 
 
 def test_a_process_that_can_not_start_says_so(process: ChatProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ characters, and must neither crash the process that renders nor be ended by its 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
-from fuzz.templates_words import BINARY, FILTERS, METHODS, NUMBERS, TESTS, TEXTS
+from fuzz.templates_words import BINARY, FILTERS, LEAVES, METHODS, NUMBERS, TESTS, TEXTS, TYPED, UNKNOWN
+
 from graphrt.errors import ChatTemplateError
 from graphrt.models.chat import ChatTemplate
 from graphrt.models.chat_process import CHAT_PROCESS
@@ -21,7 +23,9 @@ MESSAGES = [
     {"role": "assistant", "content": "Hello\r\n\x0b" * 50, "n": 3},
     {"role": "user", "content": "Bye"},
 ]
-NAMES = ("a", "b", "c", "messages", "ns", "m", "i", "loop", "varargs", "kwargs", "caller", "bos_token", "undefined")
+NAMES = ("a", "b", "c", "messages", "ns", "m", "i", "bos_token", "undefined", "f", "range")
+KINDS = {"TEXT": "s", "LIST": "l", "DICT": "d", "N": "n", "EXPR": ""}
+SECONDS = 0.3  # of a rendering; the default would take five times as long of those that never end
 LONGEST = 700  # characters of a message
 
 
@@ -39,7 +43,7 @@ def make(seed: int) -> bytes:
 def attempt(data: bytes) -> str:
     """Compiles and renders. The words say what ended it."""
     try:
-        text = ChatTemplate(data.decode("utf-8", "surrogatepass"), "<s>", "</s>").render(MESSAGES)
+        text = ChatTemplate(data.decode("utf-8", "surrogatepass"), "<s>", "</s>", SECONDS).render(MESSAGES)
     except ChatTemplateError as error:
         message = str(error)
         assert len(message) <= LONGEST and message.replace("\n", "").isprintable(), f"unfit to print: {message!r:.2000}"
@@ -78,12 +82,13 @@ class _Grammar:
 
     def template(self) -> str:
         start = (
-            "{% set ns = namespace(a=1, b='x', c=[1]) %}{% set m = messages[1] %}"
+            "{% set ns = namespace(a='x', b=[1], c=1) %}{% set m = messages[1] %}{% set i = 3 %}{% set n = 60 %}"
             "{% set a = 'ab' %}{% set b = [1, 'x'] %}{% set c = {'k': 'v'} %}"
-            "{% macro f(x=1) %}{{ x }}{% set ns.a = varargs %}{% set ns.c = kwargs %}{% endmacro %}"
+            "{% macro f(x=1) %}{{ x }}{% set ns.b = varargs %}{% set ns.c = kwargs %}{% endmacro %}"
+            "{% macro g(x=1, y=2) %}{% set ns.c = [x, y] %}{% if caller %}{{ caller(1) }}{% endif %}{% endmacro %}"
         )
-        body = "".join(self._statement(4) for _ in range(self._rng.choice((1, 2, 3, 5, 8, 20))))
-        if self._rng.random() < 0.03:
+        body = "".join(self._statement(4) for _ in range(self._rng.choice((1, 1, 2, 2, 3, 5, 12))))
+        if self._rng.random() < 0.01:
             body *= self._rng.choice((10, 100, 1000))
         body = (start if self._rng.random() < 0.95 else "") + body
         return self._damaged(body[:140_000]) if self._rng.random() < 0.1 else body[:140_000]
@@ -99,11 +104,39 @@ class _Grammar:
         return text
 
     def _expression(self, depth: int) -> str:
+        if self._rng.random() < 0.85:
+            return self._typed(self._rng.choice("sslln" + "d"), depth)
         if depth <= 0 or self._size > 20_000:
             return self._rng.choice((self._name, self._literal))(0)
         text = self._rng.choice(self._expressions)(depth - 1)
         self._size += len(text) // 4
         return text
+
+    def _typed(self, kind: str, depth: int) -> str:
+        """An expression of a kind: "s" text, "l" list, "n" number, "d" mapping. Wrong ones come in here and there."""
+        if depth <= 0 or self._size > 20_000 or self._rng.random() < 0.15:
+            return self._leaf(kind)
+        text = self._filled(self._rng.choice(TYPED[kind]), depth)
+        self._size += len(text) // 4
+        return f"({text})"
+
+    def _filled(self, pattern: str, depth: int) -> str:
+        def expression(match: re.Match[str]) -> str:
+            kind = KINDS[match[0]]
+            return self._typed(kind, depth - 1) if kind else self._expression(depth - 1)
+
+        return re.sub(r"\b(?:TEXT|LIST|DICT|EXPR|N)\b", expression, pattern)
+
+    def _leaf(self, kind: str) -> str:
+        if self._rng.random() < 0.05:
+            kind = self._rng.choice("slnd")
+        if self._rng.random() < 0.5:
+            return self._rng.choice(LEAVES[kind])
+        if kind == "s" and self._rng.random() < 0.3:
+            return self._keep(0)
+        return self._rng.choice(
+            {"s": TEXTS, "n": NUMBERS, "l": ("[]", "[1, 'x']", "range(9)"), "d": ("{}", "{1: 2}")}[kind]
+        )
 
     # -- statements
 
@@ -113,22 +146,28 @@ class _Grammar:
     def _text(self, depth: int) -> str:
         return self._rng.choice(("x", "\n", " <|im_start|> ", "é" * 100, "y" * 5000))
 
-    def _target(self) -> str:
-        return self._rng.choice(("ns.a", "ns.b", "ns.c", "a", "b", "c", "a, b"))
-
     def _set(self, depth: int) -> str:
-        return "{% set " + self._target() + " = " + self._expression(depth + 1) + " %}"
+        if self._rng.random() < 0.1:
+            return "{% set " + self._rng.choice(("a, b", "ns.c", "ns")) + " = " + self._expression(depth + 1) + " %}"
+        target, kind = self._rng.choice((("a", "s"), ("b", "l"), ("c", "d"), ("n", "n"), ("ns.a", "s"), ("ns.b", "l")))
+        return "{% set " + target + " = " + self._typed(kind, depth + 1) + " %}"
 
     def _capture(self, depth: int) -> str:
         pipe = "" if self._rng.random() < 0.7 else " | " + self._filter(depth)
         return "{% set " + self._rng.choice(("a", "ns.b", "c")) + pipe + " %}" + self._statement(depth) + "{% endset %}"
 
     def _for(self, depth: int) -> str:
-        target = self._rng.choice(("i", "i", "a", "k, v", "ns.a"))
-        over = self._rng.choice((f"range({self._rng.choice((3, 60, 300, 99999))})", self._expression(depth)))
+        target = self._rng.choice(("i", "i", "i", "i", "a", "k, v" if self._rng.random() < 0.3 else "b"))
+        over = self._rng.choice((f"range({self._rng.choice((3, 60, 300, 99999))})", self._typed("l", depth)))
         tail = self._rng.choice(("", "", "", " if " + self._expression(depth), " recursive"))
         body = "".join(self._statement(depth) for _ in range(self._rng.choice((1, 1, 2, 3))))
-        extra = self._rng.choice(("", "", "{{ loop(b) }}", "{% break %}", "{% continue %}", "{% else %}x"))
+        extra = self._rng.choice(
+            ("", "", "", "", "{{ loop(b) }}" if "rec" in tail else "", "{% break %}", "{% else %}x")
+        )
+        body += self._rng.choice(("", "", "{{ loop.changed(b, a) }}", "{% set ns.c = [loop] %}", "{{ loop.previtem }}"))
+        body += self._rng.choice(
+            ("", "", "", "{% continue %}", "{% set ns.c = loop.previtem %}", "{{ loop.cycle(a, b) }}")
+        )
         return "{% for " + target + " in " + over + tail + " %}" + body + extra + "{% endfor %}"
 
     def _if(self, depth: int) -> str:
@@ -154,6 +193,7 @@ class _Grammar:
         inner = self._statement(depth)
         return self._rng.choice(
             (
+                *("{% autoescape true %}" + inner + "{% endautoescape %}",) * 6,
                 "{% block " + self._rng.choice("pqr") + " %}" + inner + "{% endblock %}",
                 "{% autoescape true %}" + inner + "{% endautoescape %}",
                 "{% generation %}" + inner + "{% endgeneration %}",
@@ -199,9 +239,7 @@ class _Grammar:
     # -- expressions
 
     def _name(self, depth: int) -> str:
-        return self._rng.choice(
-            (*NAMES, "ns.a", "ns.b", "ns.c", "m.content", "m.tools", "loop.previtem", "loop.length")
-        )
+        return self._rng.choice((*NAMES, "ns.a", "ns.b", "ns.c", "m.content", "m.tools"))
 
     def _literal(self, depth: int) -> str:
         return self._rng.choice((self._rng.choice(NUMBERS), self._rng.choice(TEXTS), "none", "true", "[]", "{}", "()"))
@@ -223,8 +261,10 @@ class _Grammar:
             return self._rng.choice(
                 (f"{name}({first}'{other}', {self._expression(depth)})", f"{name}({first}'{other}')")
             )
+        if self._rng.random() < 0.01:
+            return self._rng.choice(UNKNOWN)
         if "(" in name:
-            return name.replace("EXPR", self._expression(depth)).replace("N", self._rng.choice(NUMBERS))
+            return self._filled(name, depth)
         return name if self._rng.random() < 0.5 else f"{name}({self._arguments(depth)})"
 
     def _filtered(self, depth: int) -> str:
