@@ -25,7 +25,7 @@ MEMORY = 200 << 20  # bytes of address space, beyond what the interpreter takes
 OUT_OF_MEMORY = 70  # exit status
 COMPILING = 2.0  # seconds of the processor
 MARGIN = 0.5  # the same, for a rendering beyond its own limit, which speaks plainer
-WALL = 60.0  # seconds that an answer may take; the child's own limits count its work, and are shorter
+WALL = 120.0  # seconds that an answer may take, on a machine however busy; the child's own limits count its work
 MAX_REPLY = 64 << 20  # bytes; a result of 8 million characters has at most 48 MiB in JSON
 MAX_REQUEST = 32 << 20  # bytes
 

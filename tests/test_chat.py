@@ -219,7 +219,7 @@ BOMBS = {
     "stripping many": "{{ ('a' * 10**6) | trim('b' * 10**5 ~ 'a') }}",
     "pieces of a text": "{{ ('ab ' * 10**6).split() | length }}",
     "letters of a text": "{{ ('é' * 10**6) | list | length }}",
-    "output of filter blocks": "{% for i in range(3) %}{% filter replace('a', 'bbbb') %}"
+    "output of filter blocks": "{% for i in range(3) %}{% filter replace('a', 'bbb') %}"
     "{{ 'a' * 10**6 }}{% endfilter %}{% endfor %}",
     "long program": "{{a}}" * 13_000,
 }

@@ -32,7 +32,7 @@ def request(source: str, seconds: float = 0.1) -> dict[str, Any]:
 
 @pytest.fixture
 def process() -> Iterator[ChatProcess]:
-    one = ChatProcess()
+    one = ChatProcess(wall=600.0)
     yield one
     one._stop()
 
@@ -83,7 +83,7 @@ def test_a_process_that_does_not_answer_is_ended(process: ChatProcess) -> None:
     os.kill(process._process.pid, signal.SIGSTOP)
     with pytest.raises(ChatTemplateError, match="an answer may take 0.2 s, and there was none"):
         process.ask(request("a"))
-    process.wall = 60.0
+    process.wall = 600.0
     assert process.ask(request("b")) == "b"
 
 

@@ -14,7 +14,6 @@ from fuzz.templates_words import BINARY, FILTERS, LEAVES, METHODS, NUMBERS, TEST
 
 from graphrt.errors import ChatTemplateError
 from graphrt.models.chat import ChatTemplate
-from graphrt.models.chat_process import CHAT_PROCESS
 
 NAME = "templates"
 MESSAGES = [
@@ -32,7 +31,6 @@ LONGEST = 700  # characters of a message
 def warm() -> None:
     """Imports what each input needs; the process that renders is each fork's own."""
     attempt(b"{{ messages }}")
-    CHAT_PROCESS.forget()
 
 
 def make(seed: int) -> bytes:
