@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from graphrt.errors import ChatTemplateError
-from graphrt.models import chat_arguments, chat_limits
+from graphrt.models import chat_arguments, chat_environment, chat_limits
 from graphrt.models.chat import ChatTemplate
 from graphrt.models.chat_arguments import MAX_ARGUMENT
 from graphrt.models.chat_limits import MAX_DEPTH, MAX_INT_BITS, MAX_VALUE, Budget, LimitError, Stream
+from graphrt.models.chat_renderer import Renderer
 
 EMPTY = sys.getsizeof("")  # bytes of a str beside its characters
 
@@ -231,6 +232,14 @@ def test_all_output_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [budget.emit(x) for x in ("a" * 10, 1234567890, "c" * 10)] == ["a" * 10, "1234567890", "c" * 10]
     with pytest.raises(LimitError, match="may write 30 characters"):
         budget.emit("d")
+
+
+def test_a_program_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted before anything is compiled: the output is a node, and so is each name."""
+    monkeypatch.setattr(chat_environment, "MAX_NODES", 11)
+    Renderer("{{a}}" * 10)
+    with pytest.raises(ChatTemplateError, match="it may have 11 expressions and statements, and has 12"):
+        Renderer("{{a}}" * 11)
 
 
 def test_a_reason_is_cut() -> None:
