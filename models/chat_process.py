@@ -97,7 +97,7 @@ class ChatProcess:
                 f"and one of them takes more"
             )
         if code < 0:
-            return f"the process that renders must not crash, and did ({signal.Signals(-code).name})"
+            return f"the process that renders must not crash, and did (signal {-code}, {signal.strsignal(-code)})"
         return f"the process that renders must not end, and did (exit status {code})"
 
     def _stop(self) -> None:

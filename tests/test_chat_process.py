@@ -63,7 +63,7 @@ BEYOND = {
         MEMORY,
     ),
     "memory of a program": ("{{ [" + "a," * 60_000 + "] }}", f"{MEMORY}|{TIME}"),
-    "depth": (KEEP + DEEP + "{{ {ns.v: 1} }}", "must not crash, and did .SIGSEGV."),
+    "depth": (KEEP + DEEP + "{{ {ns.v: 1} }}", "must not crash, and did .signal 11, "),
 }
 
 
