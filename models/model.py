@@ -18,7 +18,7 @@ from graphrt.models.arch import architecture
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import Transformer
-from graphrt.models.chat import ChatTemplate
+from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.embed import Embedder
 from graphrt.models.engine import Engine, SessionOptions
@@ -93,6 +93,7 @@ class Model:
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """The file's chat template, None when it has none."""
+        start_soon(self.file.metadata)
         return chat_from_metadata(self.file.metadata, self.tokenizer)
 
     @property

@@ -165,7 +165,7 @@ def main(args: argparse.Namespace) -> int:
     sampling = sampler_params(args)
     loading = time.perf_counter()
     needs: dict[str, Any] = {}
-    model = load_model(args, args.exact, partial(_check_memory, args, needs))
+    model = load_model(args, args.exact, partial(_before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
     session = model.session(session_options(args))
     for sentence in session.fallbacks():
@@ -186,6 +186,17 @@ def main(args: argparse.Namespace) -> int:
         made = {"prompt_tokens": tokens, "tokens": tally.tokens, "text": text, "timings": timings}
         print_json(made | needs | profile)
     return 130 if tally.interrupted else 0
+
+
+def _before_weights(
+    args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]
+) -> None:
+    """What can go on while the weights are read, and what must be known before."""
+    from graphrt.models.chat import start_soon
+
+    if not args.raw:
+        start_soon(file.metadata)
+    _check_memory(args, told, file, backends)
 
 
 def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
