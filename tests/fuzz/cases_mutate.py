@@ -230,7 +230,7 @@ def varied(rng: random.Random, inputs: Inputs) -> Inputs | None:
         for node in inputs.graph().nodes:
             sources = [_looked_at(rng, made[s]) if s is not None else None for s in node.src]
             made[node] = build(op_spec(node.op), *sources, params=_varied_params(rng, node.params, swap))
-    except (GraphError, ArithmeticError):
+    except (GraphError, ArithmeticError, TypeError):  # a float where a whole number belongs
         return None
     out.node = made[inputs.result]
     needed = set(out.graph().leafs)

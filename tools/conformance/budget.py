@@ -1,7 +1,7 @@
 """What a saved case may ask for: a few hundred bytes can describe a graph of terabytes, or one that computes for days.
 
 A case that `graphrt test --save` wrote holds its inputs and the expected result, so its size tells about what running
-it takes. The limits are some times that, on top of what any file may take.
+it takes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,29 @@ from graphrt.graph import Graph
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 
-#: Elements of all tensors, and of what the reference makes on the way; one is 8 bytes there.
-MIN_ELEMENTS, ELEMENTS_PER_BYTE = 1 << 22, 8
+#: Files of up to so many bytes may all take the same: 250 MB, a second or two. Larger ones in proportion to their size.
+SMALL_FILE = 2 * 2**20
+#: Elements that are held at a time, those of the result counted three times: float64, what it is judged by, runs that
+#: are compared. One takes up to 75 bytes.
+ELEMENTS, ELEMENTS_PER_BYTE = 3 * 2**20, 16
 #: Floating-point operations of one evaluation.
-MIN_FLOPS, FLOPS_PER_BYTE = 1 << 30, 2000
-#: Rounds of loops that the reference goes in Python, a tenth of a millisecond each.
-MIN_ROUNDS, ROUNDS_PER_BYTE = 1 << 12, 1 / 256
+FLOPS, FLOPS_PER_BYTE = 2**30, 2000
+#: Rounds of loops that the reference goes in Python, a quarter of a millisecond each.
+ROUNDS, ROUNDS_PER_BYTE = 2048, 1 / 256
 
 
 def check_budget(graph: Graph, file_bytes: int) -> None:
     """Raises GraphError when a graph asks for more than a file of that size may."""
     elements = sum(t.n_elements for t in graph.leafs)
     elements += sum(t.n_elements for t in graph.nodes if t.view_src is None)
+    elements += 2 * sum(t.n_elements for t in graph.outputs) + sum(_most(_SCRATCH, t) for t in graph.nodes)
     asked = (
-        ("elements", elements + sum(_most(_SCRATCH, t) for t in graph.nodes), MIN_ELEMENTS, ELEMENTS_PER_BYTE),
-        ("floating-point operations", sum(op_spec(t.op).work(t).flops for t in graph.nodes), MIN_FLOPS, FLOPS_PER_BYTE),
-        ("rounds of loops", sum(_most(_ROUNDS, t) for t in graph.nodes), MIN_ROUNDS, ROUNDS_PER_BYTE),
+        ("elements", elements, ELEMENTS, ELEMENTS_PER_BYTE),
+        ("floating-point operations", sum(op_spec(t.op).work(t).flops for t in graph.nodes), FLOPS, FLOPS_PER_BYTE),
+        ("rounds of loops", sum(_most(_ROUNDS, t) for t in graph.nodes), ROUNDS, ROUNDS_PER_BYTE),
     )
-    for what, needed, least, per_byte in asked:
-        most = least + int(per_byte * file_bytes)
+    for what, needed, small, per_byte in asked:
+        most = small if file_bytes <= SMALL_FILE else max(small, int(per_byte * file_bytes))
         if needed > most:
             raise GraphError(
                 f"a saved case of {file_bytes} bytes may take {most} {what}, this one needs {needed}; run it "
@@ -56,9 +60,15 @@ def _attention(node: Tensor) -> int:
     return 2 * scores + q.ne[2] * q.ne[3] * k.ne[1] * (k.ne[0] + node.ne[0])
 
 
+def _repeated_weights(node: Tensor) -> int:
+    """The weights once for each matrix of activations, where several share them."""
+    weights = _source(node, 0)
+    return weights.ne[0] * node.ne[0] * node.ne[2] * node.ne[3] if weights.ne[2:] != node.ne[2:] else 0
+
+
 #: Elements that the reference, or the low-precision form beside it, makes beside a node's sources and result.
 _SCRATCH: dict[str, Callable[[Tensor], int]] = {
-    "MUL_MAT": lambda t: _source(t, 0).ne[0] * t.ne[0] * t.ne[2] * t.ne[3],  # the weights once for each matrix
+    "MUL_MAT": _repeated_weights,
     "MUL_MAT_ID": lambda t: t.n_elements * _source(t, 0).ne[2],  # every expert for every token
     "FLASH_ATTN_EXT": _attention,
     "FLASH_ATTN_LSE": _attention,

@@ -22,6 +22,7 @@ from graphrt.tensor import MAX_NAME, MAX_SRC, Flag, Tensor
 from graphrt.testing import Inputs
 from graphrt.tools.checked_json import Checked, parsed, plain
 from graphrt.tools.conformance.budget import check_budget
+from graphrt.tools.conformance.reference import as_stored
 from graphrt.tools.npz import open_npz
 from graphrt.tools.rebuilt import dims, params_of, rebuilt
 
@@ -87,6 +88,7 @@ def load_failure(path: Path) -> Inputs:
         for i, leaf in enumerate(t for t in made if t.is_leaf):
             if leaf in needed:
                 inputs.values[leaf] = _values(leaf, file.array(f"input_{i}"))
+    _check_indices(graph, inputs)
     return inputs
 
 
@@ -107,6 +109,38 @@ def _tensor(item: Checked, made: list[Tensor]) -> Tensor:
         if said != is_:
             at[name].refuse(f"what {op} gives here, {is_}")
     return t
+
+
+#: Ops that take rows by index, with the places of the table and of the indices among their sources; which row is there
+#: is the caller's to know, and kernels don't ask again.
+_INDEXED = {"GET_ROWS": (0, 1), "SET_ROWS": (2, 1)}
+#: Ops whose results are indices into their first source's ne[0].
+_ORDERING = ("ARGMAX", "ARGSORT", "TOP_K", "SAMPLE")
+
+
+def _check_indices(graph: Graph, inputs: Inputs) -> None:
+    """Raises GraphError for an index that is none of its table's rows."""
+    written = {n.root for n in graph.nodes if op_spec(n.op).writes is not None}
+    for node in graph.nodes:
+        if node.op not in _INDEXED:
+            continue
+        table, ids = (node.src[i] for i in _INDEXED[node.op])
+        assert table is not None and ids is not None
+        if ids.root.is_leaf and ids.root not in written:
+            raw = np.ascontiguousarray(inputs.values[ids.root]).reshape(-1).view(np.uint8)
+            found = as_stored(ids, raw, ids.view_offs)
+            low, high = int(found.min()), int(found.max())
+        elif ids.root.op in _ORDERING and ids.root not in written:
+            source = ids.root.src[0]
+            assert source is not None
+            low, high = 0, source.ne[0] - 1
+        else:
+            raise GraphError(f"the indices of {node.op} must be an input or an order of one, {ids.name!r} is neither")
+        if low < 0 or high >= table.ne[1]:
+            raise GraphError(
+                f"indices of {node.op} must be rows of {table.name!r}, 0 to {table.ne[1] - 1}, {ids.name!r} has {low} "
+                f"to {high}; mend the case"
+            )
 
 
 def _values(leaf: Tensor, values: Array) -> Array:
