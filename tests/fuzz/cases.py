@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fuzz.cases_inputs import bases, graph_texts, make
 
+from fuzz.cases_inputs import bases, graph_texts, make
 from graphrt.backend import Backend
 from graphrt.backends.cpu.backend import CpuBackend
 from graphrt.errors import GraphrtError

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fuzz.cases_mutate import broken_json, broken_zip, odd_array, varied
 
+from fuzz.cases_mutate import broken_json, broken_zip, odd_array, varied
 from graphrt.backend import get_backend
 from graphrt.execute import prepare
 from graphrt.models.model import Model

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 
 from fuzz.templates_words import BINARY, FILTERS, LEAVES, METHODS, NUMBERS, TESTS, TEXTS, TYPED, UNKNOWN
-
 from graphrt.errors import ChatTemplateError
 from graphrt.models.chat import ChatTemplate
 
