@@ -51,8 +51,8 @@ class ChatProcess:
             late = threading.Event()
             timer = threading.Timer(self.wall, _end_late, (process, late))
             timer.daemon = True
+            timer.start()
             try:
-                timer.start()
                 with contextlib.suppress(BrokenPipeError):  # the reading says why it has ended
                     _write(process, line)
                 reply = _read_line(process)
@@ -63,6 +63,9 @@ class ChatProcess:
                 raise
             finally:
                 timer.cancel()
+                timer.join()
+                if late.is_set():
+                    self._stop()  # ended just after it had answered: not the one to ask next
         return _text_of(reply)
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,29 @@ def test_a_process_that_does_not_answer_is_ended(process: ChatProcess) -> None:
         process.ask(request("a"))
     process.wall = 600.0
     assert process.ask(request("b")) == "b"
+
+
+def test_one_that_was_ended_after_its_answer_is_not_asked_again(
+    process: ChatProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Timer", LateTimer)
+        assert process.ask(request("a")) == "a"
+    assert process.ask(request("b")) == "b"
+
+
+class LateTimer:
+    """Fires while it is cancelled."""
+
+    def __init__(self, seconds: float, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.daemon = False
+        self.cancel = lambda: function(*args)
+
+    def start(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
 
 
 def test_a_process_that_died_is_started_anew(process: ChatProcess) -> None:
