@@ -13,7 +13,7 @@ class Limits:
     once and needs no memory; file: bytes that it may write to one file."""
 
     cpu: float = 5.0
-    hang: float = 20.0
+    hang: float = 60.0
     memory: int = 300 << 20
     address_space: int = 1 << 30
     file: int = 64 << 20
