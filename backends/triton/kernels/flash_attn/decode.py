@@ -26,12 +26,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
-    LOG2E,
-    NEG_INF,
     ROWS,
-    axis_index,
     column_mma_layout,
     dot_dtype,
     join_layout,
@@ -48,14 +48,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_operands import (
     seen_bits,
     slot_order,
 )
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
-    find_tile,
-    gdc_launch_dependents,
-    gdc_wait,
-    planned,
-    quotient,
-    tile_units,
-)
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import find_tile, planned, quotient, tile_units
 
 
 @gluon.jit

@@ -5,12 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
-    LOG2E,
-    NEG_INF,
     ROWS,
-    axis_index,
-    axis_layout,
     join_layout,
     join_shared,
     parts_layout,
@@ -75,7 +73,7 @@ def deliver(
         out_row = ((i_seq * n_q).to(gl.int64) + token) * n_head + head
         gl.store(p_out + (out_row * D + slot_elements(i_slot, KIND)), acc * scale, mask=m_row & (i_slot >= 0))
         if has_lse != 0:
-            gl.store(p_lse + out_row, lse * 0.6931471805599453, mask=m_row)
+            gl.store(p_lse + out_row, lse * LN2, mask=m_row)
     else:
         slot = pid
         if splits == 0:
@@ -190,4 +188,4 @@ def join_parts(
     out_row = (first_row + token) * n_head + (i_group * PACK + i_row % PACK)
     gl.store(p_out + (out_row * D + slot_elements(i_slot, KIND)), acc * scale, mask=(token < n_q) & (i_slot >= 0))
     if has_lse != 0:
-        gl.store(p_lse + ((first_row + s_token) * n_head + s_head), lse * 0.6931471805599453, mask=s_token < n_q)
+        gl.store(p_lse + ((first_row + s_token) * n_head + s_head), lse * LN2, mask=s_token < n_q)

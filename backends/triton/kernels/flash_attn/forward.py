@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.blocks import is_quantized
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.ranges import longest_first, next_bad, program_range, tile_units
-from graphrt.backends.triton.kernels.flash_attn.tiles import is_quantized, load_quantized, slot_elements
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NEG_INF = tl.constexpr(float("-inf"))
+from graphrt.backends.triton.kernels.flash_attn.tiles import load_quantized, slot_elements
 
 
 @triton.constexpr_function
@@ -393,7 +392,7 @@ def flash_attn(
                 if DV1 > 0:
                     _store_columns(p_out_rows, acc1 * weight, m_row, D_V, DV0, DV1, V_KIND, V_ALIGNED)
             if has_lse:
-                tl.store(p_lse + out_row[:, None], lse * 0.6931471805599453, mask=m_row[:, None])
+                tl.store(p_lse + out_row[:, None], lse * LN2, mask=m_row[:, None])
         else:
             slot = pid if splits > 0 else 2 * pid + tl.where(finishes, 0, 1)
             i_row = tl.arange(0, BLOCK_M)

@@ -1,21 +1,9 @@
-"""ranges.py for Gluon kernels, as far as they need it, and programmatic dependent launch."""
+"""ranges.py for Gluon kernels, as far as they need it."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-
-@gluon.jit
-def gdc_wait():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def gdc_launch_dependents():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

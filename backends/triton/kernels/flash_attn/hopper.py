@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import (
     make_mask_ring,
     make_ring,
@@ -35,8 +36,6 @@ from graphrt.backends.triton.kernels.flash_attn.hopper_rings import (
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper_softcap import cap_level, capped, capped_scores, capped_weights
 from graphrt.backends.triton.kernels.flash_attn.hopper_softmax import (
-    LN2,
-    LOG2E,
     NO_MAX,
     row_maximum,
     settle,

@@ -54,13 +54,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
-    find_tile,
-    gdc_launch_dependents,
-    gdc_wait,
-    quotient,
-    tile_units,
-)
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E
+from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import find_tile, quotient, tile_units
 from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     MAX_SHARED_BYTES,
     box_descriptor,
@@ -69,8 +66,8 @@ from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
     programs_of,
     side_by_side,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers, mma_layout
-from graphrt.backends.triton.kernels.flash_attn.hopper_softmax import LN2, LOG2E, NO_MAX, reciprocal, row_maximum
+from graphrt.backends.triton.kernels.flash_attn.hopper_rings import mma_layout
+from graphrt.backends.triton.kernels.flash_attn.hopper_softmax import NO_MAX, reciprocal, row_maximum
 
 D_K, D_V = 576, 512
 BLOCK_M = 64  # query rows of a tile

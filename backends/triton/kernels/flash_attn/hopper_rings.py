@@ -5,6 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
+
 
 @gluon.constexpr_function
 def mma_layout(n):
@@ -161,18 +163,3 @@ def make_turns(spec: gl.constexpr, ring):
         return make_barriers(spec.n_wg, 1)
     else:
         return ring.full
-
-
-@gluon.jit
-def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """`number` barriers, each complete after so many arrivals.
-
-    All of them must be used: a barrier's memory stays a barrier's until it is invalidated (PTX ISA, mbarrier), but
-    Triton gives it to another buffer as soon as nothing uses the barrier any more. When processes share a GPU, a switch
-    between them then writes the barrier over what lies there (docs/mbarrier_reuse.cu). tests/aot_barriers.py looks for
-    it.
-    """
-    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers

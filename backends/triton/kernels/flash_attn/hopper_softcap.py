@@ -3,7 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphrt.backends.triton.kernels.flash_attn.hopper_softmax import LOG2E, NO_MAX, reciprocal, row_size
+from graphrt.backends.triton.kernels.common.constants import LOG2E
+from graphrt.backends.triton.kernels.flash_attn.hopper_softmax import NO_MAX, reciprocal, row_size
 
 # Odd polynomials for tanh(x): where |x| <= SHORT_RANGE to 2.7e-6, where |x| <= LONG_RANGE to 1.1e-6. Both keep falling
 # below, to minus infinity.

@@ -3,8 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 # Below every score that a finite f16 product can give, and finite: see hopper.py's docstring.
 NO_MAX = gl.constexpr(-1.0e30)
 
