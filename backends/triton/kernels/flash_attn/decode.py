@@ -48,7 +48,14 @@ from graphrt.backends.triton.kernels.flash_attn.decode_operands import (
     seen_bits,
     slot_order,
 )
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import find_tile, planned, quotient, tile_units
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
+    part_of_tile,
+    planned,
+    program_range,
+    quotient,
+    tile_units,
+)
+from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_of_run, first_row, mask_tile
 
 
 @gluon.jit
@@ -88,10 +95,11 @@ def flash_attn_decode(
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments are those of forward.py's flash_attn with one query tile a KV head: at most 16 rows, all heads of a KV
+    """Arguments are those of forward.py's flash_attn with one query tile a KV head.
 
-    head in one tile (PACK of them, n_groups = KV heads, n_qt = 1), and not BIG nor WIDE. D: of K and V. K and V of f16
-    and bf16 have rows aligned to 16 bytes; q8_0 and q4_0 are int32, rows aligned to 4 bytes.
+    At most 16 rows, all heads of a KV head in one tile (PACK of them, n_groups = KV heads, n_qt = 1), and not BIG nor
+    WIDE. D: of K and V. K and V of f16 and bf16 have rows aligned to 16 bytes; q8_0 and q4_0 are int32, rows aligned to
+    4 bytes.
 
     JOIN: rows that are joined in this launch, JOIN_PARTS parts at a time, by the last of a tile's programs to be done,
     which counter [n_tiles] tells; 0: fixup.py joins.
@@ -120,24 +128,9 @@ def flash_attn_decode(
         run_first = planned(p_runs)
         run = planned(p_runs + 1)
     if RANGES:
-        if splits > 0:
-            tile = quotient(pid, splits)
-            part = pid - tile * splits
-            start0, n0 = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
-            unit = start0 + quotient(part * n0, splits)
-            stop = start0 + quotient((part + 1) * n0, splits)
-        else:
-            if UNIFORM:
-                total, n0 = tile_units(n_tiles, p_counts, n_blocks, HAS_MASK, p_unit_start, True)
-            else:
-                total = planned(p_unit_start + n_tiles)
-                n0 = 1
-            unit = quotient(pid * total, programs)
-            stop = quotient((pid + 1) * total, programs)
-            if UNIFORM:
-                tile = quotient(unit, n0)
-            else:
-                tile = find_tile(unit, p_unit_start, n_tiles)
+        tile, _, unit, stop = program_range(
+            pid, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, False
+        )
     else:
         tile = pid
         unit = pid
@@ -148,22 +141,19 @@ def flash_attn_decode(
             tile = unit
         i_seq = quotient(tile, n_groups)
         i_group = tile - i_seq * n_groups
-        mask_tile = i_seq
+        i_mask = i_seq
         if HAS_MASK:
             if UNIFORM:
-                mask_tile = i_seq * 0
+                i_mask = i_seq * 0
             else:
-                mask_tile = (i_seq % m3) * mask_groups + i_group % mask_groups
-                n_full = planned(p_counts + 2 * mask_tile)
-                n_all = n_full + planned(p_counts + 2 * mask_tile + 1)
-                run_first = planned(p_runs + 2 * mask_tile)
-                run = planned(p_runs + 2 * mask_tile + 1)
+                i_mask = mask_tile(i_seq, i_group, 0, 1, mask_groups, m3)
+                n_full = planned(p_counts + 2 * i_mask)
+                n_all = n_full + planned(p_counts + 2 * i_mask + 1)
+                run_first = planned(p_runs + 2 * i_mask)
+                run = planned(p_runs + 2 * i_mask + 1)
         if RANGES:
-            start, n_units = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
-            low = unit - start
-            high = gl.minimum(stop, start + n_units) - start
-            finishes = high == n_units
-            whole = (low == 0) & finishes
+            start, n_units = tile_units(tile, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM)
+            low, high, finishes, whole = part_of_tile(start, n_units, unit, stop)
             unit = start + high
             high = gl.minimum(high, n_all)
         else:
@@ -175,8 +165,8 @@ def flash_attn_decode(
 
         p_kh = p_k + i_seq.to(gl.int64) * sk_s + i_group.to(gl.int64) * sk_h
         p_vh = p_v + i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h
-        p_list = p_blocks + mask_tile.to(gl.int64) * n_blocks
-        p_bits = p_seen + mask_tile.to(gl.int64) * n_blocks * (BLOCK_N // 32)
+        p_list = p_blocks + i_mask.to(gl.int64) * n_blocks
+        p_bits = p_seen + i_mask.to(gl.int64) * n_blocks * (BLOCK_N // 32)
         ring_k = allocate(STAGES, NW, D, K_KIND, False)
         ring_v = allocate(STAGES, NW, D, V_KIND, True)
 
@@ -268,7 +258,7 @@ def way_sums(
         bias = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
         if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
             if i >= n_full:
-                col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
+                col = block_of_run(p_list, i, run_first, run) * BLOCK_N + i_key
                 bias = gl.load(
                     p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
                 ).to(gl.float32)  # fmt: skip
@@ -342,7 +332,7 @@ def column_sums(
         bias = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA)
         if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
             if i >= n_full:
-                col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
+                col = block_of_run(p_list, i, run_first, run) * BLOCK_N + i_key
                 bias = gl.load(
                     p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
                 ).to(gl.float32)  # fmt: skip
@@ -417,12 +407,12 @@ def copy_block(
         i_kb = i
         bits = i
         if HAS_MASK:
-            i_kb = listed(p_list, run_first, run, i)
+            i_kb = block_of_run(p_list, i, run_first, run)
             bits = seen_bits(p_bits + i_kb * (BLOCK_N // 32), i >= n_full, NW)
-        first = i_kb * BLOCK_N
-        left = n_kv - first
-        p_kb = p_kh + first.to(gl.int64) * sk_n
-        p_vb = p_vh + first.to(gl.int64) * sv_n
+        left = n_kv - i_kb * BLOCK_N
+        row = first_row(i_kb, BLOCK_N).to(gl.int64)
+        p_kb = p_kh + row * sk_n
+        p_vb = p_vh + row * sv_n
         if BOTH and i < n_full:
             copy_tile(ring_k, p_kb, left, bits, sk_n, NW, D, K_KIND, False, HAS_MASK, buffer)
             async_copy.commit_group()
@@ -436,9 +426,3 @@ def copy_block(
         if PDL:
             gdc_launch_dependents()
     async_copy.commit_group()
-
-
-@gluon.jit
-def listed(p_list, run_first, run, i):
-    """The i-th k-block of the list, which need not be read within its run."""
-    return gl.load(p_list + i, mask=i >= run, other=run_first + i)

@@ -15,7 +15,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     slot_elements,
     sums_layout,
 )
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import planned, quotient, tile_units
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import fixup_range, quotient, slot_of_part
 
 
 @gluon.jit
@@ -76,17 +76,19 @@ def deliver(
             gl.store(p_lse + out_row, lse * LN2, mask=m_row)
     else:
         slot = pid
-        if splits == 0:
-            # With JOIN side by side: from a segment to the next the program, the tile or both go up.
-            slot = pid + tile if JOIN > 0 else 2 * pid + gl.where(finishes, 0, 1)
+        if JOIN == 0:
+            slot = slot_of_part(pid, splits, finishes)
+        elif splits == 0:
+            # Side by side: from a segment to the next the program, the tile or both go up.
+            slot = pid + tile
         SLOT: gl.constexpr = ROWS * (D + 2)
         p_slot = p_part + slot.to(gl.int64) * SLOT
         gl.store(p_slot + (i_row * D + i_slot), acc, mask=m_row & (i_slot >= 0))
         gl.store(p_slot + ROWS * D + i_row, m, mask=m_row)
         gl.store(p_slot + ROWS * D + ROWS + i_row, l, mask=m_row)
         if JOIN > 0:
-            first, last, parts, shares, units = tile_parts(
-                tile, programs, splits, n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM
+            first, last, parts, shares, units = fixup_range(
+                tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM
             )
             # All threads' stores come before the count, and all reads of others' parts after it.
             gl.thread_barrier()
@@ -101,38 +103,13 @@ def deliver(
 
 
 @gluon.jit
-def tile_parts(
-    tile, programs, splits, n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK: gl.constexpr, UNIFORM: gl.constexpr
-):
-    """(first program, last program, programs between them that have units, shares, units) of a tile, int32: ranges.py's
-
-    fixup_range and stream_k.py's part_count. Of `shares` shares of `units` units the programs have their own: of the
-    tile's units if it is split, else of all tiles'."""
-    start, n = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
-    if splits > 0:
-        first = tile * splits
-        last = first + splits - 1
-        shares = splits
-        units = n
-    else:
-        if UNIFORM:
-            units = n_tiles * n
-        else:
-            units = planned(p_unit_start + n_tiles)
-        first = quotient((start + 1) * programs - 1, units)
-        last = quotient((start + n) * programs - 1, units)
-        shares = programs
-    return first, last, gl.minimum(last - first + 1, n), shares, units
-
-
-@gluon.jit
 def join_parts(
     p_sinks, p_out, p_lse, p_first, first, last, shares, units, splits, i_seq, i_group, n_q, n_head, has_sinks, has_lse,
     PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Joins a tile's parts in the order of their programs and writes the result: fixup.py in one program. p_first: the
+    """Joins a tile's parts in the order of their programs and writes the result: fixup.py in one program.
 
-    slot of program `first`, the next programs' follow.
+    p_first: the slot of program `first`, the next programs' follow. first, last, shares, units: see fixup_range.
 
     Whoever runs it gets the same bits. Others wrote the parts in this launch, so they are read past the L1 cache.
     """

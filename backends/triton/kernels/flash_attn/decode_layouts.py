@@ -81,9 +81,11 @@ def key_words_layout(D, NW, W, KIND):
 
 @gluon.constexpr_function
 def value_words_layout(D, NW, W, KIND):
-    """Words of V [W, NW, NB, J] where the second operand of P V wants them: lane 4g + t has keys 2t, 2t + 1 (in pairs
+    """Words of V [W, NW, NB, J] where the second operand of P V wants them.
 
-    of registers), 2t + 8, 2t + 9 of every 16, and of each the g-th of eight runs of words."""
+    Lane 4g + t has keys 2t, 2t + 1 (in pairs of registers), 2t + 8, 2t + 9 of every 16, and of each the g-th of eight
+    runs of words.
+    """
     n = word_bits(D, KIND)
     v = chunk_bits(D, KIND, 3)
     regs = [key_basis(0, 4)] + [word_basis(i, KIND) for i in range(v)] + [key_basis(3, 4)]
