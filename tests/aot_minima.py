@@ -22,8 +22,7 @@ _SIZE = "a row's size, which decides by which power of two it is held as f16: th
 #: File and function of each place where the plain form stands, and why a NaN gets through all the same.
 PLAIN = {
     "experts/route.py _shares": _WEIGHTS,
-    "flash_attn/decode.py column_sums": _WEIGHTS,
-    "flash_attn/decode.py way_sums": _WEIGHTS,
+    "flash_attn/decode.py softmax_step": _WEIGHTS,
     "flash_attn/decode_join.py join_parts": _JOINED,
     "flash_attn/decode_join.py joined_ways": _JOINED,
     "flash_attn/decode_join.py normalized": _SINK,

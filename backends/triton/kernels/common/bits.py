@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """Floats made of bits, and of what bits they are, in plain Triton. gluon_bits.py is the same for Gluon."""
 
 from __future__ import annotations

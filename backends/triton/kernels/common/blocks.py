@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """Blocks of 32 values in ggml's quantized types that caches have, as kernels of both dialects ask for them.
 
 ggml-common.h has the layouts: bytes d[2], then m[2] for the _1 types, qh[4] for q5, then the values.

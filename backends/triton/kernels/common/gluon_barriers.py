@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """mbarriers of kernels with warps of their own for copies."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """bits.py for Gluon kernels, as far as they need it: tested equal."""
 
 from __future__ import annotations

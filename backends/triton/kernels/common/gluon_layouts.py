@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """Layouts of registers, and numbers along an axis of one, for Gluon kernels."""
 
 from __future__ import annotations

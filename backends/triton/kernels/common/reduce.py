@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """Reductions over an axis in which a NaN gives NaN (tl.max and tl.min leave it out), and what norms make of sums."""
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from graphrt.backends.triton.kernels.flash_attn import portable
-from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
-from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.launch import Launch, launch_options
 
@@ -108,16 +106,24 @@ class Decode(AttentionKernel):
             return [main]
         return [main, portable.fixup_launch(args, self.tiling, self.p, self.target)]
 
-    def chosen(self, refused: Mapping[str, str]) -> Chosen:
-        stages, shared = self._stages()
-        warps = "1 warp" if self.config.warps == 1 else f"{self.config.warps} warps"
-        join = "" if not self.shares_out else "kernel" if self.join[0] > 0 else "fixup"
-        return Chosen(
-            self.kernel, self.file, self.p, self.tiling, self.choice, self.config, warps, stages, shared,
-            self.choice.programs, join, False, refused,
-        )  # fmt: skip
+    @property
+    def workers(self) -> str:
+        return warps_text(self.config.warps)
 
-    def _stages(self) -> tuple[int, int]:
+    @property
+    def stages(self) -> int:
+        return self._room[0]
+
+    @property
+    def shared(self) -> int:
+        return self._room[1]
+
+    @property
+    def joined_by(self) -> str:
+        return "kernel" if self.join[0] > 0 else super().joined_by
+
+    @cached_property
+    def _room(self) -> tuple[int, int]:
         """The stages that there is room for, and bytes of shared memory of a program. (A launch finds that out by
         itself.)"""
         p = self.p

@@ -351,20 +351,16 @@ def flash_attn(
             acc0 = tl.zeros([WAYS, BLOCK_M, DV0], tl.float32)
             acc1 = tl.zeros([WAYS, BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
 
-        for i in tl.range(low, tl.minimum(high, n_full), num_stages=STAGES):
-            i_kb = visited_block(p_list, i, n_blocks, HAS_MASK, PTX)
-            m, l, acc0, acc1 = attend(
-                p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
-                factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
-                BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, False, WIDE, PTX, PRECISION,
-            )  # fmt: skip
-        for i in tl.range(tl.maximum(low, n_full), high, num_stages=STAGES):
-            i_kb = visited_block(p_list, i, n_blocks, HAS_MASK, PTX)
-            m, l, acc0, acc1 = attend(
-                p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
-                factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
-                BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, True, WIDE, PTX, PRECISION,
-            )  # fmt: skip
+        for PARTIAL in tl.static_range(2):  # the list has full k-blocks first
+            first = tl.maximum(low, n_full) if PARTIAL else low
+            end = high if PARTIAL else tl.minimum(high, n_full)
+            for i in tl.range(first, end, num_stages=STAGES):
+                i_kb = visited_block(p_list, i, n_blocks, HAS_MASK, PTX)
+                m, l, acc0, acc1 = attend(
+                    p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
+                    factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
+                    BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION,
+                )  # fmt: skip
 
         if not SOFTCAP:
             m = m * factor

@@ -52,6 +52,11 @@ class Scratch:
         return bad
 
 
+def warps_text(n: int) -> str:
+    """How many warps, in words."""
+    return "1 warp" if n == 1 else f"{n} warps"
+
+
 class AttentionKernel(ABC):
     """One kernel considered for one problem on one GPU. The rest may be asked only if serves() returns None.
 
@@ -104,9 +109,42 @@ class AttentionKernel(ABC):
     def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         """The launches. plan: of the mask, None without one; plan_is_old: a launch comes between that and these."""
 
+    # What follows is for the record, and may be asked after launches().
+
+    @property
     @abstractmethod
+    def workers(self) -> str:
+        """The warps of a program, or who does what in it."""
+
+    @property
+    def stages(self) -> int:
+        """K-blocks in flight."""
+        return int(self.config.stages)
+
+    @property
+    def shared(self) -> int | None:
+        """Bytes of shared memory of a program, None where only the compiler knows."""
+        return None
+
+    @property
+    def programs(self) -> int:
+        """Of the launch."""
+        return self.choice.programs
+
+    @property
+    def joined_by(self) -> str:
+        """Who merges the parts of tiles, see Chosen.join."""
+        return "fixup" if self.shares_out else ""
+
+    #: A launch behind does again what the kernel flags.
+    repairs: ClassVar[bool] = False
+
     def chosen(self, refused: Mapping[str, str]) -> Chosen:
         """The record for those who ask. refused: why kernels that were asked before do not serve, by name."""
+        return Chosen(
+            self.kernel, self.file, self.p, self.tiling, self.choice, self.config, self.workers, self.stages,
+            self.shared, self.programs, self.joined_by, self.repairs, refused,
+        )  # fmt: skip
 
     def _choose(self, force: str | None) -> Choice:
         # A group of heads is to the chooser one head with as many more query rows; a mask that all tiles share leaves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
-from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_config
 from graphrt.backends.triton.kernels.flash_attn.fixup import flash_attn_fixup
 from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
-from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.tiles import same_order
@@ -59,13 +57,13 @@ class Forward(AttentionKernel):
         main = main_launch(args, self.config, self.target)
         return [main, fixup_launch(args, self.tiling, self.p, self.target)] if self.shares_out else [main]
 
-    def chosen(self, refused: Mapping[str, str]) -> Chosen:
-        c = self.config
-        return Chosen(
-            self.kernel, self.file, self.p, self.tiling, self.choice, c,
-            "1 warp" if c.warps == 1 else f"{c.warps} warps", stages_of(self.p, c), None, self.choice.programs,
-            "fixup" if self.shares_out else "", False, refused,
-        )  # fmt: skip
+    @property
+    def workers(self) -> str:
+        return warps_text(self.config.warps)
+
+    @property
+    def stages(self) -> int:
+        return stages_of(self.p, self.config)
 
 
 def main_arguments(

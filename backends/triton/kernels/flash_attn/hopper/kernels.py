@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +11,6 @@ import torch
 
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
-from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.hopper.configs import (
     D_K,
@@ -41,6 +40,7 @@ from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, S
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
 from graphrt.backends.triton.launch import Launch
+from graphrt.tensor import Tensor
 
 #: A tile of so many k-blocks is done as soon as its parts would be joined.
 SHORT = 8
@@ -58,21 +58,18 @@ class HopperKernel(AttentionKernel):
     def serves(self) -> str | None:
         if self.p.out is None or self.p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
-        return self._why_not()
+        reason = self._why_not()
+        if reason is None and self.p.params.scale < 0:
+            reason = f"the scale must not be negative, it is {self.p.params.scale:g}"
+        return reason
 
+    @abstractmethod
     def _why_not(self) -> str | None:
-        """The rest of serves()."""
-        raise NotImplementedError
+        """serves(), as far as kernels differ in it."""
 
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory of a program."""
-        raise NotImplementedError
-
-    @property
-    def workers(self) -> str:
-        """Who does what in a program."""
-        raise NotImplementedError
+    def _unaligned(self, *sources: Tensor) -> bool:
+        """TMA takes addresses and strides of whole 16 bytes."""
+        return any(n % 16 for t in sources for n in (*t.nb[1:], self.p.place(t)[1]))
 
     def _again(self) -> PortableConfig:
         """The portable kernel's config over the same tiles."""
@@ -89,6 +86,8 @@ class WholeTiles(HopperKernel):
     V may hold NaN in cells that the mask hides, and logits may be very large; that kernel reads no hidden cell and
     subtracts before it scales.
     """
+
+    repairs = True
 
     def serves(self) -> str | None:
         if self.force not in (None, "tile"):
@@ -119,15 +118,9 @@ class WholeTiles(HopperKernel):
         again = self._portable(plan, scratch.part(0))
         return [main, portable.repair_launch(again, bad, self._again().warps, self.target)]
 
+    @abstractmethod
     def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
         """The kernel's own launch. bad: int32 [tiles], see common_arguments."""
-        raise NotImplementedError
-
-    def chosen(self, refused: Mapping[str, str]) -> Chosen:
-        return Chosen(
-            self.kernel, self.file, self.p, self.tiling, self.choice, self.config, self.workers, self.config.stages,
-            self.shared, self.programs, "", True, refused,
-        )  # fmt: skip
 
 
 class RowTiles(WholeTiles):
@@ -139,6 +132,10 @@ class RowTiles(WholeTiles):
     @cached_property
     def config(self) -> Config:
         return self.configs[self.p.k.d]
+
+    def _few(self) -> str | None:
+        n = self.p.n_q
+        return f"it takes {MIN_QUERIES} queries or more, here {n}" if n < MIN_QUERIES else None
 
     @property
     def shared(self) -> int:
@@ -173,13 +170,8 @@ class HalfTiles(RowTiles):
         if k.ne[0] != v.ne[0] or k.ne[0] not in HALF:
             return f"heads must be of {', '.join(map(str, HALF))}, they are of {k.ne[0]} and {v.ne[0]}"
         if p.n_q < MIN_QUERIES:
-            return f"it takes {MIN_QUERIES} queries or more, here {p.n_q}"
-        if p.params.scale < 0:
-            return f"the scale must not be negative, it is {p.params.scale:g}"
-        # TMA takes addresses and strides of whole 16 bytes.
-        if any(n % 16 for t in (k, v) for n in (*t.nb[1:], p.place(t)[1])):
-            return "addresses and strides of K and V must be whole 16 bytes"
-        return None
+            return self._few()
+        return "addresses and strides of K and V must be whole 16 bytes" if self._unaligned(k, v) else None
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -222,11 +214,7 @@ class QuantTiles(RowTiles):
             return f"heads must be of {', '.join(map(str, QUANT))}, they are of {p.k.d} and {p.v.d}"
         if not (p.k.aligned and p.v.aligned):
             return "rows of K and V must start on 4 bytes"
-        if p.n_q < MIN_QUERIES:
-            return f"it takes {MIN_QUERIES} queries or more, here {p.n_q}"
-        if p.params.scale < 0:
-            return f"the scale must not be negative, it is {p.params.scale:g}"
-        return None
+        return self._few()
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -260,12 +248,7 @@ class Mla(HopperKernel):
             return f"heads must be of {D_K} and {D_V}, they are of {p.k.d} and {p.v.d}"
         if not p.v_in_k or k.dtype.name not in HALF_KINDS:
             return "V must be the first columns of K's rows, in f16 or bf16"
-        if p.params.scale < 0:
-            return f"the scale must not be negative, it is {p.params.scale:g}"
-        # TMA takes addresses and strides of whole 16 bytes.
-        if any(n % 16 for n in (*k.nb[1:], p.place(k)[1])):
-            return "addresses and strides of K must be whole 16 bytes"
-        return None
+        return "addresses and strides of K must be whole 16 bytes" if self._unaligned(k) else None
 
     @cached_property
     def config(self) -> MlaConfig:
@@ -346,9 +329,3 @@ class MlaShared(Mla):
         return (
             [main, portable.fixup_launch(self._portable(plan, part), t, p, self.target)] if self.shares_out else [main]
         )
-
-    def chosen(self, refused: Mapping[str, str]) -> Chosen:
-        return Chosen(
-            self.kernel, self.file, self.p, self.tiling, self.choice, self.config, self.workers, self.config.stages,
-            self.shared, self.choice.programs, "fixup" if self.shares_out else "", False, refused,
-        )  # fmt: skip
