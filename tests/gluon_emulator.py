@@ -329,6 +329,12 @@ class Gl:
         with np.errstate(over="ignore"):
             return Value(np.exp(x.data))
 
+    def exp2(self, x: Value) -> Value:
+        return Value(np.exp2(x.data))
+
+    def log2(self, x: Value) -> Value:
+        return Value(np.log2(x.data))
+
     def sum(self, x: Value, axis: int) -> Value:
         total = x.data.take(0, axis)
         for i in range(1, x.data.shape[axis]):
