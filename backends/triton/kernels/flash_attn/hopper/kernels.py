@@ -32,7 +32,8 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     mask_descriptor,
     programs_of,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper.mla import PART, REST, hopper_mla_attn
+from graphrt.backends.triton.kernels.flash_attn.hopper.mla import hopper_mla_attn
+from graphrt.backends.triton.kernels.flash_attn.hopper.mla_parts import PART, REST
 from graphrt.backends.triton.kernels.flash_attn.hopper.quant import hopper_quant_attn
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
