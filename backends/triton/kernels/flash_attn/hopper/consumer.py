@@ -131,25 +131,11 @@ def fetch_mask(p, mask_ring, seq, group, token, block, step, wg: gl.constexpr):
 
 @gluon.jit
 def advance(
-    p,
-    queries,
-    k_ring,
-    v_ring,
-    turns,
-    mask_ring,
-    tile,
-    slope,
-    acc,
-    pairs,
-    m,
-    den,
-    step,
-    block,
-    partial: gl.constexpr,
-    wg: gl.constexpr,
-):
+    p, rings, tile, slope, acc, pairs, m, den, step, block, partial: gl.constexpr, wg: gl.constexpr
+):  # fmt: skip
     """One turn of the skewed loop: start S of block `step` and O += P V of the block before, then do the softmax of
     block `step` while the latter runs. Returns the accumulator, the new P, m and l."""
+    queries, k_ring, v_ring, turns, mask_ring = rings
     seq, group, token, taken, mask_step = tile
     if p.spec.pingpong:
         # Warpgroup 0 opens; each later turn is handed on by the neighbour once both of its products are issued.
@@ -225,6 +211,7 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
     """A consumer warpgroup: rows 64 * wg .. 64 * wg + 63 of every tile."""
     dtype: gl.constexpr = query_buffers.dtype
     queries = query_buffers.index(wg)
+    rings = (queries, k_ring, v_ring, turns, mask_ring)
     row_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
     # The next tile's queries are fetched into registers while the last product of a tile runs, if they fit beside it.
     # (A permuted tile's addresses would take as many again.)
@@ -270,29 +257,11 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
 
         for j in range(1, n_full):
             tile = (seq, group, token, taken + j - 1, 0)
-            acc, pairs, m, den = advance(
-                p, queries, k_ring, v_ring, turns, mask_ring, tile, slope, acc, pairs, m, den, step + j, 0, False, wg
-            )
+            acc, pairs, m, den = advance(p, rings, tile, slope, acc, pairs, m, den, step + j, 0, False, wg)
         for j in range(gl.maximum(n_full, 1), n_all):
             tile = (seq, group, token, taken + j - 1, mask_step + j - n_full)
-            acc, pairs, m, den = advance(
-                p,
-                queries,
-                k_ring,
-                v_ring,
-                turns,
-                mask_ring,
-                tile,
-                slope,
-                acc,
-                pairs,
-                m,
-                den,
-                step + j,
-                p.block(start, j),
-                True,
-                wg,
-            )
+            block = p.block(start, j)
+            acc, pairs, m, den = advance(p, rings, tile, slope, acc, pairs, m, den, step + j, block, True, wg)
 
         probs = as_operand(p, pairs, dtype)
         v_ring.wait_full(step + n_all - 1)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_in_range
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import consume
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, make_turns, tile_shared_layout
@@ -80,10 +81,10 @@ class Cache:
             + kv_head.to(gl.int64) * self.stride_h
             + (first + part * rows).to(gl.int64) * self.stride_n
         )
-        chunk = along(0, rows // step, layout)
-        row = along(1, step, layout)
-        group = along(2, spec.d // 8, layout)
-        word = along(3, words, layout)
+        chunk = axis_index(layout, 4, 0, rows // step)
+        row = axis_index(layout, 4, 1, step)
+        group = axis_index(layout, 4, 2, spec.d // 8)
+        word = axis_index(layout, 4, 3, words)
         inside = chunk * step + row < left - part * rows
         # What differs between a thread's registers is added last: it then goes into the instructions.
         pair = base + (row * self.stride_n + group // 8 * (8 * words + 1))
@@ -92,23 +93,6 @@ class Cache:
         heads = gl.load(pair + gl.where(group % 8 < 4, 0, 4 * words) + chunks, mask=inside, other=0)
         values = gl.load(pair + group % 8 * words + (chunks + (1 + word)), mask=inside, other=0)
         return values, heads
-
-
-@gluon.jit
-def along(dim: gl.constexpr, size: gl.constexpr, layout: gl.constexpr):
-    """0, 1, .. size - 1 along one of four dimensions, the others being 1."""
-    if dim == 0:
-        rest: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-        return gl.arange(0, size, rest).expand_dims(1).expand_dims(2).expand_dims(3)
-    elif dim == 1:
-        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-        return gl.arange(0, size, rest).expand_dims(0).expand_dims(2).expand_dims(3)
-    elif dim == 2:
-        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
-        return gl.arange(0, size, rest).expand_dims(0).expand_dims(1).expand_dims(3)
-    else:
-        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        return gl.arange(0, size, rest).expand_dims(0).expand_dims(1).expand_dims(2)
 
 
 @gluon.jit
@@ -126,8 +110,8 @@ def unpack(values, heads, kind: gl.constexpr):
     groups: gl.constexpr = values.shape[2]
     words: gl.constexpr = values.shape[3]
     layout: gl.constexpr = values.type.layout
-    group = along(2, groups, layout) % 8
-    word = along(3, words, layout)
+    group = axis_index(layout, 4, 2, groups) % 8
+    word = axis_index(layout, 4, 3, words)
     # Byte selectors: d, twice, is the low half of word 0 or the high half of the word with d1; this one's high half is
     # replaced by that of word 0, which the threads of the first block have as their `heads`.
     heads, pick_d = gl.broadcast(heads, gl.where(group < 4, 0x1010, 0x3232))
