@@ -26,7 +26,7 @@ def _kernel(plan: AttentionPlan) -> Iterator[Fact]:
     c = plan.chosen
     shared = f", {human_bytes(c.shared)} of shared memory a program" if c.shared is not None else ""
     stages = f"{count_text(c.stages, 'k-block')} in flight"
-    yield "kernel", f"{c.kernel} (kernels/flash_attn/{c.kernel}.py): {c.workers}, {stages}{shared}"
+    yield "kernel", f"{c.kernel} (kernels/flash_attn/{c.file}): {c.workers}, {stages}{shared}"
     for name, reason in c.refused.items():
         yield "why", f"not {name}: {reason}"
     yield "why", "it is the first that serves" if c.kernel != "forward" else "it serves everything the others do not"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class _Maker:
 
     def step(self, number: int, masks: dict[str, Any], seen: dict[str, tuple[float, float]]) -> Step:
         nodes = tuple(n for n in self.group.nodes if not op_spec(n.op).is_view)
-        launches = tuple(self._launch(s) for s in self.segment.steps) if self.segment is not None else ()
+        launches = tuple(map(launch_info, self.segment.steps)) if self.segment is not None else ()
         local = {v: k for k, v in self.exe.schedule.local.items()}
         asked = local.get(nodes[0], nodes[0])
         work = self._work(nodes, seen)
@@ -155,13 +155,6 @@ class _Maker:
             number, nodes, self.backend, self.exe.schedule.assignments[asked].cause,
             self.exe.schedule.refusals.get(asked, {}), launches, self._runner(), self._attention(masks), work, cost,
         )  # fmt: skip
-
-    def _launch(self, step: Callable[[], None]) -> LaunchInfo:
-        info, chosen = launch_info(step), self.segment.chosen if self.segment is not None else None
-        if chosen is not None and info.grid is None:  # Hopper's kernels are launched by functions of their own
-            config = tuple((f.name.upper(), getattr(chosen.config, f.name)) for f in fields(chosen.config))
-            return replace(info, grid=(chosen.programs,), constants=config)
-        return info
 
     def _work(self, nodes: Sequence[Tensor], seen: dict[str, tuple[float, float]]) -> Work:
         """A group's work, with weights as they lie packed."""
@@ -195,7 +188,7 @@ def launch_info(step: Callable[[], None]) -> LaunchInfo:
     from graphrt.backends.triton.launch import Launch  # imports Triton, which is there where something is lowered
 
     if isinstance(step, Launch):
-        args = step.args | (vars(step.args["form"]) if "form" in step.args else {})  # a kernel's choices in one record
+        args = step.args | (vars(step.form) if step.form is not None else {})
         chosen = {k for k in args if k.isupper() or k == "n_splits" or k not in step.args}
         constants = tuple((k, v) for k, v in args.items() if k in chosen and _is_plain(v))
         return LaunchInfo(step.kernel.__name__, tuple(step.grid), step.options.get("num_warps", 4), constants)

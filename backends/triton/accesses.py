@@ -93,13 +93,12 @@ def declaration_of(kernel: Any) -> Declaration:
 
 
 class Call:
-    """A step that is no Launch: torch operations, or kernels launched by a function of their own.
+    """A step that is no Launch: torch operations. It begins when all before it has ended.
 
-    It begins when all before it has ended, or if starts_early earlier, and waits before it touches memory. name: for
-    people; reads, writes: all memory that it touches.
+    name: for people; reads, writes: all memory that it touches.
     """
 
-    lets_go_early = False
+    starts_early = waits = lets_go_early = False
 
     def __init__(
         self,
@@ -107,13 +106,11 @@ class Call:
         function: Callable[[], object],
         reads: Sequence[torch.Tensor | None],
         writes: Sequence[torch.Tensor | None],
-        starts_early: bool = False,
     ) -> None:
         self.name = name
         self.function = function
         self.reads = [t for t in reads if t is not None]
         self.writes = [t for t in writes if t is not None]
-        self.starts_early = self.waits = starts_early
 
     def __call__(self) -> None:
         self.function()

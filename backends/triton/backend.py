@@ -108,7 +108,7 @@ class TritonBackend(Backend):
 
         attention = Launcher(self.target, place, self.schedule, self.config)
         segments = lower(groups, Context(place, self.target, self.exact), attention)
-        return Captured(segments, self.capture, self.target.is_here, attention.redone)
+        return Captured(segments, self.capture, self.target.is_here, attention.scratch.redone)
 
     def redone(self, program: Callable[[], None]) -> int:
         return program.redone() if isinstance(program, Captured) else 0

@@ -54,8 +54,12 @@ class Launch:
     @property
     def waits(self) -> bool:
         """Its kernel is compiled to wait for the launch before it."""
-        form = self.args.get("form", self.args.get("spec"))  # the constants of a Gluon kernel, in one record
-        return bool(self.args.get("PDL", getattr(form, "pdl", False)))
+        return bool(self.args.get("PDL", getattr(self.form, "pdl", False)))
+
+    @property
+    def form(self) -> Any:
+        """The record that has the constants of a Gluon kernel, None where there is none."""
+        return self.args.get("form", self.args.get("spec"))
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.bits import f16_low
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_codebook, has_min, high_bits
 from graphrt.backends.triton.launch import Launch
@@ -88,8 +89,7 @@ def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.
 @triton.jit
 def f16_pair(word):
     """The two f16 of an int32, as f32."""
-    low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return f16_low(word).to(tl.float32), f16_low(word >> 16).to(tl.float32)
 
 
 @triton.jit

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View, source_of
-from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.mul_mat.lower import head_products
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
@@ -31,7 +32,6 @@ from graphrt.backends.triton.kernels.quantize import (
 from graphrt.backends.triton.kernels.rope import (
     RopeTable,
     heads_a_program,
-    over_rms,
     rope_table,
     rotate_heads,
     rotate_into_blocks,

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized, values_at
 from graphrt.backends.triton.kernels.common.reduce import maximum, minimum
-from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized, values_at
 from graphrt.backends.triton.launch import launch_options
 
 #: What `store_plain` and `store_blocks` write.

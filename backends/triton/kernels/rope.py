@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
     WRITABLE,
@@ -74,12 +75,6 @@ def fill_table(
     magnitude = tl.load(p_theta + HALF)
     tl.store(p_cos + i, (tl.cos(angle) * magnitude).to(tl.float32), mask=live)
     tl.store(p_sin + i, (tl.sin(angle) * magnitude).to(tl.float32), mask=live)
-
-
-@triton.jit
-def over_rms(squares, n, eps):
-    """What makes rows of n values with these sums of squares rows of unit root mean square."""
-    return tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(squares / n + eps))
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step, View
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.dequantize import gather_rows
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.quantize import BLOCK, store_part, stored, writing_options

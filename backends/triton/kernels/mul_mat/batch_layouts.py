@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphrt.backends.triton.kernels.flash_attn.decode_layouts import log2
+from graphrt.backends.triton.kernels.common.gluon_layouts import log2
 
 
 @gluon.constexpr_function

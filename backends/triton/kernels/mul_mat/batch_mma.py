@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_activation import glu
-from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits, pairs_of_supers
 from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
     high_layout,
