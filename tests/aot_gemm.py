@@ -12,7 +12,7 @@ from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, gemm, h
 from graphrt.backends.triton.kernels.mul_mat.batch_arguments import Split
 from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
 from graphrt.backends.triton.kernels.mul_mat.gemm_configs import MANY, Config, table_of
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 
@@ -50,7 +50,7 @@ def _batch_cases(arch: str) -> Iterator[Case]:
         config = batch.config_for(target, kind, n)
         assert config is not None
         split = None if whole else Split(2, 2, many, few)
-        x = Half(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
+        x = Activations(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
         outs = [torch.zeros(n, 64)] * (1 if gate else count)
         biases = [_F32] * count if added or (count > 1 and not gate) else []
         made = batch.launch(
@@ -84,7 +84,7 @@ def _hopper_cases() -> Iterator[Case]:
     def case(kind: str, tokens: int, config: HopperConfig, count: int = 1, gate: str = "", split: Any = None) -> Case:
         weights = [Packed.empty(kind, 64, 1024, "cpu")] * count
         outs = [torch.zeros(tokens, 64)] * (1 if gate else count)
-        x = Half(torch.zeros(tokens, 1024, dtype=torch.float16), None if count == 1 else _F32)
+        x = Activations(torch.zeros(tokens, 1024, dtype=torch.float16), None if count == 1 else _F32)
         fitted = batch_hopper.fitted(config, kind, tokens, target.shared_memory)
         assert fitted is not None
         added = outs[0] if split else None

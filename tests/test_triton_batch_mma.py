@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 import gluon_warps
 from batch_products import GATES, RNG, TARGET, nmse, weight_of, x_of
 from gluon_emulator import emulate
+from planned import multiplied
 
 from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels.mul_mat import batch, batch_layouts, lower
+from graphrt.backends.triton.kernels.mul_mat import batch, batch_layouts
 from graphrt.backends.triton.kernels.mul_mat.batch import BatchConfig, Split
 from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
 from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import batch_wgmma
@@ -236,24 +237,24 @@ def test_what_the_backend_launches(arch: str, kernel: str, monkeypatch: pytest.M
     x, rounded = held("f32", (256, 12), numbers), numbers.astype(np.float16).astype(np.float64)
     pairs = [weight(kind, m) for kind, m in (("q4_K", 40), ("q6_K", 24), ("q4_K", 16))]
     outs = [held("f32", (t.ne[1], 12)) for t, _ in pairs]
-    steps = lower.product([t for t, _ in pairs], x, outs, ctx)
+    steps = multiplied([t for t, _ in pairs], x, outs, ctx)
     assert run(steps) == ["round_rows", kernel, kernel]
     for out, (_, values) in zip(outs, pairs):
         assert nmse(ctx.view(out).data.view(12, -1), rounded @ values.T) < 1e-9
     gate, up = weight("q4_K", 40), weight("q4_K", 40)
-    assert run(lower.product([gate[0], up[0]], x, outs[:1], ctx, gate=Gate("reglu"))) == ["round_rows", kernel]
+    assert run(multiplied([gate[0], up[0]], x, outs[:1], ctx, gate=Gate("reglu"))) == ["round_rows", kernel]
     expected = np.maximum(rounded @ gate[1].T, 0) * (rounded @ up[1].T)
     assert nmse(ctx.view(outs[0]).data.view(12, -1), expected) < 1e-9
-    assert run(lower.product([up[0]], x, outs[:1], ctx, residual=outs[0])) == ["round_rows", kernel]
+    assert run(multiplied([up[0]], x, outs[:1], ctx, residual=outs[0])) == ["round_rows", kernel]
     assert nmse(ctx.view(outs[0]).data.view(12, -1), expected + rounded @ up[1].T) < 1e-9
     biases = [held("f32", (t.ne[1],), RNG.standard_normal(t.ne[1]).astype(np.float32)) for t, _ in pairs]
-    assert run(lower.product([t for t, _ in pairs], x, outs, ctx, biases=biases)) == ["round_rows", kernel, kernel]
+    assert run(multiplied([t for t, _ in pairs], x, outs, ctx, biases=biases)) == ["round_rows", kernel, kernel]
     for out, bias, (_, values) in zip(outs, biases, pairs):
         assert nmse(ctx.view(out).data.view(12, -1), rounded @ values.T + ctx.view(bias).data.numpy()) < 1e-9
-    steps = lower.product([t for t, _ in pairs], x, outs, ctx, biases=[*biases[:2], None])
+    steps = multiplied([t for t, _ in pairs], x, outs, ctx, biases=[*biases[:2], None])
     assert run(steps) == ["round_rows", kernel, kernel, kernel], "in a launch all have biases or none"
     monkeypatch.setattr(batch, "KINDS", ("q6_K",))
-    steps = lower.product([t for t, _ in pairs], x, outs, ctx)
+    steps = multiplied([t for t, _ in pairs], x, outs, ctx)
     names = [s.kernel.fn.__name__ for s in steps]
     assert names[:2] == ["round_rows", kernel] and "gemm_packed" in names
     assert names.count("round_rows") == (2 if arch == "sm_90" else 1)  # an order for each

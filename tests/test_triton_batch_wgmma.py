@@ -18,7 +18,7 @@ from wgmma_order import wgmma_order
 
 from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, batch_layouts
 from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.dtypes import dtype
 
@@ -27,9 +27,14 @@ SEEDS = range(2)
 
 
 def _run(
-    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, seed: int = 0, **more: Any
+    weights: Sequence[Packed],
+    x: Activations,
+    outs: Sequence[torch.Tensor],
+    config: HopperConfig,
+    seed: int = 0,
+    **more: Any,
 ) -> None:
-    ordered = Half(x.values[:, wgmma_order(x.k)].contiguous(), x.factors)
+    ordered = Activations(x.values[:, wgmma_order(x.k)].contiguous(), x.factors)
     tokens = batch.padded_tokens(x.rows)
     emulate(batch_hopper.launch(TARGET, weights, ordered, outs, config, tokens, **more), seed)
 

@@ -18,7 +18,7 @@ from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.hopper import Matrices, TileConfig
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
 from graphrt.backends.triton.packing import packing_of
 from graphrt.dtypes import dtype
 
@@ -49,7 +49,7 @@ def _tiles(counts: list[int], tokens: int) -> torch.Tensor:
     return torch.tensor([*found, *[[len(counts), 0, 0, 0]] * 2], dtype=torch.int32)
 
 
-def _x(pairs: Pairs, k: int) -> tuple[Half, np.ndarray]:
+def _x(pairs: Pairs, k: int) -> tuple[Activations, np.ndarray]:
     """Activations by place as the kernel takes them, and their values by pair."""
     values = RNG.standard_normal((pairs.count, k)).astype(np.float16)
     factors = 2.0 ** RNG.integers(-3, 4, pairs.count)
@@ -59,7 +59,7 @@ def _x(pairs: Pairs, k: int) -> tuple[Half, np.ndarray]:
     exact = np.empty((pairs.count, k))
     exact[pairs.sorted.numpy()] = values.astype(np.float64) * factors[:, None]
     ordered = np.ascontiguousarray(padded[:, wgmma_order(row)])
-    return Half(torch.from_numpy(ordered), torch.from_numpy(factors).to(torch.float32), True), exact
+    return Activations(torch.from_numpy(ordered), torch.from_numpy(factors).to(torch.float32), True), exact
 
 
 def _matrices(kind: str, n_expert: int, m: int, k: int, bias: bool) -> tuple[Matrices, np.ndarray, np.ndarray]:

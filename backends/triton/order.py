@@ -22,7 +22,7 @@ from graphrt.errors import BackendError
 class Rule(Enum):
     """What a step may break; values: the sentence that says what to do."""
 
-    OVERLAP = "read it after gdc_wait, or launch with in_turn()"
+    OVERLAP = "read it after gdc_wait, or launch with without_early_start()"
     NEVER_WAITS = "call gdc_wait in every form that is launched with launch_pdl, or launch without"
     LETS_GO_EARLY = "call gdc_launch_dependents after gdc_wait only"
     CACHED = "read it past the L1 cache (cache_modifier .cg) and declare it uncached, or read it after gdc_wait"

@@ -18,7 +18,7 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts.pairs import Pairs, tile_of
 from graphrt.backends.triton.kernels.mul_mat.gemm import packed_sums, plain_sums
 from graphrt.backends.triton.kernels.mul_mat.gemm_configs import Config, find_config
-from graphrt.backends.triton.kernels.mul_mat.half import Half
+from graphrt.backends.triton.kernels.mul_mat.half import Activations
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import Packed
 
@@ -105,7 +105,7 @@ def expert_gemm_plain(
 
 
 def expert_gemm(
-    target: Target, weight: Packed | View, n_expert: int, x: Half, pairs: Pairs, out: torch.Tensor,
+    target: Target, weight: Packed | View, n_expert: int, x: Activations, pairs: Pairs, out: torch.Tensor,
     bias: torch.Tensor | None = None, held: range | None = None, config: Config | None = None,
 ) -> Launch:  # fmt: skip
     """Every pair's row of out, f32 [pairs, m]: its expert's matrix times its row of x, plus its bias.

@@ -19,7 +19,7 @@ from graphrt.backends.triton.kernels.mul_mat.batch import KINDS
 from graphrt.backends.triton.kernels.mul_mat.batch_arguments import STEP, scale_words
 from graphrt.backends.triton.kernels.mul_mat.batch_hopper import PRODUCER, ROWS, registers_of
 from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import x_shared
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
@@ -86,8 +86,8 @@ def fitted(config: TileConfig, kind: str, shared_memory: int) -> TileConfig:
 
 
 def launch(
-    target: Target, matrices: Sequence[Matrices], x: Half, pairs: Pairs, tiles: torch.Tensor, k: int, out: torch.Tensor,
-    c: TileConfig, gate: Gate | None = None,
+    target: Target, matrices: Sequence[Matrices], x: Activations, pairs: Pairs, tiles: torch.Tensor, k: int,
+    out: torch.Tensor, c: TileConfig, gate: Gate | None = None,
 ) -> Launch:  # fmt: skip
     """Every pair's row of out, f32 [pairs, m], of a matrix or, with a gate, of this and its up.
 

@@ -11,9 +11,7 @@ import triton
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.mul_mat import batch_hopper
-from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
 from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
-    MAX_SEGMENTS,
     REGISTERS,
     RESERVED,
     STEP,
@@ -24,7 +22,7 @@ from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
 )
 from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
 from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
@@ -117,14 +115,6 @@ def aligned(w: Packed) -> bool:
     return w.supers is None or w.supers.data_ptr() % 4 == 0
 
 
-def takes_together(weights: Sequence[Packed], gate: Gate | None) -> bool:
-    """Whether weights that it takes can be one launch: of one type; with a gate that it knows, two of one size."""
-    same = len({(w.kind, w.k) for w in weights}) == 1
-    if gate is None:
-        return same and len(weights) <= MAX_SEGMENTS
-    return same and gate.kind in GLU_KINDS and len(weights) == 2 and weights[0].rows == weights[1].rows
-
-
 def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k: int) -> tuple[int, int]:
     """(ranges that k is split into, steps of a range), none of them empty."""
     steps = triton.cdiv(k, config.step)
@@ -133,20 +123,21 @@ def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k:
     return triton.cdiv(steps, each), each
 
 
-def takes_order(target: Target, kind: str, k: int, n: int) -> bool:
-    """Whether a product that fits() is batch_wgmma.py's, which wants its activations ordered (half.Half)."""
-    return target.arch == "sm_90" and batch_hopper.config_for(target, kind, padded_tokens(n), 1, k) is not None
+def has_wgmma_config(target: Target, kind: str, k: int, n: int) -> bool:
+    """Whether batch_wgmma.py has a config for a product that fits()."""
+    return batch_hopper.config_for(target, kind, padded_tokens(n), 1, k) is not None
 
 
 def product(
-    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], ctx: Context,
+    weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], ctx: Context,
     biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     config: BatchConfig | HopperConfig | None = None,
 ) -> Launch:  # fmt: skip
-    """x times weights of which fits(), aligned() and takes_together() are true, in one launch.
+    """x times weights of which fits() and aligned() are true, in one launch: of one type, up to MAX_SEGMENTS; with a
+    gate two of one size.
 
     outs: f32 [n, m] of each, or one with a gate. biases: f32 [m] of each, or none. residual: f32 like the only out,
-    which it may be. x is ordered if takes_order().
+    which it may be. x: ordered for batch_wgmma.py, else in order of k for batch_mma.py.
     """
     kind, m = weights[0].kind, sum(w.rows for w in weights)
     if config is None and x.ordered:
@@ -179,7 +170,7 @@ def _split(
 
 
 def launch(
-    target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: BatchConfig,
+    target: Target, weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], config: BatchConfig,
     biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     split: Split | None = None,
 ) -> Launch:  # fmt: skip

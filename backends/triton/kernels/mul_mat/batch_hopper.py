@@ -20,7 +20,7 @@ from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
 )
 from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import Form, x_shared
 from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import batch_wgmma as kernel
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
@@ -99,8 +99,8 @@ def registers_of(warpgroups: int, per_sm: int = 1) -> tuple[int, int]:
 
 
 def launch(
-    target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, tokens: int,
-    biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
+    target: Target, weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], config: HopperConfig,
+    tokens: int, biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     split: Split | None = None,
 ) -> Launch:  # fmt: skip
     """As batch.launch(), of x in the order that batch_wgmma.py wants. split: in chunks."""
