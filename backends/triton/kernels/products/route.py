@@ -141,7 +141,7 @@ class ExpertGemv(Kernel):
         return Form.Q8 if p.is_packed else Form.AS_IS
 
     def why(self, p: Product) -> str:
-        return f"up to {MAX_PAIRS} take it, {_dp4a(p)}"
+        return f"it takes up to {MAX_PAIRS}, {_dp4a(p)}"
 
     def joins(self, p: Product) -> bool:
         return _alike(p)
@@ -213,7 +213,7 @@ class HeadGemv(Kernel):
         return Form.AS_IS
 
     def why(self, p: Product) -> str:
-        return f"up to {gemv.MAX_TOKENS} take it, {_dp4a(p)}"
+        return f"it takes up to {gemv.MAX_TOKENS}, {_dp4a(p)}"
 
 
 class Gemv(Kernel):
@@ -246,7 +246,7 @@ class Gemv(Kernel):
         return Form.Q8 if p.is_packed else Form.AS_IS
 
     def why(self, p: Product) -> str:
-        return f"up to {gemv.MAX_TOKENS} take it, {_dp4a(p)}"
+        return f"it takes up to {gemv.MAX_TOKENS}, {_dp4a(p)}"
 
     def joins(self, p: Product) -> bool:
         return p.gate is not None
@@ -277,7 +277,7 @@ class SmallMma(Kernel):
         return Form.F16
 
     def why(self, p: Product) -> str:
-        return f"up to {batch.MAX_TOKENS} tokens on NVIDIA take it, weights dequantized on their way"
+        return f"it takes up to {batch.MAX_TOKENS} on NVIDIA, weights dequantized on their way"
 
     def joins(self, p: Product) -> bool:
         return p.gate is not None
@@ -306,7 +306,7 @@ class SmallWgmma(SmallMma):
         return Form.F16_ORDERED
 
     def why(self, p: Product) -> str:
-        return f"up to {batch.MAX_TOKENS} tokens on Hopper take it, weights dequantized in registers for wgmma"
+        return f"it takes up to {batch.MAX_TOKENS} on Hopper, weights dequantized in registers for wgmma"
 
 
 class Small(Kernel):
@@ -328,7 +328,7 @@ class Small(Kernel):
         return _sixteen_bits(p)
 
     def why(self, p: Product) -> str:
-        return f"up to {self._most(p)} tokens take it, weights dequantized on their way"
+        return f"it takes up to {self._most(p)}, weights dequantized on their way"
 
 
 class Large(Kernel):
@@ -377,7 +377,7 @@ def route_of(p: Product, s: Setting) -> Route:
     """How a product is made."""
     refused: dict[str, str] = {}
     for kernel in KERNELS if p.ids is None else EXPERT_KERNELS:
-        reason = _why_not_form(kernel, p) or kernel.serves(p, s)
+        reason = kernel.serves(p, s) or _why_not_form(kernel, p)
         if reason is None:
             joined = p.partner is not None and kernel.joins(p)
             return Route(kernel, kernel.form(p), joined, f"{_tokens(p)}: {kernel.why(p)}", refused)
