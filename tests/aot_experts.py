@@ -15,8 +15,8 @@ from graphrt.backends.triton.context import Context, View
 from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
-from graphrt.backends.triton.kernels.mul_mat.gemm_configs import table_of
-from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
+from graphrt.backends.triton.kernels.products.gemm_small.configs import table_of
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, packing_of

@@ -9,7 +9,7 @@ import torch
 from aot_arch import target_of
 
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat.activations import (
+from graphrt.backends.triton.kernels.products.activations import (
     NormWeight,
     Q8Rows,
     Rows,
@@ -18,8 +18,8 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
     norm_quantize,
     quantize_rows,
 )
-from graphrt.backends.triton.kernels.mul_mat.gemv import Segment, gemv
-from graphrt.backends.triton.kernels.mul_mat.heads import head_gemv
+from graphrt.backends.triton.kernels.products.gemv import Segment, gemv
+from graphrt.backends.triton.kernels.products.gemv_heads import head_gemv
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from graphrt.backends.triton import device
-from graphrt.backends.triton.kernels.mul_mat.half import Activations
+from graphrt.backends.triton.kernels.products.half import Activations
 from graphrt.backends.triton.packing import Packed, pack
 from graphrt.dtypes import dtype
 from graphrt.testing import dequantize, nmse, quantize

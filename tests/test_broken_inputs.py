@@ -34,8 +34,8 @@ if device.unusable() is not None:
 
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.gluon_activation import glu as gluon_glu
-from graphrt.backends.triton.kernels.mul_mat.activations import MAX_TWO_PARTS, Q8Rows, Rows, quantize_rows
 from graphrt.backends.triton.kernels.products import route
+from graphrt.backends.triton.kernels.products.activations import MAX_TWO_PARTS, Q8Rows, Rows, quantize_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CASES = list(fused_cases())

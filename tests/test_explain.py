@@ -396,7 +396,7 @@ def test_a_product_in_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "32 tokens: it takes up to 64" in out and "not gemv: it takes up to 8 tokens" in out and "kernel" in out
     _, out, _ = run("llama.gguf", "ffn_out-0", "--backend", "cpu", "--exact")
     assert "reference mul_mat" in out and "expected" not in out
-    monkeypatch.setattr("graphrt.backends.triton.kernels.mul_mat.activations.MAX_TWO_PARTS", 0)
+    monkeypatch.setattr("graphrt.backends.triton.kernels.products.activations.MAX_TWO_PARTS", 0)
     _, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100")
     assert "dp4a on activations rounded to 8 bits" in out
 

@@ -33,8 +33,8 @@ from graphrt.tools.conformance.step import Outcome, run_case
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from graphrt.backends.triton.kernels.mul_mat.activations import Q8Rows, quantize_rows
 from graphrt.backends.triton.kernels.products import emit
+from graphrt.backends.triton.kernels.products.activations import Q8Rows, quantize_rows
 
 #: Six tokens: their activations are rounded by a launch of its own, which the tests can spoil.
 KINDS = ("q4_0", "q4_K", "q6_K", "q8_0")

@@ -38,11 +38,11 @@ from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.ranges import longest_first, next_bad
-from graphrt.backends.triton.kernels.mul_mat import few
-from graphrt.backends.triton.kernels.mul_mat.half import Activations
 from graphrt.backends.triton.kernels.products import emit
 from graphrt.backends.triton.kernels.products.broadcast import Broadcast
 from graphrt.backends.triton.kernels.products.forms import Form
+from graphrt.backends.triton.kernels.products.gemm_small import portable_launch
+from graphrt.backends.triton.kernels.products.half import Activations
 from graphrt.backends.triton.kernels.products.plan import INLINE_TOKENS, rounds_inside
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.launch import Launch
@@ -139,13 +139,15 @@ def test_one_x_is_made_once_in_each_form() -> None:
 
 @pytest.mark.parametrize("splits", range(1, 8))
 def test_no_split_of_k_is_empty(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few, "splits_of", lambda *args: splits)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: splits)
     ctx = context(device.INTERPRETER)
-    config = few.find_config("interpreter", "q8_0", 16)
+    config = portable_launch.find_config("interpreter", "q8_0", 16)
     for k_steps in range(1, 13):
         packed = Packed.empty("q8_0", 16, config.width * k_steps, "cpu")
         x = Activations(torch.zeros(16, packed.k, dtype=torch.float16))
-        sums, (launch,) = few.packed_product(packed, 16, x, Broadcast(16), torch.zeros(16, 16), None, None, ctx)
+        sums, (launch,) = portable_launch.packed_product(
+            packed, 16, x, Broadcast(16), torch.zeros(16, 16), None, None, ctx
+        )
         n, each = launch.args["n_splits"], launch.args["steps_a_split"]
         assert (n - 1) * each < k_steps <= n * each and n <= splits
         assert sums.parts.shape[0] == n and launch.grid[1] == n and launch.args["SPLIT"] == (n > 1)

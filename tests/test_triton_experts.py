@@ -36,9 +36,8 @@ from wgmma_order import wgmma_order
 
 from graphrt.backends.triton.kernels.experts import gather, pairs, wgmma
 from graphrt.backends.triton.kernels.experts.gemv import packed_expert_gemv
-from graphrt.backends.triton.kernels.mul_mat import activations, dense
-from graphrt.backends.triton.kernels.mul_mat.activations import MAX_TWO_PARTS
-from graphrt.backends.triton.kernels.products import route
+from graphrt.backends.triton.kernels.products import activations, gemm_large, route
+from graphrt.backends.triton.kernels.products.activations import MAX_TWO_PARTS
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack
 from graphrt.backends.triton.support import why_unsupported
@@ -75,7 +74,7 @@ def test_every_type(case: Case, backend: Backend) -> None:
 
 def test_types_in_slices_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of eight experts dequantized at a time; ids that are no experts among them."""
-    monkeypatch.setattr(dense, "SCRATCH", 2 * 2 * 256 * 16)
+    monkeypatch.setattr(gemm_large, "SCRATCH", 2 * 2 * 256 * 16)
     found = [c for c in all_cases("MUL_MAT_ID", "full") if c.axes["type"] == "iq3_s" and c.axes["tokens"] == 2]
     for choice in ("any", "outside"):
         case = next(c for c in found if c.axes.get("choice") == choice)

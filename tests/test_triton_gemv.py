@@ -19,8 +19,8 @@ from graphrt.backends.triton import device
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from graphrt.backends.triton.kernels.mul_mat import activations
-from graphrt.backends.triton.kernels.mul_mat.activations import (
+from graphrt.backends.triton.kernels.products import activations
+from graphrt.backends.triton.kernels.products.activations import (
     GLU_KINDS,
     NormWeight,
     Q8Rows,
@@ -31,7 +31,7 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
     parts_of,
     quantize_rows,
 )
-from graphrt.backends.triton.kernels.mul_mat.gemv import GemvConfig, Segment, config_for, gemv, needs_sums
+from graphrt.backends.triton.kernels.products.gemv import GemvConfig, Segment, config_for, gemv, needs_sums
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, pack
 from graphrt.dtypes import dtype
 

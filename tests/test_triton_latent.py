@@ -25,8 +25,8 @@ from planned import routed
 
 from graphrt.backends.triton import fuse_latent
 from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
-from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_TOKENS
-from graphrt.backends.triton.kernels.mul_mat.heads import packed_head_gemv, plain_head_gemv
+from graphrt.backends.triton.kernels.products.gemv import MAX_TOKENS
+from graphrt.backends.triton.kernels.products.gemv_heads import packed_head_gemv, plain_head_gemv
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES
 

@@ -31,10 +31,10 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels.mul_mat import dense, few, gemm_configs, gemv, half
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, in_type
-from graphrt.backends.triton.kernels.products import route
+from graphrt.backends.triton.kernels.products import gemm_large, gemv, half, route
 from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadcast_of
+from graphrt.backends.triton.kernels.products.gemm_small import configs, portable_launch
+from graphrt.backends.triton.kernels.products.half import Gate, in_type
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, pack
@@ -133,7 +133,7 @@ def test_rows_that_end_inside_a_tile(kind: str, k: int) -> None:
 def test_activations_beyond_f16(kind: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows far above f16's range and far below it, and one with an infinity, each as right as the others."""
     if k == 256:
-        monkeypatch.setattr(few, "splits_of", lambda *args: 1)
+        monkeypatch.setattr(portable_launch, "splits_of", lambda *args: 1)
     run = Run()
     values = RNG.standard_normal((n, k)).astype(np.float32)
     values[1] *= 3e6
@@ -160,16 +160,16 @@ def test_a_split_of_k_changes_only_rounding(kind: str, monkeypatch: pytest.Monke
     run = Run()
     w, x = run.leaf(kind, (2304, 5), packed=kind in PACKED_TYPES), run.leaf("f32", (2304, 9))
     parts = []
-    original = few._launch
+    original = portable_launch._launch
 
     def spied(*args: Any) -> Any:
         found = original(*args)
         parts.append(found[0].parts.shape[0])
         return found
 
-    monkeypatch.setattr(few, "_launch", spied)
+    monkeypatch.setattr(portable_launch, "_launch", spied)
     split = run.read(run.product(w, x))
-    monkeypatch.setattr(few, "splits_of", lambda *args: 1)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: 1)
     whole = run.read(run.product(w, x))
     assert parts == [3, 1]
     np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-4)
@@ -181,7 +181,7 @@ def test_a_split_of_k_changes_only_rounding(kind: str, monkeypatch: pytest.Monke
 def test_batches(kind: str, batches: Any, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "SMALL_TOKENS", dict.fromkeys(route.SMALL_TOKENS, few_tokens))
     monkeypatch.setattr(gemv, "MAX_TOKENS", 0)
-    monkeypatch.setattr(few, "splits_of", lambda *args: 2)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: 2)
     run, k = Run(), 512
     w = run.leaf(kind, (k, 5, *batches[0]), packed=kind in PACKED_TYPES)
     run.product(w, run.leaf("f32", (k, 3, *batches[1])))
@@ -214,7 +214,7 @@ def test_a_bias_and_a_residual(kind: str, n: int, splits: int, monkeypatch: pyte
     """A row for all tokens, alone and before a residual in the memory of the result. The first token's x, which is as
 
     good as nothing, has a factor of its own, which the bias must not get."""
-    monkeypatch.setattr(few, "splits_of", lambda *args: splits)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: splits)
     run, values = Run(), RNG.standard_normal((n, 768)).astype(np.float32)
     values[0] *= 1e-9
     w, x = run.leaf(kind, (768, 33), packed=kind in PACKED_TYPES), run.leaf("f32", (768, n), values)
@@ -258,7 +258,7 @@ def test_weights_of_several_types_share_their_activations() -> None:
 
 
 def test_ordered_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """batch_wgmma.py's order, of rows that a program holds whole and of longer ones."""
+    """gemm_small/wgmma.py's order, of rows that a program holds whole and of longer ones."""
     for most in (half.MAX_WHOLE_ROW, 128):
         monkeypatch.setattr(half, "MAX_WHOLE_ROW", most)
         run = Run()
@@ -271,7 +271,7 @@ def test_ordered_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_large_matrix_is_dequantized_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "SCRATCH", 2 * 256 * 5)
+    monkeypatch.setattr(gemm_large, "SCRATCH", 2 * 256 * 5)
     for kind in ("q4_K", "iq3_s"):
         run = Run()
         run.product(run.leaf(kind, (256, 13), packed=kind in PACKED_TYPES), run.leaf("f32", (256, 65)))
@@ -284,7 +284,7 @@ def test_matrices_of_many_tokens_are_multiplied_together(
 ) -> None:
     """6 matrices of 8 rows; scratch: in halves of a matrix where it is 1, else in matrices. x: heads in a row."""
     rows, k = 8, 256
-    monkeypatch.setattr(dense, "SCRATCH", 2 * k * (rows // 2 if scratch == 1 else rows * scratch))
+    monkeypatch.setattr(gemm_large, "SCRATCH", 2 * k * (rows // 2 if scratch == 1 else rows * scratch))
     run = Run()
     w, held = run.leaf(kind, (k, rows, 3, 2), packed=kind == "q5_0"), run.leaf("f32", (k, 3, 65, 2))
     x = permute(held, 0, 2, 1, 3)
@@ -322,21 +322,19 @@ def test_what_takes_which_way() -> None:
     x, many = Tensor("f32", (256, 8)), Tensor("f32", (256, 9))
     for kind, when_exact in (("q4_K", False), ("f16", True), ("f32", True), ("iq2_xxs", False)):
         w = Tensor(kind, (256, 8))
-        few, quickly, some = (
-            routed(mul_mat(w, x), exact.ctx), routed(mul_mat(w, x), quick.ctx), routed(mul_mat(w, many), quick.ctx)
-        )  # fmt: skip
-        assert (few.kernel.name == "gemv") == when_exact
-        assert (quickly.kernel.name == "gemv") == (kind != "iq2_xxs")
-        assert some.kernel.name == ("gemm_small" if kind in ("q4_K", "f16") else "gemm_large")
+        asked = ((x, exact), (x, quick), (many, quick))
+        taken = [routed(mul_mat(w, t), run.ctx).kernel.name for t, run in asked]
+        assert (taken[0] == "gemv") == when_exact and (taken[1] == "gemv") == (kind != "iq2_xxs")
+        assert taken[2] == ("gemm_small" if kind in ("q4_K", "f16") else "gemm_large")
         assert why_unsupported(mul_mat(w, x)) is None
     assert "no decoder for q8_1" in (why_unsupported(mul_mat(Tensor("q8_1", (256, 8)), x)) or "")
 
 
-@pytest.mark.parametrize("arch", [*gemm_configs.TABLES, "sm_86", "sm_120", "gfx90a"])
+@pytest.mark.parametrize("arch", [*configs.TABLES, "sm_86", "sm_120", "gfx90a"])
 def test_every_shape_has_a_config(arch: str) -> None:
     for kind in KINDS:
         for n in (1, 16, 17, 64, 129, 5000):
-            c = gemm_configs.find_config(arch, kind, n)
+            c = configs.find_config(arch, kind, n)
             assert c.width % 128 == 0 or kind in FLOATS, "a superblock is whole steps, a word of scales within one"
             assert c.width in (128, 256) or c.width % 256 == 0 or kind in FLOATS
 

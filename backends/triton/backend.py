@@ -75,7 +75,7 @@ class TritonBackend(Backend):
         return why_unsupported(node)
 
     def rounds_activations(self, node: Tensor) -> str | None:
-        from graphrt.backends.triton.kernels.mul_mat.activations import parts_of
+        from graphrt.backends.triton.kernels.products.activations import parts_of
         from graphrt.backends.triton.kernels.products.forms import Form
         from graphrt.backends.triton.kernels.products.product import products_in
         from graphrt.backends.triton.kernels.products.route import route_of

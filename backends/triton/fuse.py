@@ -20,7 +20,7 @@ from graphrt.errors import BackendError
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 
-#: The longest rows of a sum whose norm is taken in the same launch (mul_mat/activations.py).
+#: The longest rows of a sum whose norm is taken in the same launch (products/activations.py).
 MAX_SUM = 8192
 
 

@@ -9,7 +9,7 @@ import torch
 from graphrt.backends.triton.context import Context, Step, source_of
 from graphrt.backends.triton.kernels import elementwise, latent, norm, rope
 from graphrt.backends.triton.kernels.experts import lower as experts
-from graphrt.backends.triton.kernels.mul_mat.activations import (
+from graphrt.backends.triton.kernels.products.activations import (
     NormWeight,
     Q8Rows,
     Rows,

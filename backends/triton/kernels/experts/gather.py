@@ -12,14 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, View
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
-from graphrt.backends.triton.kernels.mul_mat.activations import ordered_element
-from graphrt.backends.triton.kernels.mul_mat.half import Activations
-from graphrt.backends.triton.kernels.mul_mat.half_kernels import scaling_of
+from graphrt.backends.triton.kernels.products.activations import ordered_element
+from graphrt.backends.triton.kernels.products.half import Activations
+from graphrt.backends.triton.kernels.products.half_kernels import scaling_of
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: The longest rows that a program holds.
 MAX_ROW = 16384
-#: Elements of which the order is one (batch_wgmma.py).
+#: Elements of which the order is one (gemm_small/wgmma.py).
 _STEP = 128
 
 

@@ -1,6 +1,6 @@
 """Few tokens times the matrices of their experts: each program reads the ids it needs and then that expert's weights.
 
-The arithmetic is mul_mat/gemv.py's, with one vector a program. Program (i, pair) makes some rows of one pair of token
+The arithmetic is products/gemv.py's, with one vector a program. Program (i, pair) makes some rows of one pair of token
 and expert; where a pair's results are only summed up, program (i, token) takes the token's experts one after the other
 and adds them in their order. Weights can't be asked for before ids are there, so nothing is loaded early.
 """
@@ -21,15 +21,15 @@ from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.kinds import planes_from
-from graphrt.backends.triton.kernels.mul_mat.activations import Q8Rows, Rows, uses_ptx
-from graphrt.backends.triton.kernels.mul_mat.gemv import (
+from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, uses_ptx
+from graphrt.backends.triton.kernels.products.gemv import (
     GemvConfig,
     config_for,
     dense_products,
     products,
     whole_plane,
 )
-from graphrt.backends.triton.kernels.mul_mat.half import Gate
+from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed
 

@@ -14,12 +14,12 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts.gather import MAX_ROW
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.experts.wgmma import Form, expert_wgmma
-from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
-from graphrt.backends.triton.kernels.mul_mat.batch import KINDS
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import STEP, scale_words
-from graphrt.backends.triton.kernels.mul_mat.batch_hopper import PRODUCER, ROWS, registers_of
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import x_shared
-from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
+from graphrt.backends.triton.kernels.products.activations import GLU_KINDS
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP, scale_words
+from graphrt.backends.triton.kernels.products.gemm_small.mma_launch import KINDS
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma import x_shared
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import PRODUCER, ROWS, registers_of
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 

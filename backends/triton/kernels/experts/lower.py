@@ -23,11 +23,11 @@ from graphrt.backends.triton.kernels.experts.hopper import Matrices
 from graphrt.backends.triton.kernels.experts.pairs import listed_tiles, sorted_pairs
 from graphrt.backends.triton.kernels.experts.route import lower_expert_routing
 from graphrt.backends.triton.kernels.experts.sums import lower_add_id, weighted_sum_launch
-from graphrt.backends.triton.kernels.mul_mat import dense
-from graphrt.backends.triton.kernels.mul_mat.activations import Q8Rows, Rows, quantize_rows
-from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate, in_type
+from graphrt.backends.triton.kernels.products import gemm_large
+from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, quantize_rows
 from graphrt.backends.triton.kernels.products.emit import q8_scratch, with_whole_rows
 from graphrt.backends.triton.kernels.products.forms import Form, q8_copy
+from graphrt.backends.triton.kernels.products.half import Activations, Gate, in_type
 from graphrt.backends.triton.kernels.products.plan import Made, Part
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.rows import block_rows
@@ -183,7 +183,7 @@ def _rare(product: Product, x: Activations, out: torch.Tensor, ctx: Context, bia
     w = product.weight
     k, m, n_expert, _ = w.ne
     blocks, kind = block_rows(ctx.view(w))[0], w.dtype.name
-    step = max(1, dense.SCRATCH // (2 * k * m))
+    step = max(1, gemm_large.SCRATCH // (2 * k * m))
     pairs, _ = sorted_pairs(_ids(product), n_expert, ctx)
     steps: list[Step] = []
 

@@ -1,7 +1,7 @@
-"""Many tokens times the quantized matrices of their experts on Hopper (sm_90): batch_wgmma.py's products, tile by tile.
+"""Many tokens times the quantized matrices of their experts on Hopper (sm_90): gemm_small/wgmma.py's, tile by tile.
 
 A tile is 64 rows for each of some warpgroups of one expert (with a gate 32 rows of it and the same 32 of its up) times
-up to `tokens` of its pairs, whose rows of x lie side by side, f16, in batch_wgmma.py's order (gather.py puts them
+up to `tokens` of its pairs, whose rows of x lie side by side, f16, in gemm_small/wgmma.py's order (gather.py puts them
 there). Programs stay, one a multiprocessor, and take every so many-th tile, an expert's one after the other, so that
 its weights come from memory once. Which tiles there are is known on the device only (pairs.py lists them).
 
@@ -24,8 +24,8 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
 from graphrt.backends.triton.kernels.kinds import has_supers
-from graphrt.backends.triton.kernels.mul_mat.batch_layouts import words_layout
-from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
+from graphrt.backends.triton.kernels.products.gemm_small.layouts import words_layout
+from graphrt.backends.triton.kernels.products.gemm_small.mma import (
     allocate_codes,
     copy_codes,
     halves_of,
@@ -34,7 +34,14 @@ from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
     scales_of,
     steps_of_codes,
 )
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import ROWS, Shape, copy_x, half_product, sums_layout, x_shared
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma import (
+    ROWS,
+    Shape,
+    copy_x,
+    half_product,
+    sums_layout,
+    x_shared,
+)
 
 
 @dataclass(frozen=True)

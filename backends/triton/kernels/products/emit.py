@@ -10,10 +10,14 @@ import torch
 
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
-from graphrt.backends.triton.kernels.mul_mat import batch, dense, few
-from graphrt.backends.triton.kernels.mul_mat.activations import Q8Rows, Rows, quantize_rows
-from graphrt.backends.triton.kernels.mul_mat.gemv import Segment, gemv
-from graphrt.backends.triton.kernels.mul_mat.half import (
+from graphrt.backends.triton.kernels.products import gemm_large
+from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, quantize_rows
+from graphrt.backends.triton.kernels.products.forms import Form, f16_in_place, q8_copy, q8_in_place
+from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.portable_launch import packed_product, plain_product
+from graphrt.backends.triton.kernels.products.gemv import Segment, gemv
+from graphrt.backends.triton.kernels.products.gemv_heads import head_gemv
+from graphrt.backends.triton.kernels.products.half import (
     Activations,
     Sums,
     copying,
@@ -22,8 +26,6 @@ from graphrt.backends.triton.kernels.mul_mat.half import (
     in_type,
     rescaling,
 )
-from graphrt.backends.triton.kernels.mul_mat.heads import head_gemv
-from graphrt.backends.triton.kernels.products.forms import Form, f16_in_place, q8_copy, q8_in_place
 from graphrt.backends.triton.kernels.products.plan import Made, Part, Planned
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.products.route import SmallMma
@@ -169,7 +171,7 @@ def _in_16_bits(
         if isinstance(part.route.kernel, SmallMma):
             outs = [matrix.out for matrix in of_part][: 1 if gate else None]
             biases = [matrix.bias for matrix in of_part if matrix.bias is not None]
-            launch = batch.product([packed[p] for p in part.products], x, outs, ctx, biases, residual, gate)
+            launch = mma_launch.product([packed[p] for p in part.products], x, outs, ctx, biases, residual, gate)
             steps = append_launch(steps, launch, all(matrix.constant for matrix in of_part))
             continue
         (matrix,) = of_part
@@ -223,7 +225,9 @@ def with_whole_rows(w: Tensor, ctx: Context) -> tuple[View, list[Step]]:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """One product by gemm.py or dense.py. free: out may be written before all is read that the steps read."""
+    """One product by gemm_small/portable.py or gemm_large.py.
+
+    free: out may be written before all is read that the steps read."""
 
     matrix: _Matrix
     x: Activations
@@ -255,19 +259,19 @@ class _Job:
 
     def _small_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
         target = self.out if self.free or self.residual is not None else self._own()
-        m, matrix, b = self.w.ne[1], self.matrix, self.matrix.product.broadcast
-        return few.packed_product(packed, m, self.x, b, target, matrix.bias, self.residual, self.ctx, matrix.place)
+        m, bias, place, b = self.w.ne[1], self.matrix.bias, self.matrix.place, self.matrix.product.broadcast
+        return packed_product(packed, m, self.x, b, target, bias, self.residual, self.ctx, place)
 
     def _small_plain(self) -> tuple[Sums, list[Step]]:
         view, steps = with_whole_rows(self.w, self.ctx)
         target = self.out if self.free or self.residual is not None else self._own()
-        matrix, b = self.matrix, self.matrix.product.broadcast
-        sums, made = few.plain_product(view, self.x, b, target, matrix.bias, self.residual, self.ctx, matrix.place)
+        bias, place, b = self.matrix.bias, self.matrix.place, self.matrix.product.broadcast
+        sums, made = plain_product(view, self.x, b, target, bias, self.residual, self.ctx, place)
         return sums, steps + made
 
     def _large_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
         m = self.w.ne[1]
-        return self._each(lambda i, x, out: dense.packed_steps(packed, i * m, m, x, out, self.ctx))
+        return self._each(lambda i, x, out: gemm_large.packed_steps(packed, i * m, m, x, out, self.ctx))
 
     def _large_rare(self) -> tuple[Sums, list[Step]]:
         """Types that aren't packed: their blocks as they are."""
@@ -275,7 +279,7 @@ class _Job:
         values = partial(_rare_values, kind=self.w.dtype.name)
 
         def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
-            return dense.raw_steps(blocks[divmod(i, self.w.ne[2])], values, k, x, out, self.ctx)
+            return gemm_large.raw_steps(blocks[divmod(i, self.w.ne[2])], values, k, x, out, self.ctx)
 
         return self._each(steps)
 
@@ -284,7 +288,7 @@ class _Job:
         kind = self.x.values.dtype
 
         def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
-            return [dense.multiply_as_step(kind, x, matrices[divmod(i, self.w.ne[2])], out)]
+            return [gemm_large.multiply_as_step(kind, x, matrices[divmod(i, self.w.ne[2])], out)]
 
         return self._each(steps)
 
@@ -318,11 +322,11 @@ def each_steps(w: Tensor, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> l
     kind, m = w.dtype.name, w.ne[1]
     if packing_of(kind) is not None:
         packed, steps = ctx.packed(w)
-        return [*steps, *dense.packed_each_steps(packed, m, x, out, ctx)]
+        return [*steps, *gemm_large.packed_each_steps(packed, m, x, out, ctx)]
     if kind in RARE_TYPES:
         blocks = _in_a_row(block_rows(ctx.view(w)))
-        return dense.raw_each_steps(blocks, partial(_rare_values, kind=kind), x, out, ctx)
-    return [dense.multiply_each_step(x, _in_a_row(ctx.view(w).torch()), out)]
+        return gemm_large.raw_each_steps(blocks, partial(_rare_values, kind=kind), x, out, ctx)
+    return [gemm_large.multiply_each_step(x, _in_a_row(ctx.view(w).torch()), out)]
 
 
 def _in_a_row(t: torch.Tensor) -> torch.Tensor:

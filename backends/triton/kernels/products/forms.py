@@ -14,8 +14,8 @@ from enum import Enum
 import torch
 
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels.mul_mat.activations import Q8Rows
-from graphrt.backends.triton.kernels.mul_mat.half import Activations
+from graphrt.backends.triton.kernels.products.activations import Q8Rows
+from graphrt.backends.triton.kernels.products.half import Activations
 from graphrt.tensor import Tensor
 
 

@@ -20,11 +20,11 @@ from enum import Enum
 
 from graphrt.backend import Group
 from graphrt.backends.triton.context import Context, source_of
-from graphrt.backends.triton.kernels.mul_mat import batch
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import MAX_SEGMENTS
-from graphrt.backends.triton.kernels.mul_mat.gemv import MAX_ALONE, MAX_INLINE
-from graphrt.backends.triton.kernels.mul_mat.half import MAX_WHOLE_ROW
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
+from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import MAX_SEGMENTS
+from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE
+from graphrt.backends.triton.kernels.products.half import MAX_WHOLE_ROW
 from graphrt.backends.triton.kernels.products.product import Product, ProductGroup, products_in
 from graphrt.backends.triton.kernels.products.route import Route, SmallMma, route_of
 from graphrt.backends.triton.nodes import is_view, looked_at
@@ -111,7 +111,7 @@ def with_addresses(group: ProductGroup, ctx: Context) -> ProductGroup:
     found = []
     for p in group.products:
         packed = [ctx.packed_in_place(w) for w in p.halves] if p.is_packed and p.ids is None else []
-        aligned = all(w is None or batch.aligned(w) for w in packed)
+        aligned = all(w is None or mma_launch.aligned(w) for w in packed)
         found.append(replace(p, x_aligned=x_aligned, aligned=aligned))
     return replace(group, products=tuple(found))
 

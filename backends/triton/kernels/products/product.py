@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphrt.backends.triton.context import source_of
-from graphrt.backends.triton.kernels.mul_mat.half import Gate
 from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadcast_of
 from graphrt.backends.triton.kernels.products.forms import Form
+from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.nodes import added_to, is_bias
 from graphrt.backends.triton.packing import packing_of
 from graphrt.tensor import Tensor

@@ -5,7 +5,7 @@ The sentences of those before it are kept, for `graphrt explain`. Nothing here l
 the answer depends on is in the Product (product.py) and the Setting, so that plan.py, a backend without a graph
 (`rounds_activations`) and tests get the same one.
 
-Up to 8 tokens: gemv.py, heads.py and experts/gemv.py read each weight once a token and are bound by memory; packed
+Up to 8 tokens: gemv.py, gemv_heads.py and experts/gemv.py read each weight once a token and are bound by memory; packed
 weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64:
 gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized to scratch, then
 the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their own.
@@ -21,10 +21,11 @@ from typing import Protocol
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.gather import MAX_ROW
-from graphrt.backends.triton.kernels.mul_mat import batch, gemv
-from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS, parts_of
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import STEP
+from graphrt.backends.triton.kernels.products import gemv
+from graphrt.backends.triton.kernels.products.activations import GLU_KINDS, parts_of
 from graphrt.backends.triton.kernels.products.forms import Form
+from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.tensor import Tensor
 
@@ -158,7 +159,7 @@ class ExpertWgmma(Kernel):
         if p.x.dtype.name not in ("f32", "f16"):
             return f"reads activations in f32 or f16, not {p.x.dtype.name}"
         if not hopper.takes(s.target, p.type, p.weight.ne[0]):
-            return f"takes rows of {STEP + 1} to {MAX_ROW} elements of {', '.join(batch.KINDS)}"
+            return f"takes rows of {STEP + 1} to {MAX_ROW} elements of {', '.join(mma_launch.KINDS)}"
         return None
 
     def form(self, p: Product) -> Form:
@@ -189,7 +190,7 @@ class ExpertGemm(Kernel):
 
 
 class HeadGemv(Kernel):
-    """heads.py."""
+    """gemv_heads.py."""
 
     name = "gemv_heads"
 
@@ -253,7 +254,7 @@ class Gemv(Kernel):
 
 
 class SmallMma(Kernel):
-    """batch_mma.py."""
+    """gemm_small/mma.py."""
 
     name = "gemm_small_mma"
 
@@ -263,10 +264,10 @@ class SmallMma(Kernel):
         if not p.is_packed:
             return "takes packed weights"
         b = p.broadcast
-        if b.tokens > batch.MAX_TOKENS:
-            return f"takes up to {batch.MAX_TOKENS} tokens"
-        if b.count > 1 or not batch.fits(p.type, p.weight.ne[0], b.tokens, s.target):
-            return f"takes one matrix of {', '.join(batch.KINDS)} whose rows are whole steps"
+        if b.tokens > mma_launch.MAX_TOKENS:
+            return f"takes up to {mma_launch.MAX_TOKENS} tokens"
+        if b.count > 1 or not mma_launch.fits(p.type, p.weight.ne[0], b.tokens, s.target):
+            return f"takes one matrix of {', '.join(mma_launch.KINDS)} whose rows are whole steps"
         if not (p.x_aligned and p.aligned):
             return "copies 16 bytes at a time, and x or the weights don't begin where it can"
         if p.partner is not None and not (p.gate and p.gate.kind in GLU_KINDS and _of_one_kind(p.weight, p.partner)):
@@ -277,7 +278,7 @@ class SmallMma(Kernel):
         return Form.F16
 
     def why(self, p: Product) -> str:
-        return f"it takes up to {batch.MAX_TOKENS} on NVIDIA, weights dequantized on their way"
+        return f"it takes up to {mma_launch.MAX_TOKENS} on NVIDIA, weights dequantized on their way"
 
     def joins(self, p: Product) -> bool:
         return p.gate is not None
@@ -288,7 +289,7 @@ def _of_one_kind(a: Tensor, b: Tensor) -> bool:
 
 
 class SmallWgmma(SmallMma):
-    """batch_wgmma.py."""
+    """gemm_small/wgmma.py."""
 
     name = "gemm_small_wgmma"
 
@@ -296,7 +297,7 @@ class SmallWgmma(SmallMma):
         if s.target.arch != "sm_90":
             return "is Hopper's"
         found = super().serves(p, s)
-        if found is None and not batch.has_wgmma_config(s.target, p.type, p.weight.ne[0], p.broadcast.tokens):
+        if found is None and not mma_launch.has_wgmma_config(s.target, p.type, p.weight.ne[0], p.broadcast.tokens):
             return "finds too little shared memory for its buffers"
         if found is None and p.x.dtype.name != "f32":
             return f"reads activations in an order that they get when f32 is rounded, these are {p.x.dtype.name}"
@@ -306,11 +307,11 @@ class SmallWgmma(SmallMma):
         return Form.F16_ORDERED
 
     def why(self, p: Product) -> str:
-        return f"it takes up to {batch.MAX_TOKENS} on Hopper, weights dequantized in registers for wgmma"
+        return f"it takes up to {mma_launch.MAX_TOKENS} on Hopper, weights dequantized in registers for wgmma"
 
 
 class Small(Kernel):
-    """gemm.py."""
+    """gemm_small/portable.py."""
 
     name = "gemm_small"
 
@@ -332,7 +333,7 @@ class Small(Kernel):
 
 
 class Large(Kernel):
-    """dense.py."""
+    """gemm_large.py."""
 
     name = "gemm_large"
 
@@ -350,7 +351,7 @@ class Large(Kernel):
 
 
 class LargeEach(Large):
-    """dense.py, all matrices at once."""
+    """gemm_large.py, all matrices at once."""
 
     name = "gemm_large_each"
 

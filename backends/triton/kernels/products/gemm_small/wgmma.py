@@ -1,4 +1,4 @@
-"""batch_mma.py's products on Hopper (sm_90), with warps of their own for copies: weights go from memory to wgmma.
+"""mma.py's products on Hopper (sm_90), with warps of their own for copies: weights go from memory to wgmma.
 
 A tile is 64 rows for each of some warpgroups (with a gate 32 rows of it and the same 32 of its up), which dequantize
 their weights into registers, the first operand of wgmma; x in shared memory is the second one and serves all of them.
@@ -6,7 +6,7 @@ Four more warps, the producer, copy planes by cp.async into one ring of buffers 
 buffer a barrier says that it is full, and another one that it is empty again. A buffer of planes holds a chunk of some
 steps of 128 elements of k, since memory is slow where few bytes of a row are asked for at a time.
 
-What a lane holds of k is free (batch_mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
+What a lane holds of k is free (mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
 f16_weights(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b1 c1
 c0 b0.
 
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
-from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
+from graphrt.backends.triton.kernels.products.gemm_small.mma import (
     allocate_planes,
     copy_weights,
     f16_weights,

@@ -1,4 +1,4 @@
-"""Launches of batch_mma.py, and on Hopper of batch_wgmma.py: which products they take, tiles, and how k is split."""
+"""Launches of mma.py, and on Hopper of wgmma.py: which products they take, tiles, and how k is split."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton
 
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat import batch_hopper
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
+from graphrt.backends.triton.kernels.products.gemm_small import wgmma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import (
     REGISTERS,
     RESERVED,
     STEP,
@@ -20,9 +20,9 @@ from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
     row_bytes,
     tiles_of,
 )
-from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
-from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
-from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
+from graphrt.backends.triton.kernels.products.gemm_small.mma import batch_mma
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import HopperConfig
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
@@ -99,7 +99,7 @@ def config_for(target: Target, kind: str, n: int) -> BatchConfig | None:
 
 
 def fits(kind: str, k: int, n: int, target: Target) -> bool:
-    """Whether a product of n tokens with weights of a type and rows of k elements can take batch_mma.py."""
+    """Whether a product of n tokens with weights of a type and rows of k elements can take mma.py."""
     if not target.is_nvidia or kind not in KINDS or not 1 <= n <= MAX_TOKENS:
         return False
     packing = packing_of(kind)
@@ -124,8 +124,8 @@ def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k:
 
 
 def has_wgmma_config(target: Target, kind: str, k: int, n: int) -> bool:
-    """Whether batch_wgmma.py has a config for a product that fits()."""
-    return batch_hopper.config_for(target, kind, padded_tokens(n), 1, k) is not None
+    """Whether wgmma.py has a config for a product that fits()."""
+    return wgmma_launch.config_for(target, kind, padded_tokens(n), 1, k) is not None
 
 
 def product(
@@ -137,11 +137,11 @@ def product(
     gate two of one size.
 
     outs: f32 [n, m] of each, or one with a gate. biases: f32 [m] of each, or none. residual: f32 like the only out,
-    which it may be. x: ordered for batch_wgmma.py, else in order of k for batch_mma.py.
+    which it may be. x: ordered for wgmma.py, else in order of k for mma.py.
     """
     kind, m = weights[0].kind, sum(w.rows for w in weights)
     if config is None and x.ordered:
-        config = batch_hopper.config_for(ctx.target, kind, padded_tokens(x.rows), m, x.k)
+        config = wgmma_launch.config_for(ctx.target, kind, padded_tokens(x.rows), m, x.k)
     elif config is None:
         config = config_for(ctx.target, kind, x.rows)
     assert config is not None
@@ -149,7 +149,7 @@ def product(
     split = _split(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)
     if isinstance(config, HopperConfig):
         tokens = padded_tokens(x.rows)
-        return batch_hopper.launch(ctx.target, weights, x, outs, config, tokens, biases, residual, gate, split)
+        return wgmma_launch.launch(ctx.target, weights, x, outs, config, tokens, biases, residual, gate, split)
     return launch(ctx.target, weights, x, outs, config, biases, residual, gate, split)
 
 

@@ -1,6 +1,6 @@
 """Products of 9 to 64 tokens with packed weights in Gluon, from sm_80 on: weights go from memory to mma.sync in order.
 
-out[t, r] = sum over k of x[t, k] W[r, k], as gemm.py's `gemm_packed`, with the same rounding: weights become f16 once
+out[t, r] = sum over k of x[t, k] W[r, k], as portable.py's `gemm_packed` and rounded as there: weights become f16 once
 from scale * code - min, sums are f32. A matrix unit's first operand are 16 rows of weights, its second 8 tokens; lane
 4g + c holds of both four elements of k a step, and which those are is free as long as both hold the same. Here lane c
 has a whole group of 32 (packing.py) of each 128 elements of k: 16 bytes of 4-bit codes are its operands of 8 steps,
@@ -22,7 +22,7 @@ from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits, pairs_of_supers
-from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
+from graphrt.backends.triton.kernels.products.gemm_small.layouts import (
     high_layout,
     mma_layout,
     pieces_copy,
@@ -35,7 +35,7 @@ from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
     words_layout,
     x_layout,
 )
-from graphrt.backends.triton.kernels.mul_mat.gemm import (
+from graphrt.backends.triton.kernels.products.gemm_small.portable import (
     _codebook_asm,
     _mode_of,
     _unpack_asm,

@@ -16,7 +16,7 @@ import triton
 
 from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, finish_rounded, rescale_rows, round_rows
+from graphrt.backends.triton.kernels.products.half_kernels import finish, finish_rounded, rescale_rows, round_rows
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import span_of
 
@@ -33,7 +33,7 @@ class Activations:
     """Activations [rows, k], contiguous, in the type that they are multiplied in: f16, bf16 or f32.
 
     factors: f32 [rows], what each row's products are to be multiplied by; None: nothing. ordered: of each 128 elements
-    in batch_wgmma.py's order.
+    in gemm_small/wgmma.py's order.
     """
 
     values: torch.Tensor

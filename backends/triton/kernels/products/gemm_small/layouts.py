@@ -1,4 +1,4 @@
-"""Layouts of registers and shared memory of batch_mma.py: plain Python, run when a kernel is compiled.
+"""Layouts of registers and shared memory of mma.py: plain Python, run when a kernel is compiled.
 
 Axes: WK warps along k, rows of weights, tokens; of each 128 elements of k 4 groups of 32, one a lane of four.
 """

@@ -1,4 +1,4 @@
-"""Launches of gemm.py's kernels: which tiles, and how k is split."""
+"""Launches of portable.py's kernels: which tiles, and how k is split."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton
 
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat.gemm import gemm_packed, gemm_plain
-from graphrt.backends.triton.kernels.mul_mat.gemm_configs import Config, find_config
-from graphrt.backends.triton.kernels.mul_mat.half import Activations, Sums
 from graphrt.backends.triton.kernels.products.broadcast import Broadcast
+from graphrt.backends.triton.kernels.products.gemm_small.configs import Config, find_config
+from graphrt.backends.triton.kernels.products.gemm_small.portable import gemm_packed, gemm_plain
+from graphrt.backends.triton.kernels.products.half import Activations, Sums
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import Packed
 

@@ -175,7 +175,7 @@ def _store_bytes(byte, p_q, at, m):
 
 @triton.jit
 def ordered_place(i):
-    """Where element i lies in batch_wgmma.py's order: of its place in 128 the bits c1 c0 h i1 i0 b1 b0 become
+    """Where element i lies in gemm_small/wgmma.py's order: of its place in 128 the bits c1 c0 h i1 i0 b1 b0 become
 
     h i1 i0 b1 c1 c0 b0."""
     return (i // 128) * 128 + (i // 16 % 2 * 64 + i // 4 % 4 * 16 + i // 2 % 2 * 8 + i // 32 % 4 * 2 + i % 2)

@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.mul_mat.activations import ordered_element
+from graphrt.backends.triton.kernels.products.activations import ordered_element
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
-from graphrt.backends.triton.kernels.mul_mat.activations import (
+from graphrt.backends.triton.kernels.products.activations import (
     FINER,
     GLU_KINDS,
     Q8Rows,

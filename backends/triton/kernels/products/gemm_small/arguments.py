@@ -1,4 +1,4 @@
-"""What the launches of batch_mma.py and batch_wgmma.py share: tiles, the size of planes, arguments."""
+"""What the launches of mma.py and wgmma.py share: tiles, the size of planes, arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.mul_mat.half import Activations, Gate
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Matrices of one launch.
