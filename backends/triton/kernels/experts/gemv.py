@@ -204,7 +204,6 @@ def plain_expert_gemv(
 @dataclass(frozen=True, eq=False)
 class Experts:
     """The matrices of all experts: packed, their rows one after the other, or plain [n_expert, m, k] with elements of a
-
     row side by side. bias: f32 [n_expert, m], its rows' elements side by side.
     """
 

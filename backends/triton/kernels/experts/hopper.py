@@ -30,7 +30,6 @@ GATES = (*GLU_KINDS, "swiglu_oai")
 @dataclass(frozen=True)
 class TileConfig:
     """tokens: of a tile; warpgroups: 1 to 4, beside the producer; chunk: steps of a buffer of codes; stages: such
-
     buffers, at most; x_stages: buffers of a step's x, at most."""
 
     tokens: int

@@ -62,7 +62,6 @@ def parts_of(k: int) -> int:
 @dataclass(frozen=True, eq=False)
 class Q8Rows:
     """n rows of k values rounded to 8 bits in so many parts. q: int8 [parts * n, k], all first parts before the second;
-
     d: f32 [n, k/32], the last part's step; s: f32 [n, k/16], the sum of each half group's rounded values."""
 
     q: torch.Tensor
@@ -176,7 +175,6 @@ def _store_bytes(byte, p_q, at, m):
 @triton.jit
 def ordered_place(i):
     """Where element i lies in gemm_small/wgmma.py's order: of its place in 128 the bits c1 c0 h i1 i0 b1 b0 become
-
     h i1 i0 b1 c1 c0 b0."""
     return (i // 128) * 128 + (i // 16 % 2 * 64 + i // 4 % 4 * 16 + i // 2 % 2 * 8 + i // 32 % 4 * 2 + i % 2)
 

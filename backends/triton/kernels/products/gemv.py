@@ -427,7 +427,6 @@ def _x_chunk(p, m, J: tl.constexpr):
 @triton.jit
 def _round_groups(x, PARTS: tl.constexpr):
     """Groups rounded: (eight words of the first part, of the second, d, both halves' sums). x[J]: elements 4J to 4J + 3
-
     of each group. Without a second part the first is returned again."""
     most = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
     more = tl.maximum(tl.maximum(magnitude(x[4]), magnitude(x[5])), tl.maximum(magnitude(x[6]), magnitude(x[7])))
@@ -538,7 +537,6 @@ def _round_together(x, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PARTS:
 def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
                       PARTS: tl.constexpr):  # fmt: skip
     """What _round_x returns, without a norm: every value is rounded once in a program, and lanes get theirs through
-
     shared memory. (In _round_x each warp rounds all, and its lanes' loads are a line apart.)"""
     group = tl.arange(0, U * G)
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -870,7 +868,6 @@ class Segment:
 @dataclass(frozen=True)
 class GemvConfig:
     """g: lanes side by side along k (8 to 32; more: several warps share a row); r: rows, u: steps along k in a lane's
-
     registers; registers: the most a thread may have, 0: as many as the compiler likes. Speed only.
     """
 

@@ -87,7 +87,6 @@ def pieces_shared(WK, N, E, V):
 @gluon.constexpr_function
 def spread(order, V, SHAPE, WARPS):
     """A layout over all threads: of the bits in that order V elements to registers, then lanes, then warps, then more
-
     registers; where there are too few, threads hold the same."""
     order = [list(b) for b in order]
     v = log2(V)

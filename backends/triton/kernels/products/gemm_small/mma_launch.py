@@ -78,7 +78,6 @@ def stage_bytes(kind: str, rows: int, tokens: int, wk: int) -> int:
 
 def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchConfig | None:
     """A config that shared memory has room for: with fewer programs at a time, fewer stages (two at least) or fewer
-
     warps, in this order. None: no way."""
     while True:
         room = (shared_memory - (config.per_sm - 1) * RESERVED) // config.per_sm

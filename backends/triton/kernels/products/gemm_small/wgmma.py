@@ -123,7 +123,6 @@ def copy_chunk(rings, full, planes, planes_up, i, chunk, k, first_row, m, form: 
 @gluon.jit
 def copy_x(x_ring, full, empty, x_desc, i, row, step, form: gl.constexpr):
     """Starts the copies of a step of x, the i-th of all, from a row on, once its buffer is free. What is past x's rows
-
     and k becomes 0."""
     slot = i % form.x_stages
     # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
@@ -250,7 +249,6 @@ def batch_wgmma(
     x_desc, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split, form: gl.constexpr,
 ):  # fmt: skip
     """batch_mma's arguments, but: x_desc of x f16 [n, k] in the order above, in blocks [tokens, 64]; steps_a_split in
-
     chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 [tiles, warpgroups]. Four warps at
     launch.
     """

@@ -31,7 +31,6 @@ ROWS, PRODUCER = 64, 72
 @dataclass(frozen=True)
 class HopperConfig:
     """warpgroups: 1, 2 or 4, beside the producer; chunk: steps of a buffer of planes; stages: such buffers, at most;
-
     x_stages: buffers of a step's x; per_sm: as in mma_launch.BatchConfig."""
 
     warpgroups: int
