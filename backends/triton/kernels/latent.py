@@ -21,7 +21,6 @@ from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_
 from graphrt.backends.triton.kernels.products.emit import head_products
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
-    WRITABLE,
     block_elements,
     store_blocks,
     store_plain,
@@ -39,6 +38,7 @@ from graphrt.backends.triton.kernels.rope import (
     warps_of,
 )
 from graphrt.backends.triton.launch import Launch
+from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
 

@@ -19,7 +19,6 @@ from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
-    WRITABLE,
     block_elements,
     store_blocks,
     store_part,
@@ -30,6 +29,7 @@ from graphrt.backends.triton.kernels.quantize import (
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import overlap
 from graphrt.ops.rope import RopeParams, rope_frequencies
+from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
 #: Elements of the table that one program makes, and most elements that one program of a rotation takes.
