@@ -36,7 +36,7 @@ class ScaleForm:
     """How the scales of groups lie. Kernels branch on its name and on nothing else of a type's scales.
 
     dtype, count: `scales` is [rows, k / 32, count] of it; supers: `supers` is f16 [rows, k / 256, supers], 0: there are
-    none; has_min: something is taken off, or added to, scale * code; halves: each half group of 16 has a scale.
+    none; has_min: something is taken off, or added to, scale * code. "halves": of 16 elements each.
     """
 
     name: str
@@ -44,7 +44,6 @@ class ScaleForm:
     count: int
     supers: int = 0
     has_min: bool = False
-    halves: bool = False
 
 
 #: d.
@@ -55,11 +54,11 @@ F16_MIN = ScaleForm("f16_min", torch.float16, 2, has_min=True)
 E8M0 = ScaleForm("e8m0", torch.uint8, 1)
 #: d * scale.
 I8 = ScaleForm("i8", torch.int8, 1, supers=1)
-I8_HALVES = ScaleForm("i8_halves", torch.int8, 2, supers=1, halves=True)
+I8_HALVES = ScaleForm("i8_halves", torch.int8, 2, supers=1)
 #: A 6-bit scale and a 6-bit min: d * scale * code - dmin * min.
 U6_MIN = ScaleForm("u6_min", torch.uint8, 2, supers=2, has_min=True)
 #: The same of half groups, in a byte each: scale | min << 4.
-U4_MIN_HALVES = ScaleForm("u4_min_halves", torch.uint8, 2, supers=2, has_min=True, halves=True)
+U4_MIN_HALVES = ScaleForm("u4_min_halves", torch.uint8, 2, supers=2, has_min=True)
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,6 @@ class Packing:
     @property
     def has_min(self) -> bool:
         return self.scale.has_min
-
-    @property
-    def half_scales(self) -> bool:
-        """Each half group has a scale of its own."""
-        return self.scale.halves
 
 
 _IQ4 = tuple(gguf.quants.IQ4_NL.kvalues)
