@@ -81,12 +81,12 @@ def _named(place: str) -> str:
 
 @cache
 def _functions(name: str) -> list[tuple[str, int, int]]:
-    """Every function of the files of a name: with its file, and its first and last line."""
+    """Every kernel's function of the files of a name: with its file, and its first and last line."""
     return [found for path in sorted(KERNELS.rglob(name)) for found in _of_file(path)]
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, int, int]]:
     for f in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(f, ast.FunctionDef):
+        if isinstance(f, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in f.decorator_list):
             assert f.end_lineno is not None
             yield f"{path.relative_to(KERNELS).as_posix()} {f.name}", f.lineno, f.end_lineno
