@@ -59,6 +59,11 @@ class Buffer(ABC):
         data = self.read(offset, nbytes)
         return lambda: data
 
+    def comparison(self, offset: int, expected: Bytes) -> Comparison:
+        """What looks, as often as it is told to, whether the bytes from `offset` on are `expected`. A backend whose
+        work is queued compares on its device, in its turn, so that many runs can be queued at once."""
+        return Comparison(self, offset, expected)
+
     @property
     def footprint(self) -> int:
         """(optional) Bytes of memory that it takes: its size, unless the backend keeps the bytes in another form."""
@@ -67,6 +72,25 @@ class Buffer(ABC):
     def host_view(self) -> Bytes | None:
         """The memory itself as uint8 [nbytes] when the host can address it, else None."""
         return None
+
+
+class Comparison:
+    """See Buffer.comparison."""
+
+    def __init__(self, buffer: Buffer, offset: int, expected: Bytes) -> None:
+        self._buffer, self._offset, self._expected = buffer, offset, expected
+        self._differing, self._last = 0, expected
+
+    def look(self) -> None:
+        """Compares what the memory holds after all work queued so far."""
+        found = self._buffer.read(self._offset, self._expected.size)
+        if not np.array_equal(found, self._expected):
+            self._differing, self._last = self._differing + 1, found
+
+    def found(self) -> tuple[int, Bytes]:
+        """Waits. How many looks since the last call saw other bytes, and the last such bytes."""
+        differing, self._differing = self._differing, 0
+        return differing, self._last
 
 
 Place = tuple[Buffer, int]

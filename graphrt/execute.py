@@ -6,7 +6,6 @@ stays at one address for the life of the Executable, so that inputs are rewritte
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Bytes, Group, Place, Region, Usage, get_backend
+from graphrt.bounds import span
 from graphrt.dtypes import DType
 from graphrt.errors import GraphError, MemoryPlanError
 from graphrt.graph import Graph
@@ -77,18 +77,19 @@ class Executable:
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
     def place(self, tensor: Tensor) -> Place:
-        """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory."""
+        """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory, or
+        that does not lie inside it."""
         local = self.schedule.local.get(tensor, tensor)
         root = local.root
         if root.buffer is not None:
-            return root.buffer, root.offset + local.view_offs
+            return root.buffer, span(local, root.offset + local.view_offs, root.buffer.nbytes)[0]
         arena = self.arenas.get(self.schedule.homes.get(root, ""))
         if arena is None or root not in arena.plan.offsets:
             raise MemoryPlanError(
                 f"{tensor.name!r} has no memory of its own here (it is fused away, or not in the graph); "
                 f"make it an output of the graph to read it"
             )
-        return arena.buffer, arena.plan.offsets[root] + local.view_offs
+        return arena.buffer, span(local, arena.plan.offsets[root] + local.view_offs, arena.buffer.nbytes)[0]
 
     def run(self) -> None:
         """Runs the graph once. Work may still be under way on return; read() waits for it."""
@@ -341,25 +342,3 @@ def _copier(exe: Executable, copy: Copy) -> Callable[[], None]:
         target_buffer.write(target_offset, data.reshape(-1).view(np.uint8))
 
     return move
-
-
-class PreparedCache:
-    """Keeps Executables by the graph's key, so that a graph that is built again is not prepared again.
-
-    size: how many are kept; the least recently used one goes first.
-    """
-
-    def __init__(self, backends: Sequence[Backend], size: int = 16) -> None:
-        self.backends = list(backends)
-        self.size = size
-        self._kept: OrderedDict[str, Executable] = OrderedDict()
-
-    def prepare(self, graph: Graph) -> Executable:
-        """The Executable of an equal graph (its inputs go by name), or a new one."""
-        exe = self._kept.get(graph.key)
-        if exe is None:
-            exe = self._kept[graph.key] = prepare(graph, self.backends)
-            if len(self._kept) > self.size:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(graph.key)
-        return exe

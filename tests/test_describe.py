@@ -22,7 +22,7 @@ from graphrt import Graph, get_backend, new_input, ops, prepare
 from graphrt.backend import Backend
 from graphrt.errors import GraphError, GraphrtError, SessionError
 from graphrt.models import Model
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.models.synthetic import RECIPES, SyntheticFile, synthetic
 from graphrt.testing import all_cases
 from graphrt.tools.conformance.saved import save_failure

@@ -21,7 +21,7 @@ from verbs import Result
 
 from graphrt import Graph, get_backend, new_input, ops, prepare
 from graphrt.models import Model
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.tools import cli
 from graphrt.tools.describe import GraphInfo, describe

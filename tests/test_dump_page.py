@@ -12,7 +12,7 @@ import pytest
 
 from graphrt import get_backend
 from graphrt.models import Model
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.tools.describe import GraphInfo, describe
 from graphrt.tools.dump_html import page as html

@@ -13,7 +13,7 @@ import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, new_tensor, ops
 from graphrt.backend import Backend, Buffer, Usage
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
-from graphrt.execute import Executable, PreparedCache
+from graphrt.execute import Executable
 
 
 def _a(*ne: int, dt: str = "f32", name: str = "a") -> Tensor:
@@ -287,37 +287,6 @@ def test_backends_by_name_and_by_instance() -> None:
         graphrt.prepare(graph, "abacus")
     with pytest.raises(BackendError, match="'cpu' does not take these options: .*'colour'"):
         get_backend("cpu", colour="red")
-
-
-# -- PreparedCache
-
-
-def _graph(factor: float, names: tuple[str, str] = ("a", "b")) -> Graph:
-    return Graph(ops.sub(ops.scale(_a(name=names[0]), factor), _a(name=names[1]), name="out"))
-
-
-def test_an_equal_graph_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Graph] = []
-    prepare = graphrt.execute.prepare
-    monkeypatch.setattr(graphrt.execute, "prepare", lambda g, b: calls.append(g) or prepare(g, b))
-    cache = PreparedCache([get_backend("cpu")], size=2)
-    first = cache.prepare(_graph(2.0))
-    assert cache.prepare(_graph(2.0)) is first and cache.prepare(_graph(3.0)) is not first and len(calls) == 2
-    cache.prepare(_graph(2.0))
-    cache.prepare(_graph(4.0))  # 3.0 was used longest ago and goes
-    assert cache.prepare(_graph(2.0)) is first and len(calls) == 3
-    cache.prepare(_graph(3.0))
-    assert len(calls) == 4
-
-
-def test_graphs_that_differ_in_input_names_alone_are_not_mixed_up() -> None:
-    cache = PreparedCache([get_backend("cpu")])
-    for names, expected in ((("a", "b"), 2 * 5.0 - 1.0), (("b", "a"), 2 * 1.0 - 5.0)):
-        exe = cache.prepare(_graph(2.0, names))
-        exe.write("a", [5.0] * 4)
-        exe.write("b", [1.0] * 4)
-        exe.run()
-        assert exe.read("out").reshape(-1).tolist() == [expected] * 4
 
 
 # -- the cost

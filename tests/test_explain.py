@@ -24,7 +24,7 @@ from graphrt.backends.triton.kernels.flash_attn import stream_k
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.errors import BackendError
 from graphrt.execute import Executable
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.tensor import Tensor
 from graphrt.testing import all_cases
 from graphrt.tools import cli
@@ -300,9 +300,9 @@ def test_masks_are_those_that_a_session_makes(folder: Path, model: str, phase: s
     found = subject(str(folder / f"{model}.gguf"), [get_backend("cpu")], phase, n, OPTIONS)
     session = found.session
     assert session is not None
-    before = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
+    before = session.cache.saved()
     told = masks_of(found, depth)
-    assert all((ring.saved() == before[kind]).all() for kind, ring in session.cache.rings.items())
+    assert all((cells == before[kind]).all() for kind, cells in session.cache.saved().items())
     masks = [node for node in found.executable.graph.nodes if node.op == "KQ_MASK"]
     assert sorted(told) == sorted(m.name for m in masks)
     if depth:

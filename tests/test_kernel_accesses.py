@@ -30,8 +30,8 @@ from graphrt import get_backend
 from graphrt.backends.triton import device
 from graphrt.backends.triton.accesses import Access, Call, Declaration, accesses
 from graphrt.backends.triton.launch import Launch
+from graphrt.models.engine import SessionOptions
 from graphrt.models.model import load
-from graphrt.models.session import SessionOptions
 
 if device.interpreting():
     from watched_memory import watched

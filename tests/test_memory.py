@@ -19,8 +19,8 @@ from graphrt.backends.cpu.backend import CpuBackend
 from graphrt.errors import MemoryPlanError
 from graphrt.execute import plan_arenas
 from graphrt.models import Model, load
+from graphrt.models.engine import SessionOptions
 from graphrt.models.longest import context_needs, longest_context
-from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.tools import cli
 from graphrt.tools.lifetimes import ArenaLives, Life, arenas_of, violations

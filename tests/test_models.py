@@ -10,7 +10,7 @@ from tiny import MODELS, tokens, write_model
 
 from graphrt.errors import ArchError, SessionError
 from graphrt.models import load
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.testing import nmse
 
 GOLDEN = Path(__file__).parent / "golden"

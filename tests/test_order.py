@@ -27,8 +27,8 @@ from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.order import Event, Rule, Use, violations
 from graphrt.errors import BackendError
 from graphrt.execute import prepare
+from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model, load
-from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.testing import all_cases
 from graphrt.tools import cli

@@ -24,8 +24,8 @@ from graphrt import get_backend
 from graphrt.backends.triton import device
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import span_of
+from graphrt.models.engine import SessionOptions
 from graphrt.models.model import load
-from graphrt.models.session import SessionOptions
 
 ALIGNMENT = 256
 #: How long the slow launch takes: far longer than what follows needs to begin.

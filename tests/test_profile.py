@@ -19,9 +19,9 @@ from graphrt import ops
 from graphrt.backend import Device, Group, get_backend
 from graphrt.errors import MemoryPlanError, SessionError
 from graphrt.models import Model, load
+from graphrt.models.engine import SessionOptions
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.memory import cache_bytes, check_fits, memory_needs, weights_bytes
-from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.op import Work
 from graphrt.tools import cli, profile

@@ -19,8 +19,8 @@ from graphrt import ops
 from graphrt.backends.cpu.reference import evaluate
 from graphrt.models import Model, SamplerParams, load
 from graphrt.models import sampling as host
+from graphrt.models.engine import MAX_AHEAD, SessionOptions
 from graphrt.models.sampling import Sampler, Uniforms
-from graphrt.models.session import MAX_AHEAD, SessionOptions
 from graphrt.ops.sample import MAX_TOP_K, SampleParams
 from graphrt.testing import all_cases
 

@@ -14,8 +14,9 @@ from tiny import CHAT, IM_END, IM_START, tokens, write_model
 import graphrt
 from graphrt.errors import BackendError, GGUFError, SessionError
 from graphrt.models import Model, Piece, SamplerParams, load
-from graphrt.models.cache import Ring
-from graphrt.models.session import MAX_PREPARED, Session, SessionOptions, _batches
+from graphrt.models.cells import Ring
+from graphrt.models.engine import MAX_PREPARED, SessionOptions
+from graphrt.models.session import Session, _batches
 from graphrt.testing import nmse
 
 GREEDY = SamplerParams(temp=0.0)
@@ -316,7 +317,7 @@ def test_steps_that_nobody_takes_overwrite_nothing_that_is_seen(windowed: Model,
 
 
 def holds_only_what_is_past(session: Session) -> bool:
-    return all(int(ring.positions.max()) == session.n_past - 1 for ring in session.cache.rings.values())
+    return all(int(cells.positions.max()) == session.n_past - 1 for cells in session.cache.cells.values())
 
 
 def test_no_cell_holds_what_was_not_read(windowed: Model, monkeypatch: pytest.MonkeyPatch) -> None:

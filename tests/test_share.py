@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from toy import ToyBackend
 
 from graphrt import get_backend
+from graphrt.backend import Usage
+from graphrt.backends.triton.memory import DeviceComparison, TritonBuffer
 from graphrt.errors import GraphError
 from graphrt.testing import all_cases
 from graphrt.tools import cli
@@ -62,6 +66,7 @@ def test_a_result_that_differs_is_told_by_its_place() -> None:
     assert not isinstance(runs, str)
     runs.first = runs.first.copy()
     runs.first[:4] ^= 1
+    runs.comparison = runs.buffer.comparison(runs.offset, runs.first)
     n, differing, message = runs(0.01)
     assert differing == n and "have other bits" in message
 
@@ -76,10 +81,10 @@ def test_the_default_cases_are_right_and_steps_repeat() -> None:
     steps = repeat(StepCase("STEP", {}, lambda inputs: inputs.result, model="tiny", layers=1), cpu, 0)
     assert not isinstance(steps, str)
     runs, differing, message = steps(0.01)
-    assert runs > 0 and runs % 33 == 0 and differing == 0 and not message
+    assert runs > 0 and runs % 65 == 0 and differing == 0 and not message
     steps.first["the tokens"] = []
     runs, differing, message = steps(0.01)
-    assert differing == runs // 33 and message == "the tokens differ from the first time's"
+    assert differing == runs // 65 and message == "the tokens differ from the first time's"
 
 
 def test_a_source_without_cases_is_refused() -> None:
@@ -92,7 +97,24 @@ def test_a_source_without_cases_is_refused() -> None:
 def test_processes_that_agree_each_with_itself_must_agree_with_each_other() -> None:
     sharing = Sharing({}, 2, 1.0)
     answer = {"case": "a", "runs": 2, "differing": 0, "message": "", "refused": "", "digest": "1"}
-    sharing._add([answer, answer])
+    sharing._add([answer, answer], short=False)
     assert not sharing.tallies["a"].told()
-    sharing._add([answer | {"digest": "2"}])
+    sharing._add([answer | {"digest": "2"}], short=True)
     assert sharing.tallies["a"].told() == ["processes' first runs gave 2 different results"]
+    assert sharing.tallies["a"].runs == 6 and sharing.tallies["a"].short_lived == 2
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(8, 64), (4, 12), (2, 6), (3, 7)])
+def test_a_gpus_comparison_counts_looks_that_saw_other_bytes(offset: int, nbytes: int) -> None:
+    buffer = TritonBuffer(torch.arange(100, dtype=torch.uint8), Usage.COMPUTE)  # torch does the same on the CPU
+    right = buffer.read(offset, nbytes)
+    comparison = DeviceComparison(buffer, offset, right)
+    comparison.look()
+    buffer.memory[offset + nbytes - 1] ^= 4
+    comparison.look()
+    comparison.look()
+    buffer.memory[offset + nbytes - 1] ^= 4
+    comparison.look()
+    differing, last = comparison.found()
+    assert differing == 2 and np.flatnonzero(last ^ right).tolist() == [nbytes - 1]
+    assert comparison.found()[0] == 0, "told once"

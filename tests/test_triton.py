@@ -326,7 +326,7 @@ def test_replays_of_the_captured_graph_are_bitwise_equal() -> None:
 def test_processes_that_share_a_gpu_get_the_same_each_time(capsys: pytest.CaptureFixture[str]) -> None:
     from graphrt.tools.cli import main
 
-    command = ["test", "-b", "triton-fast", "--share", "6", "--seconds", "40"]
+    command = ["test", "-b", "triton-fast", "--share", "6", "--seconds", "20"]
     assert main(command) == 0, capsys.readouterr().out
 
 

@@ -16,9 +16,8 @@ pytest.importorskip("triton")
 from graphrt import get_backend
 from graphrt.backends.triton import device
 from graphrt.models import Model, load
-from graphrt.models.batch import Batch
 from graphrt.models.embed import Embedder
-from graphrt.models.session import SessionOptions
+from graphrt.models.engine import SessionOptions
 from graphrt.testing import nmse
 
 if device.unusable() is not None:
@@ -88,7 +87,7 @@ def test_latent_attention_fused_is_unfused(tmp_path: Path, monkeypatch: pytest.M
     found: list[list[np.ndarray]] = []
     for patterns in ("latent_rope_cache,head_products", "0"):
         monkeypatch.setenv("GRAPHRT_FUSE", patterns)
-        session, batch = model.session(LATENT), Batch(model.decoder, model.backends, 2, LATENT)
+        session, engine = model.session(LATENT), model.engine(2, LATENT)
         groups = [group.kernel for group in session.executable(1, 1).splits[0].groups if group.kernel]
         assert groups == (["latent_rope_cache", "head_products"] if patterns != "0" else [])
         many = [session.eval(ids[:9]), session.eval(ids[9:10])]
@@ -97,7 +96,8 @@ def test_latent_attention_fused_is_unfused(tmp_path: Path, monkeypatch: pytest.M
         session.reset()
         assert nmse([session.eval([t]) for t in ids[:3]][-1], at_once) < 1e-6
         lines = np.reshape(ids[:6], (2, 3))
-        found.append([*many, at_once, batch.eval(lines[:, :2]), batch.eval(lines[:, 2:])])
+        read = [engine.read(dict(enumerate(part))) for part in (lines[:, :2], lines[:, 2:])]
+        found.append([*many, at_once, *read])
     for fused, apart in zip(*found):
         assert nmse(fused, apart) < 1e-6
 

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from graphrt import get_backend
 from graphrt.backends.triton import device
 from graphrt.models import Model, load
-from graphrt.models.batch import Batch
+from graphrt.models.engine import SessionOptions
 from graphrt.models.sampling import Sampler, SamplerParams
-from graphrt.models.session import Session, SessionOptions
+from graphrt.models.session import Session
 from graphrt.models.synthetic import synthetic
 from graphrt.testing import nmse
 from graphrt.tools.cli import main
@@ -123,8 +123,7 @@ def test_groups_of_a_step_of_gemma(folder: Path) -> None:
         ["projections", "norm_rope_cache"],
         ["norm_mul_add_norm_rounded", "gate_up_glu_rounded", "norm_mul_add_norm_rounded"],
     )
-    batch = Batch(model.decoder, model.backends, 4, F32)
-    for exe in (model.session(F32).executable(1, 1), batch.executable(1)):
+    for exe in (model.session(F32).executable(1, 1), model.engine(4, F32).executable(1, 4)):
         fused = [group.kernel for group in exe.splits[0].groups if group.kernel]
         assert fused == ["norm_mul_rounded", *(2 * [*attention, *rest])]
 
@@ -156,12 +155,13 @@ def test_drawn_tokens_are_the_hosts(folder: Path) -> None:
 def test_a_batch_of_two_sequences(name: str, folder: Path) -> None:
     mine, cpus = models(name, folder, exact=False)
     ids = np.array([tokens(9), tokens(9)[::-1]], np.int32)
-    a, b = (Batch(model.decoder, model.backends, 2, F32) for model in (mine, cpus))
+    a, b = (model.engine(2, F32) for model in (mine, cpus))
     for piece in (ids[:, :8], ids[:, 8:]):
-        found = a.eval(piece)
-        assert nmse(found, b.eval(piece)) < ROUNDED
-    (following,) = a.likeliest(found.argmax(1).astype(np.int32), 1)
-    assert np.array_equal(following, b.eval(found.argmax(1).astype(np.int32)[:, None]).argmax(1))
+        found = a.read(dict(enumerate(piece)))
+        assert nmse(found, b.read(dict(enumerate(piece)))) < ROUNDED
+    tokens_of_each = found.argmax(1).astype(np.int32)
+    (following,) = a.run_ahead(tokens_of_each, 1)
+    assert np.array_equal(following, b.read(dict(enumerate(tokens_of_each[:, None]))).argmax(1))
 
 
 def test_run_has_no_fallback_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

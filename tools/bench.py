@@ -125,7 +125,7 @@ def _rows(args: argparse.Namespace, model: Model, tests: list[Test], peer: Peer 
     n = max(512, *(t.end for t in tests))
     ids = np.random.default_rng(0).integers(0, model.decoder.hp.n_vocab, n).tolist()
     for test in tests:
-        prepared = Prepared.of(model, test, options_for(test, args, model), ids)
+        prepared = Prepared(model, test, options_for(test, args, model), ids)
         row = measure(prepared, args.repetitions, peer)
         add_work(row, model, prepared)
         print(f"{test}: {row['tokens_per_s']:.1f} t/s", file=sys.stderr, flush=True)

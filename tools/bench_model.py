@@ -19,9 +19,8 @@ from graphrt.tools.common import session_options
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
-    from graphrt.models.batch import Batch
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model
-    from graphrt.models.session import Session, SessionOptions
     from graphrt.tools.bench_model_peer import Peer
 
 #: Steps before anything is timed: a GPU backend may compile in the first and capture in the next ones.
@@ -128,66 +127,44 @@ def options_for(test: Test, args: argparse.Namespace, model: Model) -> SessionOp
 
 
 class Prepared:
-    """A session with a test's depth in its cache, which each repetition starts from. ids: of test.end tokens."""
+    """Sequences with a test's depth in their cache, which each repetition starts from. ids: of test.end tokens; each
+    sequence has others of them."""
 
-    @staticmethod
-    def of(model: Model, test: Test, options: SessionOptions, ids: Sequence[int]) -> Prepared | PreparedBatch:
-        if test.batch == 1:
-            return Prepared(model.session(options), test, ids[: test.end])
-        from graphrt.models.batch import Batch
-
-        return PreparedBatch(Batch(model.decoder, model.backends, test.batch, options), test, ids)
-
-    def __init__(self, session: Session, test: Test, ids: Sequence[int]) -> None:
-        self.session, self.test, self.ids = session, test, ids
+    def __init__(self, model: Model, test: Test, options: SessionOptions, ids: Sequence[int]) -> None:
+        self.test, self.ids = test, ids[: test.end]
+        self.engine = model.engine(test.batch, options)
+        shifted = [np.roll(np.asarray(ids, np.int32), 7 * seq)[: test.end] for seq in range(test.batch)]
+        self.tokens = np.stack(shifted)
         if test.start:
-            session.eval(ids[: test.start])
-        self._cells = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
+            self._read(0, test.start)
+        self._cells = self.engine.cache.saved()
+
+    def _read(self, start: int, stop: int) -> None:
+        self.engine.read(dict(enumerate(self.tokens[:, start:stop])))
 
     def once(self) -> float:
         """Seconds of the test, from its depth on. Ends with a result on the host, so nothing is left queued.
 
         Tokens are generated as `run` does it: each the likeliest after the one before where steps are queued ahead.
         """
-        for kind, ring in self.session.cache.rings.items():  # what a window lost stays so: same work, other text
-            ring.restore(self._cells[kind])
-        self.session.n_past = self.test.start
-        timed = self.ids[self.test.start : self.test.end]
+        engine, test = self.engine, self.test
+        engine.cache.restore(self._cells)
+        engine.lengths[:] = test.start
         start = time.perf_counter()
-        if self.test.kind == "pp":
-            self.session.eval(timed)
-        elif self.session.runs_ahead:
-            deque(self.session.likeliest(timed[0], len(timed)), maxlen=0)
+        if test.kind == "pp":
+            self._read(test.start, test.end)
+        elif engine.runs_ahead or test.batch > 1:
+            deque(engine.run_ahead(self.tokens[:, test.start], test.n), maxlen=0)
         else:
-            for token in timed:
-                self.session.eval([token])
+            for i in range(test.start, test.end):
+                self._read(i, i + 1)
         return time.perf_counter() - start
 
 
-class PreparedBatch:
-    """The same for several sequences that generate together; each has other tokens of `ids`, which repeat."""
-
-    def __init__(self, session: Batch, test: Test, ids: Sequence[int]) -> None:
-        self.session, self.test, self.ids = session, test, ids
-        shifted = [np.roll(np.asarray(ids, np.int32), 7 * seq)[: test.end] for seq in range(test.batch)]
-        self.tokens = np.stack(shifted)
-        session.eval(self.tokens[:, : test.start])
-        self._cells = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
-
-    def once(self) -> float:
-        """Seconds of the test, from its depth on, each token the likeliest after the one before."""
-        for kind, ring in self.session.cache.rings.items():
-            ring.restore(self._cells[kind])
-        self.session.n_past[:] = self.test.start
-        start = time.perf_counter()
-        deque(self.session.likeliest(self.tokens[:, self.test.start], self.test.n), maxlen=0)
-        return time.perf_counter() - start
-
-
-def measure(prepared: Prepared | PreparedBatch, repetitions: int, peer: Peer | None) -> dict[str, Any]:
+def measure(prepared: Prepared, repetitions: int, peer: Peer | None) -> dict[str, Any]:
     """A row: tokens/s of a test, the peer's in turn with ours, and what a token costs."""
-    test, session = prepared.test, prepared.session
-    warm_ups = 1 if session.backends[0].name == "cpu" else math.ceil(WARM_UP_STEPS / test.steps(session.n_batch))
+    test, engine = prepared.test, prepared.engine
+    warm_ups = 1 if engine.backends[0].name == "cpu" else math.ceil(WARM_UP_STEPS / test.steps(engine.n_batch))
     for _ in range(warm_ups):
         prepared.once()
     if peer and test.batch == 1:
@@ -209,7 +186,7 @@ def _summary(rates: list[float]) -> dict[str, float]:
     return {"tokens_per_s": statistics.median(rates), "deviation": deviation}
 
 
-def add_work(row: dict[str, Any], model: Model, prepared: Prepared | PreparedBatch) -> None:
+def add_work(row: dict[str, Any], model: Model, prepared: Prepared) -> None:
     """Adds what bounds a test: tg reads the weights and the cells that a token sees, GB/s; pp multiplies, GFLOP/s."""
     rate = row["tokens_per_s"]
     if prepared.test.kind == "tg":
@@ -228,20 +205,20 @@ def _product_flops(model: Model) -> int:
     return 2 * sum(int(t.n_elements * share(t)) for t in weights if t.n_dims >= 2 and t.name.endswith(".weight"))
 
 
-def _attention_flops(prepared: Prepared | PreparedBatch) -> float:
-    hp = prepared.session.decoder.hp
+def _attention_flops(prepared: Prepared) -> float:
+    hp = prepared.engine.decoder.hp
     return sum(
         2 * hp.n_head[il] * (hp.d_k + hp.d_v) * _seen(prepared.test, hp.window if windowed else 0)
         for il, windowed in enumerate(hp.windowed)
     )
 
 
-def _kv_bytes(prepared: Prepared | PreparedBatch) -> float:
-    session = prepared.session
-    window = session.decoder.hp.window
+def _kv_bytes(prepared: Prepared) -> float:
+    engine = prepared.engine
+    window = engine.decoder.hp.window
     return sum(
         sum(t.dtype.row_size(t.ne[0]) for t in layer.leafs) * _seen(prepared.test, window if layer.kind == "swa" else 0)
-        for layer in session.cache.layers
+        for layer in engine.cache.layers
     )
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model
-    from graphrt.models.session import SessionOptions
     from graphrt.tools.bench_model import Source
 
 #: Logits may differ from the reference's by this NMSE, where a backend declares no other `logits_nmse`.

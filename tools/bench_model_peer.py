@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from graphrt.dtypes import dtype
 from graphrt.errors import SessionError
 
 if TYPE_CHECKING:
-    from graphrt.models.session import SessionOptions
+    from graphrt.models.engine import SessionOptions
     from graphrt.tools.bench_model import Test
 
 #: What the process runs: one request a line, "KIND START N IDS", answered with seconds. The cache is filled up to START
@@ -49,9 +50,10 @@ class Peer:
         types = [str(dtype(kind).id) for kind in (options.type_k, options.type_v)]
         numbers = [str(options.n_ctx), str(options.n_batch), str(threads), *types, "-1" if gpu else "0"]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        env = {**os.environ, "PYTHONSAFEPATH": "1"}  # nothing is imported from the working directory
         try:
             self.process = subprocess.Popen(
-                [python, "-c", SCRIPT, path, *numbers], text=True, stdin=pipe, stdout=pipe, stderr=null
+                [python, "-c", SCRIPT, path, *numbers], text=True, stdin=pipe, stdout=pipe, stderr=null, env=env
             )
         except OSError as error:
             raise SessionError(f"--peer-python must be a Python, {python!r} can't be started: {error}") from error

@@ -8,7 +8,8 @@ from typing import Any
 
 from graphrt.backend import Backend
 from graphrt.graph import Graph
-from graphrt.models.session import Session, SessionOptions
+from graphrt.models.engine import SessionOptions
+from graphrt.models.session import Session
 from graphrt.op import op_spec
 from graphrt.rules import check_graph
 from graphrt.schedule import Schedule, schedule

@@ -15,8 +15,8 @@ from graphrt.backend import Backend, Group, get_backend
 from graphrt.errors import GraphError, SessionError
 from graphrt.execute import plan_groups, read_tensor
 from graphrt.graph import Graph
+from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
-from graphrt.models.session import SessionOptions
 from graphrt.tensor import Tensor
 from graphrt.testing import AnyArray
 from graphrt.tools.conformance.low_backend import LowPrecision

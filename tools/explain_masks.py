@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphrt.errors import SessionError
-from graphrt.models.session import Session, places
+from graphrt.models.session import Session
 from graphrt.tensor import Tensor
 from graphrt.tools.profile import attended, made_mask
 from graphrt.tools.subject import Subject
@@ -57,15 +56,14 @@ def _after(session: Session, n: int, depth: int) -> dict[str, Array]:
         raise SessionError(
             f"the context holds {session.n_ctx} tokens, got {n} after {depth} (-d); raise it with -c or lower -d"
         )
-    rings = session.cache.rings.values()
-    saved: list[tuple[Callable[[Array], None], Array]] = [(ring.restore, ring.saved()) for ring in rings]
-    for ring in rings:
-        ring.clear()
+    cache, saved = session.cache, session.cache.saved()
+    cache.clear()
+    for cells in cache.cells.values():
         if depth:
-            ring.take(np.arange(max(0, depth - ring.size), depth)[None])
-    values = {name: value.copy() for name, value in places(session.cache, np.arange(depth, depth + n)[None]).items()}
-    for restore, cells in saved:
-        restore(cells)
+            cells.take(np.arange(max(0, depth - cells.size), depth)[None])
+    places = session.prepared(n, 1).inputs.places(np.arange(depth, depth + n)[None])
+    values = {name: value.copy() for name, value in places.items()}
+    cache.restore(saved)
     return values
 
 

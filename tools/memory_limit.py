@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from graphrt.errors import SessionError
 
 if TYPE_CHECKING:
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.longest import ContextNeeds
-    from graphrt.models.session import Session, SessionOptions
+    from graphrt.models.session import Session
 
 #: What the figures hold, said wherever they are shown.
 COUNTED = (

@@ -12,10 +12,10 @@ from graphrt.backends.triton.capture import Captured
 from graphrt.errors import BackendError
 from graphrt.execute import Executable, prepare
 from graphrt.models.arch.encoder import Encoder
-from graphrt.models.batch import Batch
 from graphrt.models.embed import Embedder
+from graphrt.models.engine import Engine, SessionOptions
 from graphrt.models.model import Model
-from graphrt.models.session import Session, SessionOptions
+from graphrt.models.session import Session
 from graphrt.ops.sample import SampleParams
 from graphrt.tools.explain_devices import known_device
 from graphrt.tools.graph_run import made_from
@@ -68,12 +68,12 @@ def steps_of(model: Model, backends: Sequence[Backend], options: SessionOptions)
     if session.n_batch > 1:
         yield f"prefill of {session.n_batch} tokens", session.executable(session.n_batch, 1)
     yield "decode of 1 token", session.executable(1, 1)
-    yield "decode of 1 token and the next one's choice", session.chained()
-    yield "decode of 1 token and the next one's draw", session.chained(SampleParams())
+    yield "decode of 1 token and the next one's choice", session.chained().exe
+    yield "decode of 1 token and the next one's draw", session.chained(SampleParams()).exe
     for n in SEQUENCES:
-        batch = Batch(model.decoder, backends, n, options)
-        yield f"decode of {n} sequences", batch.executable(1)
-        yield f"decode of {n} sequences and the next tokens' choice", batch.chained()
+        engine = Engine(model.decoder, backends, options, n)
+        yield f"decode of {n} sequences", engine.executable(1, n)
+        yield f"decode of {n} sequences and the next tokens' choice", engine.chained().exe
 
 
 def ordered(title: str, exe: Executable) -> Ordered:

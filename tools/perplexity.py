@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.model import nll
-    from graphrt.models.session import SessionOptions
 
     n_ctx = args.ctx_size
     if n_ctx < MIN_CTX or args.chunks == 0:

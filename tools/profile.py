@@ -366,15 +366,9 @@ def _visit(session: Session, tokens: Sequence[int]) -> Iterator[tuple[str, int, 
 
 def _fed(session: Session, ids: Sequence[int]) -> Executable:
     """The Executable that reads these tokens next, ready to run, as often as wanted."""
-    from graphrt.models.session import write_places
-
-    n = len(ids)
-    exe = session.executable(n, 1)
-    exe.write("inp_tokens", np.asarray(ids, np.int32))
-    exe.write("inp_out_ids", np.array([n - 1], np.int32))
-    write_places(exe, session.cache, np.arange(session.n_past, session.n_past + n)[None])
+    exe = session.feed({0: np.asarray(ids, np.int32)}).exe
     exe.run()
-    session.n_past += n
+    session.lengths += len(ids)
     return exe
 
 

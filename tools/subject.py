@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from graphrt.execute import Executable
     from graphrt.graph import Graph
     from graphrt.models.arch.encoder import Encoder
+    from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model
-    from graphrt.models.session import Session, SessionOptions
+    from graphrt.models.session import Session
     from graphrt.testing import Inputs
 
 PHASES = ("prefill", "decode")
@@ -138,7 +139,7 @@ def _of_model(
     synthetic: bool,
 ) -> Subject:
     from graphrt.models.arch.encoder import Encoder
-    from graphrt.models.session import SessionOptions
+    from graphrt.models.engine import SessionOptions
 
     if phase not in (None, *PHASES):
         raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")

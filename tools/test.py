@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphrt.errors import GraphError
+from graphrt import private_files
+from graphrt.errors import GraphError, HubError
 from graphrt.tools.common import progress, whole
 
+_MOST_STATE_BYTES = 64 << 20  # of the names that --rerun-failed runs again
 MODES = ("test", "perf", "grad", "support")
 
 
@@ -172,9 +174,9 @@ def _write(args: argparse.Namespace, outcomes: Sequence[Any], about: dict[str, A
 
 
 def _state_file() -> Path:
-    from graphrt.models.hub import cache_dir
+    from graphrt.models.hub import writable_cache
 
-    return cache_dir() / "test-state.json"
+    return writable_cache() / "test-state.json"
 
 
 def _state_key(args: argparse.Namespace) -> str:
@@ -183,9 +185,9 @@ def _state_key(args: argparse.Namespace) -> str:
 
 def _load_state() -> dict[str, list[str]]:
     try:
-        state: dict[str, list[str]] = json.loads(_state_file().read_text(encoding="utf-8"))
+        state: dict[str, list[str]] = json.loads(private_files.read(_state_file(), _MOST_STATE_BYTES))
         return state if isinstance(state, dict) else {}
-    except (OSError, ValueError):  # none yet, or damaged: as if nothing had run
+    except (OSError, ValueError, HubError):  # none yet, damaged, or no folder for it: as if nothing had run
         return {}
 
 
@@ -200,9 +202,9 @@ def _remember(args: argparse.Namespace, outcomes: Sequence[Any]) -> None:
     state, ran = _load_state(), {o.case for o in outcomes}
     kept = [name for name in state.get(_state_key(args), []) if name not in ran]
     state[_state_key(args)] = kept + [o.case for o in outcomes if o.status in BAD]
-    path = _state_file()
     try:
+        path = _state_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(state), encoding="utf-8")
-    except OSError as error:
+        private_files.write(path, json.dumps(state).encode())
+    except (OSError, HubError) as error:
         print(f"graphrt test: --rerun-failed won't know of this run: {error}", file=sys.stderr)

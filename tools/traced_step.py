@@ -16,7 +16,8 @@ from graphrt.errors import MemoryPlanError
 from graphrt.execute import Executable, prepare, read_tensor
 from graphrt.graph import Graph
 from graphrt.models.hparams import HParams
-from graphrt.models.session import Logits, Session
+from graphrt.models.session import Session
+from graphrt.models.step import Logits, PreparedStep
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
@@ -32,16 +33,19 @@ class WatchedSession(Session):
     keep: Collection[int] | None = None
     last: Executable
 
-    def executable(self, n_tokens: int, n_outputs: int) -> Executable:
+    def prepared(self, n: int, n_outputs: int) -> PreparedStep:
         if self.keep is None:
-            self.last = super().executable(n_tokens, n_outputs)
+            step = super().prepared(n, n_outputs)
         else:
-            self.last = prepare(self.graph(n_tokens, n_outputs, self.keep), self.backends)
-        return self.last
+            inputs = self.decoder.inputs(n, n_outputs, self.cache)
+            graph = keeping(Graph(self.decoder.result(inputs)), self.keep)
+            step = PreparedStep(inputs, prepare(graph, self.backends))
+        self.last = step.exe
+        return step
 
-    def graph(self, n_tokens: int, n_outputs: int, keep: Collection[int]) -> Graph:
+    def graph(self, n: int, n_outputs: int, keep: Collection[int]) -> Graph:
         """A step's graph with the nodes at `keep` kept."""
-        return keeping(self.decoder.graph(n_tokens, n_outputs, self.cache), keep)
+        return keeping(self.decoder.graph(n, n_outputs, self.cache), keep)
 
 
 def keeping(graph: Graph, keep: Collection[int]) -> Graph:
@@ -79,7 +83,7 @@ class Step:
         self.session = session
         self.ids = list(ids)
         self.n_past = session.n_past
-        self._rings = {kind: ring.saved() for kind, ring in session.cache.rings.items()}
+        self._cells = session.cache.saved()
 
     def graph(self, keep: Collection[int] = ()) -> Graph:
         """The step's graph anew, with the nodes at `keep` kept."""
@@ -96,9 +100,8 @@ class Step:
     def run(self, keep: Collection[int] | None = None) -> Executable:
         """Reads the tokens, with the nodes at `keep` in graph.nodes kept; None: nothing is cut."""
         session = self.session
-        session.n_past = self.n_past
-        for kind, ring in session.cache.rings.items():
-            ring.restore(self._rings[kind])
+        session.lengths[:] = self.n_past
+        session.cache.restore(self._cells)
         session.keep = keep
         try:
             session.eval(self.ids)
@@ -144,7 +147,7 @@ class Step:
         cache = self.session.cache
         for layer in cache.layers:
             if any(t.root is leaf for leaf in layer.leafs):
-                return np.flatnonzero(cache.rings[layer.kind].positions[0] >= 0)
+                return np.flatnonzero(cache.cells[layer.kind].positions[0] >= 0)
         return None
 
 

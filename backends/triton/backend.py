@@ -11,6 +11,7 @@ from graphrt.backend import API_VERSION, Backend, Buffer, Bytes, Device, Group, 
 from graphrt.backends.triton import device
 from graphrt.backends.triton.capture import Captured
 from graphrt.backends.triton.fuse import EXACT_PATTERNS, fuse
+from graphrt.backends.triton.kernel_cache import keep_private
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
@@ -48,6 +49,8 @@ class TritonBackend(Backend):
         self.config = config
         self.target = target or device.target()
         self.capture = capture and not device.interpreting()
+        if self.target.is_here and not device.interpreting():
+            keep_private()
 
     @property
     def logits_nmse(self) -> float:

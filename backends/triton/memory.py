@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from graphrt.backend import Buffer, Bytes, Usage
+from graphrt.backend import Buffer, Bytes, Comparison, Usage
+from graphrt.bounds import span
 from graphrt.errors import MemoryPlanError
 from graphrt.tensor import Tensor
 
@@ -96,8 +97,39 @@ class TritonBuffer(Buffer):
 
         return wait
 
+    def comparison(self, offset: int, expected: Bytes) -> Comparison:
+        if not self.memory.is_cuda:
+            return super().comparison(offset, expected)
+        return DeviceComparison(self, offset, expected)
+
     def write(self, offset: int, data: Bytes) -> None:
         upload(data, self.memory[offset : offset + data.size])
+
+
+class DeviceComparison(Comparison):
+    """Compares on the device and keeps there how often bytes differed, and the last that did: no look waits."""
+
+    def __init__(self, buffer: TritonBuffer, offset: int, expected: Bytes) -> None:
+        super().__init__(buffer, offset, expected)
+        width = next(w for w in (torch.int64, torch.int32, torch.int16, torch.uint8) if _fits(w, offset, expected.size))
+        self._memory = buffer.memory[offset : offset + expected.size].view(width)
+        self._right = torch.from_numpy(expected.copy()).to(self._memory.device).view(width)
+        self._wrong = self._right.clone()
+        self._count = torch.zeros((), dtype=torch.int64, device=self._memory.device)
+
+    def look(self) -> None:
+        differs = (self._memory != self._right).any()
+        self._count += differs
+        torch.where(differs, self._memory, self._wrong, out=self._wrong)
+
+    def found(self) -> tuple[int, Bytes]:
+        differing = int(self._count)
+        self._count.zero_()
+        return differing, self._wrong.view(torch.uint8).cpu().numpy() if differing else self._expected
+
+
+def _fits(kind: torch.dtype, offset: int, nbytes: int) -> bool:
+    return offset % kind.itemsize == 0 and nbytes % kind.itemsize == 0
 
 
 def allocate(nbytes: int, usage: Usage, device: str) -> TritonBuffer:
@@ -136,4 +168,5 @@ def elements(buffer: Buffer, offset: int, t: Tensor, kind: torch.dtype) -> torch
     """The memory of `t` from `offset` on as a flat torch tensor of `kind`, up to its last whole element."""
     assert isinstance(buffer, TritonBuffer)
     size = kind.itemsize
-    return buffer.memory[offset : offset + -(-t.nbytes // size) * size].view(kind)
+    start, stop = span(t, offset, buffer.nbytes)
+    return buffer.memory[start : start + -(-(stop - start) // size) * size].view(kind)

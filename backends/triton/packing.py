@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import gguf
 import torch
 
-from graphrt.backend import Buffer, Bytes, Usage
+from graphrt.backend import Buffer, Bytes, Comparison, Usage
 from graphrt.backends.triton.memory import TritonBuffer, empty, upload
 from graphrt.dtypes import dtype
 
@@ -425,6 +425,9 @@ class PackedBuffer(TritonBuffer):
 
     def read_later(self, offset: int, nbytes: int) -> Callable[[], Bytes]:
         return Buffer.read_later(self, offset, nbytes)
+
+    def comparison(self, offset: int, expected: Bytes) -> Comparison:
+        return Buffer.comparison(self, offset, expected)
 
     def write(self, offset: int, data: Bytes) -> None:
         """Whole rows at their place. Part of a row keeps the rest of it."""

@@ -6,9 +6,6 @@ A family overrides the small methods in which it differs. Node names are llama.c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from graphrt import ops
 from graphrt.errors import ArchError
 from graphrt.graph import Graph
@@ -16,22 +13,9 @@ from graphrt.models.arch.layout import Loader
 from graphrt.models.arch.transformer import Transformer, heads_view, linear
 from graphrt.models.cache import KVCache, LayerCache
 from graphrt.models.hparams import HParams, Keys
+from graphrt.models.step import StepInputs
 from graphrt.ops import SampleParams
 from graphrt.tensor import Tensor, new_input
-
-
-@dataclass(frozen=True)
-class Step:
-    """The inputs of one graph. tokens, positions: i32 [n_tokens], those of a sequence side by side, equally many of
-    each; rows: i32 [n_outputs], the tokens whose logits are wanted; cells: i64 [n, n_seq] and mask: f16 [cells, n, 1,
-    n_seq] by the kind of cache, n = n_tokens / n_seq; n_ctx: the most tokens that a sequence may have."""
-
-    tokens: Tensor
-    positions: Tensor
-    rows: Tensor
-    cells: Mapping[str, Tensor]
-    masks: Mapping[str, Tensor]
-    n_ctx: int
 
 
 class Decoder(Transformer):
@@ -57,45 +41,38 @@ class Decoder(Transformer):
         self.output = output.weight if output is not None else self.token_embd  # tied
         self.output_bias = bias
 
-    def graph(self, n_tokens: int, n_outputs: int, cache: KVCache) -> Graph:
-        """The graph of one step. Inputs: inp_tokens, inp_pos, inp_out_ids, attn_inp_k_idxs and attn_inp_kq_cells (with
-        _swa for windows). Output: result_output, f32 [n_vocab, n_outputs]."""
-        tokens = new_input("i32", n_tokens, name="inp_tokens")
-        return Graph(self.result(self.inputs(tokens, n_outputs, cache), cache))
+    def inputs(self, n: int, n_outputs: int, cache: KVCache) -> StepInputs:
+        """New inputs of a step that reads n tokens of each sequence and gives the logits of n_outputs of them."""
+        tokens = new_input("i32", n * cache.n_seq, name="inp_tokens")
+        return StepInputs.of(cache, tokens, n_outputs, self.hp.max_alibi_bias > 0)
 
-    def chained_graph(self, token: Tensor, cache: KVCache, sampling: SampleParams | None = None) -> Graph:
-        """The graph of one step that reads its tokens, one a sequence, from `token`, a leaf i32 [n_seq] with a buffer,
-        and writes the next ones there, the likeliest or, with `sampling`, drawn ones: the next step can be queued
-        before the host knows them. The other inputs are graph()'s, and inp_uniform, f64 [n_seq], to draw by."""
-        logits = self.result(self.inputs(token, cache.n_seq, cache), cache)
+    def graph(self, n: int, n_outputs: int, cache: KVCache) -> Graph:
+        """The graph of such a step. Output: result_output, f32 [n_vocab, n_outputs]."""
+        return Graph(self.result(self.inputs(n, n_outputs, cache)))
+
+    def chained(self, tokens: Tensor, cache: KVCache, sampling: SampleParams | None = None) -> tuple[StepInputs, Graph]:
+        """A step that reads its tokens, one a sequence, from `tokens`, a leaf i32 [n_seq] with a buffer, and writes the
+        next ones there, the likeliest or, with `sampling`, drawn ones: the next step can be queued before the host
+        knows them."""
+        alibi, draws = self.hp.max_alibi_bias > 0, sampling is not None
+        inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws)
+        logits = self.result(inputs)
         if sampling is None:
             chosen = ops.argmax(logits)
         else:
-            chosen = ops.sample(logits, new_input("f64", cache.n_seq, name="inp_uniform"), sampling)
-        return Graph(ops.cpy(chosen, token, name="next_token"))
+            assert inputs.uniform is not None
+            chosen = ops.sample(logits, inputs.uniform, sampling)
+        return inputs, Graph(ops.cpy(chosen, tokens, name="next_token"))
 
-    def inputs(self, tokens: Tensor, n_outputs: int, cache: KVCache) -> Step:
-        cells, masks = {}, {}
-        n_tokens, alibi = tokens.ne[0], self.hp.max_alibi_bias > 0
-        n = n_tokens // cache.n_seq
-        positions = new_input("i32", n_tokens, name="inp_pos")
-        by_sequence = positions if cache.n_seq == 1 else ops.reshape(positions, n, cache.n_seq)
-        for kind, ring in cache.rings.items():
-            suffix = "_swa" if kind == "swa" else ""
-            cells[kind] = new_input("i64", n, cache.n_seq, name=f"attn_inp_k_idxs{suffix}")
-            held = new_input("i32", ring.size, cache.n_seq, name=f"attn_inp_kq_cells{suffix}")
-            masks[kind] = ops.kq_mask(held, by_sequence, ring.window, alibi, name=f"attn_inp_kq_mask{suffix}")
-        return Step(tokens, positions, new_input("i32", n_outputs, name="inp_out_ids"), cells, masks, cache.n_ctx)
-
-    def result(self, step: Step, cache: KVCache) -> Tensor:
+    def result(self, step: StepInputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""
         x = self.embed(step.tokens, step.positions)
         for il in range(self.hp.n_layer):
-            x = self.layer(il, x, step, cache.layers[il])
+            x = self.layer(il, x, step, step.cache.layers[il])
         x = self.normed(x, self.output_norm, "result_norm")
         return self.logits(x)
 
-    def layer(self, il: int, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    def layer(self, il: int, x: Tensor, step: StepInputs, cache: LayerCache) -> Tensor:
         w = self.layers[il]
         before = self.normed(x, w.attn_norm, f"attn_norm-{il}")
         attn = self.attention(il, self.attention_source(il, x, before), step, cache)
@@ -117,7 +94,7 @@ class Decoder(Transformer):
     def after_feed_forward(self, il: int, x: Tensor) -> Tensor:
         return x
 
-    def attention(self, il: int, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    def attention(self, il: int, x: Tensor, step: StepInputs, cache: LayerCache) -> Tensor:
         """[n_embd, n_tokens] to the same; writes the tokens into the cache."""
         w = self.layers[il].attention
         assert w is not None
@@ -128,7 +105,7 @@ class Decoder(Transformer):
         merged = self.attend(il, q, k, v, step, cache)
         return linear(w.out, merged, f"attn_out-{il}")
 
-    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, step: StepInputs, cache: LayerCache) -> Tensor:
         """Attention over the cache, after k and v are written there, v unless it lies in k: [d_v * heads, n_tokens]."""
         hp = self.hp
         n_head_kv, n_seq, cells = hp.n_head_kv[il], cache.k.ne[2], step.cells[cache.kind]

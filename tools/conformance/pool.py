@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from graphrt.errors import BackendError
 from graphrt.op import registered_ops
@@ -52,12 +52,29 @@ class Gone(Exception):
         self.timed_out = timed_out
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of a process `python -m ...` that is to import from where this one does: from the working
+    directory, which may be full of a stranger's files, only if that is so here."""
+    here = any(place in ("", os.path.abspath("")) for place in sys.path)
+    return {**os.environ, **({} if here else {"PYTHONSAFEPATH": "1"})}
+
+
+def _scratch_file() -> IO[bytes]:
+    """A file without a name; in memory where the system's temporary folder can't be written."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        if not hasattr(os, "memfd_create"):  # beside Linux there is no other place
+            raise
+        return open(os.memfd_create("graphrt-worker"), "w+b")
+
+
 class Worker:
     """One process. Raises BackendError when the backend can't be had there."""
 
     def __init__(self, settings: Settings) -> None:
-        env = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", **os.environ}
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the worker)
+        env = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", **child_environment()}
+        self.errors = _scratch_file()
         command = [sys.executable, "-m", "graphrt.tools.conformance.worker", settings.to_json()]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=self.errors, env=env)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from graphrt.backend import Backend
 from graphrt.execute import host_type
+from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
-from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.patterns import describe
 from graphrt.testing import Case, Inputs, dequantize, nmse
@@ -24,11 +24,11 @@ from graphrt.tools.conformance.share_cases import StepCase
 from graphrt.tools.conformance.step import run_inputs
 
 Bytes = npt.NDArray[np.uint8]
-#: Runs that are queued before the first result is looked at, fewer where results are large: they wait in host memory.
-QUEUED, QUEUED_BYTES = 64, 16 * 2**20
+#: Runs that are queued, each with the comparison of its result, before the first is waited for.
+QUEUED = 64
 #: Every so many runs the result's memory is poisoned before, so that what a run leaves out shows.
 POISONED = 8
-PROMPT, TOKENS = 40, 32
+PROMPT, TOKENS = 40, 64
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,18 @@ class Runs:
         self.first: Bytes = self.buffer.read(self.offset, self.nbytes)
         # What writes into a source leaves the rest of it alone: that can't be poisoned.
         own = inputs.result.root is inputs.result
+        self.comparison = self.buffer.comparison(self.offset, self.first)
         self.poison = np.full(self.nbytes, 0xFF, np.uint8) if own else None
 
     def __call__(self, seconds: float) -> tuple[int, int, str]:
         end = time.monotonic() + seconds
         runs, differing, message = 0, 0, ""
         while runs == 0 or time.monotonic() < end:
-            for result in self._queued():
-                runs += 1
-                if not np.array_equal(result, self.first):
-                    differing += 1
-                    message = message or self._described(result)
+            runs += self._queue(end)
+            wrong, last = self.comparison.found()
+            if wrong:
+                differing += wrong
+                message = message or self._described(last)
         message = message or self.wrong
         message = message or "".join(uncalled(self.inputs, self.backend.redone(self.guarded.program)))
         return runs, max(differing, int(bool(message))), message
@@ -93,15 +94,16 @@ class Runs:
     def digest(self) -> str:
         return hashlib.sha256(self.first.tobytes()).hexdigest()[:16]
 
-    def _queued(self) -> list[Bytes]:
-        """The results of several runs, none of which was waited for before the last was queued."""
-        later = []
-        for i in range(max(2, min(QUEUED, QUEUED_BYTES // max(1, self.nbytes)))):
+    def _queue(self, end: float) -> int:
+        """Queues runs, each result compared in its turn, until there are enough or the time is over. How many."""
+        for i in range(QUEUED):
             if self.poison is not None and i % POISONED == 0:
                 self.buffer.write(self.offset, self.poison)
             self.guarded.program()
-            later.append(self.buffer.read_later(self.offset, self.nbytes))
-        return [read() for read in later]
+            self.comparison.look()
+            if i > 0 and time.monotonic() >= end:
+                break
+        return i + 1
 
     def _described(self, result: Bytes) -> str:
         """Where a result differs from the first run's, by how much, and how far either is from float64's."""

@@ -21,7 +21,7 @@ from typing import Any
 from graphrt.errors import BackendError, GraphError
 from graphrt.testing import Case
 from graphrt.tools.common import printable
-from graphrt.tools.conformance.pool import run_threads
+from graphrt.tools.conformance.pool import child_environment, run_threads
 from graphrt.tools.conformance.share_cases import share_cases
 from graphrt.tools.conformance.sources import Source, pick, source_of
 
@@ -33,9 +33,11 @@ PATIENCE = 300.0
 
 @dataclass
 class Tally:
-    """A case's sum over all processes. digests: of each process's first run; they should be one."""
+    """A case's sum over all processes. short_lived: the runs of processes that came and went meanwhile; digests: of
+    each process's first run, which should be one."""
 
     runs: int = 0
+    short_lived: int = 0
     differing: int = 0
     processes: int = 0
     refused: str = ""
@@ -89,10 +91,13 @@ class Sharing:
         with self._lock:
             self.started += 1
             first = place * 7 + self.started
+            runs = {case: tally.runs for case, tally in self.tallies.items()}
         whole_round = place % 2 == 0  # so that no case is left out, however short the time
-        settings = json.dumps({**self.settings, "seconds": seconds, "first": first, "whole_round": whole_round})
+        mine = {"seconds": seconds, "first": first, "runs": runs, "whole_round": whole_round}
+        settings = json.dumps(self.settings | mine)
         command = [sys.executable, "-m", "graphrt.tools.conformance.share_worker", settings]
-        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, env=child_environment())
         self._running.add(process)
         try:
             said, errors = process.communicate(timeout=seconds + PATIENCE)
@@ -102,12 +107,12 @@ class Sharing:
             self.problems.append(f"a process hung: no end {PATIENCE:.0f} s after its time")
         finally:
             self._running.discard(process)
-        self._add([json.loads(line) for line in said.splitlines() if line.endswith("}")])
+        self._add([json.loads(line) for line in said.splitlines() if line.endswith("}")], short=not whole_round)
         if process.returncode != 0 and not self._stop.is_set() and not self.problems:
             last = errors.strip().splitlines()[-1:] or [""]
             self.problems.append(f"a process ended with exit code {process.returncode}: {last[0][:300]}")
 
-    def _add(self, answers: list[dict[str, Any]]) -> None:
+    def _add(self, answers: list[dict[str, Any]], short: bool) -> None:
         with self._lock:
             mine = set()
             for answer in answers:
@@ -116,6 +121,7 @@ class Sharing:
                     continue
                 tally = self.tallies.setdefault(answer["case"], Tally())
                 tally.runs += answer["runs"]
+                tally.short_lived += answer["runs"] if short else 0
                 tally.differing += answer["differing"]
                 tally.refused = answer["refused"]
                 tally.messages += [answer["message"]] if answer["message"] else []
@@ -163,8 +169,10 @@ def _lines(sharing: Sharing, args: argparse.Namespace) -> Iterator[str]:
         if t.told():
             yield f"\nDIFFERS: {case}\n  {printable(t.told()[0])}"
     yield from (f"\nPROBLEM: {printable(problem)}" for problem in sharing.problems)
-    runs, differing = (sum(getattr(t, name) for t in sharing.tallies.values()) for name in ("runs", "differing"))
-    yield f"\n{differing:,} of {runs:,} runs differ"
+    runs, short, differing = (
+        sum(getattr(t, name) for t in sharing.tallies.values()) for name in ("runs", "short_lived", "differing")
+    )
+    yield f"\n{differing:,} of {runs:,} runs differ ({short:,} of them in processes that came and went)"
 
 
 def _json(sharing: Sharing) -> str:

@@ -4,6 +4,7 @@ of JSON each time. Started as `python -m graphrt.tools.conformance.share_worker 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -35,21 +36,25 @@ def main() -> None:
         answer({"error": str(error)})
         return
     made: dict[int, Runs | Steps | str] = {}
-    turn = int(settings["first"])
-    turns = len(cases) if settings["whole_round"] else 1
-    while time.monotonic() < end or turn - int(settings["first"]) < turns:
-        i = turn % len(cases)
-        turn += 1
+    needed = set(range(len(cases)) if settings["whole_round"] else ())
+    turn = min(TURN, settings["seconds"] / max(1, len(needed)))
+    # The case that has run least is next, so that a slow kernel runs as often as a fast one.
+    runs = [settings["runs"].get(str(case), 0) for case in cases]
+    while time.monotonic() < end or needed:
+        i = min(needed or range(len(cases)), key=lambda i: (runs[i], (i - settings["first"]) % len(cases)))
+        needed.discard(i)
         if i not in made:
             made[i] = repeat(cases[i], backend, settings["seed"], judged=settings["whole_round"])
         work = made[i]
         if isinstance(work, str):
             answer(Repeated(str(cases[i]), refused=work).to_json())
-            if len(made) == len(cases) and all(isinstance(w, str) for w in made.values()):
+            runs[i] = math.inf
+            if all(of == math.inf for of in runs):
                 return
         else:
-            found = work(min(TURN, settings["seconds"] / turns))
+            found = work(turn)
             answer(Repeated(str(cases[i]), *found, digest=work.digest).to_json())
+            runs[i] += found[0]
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import struct
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,12 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
+from graphrt import private_files
 from graphrt.backends.cpu.fast.ir import Fn, Host
 from graphrt.env import KERNEL_CACHE
+
+_DIGEST_BYTES = 32  # SHA-256 of the code that follows it in a file
+_MOST_BYTES = 16 << 20  # of a file: the largest kernel has 31 KB
 
 #: Machine code stays loaded as long as its engine lives.
 _engines: list[Any] = []
@@ -41,14 +43,18 @@ def _target_machine() -> Any:
 
 
 def cache_dir() -> Path | None:
-    """Where machine code is kept. GRAPHRT_KERNEL_CACHE names another folder; "0" keeps nothing on disk."""
+    """Where machine code is kept: a folder that nobody else can write, made where it is missing, or None.
+
+    GRAPHRT_KERNEL_CACHE names another folder than the user's cache; "0" keeps nothing on disk.
+    """
     asked = KERNEL_CACHE.get()
-    if asked == "0":
-        return None
-    if asked:
-        return Path(asked)
-    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "graphrt" / "kernels"
+    return None if asked == "0" else private_files.cache_folder(asked, "kernels")
+
+
+@functools.cache
+def _sweep(folder: Path) -> None:
+    """Deletes leftovers, once for a process."""
+    private_files.sweep(folder)
 
 
 @functools.cache
@@ -63,23 +69,32 @@ def _fingerprint() -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """The machine code stored at `path`, or None when it is absent or damaged."""
+    """The machine code stored at `path`, or None when it is absent, damaged or can be another user's."""
     try:
-        data = path.read_bytes()
-    except OSError:
+        data = private_files.read(path, _MOST_BYTES)
+    except FileNotFoundError:
         return None
-    code = data[32:]
-    return code if hashlib.sha256(code).digest() == data[:32] else None
+    except OSError as error:
+        _say_unused(path.parent, private_files.reason(error))
+        return None
+    code = data[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() != data[:_DIGEST_BYTES]:
+        _say_unused(path.parent, f"{path} is damaged: its checksum is another")
+        return None
+    return code
+
+
+def _say_unused(folder: Path, reason: str) -> None:
+    """One sentence for a folder, however many of its files are bad."""
+    private_files.say_once(
+        f"kernels in {folder}",
+        f"kept machine code must be whole and yours alone: {reason}; it is compiled again, as are others like it",
+    )
 
 
 def _write(path: Path, code: bytes) -> None:
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-            f.write(hashlib.sha256(code).digest() + code)
-        os.replace(f.name, path)
-    except OSError:
-        return  # a read-only home only costs compiling again
+    with contextlib.suppress(OSError):  # a read-only home only costs compiling again
+        private_files.write(path, hashlib.sha256(code).digest() + code)
 
 
 def compile_ir(text: str) -> bytes:
@@ -95,6 +110,8 @@ def compile_ir(text: str) -> bytes:
 def load(name: str, make_ir: Callable[[], str]) -> int:
     """The address of function `name`: from the cache on disk, else compiled from `make_ir()`."""
     folder = cache_dir()
+    if folder:
+        _sweep(folder)
     key = hashlib.sha256(_fingerprint() + name.encode()).hexdigest()[:24]
     path = folder / f"{name}-{key}.o" if folder else None
     code = _read(path) if path else None

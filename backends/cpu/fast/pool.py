@@ -11,11 +11,12 @@ The team comes from torch's OpenMP library, not from a second one, whose spinnin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,24 @@ _SPINS = 4000
 _NEEDED = ("GOMP_parallel", "omp_get_max_threads")
 
 
-@functools.cache
-def _openmp() -> Any | None:
-    """The OpenMP library that torch uses (GNU's, or LLVM's and Intel's with its GNU entry points), or None."""
-    paths: list[str] = []
+def _openmp_paths() -> Iterator[str]:
+    """Where it may lie: with torch, else where the system keeps libraries."""
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
         folder = Path(torch.origin).parent / "lib"
-        paths += [str(p) for pattern in ("libgomp*", "libiomp5*", "libomp*") for p in sorted(folder.glob(pattern))]
-    found = (ctypes.util.find_library(name) for name in ("gomp", "iomp5", "omp"))
-    for path in [*paths, *(f for f in found if f)]:
+        for pattern in ("libgomp*", "libiomp5*", "libomp*"):
+            yield from map(str, sorted(folder.glob(pattern)))
+    for name in ("gomp", "iomp5", "omp"):
+        with contextlib.suppress(OSError):  # it may ask a compiler, which needs a temporary folder
+            found = ctypes.util.find_library(name)
+            if found:
+                yield found
+
+
+@functools.cache
+def _openmp() -> Any | None:
+    """The OpenMP library that torch uses (GNU's, or LLVM's and Intel's with its GNU entry points), or None."""
+    for path in _openmp_paths():
         try:
             library = ctypes.CDLL(path)
         except OSError:

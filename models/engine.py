@@ -1,0 +1,246 @@
+"""Engine: sequences that a model reads and writes. A step reads tokens of any of them, as many of each as wanted."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.backend import Backend, Usage
+from graphrt.errors import SessionError
+from graphrt.execute import Executable, prepare
+from graphrt.graph import Graph
+from graphrt.models.arch.skeleton import Decoder
+from graphrt.models.cache import KVCache
+from graphrt.models.hparam_limits import default_ctx
+from graphrt.models.hparams import HParams
+from graphrt.models.placement import for_cache
+from graphrt.models.recent import Recent
+from graphrt.models.sampling import Uniforms
+from graphrt.models.step import Logits, PreparedStep
+from graphrt.ops import SampleParams
+from graphrt.tensor import new_tensor
+
+Ids = npt.NDArray[np.int32]
+
+#: Prepared steps that an engine keeps: one for each number of tokens it has lately been given.
+MAX_PREPARED = 8
+#: And of those that choose the next tokens by themselves: one for each way to choose.
+MAX_CHAINED = 2
+#: Steps that are queued on a device beyond the tokens that the host waits for.
+MAX_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096;
+    n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types."""
+
+    n_ctx: int = 0
+    n_batch: int = 512
+    type_k: str = "f16"
+    type_v: str = "f16"
+
+
+def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
+    """(n_ctx, n_batch) as they will be. Raises SessionError for those that can't."""
+    n_ctx = options.n_ctx or default_ctx(hp)
+    if not 1 <= n_ctx <= hp.n_ctx_train:
+        raise SessionError(f"the context (-c) must be 1 to {hp.n_ctx_train}, the model's own limit, got {n_ctx}")
+    if options.n_batch < 1:
+        raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
+    return n_ctx, min(options.n_batch, n_ctx)
+
+
+class Engine:
+    """The state of n_seq sequences. lengths: tokens of each in the cache, int64 [n_seq]; n_batch: the most tokens of a
+    sequence in a step. Raises SessionError for options that can't be, and for n_seq under 1."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backends: Sequence[Backend],
+        options: SessionOptions = SessionOptions(),
+        n_seq: int = 1,
+    ) -> None:
+        if n_seq < 1:
+            raise SessionError(f"there must be at least one sequence, got {n_seq}")
+        hp = decoder.hp
+        self.decoder = decoder
+        self.backends = list(backends)
+        self.n_seq = n_seq
+        self.n_ctx, n_batch = check_options(options, hp)
+        self.n_batch = max(1, n_batch // n_seq)
+        self.home = for_cache(self.backends, options.type_k)
+        types = options.type_k, options.type_v
+        self.cache = KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=n_seq)
+        self.lengths = np.zeros(n_seq, np.int64)
+        self._tokens = new_tensor("i32", n_seq, name="inp_tokens")
+        self._prepared = Recent[tuple[int, int], PreparedStep](MAX_PREPARED)
+        self._chained = Recent[SampleParams | None, PreparedStep](MAX_CHAINED)
+
+    def reset(self) -> None:
+        """Forgets the sequences; what was prepared stays."""
+        self.cache.clear()
+        self.lengths[:] = 0
+
+    def prepared(self, n: int, n_outputs: int) -> PreparedStep:
+        """The step of n tokens of each sequence and so many wanted rows; made on first use."""
+
+        def make() -> PreparedStep:
+            inputs = self.decoder.inputs(n, n_outputs, self.cache)
+            return PreparedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
+
+        return self._prepared.made((n, n_outputs), make)
+
+    def executable(self, n: int, n_outputs: int) -> Executable:
+        """The graph of that step."""
+        return self.prepared(n, n_outputs).exe
+
+    def chained(self, sampling: SampleParams | None = None) -> PreparedStep:
+        """The step that reads a token of each sequence and writes the next ones where the next step reads them: the
+        likeliest, or ones that are drawn. Made on first use."""
+        return self._chained.made(sampling, lambda: self._prepare_chained(sampling))
+
+    def _prepare_chained(self, sampling: SampleParams | None) -> PreparedStep:
+        if self._tokens.buffer is None:
+            self._tokens.buffer = self.home.alloc(self._tokens.nbytes, Usage.STATE)
+        inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling)
+        exe = prepare(graph, self.backends)
+        exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
+        return PreparedStep(inputs, exe)
+
+    def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
+        """Reads tokens of some sequences, by their numbers, and gives the logits after each one's last: f32
+        [sequences, n_vocab], in the order given.
+
+        Raises SessionError when there are none, a sequence is unknown, or tokens are none, unknown, or do not fit the
+        context; then nothing was read.
+        """
+        given = self.checked(tokens)
+        found = np.empty((len(given), self.decoder.hp.n_vocab), np.float32)
+        for start in range(0, max(map(len, given.values())), self.n_batch):
+            part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
+            logits = self.step(part)
+            for i, (seq, ids) in enumerate(given.items()):
+                if seq in part and len(ids) <= start + self.n_batch:
+                    found[i] = logits[list(part).index(seq)]
+        return found
+
+    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+        """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
+        one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
+        try:
+            prepared = self.feed(part, every=every)
+            prepared.exe.run()
+            for seq, ids in part.items():
+                self.lengths[seq] += len(ids)
+        finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted
+            self.cache.forget_from(self.lengths)
+        logits = prepared.logits()
+        return logits if self.n_seq == 1 else logits[list(part)]
+
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PreparedStep:
+        """A step with its inputs filled, ready to run; its tokens don't count as read yet.
+
+        A sequence that has fewer tokens than others, or none, reads tokens 0 beyond its own, in cells to be forgotten.
+        """
+        n = max(map(len, part.values()))
+        ids = np.zeros((self.n_seq, n), np.int32)
+        last = np.zeros(self.n_seq, np.int32)
+        for seq, mine in part.items():
+            ids[seq, : len(mine)] = mine
+            last[seq] = len(mine) - 1
+        rows = np.arange(n, dtype=np.int32) if every else (np.arange(self.n_seq, dtype=np.int32) * n + last)
+        prepared = self.prepared(n, len(rows))
+        prepared.write(self.lengths[:, None] + np.arange(n), ids, rows)
+        return prepared
+
+    def run_ahead(
+        self, tokens: Ids, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
+    ) -> Generator[Ids, None, None]:
+        """Reads a token of each sequence, int32 [n_seq], gives the next ones, reads those, and so on: at most n times,
+        until a context is full. The next ones are the likeliest or, with `sampling`, of an engine of one sequence,
+        drawn, each by a number taken from `uniforms`; what steps queued ahead will need is only looked at.
+
+        Steps are queued ahead of what the caller takes; those it never takes count as not read, so that a caller may
+        stop anywhere. lengths are right whenever tokens are given. Raises SessionError as read() does. !! Logits that
+        are NaN raise nothing where tokens are drawn.
+        """
+        self.checked(dict(enumerate(tokens[:, None])))
+        step = self.chained(sampling)
+        buffer, offset = step.exe.place(self._tokens)
+        step.exe.write(self._tokens, tokens.astype(np.int32))
+        start, given, queued = self.lengths.copy(), 0, 0
+        ahead = min(MAX_AHEAD, self.n_batch)
+        most = min(n, int(self.n_ctx - start.max()))
+        answers: deque[Callable[[], npt.NDArray[np.uint8]]] = deque()
+        try:
+            while given < most:
+                while queued < min(most, given + ahead):
+                    uniform = None if uniforms is None else np.array([uniforms.peek(queued - given)])
+                    step.write((start + queued)[:, None], uniform=uniform)
+                    step.exe.run()
+                    answers.append(buffer.read_later(offset, self._tokens.nbytes))
+                    queued += 1
+                answer = answers.popleft()().view(np.int32)
+                given += 1
+                self.lengths[:] = start + given
+                if uniforms is not None:
+                    uniforms.take()
+                yield answer
+        finally:  # what was queued beyond is forgotten: no later step sees those cells before they are written again
+            self.cache.forget_from(self.lengths)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """run_ahead() gains over read() and a choice by the host: one asynchronous backend runs the whole step."""
+        splits = self.executable(1, self.n_seq).splits
+        return len(splits) == 1 and splits[0].backend.asynchronous
+
+    def draws_ahead(self, sampling: SampleParams) -> bool:
+        """So it does where tokens are drawn: the backend draws too."""
+        return self.runs_ahead and len(self.chained(sampling).exe.splits) == 1
+
+    def fallbacks(self) -> list[str]:
+        """What of a decode step the preferred backend does not run, a sentence for each op, and how often it is cut."""
+        plan = self.executable(1, self.n_seq).schedule
+        reasons = {node.op: refused for node, refused in plan.refusals.items()}
+        counts = Counter(node.op for node in plan.refusals)
+        said = [
+            f"{n} {op} run on {next(a.backend for node, a in plan.assignments.items() if node.op == op)}: "
+            + "; ".join(f"{name} says {reason}" for name, reason in reasons[op].items())
+            for op, n in counts.most_common()
+        ]
+        return [*said, f"a step is cut into {len(plan.splits)} parts with copies between"] if said else []
+
+    def checked(self, tokens: Mapping[int, Sequence[int] | Ids]) -> dict[int, Ids]:
+        """The tokens as arrays. Raises SessionError as read() does."""
+        if not tokens:
+            raise SessionError("tokens of at least one sequence must be given, got none")
+        for seq, ids in tokens.items():
+            if not 0 <= seq < self.n_seq:
+                raise SessionError(f"a sequence must be 0 to {self.n_seq - 1}, got {seq}")
+            self._check(seq, ids)
+        return {seq: np.asarray(ids, np.int32) for seq, ids in tokens.items()}
+
+    def _check(self, seq: int, ids: Sequence[int] | Ids) -> None:
+        past, n_vocab = int(self.lengths[seq]), self.decoder.hp.n_vocab
+        if not len(ids):
+            raise SessionError("a prompt must have at least one token, got none; give some text")
+        if past + len(ids) > self.n_ctx:
+            each = " of each sequence" if self.n_seq > 1 else ""
+            held = f" after {past} that the cache holds" if past else ""
+            longest = self.decoder.hp.n_ctx_train
+            more = (
+                f"or raise it with -c, up to {longest}" if self.n_ctx < longest else "this model can't raise it with -c"
+            )
+            raise SessionError(
+                f"the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; shorten the prompt, {more}"
+            )
+        bad = next((t for t in ids if not 0 <= t < n_vocab), None)
+        if bad is not None:
+            raise SessionError(f"a token id must be 0 to {n_vocab - 1}, got {bad}")

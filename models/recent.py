@@ -1,0 +1,28 @@
+"""Recent: what was made for the keys that were asked for last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Recent(OrderedDict[K, V]):
+    """At most `size` values by their keys; the one that was asked for longest ago goes first. (functools.lru_cache on a
+    method would keep its object alive until the garbage collector looks, and with it what lies on a GPU.)"""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def made(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made now if it isn't there."""
+        if key not in self:
+            self[key] = make()
+            if len(self) > self.size:
+                self.popitem(last=False)
+        self.move_to_end(key)
+        return self[key]

@@ -1,0 +1,100 @@
+"""A decoder's step: the inputs of its graph, which know how they are filled, and the graph that is prepared to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt import ops
+from graphrt.execute import Executable
+from graphrt.models.cache import KVCache
+from graphrt.tensor import Tensor, new_input
+
+Values = npt.NDArray[np.generic]
+Logits = npt.NDArray[np.float32]
+
+#: What the inputs' names of each kind of cells end in, as llama.cpp has it.
+_SUFFIX = {"full": "", "swa": "_swa"}
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of one graph. n is the number of tokens of each sequence, n_tokens = n * n_seq.
+
+    tokens, positions: i32 [n_tokens], those of a sequence side by side; rows: i32 [n_outputs], the tokens whose logits
+    are wanted; cells: i64 [n, n_seq], where the tokens are written, by kind of cells; held: i32 [size, n_seq], the
+    position in each cell; masks: f16 [size, n, 1, n_seq], made of those; uniform: f64 [n_seq], what a token is drawn
+    by, None where the likeliest is taken.
+    """
+
+    cache: KVCache
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    cells: Mapping[str, Tensor]
+    held: Mapping[str, Tensor]
+    masks: Mapping[str, Tensor]
+    uniform: Tensor | None = None
+
+    @classmethod
+    def of(cls, cache: KVCache, tokens: Tensor, n_outputs: int, alibi: bool, *, draws: bool = False) -> StepInputs:
+        """New inputs beside `tokens`. alibi: the masks hold distances; draws: the next tokens are drawn."""
+        cells, held, masks = {}, {}, {}
+        n_seq = cache.n_seq
+        n = tokens.ne[0] // n_seq
+        positions = new_input("i32", n * n_seq, name="inp_pos")
+        by_sequence = positions if n_seq == 1 else ops.reshape(positions, n, n_seq)
+        for kind, of_kind in cache.cells.items():
+            end = _SUFFIX[kind]
+            cells[kind] = new_input("i64", n, n_seq, name=f"attn_inp_k_idxs{end}")
+            held[kind] = new_input("i32", of_kind.size, n_seq, name=f"attn_inp_kq_cells{end}")
+            masks[kind] = ops.kq_mask(held[kind], by_sequence, of_kind.window, alibi, name=f"attn_inp_kq_mask{end}")
+        rows = new_input("i32", n_outputs, name="inp_out_ids")
+        uniform = new_input("f64", n_seq, name="inp_uniform") if draws else None
+        return cls(cache, tokens, positions, rows, cells, held, masks, uniform)
+
+    @property
+    def n_ctx(self) -> int:
+        """The most tokens that a sequence may have."""
+        return self.cache.n_ctx
+
+    def places(self, positions: npt.NDArray[np.int64]) -> dict[str, Values]:
+        """Where the next tokens stand, by the inputs' names: their positions, int64 [n_seq, n], and their cells, which
+        are noted as taken, and what all cells then hold."""
+        values: dict[str, Values] = {self.positions.name: positions}
+        for kind, cells in self.cache.cells.items():
+            values[self.cells[kind].name] = cells.take(positions)
+            values[self.held[kind].name] = cells.positions
+        return values
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step's inputs and the graph that reads them, prepared."""
+
+    inputs: StepInputs
+    exe: Executable
+
+    def write(
+        self,
+        positions: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32] | None = None,
+        rows: npt.NDArray[np.int32] | None = None,
+        uniform: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """Fills the inputs; what is left out stays as it is. positions: int64 [n_seq, n]; tokens: as many; rows: int32
+        [n_outputs]; uniform: float64 [n_seq]."""
+        values = self.inputs.places(positions)
+        for leaf, value in ((self.inputs.tokens, tokens), (self.inputs.rows, rows), (self.inputs.uniform, uniform)):
+            if leaf is not None and value is not None:
+                values[leaf.name] = value
+        self.exe.write_all(values)
+
+    def logits(self) -> Logits:
+        """Those of the latest run: f32 [n_outputs, n_vocab], valid until the next one."""
+        found = self.exe.host_array("result_output")
+        rows = np.asarray(self.exe.read("result_output") if found is None else found, np.float32)
+        return rows.reshape(self.inputs.rows.ne[0], -1)
