@@ -41,9 +41,9 @@ PLAIN = {
     "flash_attn/hopper/softmax.py softmax_step": _WEIGHTS,
     "flash_attn/hopper/softmax.py with_sink": _SINK,
     "flash_attn/hopper/softmax.py together": "row maxima, which are numbers: NaN was left out before",
-    "mul_mat/half_kernels.py _larger": _SIZE,
-    "mul_mat/half_kernels.py round_rows": _SIZE,
-    "mul_mat/half_kernels.py scaling_of": _SIZE,
+    "products/half_kernels.py _larger": _SIZE,
+    "products/half_kernels.py round_rows": _SIZE,
+    "products/half_kernels.py scaling_of": _SIZE,
     "sample.py draw": _WEIGHTS,
     "soft_max.py soft_max_long_rows": _WEIGHTS,
     "soft_max.py soft_max_rows": _WEIGHTS,
@@ -81,12 +81,12 @@ def _named(place: str) -> str:
 
 @cache
 def _functions(name: str) -> list[tuple[str, int, int]]:
-    """Every function of the files of a name: with its file, and its first and last line."""
+    """Every kernel's function of the files of a name: with its file, and its first and last line."""
     return [found for path in sorted(KERNELS.rglob(name)) for found in _of_file(path)]
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, int, int]]:
     for f in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(f, ast.FunctionDef):
+        if isinstance(f, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in f.decorator_list):
             assert f.end_lineno is not None
             yield f"{path.relative_to(KERNELS).as_posix()} {f.name}", f.lineno, f.end_lineno

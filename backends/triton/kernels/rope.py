@@ -20,7 +20,6 @@ from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gd
 from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
-    WRITABLE,
     block_elements,
     store_blocks,
     store_part,
@@ -31,6 +30,7 @@ from graphrt.backends.triton.kernels.quantize import (
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import overlap
 from graphrt.ops.rope import RopeParams, rope_frequencies
+from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
 #: Elements of the table that one program makes, and most elements that one program of a rotation takes.
@@ -203,7 +203,6 @@ def rotate_and_write(
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i) rotates HEADS heads of q; past q_parts of k into row ids[token] of the k cache (SIZE elements
-
     of it where that is quantized); past k_parts more it writes SIZE elements of v into the same row of the v cache.
     q: [D, n_head, n_tokens]; k: [D, n_head_kv, n_tokens]; v: [n_v, n, n_seq]; caches: as quantize.stored() has them.
     SEQUENCES: there are several, with n tokens each, one after the other; ids, v and caches are theirs. p_q_weight,
@@ -364,7 +363,6 @@ def lower_rope_set_rows(
 
 def lower_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """A group of fuse.rope_cache: ROPE of q and of k, SET_ROWS of k and of v; or of fuse.norm_rope_cache: before them
-
     RMS_NORM and MUL of q, then of k."""
     *before, q_out, k_out, k_set, v_set = nodes
     (q, positions, *factors), k = q_out.src, k_out.src[0]

@@ -1,6 +1,6 @@
 """Products of 9 to 64 tokens with packed weights in Gluon, from sm_80 on: weights go from memory to mma.sync in order.
 
-out[t, r] = sum over k of x[t, k] W[r, k], as gemm.py's `gemm_packed`, with the same rounding: weights become f16 once
+out[t, r] = sum over k of x[t, k] W[r, k], as portable.py's `gemm_packed` and rounded as there: weights become f16 once
 from scale * code - min, sums are f32. A matrix unit's first operand are 16 rows of weights, its second 8 tokens; lane
 4g + c holds of both four elements of k a step, and which those are is free as long as both hold the same. Here lane c
 has a whole group of 32 (packing.py) of each 128 elements of k: 16 bytes of 4-bit codes are its operands of 8 steps,
@@ -21,8 +21,20 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits, pairs_of_supers
-from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
+from graphrt.backends.triton.kernels.kinds import (
+    code_bits,
+    code_offset,
+    has_codebook,
+    has_f16_scales,
+    has_plain_nibbles,
+    has_supers,
+    high_bits,
+    is_e2m1,
+    is_signed,
+    pairs_of_supers,
+    scale_form,
+)
+from graphrt.backends.triton.kernels.products.gemm_small.layouts import (
     high_layout,
     mma_layout,
     pieces_copy,
@@ -35,13 +47,10 @@ from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
     words_layout,
     x_layout,
 )
-from graphrt.backends.triton.kernels.mul_mat.gemm import (
+from graphrt.backends.triton.kernels.products.gemm_small.portable import (
     _codebook_asm,
     _mode_of,
     _unpack_asm,
-    has_f16_scales,
-    is_signed,
-    shifted_of,
 )
 
 # --- shared memory and copies ---
@@ -121,7 +130,6 @@ def rows_in_plane(p, p_up, offset, row, left, PAIR: gl.constexpr):
 @gluon.jit
 def matrix_row(row, PAIR: gl.constexpr):
     """The row of its matrix that a row of a tile is, from the tile's first one on: with PAIR of 16 rows the first eight
-
     are a gate's and the others its up's, which thus are in the same lanes."""
     if PAIR:
         return row // 16 * 8 + row % 8
@@ -135,7 +143,6 @@ def copy_codes(
     KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, PAIR: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a step's quants and high into buffer `slot`. What is past q_end (in 128 elements of k), or
-
     unless EVEN past a row's n_groups, becomes 0."""
     W: gl.constexpr = gl.num_warps()
     E: gl.constexpr = code_bits(KIND)
@@ -215,26 +222,26 @@ def low_byte(word):
 def scales_of(scales, supers, KIND: gl.constexpr):
     """(scale, add) of a group's first half, then of its second, of its integer in the plane of scales and its super.
 
-    f16 for types with f16 scales and mxfp4, else f32.
+    f16 for types with f16 scales or e2m1 codes, else f32.
     """
-    if KIND == "q4_1" or KIND == "q5_1":
+    if scale_form(KIND) == "f16_min":
         d = f16_low(scales)
         m = f16_low(scales >> 16)
         return d, m, d, m
     elif has_f16_scales(KIND):
         d = f16_low(scales)
         return d, d, d, d
-    elif KIND == "mxfp4":
+    elif scale_form(KIND) == "e8m0":
         e = (scales.to(gl.int32) & 0xFF) + E2M1_SHIFT
         s = (gl.minimum(e, 255) << 23).to(gl.float32, bitcast=True).to(gl.float16)
         return s, s, s, s
-    elif KIND == "iq4_xs":
+    elif scale_form(KIND) == "i8":
         s = scales.to(gl.float32) * f16_low(supers).to(gl.float32)
         return s, s, s, s
     else:
         scales = scales.to(gl.int32)
         d = f16_low(supers).to(gl.float32)
-        if KIND == "q6_K":
+        if scale_form(KIND) == "i8_halves":
             s0 = d * low_byte(scales)
             s1 = d * low_byte(scales >> 8)
             return s0, s0 * -BIAS - s0 * code_offset(KIND), s1, s1 * -BIAS - s1 * code_offset(KIND)
@@ -259,7 +266,7 @@ def _scaled_asm():
     return "{\n" + "\n".join([*lines, "mov.b32 {$0, $1}, t0;", "mov.b32 {$2, $3}, t1;"]) + "\n}"
 
 
-#: mxfp4's codes are looked up as values times 2^-3 and its scales are multiplied by 2^3: products from f16's smallest
+#: Codes of e2m1 are looked up as values times 2^-3 and their scales are multiplied by 2^3: products from f16's smallest
 #: numbers up to 24576 then come from factors that f16 holds.
 E2M1_SHIFT = gl.constexpr(3)
 
@@ -267,7 +274,6 @@ E2M1_SHIFT = gl.constexpr(3)
 @gluon.constexpr_function
 def _e2m1_asm():
     """PTX: the high bytes (the low ones are 0) of 2^-3 times e2m1's values as f16, for a word's nibbles: $0 of the low
-
     ones, $1 of the high ones. $2: the word. prmt picks sizes by three bits of a nibble; with the fourth bit it repeats
     the sign of the byte it picks, which is how signs come out of 0x80.
     """
@@ -302,7 +308,7 @@ def _high_bytes_asm():
 
 @gluon.constexpr_function
 def _weights_asm(KIND, SHIFTED):
-    if KIND == "mxfp4":
+    if is_e2m1(KIND):
         return _high_bytes_asm()
     if _mode_of(KIND) == "s":
         return _scaled_asm()
@@ -317,7 +323,7 @@ def f16_weights(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr):
     """
     WK: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = codes.shape[1]
-    F: gl.constexpr = "h" if has_f16_scales(KIND) or KIND == "mxfp4" else "f"
+    F: gl.constexpr = "h" if has_f16_scales(KIND) or is_e2m1(KIND) else "f"
     codes, scale = gl.broadcast(codes, gl.expand_dims(scale, 3))
     codes, add = gl.broadcast(codes, gl.expand_dims(add, 3))
     b0, b1, b2, b3 = gl.inline_asm_elementwise(
@@ -346,7 +352,7 @@ def load_x(ring, i, TOKENS: gl.constexpr, WK: gl.constexpr, WR: gl.constexpr):
 @gluon.constexpr_function
 def keeps_shift(KIND):
     """Codes of second halves stay in the bytes' high nibbles: what makes them f16 there costs the same."""
-    return shifted_of(KIND) and has_f16_scales(KIND)
+    return has_plain_nibbles(KIND) and has_f16_scales(KIND)
 
 
 @gluon.jit
@@ -365,8 +371,8 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
         low, top = gl.split(gl.permute(gl.reshape(words, [WK, ROWS, 4, 2, 4]), (0, 1, 2, 4, 3)))
         low = gl.convert_layout(low, L, assert_trivial=True)
         top = gl.convert_layout(top, L, assert_trivial=True)
-    elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
-        asm: gl.constexpr = _e2m1_asm() if KIND == "mxfp4" else _codebook_asm(KIND)
+    elif has_codebook(KIND):
+        asm: gl.constexpr = _e2m1_asm() if is_e2m1(KIND) else _codebook_asm(KIND)
         low, top = gl.inline_asm_elementwise(asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     else:
         low = words & 0x0F0F0F0F
@@ -505,7 +511,6 @@ def write(
 @gluon.jit
 def matrix_of(tile, matrices, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, PAIR: gl.constexpr):
     """(the number of a tile in its matrix, this one's planes, those of its up, out, bias, m). matrices: of each of
-
     three (planes, out, bias, m); with PAIR the first's up is the second."""
     planes, p_out, p_bias, m = matrices[0]
     planes_up = planes
@@ -549,7 +554,6 @@ def batch_mma(
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """x: f16 [n, k], k a multiple of 128 (256 where the type has supers); out: f32 [n, m] of each of SEGMENTS matrices
-
     of one type. Planes: as copy_weights has them, 16-byte aligned (supers 4).
 
     GLU: its kind: matrices 0 and 1 are a gate and an up, and out0 gets activation(gate) * up; else "". SPLIT: k is in

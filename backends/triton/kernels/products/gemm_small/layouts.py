@@ -1,4 +1,4 @@
-"""Layouts of registers and shared memory of batch_mma.py: plain Python, run when a kernel is compiled.
+"""Layouts of registers and shared memory of mma.py: plain Python, run when a kernel is compiled.
 
 Axes: WK warps along k, rows of weights, tokens; of each 128 elements of k 4 groups of 32, one a lane of four.
 """
@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.kernels.common.gluon_layouts import log2
+from graphrt.backends.triton.kernels.kinds import scale_bytes
 
 
 @gluon.constexpr_function
@@ -21,12 +22,6 @@ def bit(axis, i, rank):
 def bits(axis, first, last, rank):
     """The bases of bits first .. last - 1 of an axis."""
     return [bit(axis, i, rank) for i in range(first, last)]
-
-
-@gluon.constexpr_function
-def scale_bytes(KIND):
-    """Bytes that a group has in the plane of scales."""
-    return 1 if KIND in ("iq4_xs", "mxfp4") else 4 if KIND in ("q4_1", "q5_1") else 2
 
 
 @gluon.constexpr_function
@@ -87,7 +82,6 @@ def pieces_shared(WK, N, E, V):
 @gluon.constexpr_function
 def spread(order, V, SHAPE, WARPS):
     """A layout over all threads: of the bits in that order V elements to registers, then lanes, then warps, then more
-
     registers; where there are too few, threads hold the same."""
     order = [list(b) for b in order]
     v = log2(V)

@@ -27,11 +27,21 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
-from graphrt.backends.triton.kernels.mul_mat.activations import (
+from graphrt.backends.triton.kernels.kinds import (
+    code_bits,
+    code_offset,
+    codebook_shift,
+    codebook_word,
+    has_codebook,
+    has_min,
+    has_supers,
+    high_bits,
+    scale_form,
+)
+from graphrt.backends.triton.kernels.products.activations import (
     FINER,
     GLU_KINDS,
-    Activations,
+    Q8Rows,
     Rows,
     finer,
     magnitude,
@@ -77,9 +87,9 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
         zero = 0
     four = tl.arange(0, 4)[None, None, None, None, :]
     two = tl.arange(0, 2)[None, None, None, None, :]
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         p = (p_quants + first * 8) + at[:, :, :, :, None] * 8 + (step[:, :, :, :, None] * 8 + four)
-    elif KIND == "q2_K" or KIND == "q3_K":
+    elif code_bits(KIND) == 2:
         p = (p_quants + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
     else:
         p = (p_quants + first * 4) + at[:, :, :, :, None] * 4 + (step[:, :, :, :, None] * 4 + four)
@@ -91,9 +101,9 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
         p_super = (p_supers + first // 8) + (row * (NG // 8) + g // 8) + step // 8
         supers = tl.load(p_super, mask=m, other=zero, eviction_policy="evict_first")
     high = scales
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         high = tl.load(p + 4, mask=m_words, eviction_policy="evict_first")
-    elif KIND == "q6_K":
+    elif high_bits(KIND) == 2:
         p_pair = (p_high + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
         high = tl.load(p_pair, mask=m_words, eviction_policy="evict_first")
     elif high_bits(KIND) != 0:
@@ -104,7 +114,7 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
 @triton.jit
 def _x_tile(p_q, p_d, p_s, token, n, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
             SUMS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """A tile of n rows of Activations as _round_groups has it, all [G, W, 1, U, N]. token: which of the rows.
+    """A tile of n rows of Q8Rows as _round_groups has it, all [G, W, 1, U, N]. token: which of the rows.
 
     Past a row's last group d and the sums are 0.
     """
@@ -193,15 +203,9 @@ def _permuted(a, b, selector):
 
 
 @triton.constexpr_function
-def added_to_codes(KIND):
-    """What makes a codebook's values codes without a sign, where that is cheaper to look up."""
-    return 12 if KIND == "mxfp4" else 0
-
-
-@triton.constexpr_function
 def _table_word(KIND, i):
-    """Values 4i to 4i + 3 of a codebook as an int32; mxfp4's with 12 added, so that none is negative."""
-    word = codebook_word(KIND, i, added_to_codes(KIND))
+    """Values 4i to 4i + 3 of a codebook as an int32, shifted so that none is negative if that can be."""
+    word = codebook_word(KIND, i, codebook_shift(KIND))
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
@@ -227,7 +231,7 @@ def _codebook(w, KIND: tl.constexpr, PTX: tl.constexpr):
         T1: tl.constexpr = _table_word(KIND, 1)
         T2: tl.constexpr = _table_word(KIND, 2)
         T3: tl.constexpr = _table_word(KIND, 3)
-        if KIND == "mxfp4":
+        if codebook_shift(KIND) != 0:
             # A selector's fourth bit asks for the value's sign throughout, here 0: so the wrong half adds nothing.
             flipped = w ^ -0x77777778
             first = _permuted(T0, T1, w) | _permuted(T2, T3, flipped)
@@ -282,24 +286,24 @@ def _sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
     else:
         zero = l0 & 0
     F: tl.constexpr = 0x0F0F0F0F
-    if KIND == "q2_K":
+    if code_bits(KIND) == 2 and high_bits(KIND) == 0:
         q0, q1 = tl.split(quants)
         low = _two_bit_half(q0, q1, l0, l1, l2, l3, zero, PTX)
         total = _two_bit_half(q0 >> 2, q1 >> 2, h0, h1, h2, h3, zero, PTX)
-    elif KIND == "q3_K":
+    elif code_bits(KIND) == 2:
         q0, q1 = tl.split(quants)
         t = high[:, :, :, :, None]
         low = _three_bit_half(q0, q1, t, l0, l1, l2, l3, zero, PTX)
         total = _three_bit_half(q0 >> 2, q1 >> 2, t >> 1, h0, h1, h2, h3, zero, PTX)
     else:
         w0, w1, w2, w3 = _split4(quants)
-        if KIND == "q8_0":
+        if code_bits(KIND) == 8:
             w4, w5, w6, w7 = _split4(high[:, :, :, :, None, :])
             total = _chain(w0, w1, w2, w3, l0, l1, l2, l3, zero, False, PTX)
             total = _chain(w4, w5, w6, w7, h0, h1, h2, h3, total, False, PTX)
             low = total
-        elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
-            UNSIGNED: tl.constexpr = KIND == "mxfp4"
+        elif has_codebook(KIND):
+            UNSIGNED: tl.constexpr = codebook_shift(KIND) != 0
             a0, b0 = _codebook(w0, KIND, PTX)
             a1, b1 = _codebook(w1, KIND, PTX)
             a2, b2 = _codebook(w2, KIND, PTX)
@@ -307,12 +311,12 @@ def _sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
             total = _chain(a0, a1, a2, a3, l0, l1, l2, l3, zero, UNSIGNED, PTX)
             total = _chain(b0, b1, b2, b3, h0, h1, h2, h3, total, UNSIGNED, PTX)
             low = total
-        elif KIND == "q4_0" or KIND == "q4_1" or KIND == "q4_K":
+        elif high_bits(KIND) == 0:
             M: tl.constexpr = -0x0F0F0F10  # 0xF0F0F0F0: high nibbles where they are count 16 times
             total = _chain(w0 & M, w1 & M, w2 & M, w3 & M, h0, h1, h2, h3, zero, True, PTX) >> 4
             total = _chain(w0 & F, w1 & F, w2 & F, w3 & F, l0, l1, l2, l3, total, True, PTX)
             low = total
-        elif KIND == "q6_K":
+        elif high_bits(KIND) == 2:
             T: tl.constexpr = 0x30303030
             t0, t1 = tl.split(high[:, :, :, :, None, :])
             a0 = (w0 & F) | ((t0 << 4) & T)
@@ -325,7 +329,7 @@ def _sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
             b3 = ((w3 >> 4) & F) | ((t1 >> 2) & T)
             low = _chain(a0, a1, a2, a3, l0, l1, l2, l3, zero, True, PTX)
             total = _chain(b0, b1, b2, b3, h0, h1, h2, h3, zero, True, PTX)
-        else:  # q5: a fifth bit
+        else:  # a fifth bit
             B: tl.constexpr = 0x10101010
             t = high[:, :, :, :, None]
             a0 = (w0 & F) | ((t << 4) & B)
@@ -354,7 +358,7 @@ def _half_float(bits):
 @triton.constexpr_function
 def taken_off(KIND):
     """What is taken off each code, f32."""
-    return float(code_offset(KIND) + added_to_codes(KIND))
+    return float(code_offset(KIND) + codebook_shift(KIND))
 
 
 @triton.constexpr_function
@@ -372,30 +376,32 @@ def _scaled(low, high, scales, supers, d, s_low, s_high, KIND: tl.constexpr):
     scales = scales[:, :, :, :, None]
     supers = supers[:, :, :, :, None]
     OFFSET: tl.constexpr = taken_off(KIND)
-    if KIND == "q6_K" or KIND == "q3_K":
+    if scale_form(KIND) == "i8_halves":
         pair = scales.to(tl.int32)
         first = ((pair << 24) >> 24).to(tl.float32)
         second = (pair >> 8).to(tl.float32)
         more = first * (low.to(tl.float32) * d - s_low * OFFSET) + second * (high.to(tl.float32) * d - s_high * OFFSET)
         more *= _half_float(supers)
         less = more
-    elif KIND == "q2_K":
+    elif scale_form(KIND) == "u4_min_halves":
         pair = scales.to(tl.int32)
         more = (pair & 15).to(tl.float32) * low.to(tl.float32) + ((pair >> 8) & 15).to(tl.float32) * high.to(tl.float32)
         more *= _half_float(supers) * d
         less = ((pair >> 4) & 15).to(tl.float32) * s_low + ((pair >> 12) & 15).to(tl.float32) * s_high
         less *= _half_float(supers >> 16)
-    elif KIND == "q4_K" or KIND == "q5_K":
+    elif scale_form(KIND) == "u6_min":
         pair = scales.to(tl.int32)
         more = low.to(tl.float32) * ((pair & 255).to(tl.float32) * _half_float(supers) * d)
         less = (((pair >> 8) & 255).to(tl.float32) * _half_float(supers >> 16)) * (s_low + s_high)
-    elif KIND == "q4_1" or KIND == "q5_1":
+    elif scale_form(KIND) == "f16_min":
         more = low.to(tl.float32) * (_half_float(scales) * d)
         less = _half_float(scales >> 16) * -(s_low + s_high)
     else:
-        if KIND == "iq4_xs":
+        if scale_form(KIND) == "i8":
             scale = scales.to(tl.float32) * _half_float(supers)
-        elif KIND == "mxfp4":  # 2^(e - 128), the codebook's values being doubled; below the smallest normal f32 as well
+        elif (
+            scale_form(KIND) == "e8m0"
+        ):  # 2^(e - 128), the codebook's values being doubled; below the smallest normal f32 as well
             e = scales.to(tl.int32) & 255
             scale = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(tl.float32, bitcast=True)
         else:
@@ -427,7 +433,6 @@ def _x_chunk(p, m, J: tl.constexpr):
 @triton.jit
 def _round_groups(x, PARTS: tl.constexpr):
     """Groups rounded: (eight words of the first part, of the second, d, both halves' sums). x[J]: elements 4J to 4J + 3
-
     of each group. Without a second part the first is returned again."""
     most = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
     more = tl.maximum(tl.maximum(magnitude(x[4]), magnitude(x[5])), tl.maximum(magnitude(x[6]), magnitude(x[7])))
@@ -538,7 +543,6 @@ def _round_together(x, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PARTS:
 def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
                       PARTS: tl.constexpr):  # fmt: skip
     """What _round_x returns, without a norm: every value is rounded once in a program, and lanes get theirs through
-
     shared memory. (In _round_x each warp rounds all, and its lanes' loads are a line apart.)"""
     group = tl.arange(0, U * G)
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -677,7 +681,7 @@ def packed_gemv(
     p_quants .. p_supers: planes of Packed, scales and supers as integers as wide as what they hold of a group; p_out:
     f32, element (token, row) at token * out_stride + row; m: rows of each; KIND: types, "" for no matrix.
     GLU: its kind: the first two matrices are a gate and an up of m0 rows, and out0 has activation(gate) * up; else "".
-    X_FORM: "q8": q, d, s are Activations; "f32": x, rows x_row apart, is rounded here by each warp, "together":
+    X_FORM: "q8": q, d, s are Q8Rows; "f32": x, rows x_row apart, is rounded here by each warp, "together":
     by all of them; "norm": as "f32", after an RMS norm with weights p_norm and eps (a tile holds the row but for "q8").
     PARTS: of the activations; N: a power of two from n on; bias: of each, f32 [m] or None; residual: of matrix 0.
     """
@@ -870,7 +874,6 @@ class Segment:
 @dataclass(frozen=True)
 class GemvConfig:
     """g: lanes side by side along k (8 to 32; more: several warps share a row); r: rows, u: steps along k in a lane's
-
     registers; registers: the most a thread may have, 0: as many as the compiler likes. Speed only.
     """
 
@@ -916,13 +919,13 @@ def config_for(kind: str, m: int, k: int, n: int) -> GemvConfig:
 
 
 def gemv(
-    target: Target, segments: Sequence[Segment], x: Activations | Rows, *, glu: str = "",
+    target: Target, segments: Sequence[Segment], x: Q8Rows | Rows, *, glu: str = "",
     residual: tuple[torch.Tensor, int] | None = None, norm: tuple[torch.Tensor, float] | None = None,
     config: GemvConfig | None = None,
 ) -> Launch:  # fmt: skip
     """Up to three matrices of one k times up to MAX_TOKENS vectors, in one launch.
 
-    segments: all packed or all plain; types may differ. x: Activations for packed weights; Rows of f32 (elements side
+    segments: all packed or all plain; types may differ. x: Q8Rows for packed weights; Rows of f32 (elements side
     by side) for plain ones, and for packed ones of k up to MAX_INLINE, which every program then rounds for itself.
     glu: one of GLU_KINDS: the two segments are gate and up, without biases, and the first one's out gets
     activation(gate) * up. residual: (flat f32, stride) added to the first segment's result; it may be its `out`.
@@ -968,17 +971,17 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def _packed_arguments(
-    segments: Sequence[Segment], x: Activations | Rows, norm: tuple[torch.Tensor, float] | None
+    segments: Sequence[Segment], x: Q8Rows | Rows, norm: tuple[torch.Tensor, float] | None
 ) -> dict[str, Any]:
     args: dict[str, Any] = {"NG": x.k // 32, "p_norm": norm and norm[0], "eps": norm[1] if norm else 0.0}
-    args["PARTS"] = x.parts if isinstance(x, Activations) else parts_of(x.k)
+    args["PARTS"] = x.parts if isinstance(x, Q8Rows) else parts_of(x.k)
     for i in range(3):
         w = segments[i].weight if i < len(segments) else None
         assert w is None or isinstance(w, Packed)
         planes = (None,) * 4 if w is None else (w.quants, w.high, whole_plane(w.scales), whole_plane(w.supers))
         args |= {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
         args[f"KIND{i}"] = "" if w is None else w.kind
-    if isinstance(x, Activations):
+    if isinstance(x, Q8Rows):
         assert norm is None
         form = {"X_FORM": "q8", "p_q": x.q.view(torch.int32), "p_d": x.d, "p_s": x.s, "p_x": None, "x_row": 0}
     else:
