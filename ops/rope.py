@@ -50,9 +50,12 @@ def yarn_ramp(p: RopeParams) -> list[float]:
 def rope_frequencies(p: RopeParams, factors: list[float] | None = None) -> tuple[list[float], float]:
     """The angle of each pair at position 1, and the factor on sine and cosine, in double precision.
 
-    theta_i = base^(-2i/n_dims) / factor_i; YaRN mixes it with freq_scale * theta_i along yarn_ramp().
+    theta_i = base^(-2i/n_dims) / factor_i; YaRN mixes it with freq_scale * theta_i along yarn_ramp(). A factor of 0
+    gives an infinity, as where floats are divided by machines.
     """
-    base = [p.freq_base ** (-2.0 * i / p.n_dims) / (factors[i] if factors else 1.0) for i in range(p.n_dims // 2)]
+    base = [p.freq_base ** (-2.0 * i / p.n_dims) for i in range(p.n_dims // 2)]
+    if factors:
+        base = [theta / f if f else math.copysign(math.inf, f) for theta, f in zip(base, factors)]
     if p.ext_factor == 0.0:
         return [p.freq_scale * theta for theta in base], p.attn_factor
     mixed = [theta * (p.freq_scale * (1.0 - r) + r) for theta, r in zip(base, yarn_ramp(p))]
@@ -71,7 +74,12 @@ def _infer(src: Sources, params: RopeParams) -> Result:
     require(params.mode in ROPE_MODES, "ROPE", f"the mode must be one of {', '.join(ROPE_MODES)}, got {params.mode!r}")
     positive = params.freq_base > 0.0 and params.freq_scale > 0.0
     require(positive, "ROPE", f"freq_base and freq_scale must be over 0, got {params.freq_base}, {params.freq_scale}")
+    numbers = (params.freq_base, params.freq_scale, params.ext_factor, params.attn_factor)
+    require(all(map(math.isfinite, numbers)), "ROPE", f"its numbers must be finite, got {list(numbers)}")
     if params.ext_factor != 0.0:
+        betas = (params.beta_fast, params.beta_slow)
+        logarithms = all(math.isfinite(beta) and beta > 0.0 for beta in betas)
+        require(logarithms, "ROPE", f"YaRN needs finite beta_fast and beta_slow over 0, got {list(betas)}")
         require(params.freq_base > 1.0, "ROPE", f"YaRN needs a freq_base over 1, got {params.freq_base}")
         require(params.n_ctx_orig > 0, "ROPE", f"YaRN needs n_ctx_orig over 0, got {params.n_ctx_orig}")
     if factors is not None:
