@@ -30,7 +30,7 @@ PLAIN = {
     "flash_attn/forward.py join_ways": _JOINED,
     "flash_attn/forward.py normalized": _SINK,
     "flash_attn/forward.py softmax_step": _WEIGHTS,
-    "flash_attn/hopper/consumer.py finish": "|m| of a row, beside its sink's: a result that is not finite is marked by itself",
+    "flash_attn/hopper/consumer.py finish": "|m| of a row, beside its sink's: what is not finite is marked by itself",
     "flash_attn/hopper/consumer.py weigh": _WEIGHTS,
     "flash_attn/hopper/mla_scorer.py attend": f"{_WEIGHTS}; {_SINK}",
     "flash_attn/hopper/mla_scorer.py weigh_exactly": _WEIGHTS,
