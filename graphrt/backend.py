@@ -108,12 +108,16 @@ class Device:
 
 @dataclass(eq=False)
 class Group:
-    """Nodes that run as one step. label: what runs ("RMS_NORM+MUL"). Only `results` must be in memory afterwards."""
+    """Nodes that run as one step. label: what runs ("RMS_NORM+MUL"). Only `results` must be in memory afterwards.
+
+    private: those of the results that nobody but nodes of the same split reads, so that the backend may keep them in a
+    form of its own; their memory is then not what the graph says."""
 
     nodes: list[Tensor]
     label: str = ""
     kernel: Any = None
     results: list[Tensor] = field(default_factory=list)
+    private: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.label = self.label or "+".join(n.op for n in self.nodes)

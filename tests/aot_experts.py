@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 from aot_arch import target_of
+from planned import lowered
 
 from graphrt import ops
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.context import Context, View
-from graphrt.backends.triton.kernels.experts import hopper, lower
+from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
-from graphrt.backends.triton.kernels.mul_mat.gemm_configs import table_of
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products.gemm_small.configs import table_of
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, packing_of
@@ -87,18 +88,18 @@ def _launches(arch: str) -> Iterator[tuple[str, Launch]]:
         k = 2880 if kind in ("mxfp4", "f16") else 2048
         groups = layer(kind, 1, k=k)
         for name in ("expert_gate_up", "expert_down") if kind in ("q4_K", "mxfp4", "f16") else ("expert_gate_up",):
-            *_, step = lower.FUSED[name](groups[name], _context(arch))
+            *_, step = lowered(groups[name], _context(arch), name)
             assert isinstance(step, Launch)
             yield f"{name} {kind} {k}", step
     groups = layer("q8_0", 64)
-    for i, step in enumerate(lower.FUSED["expert_down"](groups["expert_down"], _context(arch))):
+    for i, step in enumerate(lowered(groups["expert_down"], _context(arch), "expert_down")):
         assert isinstance(step, Launch)
         yield f"expert_down q8_0, many pairs, step {i}", step
     for gating in ("softmax", "sigmoid"):
-        (step,) = lower.FUSED["expert_routing"](layer("f16", 64, gating=gating)["expert_routing"], _context(arch))
+        (step,) = lowered(layer("f16", 64, gating=gating)["expert_routing"], _context(arch), "expert_routing")
         assert isinstance(step, Launch)
         yield f"expert_routing {gating}", step
-    for step in lower.LOWERINGS["ADD_ID"]([groups["expert_down"][1]], _context(arch)):
+    for step in lowered([groups["expert_down"][1]], _context(arch)):
         assert isinstance(step, Launch)
         yield "ADD_ID", step
     yield from _tiles(arch)
@@ -114,7 +115,9 @@ def _tiles(arch: str) -> Iterator[tuple[str, Launch]]:
             memory = torch.zeros(like.n_elements, dtype=torch.float32 if kind == "f32" else torch.float16)
             plain = View(like, memory, (1, k, 64 * k, 64 * k * N_EXPERT))
             weight = plain if kind in _PLAIN.values() else Packed.empty(kind, 64 * N_EXPERT, k, "cpu")
-            x = Half(torch.zeros(pairs.count // USED, k, dtype=memory.dtype), None if kind == "f32" else torch.zeros(1))
+            x = Activations(
+                torch.zeros(pairs.count // USED, k, dtype=memory.dtype), None if kind == "f32" else torch.zeros(1)
+            )
             out, bias = torch.zeros(pairs.count, 64), torch.zeros(N_EXPERT, 64)
             yield f"expert_gemm row {i} {kind} {k}", expert_gemm(target, weight, N_EXPERT, x, pairs, out, bias)
 
@@ -127,7 +130,7 @@ def _hopper() -> Iterator[tuple[str, Launch]]:
     def case(kind: str, k: int, config: hopper.TileConfig, act: str = "") -> tuple[str, Launch]:
         given = hopper.Matrices(Packed.empty(kind, 64 * N_EXPERT, k, "cpu"), torch.zeros(N_EXPERT, 64))
         row = -(-k // 128) * 128
-        x = Half(torch.zeros(pairs.count, row, dtype=torch.float16), torch.zeros(pairs.count), True)
+        x = Activations(torch.zeros(pairs.count, row, dtype=torch.float16), torch.zeros(pairs.count), True)
         found = hopper.fitted(config, kind, target.shared_memory)
         gate = Gate(act, 1.702, 7.0) if act else None
         out, tiles = torch.zeros(pairs.count, 64), torch.zeros(64, 4, dtype=torch.int32)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from aot_arch import target_of
 
-from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, gemm, half, half_kernels
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import Split
-from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
-from graphrt.backends.triton.kernels.mul_mat.gemm_configs import MANY, Config, table_of
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products import half, half_kernels
+from graphrt.backends.triton.kernels.products.gemm_small import mma_launch, portable, wgmma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import Split
+from graphrt.backends.triton.kernels.products.gemm_small.configs import MANY, Config, table_of
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import HopperConfig
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 
@@ -41,25 +42,25 @@ def aot_cases(arch: str) -> Iterator[Case]:
 
 
 def _batch_cases(arch: str) -> Iterator[Case]:
-    """batch_mma.py: every type for 16 tokens, two of them for all, and all forms of one."""
+    """gemm_small/mma.py: every type for 16 tokens, two of them for all, and all forms of one."""
     target = target_of(arch)
     few, many = torch.zeros(4096, dtype=torch.int32), torch.zeros(1 << 20)
 
     def case(kind: str, n: int, count: int = 1, gate: str = "", added: bool = False, whole: bool = False) -> Case:
         weights = [Packed.empty(kind, 64, 1024, "cpu")] * count
-        config = batch.config_for(target, kind, n)
+        config = mma_launch.config_for(target, kind, n)
         assert config is not None
         split = None if whole else Split(2, 2, many, few)
-        x = Half(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
+        x = Activations(torch.zeros(n, 1024, dtype=torch.float16), None if count == 1 else _F32)
         outs = [torch.zeros(n, 64)] * (1 if gate else count)
         biases = [_F32] * count if added or (count > 1 and not gate) else []
-        made = batch.launch(
+        made = mma_launch.launch(
             target, weights, x, outs, config, biases, outs[0] if added else None, Gate(gate) if gate else None, split
         )
         return f"{arch} batch {kind} {n} {count} {gate} {whole}", made.kernel, made.args, made.options
 
     # On Hopper it serves only activations that are f16 as they come.
-    for kind in batch.KINDS if arch != "sm_90" else ():
+    for kind in mma_launch.KINDS if arch != "sm_90" else ():
         yield case(kind, 16, whole=True)
     for kind in ("q4_K", "q6_K") if arch != "sm_90" else ("q4_K",):
         for n in (16, 32, 64):
@@ -75,7 +76,7 @@ _HOPPER = (HopperConfig(2, 4, 4, 6), HopperConfig(4, 4, 2, 4), HopperConfig(2, 4
 
 
 def _hopper_cases() -> Iterator[Case]:
-    """batch_wgmma.py: every type, and what fits into registers of other configs and forms.
+    """gemm_small/wgmma.py: every type, and what fits into registers of other configs and forms.
 
     Two programs at a time leave 80 registers a thread: too few for 64 tokens, and for q6_K from 32 on."""
     target = target_of("sm_90")
@@ -84,18 +85,18 @@ def _hopper_cases() -> Iterator[Case]:
     def case(kind: str, tokens: int, config: HopperConfig, count: int = 1, gate: str = "", split: Any = None) -> Case:
         weights = [Packed.empty(kind, 64, 1024, "cpu")] * count
         outs = [torch.zeros(tokens, 64)] * (1 if gate else count)
-        x = Half(torch.zeros(tokens, 1024, dtype=torch.float16), None if count == 1 else _F32)
-        fitted = batch_hopper.fitted(config, kind, tokens, target.shared_memory)
+        x = Activations(torch.zeros(tokens, 1024, dtype=torch.float16), None if count == 1 else _F32)
+        fitted = wgmma_launch.fitted(config, kind, tokens, target.shared_memory)
         assert fitted is not None
         added = outs[0] if split else None
         biases = [_F32] * count if split or (count > 1 and not gate) else []
         gated = Gate(gate) if gate else None
-        made = batch_hopper.launch(target, weights, x, outs, fitted, tokens, biases, added, gated, split)
+        made = wgmma_launch.launch(target, weights, x, outs, fitted, tokens, biases, added, gated, split)
         form = f"{config.warpgroups}x{config.per_sm} {count} {gate}{'split' if split else ''}"
         return f"sm_90 wgmma {kind} {tokens} {form}", made.kernel, made.args, made.options
 
     two, four, at_once = _HOPPER
-    for kind in batch.KINDS:
+    for kind in mma_launch.KINDS:
         yield case(kind, 64, two)
     for tokens in (16, 32):
         yield case("q4_K", tokens, two)
@@ -129,7 +130,7 @@ def _case(
     else:
         args |= {f"p_{plane}": _I32 for plane in ("quants", "high", "scales", "supers")} | {"p_x": _F16, "KIND": kind}
         args |= {"GROUPS": config.width // 32, "PTX": arch.startswith("sm_")}
-    kernel = gemm.gemm_plain if kind in _PLAIN else gemm.gemm_packed
+    kernel = portable.gemm_plain if kind in _PLAIN else portable.gemm_packed
     return name, kernel, args, _options(config.warps, config.stages)
 
 

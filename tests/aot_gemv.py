@@ -9,17 +9,17 @@ import torch
 from aot_arch import target_of
 
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat.activations import (
-    Activations,
+from graphrt.backends.triton.kernels.products.activations import (
     NormWeight,
+    Q8Rows,
     Rows,
     add_norm_quantize,
     glu_quantize,
     norm_quantize,
     quantize_rows,
 )
-from graphrt.backends.triton.kernels.mul_mat.gemv import Segment, gemv
-from graphrt.backends.triton.kernels.mul_mat.heads import head_gemv
+from graphrt.backends.triton.kernels.products.gemv import Segment, gemv
+from graphrt.backends.triton.kernels.products.gemv_heads import head_gemv
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
 
@@ -36,7 +36,7 @@ def _launch(
     """A product of matrices [m, k] of those types; inline: activations are rounded in the kernel."""
     out, bias = torch.empty(n * m), torch.empty(m) if biased else None
     plain = kinds[0] in ("f32", "f16", "bf16")
-    x = Rows(torch.empty(n * k), n, k, k) if plain or inline else Activations.empty(n, k, "cpu")
+    x = Rows(torch.empty(n * k), n, k, k) if plain or inline else Q8Rows.empty(n, k, "cpu")
     return gemv(target, [Segment(_weight(kind, m, k), out, m, bias) for kind in kinds], x, **how)
 
 
@@ -87,13 +87,13 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
     yield "gemv rounding inside, q6_K", _launch(target, ("q6_K",), 640, 2048, 1, True)
     for n, k in ((1, 640), (16, 640), (1, 8192)):
         x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)
-        found = Activations.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
+        found = Q8Rows.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
         for first in (norm, None):
             yield f"add_norm {k} n={n}", add_norm_quantize(target, x, first, x, x, norm, found, True)
         both = add_norm_quantize(target, x, None, x, x, norm, found if n == 1 else None, True, out_f32=x)
         yield f"add_norm to f32 too {k} n={n}", both
     for k in (576, 4096, 14336):
-        x, found = Rows(torch.empty(2 * k), 2, k, k), Activations.empty(2, k, "cpu")
+        x, found = Rows(torch.empty(2 * k), 2, k, k), Q8Rows.empty(2, k, "cpu")
         yield f"quantize {k}", quantize_rows(target, x, found)
         yield f"norm {k}", norm_quantize(target, x, torch.empty(k), 1e-6, found, x)
         yield f"norm to f16 {k}", norm_quantize(target, x, torch.empty(k), 1e-6, torch.empty(2, k, dtype=torch.float16))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from graphrt.backends.triton import device
-from graphrt.backends.triton.kernels.mul_mat.half import Half
+from graphrt.backends.triton.kernels.products.half import Activations
 from graphrt.backends.triton.packing import Packed, pack
 from graphrt.dtypes import dtype
 from graphrt.testing import dequantize, nmse, quantize
@@ -35,9 +35,9 @@ def weight_of(kind: str, m: int, k: int, broken: int | None = None) -> tuple[Pac
     return packed, values.astype(np.float64)
 
 
-def x_of(n: int, k: int, factors: bool = False) -> tuple[Half, np.ndarray]:
-    """Activations, and their values times the factors in f64."""
+def x_of(n: int, k: int, factors: bool = False) -> tuple[Activations, np.ndarray]:
+    """Q8Rows, and their values times the factors in f64."""
     values = torch.from_numpy(RNG.standard_normal((n, k)).astype(np.float16))
     scale = torch.from_numpy(2.0 ** RNG.integers(-3, 4, n)).to(torch.float32) if factors else None
     exact = values.numpy().astype(np.float64)
-    return Half(values, scale), exact if scale is None else exact * scale.numpy()[:, None]
+    return Activations(values, scale), exact if scale is None else exact * scale.numpy()[:, None]

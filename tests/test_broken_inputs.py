@@ -17,6 +17,7 @@ import triton.language as tl
 from gluon_emulator import Gl, Memory, Value, rebuilt
 
 from graphrt import Graph, Tensor, get_backend, new_input, ops, prepare
+from graphrt.backend import Group, Region
 from graphrt.backends.cpu import evaluate, fast
 from graphrt.backends.triton import device
 from graphrt.backends.triton.fuse import PATTERNS
@@ -33,8 +34,8 @@ if device.unusable() is not None:
 
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.gluon_activation import glu as gluon_glu
-from graphrt.backends.triton.kernels.experts import lower
-from graphrt.backends.triton.kernels.mul_mat.activations import MAX_TWO_PARTS, Activations, Rows, quantize_rows
+from graphrt.backends.triton.kernels.products import route
+from graphrt.backends.triton.kernels.products.activations import MAX_TWO_PARTS, Q8Rows, Rows, quantize_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CASES = list(fused_cases())
@@ -66,8 +67,8 @@ DENSE = {
     "tiles": (_case("q8_0", "reglu", 32, "NaN in gate"), "gate_up_glu"),
     "tiles, plain": (_case("f16", "reglu", 32, "NaN in gate"), "gate_up_glu"),
     "slices": (_case("f16", "reglu", 300, "NaN in gate"), "gate_up_glu"),
-    "rounded to f16": (_case("q8_0", "reglu", 32, "NaN in gate", "down"), "gate_up_glu_rounded"),
-    "few, rounded": (_case("q8_0", "reglu", 1, "NaN in gate", "down"), "gate_up_glu_rounded"),
+    "rounded to f16": (_case("q8_0", "reglu", 32, "NaN in gate", "down"), "gate_up_glu, private"),
+    "few, rounded": (_case("q8_0", "reglu", 1, "NaN in gate", "down"), "gate_up_glu, private"),
     "an infinity rounded to 8 bits": (_case("q8_0", "reglu", 1, "inf in x"), "gate_up_glu"),
 }
 EXPERTS = {
@@ -83,7 +84,13 @@ def _passes(case: FusedCase, group: str) -> None:
     backend = get_backend("triton", exact=False)
     seen: list[str] = []
     fuse = backend.fuse
-    backend.fuse = lambda region: [seen.append(g.kernel) or g for g in fuse(region)]  # type: ignore[method-assign,assignment]
+
+    def watched(region: Region) -> list[Group]:
+        groups = fuse(region)
+        seen.extend(str(g.kernel) + ", private" * bool(g.private) for g in groups)
+        return groups
+
+    backend.fuse = watched  # type: ignore[method-assign]
     outcome = run_fused(case, backend)
     assert outcome.status == "pass", outcome.message
     assert group in seen, seen
@@ -98,7 +105,7 @@ def test_dense(form: str) -> None:
 def test_experts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, many = EXPERTS[form]
     if many:
-        monkeypatch.setattr(lower, "MAX_PAIRS", 0)
+        monkeypatch.setattr(route, "MAX_PAIRS", 0)
     _passes(case, "expert_gate_up")
 
 
@@ -111,7 +118,7 @@ def test_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_all_groups_with_a_glu() -> None:
     """A group that these tests don't know must be added to them."""
-    known = {"gate_up_glu", "gate_up_glu_rounded", "expert_gate_up"}
+    known = {"gate_up_glu", "expert_gate_up"}
     assert {name for name in (*PATTERNS, *EXPERT_PATTERNS) if "glu" in name or "gate" in name} <= known
 
 
@@ -128,7 +135,7 @@ def test_a_group_of_8_bits_keeps_what_is_no_number(value: float, k: int) -> None
     where = device.target().device
     x = torch.ones(2, k)
     x[1, 40] = value
-    found = Activations.empty(2, k, where)
+    found = Q8Rows.empty(2, k, where)
     quantize_rows(device.target(), Rows(x.to(where).view(-1), 2, k, k), found)()
     expected = np.zeros((2, k // 32), bool)
     expected[1, 1] = True

@@ -389,13 +389,14 @@ def test_an_attention_in_words(run: Run) -> None:
 
 def test_a_product_in_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100")
-    assert code == 0 and "1 token: up to 8 take gemv.py, dp4a on activations rounded in two parts of 8 bits" in out
+    assert code == 0 and "1 token: it takes up to 8, dp4a on activations rounded in two parts of 8 bits" in out
+    assert "gemv" in out and "not gemv_heads: it takes a matrix for each head" in out and "activations  read in" in out
     assert "packed as planes (4-bit codes, 1 float16 scale of 32 elements)" in out and "matmul_add" in out
     _, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100", "--phase", "prefill", "--tokens", "32")
-    assert "gemm.py" in out or "batch_mma.py" in out
+    assert "32 tokens: it takes up to 64" in out and "not gemv: it takes up to 8 tokens" in out and "kernel" in out
     _, out, _ = run("llama.gguf", "ffn_out-0", "--backend", "cpu", "--exact")
     assert "reference mul_mat" in out and "expected" not in out
-    monkeypatch.setattr("graphrt.backends.triton.kernels.mul_mat.activations.MAX_TWO_PARTS", 0)
+    monkeypatch.setattr("graphrt.backends.triton.kernels.products.activations.MAX_TWO_PARTS", 0)
     _, out, _ = run("llama.gguf", "ffn_out-0", "--device", "h100")
     assert "dp4a on activations rounded to 8 bits" in out
 
@@ -403,17 +404,17 @@ def test_a_product_in_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        ("1", "1 token for each of 4 matrices: up to 8 take heads.py, dp4a"),
-        ("20", "results written in place: dense.py, weights dequantized to scratch in each run, then the vendor's"),
-        ("80", "more tokens than batch_mma.py and gemm.py take: dense.py"),
+        ("1", "1 token for each of 4 matrices: it takes up to 8, dp4a"),
+        ("20", "results written in place, weights dequantized to scratch in each run, then the vendor's product"),
+        ("80", "not gemm_small: it takes up to 64 tokens"),
     ],
 )
 def test_a_product_of_heads_in_words(run: Run, tokens: str, said: str) -> None:
     options = ("--device", "h100", "--phase", "prefill", "--tokens", tokens, "-c", "128", "-b", "128")
     _, out, _ = run("deepseek2.gguf", "fattn_mla-0", *options)
-    assert said in out and "fusion    head_products" in out, out
+    assert said in out and "head_products: " in out, out
     _, out, _ = run("deepseek2.gguf", "Qcur-0", *options)
-    assert said in out and "fusion      latent_rope_cache" in out and "rotate_and_write_row" in out, out
+    assert said in out and "latent_rope_cache: " in out and "rotate_and_write_row" in out, out
 
 
 def test_a_view_and_a_fused_node(run: Run) -> None:

@@ -33,8 +33,8 @@ from graphrt.tools.conformance.step import Outcome, run_case
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from graphrt.backends.triton.kernels.mul_mat import lower
-from graphrt.backends.triton.kernels.mul_mat.activations import Activations, quantize_rows
+from graphrt.backends.triton.kernels.products import emit
+from graphrt.backends.triton.kernels.products.activations import Q8Rows, quantize_rows
 
 #: Six tokens: their activations are rounded by a launch of its own, which the tests can spoil.
 KINDS = ("q4_0", "q4_K", "q6_K", "q8_0")
@@ -54,10 +54,10 @@ def product(kind: str, n: int = 6, k: int = LONG, m: int = 16, init: Init | None
     return Case("MUL_MAT", {"type": kind, "m": m, "n": n, "k": k}, make)
 
 
-def spoilt(spoil: Callable[[Activations], object]) -> Callable[..., Callable[[], None]]:
+def spoilt(spoil: Callable[[Q8Rows], object]) -> Callable[..., Callable[[], None]]:
     """quantize_rows() with something done to what it made."""
 
-    def wrong(target: object, x: object, out: Activations) -> Callable[[], None]:
+    def wrong(target: object, x: object, out: Q8Rows) -> Callable[[], None]:
         launch = quantize_rows(target, x, out)
 
         def step() -> None:
@@ -70,7 +70,7 @@ def spoilt(spoil: Callable[[Activations], object]) -> Callable[..., Callable[[],
 
 
 #: What is done to the activations, and the types of weights that it shows with.
-BUGS: dict[str, tuple[Callable[[Activations], object], tuple[str, ...]]] = {
+BUGS: dict[str, tuple[Callable[[Q8Rows], object], tuple[str, ...]]] = {
     "a group has its neighbour's step": (lambda a: a.d.copy_(a.d.roll(1, 1)), KINDS),
     "one group of a row has its neighbour's step": (lambda a: a.d[:, 3].copy_(a.d[:, 4]), KINDS),
     "an element of a row is dropped": (lambda a: a.q[:, 127].zero_(), KINDS),
@@ -81,14 +81,14 @@ BUGS: dict[str, tuple[Callable[[Activations], object], tuple[str, ...]]] = {
 }
 
 
-def _without_second(a: Activations) -> None:
+def _without_second(a: Q8Rows) -> None:
     """As if there were none: the first part's values, and their sums."""
     a.q[6:].zero_()
     a.s.copy_((a.q[:6].float().view(6, -1, 16).sum(2).view(6, -1, 2) * 254 * a.d[:, :, None]).view(6, -1))
 
 
 #: The same of what is done to the second parts of short rows: the last six rows of q.
-SECOND_BUGS: dict[str, tuple[Callable[[Activations], object], tuple[str, ...]]] = {
+SECOND_BUGS: dict[str, tuple[Callable[[Q8Rows], object], tuple[str, ...]]] = {
     "there is none": (_without_second, KINDS),
     "it is missed in sums": (lambda a: a.q[6:].zero_(), KINDS),
     "the first has its step": (lambda a: a.d.mul_(254), KINDS),
@@ -108,7 +108,7 @@ def test_the_kernel_passes_as_what_it_says_it_is(kind: str) -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_wrong_kernel_does_not_pass(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, kinds = BUGS[bug]
-    monkeypatch.setattr(lower, "quantize_rows", spoilt(spoil))
+    monkeypatch.setattr(emit, "quantize_rows", spoilt(spoil))
     for kind in kinds:
         found = run_case(product(kind, init=wide), make_backend("triton-fast"))
         assert found.status == "fail" and "NMSE" in found.message, (kind, found)
@@ -125,7 +125,7 @@ def test_two_parts_pass_as_exact(kind: str, n: int) -> None:
 @pytest.mark.parametrize("bug", SECOND_BUGS)
 def test_a_wrong_second_part_does_not_pass(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, kinds = SECOND_BUGS[bug]
-    monkeypatch.setattr(lower, "quantize_rows", spoilt(spoil))
+    monkeypatch.setattr(emit, "quantize_rows", spoilt(spoil))
     for kind in kinds:
         found = run_case(product(kind, k=SHORT, init=wide), make_backend("triton-fast"))
         assert found.status == "fail" and "NMSE" in found.message, (kind, found)

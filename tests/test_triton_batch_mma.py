@@ -1,4 +1,4 @@
-"""batch_mma.py without a GPU: its source on numpy arrays, and the layouts that it asks Triton for."""
+"""gemm_small/mma.py without a GPU: its source on numpy arrays, and the layouts that it asks Triton for."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ pytest.importorskip("triton")
 import gluon_warps
 from batch_products import GATES, RNG, TARGET, nmse, weight_of, x_of
 from gluon_emulator import emulate
+from planned import multiplied
 
 from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels.mul_mat import batch, batch_layouts, lower
-from graphrt.backends.triton.kernels.mul_mat.batch import BatchConfig, Split
-from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import batch_wgmma
-from graphrt.backends.triton.kernels.mul_mat.half import Gate
+from graphrt.backends.triton.kernels.products.gemm_small import layouts, mma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.mma import batch_mma
+from graphrt.backends.triton.kernels.products.gemm_small.mma_launch import BatchConfig, Split
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma import batch_wgmma
+from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PackedBuffer
 from graphrt.dtypes import dtype
@@ -32,7 +33,7 @@ from graphrt.tensor import Tensor
 SMALL = BatchConfig(32, 2, 2, 2)
 
 
-@pytest.mark.parametrize("kind", batch.KINDS)
+@pytest.mark.parametrize("kind", mma_launch.KINDS)
 def test_types(kind: str) -> None:
     """Rows, tokens and steps that tiles don't divide; buffers that are used again; copies that land late and early."""
     block = 256 if dtype(kind).block_size == 256 else 128
@@ -42,7 +43,7 @@ def test_types(kind: str) -> None:
         results = []
         for late in (True, False):
             out = torch.full((n, 40), float("nan"))
-            emulate(batch.launch(TARGET, [w], x, [out], config), late)
+            emulate(mma_launch.launch(TARGET, [w], x, [out], config), late)
             results.append(out)
         assert torch.equal(*results)
         assert nmse(results[0], exact @ values.T) < 1e-9, (kind, n, k)
@@ -61,13 +62,13 @@ def test_a_split_of_k(kind: str, ranges: int, steps: int) -> None:
     x, exact = x_of(16, 1280, factors=True)
     out = torch.from_numpy(RNG.standard_normal((16, 48)).astype(np.float32))
     expected, split = exact @ values.T + out.numpy(), _split(ranges, steps, 2)
-    emulate(batch.launch(TARGET, [w], x, [out], SMALL, residual=out, split=split), True)
+    emulate(mma_launch.launch(TARGET, [w], x, [out], SMALL, residual=out, split=split), True)
     assert nmse(out, expected) < 1e-9 and not split.counter.any()
     split = _split(ranges, steps, 3)
     outs, both = [out, torch.empty(16, 48)], _split(ranges, steps, 4)
-    emulate(batch.launch(TARGET, [w, other], x, outs, SMALL, split=both), True)
+    emulate(mma_launch.launch(TARGET, [w, other], x, outs, SMALL, split=both), True)
     assert nmse(out, exact @ values.T) < 1e-9
-    emulate(batch.launch(TARGET, [w, other], x, [out], SMALL, gate=Gate("reglu"), split=split), True)
+    emulate(mma_launch.launch(TARGET, [w, other], x, [out], SMALL, gate=Gate("reglu"), split=split), True)
     assert nmse(out, np.maximum(exact @ values.T, 0) * (exact @ u.T)) < 1e-9 and not split.counter.any()
 
 
@@ -77,13 +78,13 @@ def test_several_matrices_and_a_residual(kind: str) -> None:
     pairs = [weight_of(kind, m, 512) for m in (40, 32, 7)]
     for count in (2, 3):
         outs = [torch.full((12, w.rows), float("nan")) for w, _ in pairs[:count]]
-        emulate(batch.launch(TARGET, [w for w, _ in pairs[:count]], x, outs, SMALL), True)
+        emulate(mma_launch.launch(TARGET, [w for w, _ in pairs[:count]], x, outs, SMALL), True)
         for out, (_, values) in zip(outs, pairs):
             assert nmse(out, exact @ values.T) < 1e-9
     weight, values = pairs[0]
     added = torch.from_numpy(RNG.standard_normal((12, 40)).astype(np.float32))
     out = added.clone()
-    emulate(batch.launch(TARGET, [weight], x, [out], SMALL, residual=out), True)
+    emulate(mma_launch.launch(TARGET, [weight], x, [out], SMALL, residual=out), True)
     assert nmse(out, exact @ values.T + added.numpy()) < 1e-9
 
 
@@ -97,11 +98,11 @@ def test_biases(ranges: int) -> None:
         weights, added = [w for w, _ in pairs[:count]], biases[:count]
         outs = [torch.full((12, w.rows), float("nan")) for w in weights]
         split = _split(2, 1, 4) if ranges == 2 else None
-        emulate(batch.launch(TARGET, weights, x, outs, SMALL, added, split=split), True)
+        emulate(mma_launch.launch(TARGET, weights, x, outs, SMALL, added, split=split), True)
         for out, (_, values), bias in zip(outs, pairs, added):
             assert nmse(out, exact @ values.T + bias.numpy()) < 1e-9
     residual = torch.from_numpy(RNG.standard_normal((12, 40)).astype(np.float32))
-    emulate(batch.launch(TARGET, [pairs[0][0]], x, [outs[0]], SMALL, biases[:1], residual), True)
+    emulate(mma_launch.launch(TARGET, [pairs[0][0]], x, [outs[0]], SMALL, biases[:1], residual), True)
     assert nmse(outs[0], exact @ pairs[0][1].T + biases[0].numpy() + residual.numpy()) < 1e-9
 
 
@@ -112,7 +113,7 @@ def test_a_gate(kind: str, glu: str) -> None:
     (gate, g), (up, u) = weight_of(kind, 24, 512, broken=5), weight_of(kind, 24, 512)
     x, exact = x_of(9, 512, factors=True)
     out = torch.full((9, 24), float("nan"))
-    emulate(batch.launch(TARGET, [gate, up], x, [out], SMALL, gate=Gate(glu)), True)
+    emulate(mma_launch.launch(TARGET, [gate, up], x, [out], SMALL, gate=Gate(glu)), True)
     with np.errstate(over="ignore"):
         expected = GATES[glu](exact @ g.T) * (exact @ u.T)
     assert nmse(out, expected) < 1e-9
@@ -123,21 +124,21 @@ def test_a_part_of_the_rows() -> None:
     whole, values = weight_of("q6_K", 64, 256)
     x, exact = x_of(9, 256)
     part, odd = whole.part(16, 56), whole.part(17, 57)
-    assert batch.aligned(part) and not batch.aligned(odd)
+    assert mma_launch.aligned(part) and not mma_launch.aligned(odd)
     out = torch.full((9, 40), float("nan"))
-    emulate(batch.launch(TARGET, [part], x, [out], SMALL), True)
+    emulate(mma_launch.launch(TARGET, [part], x, [out], SMALL), True)
     assert nmse(out, exact @ values[16:56].T) < 1e-9
 
 
 def test_what_it_takes() -> None:
     old, small = replace(TARGET, arch="sm_80", shared_memory=166912), replace(TARGET, shared_memory=101376)
     for target in (TARGET, old, small):
-        for kind in batch.KINDS:
+        for kind in mma_launch.KINDS:
             for n in (9, 16, 17, 64):
-                config = batch.config_for(target, kind, n)
+                config = mma_launch.config_for(target, kind, n)
                 assert config is not None
-                tokens = batch.padded_tokens(n)
-                used = config.stages * batch.stage_bytes(kind, config.rows, tokens, config.wk)
+                tokens = mma_launch.padded_tokens(n)
+                used = config.stages * mma_launch.stage_bytes(kind, config.rows, tokens, config.wk)
                 assert config.stages >= 2 and used * config.per_sm <= target.shared_memory
                 assert config.rows * config.wk in (16 * config.warps, 32 * config.warps)
                 assert 4 * config.wk * config.rows * tokens <= used  # the sums take the buffers' place
@@ -145,10 +146,10 @@ def test_what_it_takes() -> None:
         ("q4_0", 640, 9, TARGET, True), ("q4_0", 576, 9, TARGET, False), ("q2_K", 512, 9, TARGET, False),
         ("q4_K", 512, 65, TARGET, False), ("q4_K", 512, 9, device.INTERPRETER, False),
     ):  # fmt: skip
-        assert batch.fits(kind, k, n, target) == taken
-    assert batch.splits_of(TARGET, BatchConfig(32, 8, 8, 4), 32, 4096) == (2, 2)
-    assert batch.splits_of(TARGET, BatchConfig(32, 8, 8, 4), 128, 4096) == (1, 4)
-    assert batch.splits_of(TARGET, BatchConfig(128, 2, 8, 4), 32, 14336) == (4, 14)
+        assert mma_launch.fits(kind, k, n, target) == taken
+    assert mma_launch.splits_of(TARGET, BatchConfig(32, 8, 8, 4), 32, 4096) == (2, 2)
+    assert mma_launch.splits_of(TARGET, BatchConfig(32, 8, 8, 4), 128, 4096) == (1, 4)
+    assert mma_launch.splits_of(TARGET, BatchConfig(128, 2, 8, 4), 32, 14336) == (4, 14)
 
 
 def _at(bases: Sequence[Sequence[int]], i: int) -> np.ndarray:
@@ -188,7 +189,7 @@ def _conflicts(layout: Any, shared: Any, size: int, at_once: int) -> int:
 )
 def test_shared_memory_without_conflicts(words: int, wk: int, wr: int, rows: int, tokens: int) -> None:
     """Reads in the operands' layouts and the copies' writes, 16 bytes at a time. words: of a group of codes."""
-    b = batch_layouts
+    b = layouts
     x = b.pieces_shared(wk, tokens, 16, 8)
     assert _conflicts(b.x_layout(wk, wr, tokens), x, 2, 8) == 0
     assert _conflicts(b.pieces_copy(wk, tokens, 16, 8, wk * wr), x, 2, 8) == 0
@@ -236,24 +237,24 @@ def test_what_the_backend_launches(arch: str, kernel: str, monkeypatch: pytest.M
     x, rounded = held("f32", (256, 12), numbers), numbers.astype(np.float16).astype(np.float64)
     pairs = [weight(kind, m) for kind, m in (("q4_K", 40), ("q6_K", 24), ("q4_K", 16))]
     outs = [held("f32", (t.ne[1], 12)) for t, _ in pairs]
-    steps = lower.product([t for t, _ in pairs], x, outs, ctx)
+    steps = multiplied([t for t, _ in pairs], x, outs, ctx)
     assert run(steps) == ["round_rows", kernel, kernel]
     for out, (_, values) in zip(outs, pairs):
         assert nmse(ctx.view(out).data.view(12, -1), rounded @ values.T) < 1e-9
     gate, up = weight("q4_K", 40), weight("q4_K", 40)
-    assert run(lower.product([gate[0], up[0]], x, outs[:1], ctx, gate=Gate("reglu"))) == ["round_rows", kernel]
+    assert run(multiplied([gate[0], up[0]], x, outs[:1], ctx, gate=Gate("reglu"))) == ["round_rows", kernel]
     expected = np.maximum(rounded @ gate[1].T, 0) * (rounded @ up[1].T)
     assert nmse(ctx.view(outs[0]).data.view(12, -1), expected) < 1e-9
-    assert run(lower.product([up[0]], x, outs[:1], ctx, residual=outs[0])) == ["round_rows", kernel]
+    assert run(multiplied([up[0]], x, outs[:1], ctx, residual=outs[0])) == ["round_rows", kernel]
     assert nmse(ctx.view(outs[0]).data.view(12, -1), expected + rounded @ up[1].T) < 1e-9
     biases = [held("f32", (t.ne[1],), RNG.standard_normal(t.ne[1]).astype(np.float32)) for t, _ in pairs]
-    assert run(lower.product([t for t, _ in pairs], x, outs, ctx, biases=biases)) == ["round_rows", kernel, kernel]
+    assert run(multiplied([t for t, _ in pairs], x, outs, ctx, biases=biases)) == ["round_rows", kernel, kernel]
     for out, bias, (_, values) in zip(outs, biases, pairs):
         assert nmse(ctx.view(out).data.view(12, -1), rounded @ values.T + ctx.view(bias).data.numpy()) < 1e-9
-    steps = lower.product([t for t, _ in pairs], x, outs, ctx, biases=[*biases[:2], None])
+    steps = multiplied([t for t, _ in pairs], x, outs, ctx, biases=[*biases[:2], None])
     assert run(steps) == ["round_rows", kernel, kernel, kernel], "in a launch all have biases or none"
-    monkeypatch.setattr(batch, "KINDS", ("q6_K",))
-    steps = lower.product([t for t, _ in pairs], x, outs, ctx)
+    monkeypatch.setattr(mma_launch, "KINDS", ("q6_K",))
+    steps = multiplied([t for t, _ in pairs], x, outs, ctx)
     names = [s.kernel.fn.__name__ for s in steps]
     assert names[:2] == ["round_rows", kernel] and "gemm_packed" in names
     assert names.count("round_rows") == (2 if arch == "sm_90" else 1)  # an order for each

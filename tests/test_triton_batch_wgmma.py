@@ -1,4 +1,4 @@
-"""batch_wgmma.py without a GPU: its source on numpy arrays, with partitions, copies and products in many orders."""
+"""gemm_small/wgmma.py without a GPU: its source on numpy arrays, partitions, copies and products in many orders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gluon_emulator import Shared
 from gluon_warps import Barriers, Schedule, emulate
 from wgmma_order import wgmma_order
 
-from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper, batch_layouts
-from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products.gemm_small import layouts, mma_launch, wgmma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import HopperConfig
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.dtypes import dtype
 
@@ -27,11 +27,16 @@ SEEDS = range(2)
 
 
 def _run(
-    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, seed: int = 0, **more: Any
+    weights: Sequence[Packed],
+    x: Activations,
+    outs: Sequence[torch.Tensor],
+    config: HopperConfig,
+    seed: int = 0,
+    **more: Any,
 ) -> None:
-    ordered = Half(x.values[:, wgmma_order(x.k)].contiguous(), x.factors)
-    tokens = batch.padded_tokens(x.rows)
-    emulate(batch_hopper.launch(TARGET, weights, ordered, outs, config, tokens, **more), seed)
+    ordered = Activations(x.values[:, wgmma_order(x.k)].contiguous(), x.factors)
+    tokens = mma_launch.padded_tokens(x.rows)
+    emulate(wgmma_launch.launch(TARGET, weights, ordered, outs, config, tokens, **more), seed)
 
 
 def _check(kind: str, n: int, m: int, k: int, config: HopperConfig, seeds: Sequence[int]) -> None:
@@ -45,7 +50,7 @@ def _check(kind: str, n: int, m: int, k: int, config: HopperConfig, seeds: Seque
     assert nmse(results[0], exact @ values.T) < 1e-9
 
 
-@pytest.mark.parametrize("kind", batch.KINDS)
+@pytest.mark.parametrize("kind", mma_launch.KINDS)
 def test_types(kind: str) -> None:
     """Rows, tokens and chunks that tiles don't divide; buffers that are used again."""
     step = 256 if dtype(kind).block_size == 256 else 128
@@ -66,9 +71,9 @@ def test_configs(warpgroups: int, chunk: int, stages: int) -> None:
         _check("q4_0", 9, 72, 128 * steps, HopperConfig(warpgroups, chunk, stages, x_stages), (x_stages, stages))
 
 
-def _split(ranges: int, steps: int, tiles: int) -> batch.Split:
+def _split(ranges: int, steps: int, tiles: int) -> mma_launch.Split:
     parts = torch.full((tiles * ranges * 64 * 16,), float("nan"))
-    return batch.Split(ranges, steps, parts, torch.zeros(tiles, dtype=torch.int32))
+    return mma_launch.Split(ranges, steps, parts, torch.zeros(tiles, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q8_0", "q4_0"])
@@ -148,7 +153,7 @@ def test_a_part_of_the_rows(k: int) -> None:
     whole, values = weight_of("q6_K", 96, k)
     x, exact = x_of(9, k)
     part = whole.part(16, 88)
-    assert batch.aligned(part)
+    assert mma_launch.aligned(part)
     out = torch.full((9, 72), float("nan"))
     _run([part], x, [out], SMALL)
     assert nmse(out, exact @ values[16:88].T) < 1e-9
@@ -160,18 +165,18 @@ def test_a_part_of_the_rows(k: int) -> None:
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_what_fits(config: HopperConfig, tokens: int) -> None:
     """Rings and barriers of a program, counted here, and of as many programs as there shall be."""
-    for kind in batch.KINDS:
-        found = batch_hopper.fitted(config, kind, tokens, TARGET.shared_memory)
+    for kind in mma_launch.KINDS:
+        found = wgmma_launch.fitted(config, kind, tokens, TARGET.shared_memory)
         assert found is not None and 2 <= found.stages <= config.stages and found.chunk in (1, 2, 4)
         assert (found.warpgroups, found.x_stages, found.per_sm) == (config.warpgroups, config.x_stages, config.per_sm)
         p = packing_of(kind)
         assert p is not None
-        group = 4 * (p.words + p.high_words) + batch_layouts.scale_bytes(kind)
+        group = 4 * (p.words + p.high_words) + layouts.scale_bytes(kind)
         planes = found.stages * found.warpgroups * found.chunk * 64 * (4 * group + 4 * (p.supers > 0))
         x = found.x_stages * tokens * 128 * 2
         barriers = 2 * 8 * (found.stages + found.x_stages)
         assert found.per_sm * (planes + x + barriers + 1024) <= TARGET.shared_memory + 1024
-    assert batch_hopper.fitted(config, "q4_K", tokens, 32768) is None
+    assert wgmma_launch.fitted(config, "q4_K", tokens, 32768) is None
 
 
 @pytest.mark.parametrize("chunk", [2, 4])
@@ -182,11 +187,11 @@ def test_a_chunk_is_its_steps_one_after_the_other(chunk: int) -> None:
         return [list(basis) for basis in layout.offset_bases]
 
     for words in (4, 8):
-        whole = bases(batch_layouts.pieces_shared(chunk, 64, words, 4))
-        step = bases(batch_layouts.pieces_shared(1, 64, words, 4))
+        whole = bases(layouts.pieces_shared(chunk, 64, words, 4))
+        step = bases(layouts.pieces_shared(1, 64, words, 4))
         assert whole[: len(step)] == step and all(basis[0] for basis in whole[len(step) :])
     for shape in ([64, 4, 1], [64, 4, 2], [64, 4], [64]):
-        whole, step = bases(batch_layouts.rows_shared([chunk, *shape])), bases(batch_layouts.rows_shared([1, *shape]))
+        whole, step = bases(layouts.rows_shared([chunk, *shape])), bases(layouts.rows_shared([1, *shape]))
         assert whole[: len(step)] == step and all(basis[0] for basis in whole[len(step) :])
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from aot_arch import target_of
 from aot_rows import context
+from planned import lowered, multiplied, routed
 
 from graphrt import ops
 from graphrt.backend import Usage
@@ -30,16 +31,20 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from graphrt.backends.triton import memory
-from graphrt.backends.triton.kernels import fused, kq_mask
+from graphrt.backends.triton.kernels import kq_mask
 from graphrt.backends.triton.kernels.experts.pairs import Pairs, listed_tiles, sorted_pairs
 from graphrt.backends.triton.kernels.flash_attn import decode_configs, portable
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.ranges import longest_first, next_bad
-from graphrt.backends.triton.kernels.mul_mat import few, lower
-from graphrt.backends.triton.kernels.mul_mat.few import Batch
-from graphrt.backends.triton.kernels.mul_mat.half import Half
+from graphrt.backends.triton.kernels.products import emit
+from graphrt.backends.triton.kernels.products.broadcast import Broadcast
+from graphrt.backends.triton.kernels.products.forms import Form
+from graphrt.backends.triton.kernels.products.gemm_small import portable_launch
+from graphrt.backends.triton.kernels.products.half import Activations
+from graphrt.backends.triton.kernels.products.plan import INLINE_TOKENS, rounds_inside
+from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import Stage, TritonBuffer
 from graphrt.backends.triton.packing import Packed, PackedBuffer
@@ -64,7 +69,7 @@ def test_what_a_step_packs_is_read_when_that_is_done() -> None:
     whole = Tensor("q8_0", (256, 64))
     ctx = with_packed(context(HOPPER), whole)
     for w, early in ((whole, True), (view(whole, (256, 32), (2 * whole.nb[1],)), False)):
-        steps = fused.lower_mul_mat([ops.mul_mat(w, Tensor("f32", (256, 2)))], ctx)
+        steps = lowered([ops.mul_mat(w, Tensor("f32", (256, 2)))], ctx)
         product = steps[-1]
         assert isinstance(product, Launch) and ctx.is_constant(w)
         assert all(isinstance(step, Launch) for step in steps) == early
@@ -81,7 +86,7 @@ def test_a_launch_of_several_weights_waits_for_each(which: tuple[bool, bool]) ->
     place = ctx.place
     ctx.place = lambda t: (buffers[t], 0) if t in buffers else place(t)
     x = Tensor("f32", (64, 2))
-    (step,) = lower.product(weights, x, [ops.mul_mat(w, x) for w in weights], ctx)
+    (step,) = multiplied(weights, x, [ops.mul_mat(w, x) for w in weights], ctx)
     assert isinstance(step, Launch) and step.args["PDL"] == all(which)
 
 
@@ -113,33 +118,36 @@ def test_rows_of_activations() -> None:
         (Tensor("f32", (64, 3, 2)), (6, 64, 64, 1)),
         (permute(Tensor("f32", (2, 64)), 1, 0, 2, 3), (2, 64, 1, 2)),
     ):
-        rows = lower._rows(ctx.view(x))
+        rows = emit.rows_of(ctx.view(x))
         assert (rows.n, rows.k, rows.row_stride, rows.stride) == expected
-        inside = lower._rounds_inside([Tensor("q8_0", (64, 8))], x, rows, None)
-        assert inside == (rows.stride == 1 and rows.n <= lower.INLINE_TOKENS)
+        inside = rounds_inside([Product(Tensor("q8_0", (64, 8)), x)], x)
+        assert inside == (rows.stride == 1 and rows.n <= INLINE_TOKENS)
     for n in (1, 2, 3):
-        rows = lower._rows(ctx.view(x := Tensor("f32", (64, n))))
-        assert lower._rounds_inside([Tensor("q8_0", (64, 8))], x, rows, None) == (n <= 2)
+        rows = emit.rows_of(ctx.view(x := Tensor("f32", (64, n))))
+        assert rounds_inside([Product(Tensor("q8_0", (64, 8)), x)], x) == (n <= 2)
 
 
 def test_one_x_is_made_once_in_each_form() -> None:
     ctx, steps = context(HOPPER), list[Any]()
-    halves = lower._Halves(Tensor("f32", (128, 16)), ctx)
-    forms = [(torch.float16, False), (torch.float16, True), (torch.float16, False), (torch.bfloat16, False)]
-    made = [halves.get(kind, ordered, steps) for kind, ordered in forms]
-    assert [(half.values.dtype, half.ordered) for half in made] == forms and len(steps) == 3
+    converted = emit._Converted(Product(Tensor("q8_0", (128, 8)), Tensor("f32", (128, 16))), ctx)
+    forms = [Form.F16, Form.F16_ORDERED, Form.F16, Form.BF16]
+    made = [converted.get(form, steps) for form in forms]
+    assert [half.values.dtype for half in made] == [*[torch.float16] * 3, torch.bfloat16] and len(steps) == 3
+    assert [half.ordered for half in made] == [False, True, False, False]
     assert made[0] is made[2] and len({half.values.data_ptr() for half in made}) == 3
 
 
 @pytest.mark.parametrize("splits", range(1, 8))
 def test_no_split_of_k_is_empty(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few, "splits_of", lambda *args: splits)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: splits)
     ctx = context(device.INTERPRETER)
-    config = few.find_config("interpreter", "q8_0", 16)
+    config = portable_launch.find_config("interpreter", "q8_0", 16)
     for k_steps in range(1, 13):
         packed = Packed.empty("q8_0", 16, config.width * k_steps, "cpu")
-        x = Half(torch.zeros(16, packed.k, dtype=torch.float16))
-        sums, (launch,) = few.packed_product(packed, 16, x, Batch(16), torch.zeros(16, 16), None, None, ctx)
+        x = Activations(torch.zeros(16, packed.k, dtype=torch.float16))
+        sums, (launch,) = portable_launch.packed_product(
+            packed, 16, x, Broadcast(16), torch.zeros(16, 16), None, None, ctx
+        )
         n, each = launch.args["n_splits"], launch.args["steps_a_split"]
         assert (n - 1) * each < k_steps <= n * each and n <= splits
         assert sums.parts.shape[0] == n and launch.grid[1] == n and launch.args["SPLIT"] == (n > 1)
@@ -147,10 +155,18 @@ def test_no_split_of_k_is_empty(splits: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_matrices_that_do_not_lie_one_after_the_other_are_not_flattened() -> None:
     t = torch.arange(2 * 3 * 4).view(2, 3, 4, 1)
-    assert (found := lower._in_a_row(t)) is not None and found.shape == (6, 4, 1)
-    assert lower._in_a_row(t[:, :2]) is None and lower._in_a_row(t.transpose(0, 1)) is None
+    assert emit._in_a_row(t).shape == (6, 4, 1)
     for part in (t[:1, :2], t[:, :1]):
-        assert (found := lower._in_a_row(part)) is not None and found.data_ptr() == part.data_ptr()
+        assert emit._in_a_row(part).data_ptr() == part.data_ptr()
+    whole = Tensor("f16", (64, 8, 4, 3))
+    for w, each in (
+        (whole, True),
+        (view(whole, (64, 8, 2, 3), whole.nb[1:]), False),
+        (view(whole, (64, 8, 2, 1), whole.nb[1:]), True),
+        (permute(whole, 0, 1, 3, 2), False),
+    ):
+        found = routed(ops.mul_mat(w, Tensor("f32", (64, 65, *w.ne[2:]))), context(device.INTERPRETER))
+        assert (found.kernel.name == "gemm_large_each") == each, (w, found.kernel.name)
 
 
 def test_experts_chosen_twice_are_sorted_twice() -> None:

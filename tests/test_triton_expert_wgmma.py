@@ -17,8 +17,8 @@ from wgmma_order import wgmma_order
 from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.hopper import Matrices, TileConfig
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
-from graphrt.backends.triton.kernels.mul_mat import batch, batch_hopper
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products.gemm_small import mma_launch, wgmma_launch
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.packing import packing_of
 from graphrt.dtypes import dtype
 
@@ -49,7 +49,7 @@ def _tiles(counts: list[int], tokens: int) -> torch.Tensor:
     return torch.tensor([*found, *[[len(counts), 0, 0, 0]] * 2], dtype=torch.int32)
 
 
-def _x(pairs: Pairs, k: int) -> tuple[Half, np.ndarray]:
+def _x(pairs: Pairs, k: int) -> tuple[Activations, np.ndarray]:
     """Activations by place as the kernel takes them, and their values by pair."""
     values = RNG.standard_normal((pairs.count, k)).astype(np.float16)
     factors = 2.0 ** RNG.integers(-3, 4, pairs.count)
@@ -59,7 +59,7 @@ def _x(pairs: Pairs, k: int) -> tuple[Half, np.ndarray]:
     exact = np.empty((pairs.count, k))
     exact[pairs.sorted.numpy()] = values.astype(np.float64) * factors[:, None]
     ordered = np.ascontiguousarray(padded[:, wgmma_order(row)])
-    return Half(torch.from_numpy(ordered), torch.from_numpy(factors).to(torch.float32), True), exact
+    return Activations(torch.from_numpy(ordered), torch.from_numpy(factors).to(torch.float32), True), exact
 
 
 def _matrices(kind: str, n_expert: int, m: int, k: int, bias: bool) -> tuple[Matrices, np.ndarray, np.ndarray]:
@@ -107,7 +107,7 @@ def _check(
         assert nmse(results[0][torch.from_numpy(live)], expected) < 1e-9
 
 
-@pytest.mark.parametrize("kind", batch.KINDS)
+@pytest.mark.parametrize("kind", mma_launch.KINDS)
 def test_types(kind: str) -> None:
     """Experts without pairs, with one tile and with several; rows that tiles don't divide; buffers used again."""
     step = 256 if dtype(kind).block_size == 256 else 128
@@ -147,7 +147,7 @@ def test_only_pairs_without_an_expert() -> None:
 
 
 @pytest.mark.parametrize("config", [c for _, c in hopper._CONFIGS])
-@pytest.mark.parametrize("kind", batch.KINDS)
+@pytest.mark.parametrize("kind", mma_launch.KINDS)
 def test_what_fits(kind: str, config: TileConfig) -> None:
     """Rings and barriers of a program, counted here; registers of its threads."""
     found = hopper.fitted(config, kind, TARGET.shared_memory)
@@ -158,6 +158,6 @@ def test_what_fits(kind: str, config: TileConfig) -> None:
     codes = found.stages * found.warpgroups * found.chunk * 64 * 4 * 4 * (p.words + p.high_words)
     x, barriers = found.x_stages * found.tokens * 128 * 2, 2 * 8 * (found.stages + found.x_stages)
     assert codes + x + barriers <= TARGET.shared_memory
-    at_start, registers = batch_hopper.registers_of(found.warpgroups)
+    at_start, registers = wgmma_launch.registers_of(found.warpgroups)
     assert 128 * (found.warpgroups + 1) * at_start <= 65536
-    assert 128 * (found.warpgroups * registers + batch_hopper.PRODUCER) <= 65536
+    assert 128 * (found.warpgroups * registers + wgmma_launch.PRODUCER) <= 65536

@@ -31,12 +31,13 @@ if device.unusable() is not None:
 from aot_arch import target_of
 from aot_rows import context
 from gluon_warps import emulate
+from planned import lowered, routed
 from wgmma_order import wgmma_order
 
-from graphrt.backends.triton.kernels.experts import gather, lower, pairs, wgmma
+from graphrt.backends.triton.kernels.experts import gather, pairs, wgmma
 from graphrt.backends.triton.kernels.experts.gemv import packed_expert_gemv
-from graphrt.backends.triton.kernels.mul_mat import activations, dense
-from graphrt.backends.triton.kernels.mul_mat.activations import MAX_TWO_PARTS
+from graphrt.backends.triton.kernels.products import activations, gemm_large, route
+from graphrt.backends.triton.kernels.products.activations import MAX_TWO_PARTS
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack
 from graphrt.backends.triton.support import why_unsupported
@@ -73,7 +74,7 @@ def test_every_type(case: Case, backend: Backend) -> None:
 
 def test_types_in_slices_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of eight experts dequantized at a time; ids that are no experts among them."""
-    monkeypatch.setattr(dense, "SCRATCH", 2 * 2 * 256 * 16)
+    monkeypatch.setattr(gemm_large, "SCRATCH", 2 * 2 * 256 * 16)
     found = [c for c in all_cases("MUL_MAT_ID", "full") if c.axes["type"] == "iq3_s" and c.axes["tokens"] == 2]
     for choice in ("any", "outside"):
         case = next(c for c in found if c.axes.get("choice") == choice)
@@ -87,10 +88,9 @@ def test_what_takes_which_way() -> None:
 
     exact, fast = get_backend("triton"), get_backend("triton", exact=False)
     for kind, when_exact, when_fast in (("q4_K", False, True), ("f16", True, True), ("iq3_s", False, False)):
-        most = lower.MAX_PAIRS // 4
-        assert lower.takes_gemv(node(kind, most), exact) == when_exact
-        assert lower.takes_gemv(node(kind, most), fast) == when_fast
-        assert not lower.takes_gemv(node(kind, most + 1), fast)
+        most = route.MAX_PAIRS // 4
+        taken = [routed(node(kind, n), b).kernel.name for n, b in ((most, exact), (most, fast), (most + 1, fast))]
+        assert [name == "expert_gemv" for name in taken] == [when_exact, when_fast, False]
         assert why_unsupported(node(kind, most)) is None
     long = MAX_TWO_PARTS + 256  # shorter rows are rounded in two parts, which is nothing to declare
     assert fast.rounds_activations(node("q4_K", 1, k=long)) == "int8"
@@ -176,7 +176,7 @@ def test_the_way_of_many_pairs_on_hopper(kind: str, k: int) -> None:
         values[w] = dequantize(raw, w.dtype).reshape(n_expert, m, k).astype(np.float16).astype(np.float64)
     place = ctx.place
     ctx.place = lambda t: (packed[t], 0) if t in packed else place(t)
-    for step in lower.FUSED["expert_gate_up"]([made[0], sums[0], made[1], sums[1], glu], ctx):
+    for step in lowered([made[0], sums[0], made[1], sums[1], glu], ctx, "expert_gate_up"):
         assert isinstance(step, Launch)
         if step.kernel is wgmma.expert_wgmma:
             emulate(step, seed=1)
@@ -365,7 +365,7 @@ FORMS: dict[str, tuple[Layer, bool, float]] = {
 def test_fused_is_unfused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, many, limit = FORMS[form]
     if many:
-        monkeypatch.setattr(lower, "MAX_PAIRS", 0)
+        monkeypatch.setattr(route, "MAX_PAIRS", 0)
     exe = filled(layer.graph())
     assert formed(exe) >= (ALL if not layer.read else {"expert_sum"})
     fused = results(exe)

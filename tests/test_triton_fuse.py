@@ -55,9 +55,11 @@ def prepared(graph: Graph) -> Executable:
 
 
 def kernels(graph: Graph) -> list[str]:
-    """What runs, in order: a fused group by its kernel, a node by its op."""
+    """What runs, in order: a fused group by its kernel, with ", private" if only products read its result; a node by
+    its op."""
     (split,) = prepared(graph).splits
-    return [group.kernel or group.label for group in split.groups if not group.label.startswith(("VIEW", "RESHAPE"))]
+    groups = [group for group in split.groups if not group.label.startswith(("VIEW", "RESHAPE"))]
+    return [(group.kernel or group.label) + ", private" * bool(group.private) for group in groups]
 
 
 def launched(graph: Graph) -> list[str]:
@@ -217,24 +219,24 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "gate and up, 4 bits": (lambda: gate_up("q4_0", "geglu", 1), "gate_up_glu", SAME),
     "gate and up, f16": (lambda: gate_up("f16", "reglu", 2), "gate_up_glu", SAME),
     "gate and up, many tokens": (lambda: gate_up("q8_0", "swiglu", 11), "gate_up_glu", SAME),
-    "gate, up and down, many tokens": (lambda: gate_up_down(11), "gate_up_glu_rounded", SAME),
-    "gate, up and down, large": (lambda: gate_up_down(9, 3e3), "gate_up_glu_rounded", SAME),
-    "gate, up and down, few tokens": (lambda: gate_up_down(3), "gate_up_glu_rounded", SAME),
+    "gate, up and down, many tokens": (lambda: gate_up_down(11), "gate_up_glu, private", SAME),
+    "gate, up and down, large": (lambda: gate_up_down(9, 3e3), "gate_up_glu, private", SAME),
+    "gate, up and down, few tokens": (lambda: gate_up_down(3), "gate_up_glu, private", SAME),
     "softcap": (lambda: capped(), "softcap", SAME),
     "q, k, v": (lambda: qkv("q8_0", 1), "projections", SAME),
     "q, k, v, f16": (lambda: qkv("f16", 3), "projections", SAME),
     "norm": (lambda: Graph(ops.sqr(normed(x()))), "norm_mul", SAME),
     "norm and residual": (lambda: Graph(ops.add(normed(x()), leaf("r", K, 3))), "norm_mul_add", SAME),
-    "norm for products": (lambda: norm_products(3), "norm_mul_rounded", STEPS),
-    "norm for products, one token": (lambda: norm_products(1), "norm_mul_rounded", STEPS),
-    "norm for products, many tokens": (lambda: norm_products(11), "norm_mul_rounded", STEPS),
-    "norm, residual, norm": (lambda: sum_then_norm(3, True), "norm_mul_add_norm_rounded", STEPS),
+    "norm for products": (lambda: norm_products(3), "norm_mul, private", STEPS),
+    "norm for products, one token": (lambda: norm_products(1), "norm_mul, private", STEPS),
+    "norm for products, many tokens": (lambda: norm_products(11), "norm_mul, private", STEPS),
+    "norm, residual, norm": (lambda: sum_then_norm(3, True), "norm_mul_add_norm, private", STEPS),
     "norm, residual, norm, one token": (
-        lambda: sum_then_norm(1, True, True, "q4_0"), "norm_mul_add_norm_rounded", STEPS,
+        lambda: sum_then_norm(1, True, True, "q4_0"), "norm_mul_add_norm, private", STEPS,
     ),
-    "norm, residual, norm, many tokens": (lambda: sum_then_norm(11, True), "norm_mul_add_norm_rounded", STEPS),
-    "sum and norm": (lambda: sum_then_norm(2, False), "add_norm_rounded", STEPS),
-    "sum and norm, many tokens": (lambda: sum_then_norm(11, False, True), "add_norm_rounded", STEPS),
+    "norm, residual, norm, many tokens": (lambda: sum_then_norm(11, True), "norm_mul_add_norm, private", STEPS),
+    "sum and norm": (lambda: sum_then_norm(2, False), "add_norm, private", STEPS),
+    "sum and norm, many tokens": (lambda: sum_then_norm(11, False, True), "add_norm, private", STEPS),
     "two norms that others read too": (two_shared_norms, "norm_mul", STEPS),
     **{
         f"{pattern} that others read too, {kind}, {n} tokens of {k}": (
@@ -266,7 +268,7 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "k with a bias, many tokens": (lambda: biased_qkv("f16", 70, "k"), "projections", SAME),
     "biases of two types": (lambda: biased_qkv("q8_0", 2, v_kind="f16"), "projections", SAME),
     "biases of two types, many tokens": (lambda: biased_qkv("q8_0", 12, "qv", v_kind="f16"), "projections", SAME),
-    "a bias, then the residual's sum and norm": (lambda: biased_sum_then_norm(3), "add_norm_rounded", STEPS),
+    "a bias, then the residual's sum and norm": (lambda: biased_sum_then_norm(3), "add_norm, private", STEPS),
     "a bias before that": (lambda: biased_sum_then_norm(2), "matmul_add", STEPS),
     "a bias of two products": (lambda: shared_bias(3), "matmul_add", SAME),
     "rotation and cache": (lambda: rotated()[0], "rope_cache", SAME),
@@ -512,8 +514,8 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "a norm that is an output": (_norm_output, "norm_mul"),
     "a norm times a matrix": (_norm_of_a_matrix, "norm_mul"),
     "a norm added to itself": (_norm_and_itself, "norm_mul_add"),
-    "a norm that not only products read": (_norm_read_by_others, "norm_mul_rounded"),
-    "a norm for f16 weights": (lambda: Graph(product("w", normed(x()), "f16")), "norm_mul_rounded"),
+    "a norm that not only products read": (_norm_read_by_others, "norm_mul, private"),
+    "a norm for f16 weights": (lambda: Graph(product("w", normed(x()), "f16")), "norm_mul, private"),
     "k read besides": (_k_is_read, "rope_cache"),
     "ids that sequences share": (lambda: _shared_ids(), "rope_cache"),
     "heads' norms of two eps": (_norms_of_two_eps, "norm_rope_cache"),
@@ -525,9 +527,9 @@ UNFORMED: dict[str, tuple[Callable[[], Graph], str]] = {
     "a sum of one row, then a norm": (
         lambda: Graph(product("w", normed(ops.add(x(), leaf("r", K))))), "add_norm",
     ),
-    "a sum's norm that not only products read": (lambda: shared_norm("add_norm", 3), "add_norm_rounded"),
+    "a sum's norm that not only products read": (lambda: shared_norm("add_norm", 3), "add_norm, private"),
     "a norm's sum and norm that not only products read": (
-        lambda: shared_norm("norm_mul_add_norm", 3), "norm_mul_add_norm_rounded",
+        lambda: shared_norm("norm_mul_add_norm", 3), "norm_mul_add_norm, private",
     ),
     "sums of another scale": (_other_sums, "attention_lse"),
 }  # fmt: skip
@@ -625,8 +627,8 @@ def _all_patterns() -> Graph:
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
-        ("1", {"norm_mul", "norm_mul_rounded", "matmul_add"}), ("", {"norm_mul", "norm_mul_rounded", "matmul_add"}),
-        ("0", set()), ("matmul_add", {"matmul_add"}), ("norm_mul, attention_lse", {"norm_mul", "norm_mul_rounded"}),
+        ("1", {"norm_mul", "norm_mul, private", "matmul_add"}), ("", {"norm_mul", "norm_mul, private", "matmul_add"}),
+        ("0", set()), ("matmul_add", {"matmul_add"}), ("norm_mul, attention_lse", {"norm_mul", "norm_mul, private"}),
     ],
 )  # fmt: skip
 def test_graphrt_fuse(value: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

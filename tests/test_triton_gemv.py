@@ -19,11 +19,11 @@ from graphrt.backends.triton import device
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from graphrt.backends.triton.kernels.mul_mat import activations
-from graphrt.backends.triton.kernels.mul_mat.activations import (
+from graphrt.backends.triton.kernels.products import activations
+from graphrt.backends.triton.kernels.products.activations import (
     GLU_KINDS,
-    Activations,
     NormWeight,
+    Q8Rows,
     Rows,
     add_norm_quantize,
     glu_quantize,
@@ -31,7 +31,7 @@ from graphrt.backends.triton.kernels.mul_mat.activations import (
     parts_of,
     quantize_rows,
 )
-from graphrt.backends.triton.kernels.mul_mat.gemv import GemvConfig, Segment, config_for, gemv, needs_sums
+from graphrt.backends.triton.kernels.products.gemv import GemvConfig, Segment, config_for, gemv, needs_sums
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, pack
 from graphrt.dtypes import dtype
 
@@ -102,9 +102,9 @@ def _of_edges(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum((below - at).abs(), (above - at).abs())
 
 
-def _activations(x: torch.Tensor) -> Activations:
+def _activations(x: torch.Tensor) -> Q8Rows:
     n, k = x.shape
-    found = Activations.empty(n, k, DEVICE)
+    found = Q8Rows.empty(n, k, DEVICE)
     quantize_rows(TARGET, Rows(x.to(DEVICE), n, k, k), found)()
     return found
 
@@ -197,14 +197,14 @@ def test_two_parts_are_close_to_exact(kind: str, form: str, n: int, k: int) -> N
     assert _error(_product(matrix, x, form), matrix.values, exact) < TWO_PARTS
 
 
-def _first_sums(a: Activations) -> torch.Tensor:
+def _first_sums(a: Q8Rows) -> torch.Tensor:
     """Sums of the first parts alone, of three tokens."""
     sums = a.q[:3].float().reshape(3, -1, 2, 16).sum(-1)
     return (sums * 254 * a.d[:, :, None]).reshape(3, -1)
 
 
 #: What is done to the second parts of three tokens.
-SECOND_BUGS: dict[str, Callable[[Activations], object]] = {
+SECOND_BUGS: dict[str, Callable[[Q8Rows], object]] = {
     "there is none": lambda a: a.q[3:].zero_(),
     "sums lack it": lambda a: a.s.copy_(_first_sums(a)),
     "tokens have each other's": lambda a: a.q[3:].copy_(a.q[3:].roll(1, 0)),
@@ -374,7 +374,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
     return y if weight is None else y * weight.double()
 
 
-def _check_activations(found: Activations, x: torch.Tensor, exact: bool) -> None:
+def _check_activations(found: Q8Rows, x: torch.Tensor, exact: bool) -> None:
     """x float64, unrounded. exact: the kernel had it to the last bit, so that q is the definition's."""
     n, k = x.shape
     assert (found.n, found.k, found.parts) == (n, k, parts_of(k))
@@ -388,7 +388,7 @@ def _check_activations(found: Activations, x: torch.Tensor, exact: bool) -> None
     torch.testing.assert_close(found.s.cpu().double(), values.reshape(n, -1, 16).sum(-1), rtol=1e-6, atol=1e-9)
 
 
-def _values(a: Activations) -> torch.Tensor:
+def _values(a: Q8Rows) -> torch.Tensor:
     """What was rounded, f64 [n, groups, 32]."""
     q = a.q.cpu().double().reshape(a.parts, a.n, -1, 32)
     return (q[0] if a.parts == 1 else q[0] * 254 + q[1]) * a.d.cpu().double().reshape(a.n, -1, 1)
@@ -401,7 +401,7 @@ def test_quantize_rows(kind: torch.dtype, n: int, k: int, parts: int) -> None:
     spread = torch.full((n, k + 1, 3), torch.nan, dtype=kind)  # strides of their own
     spread[:, :k, 1] = x
     data = spread.flatten()[1:].to(DEVICE)
-    found = Activations.inside(_out(n, k).flatten(), n, k)
+    found = Q8Rows.inside(_out(n, k).flatten(), n, k)
     quantize_rows(TARGET, Rows(data, n, k, 3 * (k + 1), 3), found)()
     _check_activations(found, x.double(), True)
     half = torch.empty(n, k, dtype=torch.float16, device=DEVICE)
@@ -449,7 +449,7 @@ def test_an_f32_tensor_has_room() -> None:
     for n in range(1, 9):
         for k in range(32, 2081, 32):
             for start in range(4):
-                found = Activations.inside(torch.empty(n * k + start)[start:], n, k)
+                found = Q8Rows.inside(torch.empty(n * k + start)[start:], n, k)
                 assert (found.n, found.k, found.parts) == (n, k, 2 if k <= 2048 else 1)
 
 
@@ -460,7 +460,7 @@ def test_norm_quantize(n: int, k: int, weighted: bool, parts: int) -> None:
     expected = _normed(x, weight, 1e-5)
     given = weight if weight is None else weight.to(DEVICE)
     rows = Rows(x.to(DEVICE), n, k, k)
-    found, plain = Activations.empty(n, k, DEVICE), _out(n, k + 1)
+    found, plain = Q8Rows.empty(n, k, DEVICE), _out(n, k + 1)
     norm_quantize(TARGET, rows, given, 1e-5, found, Rows(plain, n, k, k + 1))()
     _check_activations(found, expected, False)
     torch.testing.assert_close(plain[:, :k].cpu().double(), expected, rtol=2e-6, atol=1e-7)
@@ -487,19 +487,19 @@ def test_add_norm_quantize(n: int, k: int, first: bool, early: bool, parts: int)
     x, residual, w, w2 = _vectors(n, k), _vectors(n, k)[:, torch.randperm(k)], torch.rand(k) + 0.5, torch.rand(k) + 0.5
     total = (_normed(x, w, 1e-5) if first else x.double()) + residual.double()
     expected = _normed(total.float(), w2, 1e-6)
-    found = Activations.empty(n, k, DEVICE) if n <= 8 else torch.empty(n, k, dtype=torch.float16, device=DEVICE)
+    found = Q8Rows.empty(n, k, DEVICE) if n <= 8 else torch.empty(n, k, dtype=torch.float16, device=DEVICE)
     here, other = x.to(DEVICE), residual.clone().to(DEVICE)
     before = NormWeight(w.to(DEVICE), 1e-5) if first else None
     add_norm_quantize(TARGET, here, before, other, other, NormWeight(w2.to(DEVICE), 1e-6), found, early)()
     torch.testing.assert_close(other.cpu().double(), total, rtol=2e-6, atol=1e-6)
-    for rounded in (Activations.empty(n, k, DEVICE), None):  # beside f32, and that alone
+    for rounded in (Q8Rows.empty(n, k, DEVICE), None):  # beside f32, and that alone
         whole, other = _out(n, k), residual.clone().to(DEVICE)
         second = NormWeight(w2.to(DEVICE), 1e-6)
         add_norm_quantize(TARGET, here, before, other, other, second, rounded, early, out_f32=whole)()
         torch.testing.assert_close(whole.cpu().double(), expected, rtol=2e-6, atol=1e-6)
         if rounded is not None:
             _check_activations(rounded, expected, False)
-    if isinstance(found, Activations):
+    if isinstance(found, Q8Rows):
         _check_activations(found, expected, False)
     else:
         torch.testing.assert_close(found.cpu().double(), expected, rtol=6e-4, atol=1e-5)
@@ -516,7 +516,7 @@ def test_glu_quantize(kind: str, parts: int) -> None:
     both = torch.cat([torch.randn(n, k) * 3, torch.randn(n, k)], 1).to(DEVICE)  # as one tensor of two halves has it
     gate, up = Rows(both.flatten(), n, k, 2 * k), Rows(both.flatten()[k:], n, k, 2 * k)
     expected = _gated(kind, both[:, :k].cpu().double(), both[:, k:].cpu().double())
-    found, half = Activations.empty(n, k, DEVICE), torch.empty(n, k, dtype=torch.float16, device=DEVICE)
+    found, half = Q8Rows.empty(n, k, DEVICE), torch.empty(n, k, dtype=torch.float16, device=DEVICE)
     glu_quantize(TARGET, gate, up, kind, found)()
     glu_quantize(TARGET, gate, up, kind, half)()
     _check_activations(found, expected, False)

@@ -21,10 +21,12 @@ from graphrt.testing import nmse, quantize
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
+from planned import routed
+
 from graphrt.backends.triton import fuse_latent
 from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
-from graphrt.backends.triton.kernels.mul_mat import lower
-from graphrt.backends.triton.kernels.mul_mat.heads import packed_head_gemv, plain_head_gemv
+from graphrt.backends.triton.kernels.products.gemv import MAX_TOKENS
+from graphrt.backends.triton.kernels.products.gemv_heads import packed_head_gemv, plain_head_gemv
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES
 
@@ -133,13 +135,15 @@ def test_what_takes_which_way() -> None:
     fast = get_backend("triton", exact=False)
 
     def taken(kind: str, k: int = 256, n: int = 8, w: tuple[int, int] = (4, 1), x: tuple[int, int] = (4, 1)) -> bool:
-        return lower.takes_head_gemv(Tensor(kind, (k, 8, *w)), Tensor("f32", (k, n, *x)), fast)
+        node = ops.mul_mat(Tensor(kind, (k, 8, *w)), Tensor("f32", (k, n, *x)))
+        return routed(node, fast).kernel.name == "gemv_heads"
 
     assert taken("q4_K") and taken("f16") and not taken("iq3_s")
     assert taken("q4_K", 2048) and not taken("q4_K", 2304) and taken("f16", 2304)
     assert not taken("f16", n=9) and not taken("f16", w=(1, 1)) and not taken("f16", w=(2, 1))
     assert not taken("f16", w=(4, 2), x=(4, 2))
-    assert not lower.takes_head_gemv(Tensor("f16", (64, 8, 4)), Tensor("f16", (64, 1, 4)), fast)
+    half = ops.mul_mat(Tensor("f16", (64, 8, 4)), Tensor("f16", (64, 1, 4)))
+    assert routed(half, fast).kernel.name != "gemv_heads"
 
 
 # -- the query and the cache's row
@@ -248,7 +252,7 @@ def test_fused_is_unfused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, limit = LAYERS[name]
     graph = layer.graph()
     assert formed(graph) == {"latent_rope_cache", "head_products"}
-    if layer.tokens <= lower.MAX_TOKENS:
+    if layer.tokens <= MAX_TOKENS:
         assert len(launches(graph)["latent_rope_cache"]) == 3  # the first of them fills the table of angles
     fused = results(graph)
     monkeypatch.setenv("GRAPHRT_FUSE", "0")

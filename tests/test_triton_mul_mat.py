@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from aot_arch import target_of
 from aot_rows import context
+from planned import lowered, multiplied, routed
 from wgmma_order import wgmma_order
 
 from graphrt.backend import Usage
@@ -30,9 +31,10 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels import fused
-from graphrt.backends.triton.kernels.mul_mat import dense, few, gemm_configs, half, lower
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, as_half
+from graphrt.backends.triton.kernels.products import gemm_large, gemv, half, route
+from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadcast_of
+from graphrt.backends.triton.kernels.products.gemm_small import configs, portable_launch
+from graphrt.backends.triton.kernels.products.half import Gate, in_type
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, pack
@@ -93,7 +95,7 @@ class Run:
     def product(self, w: Tensor, x: Tensor) -> Tensor:
         """MUL_MAT as the backend lowers it, judged."""
         node = self.node(w, x)
-        self.check(node, fused.lower_mul_mat([node], self.ctx))
+        self.check(node, lowered([node], self.ctx))
         return node
 
 
@@ -131,7 +133,7 @@ def test_rows_that_end_inside_a_tile(kind: str, k: int) -> None:
 def test_activations_beyond_f16(kind: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows far above f16's range and far below it, and one with an infinity, each as right as the others."""
     if k == 256:
-        monkeypatch.setattr(few, "splits_of", lambda *args: 1)
+        monkeypatch.setattr(portable_launch, "splits_of", lambda *args: 1)
     run = Run()
     values = RNG.standard_normal((n, k)).astype(np.float32)
     values[1] *= 3e6
@@ -142,7 +144,7 @@ def test_activations_beyond_f16(kind: str, n: int, k: int, monkeypatch: pytest.M
     values[6] *= np.where(np.arange(k) % 2, 1e5, 1.0)
     w, x = run.leaf(kind, (k, 8), packed=kind in PACKED_TYPES), run.leaf("f32", (k, n), values)
     node = run.node(w, x)
-    run.run(fused.lower_mul_mat([node], run.ctx))
+    run.run(lowered([node], run.ctx))
     actual, rows = run.read(node)[0, 0], np.arange(n) != 4
     weights = run.values[w][0, 0].astype(np.float64)
     assert np.isinf(actual[4]).all()
@@ -158,16 +160,16 @@ def test_a_split_of_k_changes_only_rounding(kind: str, monkeypatch: pytest.Monke
     run = Run()
     w, x = run.leaf(kind, (2304, 5), packed=kind in PACKED_TYPES), run.leaf("f32", (2304, 9))
     parts = []
-    original = few._product
+    original = portable_launch._launch
 
     def spied(*args: Any) -> Any:
         found = original(*args)
         parts.append(found[0].parts.shape[0])
         return found
 
-    monkeypatch.setattr(few, "_product", spied)
+    monkeypatch.setattr(portable_launch, "_launch", spied)
     split = run.read(run.product(w, x))
-    monkeypatch.setattr(few, "splits_of", lambda *args: 1)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: 1)
     whole = run.read(run.product(w, x))
     assert parts == [3, 1]
     np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-4)
@@ -177,21 +179,21 @@ def test_a_split_of_k_changes_only_rounding(kind: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("batches", [((1, 1), (3, 2)), ((2, 2), (2, 4)), ((3, 2), (6, 2)), ((1, 2), (3, 4))])
 @pytest.mark.parametrize("few_tokens", [64, 0])
 def test_batches(kind: str, batches: Any, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "GEMM_TOKENS", dict.fromkeys(lower.GEMM_TOKENS, few_tokens))
-    monkeypatch.setattr(lower, "MAX_TOKENS", 0)
-    monkeypatch.setattr(few, "splits_of", lambda *args: 2)
+    monkeypatch.setattr(route, "SMALL_TOKENS", dict.fromkeys(route.SMALL_TOKENS, few_tokens))
+    monkeypatch.setattr(gemv, "MAX_TOKENS", 0)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: 2)
     run, k = Run(), 512
     w = run.leaf(kind, (k, 5, *batches[0]), packed=kind in PACKED_TYPES)
     run.product(w, run.leaf("f32", (k, 3, *batches[1])))
 
 
 def test_a_batch_puts_together_all_tokens_that_share_a_matrix() -> None:
-    def batch(a: tuple[int, int], b: tuple[int, int], n: int = 3) -> few.Batch:
-        return lower.batch_of(Tensor("f16", (8, 5, *a)), (8, n, *b))
+    def batch(a: tuple[int, int], b: tuple[int, int], n: int = 3) -> Broadcast:
+        return broadcast_of(Tensor("f16", (8, 5, *a)), (8, n, *b))
 
-    assert batch((1, 1), (4, 3)) == few.Batch(36)
-    assert batch((1, 2), (4, 4)) == few.Batch(24, 2)
-    assert batch((2, 2), (4, 4)) == few.Batch(6, 8, 2, 2)
+    assert batch((1, 1), (4, 3)) == Broadcast(36)
+    assert batch((1, 2), (4, 4)) == Broadcast(24, 2)
+    assert batch((2, 2), (4, 4)) == Broadcast(6, 8, 2, 2)
 
 
 @pytest.mark.parametrize("kind", ["q6_K", "f16"])
@@ -202,7 +204,7 @@ def test_a_residual_in_the_memory_of_the_result(kind: str, n: int) -> None:
     node = run.node(w, x)
     added = RNG.standard_normal(node.shape).astype(np.float32)
     run.hold(node, added)
-    run.check(node, lower.product([w], x, [node], run.ctx, residual=node), added)
+    run.check(node, multiplied([w], x, [node], run.ctx, residual=node), added)
 
 
 @pytest.mark.parametrize("kind", ["q6_K", "f16", "f32", "iq2_xxs"])
@@ -212,15 +214,15 @@ def test_a_bias_and_a_residual(kind: str, n: int, splits: int, monkeypatch: pyte
     """A row for all tokens, alone and before a residual in the memory of the result. The first token's x, which is as
 
     good as nothing, has a factor of its own, which the bias must not get."""
-    monkeypatch.setattr(few, "splits_of", lambda *args: splits)
+    monkeypatch.setattr(portable_launch, "splits_of", lambda *args: splits)
     run, values = Run(), RNG.standard_normal((n, 768)).astype(np.float32)
     values[0] *= 1e-9
     w, x = run.leaf(kind, (768, 33), packed=kind in PACKED_TYPES), run.leaf("f32", (768, n), values)
     node, bias = run.node(w, x), run.leaf("f32", (33,))
-    run.check(node, lower.product([w], x, [node], run.ctx, biases=[bias]), run.values[bias])
+    run.check(node, multiplied([w], x, [node], run.ctx, biases=[bias]), run.values[bias])
     added = RNG.standard_normal(node.shape).astype(np.float32)
     run.hold(node, added)
-    steps = lower.product([w], x, [node], run.ctx, biases=[bias], residual=node)
+    steps = multiplied([w], x, [node], run.ctx, biases=[bias], residual=node)
     run.check(node, steps, run.values[bias] + added)
 
 
@@ -232,7 +234,7 @@ def test_a_gate(gate: Gate, n: int, kinds: tuple[str, str]) -> None:
     x = run.leaf("f32", (512, n), 4e4 * RNG.standard_normal((n, 512)).astype(np.float32))
     w = [run.leaf(t, (512, 9), 1e-5 * RNG.standard_normal((9, 512)), packed=t in PACKED_TYPES) for t in kinds]
     node = run.node(w[0], x)
-    run.run(lower.product(w, x, [node], run.ctx, gate=gate))
+    run.run(multiplied(w, x, [node], run.ctx, gate=gate))
     g, u = (run.values[x][0, 0].astype(np.float64) @ run.values[t][0, 0].astype(np.float64).T for t in w)
     if gate.kind == "swiglu_oai":
         g, u = np.minimum(g, 7.0), np.clip(u, -7.0, 7.0) + 1.0
@@ -248,42 +250,28 @@ def test_weights_of_several_types_share_their_activations() -> None:
         kinds = ("q8_0", "f16", "q8_0", "bf16", "q8_0", "q8_0")
         weights = [run.leaf(t, (256, 7), packed=t in PACKED_TYPES) for t in kinds]
         nodes = [run.node(w, x) for w in weights]
-        run.run(lower.product(weights, x, nodes, run.ctx))
+        run.run(multiplied(weights, x, nodes, run.ctx))
         for node in nodes:
             expected = run.expected(node)
             error = np.linalg.norm(run.read(node) - expected) / np.linalg.norm(expected)
             assert error < (2.0**-9 if exact else 2.0**-6)
 
 
-def test_prepared_activations() -> None:
-    run = Run()
-    w, x = run.leaf("q4_0", (64, 5), packed=True), run.leaf("f32", (64, 3))
-    made, steps = as_half(torch.from_numpy(run.values[x]), torch.float16, run.ctx)
-    assert isinstance(made, Half) and (made.rows, made.k) == (3, 64)
-    node = run.node(w, x)
-    run.check(node, [*steps, *lower.product([w], made, [node], run.ctx)])
-
-
 def test_ordered_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """batch_wgmma.py's order, of rows that a program holds whole and of longer ones; and back."""
-    for most in (half._MOST_WHOLE, 128):
-        monkeypatch.setattr(half, "_MOST_WHOLE", most)
+    """gemm_small/wgmma.py's order, of rows that a program holds whole and of longer ones."""
+    for most in (half.MAX_WHOLE_ROW, 128):
+        monkeypatch.setattr(half, "MAX_WHOLE_ROW", most)
         run = Run()
         x = torch.from_numpy(run.values[run.leaf("f32", (384, 3))]).float()
-        plain, ordered = (as_half(x, torch.float16, run.ctx, order) for order in (False, True))
+        plain, ordered = (in_type(x, torch.float16, run.ctx, order) for order in (False, True))
         for step in (*plain[1], *ordered[1]):
             step()
         assert ordered[0].ordered and not plain[0].ordered
         assert torch.equal(ordered[0].values, plain[0].values[:, wgmma_order(384)])
-        back, steps = half.as_it_was(ordered[0], run.ctx)
-        for step in steps:
-            step()
-        assert torch.equal(back.values, plain[0].values) and back.factors is ordered[0].factors
-        assert half.as_it_was(plain[0], run.ctx) == (plain[0], [])
 
 
 def test_a_large_matrix_is_dequantized_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "SCRATCH", 2 * 256 * 5)
+    monkeypatch.setattr(gemm_large, "SCRATCH", 2 * 256 * 5)
     for kind in ("q4_K", "iq3_s"):
         run = Run()
         run.product(run.leaf(kind, (256, 13), packed=kind in PACKED_TYPES), run.leaf("f32", (256, 65)))
@@ -296,13 +284,13 @@ def test_matrices_of_many_tokens_are_multiplied_together(
 ) -> None:
     """6 matrices of 8 rows; scratch: in halves of a matrix where it is 1, else in matrices. x: heads in a row."""
     rows, k = 8, 256
-    monkeypatch.setattr(dense, "SCRATCH", 2 * k * (rows // 2 if scratch == 1 else rows * scratch))
+    monkeypatch.setattr(gemm_large, "SCRATCH", 2 * k * (rows // 2 if scratch == 1 else rows * scratch))
     run = Run()
     w, held = run.leaf(kind, (k, rows, 3, 2), packed=kind == "q5_0"), run.leaf("f32", (k, 3, 65, 2))
     x = permute(held, 0, 2, 1, 3)
     run.values[x] = run.values[held].transpose(0, 2, 1, 3)
     node = run.node(w, x)
-    steps = fused.lower_mul_mat([node], run.ctx)
+    steps = lowered([node], run.ctx)
     products = [s for s in steps if s.name == "multiply_each"]
     assert len(products) == (turns if dtype(kind).is_quantized else 1)
     run.check(node, steps)
@@ -334,19 +322,19 @@ def test_what_takes_which_way() -> None:
     x, many = Tensor("f32", (256, 8)), Tensor("f32", (256, 9))
     for kind, when_exact in (("q4_K", False), ("f16", True), ("f32", True), ("iq2_xxs", False)):
         w = Tensor(kind, (256, 8))
-        assert lower.takes_gemv(w, x, exact.ctx) == when_exact
-        assert lower.takes_gemv(w, x, quick.ctx) == (kind != "iq2_xxs")
-        assert not lower.takes_gemv(w, many, quick.ctx)
-        assert lower.takes_gemm(w, 9) == (kind in ("q4_K", "f16"))
+        asked = ((x, exact), (x, quick), (many, quick))
+        taken = [routed(mul_mat(w, t), run.ctx).kernel.name for t, run in asked]
+        assert (taken[0] == "gemv") == when_exact and (taken[1] == "gemv") == (kind != "iq2_xxs")
+        assert taken[2] == ("gemm_small" if kind in ("q4_K", "f16") else "gemm_large")
         assert why_unsupported(mul_mat(w, x)) is None
     assert "no decoder for q8_1" in (why_unsupported(mul_mat(Tensor("q8_1", (256, 8)), x)) or "")
 
 
-@pytest.mark.parametrize("arch", [*gemm_configs.TABLES, "sm_86", "sm_120", "gfx90a"])
+@pytest.mark.parametrize("arch", [*configs.TABLES, "sm_86", "sm_120", "gfx90a"])
 def test_every_shape_has_a_config(arch: str) -> None:
     for kind in KINDS:
         for n in (1, 16, 17, 64, 129, 5000):
-            c = gemm_configs.find_config(arch, kind, n)
+            c = configs.find_config(arch, kind, n)
             assert c.width % 128 == 0 or kind in FLOATS, "a superblock is whole steps, a word of scales within one"
             assert c.width in (128, 256) or c.width % 256 == 0 or kind in FLOATS
 
@@ -365,7 +353,7 @@ def test_weights_that_a_run_writes_are_read_when_that_is_done(kind: str, tokens:
     if kind != "f16" and usage is Usage.WEIGHTS:
         buffer = PackedBuffer(Packed.empty(kind, w.n_rows, 256, "cpu"), usage)
     ctx.place = lambda t: (buffer, 0) if t is w else place(t)
-    steps = [step for step in fused.lower_mul_mat([node], ctx) if isinstance(step, Launch)]
+    steps = [step for step in lowered([node], ctx) if isinstance(step, Launch)]
     product = steps[-1]
     names = ("packed_gemv", "dense_gemv", "batch_wgmma", "packed_head_gemv")
     assert product.kernel.__name__ in names

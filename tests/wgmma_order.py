@@ -1,4 +1,4 @@
-"""The order in which batch_wgmma.py wants activations, from its description and not from its code."""
+"""The order in which gemm_small/wgmma.py wants activations, from its description and not from its code."""
 
 from __future__ import annotations
 

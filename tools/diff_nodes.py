@@ -125,14 +125,15 @@ def readable(side: RunSide) -> list[int]:
     return sorted(index[name] for name in kept)
 
 
-#: A group by the names of its members, its kernel and the names of its results.
-GroupName = tuple[tuple[str, ...], str, tuple[str, ...]]
+#: A group by the names of its members, its kernel, the names of its results and of those that are private.
+GroupName = tuple[tuple[str, ...], str, tuple[str, ...], tuple[str, ...]]
 
 
 def group_name(group: Group) -> GroupName:
     """What a group is known by in another preparation of its graph."""
     kernel = group.kernel if isinstance(group.kernel, str) else group.label
-    return tuple(n.name for n in group.nodes), kernel, tuple(n.name for n in group.results)
+    members, results, private = (tuple(n.name for n in of) for of in (group.nodes, group.results, group.private))
+    return members, kernel, results, private
 
 
 def _groups_keeping(side: RunSide, keep: Collection[int]) -> set[GroupName]:

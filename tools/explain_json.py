@@ -8,7 +8,7 @@ from typing import Any
 from graphrt.tools.describe import TensorInfo
 from graphrt.tools.explain_attention import AttentionPlan
 from graphrt.tools.explain_node import facts, step_of
-from graphrt.tools.explain_products import weights_of
+from graphrt.tools.explain_products import plan_json, weights_of
 from graphrt.tools.explain_steps import Explained, Step
 from graphrt.tools.explain_text import rows_of
 
@@ -46,6 +46,7 @@ def _step_json(found: Explained, step: Step) -> dict[str, Any]:
         "runner": step.runner or None,
         "launches": [{**asdict(x), "constants": dict(x.constants)} for x in step.launches],
         "weights": [{**asdict(w), "bytes_per_element": w.bytes_per_element} for w in weights_of(step, exe)],
+        "products": plan_json(step), "stored": step.stored.form.value if step.stored is not None else None,
         "bytes": step.work.bytes, "flops": step.work.flops,
         "cost": None if step.cost is None else {
             **asdict(step.cost), "seconds": step.cost.seconds, "bound": step.cost.bound,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from graphrt.backends.triton import TritonBackend
 from graphrt.errors import GraphError
 from graphrt.tools.common import human_bytes
 from graphrt.tools.describe import GraphInfo, TensorInfo
 from graphrt.tools.explain_attention_text import Fact, attention_facts
-from graphrt.tools.explain_products import reasons, weights_of
+from graphrt.tools.explain_products import plan_facts, stored_facts, weights_of
 from graphrt.tools.explain_steps import Explained, LaunchInfo, Step
 from graphrt.tools.labels import count_text, flop_text, nb_text, params_text, type_text, view_text
 
@@ -65,8 +64,8 @@ def facts(found: Explained, node: TensorInfo) -> Iterator[Fact]:
         yield "kernel", step.runner
     if step.attention is not None:
         yield from attention_facts(step.attention)
-    if any(n.op == "MUL_MAT" for n in step.nodes):
-        yield from _product_facts(found, step)
+    yield from _product_facts(found, step)
+    yield from stored_facts(step)
     for i, launch in enumerate(step.launches, 1):
         yield "launches", f"{i}. {launch_text(launch)}"
     yield from _expected(found, step)
@@ -112,11 +111,8 @@ def _product_facts(found: Explained, step: Step) -> Iterator[Fact]:
         how = f"packed as planes ({w.planes})" if w.planes else "as in the file"
         size = f"{human_bytes(w.nbytes)}, {w.bytes_per_element:.3f} bytes an element"
         yield "weights", f"{w.name} {w.kind}[{w.k}, {w.rows}] {how}: {size}"
-    if isinstance(step.backend, TritonBackend):
-        yield "kernel", step.kernel
-        for reason in reasons(step):
-            yield "why", reason
-    if step.schedule:
+    yield from plan_facts(step)
+    if step.products is not None and step.schedule:
         yield "schedule", step.schedule
 
 

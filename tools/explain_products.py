@@ -1,14 +1,17 @@
-"""Of a matrix product: how its weights lie, and why it takes the way it does."""
+"""Of matrix products: how their weights lie, and what the GPU backend planned of them (kernels/products/plan.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from graphrt.backends.triton import TritonBackend
 from graphrt.backends.triton.packing import PackedBuffer, packing_of
 from graphrt.execute import Executable
 from graphrt.tools.explain_steps import Step
+
+if TYPE_CHECKING:
+    from graphrt.backends.triton.kernels.products.plan import Part
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ def weights_of(step: Step, exe: Executable) -> list[WeightInfo]:
     found = []
     for node in step.nodes:
         w = node.src[0]
-        if node.op == "MUL_MAT" and w is not None:
+        if node.op in ("MUL_MAT", "MUL_MAT_ID") and w is not None:
             buffer = exe.place(w)[0]
             packed = isinstance(buffer, PackedBuffer)
             nbytes = buffer.footprint if packed else w.nbytes
@@ -53,54 +56,36 @@ def _planes(kind: str) -> str:
     return ", ".join(parts)
 
 
-def reasons(step: Step) -> Iterator[str]:
-    """Why a product of the GPU backend takes the way that its launches tell, from the ways' own limits."""
-    from graphrt.backends.triton.kernels.mul_mat import activations, batch, gemv, lower
-
-    node = next(n for n in step.nodes if n.op == "MUL_MAT")
-    w, x = node.src[0], node.src[1]
-    assert w is not None and x is not None
-    b, names = lower.batch_of(w, x.ne), {launch.kernel for launch in step.launches}
-    is_packed = packing_of(w.dtype.name) is not None
-    tokens = f"{b.tokens} token{'s' * (b.tokens != 1)}" + (f" for each of {b.count} matrices" if b.count > 1 else "")
-    of_one, of_heads = names & {"packed_gemv", "dense_gemv"}, names & {"packed_head_gemv", "plain_head_gemv"}
-    if of_one or of_heads:
-        parts = "in two parts of" if activations.parts_of(w.ne[0]) == 2 else "to"
-        how = f"dp4a on activations rounded {parts} 8 bits" if is_packed else "weights as they are"
-        yield f"{tokens}: up to {gemv.MAX_TOKENS} take {'gemv.py' if of_one else 'heads.py'}, {how}"
-        return
-    yield f"{tokens}: gemv.py {_why_not_gemv(step, b.tokens, b.count, is_packed)}"
-    if "batch_wgmma" in names:
-        yield f"up to {batch.MAX_TOKENS} tokens on Hopper: batch_wgmma.py, weights dequantized in registers for wgmma"
-    elif "batch_mma" in names:
-        yield f"up to {batch.MAX_TOKENS} tokens on NVIDIA: batch_mma.py, weights dequantized on their way"
-    elif names & {"gemm_packed", "gemm_plain"}:
-        limit = lower.GEMM_TOKENS["f32" if w.dtype.name == "f32" else "packed" if is_packed else "plain"]
-        yield f"up to {limit} tokens: gemm.py; batch_mma.py {_why_not_batch(step, is_packed)}"
-    else:
-        before = "weights dequantized to scratch in each run, then " if w.dtype.is_quantized else ""
-        in_place = b.count > 1 and lower.takes_gemm(w, b.tokens)
-        why = "results written in place" if in_place else "more tokens than batch_mma.py and gemm.py take"
-        yield f"{why}: dense.py, {before}the vendor's product{' of all matrices' * ('multiply_each' in names)}"
+def plan_facts(step: Step) -> Iterator[tuple[str, str]]:
+    """What was planned of a step's products: kernels, why these and not others, in what form they read activations."""
+    parts = step.products.parts if step.products is not None else ()
+    for part in parts:
+        of = ", ".join(p.weight.name for p in part.products)
+        yield "kernel", part.route.kernel.name + (f", for {of}" if len(parts) > 1 else "")
+        yield "why", part.route.reason
+        for name, reason in part.route.refused.items():
+            yield "why", f"not {name}: it {reason}"
+        yield "activations", f"read {_read_as(part)}: {part.made.value}"
 
 
-def _why_not_gemv(step: Step, tokens: int, count: int, is_packed: bool) -> str:
-    from graphrt.backends.triton.kernels.mul_mat import gemv
-
-    if tokens > gemv.MAX_TOKENS:
-        return f"takes up to {gemv.MAX_TOKENS}"
-    if count > 1:
-        return "takes one matrix"
-    if is_packed and isinstance(step.backend, TritonBackend) and step.backend.exact:
-        return "rounds activations to 8 bits, and results are to be exact"
-    return "does not take these types and strides"
+def _read_as(part: Part) -> str:
+    return "as they are" if part.route.form.name == "AS_IS" else f"in {part.route.form.value}"
 
 
-def _why_not_batch(step: Step, is_packed: bool) -> str:
-    from graphrt.backends.triton.kernels.mul_mat import batch
+def stored_facts(step: Step) -> Iterator[tuple[str, str]]:
+    """How a step's result is stored, if not just as the graph has it."""
+    if step.stored is not None and step.stored.form.name != "AS_IS":
+        yield "result", f"stored in {step.stored.form.value}, as all products that read it want it"
+    elif step.stored is not None and step.stored.q8_copy:
+        yield "result", "stored as the graph has it, and beside that in 8 bits for the products that want them"
 
-    if isinstance(step.backend, TritonBackend) and not step.backend.target.is_nvidia:
-        return "is NVIDIA's"
-    if not is_packed:
-        return "takes packed weights"
-    return f"takes one matrix of {', '.join(batch.KINDS)} whose rows are whole steps"
+
+def plan_json(step: Step) -> list[dict[str, Any]]:
+    """plan_facts() as data."""
+    return [
+        {
+            "kernel": part.route.kernel.name, "reason": part.route.reason, "refused": dict(part.route.refused),
+            "weights": [p.weight.name for p in part.products], "form": part.route.form.value, "made": part.made.value,
+        }
+        for part in (step.products.parts if step.products is not None else ())
+    ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,10 @@ from graphrt.tools.explain_devices import Cost, KnownDevice, device_called
 from graphrt.tools.explain_masks import default_depth, mask_name, masks_of
 from graphrt.tools.profile import group_work, shares_of
 from graphrt.tools.subject import Subject
+
+if TYPE_CHECKING:
+    from graphrt.backends.triton.kernels.products.forms import Stored
+    from graphrt.backends.triton.kernels.products.plan import Planned
 
 #: Launches that only prepare or finish what the others do; they name a step where it has no others.
 HELPERS = {
@@ -46,7 +50,8 @@ class LaunchInfo:
 class Step:
     """One group of nodes. group: its index in the description; nodes: those that do work; cause: why this backend;
     refused: other backends' reasons; launches: in order; runner: the function, of a backend that launches nothing;
-    attention: its plan; cost: None where the device's ceilings are not known."""
+    attention: its plan; products, stored: of a step of the GPU backend what it planned of matrix products, and how the
+    result is stored; cost: None where the device's ceilings are not known."""
 
     group: int
     nodes: tuple[Tensor, ...]
@@ -56,6 +61,8 @@ class Step:
     launches: tuple[LaunchInfo, ...]
     runner: str
     attention: AttentionPlan | None
+    products: Planned | None
+    stored: Stored | None
     work: Work
     cost: Cost | None
 
@@ -153,7 +160,8 @@ class _Maker:
         cost = self.device.cost(work, len(launches)) if self.device is not None and on_gpu else None
         return Step(
             number, nodes, self.backend, self.exe.schedule.assignments[asked].cause,
-            self.exe.schedule.refusals.get(asked, {}), launches, self._runner(), self._attention(masks), work, cost,
+            self.exe.schedule.refusals.get(asked, {}), launches, self._runner(), self._attention(masks),
+            self.segment.products if self.segment else None, self.segment.stored if self.segment else None, work, cost,
         )  # fmt: skip
 
     def _launch(self, step: Callable[[], None]) -> LaunchInfo:

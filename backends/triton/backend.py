@@ -15,7 +15,6 @@ from graphrt.backends.triton.kernel_cache import keep_private
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
-from graphrt.backends.triton.packing import packing_of
 from graphrt.backends.triton.support import why_unsupported
 from graphrt.backends.triton.weights import hold_weight
 from graphrt.tensor import Tensor
@@ -79,17 +78,15 @@ class TritonBackend(Backend):
         return why_unsupported(node)
 
     def rounds_activations(self, node: Tensor) -> str | None:
-        w, x = (*node.src, None, None)[:2]
-        if w is None or x is None or packing_of(w.dtype.name) is None:
-            return None
-        from graphrt.backends.triton.kernels.experts.lower import takes_gemv as takes_experts_gemv
-        from graphrt.backends.triton.kernels.mul_mat.activations import parts_of
-        from graphrt.backends.triton.kernels.mul_mat.lower import takes_gemv
+        from graphrt.backends.triton.kernels.products.activations import parts_of
+        from graphrt.backends.triton.kernels.products.forms import Form
+        from graphrt.backends.triton.kernels.products.product import products_in
+        from graphrt.backends.triton.kernels.products.route import route_of
 
-        if parts_of(w.ne[0]) == 2:  # which keep more than f16 would: nothing to declare
+        group = products_in([node])
+        if group is None or parts_of(group.x.ne[0]) == 2:  # which keep more than f16 would: nothing to declare
             return None
-        in_8_bits = node.op == "MUL_MAT" and takes_gemv(w, x, self)
-        return "int8" if in_8_bits or (node.op == "MUL_MAT_ID" and takes_experts_gemv(node, self)) else None
+        return "int8" if route_of(group.products[0], self).form is Form.Q8 else None
 
     def alloc(self, nbytes: int, usage: Usage) -> TritonBuffer:
         return allocate(nbytes, usage, self.target.device)

@@ -15,6 +15,8 @@ from graphrt.errors import BackendError
 
 if TYPE_CHECKING:
     from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+    from graphrt.backends.triton.kernels.products.forms import Stored
+    from graphrt.backends.triton.kernels.products.plan import Planned
 
 Step = Callable[[], None]
 #: Captures of a process follow one another: torch keeps one state of random numbers, which a capture claims.
@@ -29,11 +31,14 @@ class CaptureWarning(UserWarning):
 class Segment:
     """A group of nodes and the steps that do its work, in order: what a profiler runs and names by itself.
 
-    chosen: of an attention its kernel and schedule (flash_attn/chosen.py)."""
+    chosen: of an attention its kernel and schedule (flash_attn/chosen.py); products: of matrix products their routes
+    (kernels/products/plan.py); stored: how the last result lies in memory."""
 
     group: Group
     steps: Sequence[Step]
     chosen: Chosen | None = None
+    products: Planned | None = None
+    stored: Stored | None = None
 
 
 class Captured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack, packing_of
 from graphrt.backends.triton.weights import unpacked
 from graphrt.tensor import Tensor
+
+if TYPE_CHECKING:
+    from graphrt.backends.triton.kernels.products.plan import Plan
 
 Step = Callable[[], None]
 
@@ -59,21 +62,17 @@ def _pack_again(blocks: torch.Tensor, packed: Packed) -> None:
 class Context:
     """One split while it is compiled.
 
-    place: where tensors lie; target: the device; exact: no form that rounds activations to 8 bits; shared: what steps
-    of several nodes have in common, by a key of its maker's (tables of rotations); rounded: tensors whose memory holds
-    not f32 but what the products that read them take (mul_mat/activations.py); beside: of tensors in f32 what the same
-    launch made of them in 8 bits, in memory of its own; products: by tensor, the MUL_MATs and MUL_MAT_IDs that read it
-    or a view of it.
+    place: where tensors lie; target: the device; exact: no form that rounds activations to 8 bits; plan: which kernel
+    makes each product and how what they read is stored, decided before the first launch (products/plan.py); shared:
+    what steps of several nodes have in common, by a key of its maker's (tables of rotations).
     """
 
     def __init__(self, place: Callable[[Tensor], Place], target: Target, exact: bool) -> None:
         self.place = place
         self.target = target
         self.exact = exact
+        self.plan: Plan
         self.shared: dict[Any, Any] = {}
-        self.rounded: dict[Tensor, Any] = {}
-        self.beside: dict[Tensor, Any] = {}
-        self.products: dict[Tensor, list[Tensor]] = {}
         self._scratch: dict[str, torch.Tensor] = {}
 
     def view(self, t: Tensor) -> View:
@@ -92,16 +91,23 @@ class Context:
         buffer, _ = self.place(t)
         return isinstance(buffer, TritonBuffer) and buffer.usage is Usage.WEIGHTS
 
+    def packed_in_place(self, t: Tensor) -> Packed | None:
+        """A tensor of packed weights, or of whole rows of them, as it lies; None for what lies otherwise."""
+        buffer, offset = self.place(t)
+        if isinstance(buffer, PackedBuffer):
+            first, rest = divmod(offset, buffer.packed.row_bytes)
+            if rest == 0 and t.is_contiguous and t.ne[0] == buffer.packed.k:  # whole rows of it are rows of the planes
+                return buffer.packed.part(first, first + t.n_rows)
+        return None
+
     def packed(self, t: Tensor) -> tuple[Packed, list[Step]]:
         """A quantized tensor [k, m, ...] in packed form, and the steps that make it so (none for packed weights).
 
         For what is not packed once and for all a run packs it anew, into memory of its own.
         """
-        buffer, offset = self.place(t)
-        if isinstance(buffer, PackedBuffer):
-            first, rest = divmod(offset, buffer.packed.row_bytes)
-            if rest == 0 and t.is_contiguous and t.ne[0] == buffer.packed.k:  # whole rows of it are rows of the planes
-                return buffer.packed.part(first, first + t.n_rows), []
+        found = self.packed_in_place(t)
+        if found is not None:
+            return found, []
         view = self.view(t)
         packing = packing_of(t.dtype.name)
         assert packing is not None, t.dtype.name

@@ -20,7 +20,7 @@ from graphrt.errors import BackendError
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 
-#: The longest rows of a sum whose norm is taken in the same launch (mul_mat/activations.py).
+#: The longest rows of a sum whose norm is taken in the same launch (products/activations.py).
 MAX_SUM = 8192
 
 
@@ -44,7 +44,7 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
         if total is not None and total.op == "ADD" and total.ne == scaled.ne and total.src[0] is not total.src[1]:
             yield Group([norm, scaled, total], kernel="norm_mul_add")
         else:
-            yield Group([norm, scaled], kernel="norm_mul" + _rounded(nodes, scaled))
+            yield Group([norm, scaled], kernel="norm_mul", private=_private(nodes, scaled))
 
 
 def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
@@ -56,8 +56,9 @@ def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
             continue
         following = _norm_of_sum(nodes, total)
         if following is not None:
-            kernel = "norm_mul_add_norm" + _rounded(nodes, following[1])
-            yield Group([norm, scaled, total, *following], kernel=kernel, results=[total, following[1]])
+            members, results = [norm, scaled, total, *following], [total, following[1]]
+            private = _private(nodes, following[1])
+            yield Group(members, kernel="norm_mul_add_norm", results=results, private=private)
 
 
 def add_norm(nodes: Nodes) -> Iterator[Group]:
@@ -66,8 +67,8 @@ def add_norm(nodes: Nodes) -> Iterator[Group]:
         sources = list(total.sources())
         following = _norm_of_sum(nodes, total) if all(_are_whole_rows(s) for s in sources) else None
         if following is not None and not any(_is_product(s) and nodes.only_reader(s) is total for s in sources):
-            kernel = "add_norm" + _rounded(nodes, following[1])
-            yield Group([total, *following], kernel=kernel, results=[total, following[1]])
+            private = _private(nodes, following[1])
+            yield Group([total, *following], kernel="add_norm", results=[total, following[1]], private=private)
 
 
 def _norm_of_sum(nodes: Nodes, total: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -87,16 +88,15 @@ def _are_whole_rows(t: Tensor | None) -> bool:
     return t is not None and t.dtype.name == "f32" and t.is_contiguous
 
 
-def _rounded(nodes: Nodes, x: Tensor) -> str:
-    """What a kernel's name ends in: it writes x in no other form than products take it."""
-    return "_rounded" if _is_rounded(nodes, x) else ""
+def _private(nodes: Nodes, x: Tensor) -> list[Tensor]:
+    """x, if nobody needs it but products of packed weights, which may have it in the form that they read; else nothing.
 
-
-def _is_rounded(nodes: Nodes, x: Tensor) -> bool:
-    """Nobody needs x but products that round it in one way: to 8 bits for few tokens, else to f16."""
+    Plain weights are multiplied with x as it is, or rounded without a scale.
+    """
     readers = nodes.readers(x)
     alone = bool(readers) and nodes.only_as_it_is(x) and x.ne[0] % 32 == 0
-    return alone and all(_is_product(n) and n.src[1] is x and _is_packed(n.src[0]) for n in readers)
+    private = alone and all(_is_product(n) and n.src[1] is x and _is_packed(n.src[0]) for n in readers)
+    return [x] if private else []
 
 
 def _is_packed(w: Tensor | None) -> bool:
@@ -112,7 +112,7 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
         same = gate.src[1] is up.src[1] and gate.ne == up.ne
         alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
         if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
-            yield Group([gate, up, out], kernel="gate_up_glu" + _rounded(nodes, out))
+            yield Group([gate, up, out], kernel="gate_up_glu", private=_private(nodes, out))
 
 
 def projections(nodes: Nodes) -> Iterator[Group]:

@@ -14,7 +14,6 @@ MAX_EXPERTS, MAX_USED = 1024, 64
 
 def expert_routing(nodes: Nodes) -> Iterator[Group]:
     """Logits to experts and their weights: SOFT_MAX or sigmoid, perhaps ADD of a bias, ARGSORT or TOP_K, GET_ROWS of
-
     the chosen probabilities; then SOFT_MAX of these, or SUM_ROWS, CLAMP and DIV; then SCALE. All but the order and
     GET_ROWS may be missing."""
     for picked in nodes.of("GET_ROWS"):

@@ -35,8 +35,8 @@ def _is_head_product(node: Tensor) -> bool:
 def _is_by_token(t: Tensor, product: Tensor) -> bool:
     """All of a product [m, n, heads] as [m, heads, n]."""
     m, n, heads, _ = product.ne
-    in_turn = t.nb[:3] == (product.nb[0], product.nb[2], product.nb[1]) and t.view_offs == product.view_offs
-    return t.ne == (m, heads, n, 1) and in_turn
+    swapped = t.nb[:3] == (product.nb[0], product.nb[2], product.nb[1]) and t.view_offs == product.view_offs
+    return t.ne == (m, heads, n, 1) and swapped
 
 
 def _reads_alone(nodes: Nodes, reader: Tensor, t: Tensor) -> bool:

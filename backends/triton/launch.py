@@ -84,7 +84,7 @@ def launch_options(target: Target, warps: int) -> dict[str, Any]:
     return {"num_warps": warps, **({"launch_pdl": True} if target.has_pdl else {})}
 
 
-def in_turn(launch: Launch) -> Launch:
+def without_early_start(launch: Launch) -> Launch:
     """A launch_options() launch, changed to begin when the one before it has ended: for a kernel that reads weights
     before it waits for that one, where that one may write them."""
     if "PDL" in launch.args:

@@ -22,7 +22,7 @@ from graphrt.errors import BackendError
 class Rule(Enum):
     """What a step may break; values: the sentence that says what to do."""
 
-    OVERLAP = "read it after gdc_wait, or launch with in_turn()"
+    OVERLAP = "read it after gdc_wait, or launch with without_early_start()"
     NEVER_WAITS = "call gdc_wait in every form that is launched with launch_pdl, or launch without"
     LETS_GO_EARLY = "call gdc_launch_dependents after gdc_wait only"
     CACHED = "read it past the L1 cache (cache_modifier .cg) and declare it uncached, or read it after gdc_wait"
@@ -56,7 +56,6 @@ class Use:
 @dataclass(frozen=True)
 class Event:
     """A step as the checker sees it. kernel: its name; node: of the graph, which it works for; starts_early: it may
-
     begin before the one before has ended; waits: it waits for that one then; lets_go_early: it lets the next one begin
     before it has waited."""
 
@@ -74,7 +73,6 @@ class Event:
     @staticmethod
     def of(step: object, node: str) -> Event:
         """node: the name of the graph's node that the step works for. Raises BackendError for one that is neither a
-
         Launch nor a Call."""
         if not isinstance(step, (Launch, Call)):
             raise BackendError(
@@ -87,7 +85,6 @@ class Event:
 @dataclass(frozen=True)
 class Violation:
     """later: what does it wrongly; earlier: what it overlaps with, "" where that is no matter; use: of later, other: of
-
     earlier; nbytes: in common; next_run: later is of the run after earlier's."""
 
     rule: Rule

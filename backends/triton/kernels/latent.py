@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View, source_of
 from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
-from graphrt.backends.triton.kernels.mul_mat.lower import head_products
+from graphrt.backends.triton.kernels.products.emit import head_products
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
     WRITABLE,
@@ -79,11 +79,11 @@ def rotate_and_write_row(
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, N_KV: tl.constexpr,
     KV_SIZE: tl.constexpr, K_SIZE: tl.constexpr, KIND: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, i) rotates HEADS heads of q; of the two past q_parts one writes kv, normalized and times weight,
+    """Program (token, i) rotates HEADS heads of q; the two programs past q_parts write a row of the cache.
 
-    into row ids[token] of the cache, and the other k, rotated, behind that. q: f32 [D, n_head, n_tokens]; kv: f32
-    [N_KV, n_tokens]; k: f32 [D, n_tokens]; cache: as quantize.stored() has it. SEQUENCES: there are several, with n
-    tokens each, one after the other; ids and caches are theirs.
+    One of them writes kv, normalized and times weight, into row ids[token], the other k, rotated, behind that. q: f32
+    [D, n_head, n_tokens]; kv: f32 [N_KV, n_tokens]; k: f32 [D, n_tokens]; cache: as quantize.stored() has it.
+    SEQUENCES: there are several, with n tokens each, one after the other; ids and caches are theirs.
     """
     if PDL:
         gdc_wait()
@@ -115,9 +115,10 @@ def rotate_and_write_row(
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What a token's row of the cache is made of. kv: f32 [n_kv, n_tokens], to be normalized and multiplied with
+    """What a token's row of the cache is made of.
 
-    `weight`, f32 [n_kv]; k: f32 [d, 1, n_tokens], to be rotated."""
+    kv: f32 [n_kv, n_tokens], to be normalized and multiplied with `weight`, f32 [n_kv]; k: f32 [d, 1, n_tokens], to be
+    rotated."""
 
     kv: View
     weight: torch.Tensor
@@ -154,11 +155,10 @@ def rotate_and_write_launch(
 
 def lower_latent_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """A group of fuse_latent.latent_rope_cache: a query's product, rotation and CONCAT; RMS_NORM and MUL, rotation,
-
     CONCAT and SET_ROWS of the cache's row."""
     product, q, whole, norm, scaled, k, _, k_set = nodes
     out, m = ctx.view(whole).torch()[0], product.ne[0]
-    steps = head_products(source_of(product, 0), source_of(product, 1), out[:, :, :m].transpose(0, 1), ctx)
+    steps = head_products(ctx.plan.of(nodes), out[:, :, :m].transpose(0, 1), ctx)
     table, filling = rope_table(source_of(q, 1), q.params, (*q.src, None)[2], ctx)
     row = Row(
         ctx.view(source_of(norm, 0)), ctx.view(source_of(scaled, 1)).data, norm.params.eps, ctx.view(source_of(k, 0))
@@ -173,7 +173,7 @@ def lower_head_products(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     node, out = nodes
     m, n, heads, _ = node.ne
     by_token = ctx.view(out).data.view(n, heads, m)
-    return head_products(source_of(node, 0), source_of(node, 1), by_token.transpose(0, 1), ctx)
+    return head_products(ctx.plan.of(nodes), by_token.transpose(0, 1), ctx)
 
 
 #: Groups of fuse_latent.py by their names.

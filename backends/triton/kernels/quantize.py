@@ -29,7 +29,6 @@ BLOCK = 32
 
 def stored(view: View) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """A tensor of a WRITABLE type as kernels write it, with contiguous rows: its memory, and the strides of ne[1] to
-
     ne[3] in elements of that; int16 for bf16 and for blocks.
     """
     data, (_, s1, s2, s3) = view.data, view.strides

@@ -208,7 +208,6 @@ def rotate_and_write(
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i) rotates HEADS heads of q; past q_parts of k into row ids[token] of the k cache (SIZE elements
-
     of it where that is quantized); past k_parts more it writes SIZE elements of v into the same row of the v cache.
     q: [D, n_head, n_tokens]; k: [D, n_head_kv, n_tokens]; v: [n_v, n, n_seq]; caches: as quantize.stored() has them.
     SEQUENCES: there are several, with n tokens each, one after the other; ids, v and caches are theirs. p_q_weight,
@@ -369,7 +368,6 @@ def lower_rope_set_rows(
 
 def lower_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """A group of fuse.rope_cache: ROPE of q and of k, SET_ROWS of k and of v; or of fuse.norm_rope_cache: before them
-
     RMS_NORM and MUL of q, then of k."""
     *before, q_out, k_out, k_set, v_set = nodes
     (q, positions, *factors), k = q_out.src, k_out.src[0]

@@ -12,14 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, View
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
-from graphrt.backends.triton.kernels.mul_mat.activations import ordered_element
-from graphrt.backends.triton.kernels.mul_mat.half import Half
-from graphrt.backends.triton.kernels.mul_mat.half_kernels import scaling_of
+from graphrt.backends.triton.kernels.products.activations import ordered_element
+from graphrt.backends.triton.kernels.products.half import Activations
+from graphrt.backends.triton.kernels.products.half_kernels import scaling_of
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: The longest rows that a program holds.
 MAX_ROW = 16384
-#: Elements of which the order is one (batch_wgmma.py).
+#: Elements of which the order is one (gemm_small/wgmma.py).
 _STEP = 128
 
 
@@ -47,8 +47,8 @@ def gather_rows(
     tl.store(p_factors + i_pair, factor)
 
 
-def gathered(x: View, pairs: Pairs, ctx: Context) -> tuple[Half, Launch]:
-    """Activations [k, slots, tokens] as rows of pairs, and what makes them so: Half's rows are k rounded up to 128."""
+def gathered(x: View, pairs: Pairs, ctx: Context) -> tuple[Activations, Launch]:
+    """x [k, slots, tokens] as rows of pairs, ordered, and what makes them so. Rows are k rounded up to 128 elements."""
     k, slots = x.ne[0], x.ne[1]
     row = triton.cdiv(k, _STEP) * _STEP
     nbytes = pairs.count * row * 2
@@ -61,4 +61,4 @@ def gathered(x: View, pairs: Pairs, ctx: Context) -> tuple[Half, Launch]:
         "row": row, "BLOCK": block, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     options = launch_options(ctx.target, max(1, min(16, block // 512)))
-    return Half(out, factors, ordered=True), Launch(gather_rows, (pairs.count,), args, options)
+    return Activations(out, factors, ordered=True), Launch(gather_rows, (pairs.count,), args, options)

@@ -1,7 +1,7 @@
 """Many tokens times the matrices of their experts: tiles of one expert's pairs, weights dequantized on their way.
 
-The arithmetic is mul_mat/gemm.py's. Which pairs a tile has, and which expert's they are, pairs.py found out on the
-device; the grid has as many tiles as there can be, and programs past the last one end at once.
+The arithmetic is products/gemm_small/portable.py's. Which pairs a tile has, and which expert's they are, pairs.py
+found out on the device; the grid has as many tiles as there can be, and programs past the last one end at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts.pairs import Pairs, tile_of
-from graphrt.backends.triton.kernels.mul_mat.gemm import packed_sums, plain_sums
-from graphrt.backends.triton.kernels.mul_mat.gemm_configs import Config, find_config
-from graphrt.backends.triton.kernels.mul_mat.half import Half
+from graphrt.backends.triton.kernels.products.gemm_small.configs import Config, find_config
+from graphrt.backends.triton.kernels.products.gemm_small.portable import packed_sums, plain_sums
+from graphrt.backends.triton.kernels.products.half import Activations
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import Packed
 
@@ -105,7 +105,7 @@ def expert_gemm_plain(
 
 
 def expert_gemm(
-    target: Target, weight: Packed | View, n_expert: int, x: Half, pairs: Pairs, out: torch.Tensor,
+    target: Target, weight: Packed | View, n_expert: int, x: Activations, pairs: Pairs, out: torch.Tensor,
     bias: torch.Tensor | None = None, held: range | None = None, config: Config | None = None,
 ) -> Launch:  # fmt: skip
     """Every pair's row of out, f32 [pairs, m]: its expert's matrix times its row of x, plus its bias.

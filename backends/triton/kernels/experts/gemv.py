@@ -1,6 +1,6 @@
 """Few tokens times the matrices of their experts: each program reads the ids it needs and then that expert's weights.
 
-The arithmetic is mul_mat/gemv.py's, with one vector a program. Program (i, pair) makes some rows of one pair of token
+The arithmetic is products/gemv.py's, with one vector a program. Program (i, pair) makes some rows of one pair of token
 and expert; where a pair's results are only summed up, program (i, token) takes the token's experts one after the other
 and adds them in their order. Weights can't be asked for before ids are there, so nothing is loaded early.
 """
@@ -21,15 +21,15 @@ from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.kinds import planes_from
-from graphrt.backends.triton.kernels.mul_mat.activations import Activations, Rows, uses_ptx
-from graphrt.backends.triton.kernels.mul_mat.gemv import (
+from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, uses_ptx
+from graphrt.backends.triton.kernels.products.gemv import (
     GemvConfig,
     config_for,
     dense_products,
     products,
     whole_plane,
 )
-from graphrt.backends.triton.kernels.mul_mat.half import Gate
+from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed
 
@@ -121,7 +121,7 @@ def packed_expert_gemv(
     """out[pair, :] = an expert's matrix times a row of x, plus its bias; or, with GLU, activation(gate) * up of two.
 
     Planes: of all experts, m rows of NG groups each, as packed_gemv has them; bias: f32, expert e's from e * bias_row
-    on. q, d, s: x_rows of Activations in PARTS, x_slots a token: one for all its experts or one for each. ids,
+    on. q, d, s: x_rows of Q8Rows in PARTS, x_slots a token: one for all its experts or one for each. ids,
     factors: element (slot, token) at slot * .0 + token * .1. With factors the second program number is a token's, and
     out[token, :] is the sum of its pairs' results times their factors. out: f32, without gaps.
     """
@@ -204,7 +204,6 @@ def plain_expert_gemv(
 @dataclass(frozen=True, eq=False)
 class Experts:
     """The matrices of all experts: packed, their rows one after the other, or plain [n_expert, m, k] with elements of a
-
     row side by side. bias: f32 [n_expert, m], its rows' elements side by side.
     """
 
@@ -233,12 +232,12 @@ _PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def expert_gemv(
-    target: Target, experts: Sequence[Experts], x: Activations | Rows, ids: View, out: torch.Tensor,
+    target: Target, experts: Sequence[Experts], x: Q8Rows | Rows, ids: View, out: torch.Tensor,
     gate: Gate | None = None, factors: View | None = None, config: GemvConfig | None = None,
 ) -> Launch:  # fmt: skip
     """One launch: a pair's row of out for each id, or with factors a token's.
 
-    experts: one, or with `gate` its two, both packed or both plain. x: Activations for packed weights, else Rows of
+    experts: one, or with `gate` its two, both packed or both plain. x: Q8Rows for packed weights, else Rows of
     f32, as many rows as tokens or as ids. ids: i32 [used, tokens]; factors: f32 [1, used, tokens]. out: f32
     [pairs or tokens, m], without gaps.
     """
@@ -260,7 +259,7 @@ def expert_gemv(
         e = experts[i] if i < len(experts) else None
         args |= {f"p_bias{i}": e and e.bias, f"bias_row{i}": e.bias_row if e else 0} | _weights(i, e, first)
     if isinstance(first.weight, Packed):
-        assert isinstance(x, Activations)
+        assert isinstance(x, Q8Rows)
         args |= {"p_q": x.q.view(torch.int32), "p_d": x.d, "p_s": x.s, "x_rows": x.n, "PARTS": x.parts}
         args |= {"NG": x.k // 32, "PTX": uses_ptx(target)}
     else:

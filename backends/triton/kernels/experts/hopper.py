@@ -14,12 +14,12 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts.gather import MAX_ROW
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.experts.wgmma import Form, expert_wgmma
-from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
-from graphrt.backends.triton.kernels.mul_mat.batch import KINDS
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import STEP, scale_words
-from graphrt.backends.triton.kernels.mul_mat.batch_hopper import PRODUCER, ROWS, registers_of
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import x_shared
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products.activations import GLU_KINDS
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP, scale_words
+from graphrt.backends.triton.kernels.products.gemm_small.mma_launch import KINDS
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma import x_shared
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import PRODUCER, ROWS, registers_of
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
@@ -30,7 +30,6 @@ GATES = (*GLU_KINDS, "swiglu_oai")
 @dataclass(frozen=True)
 class TileConfig:
     """tokens: of a tile; warpgroups: 1 to 4, beside the producer; chunk: steps of a buffer of codes; stages: such
-
     buffers, at most; x_stages: buffers of a step's x, at most."""
 
     tokens: int
@@ -86,8 +85,8 @@ def fitted(config: TileConfig, kind: str, shared_memory: int) -> TileConfig:
 
 
 def launch(
-    target: Target, matrices: Sequence[Matrices], x: Half, pairs: Pairs, tiles: torch.Tensor, k: int, out: torch.Tensor,
-    c: TileConfig, gate: Gate | None = None,
+    target: Target, matrices: Sequence[Matrices], x: Activations, pairs: Pairs, tiles: torch.Tensor, k: int,
+    out: torch.Tensor, c: TileConfig, gate: Gate | None = None,
 ) -> Launch:  # fmt: skip
     """Every pair's row of out, f32 [pairs, m], of a matrix or, with a gate, of this and its up.
 

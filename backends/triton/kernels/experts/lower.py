@@ -1,15 +1,12 @@
-"""MUL_MAT_ID, alone and with what fuse.py joins to it: which way it takes, and its steps.
+"""The launches of planned MUL_MAT_IDs (products/plan.py), alone and with what fuse.py joins to them.
 
-gemv.py: few pairs of token and expert; packed weights times activations rounded to 8 bits (never if results are to be
-exact), plain ones unrounded. wgmma.py: more of them times most packed types, in 16 bits, on Hopper; gemm.py: all else,
-in 16 bits; both take the pairs sorted by expert (pairs.py). Types that are not packed are dequantized before, some
-experts at a time. Nothing here depends on what ids hold.
+gemv.py: few pairs of token and expert. wgmma.py and gemm.py: more of them, sorted by expert (pairs.py). Types that are
+not packed are dequantized before, some experts at a time. Nothing here depends on what ids hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,100 +23,69 @@ from graphrt.backends.triton.kernels.experts.hopper import Matrices
 from graphrt.backends.triton.kernels.experts.pairs import listed_tiles, sorted_pairs
 from graphrt.backends.triton.kernels.experts.route import lower_expert_routing
 from graphrt.backends.triton.kernels.experts.sums import lower_add_id, weighted_sum_launch
-from graphrt.backends.triton.kernels.mul_mat import dense
-from graphrt.backends.triton.kernels.mul_mat.activations import Activations, Rows, quantize_rows
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half, as_half
-from graphrt.backends.triton.kernels.mul_mat.lower import PLAIN, Exactness, half_type, rounded_before, with_whole_rows
+from graphrt.backends.triton.kernels.products import gemm_large
+from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, quantize_rows
+from graphrt.backends.triton.kernels.products.emit import q8_scratch, with_whole_rows
+from graphrt.backends.triton.kernels.products.forms import Form, q8_copy
+from graphrt.backends.triton.kernels.products.half import Activations, Gate, in_type
+from graphrt.backends.triton.kernels.products.plan import Made, Part
+from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.rows import block_rows
+from graphrt.backends.triton.nodes import looked_at
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.tensor import Tensor
-
-#: gemv.py reads an expert's weights once for each pair, gemm.py once for all: up to so many pairs the former is taken.
-#: Measured on an H100: at 64 to 96 pairs it takes a third of the other's time, at 256 it would take twice as long.
-MAX_PAIRS = 128
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A MUL_MAT_ID, and the ADD_ID of the same ids after it, if one belongs to it."""
-
-    node: Tensor
-    bias: Tensor | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        return source_of(self.node, 0)
-
-    @property
-    def x(self) -> Tensor:
-        return source_of(self.node, 1)
-
-    @property
-    def ids(self) -> Tensor:
-        return source_of(self.node, 2)
-
-
-def _products(nodes: Sequence[Tensor]) -> list[Product]:
-    """The products among some nodes, with their biases."""
-    biases = {node.src[0]: node.src[1] for node in nodes if node.op == "ADD_ID"}
-    return [Product(node, biases.get(node)) for node in nodes if node.op == "MUL_MAT_ID"]
-
-
-def takes_gemv(node: Tensor, ctx: Exactness) -> bool:
-    """Whether a MUL_MAT_ID takes gemv.py: few pairs; plain weights, or packed ones unless exact."""
-    w, x, ids = node.sources()
-    evenly = x.has_contiguous_rows and (x.is_contiguous or x.ne[1] == 1)
-    if ids.n_elements > MAX_PAIRS or not evenly:
-        return False
-    if w.dtype.name in PLAIN:
-        return w.has_contiguous_rows
-    return packing_of(w.dtype.name) is not None and not ctx.exact
 
 
 def lower_mul_mat_id(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """MUL_MAT_ID, with the ADD_ID after it if there is one."""
-    (product,), out = _products(nodes), nodes[-1]
-    if takes_gemv(product.node, ctx):
-        return _gemv([product], ctx.view(out).data, ctx)
-    return _gemm(product, _lines(ctx.view(out).data, out), ctx)
+    (part,) = ctx.plan.of(nodes).parts
+    return _part(part, nodes[-1], ctx.view(nodes[-1]).data, ctx)
 
 
 def lower_expert_gate_up(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """The MUL_MAT_IDs of a gate and an up of one x, with their biases, and last the GLU of both."""
-    glu, products = nodes[-1], _products(nodes)
+    glu, parts = nodes[-1], ctx.plan.of(nodes).parts
     p, out = glu.params, ctx.view(glu).data
-    gate = Gate(p.kind, p.alpha, p.limit)
-    few = all(takes_gemv(product.node, ctx) for product in products)
-    kinds = {product.weight.dtype.name for product in products}
-    if few and len({packing_of(kind) is None for kind in kinds}) == 1:
-        return _gemv(products, out, ctx, gate)
-    if not few and len(kinds) == 1 and p.kind in hopper.GATES and takes_wgmma(products[0], ctx):
-        return _wgmma(products, _lines(out, glu), ctx, gate)
+    if len(parts) == 1:
+        return _part(parts[0], glu, out, ctx, Gate(p.kind, p.alpha, p.limit))
     steps: list[Step] = []
     sums = [_scratch(f"{name} of experts", glu, ctx) for name in ("gate", "up")]
-    halves: dict[torch.dtype, Half] = {}
-    for product, found in zip(products, sums):
-        steps += _gemv([product], found, ctx) if few else _gemm(product, _lines(found, glu), ctx, halves)
+    converted: dict[Form, Activations] = {}
+    for part, found in zip(parts, sums):
+        steps += _part(part, glu, found, ctx, converted=converted)
     both = [Operand(found, glu.ne, _strides(glu)) for found in sums]
     return [*steps, elementwise_launch(p.kind, glu.ne, both[0], both[1], out, ctx.target, p.alpha, p.limit)]
 
 
 def lower_expert_sum(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """The sum of a token's experts' results times their weights: MUL and ADDs, after MUL_MAT_ID and ADD_ID, if there
+    """The sum of a token's experts' results times their weights: MUL and ADDs.
 
-    are any in the group. The last node is the last ADD."""
+    Before these come MUL_MAT_ID and ADD_ID, if there are any in the group. The last node is the last ADD."""
     total, weighted = nodes[-1], next(n for n in nodes if n.op == "MUL")
     factors, out = ctx.view(source_of(weighted, 1)), ctx.view(total).data
-    products = _products(nodes)
-    if not products:
+    product = nodes[0]
+    if product.op != "MUL_MAT_ID":
         x = ctx.view(source_of(weighted, 0))
         return [weighted_sum_launch(x.data, x.strides[1:3], factors, _lines(out, total), ctx)]
-    (product,) = products
-    if takes_gemv(product.node, ctx):
-        return _gemv([product], out, ctx, factors=factors)
-    results = _scratch("results of experts", product.node, ctx)
-    steps = _gemm(product, _lines(results, product.node), ctx)
-    return [*steps, weighted_sum_launch(results, _strides(product.node)[1:3], factors, _lines(out, total), ctx)]
+    (part,) = ctx.plan.of(nodes).parts
+    if part.route.kernel.name == "expert_gemv":
+        return _gemv(part, out, ctx, factors=factors)
+    results = _scratch("results of experts", product, ctx)
+    steps = _part(part, product, results, ctx)
+    return [*steps, weighted_sum_launch(results, _strides(product)[1:3], factors, _lines(out, total), ctx)]
+
+
+def _part(
+    part: Part, like: Tensor, out: torch.Tensor, ctx: Context, gate: Gate | None = None,
+    converted: dict[Form, Activations] | None = None,
+) -> list[Step]:  # fmt: skip
+    """A product, or both of a gate, to out, flat f32 as many as `like` has. converted: the activations as earlier
+    products of them had them."""
+    if part.route.kernel.name == "expert_gemv":
+        return _gemv(part, out, ctx, gate)
+    if part.route.kernel.name == "expert_wgmma":
+        return _wgmma(part, _lines(out, like), ctx, gate)
+    return _gemm(part, _lines(out, like), ctx, {} if converted is None else converted)
 
 
 def _scratch(name: str, like: Tensor, ctx: Context) -> torch.Tensor:
@@ -143,50 +109,46 @@ def _bias(product: Product, ctx: Context) -> torch.Tensor | None:
     return None if product.bias is None else ctx.view(product.bias).torch()[0, 0]
 
 
-def _gemv(
-    products: Sequence[Product], out: torch.Tensor, ctx: Context, gate: Gate | None = None, factors: View | None = None
-) -> list[Step]:
-    """One launch for a product, or for both of a gate, after the rounding of activations to 8 bits if they need it and
+def _ids(product: Product) -> Tensor:
+    assert product.ids is not None
+    return product.ids
 
-    what made them has not done it."""
+
+def _gemv(
+    part: Part, out: torch.Tensor, ctx: Context, gate: Gate | None = None, factors: View | None = None
+) -> list[Step]:
+    """One launch for a product, or for both of a gate, after the rounding of activations if that is a launch too."""
     steps: list[Step] = []
     experts: list[Experts] = []
-    packed = packing_of(products[0].weight.dtype.name) is not None
-    for product in products:
+    for product in part.products:
         weight: Packed | torch.Tensor
-        if packed:
+        if product.is_packed:
             weight, made = ctx.packed(product.weight)
             steps += made
         else:
             weight = ctx.view(product.weight).torch()[0]
         experts.append(Experts(weight, product.weight.ne[2], _bias(product, ctx)))
-    x = products[0].x
+    x = part.products[0].x
     view = ctx.view(x)
     rows = Rows(view.data, x.n_rows, x.ne[0], view.strides[2] if x.ne[1] == 1 else x.ne[0])
-    given: Rows | Activations = rows
-    before = rounded_before(x, ctx) if packed else None
-    if before is not None:
-        given = before
-    elif packed:
-        memory = ctx.shared_scratch("activations in 8 bits", Activations.nbytes(rows.n, rows.k))
-        given = Activations.inside(memory, rows.n, rows.k)
+    given: Rows | Q8Rows = rows
+    if part.made is Made.IN_COPY:
+        given = q8_copy(looked_at(x), ctx)
+    elif part.made is Made.BEFORE:
+        given = q8_scratch(x, ctx)
         steps.append(quantize_rows(ctx.target, rows, given))
-    return [*steps, expert_gemv(ctx.target, experts, given, ctx.view(products[0].ids), out, gate, factors)]
+    ids = ctx.view(_ids(part.products[0]))
+    return [*steps, expert_gemv(ctx.target, experts, given, ids, out, gate, factors)]
 
 
-def takes_wgmma(product: Product, ctx: Context) -> bool:
-    """Whether a product of many pairs takes wgmma.py."""
-    w = product.weight
-    return hopper.takes(ctx.target, w.dtype.name, w.ne[0]) and product.x.dtype.name in ("f32", "f16")
-
-
-def _wgmma(products: Sequence[Product], out: torch.Tensor, ctx: Context, gate: Gate | None = None) -> list[Step]:
+def _wgmma(part: Part, out: torch.Tensor, ctx: Context, gate: Gate | None = None) -> list[Step]:
     """One launch for a product, or for both of a gate: out, f32 [pairs, m]."""
-    w, x = products[0].weight, products[0].x
-    pairs, steps = sorted_pairs(products[0].ids, w.ne[2], ctx)
+    first = part.products[0]
+    w, x = first.weight, first.x
+    pairs, steps = sorted_pairs(_ids(first), w.ne[2], ctx)
     rows, gathering = gathered(ctx.view(x), pairs, ctx)
     matrices: list[Matrices] = []
-    for product in products:
+    for product in part.products:
         packed, made = ctx.packed(product.weight)
         steps = [*steps, *made]
         matrices.append(Matrices(packed, _bias(product, ctx)))
@@ -196,19 +158,14 @@ def _wgmma(products: Sequence[Product], out: torch.Tensor, ctx: Context, gate: G
     return [*steps, *listing, gathering, launch]
 
 
-def _gemm(
-    product: Product, out: torch.Tensor, ctx: Context, halves: dict[torch.dtype, Half] | None = None
-) -> list[Step]:
-    """out, f32 [pairs, m], in 16 bits. halves: the activations as earlier products of them had them, by type."""
+def _gemm(part: Part, out: torch.Tensor, ctx: Context, converted: dict[Form, Activations]) -> list[Step]:
+    """out, f32 [pairs, m], in 16 bits."""
+    (product,), form, steps = part.products, part.route.form, list[Step]()
     w = product.weight
-    if takes_wgmma(product, ctx):
-        return _wgmma([product], out, ctx)
-    steps: list[Step] = []
-    kind, halves = half_type(w), {} if halves is None else halves
-    if kind not in halves:
-        halves[kind], steps = as_half(ctx.view(product.x).torch(), kind, ctx)
-    x = halves[kind]
-    pairs, sorting = sorted_pairs(product.ids, w.ne[2], ctx)
+    if form not in converted:
+        converted[form], steps = in_type(ctx.view(product.x).torch(), form.dtype, ctx)
+    x = converted[form]
+    pairs, sorting = sorted_pairs(_ids(product), w.ne[2], ctx)
     bias = _bias(product, ctx)
     steps = [*steps, *sorting]
     if w.dtype.name in RARE_TYPES:
@@ -221,13 +178,13 @@ def _gemm(
     return [*steps, *more, expert_gemm(ctx.target, weight, w.ne[2], x, pairs, out, bias)]
 
 
-def _rare(product: Product, x: Half, out: torch.Tensor, ctx: Context, bias: torch.Tensor | None) -> list[Step]:
+def _rare(product: Product, x: Activations, out: torch.Tensor, ctx: Context, bias: torch.Tensor | None) -> list[Step]:
     """Types that aren't packed: some experts at a time as f16 in scratch, all of them, whichever ids ask for."""
     w = product.weight
     k, m, n_expert, _ = w.ne
     blocks, kind = block_rows(ctx.view(w))[0], w.dtype.name
-    step = max(1, dense.SCRATCH // (2 * k * m))
-    pairs, _ = sorted_pairs(product.ids, n_expert, ctx)
+    step = max(1, gemm_large.SCRATCH // (2 * k * m))
+    pairs, _ = sorted_pairs(_ids(product), n_expert, ctx)
     steps: list[Step] = []
 
     def values(part: torch.Tensor, memory: torch.Tensor) -> Step:

@@ -1,7 +1,7 @@
-"""Many tokens times the quantized matrices of their experts on Hopper (sm_90): batch_wgmma.py's products, tile by tile.
+"""Many tokens times the quantized matrices of their experts on Hopper (sm_90): gemm_small/wgmma.py's, tile by tile.
 
 A tile is 64 rows for each of some warpgroups of one expert (with a gate 32 rows of it and the same 32 of its up) times
-up to `tokens` of its pairs, whose rows of x lie side by side, f16, in batch_wgmma.py's order (gather.py puts them
+up to `tokens` of its pairs, whose rows of x lie side by side, f16, in gemm_small/wgmma.py's order (gather.py puts them
 there). Programs stay, one a multiprocessor, and take every so many-th tile, an expert's one after the other, so that
 its weights come from memory once. Which tiles there are is known on the device only (pairs.py lists them).
 
@@ -24,8 +24,8 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
 from graphrt.backends.triton.kernels.kinds import has_supers
-from graphrt.backends.triton.kernels.mul_mat.batch_layouts import words_layout
-from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
+from graphrt.backends.triton.kernels.products.gemm_small.layouts import words_layout
+from graphrt.backends.triton.kernels.products.gemm_small.mma import (
     allocate_codes,
     copy_codes,
     halves_of,
@@ -34,7 +34,14 @@ from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
     scales_of,
     steps_of_codes,
 )
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import ROWS, Shape, copy_x, half_product, sums_layout, x_shared
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma import (
+    ROWS,
+    Shape,
+    copy_x,
+    half_product,
+    sums_layout,
+    x_shared,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,6 @@ def read(p):
 @gluon.jit
 def look_up(tile, order):
     """(group, first place, place past the last one, tile of rows) of a tile: the group is an expert, n_expert for pairs
-
     whose ids are none's, and more past the last tile."""
     p_tiles, p_sorted, n_columns, n_expert, m, row_tiles = order
     column = tile // row_tiles
@@ -65,7 +71,6 @@ def look_up(tile, order):
 @gluon.jit
 def part_of(found, order, wg: gl.constexpr, form: gl.constexpr):
     """Of look_up()'s tile: (a warpgroup's first row in its matrix, that row among all experts', rows that there are
-
     from there on, one at least)."""
     p_tiles, p_sorted, n_columns, n_expert, m, row_tiles = order
     row = found[3] * (form.tile * form.warpgroups) + wg * form.tile
@@ -86,7 +91,6 @@ def begin(order, form: gl.constexpr):
 @gluon.jit
 def copy_chunk(rings, barriers, planes, planes_up, i, chunk, found, order, k, form: gl.constexpr):
     """Starts the copies of a chunk of a tile's codes, for all warpgroups, once its buffer is free: the i-th chunk of
-
     all. What is past the end of k becomes 0."""
     full, empty, x_full, x_empty = barriers
     KIND: gl.constexpr = form.kind
@@ -265,7 +269,6 @@ def deliver(
     y, results, p_sorted, group, n_expert, first_row, m, place, places, form: gl.constexpr,
 ):  # fmt: skip
     """Sums [ROWS, tokens], times the factors of their rows of x, plus the expert's bias, joined if they are a gate and
-
     its up, to out [pair, row]: NaN where the id is no expert's."""
     p_out, p_factors, p_bias, bias_step, p_bias_up, bias_up_step, alpha, limit = results
     TOKENS: gl.constexpr = form.tokens
@@ -311,7 +314,6 @@ def expert_wgmma(
     row_tiles, k, form: gl.constexpr,
 ):  # fmt: skip
     """x_desc: of x f16 [pairs, k rounded up to 128] in order of `sorted`, in blocks [tokens, 64]; factors: f32 [pairs],
-
     what products of these rows are multiplied by; planes: of all experts, m rows of k elements each, a multiple of 32
     and over 128 (256 where the type has supers); of quants and high int32, of scales integers of what a group has, of
     supers integers of what 256 elements have. bias: f32, rows bias_step apart, or None; up: with a gate, its other

@@ -1,4 +1,4 @@
-"""Tiles of the products of few tokens (gemm.py), by architecture, type and number of tokens. They change speed only.
+"""Tiles of the products of few tokens (portable.py) by architecture, type and number of tokens: they change speed only.
 
 Each row was measured or, where no such GPU was at hand, compiled: no spills, shared memory within the limit.
 """

@@ -450,7 +450,6 @@ def _store(
     SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """acc: f32 [rows, tokens] to out [split, batch, tokens, m]; times the token's factor, plus bias [m] and residual
-
     unless that is left to `finish`."""
     row = tl.arange(0, acc.shape[0])
     token = tl.arange(0, acc.shape[1])

@@ -1,4 +1,4 @@
-"""Layouts of registers and shared memory of batch_mma.py: plain Python, run when a kernel is compiled.
+"""Layouts of registers and shared memory of mma.py: plain Python, run when a kernel is compiled.
 
 Axes: WK warps along k, rows of weights, tokens; of each 128 elements of k 4 groups of 32, one a lane of four.
 """
@@ -87,7 +87,6 @@ def pieces_shared(WK, N, E, V):
 @gluon.constexpr_function
 def spread(order, V, SHAPE, WARPS):
     """A layout over all threads: of the bits in that order V elements to registers, then lanes, then warps, then more
-
     registers; where there are too few, threads hold the same."""
     order = [list(b) for b in order]
     v = log2(V)

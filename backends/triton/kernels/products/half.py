@@ -16,24 +16,24 @@ import triton
 
 from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.mul_mat.half_kernels import finish, finish_rounded, rescale_rows, round_rows
+from graphrt.backends.triton.kernels.products.half_kernels import finish, finish_rounded, rescale_rows, round_rows
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import span_of
 
 #: Elements that a program handles at a time.
 _BLOCK = 1024
 #: The longest rows that a program holds whole.
-_MOST_WHOLE = 16384
+MAX_WHOLE_ROW = 16384
 #: Programs of `finish` for a row at most, when there is work for each of its elements.
 _MOST_BLOCKS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Half:
+class Activations:
     """Activations [rows, k], contiguous, in the type that they are multiplied in: f16, bf16 or f32.
 
     factors: f32 [rows], what each row's products are to be multiplied by; None: nothing. ordered: of each 128 elements
-    in batch_wgmma.py's order.
+    in gemm_small/wgmma.py's order.
     """
 
     values: torch.Tensor
@@ -70,37 +70,27 @@ class Sums:
     complete: bool = False
 
 
-def as_half(x: torch.Tensor, kind: torch.dtype, ctx: Context, ordered: bool = False) -> tuple[Half, list[Step]]:
+def in_type(x: torch.Tensor, kind: torch.dtype, ctx: Context, ordered: bool = False) -> tuple[Activations, list[Step]]:
     """Activations f32 or f16 [b3, b2, n, k] of any strides in `kind`, rounded once, and the steps that make them so.
 
     ordered: of f32 as f16; k is a multiple of 128.
     """
     rows, k = x[..., 0].numel(), x.shape[-1]
     if x.dtype == kind and x.is_contiguous():
-        return Half(x.view(rows, k)), []
+        return Activations(x.view(rows, k)), []
     memory = ctx.shared_scratch(f"activations in {kind}{', ordered' * ordered}", rows * k * kind.itemsize)
     out = memory[: rows * k * kind.itemsize].view(kind).view(rows, k)
     if kind is not torch.float16 or x.dtype is not torch.float32:
-        return Half(out), [copying(x, out.view(x.shape))]
+        return Activations(out), [copying(x, out.view(x.shape))]
     factors = ctx.shared_scratch("factors of activations", rows * 4)[: rows * 4].view(torch.float32)
-    whole = k <= _MOST_WHOLE
+    whole = k <= MAX_WHOLE_ROW
     block, warps = _whole_row(k) if whole else (_BLOCK, 4)
     args: dict[str, Any] = {
         "p_x": _flat(x), "p_out": out, "p_factors": factors, "stride_0": x.stride(3), "stride_1": x.stride(2),
         "stride_2": x.stride(1), "stride_3": x.stride(0), "n_1": x.shape[2], "n_2": x.shape[1], "k": k, "WHOLE": whole,
         "ORDERED": ordered, "BLOCK": block, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
-    return Half(out, factors, ordered), [Launch(round_rows, (rows,), args, launch_options(ctx.target, warps))]
-
-
-def as_it_was(x: Half, ctx: Context) -> tuple[Half, list[Step]]:
-    """Ordered activations with their elements in order of k, and the steps that make them so."""
-    if not x.ordered:
-        return x, []
-    nbytes = x.values.numel() * 2
-    out = ctx.shared_scratch("activations as they were", nbytes)[:nbytes].view(torch.float16).view(x.values.shape)
-    parts = x.values.view(x.rows, -1, 2, 4, 2, 4, 2).permute(0, 1, 5, 2, 3, 4, 6)
-    return Half(out, x.factors), [copying(parts, out.view(parts.shape))]
+    return Activations(out, factors, ordered), [Launch(round_rows, (rows,), args, launch_options(ctx.target, warps))]
 
 
 def _whole_row(k: int) -> tuple[int, int]:
@@ -111,7 +101,6 @@ def _whole_row(k: int) -> tuple[int, int]:
 
 def copying(source: torch.Tensor, target: torch.Tensor) -> Step:
     """Copies a tensor into another of its shape, rounding to its type."""
-
     return Call("copy", partial(target.copy_, source), [source], [target])
 
 
@@ -149,26 +138,19 @@ def finish_steps(
     return [Launch(finish, (rows, blocks), args, {"num_warps": 4})]
 
 
-def finish_as_half(a: Sums, b: Sums, out: torch.Tensor, gate: Gate) -> tuple[Half, list[Step]] | None:
-    """What joins sums by a gate and rounds the result as as_half() would; None for rows that are too long.
-
-    out: f32 [rows, m], contiguous, whose memory holds the f16 rows and their factors behind them.
-    """
-    rows, cols = out.shape
-    if not 2 <= cols <= _MOST_WHOLE:
-        return None
-    memory = out.view(-1).view(torch.float16)
-    half = memory[: rows * cols].view(rows, cols)
-    factors = out.view(-1)[-(-rows * cols // 2) :][:rows]
-    block, warps = _whole_row(cols)
+def finish_in_f16(a: Sums, b: Sums, out: Activations, gate: Gate) -> list[Step]:
+    """What joins sums by a gate and rounds the result as in_type() would. out: f16 and factors, in memory that none of
+    the sums has; rows of 2 to MAX_WHOLE_ROW elements."""
+    assert out.factors is not None
+    block, warps = _whole_row(out.k)
     args: dict[str, Any] = {
-        "p_a": a.parts, "p_a_factors": factors if a.factors is None else a.factors, "p_b": b.parts,
-        "p_b_factors": factors if b.factors is None else b.factors, "p_out": half, "p_factors": factors,
-        "part_stride": rows * cols, "cols": cols, "alpha": gate.alpha, "limit": gate.limit,
+        "p_a": a.parts, "p_a_factors": out.factors if a.factors is None else a.factors, "p_b": b.parts,
+        "p_b_factors": out.factors if b.factors is None else b.factors, "p_out": out.values, "p_factors": out.factors,
+        "part_stride": out.rows * out.k, "cols": out.k, "alpha": gate.alpha, "limit": gate.limit,
         "A_PARTS": a.parts.shape[0], "A_FACTORS": a.factors is not None, "B_PARTS": b.parts.shape[0],
         "B_FACTORS": b.factors is not None, "GLU": gate.kind, "BLOCK": block,
     }  # fmt: skip
-    return Half(half, factors), [Launch(finish_rounded, (rows,), args, {"num_warps": warps})]
+    return [Launch(finish_rounded, (out.rows,), args, {"num_warps": warps})]
 
 
 def rescaling(out: torch.Tensor, factors: torch.Tensor | None) -> list[Step]:

@@ -1,8 +1,7 @@
-"""Launches of gemm.py's kernels: which tiles, and how k is split."""
+"""Launches of portable.py's kernels: which tiles, and how k is split."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,29 +9,12 @@ import triton
 
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat.gemm import gemm_packed, gemm_plain
-from graphrt.backends.triton.kernels.mul_mat.gemm_configs import Config, find_config
-from graphrt.backends.triton.kernels.mul_mat.half import Half, Sums
+from graphrt.backends.triton.kernels.products.broadcast import Broadcast
+from graphrt.backends.triton.kernels.products.gemm_small.configs import Config, find_config
+from graphrt.backends.triton.kernels.products.gemm_small.portable import gemm_packed, gemm_plain
+from graphrt.backends.triton.kernels.products.half import Activations, Sums
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import Packed
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Which matrix serves which tokens: `count` batches of `tokens` rows of x each, one after the other.
-
-    Batch i is for matrix (i // matrices2 // ratio3) * matrices2 + i % matrices2; matrices2: of dimension 2.
-    """
-
-    tokens: int
-    count: int = 1
-    matrices2: int = 1
-    ratio3: int = 1
-
-    @property
-    def one_each(self) -> bool:
-        """There are several matrices, and batch i is for matrix i."""
-        return self.count > 1 and self.ratio3 == 1
 
 
 def splits_of(target: Target, config: Config, tiles: int, k_steps: int) -> int:
@@ -42,14 +24,13 @@ def splits_of(target: Target, config: Config, tiles: int, k_steps: int) -> int:
 
 
 def packed_product(
-    packed: Packed, m: int, x: Half, batch: Batch, out: torch.Tensor, bias: torch.Tensor | None,
+    packed: Packed, m: int, x: Activations, batch: Broadcast, out: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, ctx: Context, place: int = 0, config: Config | None = None,
 ) -> tuple[Sums, list[Step]]:  # fmt: skip
-    """x times packed matrices of m rows each. out: f32 [batches * tokens, m]; bias: f32 [m] or None; residual: like
+    """x times packed matrices of m rows each.
 
-    out, contiguous, or None.
-
-    place: products of different places may be unfinished at the same time.
+    out: f32 [batches * tokens, m]; bias: f32 [m] or None; residual: like out, contiguous, or None. place: products of
+    different places may be unfinished at the same time.
     """
     config = config or find_config(ctx.target.arch, packed.kind, batch.tokens)
     groups = config.width // 32
@@ -61,11 +42,11 @@ def packed_product(
         "p_supers": packed.quants if packed.supers is None else packed.words(packed.supers),
         "GROUPS": groups, "PTX": ctx.target.is_nvidia,
     }  # fmt: skip
-    return _product(gemm_packed, args, m, packed.k, x, batch, out, bias, residual, ctx, place, config, even)
+    return _launch(gemm_packed, args, m, packed.k, x, batch, out, bias, residual, ctx, place, config, even)
 
 
 def plain_product(
-    w: View, x: Half, batch: Batch, out: torch.Tensor, bias: torch.Tensor | None,
+    w: View, x: Activations, batch: Broadcast, out: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, ctx: Context, place: int = 0, config: Config | None = None,
 ) -> tuple[Sums, list[Step]]:  # fmt: skip
     """x times matrices of f16, bf16 or f32 with contiguous rows, in x's type; else as packed_product."""
@@ -77,11 +58,11 @@ def plain_product(
         "WIDTH": config.width, "WIDEN": exact or ctx.target.arch == "interpreter",
         "PRECISION": "ieee" if exact else "tf32",
     }  # fmt: skip
-    return _product(gemm_plain, args, m, k, x, batch, out, bias, residual, ctx, place, config, k % config.width == 0)
+    return _launch(gemm_plain, args, m, k, x, batch, out, bias, residual, ctx, place, config, k % config.width == 0)
 
 
-def _product(
-    kernel: Any, args: dict[str, Any], m: int, k: int, x: Half, batch: Batch, out: torch.Tensor,
+def _launch(
+    kernel: Any, args: dict[str, Any], m: int, k: int, x: Activations, batch: Broadcast, out: torch.Tensor,
     bias: torch.Tensor | None, residual: torch.Tensor | None, ctx: Context, place: int, config: Config, even: bool,
 ) -> tuple[Sums, list[Step]]:  # fmt: skip
     """The launch of either kernel, its k split where tiles are few."""

@@ -1,4 +1,4 @@
-"""Launches of batch_wgmma.py: its configs, and what of shared memory and registers they take."""
+"""Launches of wgmma.py: its configs, and what of shared memory and registers they take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import (
     REGISTERS,
     RESERVED,
     STEP,
@@ -18,9 +18,9 @@ from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
     row_bytes,
     tiles_of,
 )
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import Form, x_shared
-from graphrt.backends.triton.kernels.mul_mat.batch_wgmma import batch_wgmma as kernel
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma import Form, x_shared
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma import batch_wgmma as kernel
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
@@ -31,8 +31,7 @@ ROWS, PRODUCER = 64, 72
 @dataclass(frozen=True)
 class HopperConfig:
     """warpgroups: 1, 2 or 4, beside the producer; chunk: steps of a buffer of planes; stages: such buffers, at most;
-
-    x_stages: buffers of a step's x; per_sm: as in batch.BatchConfig."""
+    x_stages: buffers of a step's x; per_sm: as in mma_launch.BatchConfig."""
 
     warpgroups: int
     chunk: int
@@ -99,11 +98,11 @@ def registers_of(warpgroups: int, per_sm: int = 1) -> tuple[int, int]:
 
 
 def launch(
-    target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: HopperConfig, tokens: int,
-    biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
+    target: Target, weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], config: HopperConfig,
+    tokens: int, biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     split: Split | None = None,
 ) -> Launch:  # fmt: skip
-    """As batch.launch(), of x in the order that batch_wgmma.py wants. split: in chunks."""
+    """As mma_launch.launch(), of x in the order that wgmma.py wants. split: in chunks."""
     at_start, registers = registers_of(config.warpgroups, config.per_sm)
     form = Form(
         kind=weights[0].kind, tokens=tokens, warpgroups=config.warpgroups, chunk=config.chunk, stages=config.stages,

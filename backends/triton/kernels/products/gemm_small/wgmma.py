@@ -1,4 +1,4 @@
-"""batch_mma.py's products on Hopper (sm_90), with warps of their own for copies: weights go from memory to wgmma.
+"""mma.py's products on Hopper (sm_90), with warps of their own for copies: weights go from memory to wgmma.
 
 A tile is 64 rows for each of some warpgroups (with a gate 32 rows of it and the same 32 of its up), which dequantize
 their weights into registers, the first operand of wgmma; x in shared memory is the second one and serves all of them.
@@ -6,7 +6,7 @@ Four more warps, the producer, copy planes by cp.async into one ring of buffers 
 buffer a barrier says that it is full, and another one that it is empty again. A buffer of planes holds a chunk of some
 steps of 128 elements of k, since memory is slow where few bytes of a row are asked for at a time.
 
-What a lane holds of k is free (batch_mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
+What a lane holds of k is free (mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
 f16_weights(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b1 c1
 c0 b0.
 
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
-from graphrt.backends.triton.kernels.mul_mat.batch_mma import (
+from graphrt.backends.triton.kernels.products.gemm_small.mma import (
     allocate_planes,
     copy_weights,
     f16_weights,
@@ -123,7 +123,6 @@ def copy_chunk(rings, full, planes, planes_up, i, chunk, k, first_row, m, form: 
 @gluon.jit
 def copy_x(x_ring, full, empty, x_desc, i, row, step, form: gl.constexpr):
     """Starts the copies of a step of x, the i-th of all, from a row on, once its buffer is free. What is past x's rows
-
     and k becomes 0."""
     slot = i % form.x_stages
     # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
@@ -250,7 +249,6 @@ def batch_wgmma(
     x_desc, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split, form: gl.constexpr,
 ):  # fmt: skip
     """batch_mma's arguments, but: x_desc of x f16 [n, k] in the order above, in blocks [tokens, 64]; steps_a_split in
-
     chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 [tiles, warpgroups]. Four warps at
     launch.
     """

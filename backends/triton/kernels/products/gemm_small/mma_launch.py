@@ -1,4 +1,4 @@
-"""Launches of batch_mma.py, and on Hopper of batch_wgmma.py: which products they take, tiles, and how k is split."""
+"""Launches of mma.py, and on Hopper of wgmma.py: which products they take, tiles, and how k is split."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import triton
 
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.mul_mat import batch_hopper
-from graphrt.backends.triton.kernels.mul_mat.activations import GLU_KINDS
-from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
-    MAX_SEGMENTS,
+from graphrt.backends.triton.kernels.products.gemm_small import wgmma_launch
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import (
     REGISTERS,
     RESERVED,
     STEP,
@@ -22,9 +20,9 @@ from graphrt.backends.triton.kernels.mul_mat.batch_arguments import (
     row_bytes,
     tiles_of,
 )
-from graphrt.backends.triton.kernels.mul_mat.batch_hopper import HopperConfig
-from graphrt.backends.triton.kernels.mul_mat.batch_mma import batch_mma
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products.gemm_small.mma import batch_mma
+from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import HopperConfig
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
@@ -80,7 +78,6 @@ def stage_bytes(kind: str, rows: int, tokens: int, wk: int) -> int:
 
 def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchConfig | None:
     """A config that shared memory has room for: with fewer programs at a time, fewer stages (two at least) or fewer
-
     warps, in this order. None: no way."""
     while True:
         room = (shared_memory - (config.per_sm - 1) * RESERVED) // config.per_sm
@@ -101,7 +98,7 @@ def config_for(target: Target, kind: str, n: int) -> BatchConfig | None:
 
 
 def fits(kind: str, k: int, n: int, target: Target) -> bool:
-    """Whether a product of n tokens with weights of a type and rows of k elements can take batch_mma.py."""
+    """Whether a product of n tokens with weights of a type and rows of k elements can take mma.py."""
     if not target.is_nvidia or kind not in KINDS or not 1 <= n <= MAX_TOKENS:
         return False
     packing = packing_of(kind)
@@ -117,14 +114,6 @@ def aligned(w: Packed) -> bool:
     return w.supers is None or w.supers.data_ptr() % 4 == 0
 
 
-def takes_together(weights: Sequence[Packed], gate: Gate | None) -> bool:
-    """Whether weights that it takes can be one launch: of one type; with a gate that it knows, two of one size."""
-    same = len({(w.kind, w.k) for w in weights}) == 1
-    if gate is None:
-        return same and len(weights) <= MAX_SEGMENTS
-    return same and gate.kind in GLU_KINDS and len(weights) == 2 and weights[0].rows == weights[1].rows
-
-
 def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k: int) -> tuple[int, int]:
     """(ranges that k is split into, steps of a range), none of them empty."""
     steps = triton.cdiv(k, config.step)
@@ -133,24 +122,25 @@ def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k:
     return triton.cdiv(steps, each), each
 
 
-def takes_order(target: Target, kind: str, k: int, n: int) -> bool:
-    """Whether a product that fits() is batch_wgmma.py's, which wants its activations ordered (half.Half)."""
-    return target.arch == "sm_90" and batch_hopper.config_for(target, kind, padded_tokens(n), 1, k) is not None
+def has_wgmma_config(target: Target, kind: str, k: int, n: int) -> bool:
+    """Whether wgmma.py has a config for a product that fits()."""
+    return wgmma_launch.config_for(target, kind, padded_tokens(n), 1, k) is not None
 
 
 def product(
-    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], ctx: Context,
+    weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], ctx: Context,
     biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     config: BatchConfig | HopperConfig | None = None,
 ) -> Launch:  # fmt: skip
-    """x times weights of which fits(), aligned() and takes_together() are true, in one launch.
+    """x times weights of which fits() and aligned() are true, in one launch: of one type, up to MAX_SEGMENTS; with a
+    gate two of one size.
 
     outs: f32 [n, m] of each, or one with a gate. biases: f32 [m] of each, or none. residual: f32 like the only out,
-    which it may be. x is ordered if takes_order().
+    which it may be. x: ordered for wgmma.py, else in order of k for mma.py.
     """
     kind, m = weights[0].kind, sum(w.rows for w in weights)
     if config is None and x.ordered:
-        config = batch_hopper.config_for(ctx.target, kind, padded_tokens(x.rows), m, x.k)
+        config = wgmma_launch.config_for(ctx.target, kind, padded_tokens(x.rows), m, x.k)
     elif config is None:
         config = config_for(ctx.target, kind, x.rows)
     assert config is not None
@@ -158,7 +148,7 @@ def product(
     split = _split(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)
     if isinstance(config, HopperConfig):
         tokens = padded_tokens(x.rows)
-        return batch_hopper.launch(ctx.target, weights, x, outs, config, tokens, biases, residual, gate, split)
+        return wgmma_launch.launch(ctx.target, weights, x, outs, config, tokens, biases, residual, gate, split)
     return launch(ctx.target, weights, x, outs, config, biases, residual, gate, split)
 
 
@@ -179,7 +169,7 @@ def _split(
 
 
 def launch(
-    target: Target, weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], config: BatchConfig,
+    target: Target, weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], config: BatchConfig,
     biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     split: Split | None = None,
 ) -> Launch:  # fmt: skip

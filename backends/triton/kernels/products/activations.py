@@ -60,9 +60,8 @@ def parts_of(k: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Activations:
+class Q8Rows:
     """n rows of k values rounded to 8 bits in so many parts. q: int8 [parts * n, k], all first parts before the second;
-
     d: f32 [n, k/32], the last part's step; s: f32 [n, k/16], the sum of each half group's rounded values."""
 
     q: torch.Tensor
@@ -84,7 +83,7 @@ class Activations:
         return sum(_planes(n, k)[1])
 
     @classmethod
-    def inside(cls, memory: torch.Tensor, n: int, k: int) -> Activations:
+    def inside(cls, memory: torch.Tensor, n: int, k: int) -> Q8Rows:
         """In the memory of a flat tensor, such as the f32 one that the values come from, which is always large enough:
 
         two parts take 2.4 bytes an element, and at most 20 that alignment costs."""
@@ -100,7 +99,7 @@ class Activations:
         return cls(q, d, s, parts_of(k))
 
     @classmethod
-    def empty(cls, n: int, k: int, device: str | torch.device) -> Activations:
+    def empty(cls, n: int, k: int, device: str | torch.device) -> Q8Rows:
         return cls.inside(torch.empty(cls.nbytes(n, k), dtype=torch.uint8, device=device), n, k)
 
 
@@ -146,7 +145,7 @@ def finer(x, number, d, inverse):
 
 @triton.jit
 def _store_q8(x, p_q, p_d, p_s, row, group, k, PARTS: tl.constexpr):
-    """Rounds x, f32 [groups, 32], in PARTS and stores it as groups `group` ([groups] int) of a row of Activations.
+    """Rounds x, f32 [groups, 32], in PARTS and stores it as groups `group` ([groups] int) of a row of Q8Rows.
 
     Programs of axis 0 are the rows."""
     G: tl.constexpr = x.shape[0]
@@ -175,8 +174,7 @@ def _store_bytes(byte, p_q, at, m):
 
 @triton.jit
 def ordered_place(i):
-    """Where element i lies in batch_wgmma.py's order: of its place in 128 the bits c1 c0 h i1 i0 b1 b0 become
-
+    """Where element i lies in gemm_small/wgmma.py's order: of its place in 128 the bits c1 c0 h i1 i0 b1 b0 become
     h i1 i0 b1 c1 c0 b0."""
     return (i // 128) * 128 + (i // 16 % 2 * 64 + i // 4 % 4 * 16 + i // 2 % 2 * 8 + i // 32 % 4 * 2 + i % 2)
 
@@ -206,7 +204,7 @@ def round_rows(
     """Program (row, i) rounds elements i * BLOCK to (i + 1) * BLOCK - 1 of a row of x, or of activation(x) * up.
 
     x_row, x_col: strides of x, up_row, up_col of up, in elements; GLU: its kind, "" for none; Q8: to
-    Activations' q, d and s in PARTS, else to f16 in q.
+    Q8Rows' q, d and s in PARTS, else to f16 in q.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
@@ -237,8 +235,8 @@ def norm_rows(
 ):  # fmt: skip
     """Program (row): x / sqrt(mean(x**2) + eps) * w of a row of x. w: f32 [k] or None.
 
-    TO_F32: into `out`, rows out_row apart; TO: "q8" (in PARTS) or "f16" as round_rows, "ordered": f16 as half.Half has
-    it, "" for none of these. WHOLE: a block is a row.
+    TO_F32: into `out`, rows out_row apart; TO: "q8" (in PARTS) or "f16" as round_rows, "ordered": f16 in that order
+    (half.Activations), "" for none of these. WHOLE: a block is a row.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -323,12 +321,12 @@ def add_norm_rows(
 # --- launches ---
 
 
-def quantize_rows(target: Target, x: Rows, out: Activations | torch.Tensor) -> Launch:
-    """Rounds rows of x. out: Activations of x's n and k, or f16 [n, k]; its memory must not overlap x's."""
+def quantize_rows(target: Target, x: Rows, out: Q8Rows | torch.Tensor) -> Launch:
+    """Rounds rows of x. out: Q8Rows of x's n and k, or f16 [n, k]; its memory must not overlap x's."""
     return _rounding(target, x, None, "", out)
 
 
-def glu_quantize(target: Target, gate: Rows, up: Rows, kind: str, out: Activations | torch.Tensor) -> Launch:
+def glu_quantize(target: Target, gate: Rows, up: Rows, kind: str, out: Q8Rows | torch.Tensor) -> Launch:
     """Rounds activation(gate) * up; kind: one of GLU_KINDS. out: as quantize_rows."""
     assert kind in GLU_KINDS, kind
     assert (gate.n, gate.k) == (up.n, up.k)
@@ -336,12 +334,12 @@ def glu_quantize(target: Target, gate: Rows, up: Rows, kind: str, out: Activatio
 
 
 def norm_quantize(
-    target: Target, x: Rows, weight: torch.Tensor | None, eps: float, out: Activations | torch.Tensor | None,
+    target: Target, x: Rows, weight: torch.Tensor | None, eps: float, out: Q8Rows | torch.Tensor | None,
     out_f32: Rows | None = None, ordered: bool = False,
 ) -> Launch:  # fmt: skip
     """Rounds the RMS norm of x's rows times `weight` (f32 [k]). out: as quantize_rows, or None for out_f32 alone.
 
-    out_f32: takes the result unrounded, its elements side by side; it may be x itself. ordered: f16 as half.Half's.
+    out_f32: takes the result unrounded, its elements side by side; it may be x itself. ordered: f16 in that order.
     """
     block = min(_NORM_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
     assert out_f32 is None or out_f32.stride == 1
@@ -364,7 +362,7 @@ class NormWeight:
 
 def add_norm_quantize(
     target: Target, x: torch.Tensor, norm: NormWeight | None, residual: torch.Tensor, total: torch.Tensor,
-    second: NormWeight, out: Activations | torch.Tensor | None, early: bool = False, ordered: bool = False,
+    second: NormWeight, out: Q8Rows | torch.Tensor | None, early: bool = False, ordered: bool = False,
     out_f32: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """total = x + residual, x after `norm` if there is one; and out, `second` of total, rounded.
@@ -384,27 +382,27 @@ def add_norm_quantize(
     return Launch(add_norm_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
 
 
-def _rounding(target: Target, x: Rows, up: Rows | None, kind: str, out: Activations | torch.Tensor) -> Launch:
+def _rounding(target: Target, x: Rows, up: Rows | None, kind: str, out: Q8Rows | torch.Tensor) -> Launch:
     block = min(_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
     args = {
         "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride,
         "p_up": None if up is None else up.data, "up_row": 0 if up is None else up.row_stride,
         "up_col": 1 if up is None else up.stride,
-        **_outputs(out), "k": x.k, "GLU": kind, "Q8": isinstance(out, Activations), "BLOCK": block,
+        **_outputs(out), "k": x.k, "GLU": kind, "Q8": isinstance(out, Q8Rows), "BLOCK": block,
         "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(round_rows, (x.n, -(-x.k // block)), args, launch_options(target, max(1, block // 256)))
 
 
-def _form_of(out: Activations | torch.Tensor | None, ordered: bool) -> str:
+def _form_of(out: Q8Rows | torch.Tensor | None, ordered: bool) -> str:
     """What kernels write, by the name that they have for it."""
     if out is None:
         return ""
-    return "q8" if isinstance(out, Activations) else "ordered" if ordered else "f16"
+    return "q8" if isinstance(out, Q8Rows) else "ordered" if ordered else "f16"
 
 
-def _outputs(out: Activations | torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
-    if isinstance(out, Activations):
+def _outputs(out: Q8Rows | torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
+    if isinstance(out, Q8Rows):
         return {"p_q": out.q, "p_d": out.d, "p_s": out.s, "PARTS": out.parts}
     return {"p_q": out, "p_d": None, "p_s": None, "PARTS": 1}
 

@@ -1,6 +1,6 @@
 """Products of 9 to 64 tokens with packed weights in Gluon, from sm_80 on: weights go from memory to mma.sync in order.
 
-out[t, r] = sum over k of x[t, k] W[r, k], as gemm.py's `gemm_packed`, with the same rounding: weights become f16 once
+out[t, r] = sum over k of x[t, k] W[r, k], as portable.py's `gemm_packed` and rounded as there: weights become f16 once
 from scale * code - min, sums are f32. A matrix unit's first operand are 16 rows of weights, its second 8 tokens; lane
 4g + c holds of both four elements of k a step, and which those are is free as long as both hold the same. Here lane c
 has a whole group of 32 (packing.py) of each 128 elements of k: 16 bytes of 4-bit codes are its operands of 8 steps,
@@ -22,7 +22,7 @@ from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits, pairs_of_supers
-from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
+from graphrt.backends.triton.kernels.products.gemm_small.layouts import (
     high_layout,
     mma_layout,
     pieces_copy,
@@ -35,7 +35,7 @@ from graphrt.backends.triton.kernels.mul_mat.batch_layouts import (
     words_layout,
     x_layout,
 )
-from graphrt.backends.triton.kernels.mul_mat.gemm import (
+from graphrt.backends.triton.kernels.products.gemm_small.portable import (
     _codebook_asm,
     _mode_of,
     _unpack_asm,
@@ -121,7 +121,6 @@ def rows_in_plane(p, p_up, offset, row, left, PAIR: gl.constexpr):
 @gluon.jit
 def matrix_row(row, PAIR: gl.constexpr):
     """The row of its matrix that a row of a tile is, from the tile's first one on: with PAIR of 16 rows the first eight
-
     are a gate's and the others its up's, which thus are in the same lanes."""
     if PAIR:
         return row // 16 * 8 + row % 8
@@ -135,7 +134,6 @@ def copy_codes(
     KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, PAIR: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a step's quants and high into buffer `slot`. What is past q_end (in 128 elements of k), or
-
     unless EVEN past a row's n_groups, becomes 0."""
     W: gl.constexpr = gl.num_warps()
     E: gl.constexpr = code_bits(KIND)
@@ -267,7 +265,6 @@ E2M1_SHIFT = gl.constexpr(3)
 @gluon.constexpr_function
 def _e2m1_asm():
     """PTX: the high bytes (the low ones are 0) of 2^-3 times e2m1's values as f16, for a word's nibbles: $0 of the low
-
     ones, $1 of the high ones. $2: the word. prmt picks sizes by three bits of a nibble; with the fourth bit it repeats
     the sign of the byte it picks, which is how signs come out of 0x80.
     """
@@ -505,7 +502,6 @@ def write(
 @gluon.jit
 def matrix_of(tile, matrices, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, PAIR: gl.constexpr):
     """(the number of a tile in its matrix, this one's planes, those of its up, out, bias, m). matrices: of each of
-
     three (planes, out, bias, m); with PAIR the first's up is the second."""
     planes, p_out, p_bias, m = matrices[0]
     planes_up = planes
@@ -549,7 +545,6 @@ def batch_mma(
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """x: f16 [n, k], k a multiple of 128 (256 where the type has supers); out: f32 [n, m] of each of SEGMENTS matrices
-
     of one type. Planes: as copy_weights has them, 16-byte aligned (supers 4).
 
     GLU: its kind: matrices 0 and 1 are a gate and an up, and out0 gets activation(gate) * up; else "". SPLIT: k is in

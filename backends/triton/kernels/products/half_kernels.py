@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.mul_mat.activations import ordered_element
+from graphrt.backends.triton.kernels.products.activations import ordered_element
 
 
 @triton.jit
@@ -40,8 +40,8 @@ def round_rows(
 ):  # fmt: skip
     """Program i: row i of x f32 [.., n_2, n_1, k], of any strides, to f16 [rows, k] and its factor.
 
-    WHOLE: a block holds a row, which stays in registers until its largest value is known. ORDERED: see half.Half; it is
-    what is read that is out of order, since what is read comes through a cache.
+    WHOLE: a block holds a row, which stays in registers until its largest value is known. ORDERED: as half.Activations;
+    what is read is out of order, not what is written, since reads come through a cache.
     """
     i_row = tl.program_id(0)
     i_1, i_2, i_3 = i_row % n_1, i_row // n_1 % n_2, i_row // n_1 // n_2

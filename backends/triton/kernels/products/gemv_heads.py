@@ -15,8 +15,8 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.kinds import planes_from
-from graphrt.backends.triton.kernels.mul_mat.activations import parts_of, uses_ptx
-from graphrt.backends.triton.kernels.mul_mat.gemv import (
+from graphrt.backends.triton.kernels.products.activations import parts_of, uses_ptx
+from graphrt.backends.triton.kernels.products.gemv import (
     MAX_ALONE,
     MAX_INLINE,
     MAX_TOKENS,

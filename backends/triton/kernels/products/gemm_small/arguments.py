@@ -1,4 +1,4 @@
-"""What the launches of batch_mma.py and batch_wgmma.py share: tiles, the size of planes, arguments."""
+"""What the launches of mma.py and wgmma.py share: tiles, the size of planes, arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.mul_mat.half import Gate, Half
+from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Matrices of one launch.
@@ -45,7 +45,7 @@ def row_bytes(kind: str) -> int:
 
 
 def arguments(
-    weights: Sequence[Packed], x: Half, outs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor],
+    weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor],
     residual: torch.Tensor | None, split: Split | None, steps: int,
 ) -> dict[str, Any]:  # fmt: skip
     """All but x and what is fixed when a kernel is compiled. steps: of all of k. For what lacks stands outs[0]."""

@@ -28,10 +28,10 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
-from graphrt.backends.triton.kernels.mul_mat.activations import (
+from graphrt.backends.triton.kernels.products.activations import (
     FINER,
     GLU_KINDS,
-    Activations,
+    Q8Rows,
     Rows,
     finer,
     magnitude,
@@ -104,7 +104,7 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
 @triton.jit
 def _x_tile(p_q, p_d, p_s, token, n, i_tile, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
             SUMS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """A tile of n rows of Activations as _round_groups has it, all [G, W, 1, U, N]. token: which of the rows.
+    """A tile of n rows of Q8Rows as _round_groups has it, all [G, W, 1, U, N]. token: which of the rows.
 
     Past a row's last group d and the sums are 0.
     """
@@ -427,7 +427,6 @@ def _x_chunk(p, m, J: tl.constexpr):
 @triton.jit
 def _round_groups(x, PARTS: tl.constexpr):
     """Groups rounded: (eight words of the first part, of the second, d, both halves' sums). x[J]: elements 4J to 4J + 3
-
     of each group. Without a second part the first is returned again."""
     most = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
     more = tl.maximum(tl.maximum(magnitude(x[4]), magnitude(x[5])), tl.maximum(magnitude(x[6]), magnitude(x[7])))
@@ -538,7 +537,6 @@ def _round_together(x, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PARTS:
 def _round_x_together(p_x, x_row, token, NG: tl.constexpr, U: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
                       PARTS: tl.constexpr):  # fmt: skip
     """What _round_x returns, without a norm: every value is rounded once in a program, and lanes get theirs through
-
     shared memory. (In _round_x each warp rounds all, and its lanes' loads are a line apart.)"""
     group = tl.arange(0, U * G)
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -677,7 +675,7 @@ def packed_gemv(
     p_quants .. p_supers: planes of Packed, scales and supers as integers as wide as what they hold of a group; p_out:
     f32, element (token, row) at token * out_stride + row; m: rows of each; KIND: types, "" for no matrix.
     GLU: its kind: the first two matrices are a gate and an up of m0 rows, and out0 has activation(gate) * up; else "".
-    X_FORM: "q8": q, d, s are Activations; "f32": x, rows x_row apart, is rounded here by each warp, "together":
+    X_FORM: "q8": q, d, s are Q8Rows; "f32": x, rows x_row apart, is rounded here by each warp, "together":
     by all of them; "norm": as "f32", after an RMS norm with weights p_norm and eps (a tile holds the row but for "q8").
     PARTS: of the activations; N: a power of two from n on; bias: of each, f32 [m] or None; residual: of matrix 0.
     """
@@ -870,7 +868,6 @@ class Segment:
 @dataclass(frozen=True)
 class GemvConfig:
     """g: lanes side by side along k (8 to 32; more: several warps share a row); r: rows, u: steps along k in a lane's
-
     registers; registers: the most a thread may have, 0: as many as the compiler likes. Speed only.
     """
 
@@ -916,13 +913,13 @@ def config_for(kind: str, m: int, k: int, n: int) -> GemvConfig:
 
 
 def gemv(
-    target: Target, segments: Sequence[Segment], x: Activations | Rows, *, glu: str = "",
+    target: Target, segments: Sequence[Segment], x: Q8Rows | Rows, *, glu: str = "",
     residual: tuple[torch.Tensor, int] | None = None, norm: tuple[torch.Tensor, float] | None = None,
     config: GemvConfig | None = None,
 ) -> Launch:  # fmt: skip
     """Up to three matrices of one k times up to MAX_TOKENS vectors, in one launch.
 
-    segments: all packed or all plain; types may differ. x: Activations for packed weights; Rows of f32 (elements side
+    segments: all packed or all plain; types may differ. x: Q8Rows for packed weights; Rows of f32 (elements side
     by side) for plain ones, and for packed ones of k up to MAX_INLINE, which every program then rounds for itself.
     glu: one of GLU_KINDS: the two segments are gate and up, without biases, and the first one's out gets
     activation(gate) * up. residual: (flat f32, stride) added to the first segment's result; it may be its `out`.
@@ -968,17 +965,17 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def _packed_arguments(
-    segments: Sequence[Segment], x: Activations | Rows, norm: tuple[torch.Tensor, float] | None
+    segments: Sequence[Segment], x: Q8Rows | Rows, norm: tuple[torch.Tensor, float] | None
 ) -> dict[str, Any]:
     args: dict[str, Any] = {"NG": x.k // 32, "p_norm": norm and norm[0], "eps": norm[1] if norm else 0.0}
-    args["PARTS"] = x.parts if isinstance(x, Activations) else parts_of(x.k)
+    args["PARTS"] = x.parts if isinstance(x, Q8Rows) else parts_of(x.k)
     for i in range(3):
         w = segments[i].weight if i < len(segments) else None
         assert w is None or isinstance(w, Packed)
         planes = (None,) * 4 if w is None else (w.quants, w.high, whole_plane(w.scales), whole_plane(w.supers))
         args |= {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
         args[f"KIND{i}"] = "" if w is None else w.kind
-    if isinstance(x, Activations):
+    if isinstance(x, Q8Rows):
         assert norm is None
         form = {"X_FORM": "q8", "p_q": x.q.view(torch.int32), "p_d": x.d, "p_s": x.s, "p_x": None, "x_row": 0}
     else:

@@ -1,1 +1,0 @@
-"""Products of matrices: activations as kernels take them, and the kernels."""

@@ -1,0 +1,136 @@
+"""What there is to multiply: the products of a group of nodes, as plain data that no launch has been made of yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphrt.backends.triton.context import source_of
+from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadcast_of
+from graphrt.backends.triton.kernels.products.forms import Form
+from graphrt.backends.triton.kernels.products.half import Gate
+from graphrt.backends.triton.nodes import added_to, is_bias
+from graphrt.backends.triton.packing import packing_of
+from graphrt.tensor import Tensor
+
+#: Types of weights that are multiplied as they are, without a form of this backend's own.
+PLAIN = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One product, as kernels are asked about it.
+
+    weight: [k, m], a matrix a head [k, m, heads], or with ids a matrix an expert [k, m, n_expert]; x: activations; ids:
+    of a MUL_MAT_ID, else None; bias: what is added to its rows, or None. partner, gate: the other weight and the GLU
+    that joins both products, if there is one. by_token: of a matrix a head, a token's results for all heads are to lie
+    side by side. x_form: how x lies. x_aligned, aligned: x, and the planes of the weight and its partner, begin where
+    copies of 16 bytes can.
+    """
+
+    weight: Tensor
+    x: Tensor
+    ids: Tensor | None = None
+    bias: Tensor | None = None
+    partner: Tensor | None = None
+    gate: Gate | None = None
+    by_token: bool = False
+    x_form: Form = Form.AS_IS
+    x_aligned: bool = True
+    aligned: bool = True
+
+    @property
+    def type(self) -> str:
+        """The weight's type."""
+        return self.weight.dtype.name
+
+    @property
+    def is_packed(self) -> bool:
+        return packing_of(self.type) is not None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.type in PLAIN
+
+    @property
+    def broadcast(self) -> Broadcast:
+        """Which of a MUL_MAT's matrices serves which tokens."""
+        return broadcast_of(self.weight, self.x.ne)
+
+    @property
+    def halves(self) -> tuple[Tensor, ...]:
+        """The weight, and its partner if there is one."""
+        return (self.weight,) if self.partner is None else (self.weight, self.partner)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductGroup:
+    """The products of one x in a group of nodes.
+
+    outs: MUL_MATs' results, with biases and residual if there are any; with a gate both products have one. residual: is
+    added to the only result, of its shape, f32 without gaps; its memory may be the result's.
+    """
+
+    products: tuple[Product, ...]
+    outs: tuple[Tensor, ...] = ()
+    residual: Tensor | None = None
+
+    @property
+    def x(self) -> Tensor:
+        return self.products[0].x
+
+    @property
+    def gate(self) -> Gate | None:
+        return self.products[0].gate
+
+
+def of_matrices(
+    weights: Sequence[Tensor], x: Tensor, outs: Sequence[Tensor], *, biases: Sequence[Tensor | None] = (),
+    residual: Tensor | None = None, gate: Gate | None = None,
+) -> ProductGroup:  # fmt: skip
+    """MUL_MATs of one x. outs: for each weight f32 [m, tokens...], without gaps; with a gate there are two weights and
+    one out, activation(weights[0] x) * (weights[1] x). biases: without a gate, for each weight f32 [m] that no kernel
+    writes, or None."""
+    assert not biases or (gate is None and len(biases) == len(weights))
+    partners = weights[::-1] if gate is not None else [None] * len(weights)
+    given = biases or [None] * len(weights)
+    products = [Product(w, x, None, b, partner, gate) for w, b, partner in zip(weights, given, partners, strict=True)]
+    return ProductGroup(tuple(products), tuple(outs), residual)
+
+
+def products_in(nodes: Sequence[Tensor]) -> ProductGroup | None:
+    """The products of a group of fuse.py, or of a MUL_MAT or MUL_MAT_ID by itself; None if there are none."""
+    made = [n for n in nodes if n.op in ("MUL_MAT", "MUL_MAT_ID")]
+    if not made:
+        return None
+    weights, x, last = [source_of(n, 0) for n in made], source_of(made[0], 1), nodes[-1]
+    gate = None
+    if last.op == "GLU":
+        p = last.params
+        gate = Gate(p.kind, p.alpha, p.limit) if p.kind == "swiglu_oai" else Gate(p.kind)
+    if made[0].op == "MUL_MAT_ID":
+        biases = {n.src[0]: n.src[1] for n in nodes if n.op == "ADD_ID"}
+        partners = weights[::-1] if gate is not None else [None]
+        parts = zip(made, weights, partners, strict=True)
+        return ProductGroup(tuple(Product(w, x, source_of(n, 2), biases.get(n), p, gate) for n, w, p in parts))
+    if gate is not None:
+        return of_matrices(weights, x, [last], gate=gate)
+    if weights[0].ne[2] > 1 and len(nodes) > 1:  # a group of latent attention
+        return ProductGroup((Product(weights[0], x, by_token=True),))
+    return _with_sums(made, nodes)
+
+
+def _with_sums(made: Sequence[Tensor], nodes: Sequence[Tensor]) -> ProductGroup:
+    """MUL_MATs of one x, after each the ADD of its bias if there is one; after a single one that of a residual too."""
+    outs, residual = list(made), None
+    biases: list[Tensor | None] = [None] * len(made)
+    for total in (n for n in nodes if n.op == "ADD"):
+        i = next(i for i, out in enumerate(outs) if out in total.src)
+        other = added_to(outs[i], total)
+        if is_bias(other, total) and biases[i] is None:
+            biases[i] = other
+        else:
+            residual = other
+        outs[i] = total
+    weights = [source_of(n, 0) for n in made]
+    return of_matrices(weights, source_of(made[0], 1), outs, biases=biases, residual=residual)
