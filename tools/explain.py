@@ -74,16 +74,13 @@ def _device(args: argparse.Namespace) -> tuple[KnownDevice | None, Sequence[Back
     BackendError."""
     if args.device is None:
         return None, None
-    from graphrt.backend import get_backend
-    from graphrt.backends.triton import TritonBackend, device
+    from graphrt.backend import backend_elsewhere, get_backend
     from graphrt.tools.explain_devices import known_device
 
     if args.backend not in ("auto", "triton"):
         raise BackendError(f"--device plans for the triton backend, got --backend {args.backend}; leave one out")
-    if not device.has_triton():
-        raise BackendError("planning for a GPU needs the package triton, which is not here; pip install triton")
     known = known_device(args.device)
-    planned = TritonBackend(exact=args.exact, target=known.target)
+    planned = backend_elsewhere("triton", known.elsewhere, exact=args.exact)
     return known, [planned, get_backend("cpu", exact=args.exact)]
 
 
@@ -93,6 +90,7 @@ def _picture(found: Explained, node: TensorInfo) -> str:
     from graphrt.tools.explain_text import title
 
     step = step_of(found, node)
-    if step is None or step.attention is None:
+    tiles = step.tiles if step is not None else None
+    if step is None or tiles is None:
         raise GraphError("a picture is of an attention that the triton backend runs, this node is none; name another")
-    return svg(step.attention, f"{step.nodes[0].name} of {title(found)}")
+    return svg(tiles, f"{step.nodes[0].name} of {title(found)}")

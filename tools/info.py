@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphrt.tools.common import MODEL_HELP, human_bytes, print_json, print_table, printable, whole
+from graphrt.text import human_bytes
+from graphrt.tools.common import MODEL_HELP, print_json, print_table, printable, whole
 
 if TYPE_CHECKING:
     from graphrt.execute import Executable

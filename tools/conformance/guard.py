@@ -15,6 +15,7 @@ import numpy.typing as npt
 from graphrt.backend import Backend, Buffer, Place, Region, Usage
 from graphrt.graph import Graph
 from graphrt.op import op_spec
+from graphrt.program import Program
 from graphrt.rules import check_graph
 from graphrt.tensor import Tensor
 from graphrt.testing import Inputs
@@ -95,7 +96,7 @@ class Guarded:
         buffer, offset = self.places[t.root]
         return buffer, offset + t.view_offs
 
-    def _compile(self, place: Callable[[Tensor], Place]) -> Callable[[], None]:
+    def _compile(self, place: Callable[[Tensor], Place]) -> Program:
         uses: dict[Tensor, int] = {}
         for node in self.graph.nodes:
             for source in node.sources():

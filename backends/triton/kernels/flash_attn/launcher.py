@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.backend import Place
+from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn import chooser, portable
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
@@ -19,7 +20,6 @@ from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
-Step = Callable[[], None]
 #: A tile of so many k-blocks is done as soon as its parts would be joined.
 SHORT = 8
 
