@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test lint types mutants clean
+.PHONY: run test lint types mutants fuzz clean
 
 run: $(READY)
 	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
@@ -27,6 +27,14 @@ types: $(READY)
 mutants: export OMP_WAIT_POLICY = passive
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
+
+# All fuzzers of tests/fuzz/, 10 minutes each; it goes on with the seeds at which it ended. What is found: build/fuzz/.
+# make fuzz FUZZ="gguf --count 100000 --seed 0"; FUZZ="--seconds 120 --today" is what .ci/run does
+FUZZ ?= --go-on
+fuzz: export OMP_WAIT_POLICY = passive
+fuzz: export PYTHONPATH = tests
+fuzz: $(READY)
+	$(BIN)/python -m fuzz.run $(FUZZ)
 
 # The constraints file pins what these targets install; users of the package choose their own versions.
 $(READY): pyproject.toml constraints.txt

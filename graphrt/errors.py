@@ -13,12 +13,20 @@
       SessionError               a prompt or a setting that the model can't serve (empty, too long, ...)
       HubError                   a model can't be fetched or stored
 
-A message states the rule, the actual value and the next step, in that order.
+A message states the rule, the actual value and the next step, in that order. Whatever a file's text in it holds, it is
+printed escaped and cut (printing.py); names and values in it are cut where it is made.
 """
+
+from __future__ import annotations
+
+from graphrt.printing import message
 
 
 class GraphrtError(Exception):
     """Base of every error that graphrt raises on purpose."""
+
+    def __str__(self) -> str:
+        return message(super().__str__())
 
 
 class GraphError(GraphrtError):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Bytes, Place, Region, Usage, distinct, get_backend
+from graphrt.bounds import span
 from graphrt.dtypes import DType
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.graph import Graph
@@ -77,18 +78,19 @@ class Executable:
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
     def place(self, tensor: Tensor) -> Place:
-        """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory."""
+        """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory, or
+        that does not lie inside it."""
         local = self.schedule.local.get(tensor, tensor)
         root = local.root
         if root.buffer is not None:
-            return root.buffer, root.offset + local.view_offs
+            return root.buffer, span(local, root.offset + local.view_offs, root.buffer.nbytes)[0]
         arena = self.arenas.get(self.schedule.homes.get(root, ""))
         if arena is None or root not in arena.plan.offsets:
             raise MemoryPlanError(
                 f"{tensor.name!r} has no memory of its own here (it is fused away, or not in the graph); "
                 f"make it an output of the graph to read it"
             )
-        return arena.buffer, arena.plan.offsets[root] + local.view_offs
+        return arena.buffer, span(local, arena.plan.offsets[root] + local.view_offs, arena.buffer.nbytes)[0]
 
     def run(self) -> None:
         """Runs the graph once. Work may still be under way on return; read() waits for it."""

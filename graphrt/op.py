@@ -6,6 +6,7 @@ its result may take over, and its conformance cases. Computing is the backends' 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from graphrt.testing import Case
 
 Sources = tuple["Tensor | None", ...]
+#: The largest finite f32: kernels take an op's parameters as such.
+MAX_F32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 class Result(NamedTuple):
@@ -130,6 +133,12 @@ def infer_result(spec: OpSpec, src: Sequence[Tensor | None], params: Any) -> Res
     require(present, spec.name, f"its first {low} sources must be present", *src)
     expected = spec.params or type(None)
     require(isinstance(params, expected), spec.name, f"parameters must be {expected.__name__}, got {params!r}")
+    for name, value in getattr(params, "__dict__", {}).items():
+        fits = not isinstance(value, float) or not math.isfinite(value) or abs(value) <= MAX_F32
+        require(fits, spec.name, f"{name} must be a number that f32 holds, got {value}")
+    written = src[spec.writes] if spec.writes is not None else None
+    rule = "what is written must have memory of its own for each element"
+    require(written is None or not written.overlaps_itself, spec.name, rule, written)
     return spec.infer(tuple(src), params)
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from graphrt.backend import Usage
-from graphrt.errors import GraphError
+from graphrt.bounds import span
+from graphrt.errors import GraphError, MemoryPlanError
 from graphrt.graph import Graph
-from graphrt.op import infer_result, op_spec
+from graphrt.op import build, op_spec
 from graphrt.tensor import Flag, Tensor, contiguous_nb
 
 Violations = Iterator[tuple[Tensor, str]]
@@ -36,26 +37,38 @@ def _sources_come_first(graph: Graph) -> Violations:
 
 def _result_is_what_the_op_yields(graph: Graph) -> Violations:
     for node in graph.nodes:
-        result = infer_result(op_spec(node.op), node.src, node.params)
-        ne = tuple(result.ne) + (1,) * (4 - len(result.ne))
-        if (result.dtype, ne) != (node.dtype, node.ne):
-            yield node, f"{node.op} yields {result.dtype.name}{list(ne)}, the node says {node.describe()}"
-        elif result.nb is not None and tuple(result.nb) != node.nb:
-            yield node, f"{node.op} yields strides {list(result.nb)}, the node says {list(node.nb)}"
+        made = build(op_spec(node.op), *node.src, params=node.params)
+        if (made.dtype, made.ne) != (node.dtype, node.ne):
+            yield node, f"{node.op} yields {made.describe()}, the node says {node.describe()}"
+        elif made.view_src is not node.view_src or made.view_offs != node.view_offs:
+            yield node, f"{node.op} yields {_where(made)}, the node says {_where(node)}"
+        elif made.view_src is not None and made.nb != node.nb:
+            yield node, f"{node.op} yields strides {list(made.nb)}, the node says {list(node.nb)}"
+
+
+def _where(t: Tensor) -> str:
+    """Whose memory a tensor uses."""
+    return "memory of its own" if t.view_src is None else f"memory of {t.view_src.name!r} from byte {t.view_offs} on"
 
 
 def _views_stay_inside(graph: Graph) -> Violations:
     for node in graph.nodes:
-        root = node.view_src
-        if root is not None and (node.view_offs < 0 or node.view_offs + node.nbytes > root.nbytes):
-            end = node.view_offs + node.nbytes
-            yield node, f"it looks at bytes {node.view_offs} to {end} of {root.name!r}, which has {root.nbytes}"
+        try:
+            span(node, node.view_offs, node.root.nbytes)
+        except MemoryPlanError as error:
+            yield node, f"in {node.root.name!r}: {error}"
 
 
 def _results_have_no_gaps(graph: Graph) -> Violations:
     for node in graph.nodes:
         if node.view_src is None and node.nb != contiguous_nb(node.dtype, node.ne):
             yield node, f"a result that owns its memory is contiguous, its strides are {list(node.nb)}"
+
+
+def _leafs_have_memory_of_their_own(graph: Graph) -> Violations:
+    for leaf in graph.leafs:
+        if leaf.view_src is not None or leaf.view_offs or leaf.nb != contiguous_nb(leaf.dtype, leaf.ne):
+            yield leaf, f"it lies in {_where(leaf)} with strides {list(leaf.nb)}; make a view of a leaf by an op"
 
 
 def _inputs_are_leafs(graph: Graph) -> Violations:
@@ -74,7 +87,7 @@ def _weights_are_never_written(graph: Graph) -> Violations:
 
 def _leafs_fit_their_buffers(graph: Graph) -> Violations:
     for leaf in graph.leafs:
-        if leaf.buffer is not None and leaf.offset + leaf.nbytes > leaf.buffer.nbytes:
+        if leaf.buffer is not None and not 0 <= leaf.offset <= leaf.buffer.nbytes - leaf.nbytes:
             yield leaf, f"it ends at byte {leaf.offset + leaf.nbytes} of a buffer of {leaf.buffer.nbytes}"
 
 
@@ -86,9 +99,10 @@ def _leafs_have_data(graph: Graph) -> Violations:
 
 RULES = (
     Rule("sources come first", _sources_come_first),
-    Rule("a result is what its op yields", _result_is_what_the_op_yields),
     Rule("views stay inside their source", _views_stay_inside),
+    Rule("a result is what its op yields", _result_is_what_the_op_yields),
     Rule("results have no gaps", _results_have_no_gaps),
+    Rule("leafs have memory of their own", _leafs_have_memory_of_their_own),
     Rule("inputs are leafs", _inputs_are_leafs),
     Rule("weights are never written", _weights_are_never_written),
     Rule("leafs fit their buffers", _leafs_fit_their_buffers),

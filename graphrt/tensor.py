@@ -156,6 +156,17 @@ class Tensor:
         return True
 
     @property
+    def overlaps_itself(self) -> bool:
+        """Two elements may share bytes: a stride is shorter than what it steps over."""
+        blocks = (self.ne[0] // self.dtype.block_size, *self.ne[1:])
+        extent = self.dtype.type_size
+        for stride, n in sorted((stride, n) for stride, n in zip(self.nb, blocks) if n > 1):
+            if stride < extent:
+                return True
+            extent += stride * (n - 1)
+        return False
+
+    @property
     def has_contiguous_rows(self) -> bool:
         """Each row of ne[0] elements is without gaps."""
         return self.ne[0] == self.dtype.block_size or self.nb[0] == self.dtype.type_size

@@ -3,9 +3,9 @@
 A chat template comes with a model file, so it may be hostile. Jinja's sandbox keeps it from Python's internals, but
 not from `range(99999)` inside `range(99999)` or 'a' * 10**9. Here every step is counted: before compiling, the
 template's syntax tree is rewritten so that loops, literals, `~`, comparisons, slices and output pass through the
-environment; calls, filters and operators do so already. Each of them checks the deadline and the size of what it
-is about to make, and only filters and methods whose result can be bounded beforehand are let in. So one step is
-short, and the steps end at the deadline: no thread or process is needed to stop a template.
+environment; calls, filters, tests and operators do so already. Each of them checks the deadline and the size of what
+it is about to make, and only filters and methods whose result can be bounded beforehand are let in. So one step is
+short, and the steps end at the deadline. What that overlooks, the limits of the process end (chat_child).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from graphrt.models.chat_arguments import check_arguments, check_format, check_percent
 from graphrt.models.chat_limits import (
+    MAX_NODES,
     Budget,
     LimitError,
-    check_arguments,
-    check_format,
-    check_percent,
     check_power,
     check_product,
     expect,
     weigh,
+    weigh_each,
 )
 
 _FILTERS = (
@@ -64,8 +64,6 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """As in transformers: no HTML escapes, keys in order of insertion."""
-    if indent is not None and not 0 <= indent <= 16:
-        raise LimitError(f"tojson's indent must be 0 to 16, got {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -103,7 +101,17 @@ class _Instrument(NodeTransformer):
         self.generic_visit(node)
         return self._hook("made", node)
 
-    visit_Compare = visit_Test = visit_List = visit_Dict = _made
+    visit_List = visit_Dict = _made
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        node.expr = self._compared(node.expr)
+        for operand in node.ops:
+            operand.expr = self._compared(operand.expr)
+        return node
+
+    def _compared(self, node: nodes.Expr) -> nodes.Expr:
+        return node if isinstance(node, nodes.Const) else self._hook("compared", node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
         self.generic_visit(node)
@@ -146,6 +154,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget = Budget(0.0)
         self.filters = {name: self._guarded(name, self.filters[name]) for name in _FILTERS}
         self.filters["tojson"] = self._guarded("tojson", _tojson)
+        self.tests = {name: self._guarded_test(test) for name, test in self.tests.items()}
         self.globals = {"range": self.globals["range"], "namespace": Namespace, "dict": dict}
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,18 +164,43 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             check_arguments(name, args[skipped:], kwargs)
-            return self.budget.make(function(*args, **kwargs), deep=isinstance(args[skipped], str))
+            value = function(*args, **kwargs)
+            if isinstance(value, Iterator):
+                return self.budget.drain(value)
+            return self.budget.make(value, deep=isinstance(args[skipped], str))
+
+        return checked
+
+    def _guarded_test(self, function: Any) -> Callable[..., Any]:
+        """A test that takes its time from the budget; filters like select run many."""
+        skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.budget.tick()
+            weigh_each((*args[skipped:], *kwargs.values()))
+            return function(*args, **kwargs)
 
         return checked
 
     def instrumented(self, source: str) -> nodes.Template:
-        """The template's syntax tree with the hooks put in. Raises TemplateSyntaxError."""
-        tree: nodes.Template = _Instrument().visit(self.parse(source))
+        """The template's syntax tree with the hooks put in. Raises TemplateSyntaxError, LimitError."""
+        parsed = self.parse(source)
+        count = sum(1 for _ in parsed.find_all(nodes.Node))
+        if count > MAX_NODES:
+            raise LimitError(f"it may have {MAX_NODES} expressions and statements, and has {count}")
+        tree: nodes.Template = _Instrument().visit(parsed)
         return tree.set_environment(self)  # type: ignore[return-value]
 
     def made(self, value: Any) -> Any:
         """Hook: a value made by an expression."""
         return self.budget.make(value)
+
+    def compared(self, value: Any) -> Any:
+        """Hook: what is about to be compared."""
+        self.budget.tick()
+        weigh_each((value,))
+        return value
 
     def emitted(self, value: Any) -> str:
         """Hook: a value that is written."""
@@ -183,6 +217,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for value in values:
             self.budget.tick()
             yield value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Every obj[argument], and each step of an attribute's path that a filter is given."""
+        self.budget.tick()
+        weigh(argument)  # it is hashed or compared
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> _Format | None:
         """str.format, which the sandbox makes safe, made small as well."""
@@ -211,8 +251,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if owner is __self:
             return __obj(*args)
+        plain = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
+        weigh_each((*args, *plain.values()))
         if type(owner) in _METHODS:
-            plain = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
             check_arguments(__obj.__name__, (owner, *args), plain)
         value = super().call(__context, __obj, *args, **kwargs)
         return value if isinstance(value, Namespace) else __self.budget.make(value, deep=isinstance(owner, str))

@@ -1,33 +1,65 @@
-"""What a chat template may use: time, memory, output. chat_environment calls these checks at every step."""
+"""What a chat template may use: time, memory, output. chat_environment calls these checks at every step.
+
+chat_arguments has those of filters, methods and formats, which depend on what each of them does.
+"""
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 from jinja2.exceptions import TemplateRuntimeError
+from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined
 from jinja2.utils import Namespace
 
 MAX_VALUE = 4 << 20  # bytes of one value; a list counts everything in it, once per occurrence
+MAX_DEPTH = 100  # lists in lists; Python hashes nested tuples on the C stack, and crashes some 100,000 deep
 MAX_TOTAL = 64 << 20  # bytes of all values that one rendering makes
 MAX_OUTPUT = 8 << 20  # characters of the result
-MAX_ARGUMENT = 10_000  # a number given to a filter or method: widths, counts
 MAX_INT_BITS = 4096
+MAX_NODES = 12_000  # of the syntax tree; the longest published templates have about half. Compiling 1000 takes 90 ms
 
-_WIDE_FORMAT = re.compile(r"%.*?(?:\d{4}|\*)", re.DOTALL)
-_WIDE_FIELD = re.compile(r"\{[^}]*(?:\d{4}|\{)")
+_ITERABLES: tuple[type[Collection[Any]], ...] = (
+    *(list, tuple, set, frozenset),
+    *(type({}.keys()), type({}.values()), type({}.items())),
+)
 
 
 class LimitError(TemplateRuntimeError):
     """The template exceeds a limit."""
 
 
-class Budget:
-    """What one rendering may still use: seconds by the given clock, bytes, characters of output."""
+class Stream:
+    """What a filter like map yields, all made beforehand so that it can be weighed. Read once, as a generator is."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    __slots__ = ("_at", "_items")
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items, self._at = items, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._at >= len(self._items):
+            raise StopIteration
+        self._at += 1
+        return self._items[self._at - 1]
+
+    def rest(self) -> list[Any]:
+        """What is not read yet."""
+        return self._items[self._at :]
+
+
+class Budget:
+    """What one rendering may still use: seconds by the given clock, bytes, characters of output.
+
+    The default clock counts the thread's own work, so that a busy machine stops no template.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
         self.seconds, self._clock = seconds, clock
         self._deadline = clock() + seconds
         self._total = self._output = 0
@@ -46,68 +78,93 @@ class Budget:
             raise LimitError(f"it may make {MAX_TOTAL} bytes of values, and makes more")
         return value
 
+    def drain(self, values: Iterable[Any]) -> Stream:
+        """All that a generator yields, as a Stream. What its items hold was there before or is counted elsewhere."""
+        items: list[Any] = []
+        total = 0
+        for value in values:
+            self.tick()
+            total += 8 + weigh(value)
+            expect(total)
+            items.append(value)
+        self.make(items)
+        return Stream(items)
+
     def emit(self, value: Any) -> str:
         """Counts what goes into the output or a captured block, as text."""
         weigh(value)
         text: str = self.make(str(value))
         self._output += len(text)
-        if self._output > MAX_OUTPUT:
-            raise LimitError(f"it may write {MAX_OUTPUT} characters, and writes more")
+        check_output(self._output)
         return text
+
+
+def check_output(n_characters: int) -> None:
+    """Raises LimitError if a result may not have that many characters."""
+    if n_characters > MAX_OUTPUT:
+        raise LimitError(f"it may write {MAX_OUTPUT} characters, and writes more")
 
 
 def weigh(value: Any) -> int:
     """Bytes of a value, the same object counted each time it occurs: what printing or comparing it would cost.
 
-    Raises LimitError above MAX_VALUE. That bounds [x, x] nested fifty deep, which is small only until it is used.
+    Raises LimitError above MAX_VALUE, which bounds [x, x] nested fifty deep, small only until it is used; below
+    MAX_DEPTH levels; and for what has no size, as a loop.
     """
-    total, stack = 0, [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            total += item.__sizeof__()
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            total += 16 + 8 * len(item)
-            stack.extend(item)
-        elif isinstance(item, dict):
-            total += 64 + 16 * len(item)
-            stack.extend(item.keys())
-            stack.extend(item.values())
-        elif isinstance(item, Namespace):
-            raise LimitError("a namespace may be read and set, not put in a list, printed or filtered")
-        else:
-            total += 8
-        if total > MAX_VALUE:
-            raise LimitError(f"one value may have {MAX_VALUE} bytes, and one has more")
+    total, depth, level = 0, 0, [value]
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise LimitError(f"a value may hold lists {MAX_DEPTH} deep, and one is deeper")
+        below: list[Any] = []
+        for item in level:
+            total += _own_weight(item, below)
+            if total > MAX_VALUE:
+                raise LimitError(f"one value may have {MAX_VALUE} bytes, and one has more")
+        level = below
     return total
+
+
+def _own_weight(item: Any, below: list[Any]) -> int:
+    """Bytes of one object. What it holds goes to below."""
+    if isinstance(item, str):
+        return item.__sizeof__()
+    if isinstance(item, int):
+        return 8 + item.bit_length() // 3  # a digit takes 3.3 bits
+    if item is None or isinstance(item, (float, complex, range, Undefined)):
+        return 8
+    if isinstance(item, _ITERABLES):
+        below.extend(item)
+        return 16 + 8 * len(item)
+    if isinstance(item, dict):
+        below.extend(item.keys())
+        below.extend(item.values())
+        return 64 + 16 * len(item)
+    if isinstance(item, Stream):
+        rest = item.rest()
+        below.extend(rest)
+        return 16 + 8 * len(rest)
+    if isinstance(item, Macro):
+        return 32 + len(item.name or "")  # printed with its name
+    if isinstance(item, MethodType):
+        below.append(item.__self__)  # printed with its owner
+        return 32
+    if callable(item) and not isinstance(item, (LoopContext, BlockReference)):
+        return 32
+    # these print or compare what they hold, which may be of any size
+    name = {Namespace: "namespace", LoopContext: "loop"}.get(type(item), type(item).__name__)
+    raise LimitError(f"a {name} may be read and set, not put in a list, printed or filtered")
+
+
+def weigh_each(values: Iterable[Any]) -> None:
+    """Weighs operands or arguments, among which a namespace or a loop may stand by itself."""
+    weigh([value for value in values if not isinstance(value, (Namespace, LoopContext))])
 
 
 def expect(n_bytes: int) -> None:
     """Raises LimitError if a value about to be made would have more than MAX_VALUE bytes."""
     if n_bytes > MAX_VALUE:
         raise LimitError(f"one value may have {MAX_VALUE} bytes, and one would have {n_bytes}")
-
-
-def check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses a filter or method call whose result could be far larger than what goes in. args[0]: the receiver."""
-    for arg in (*args[1:], *kwargs.values()):
-        if isinstance(arg, (int, float)) and not -MAX_ARGUMENT <= arg <= MAX_ARGUMENT:
-            raise LimitError(f"a number given to {name} must be at most {MAX_ARGUMENT}, got {arg:.6g}")
-    weights = [weigh(arg) for arg in (*args, *kwargs.values())]
-    subject, rest = args[0], args[1:]
-    if name == "replace" and len(rest) >= 2 and isinstance(subject, str):
-        times = subject.count(str(rest[0])) if rest[0] else len(subject) + 1
-        expect(weights[0] + times * len(str(rest[1])))
-    elif name == "join" and rest:
-        method = isinstance(subject, str) and not isinstance(rest[0], str)
-        items, gap = (rest[0], subject) if method else (subject, rest[0])
-        expect(weigh(items) + (len(items) if hasattr(items, "__len__") else MAX_ARGUMENT) * len(str(gap)))
-    elif name == "indent":
-        width = next((arg for arg in (*rest, kwargs.get("width", 4)) if isinstance(arg, (int, str))), 4)
-        step = len(width) if isinstance(width, str) else int(width)
-        expect(weights[0] + (str(subject).count("\n") + 1) * step * 4)
-    elif name == "int" and isinstance(subject, str) and len(subject) > 1000:
-        raise LimitError("a number may have 1000 digits")
 
 
 def _bits(value: Any) -> int:
@@ -127,17 +184,3 @@ def check_power(left: Any, right: Any) -> None:
     """Checks `left ** right` beforehand."""
     if _bits(left) * (abs(right) if isinstance(right, int) else 1) > MAX_INT_BITS:
         raise LimitError(f"a number may have {MAX_INT_BITS} bits")
-
-
-def check_percent(form: str, values: Any) -> None:
-    """Checks `form % values` beforehand."""
-    if _WIDE_FORMAT.search(form):
-        raise LimitError("a width in a % format may have 3 digits")
-    expect(weigh(form) * 4 + weigh(values) * (form.count("%") + 1))
-
-
-def check_format(form: str, values: tuple[Any, ...]) -> None:
-    """Checks `form.format(*values)` beforehand."""
-    if _WIDE_FIELD.search(form):
-        raise LimitError("a width in a format may have 3 digits, and fields may not be nested")
-    expect(weigh(form) + weigh(values) * form.count("{"))

@@ -15,6 +15,8 @@ from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
+from graphrt.models.hparam_limits import default_ctx
+from graphrt.models.hparams import HParams
 from graphrt.models.placement import for_cache
 from graphrt.models.recent import Recent
 from graphrt.models.sampling import Uniforms
@@ -34,8 +36,8 @@ MAX_AHEAD = 4
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """n_ctx: the most tokens a sequence may have, 0 for the model's own limit or 4096, whichever is less; n_batch: the
-    most tokens that are evaluated at once, of all sequences together; type_k, type_v: the cache's types."""
+    """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096;
+    n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types."""
 
     n_ctx: int = 0
     n_batch: int = 512
@@ -43,14 +45,11 @@ class SessionOptions:
     type_v: str = "f16"
 
 
-DEFAULT_CTX = 4096
-
-
-def check_options(options: SessionOptions, n_ctx_train: int) -> tuple[int, int]:
+def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     """(n_ctx, n_batch) as they will be. Raises SessionError for those that can't."""
-    n_ctx = options.n_ctx or min(n_ctx_train, DEFAULT_CTX)
-    if not 1 <= n_ctx <= n_ctx_train:
-        raise SessionError(f"the context (-c) must be 1 to {n_ctx_train}, the model's own limit, got {n_ctx}")
+    n_ctx = options.n_ctx or default_ctx(hp)
+    if not 1 <= n_ctx <= hp.n_ctx_train:
+        raise SessionError(f"the context (-c) must be 1 to {hp.n_ctx_train}, the model's own limit, got {n_ctx}")
     if options.n_batch < 1:
         raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
@@ -73,7 +72,7 @@ class Engine:
         self.decoder = decoder
         self.backends = list(backends)
         self.n_seq = n_seq
-        self.n_ctx, n_batch = check_options(options, hp.n_ctx_train)
+        self.n_ctx, n_batch = check_options(options, hp)
         self.n_batch = max(1, n_batch // n_seq)
         self.home = for_cache(self.backends, options.type_k)
         types = options.type_k, options.type_v

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from graphrt.dtypes import TYPES
 from graphrt.errors import GGUFError
 from graphrt.models import gguf_blocks
-from graphrt.models.gguf_cursor import AGAIN, Buffer, brief
+from graphrt.models.gguf_cursor import AGAIN, Buffer
 from graphrt.models.gguf_parse import ArraySpan, Parsed, TensorInfo, decode_array, parse, shown
 from graphrt.models.gguf_parts import open_parts, split_count, unmap
+from graphrt.printing import brief
 
 __all__ = ["GGUFFile", "Metadata", "TensorInfo"]
 
@@ -214,7 +215,7 @@ class GGUFFile:
         info = self.tensors.get(name)
         if info is None:
             close = difflib.get_close_matches(name, self.tensors, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It has {len(self.tensors)} tensors: see .tensors."
+            hint = f"Did you mean {brief(close[0])}?" if close else f"It has {len(self.tensors)} tensors: see .tensors."
             raise GGUFError(f"{self._label}: there is no tensor {brief(name)}. {hint}")
         return info
 

@@ -7,18 +7,13 @@ import struct
 from typing import Any, NoReturn, TypeAlias
 
 from graphrt.errors import GGUFError
+from graphrt.printing import brief
 
 #: What a parse reads from: an address range that can be indexed and sliced.
 Buffer: TypeAlias = mmap.mmap | bytearray
 
 AGAIN = "Download the file again: it is damaged, incomplete or made to look like a model."
 MAX_STRING = 1 << 30  # bytes
-
-
-def brief(value: object) -> str:
-    """repr, shortened: a hostile name must not flood the terminal."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:60] + "..." + text[-10:]
 
 
 class Cursor:

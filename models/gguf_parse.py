@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from graphrt.dtypes import REMOVED_IDS, DType, dtype_by_id
-from graphrt.models.gguf_cursor import AGAIN, MAX_STRING, Buffer, Cursor, brief
+from graphrt.models.gguf_cursor import AGAIN, MAX_STRING, Buffer, Cursor
+from graphrt.printing import brief
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -12,6 +12,7 @@ from pathlib import Path
 from graphrt.errors import GGUFError
 from graphrt.models.gguf_cursor import AGAIN, Buffer
 from graphrt.models.gguf_parse import Parsed, parse, shown
+from graphrt.printing import brief
 
 _PART_NAME = re.compile(r"(?P<prefix>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
@@ -60,7 +61,8 @@ def _map(path: Path) -> Buffer:
     except PermissionError:
         raise GGUFError(f"{path}: the file may not be read. Change its permissions, or ask its owner.") from None
     except (OSError, ValueError) as err:  # ValueError: a NUL in the path, or a file too large to map
-        raise GGUFError(f"{path}: the file can't be opened: {err}. Check the path and the disk.") from None
+        reason = err.strerror if isinstance(err, OSError) else err
+        raise GGUFError(f"{path}: the file can't be opened: {reason}. Check the path and the disk.") from None
 
 
 def unmap(buf: Buffer) -> None:
@@ -118,7 +120,7 @@ def _check_parts(paths: list[Path], parts: list[Parsed]) -> None:
             raise GGUFError(f"{path}: all parts must have one byte order, got another than {paths[0].name}.\n{step}")
         twice = seen & part.tensors.keys()
         if twice:
-            raise GGUFError(f"{path}: a tensor may be in one part only, got {min(twice)!r} again.\n{step}")
+            raise GGUFError(f"{path}: a tensor may be in one part only, got {brief(min(twice))} again.\n{step}")
         seen |= part.tensors.keys()
     promised = _split_int(first, str(paths[0]), "split.tensors.count", len(seen))
     if len(paths) > 1 and promised != len(seen):

@@ -26,4 +26,4 @@ def changes_the_result(key: str, value: Any) -> bool:
         return False
     if isinstance(value, (bool, int, float)):
         return bool(value) and not (key.endswith(_FACTORS) and value == 1)
-    return isinstance(value, str) or bool(np.any(value))
+    return not isinstance(value, np.ndarray) or bool(value.any())

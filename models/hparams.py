@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-
-import numpy as np
 
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparam_keys import OF_EXPERTS, changes_the_result
+from graphrt.models.hparam_limits import MAX_LAYERS
+from graphrt.models.key_reader import F32_TINY, INT32_MAX, REQUIRED, KeyReader, Required
 from graphrt.ops import RopeParams
+from graphrt.printing import brief
 
 T = TypeVar("T", int, float, str, bool)
 
-MAX_LAYERS = 512  # llama.cpp's limit; more is a damaged file
-MAX_EXPERTS = 1024  # the same
+#: Factors that a context may be stretched by: published ones are 1 to 128.
+LEAST_STRETCH, MOST_STRETCH = 1e-3, 1e6
 ROPE_SCALINGS = ("none", "linear", "yarn")
 #: By the number that files have for each, 1 and up. "chosen": a softmax of the chosen experts' logits alone.
 GATINGS = ("softmax", "sigmoid", "chosen")
@@ -27,11 +28,13 @@ NORM_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer
 
 
 class Keys:
-    """The keys of one architecture: `keys.get("block_count", int)` reads "<arch>.block_count"."""
+    """The keys of one architecture: `keys.get("block_count", int)` reads "<arch>.block_count". Raises ArchError for a
+    value of another type, that is not finite or out of its range (key_reader.py)."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.arch = file.get("general.architecture", str)
+        self.all = KeyReader(file.metadata, ArchError)
+        self.arch = self.all.text("general.architecture")
         self._read: set[str] = set()
 
     def name(self, key: str) -> str:
@@ -45,48 +48,51 @@ class Keys:
     def unread(self) -> dict[str, Any]:
         """Keys with their values that nobody asked for, less those that change no result (hparam_keys.py)."""
         prefix = f"{self.arch}."
-        mine = {k.removeprefix(prefix): self.file.metadata[k] for k in self.file.metadata if k.startswith(prefix)}
+        mine = [key.removeprefix(prefix) for key in self.file.metadata if key.startswith(prefix)]
         rotates, slides = "rope.freq_base" in self._read, "attention.sliding_window" in self._read
-        mixes = bool(mine.get("expert_count"))
+        mixes = bool(self.get("expert_count", int, 0)) if "expert_count" in mine else False
 
-        def counts(key: str, value: Any) -> bool:
+        def counts(key: str) -> bool:
             idle = (key.startswith("rope.") and not rotates) or (key.endswith("_swa") and not slides)
             idle = idle or (key.startswith(OF_EXPERTS) and not mixes)
-            return key not in self._read and not idle and changes_the_result(key, value)
+            return key not in self._read and not idle
 
-        return {key: value for key, value in mine.items() if counts(key, value)}
+        asked = {key: self.file.metadata[prefix + key] for key in mine if counts(key)}
+        return {key: value for key, value in asked.items() if changes_the_result(key, value)}
 
-    def require(self, key: str, kind: type[T]) -> T:
-        """The value; raises GGUFError when the key is missing or of another kind."""
-        return self.file.get(self.name(key), kind)
+    def get(self, key: str, kind: type[T], default: T | Required = REQUIRED) -> T:
+        """The value, or `default` when the key is missing. A whole number is -1 to 2^32 - 1, a float one of f32's."""
+        readers: dict[type, Callable[..., Any]] = {
+            int: self.all.whole,
+            float: self.all.real,
+            bool: self.all.flag,
+            str: self.all.text,
+        }
+        found: T = readers[kind](self.name(key), default)
+        return found
 
-    def get(self, key: str, kind: type[T], default: T) -> T:
-        """The value, or `default` when the key is missing."""
-        return self.file.get(self.name(key), kind, default)
-
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | Required = REQUIRED) -> int:
         """A whole number of at least 1."""
-        value = self.require(key, int) if default is None else self.get(key, int, default)
-        if not 1 <= value < 2**31:
-            raise ArchError(f"{self.name(key)} must be 1 or more and under 2^31, got {value}; the file is damaged")
-        return value
+        return self.all.whole(self.name(key), default, 1, INT32_MAX)
 
-    def amount(self, key: str, default: float | None = None) -> float:
+    def amount(self, key: str, default: float | Required = REQUIRED) -> float:
         """A finite number of at least 0."""
-        value = self.require(key, float) if default is None else self.get(key, float, default)
-        if not math.isfinite(value) or value < 0:
-            raise ArchError(f"{self.name(key)} must be a finite number of at least 0, got {value}; the file is damaged")
-        return value
+        return self.all.real(self.name(key), default, 0.0)
 
-    def per_layer(self, key: str, n_layer: int, default: int | None = None) -> tuple[int, ...]:
+    def positive(self, key: str, default: float | Required = REQUIRED) -> float:
+        """A finite number over 0, of f32's normal ones."""
+        return self.all.real(self.name(key), default, F32_TINY)
+
+    def per_layer(self, key: str, n_layer: int, default: int | Required = REQUIRED) -> tuple[int, ...]:
         """A number for each layer: files give one for all, or an array with one a layer."""
-        if default is not None and not self.has(key):
-            return (default,) * n_layer
-        value = self.file.get(self.name(key), (int, np.ndarray))
-        values = [int(v) for v in value] if isinstance(value, np.ndarray) else [value] * n_layer
-        if len(values) != n_layer or min(values) < 1:
-            raise ArchError(f"{self.name(key)} must be {n_layer} numbers of at least 1, one a layer, got {values[:8]}")
-        return tuple(values)
+        if self.file.metadata.array_length(self.name(key)) is None:
+            return (self.count(key, default),) * n_layer
+        values = self.all.numbers(self.name(key), "iu")
+        assert values is not None
+        if len(values) != n_layer or not 1 <= values.min() <= values.max() <= INT32_MAX:
+            rule = f"{n_layer} numbers of at least 1, one a layer"
+            raise ArchError(f"{self.name(key)} must be {rule}, got {len(values)}: {brief(values[:8].tolist())}")
+        return tuple(values.tolist())
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ class Traits:
 def read_hparams(keys: Keys, traits: Traits) -> HParams:
     """The record of a file, but for what few families have.
 
-    Raises GGUFError for a missing key and ArchError for a value that contradicts another or can't be honoured.
+    Raises ArchError for a key that is missing or no such value, that contradicts another or can't be honoured.
     """
     n_layer, n_embd = keys.count("block_count"), keys.count("embedding_length")
     if n_layer > MAX_LAYERS:
@@ -220,18 +226,24 @@ def with_windows(
 
     The file's own pattern, a period or a flag for each layer, goes first.
     """
-    window = keys.get("attention.sliding_window", int, default)
+    window = keys.all.whole(keys.name("attention.sliding_window"), default, -1, INT32_MAX)
     if window <= 0:
         return hp
     _refuse_other_sizes(hp, keys)
-    pattern = keys.file.get(keys.name("attention.sliding_window_pattern"), (int, np.ndarray, list), period)
-    if isinstance(pattern, int):
-        windowed = tuple(pattern == 0 or il % pattern < pattern - 1 for il in range(hp.n_layer))
-    else:
-        windowed = tuple(bool(flag) for flag in pattern)
-    if len(windowed) != hp.n_layer:
-        raise ArchError(f"the window pattern must have a flag for each of {hp.n_layer} layers, got {len(windowed)}")
-    return replace(hp, window=window, windowed=windowed, local_rope=local_rope)
+    return replace(hp, window=window, windowed=_windowed(hp.n_layer, keys, period), local_rope=local_rope)
+
+
+def _windowed(n_layer: int, keys: Keys, period: int) -> tuple[bool, ...]:
+    """Which layers have a window: all but the last of each so many, by the file's number or flags or else `period`."""
+    key = keys.name("attention.sliding_window_pattern")
+    if keys.file.metadata.array_length(key) is None:
+        period = keys.all.whole(key, period, 0, INT32_MAX)
+        return tuple(period == 0 or il % period < period - 1 for il in range(n_layer))
+    flags = keys.all.numbers(key, "biu")
+    assert flags is not None
+    if len(flags) != n_layer:
+        raise ArchError(f"the window pattern must have a flag for each of {n_layer} layers, got {len(flags)}")
+    return tuple(bool(flag) for flag in flags)
 
 
 def _refuse_other_sizes(hp: HParams, keys: Keys) -> None:
@@ -249,13 +261,13 @@ def _n_vocab(keys: Keys) -> int:
     """As llama.cpp: the key, else the number of tokens, else the rows of the embedding."""
     if keys.has("vocab_size"):
         return keys.count("vocab_size")
-    tokens = keys.file.metadata.array_length("tokenizer.ggml.tokens")
     embedding = keys.file.tensors.get("token_embd.weight")
-    if tokens is None and (embedding is None or len(embedding.ne) < 2):
-        raise ArchError(
-            f"the vocabulary's size must be known, the file has neither {keys.name('vocab_size')} nor tokens"
-        )
-    return tokens if tokens is not None else embedding.ne[1]  # type: ignore[union-attr]
+    n = keys.file.metadata.array_length("tokenizer.ggml.tokens")
+    if n is None:
+        n = embedding.ne[1] if embedding is not None and len(embedding.ne) > 1 else 0
+    if not 1 <= n <= INT32_MAX:
+        raise ArchError(f"a vocabulary must have a token, the file has neither {keys.name('vocab_size')} nor tokens")
+    return n
 
 
 def _pooling(keys: Keys) -> str:
@@ -278,8 +290,8 @@ def refuse_variants(keys: Keys, variants: Mapping[str, str], activation: str) ->
     named = keys.get("hidden_activation", str, activation)
     if named != activation:
         raise ArchError(
-            f"{keys.name('hidden_activation')} must be {activation!r}, the one that {keys.arch} has, got {named!r}; "
-            f"this activation is not implemented there"
+            f"{keys.name('hidden_activation')} must be {activation!r}, the one that {keys.arch} has, got "
+            f"{brief(named)}; this activation is not implemented there"
         )
 
 
@@ -292,17 +304,14 @@ def read_rope(keys: Keys, mode: str, d_k: int, scalings: Sequence[str] = ROPE_SC
     kind = keys.get("rope.scaling.type", str, "linear")
     if kind not in scalings:
         raise ArchError(
-            f"{keys.name('rope.scaling.type')} must be one of {', '.join(scalings)}, got {kind!r}; "
+            f"{keys.name('rope.scaling.type')} must be one of {', '.join(scalings)}, got {brief(kind)}; "
             f"this rotation is not implemented"
         )
-    factor = keys.get("rope.scaling.factor", float, keys.get("rope.scale_linear", float, 0.0))
+    factor = _stretch(keys, "rope.scaling.factor", _stretch(keys, "rope.scale_linear", 0.0))
     n_dims = keys.count("rope.dimension_count", d_k)
-    base = keys.get("rope.freq_base", float, 10000.0)
-    if n_dims > d_k or n_dims % 2 or not base > 0 or not math.isfinite(base) or not 0 <= factor < math.inf:
-        raise ArchError(
-            f"rope needs an even dimension count of at most {d_k}, a base over 0 and a factor of at least 0, "
-            f"got {n_dims}, {base} and {factor}"
-        )
+    base = keys.positive("rope.freq_base", 10000.0)
+    if n_dims > d_k or n_dims % 2:
+        raise ArchError(f"{keys.name('rope.dimension_count')} must be even and at most {d_k}, got {n_dims}")
     yarn = kind == "yarn"
     scale = 1.0 if kind == "none" or factor == 0.0 else 1.0 / factor
     magnitude = max(1.0, yarn_mscale(scale)) / yarn_mscale(scale) if yarn else 1.0
@@ -311,12 +320,22 @@ def read_rope(keys: Keys, mode: str, d_k: int, scalings: Sequence[str] = ROPE_SC
         mode=mode,
         freq_base=base,
         freq_scale=scale,
-        n_ctx_orig=keys.get("rope.scaling.original_context_length", int, keys.count("context_length")),
+        n_ctx_orig=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
         ext_factor=keys.get("rope.scaling.yarn_ext_factor", float, 1.0) if yarn else 0.0,
         attn_factor=magnitude * keys.get("rope.scaling.attn_factor", float, 1.0),
         beta_fast=keys.get("rope.scaling.yarn_beta_fast", float, 32.0),
         beta_slow=keys.get("rope.scaling.yarn_beta_slow", float, 1.0),
     )
+
+
+def _stretch(keys: Keys, key: str, default: float) -> float:
+    """By how much positions are squeezed, 0 for not at all. Its inverse and, of YaRN, its logarithm are taken."""
+    factor = keys.amount(key, default)
+    if factor and not LEAST_STRETCH <= factor <= MOST_STRETCH:
+        raise ArchError(
+            f"{keys.name(key)} must be 0 or {LEAST_STRETCH:g} to {MOST_STRETCH:g}, got {factor}; the file is damaged"
+        )
+    return factor
 
 
 def yarn_mscale(freq_scale: float, multiplier: float = 1.0) -> float:

@@ -39,7 +39,7 @@ class ContextNeeds:
 def context_needs(decoder: Decoder, backends: Sequence[Backend], options: SessionOptions) -> ContextNeeds:
     """What a session with these options takes. Raises SessionError for options that the model can't have."""
     hp, home = decoder.hp, for_weights(backends)
-    n_ctx, n_batch = check_options(options, hp.n_ctx_train)
+    n_ctx, n_batch = check_options(options, hp)
     promising = cast(Backend, _Promising(for_cache(backends, options.type_k).id))
     cache = KVCache(hp, promising, hp.windowed, n_ctx, n_batch, options.type_k, options.type_v)
     prefill, decode = (decoder.graph(n, 1, cache) for n in (n_batch, 1))

@@ -8,11 +8,11 @@ from typing import cast
 
 from graphrt.backend import Backend, Usage
 from graphrt.errors import MemoryPlanError
-from graphrt.models.arch import architecture
+from graphrt.models.arch import read_file
 from graphrt.models.cache import KVCache
 from graphrt.models.engine import SessionOptions, check_options
 from graphrt.models.gguf import GGUFFile
-from graphrt.models.hparams import HParams, Keys
+from graphrt.models.hparams import HParams
 from graphrt.models.placement import for_cache, for_weights
 
 
@@ -27,7 +27,7 @@ def cache_bytes(hp: HParams, options: SessionOptions) -> int:
     """Bytes of a session's cache, which encoders have none of. Raises SessionError for options that can't be."""
     if not hp.cached:
         return 0
-    n_ctx, n_batch = check_options(options, hp.n_ctx_train)
+    n_ctx, n_batch = check_options(options, hp)
     nowhere = cast(Backend, _Nowhere())
     return KVCache(hp, nowhere, hp.windowed, n_ctx, n_batch, options.type_k, options.type_v).nbytes
 
@@ -76,10 +76,10 @@ def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOp
 
     Raises GGUFError and ArchError for a file that is no such model, SessionError for options that it can't have.
     """
-    hp = architecture(file.get("general.architecture", str)).read(Keys(file))
+    hp = read_file(file)
     home = for_weights(backends)
     here = for_cache(backends, options.type_k) is home
-    n_ctx, _ = check_options(options, hp.n_ctx_train)
+    n_ctx, _ = check_options(options, hp)
     first = next(iter(file.tensors), None)
     in_place = first is not None and home.wrap_host(file.data(first)) is not None
     device = next(iter(home.devices()), None)
@@ -99,7 +99,7 @@ def check_fits(file: GGUFFile, needs: MemoryNeeds, options: SessionOptions) -> N
     """Raises MemoryPlanError with the figures and what takes less, when the device has too little memory."""
     if not needs.limit or needs.taken <= needs.limit:
         return
-    hp = architecture(file.get("general.architecture", str)).read(Keys(file))
+    hp = read_file(file)
     held = "" if needs.in_place else f"{_size(needs.weights)} of weights and "
     advice = "; ".join([*_smaller_caches(hp, needs, options), *_smaller_weights(needs)])
     raise MemoryPlanError(

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from graphrt.models.arch import architecture
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import Transformer
-from graphrt.models.chat import ChatTemplate
+from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.embed import Embedder
 from graphrt.models.engine import Engine, SessionOptions
@@ -30,8 +30,11 @@ from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
+from graphrt.printing import brief, brief_name
 
 log = logging.getLogger(__name__)
+
+MAX_NAMED = 20  # keys in a warning
 
 
 class Piece(NamedTuple):
@@ -48,12 +51,15 @@ class Model:
     def __init__(self, file: GGUFFile, backends: Sequence[Backend]) -> None:
         self.file = file
         self.backends = list(backends)
-        cls = architecture(file.get("general.architecture", str))
         keys = Keys(file)
+        cls = architecture(keys.arch)
         hp = cls.read(keys)
-        if keys.unread():
-            named = ", ".join(f"{keys.arch}.{key} = {value}" for key, value in keys.unread().items())
-            log.warning("%s: %s models here make no use of these keys", named, keys.arch)
+        unread = keys.unread()
+        if unread:
+            named = [f"{keys.arch}.{brief_name(key)} = {brief(value)}" for key, value in unread.items()]
+            more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+            listed = ", ".join(named[:MAX_NAMED])
+            log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
         weights = Weights(file, for_weights(self.backends))
         self.network: Transformer = cls(hp, weights)
         weights.check()
@@ -87,6 +93,7 @@ class Model:
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """The file's chat template, None when it has none."""
+        start_soon(self.file.metadata)
         return chat_from_metadata(self.file.metadata, self.tokenizer)
 
     @property
@@ -106,21 +113,41 @@ class Model:
         """So many new, empty sequences, which are read together."""
         return Engine(self.decoder, self.backends, options, n_seq)
 
-    def prompt_tokens(self, prompt: str, *, raw: bool = True, system: str | None = None) -> list[int]:
+    def prompt_tokens(self, prompt: str, *, raw: bool = True, system: str | None = None, n_ctx: int = 0) -> list[int]:
         """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one.
 
-        Text like "<|im_start|>" becomes special tokens either way. Raises SessionError for an empty prompt.
+        Text like "<|im_start|>" becomes special tokens either way. n_ctx: the most tokens that are of use, 0 for the
+        model's own limit. Raises SessionError for a prompt that is empty or longer, as soon as that is known.
         """
         if not prompt:
             raise SessionError("a prompt must not be empty; give some text with -p")
         template = None if raw else self.chat_template
         if template is None:
-            return self.tokenizer.encode(prompt, parse_special=True)
+            return self._ids(prompt, n_ctx, parse_special=True)
+        self._check_length(prompt, n_ctx)
         messages = [{"role": "system", "content": system}] if system else []
         text = template.render([*messages, {"role": "user", "content": prompt}])
         bos = self.tokenizer.bos_id
         starts_with_bos = bos is not None and text.startswith(self.tokenizer.piece(bos).decode("utf-8", "replace"))
-        return self.tokenizer.encode(text, add_bos=False if starts_with_bos else None, parse_special=True)
+        return self._ids(text, n_ctx, add_bos=False if starts_with_bos else None, parse_special=True)
+
+    def _check_length(self, text: str, n_ctx: int, found: int = 0) -> None:
+        """Raises SessionError for a text whose characters alone, or whose `found` tokens, are too many for the context:
+        a token spells at most as many characters as the longest has."""
+        limit, own = n_ctx or self.network.hp.n_ctx_train, self.network.hp.n_ctx_train
+        if found > limit or len(text) > limit * self.tokenizer.longest:
+            more = f"or raise it with -c, up to {own}" if limit < own else "this model can't raise it with -c"
+            raise SessionError(
+                f"the context holds {limit} tokens, got a text of {len(text)} characters that has more; shorten the "
+                f"prompt, {more}"
+            )
+
+    def _ids(self, text: str, n_ctx: int, **how: Any) -> list[int]:
+        """The ids of a text that is to fit the context. how: for Tokenizer.encode()."""
+        self._check_length(text, n_ctx)
+        ids = self.tokenizer.encode(text, most=n_ctx or self.network.hp.n_ctx_train, **how)
+        self._check_length(text, n_ctx, len(ids))
+        return ids
 
     def generate(
         self,
@@ -139,8 +166,8 @@ class Model:
         """
         if n < -1:
             raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
-        tokens = self.prompt_tokens(prompt, raw=raw) if isinstance(prompt, str) else list(prompt)
         session = session or self.session()
+        tokens = self.prompt_tokens(prompt, raw=raw, n_ctx=session.n_ctx) if isinstance(prompt, str) else list(prompt)
         if n == 0:
             session.eval(tokens)
             return
@@ -185,7 +212,7 @@ class Model:
         run. Raises SessionError for a decoder, an unknown pooling, and a text that is empty or too long.
         """
         encoder = self.encoder
-        ids = [self.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+        ids = [self._ids(text, 0) if isinstance(text, str) else list(text) for text in texts]
         return Embedder(encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
     def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:

@@ -152,7 +152,7 @@ class SyntheticFile(GGUFFile):
         """Llama 3.1's: wavelengths over the trained context of 8192 are stretched by the factor, those under a quarter
         of it stay, and between the two it goes over smoothly."""
         keys = Keys(self)
-        n_dims, base = keys.require("rope.dimension_count", int), keys.require("rope.freq_base", float)
+        n_dims, base = keys.get("rope.dimension_count", int), keys.get("rope.freq_base", float)
         turns = 8192 / (2 * np.pi * base ** (np.arange(0, n_dims, 2) / n_dims))
         kept = np.clip((turns - 1) / 3, 0, 1)
         factors: np.ndarray[Any, np.dtype[np.float64]] = 1 / (kept + (1 - kept) / self.recipe.rope_factor)

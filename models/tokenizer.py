@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import codecs
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from graphrt.errors import TokenizerError
+from graphrt.models.key_reader import KeyReader
 from graphrt.models.tokenizer_merge import SPACE, Merger, pair_merger, score_merger, word_cuts
 from graphrt.models.tokenizer_pre import find_rule, splitter
 from graphrt.models.tokenizer_special import SpecialTokens
-from graphrt.models.tokenizer_vocab import BYTE, CONTROL, NORMAL, PREFIX, SPECIAL, UNKNOWN, Vocab, read_strings
+from graphrt.models.tokenizer_vocab import BYTE, CONTROL, NORMAL, PREFIX, SPECIAL, UNKNOWN, Vocab
 from graphrt.models.tokenizer_wordpiece import longest_matcher, word_cutter
+from graphrt.printing import brief
 
 log = logging.getLogger(__name__)
 
@@ -44,44 +47,46 @@ _TO_CHARS = dict(enumerate(_BYTE_CHARS))
 class Tokenizer:
     """One vocabulary. Build it with `from_metadata`.
 
-    n_vocab: number of tokens. texts: list of their texts as the file has them. bos_id, eos_id, unk_id, eot_id,
-    eom_id: ids, or None. eog_ids: frozenset of the ids that end a generation. add_bos, add_eos, add_space_prefix:
-    what the file asks for. model: "llama", "gpt2", "gemma4" or "bert"; pre: name of the pre-tokenizer, None for SPM and
-    WordPiece.
+    n_vocab: number of tokens. texts: list of their texts as the file has them. longest: characters of the longest.
+    bos_id, eos_id, unk_id, eot_id, eom_id: ids, or None. eog_ids: frozenset of the ids that end a generation. add_bos,
+    add_eos, add_space_prefix: what the file asks for. model: "llama", "gpt2", "gemma4" or "bert"; pre: name of the
+    pre-tokenizer, None for SPM and WordPiece.
     """
 
     def __init__(self, vocab: Vocab, md: Mapping[str, Any]) -> None:
         self.model = vocab.model
         self.texts: Sequence[str] = vocab.texts
         self.n_vocab = len(vocab.texts)
+        self.longest = max(map(len, vocab.texts))
         self.bos_id, self.eos_id, self.unk_id = vocab.bos, vocab.eos, vocab.unk
         self.eot_id, self.eom_id = vocab.eot, vocab.eom
         self.sep_id = vocab.sep
         self.eog_ids: frozenset[int] = frozenset(vocab.eog)
         self._ids = vocab.ids
         self._kinds = bytes(vocab.kinds)
-        self.pre = _pre_name(md, vocab.model)
+        keys = KeyReader(md, TokenizerError)
+        self.pre = _pre_name(keys, vocab.model)
         self._rule = find_rule(self.pre) if self.pre is not None else None
         # SPM and raw BPE write spaces as U+2581; only byte-level BPE maps bytes to characters
         self._escapes = self._rule is None or self._rule.raw
         self._escapes_text = self._escapes and vocab.model != "bert"
-        self.add_bos = _flag(md, "add_bos_token", self._rule is None or self._rule.add_bos)
+        self.add_bos = _flag(keys, "add_bos_token", self._rule is None or self._rule.add_bos)
         if vocab.model == "gemma4":
             self.add_bos = True
-        self.add_eos = _flag(md, "add_eos_token", False)
-        self.add_space_prefix = vocab.model == "llama" and _flag(md, "add_space_prefix", True)
-        self._specials = SpecialTokens(vocab, md)
-        self._split: Callable[[str], list[str]]
+        self.add_eos = _flag(keys, "add_eos_token", False)
+        self.add_space_prefix = vocab.model == "llama" and _flag(keys, "add_space_prefix", True)
+        self._specials = SpecialTokens(vocab, keys)
+        self._split: Callable[[str], Iterable[str]]
         self._merge: Merger
         if vocab.model == "bert":
-            lowercase = _flag(md, "normalizer.lowercase", True)
-            self._split = word_cutter(lowercase, _flag(md, "normalizer.strip_accents", lowercase))
+            lowercase = _flag(keys, "normalizer.lowercase", True)
+            self._split = word_cutter(lowercase, _flag(keys, "normalizer.strip_accents", lowercase))
             self._merge = longest_matcher(vocab.ids, vocab.texts, self._end_token("unk", vocab.unk)[0])
         elif self._rule is None:
-            self._split = word_cuts(vocab.texts).split
+            self._split = word_cuts(vocab.texts)
             self._merge = score_merger(vocab.texts, vocab.ids, vocab.scores)
         else:
-            merges = read_strings(md, "merges")
+            merges = keys.strings(PREFIX + "merges")
             if not merges and self.pre != "kimi-k2":
                 raise TokenizerError(f"{PREFIX}merges must list the pairs to merge, got none; convert the model again.")
             self._split = splitter(self._rule)
@@ -97,21 +102,27 @@ class Tokenizer:
         """
         return cls(Vocab.from_metadata(md), md)
 
-    def encode(self, text: str, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool | None = None, parse_special: bool = False, most: int | None = None
+    ) -> list[int]:
         """Token ids of a text.
 
         add_bos: None puts BOS in front and EOS behind where the file asks for them; True always puts BOS in front
         (and EOS as the file says); False adds neither. parse_special: texts of control tokens such as "<|im_end|>"
-        become these tokens; otherwise they are ordinary text. User-defined tokens are found in either case.
+        become these tokens; otherwise they are ordinary text. User-defined tokens are found in either case. most: how
+        many ids are of use; of a text with more, any `most` + 1 or more are returned, and the rest is not looked at.
         Raises TokenizerError if BOS or EOS is asked for and the vocabulary has none, or lacks a byte of the text.
         """
         ids = self._end_token("bos", self.bos_id) if (self.add_bos if add_bos is None else add_bos) else []
         at_boundary = True
+        room = math.inf if most is None else most
         for part in self._specials.partition(_valid_unicode(text), parse_special):
+            if len(ids) > room:
+                return ids
             if isinstance(part, int):
                 ids.append(part)
             else:
-                self._encode_text(" " + part if self.add_space_prefix and at_boundary else part, ids)
+                self._encode_text(" " + part if self.add_space_prefix and at_boundary else part, ids, room)
             at_boundary = isinstance(part, int)
         if self.model == "bert" and add_bos is not False:
             ids += self._end_token("seperator", self.sep_id)
@@ -173,7 +184,7 @@ class Tokenizer:
             )
         return [token]
 
-    def _encode_text(self, text: str, out: list[int]) -> None:
+    def _encode_text(self, text: str, out: list[int], room: float) -> None:
         if self._escapes_text:
             text = text.replace(" ", SPACE)
         cache = self._cache
@@ -186,6 +197,8 @@ class Tokenizer:
                 if len(word) <= _CACHE_WORD_CHARS:
                     cache[word] = ids
             out += ids
+            if len(out) > room:
+                return
 
     def _encode_word(self, word: str) -> list[int]:
         rule = self._rule
@@ -210,7 +223,7 @@ class Tokenizer:
             if token is not None:
                 yield token
             elif self._rule is None:
-                raise TokenizerError(f"{symbol!r} can't be tokenized: the vocabulary has no token <0x{byte:02X}>.")
+                raise TokenizerError(f"{brief(symbol)} can't be tokenized: the vocabulary has no token <0x{byte:02X}>.")
 
 
 class StreamDecoder:
@@ -261,17 +274,17 @@ def _byte_value(text: str) -> bytes:
         return b""
 
 
-def _flag(md: Mapping[str, Any], key: str, default: bool) -> bool:
-    return bool(md.get(PREFIX + key, default))
+def _flag(keys: KeyReader, key: str, default: bool) -> bool:
+    return keys.flag(PREFIX + key, default)
 
 
-def _pre_name(md: Mapping[str, Any], model: str) -> str | None:
+def _pre_name(keys: KeyReader, model: str) -> str | None:
     if model in ("llama", "bert"):
         return None
     if model == "gemma4":
         return "gemma4"
-    name = md.get(PREFIX + "pre")
+    name = keys.text(PREFIX + "pre", "")
     if not name:
         log.warning("%spre is missing: using 'default'. Words may be cut in other places than in training.", PREFIX)
         return "default"
-    return str(name)
+    return name

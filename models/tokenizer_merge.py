@@ -11,7 +11,7 @@ text. Both follow llama.cpp: the pair of lowest rank merges, the leftmost of equ
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, pairwise
 
@@ -111,8 +111,8 @@ def merge(symbols: list[str], ranks: Mapping[str, int]) -> list[str]:
     return [s for s in symbols if s]
 
 
-def word_cuts(mergeable: Iterable[str]) -> re.Pattern[str]:
-    """A pattern whose empty matches are places where a text may be cut without changing what merges.
+def word_cuts(mergeable: Iterable[str]) -> Callable[[str], Iterator[str]]:
+    """A function that cuts a text, as its pieces are asked for, where that does not change what merges.
 
     mergeable: the texts that a merge can produce. A merge across a place between characters a and b produces a
     text with a followed by b. So where no mergeable text has "a▁", no merge crosses from a to the ▁ behind it, and
@@ -120,4 +120,13 @@ def word_cuts(mergeable: Iterable[str]) -> re.Pattern[str]:
     """
     joined = set(_INNER_SPACE.findall("\0".join(mergeable)))
     glued = "".join(re.escape(c) for c in sorted(joined))
-    return re.compile(f"(?<=[^{SPACE}{glued}])(?={SPACE})")
+    places = re.compile(f"(?<=[^{SPACE}{glued}])(?={SPACE})")
+
+    def cut(text: str) -> Iterator[str]:
+        last = 0
+        for match in places.finditer(text):
+            yield text[last : match.start()]
+            last = match.start()
+        yield text[last:]
+
+    return cut

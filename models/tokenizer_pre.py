@@ -8,12 +8,14 @@ original is used, except that (?i:'s) is spelt ['sS] so that U+017F does not cou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import regex  # type: ignore[import-untyped]
 
 from graphrt.errors import TokenizerError
+from graphrt.printing import brief
 
 _CONTRACTION = r"'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -204,13 +206,16 @@ def find_rule(name: str) -> PreRule:
     """The rule that `tokenizer.ggml.pre` names; TokenizerError if there is none."""
     if name not in RULES:
         raise TokenizerError(
-            f"tokenizer.ggml.pre {name!r} is unknown, so words would be cut in other places than in training.\n"
+            f"tokenizer.ggml.pre {brief(name)} is unknown, so words would be cut in other places than in training.\n"
             f"Known: {', '.join(sorted(RULES))}."
         )
     return RULES[name]
 
 
-Splitter = Callable[[str], list[str]]
+Splitter = Callable[[str], Iterable[str]]
+#: Characters of a text whose words are listed at once, which is quicker. Those of a longer one come as they are asked
+#: for: whoever stops at a full context has not cut ten megabytes.
+AT_ONCE = 1 << 16
 
 
 def splitter(rule: PreRule) -> Splitter:
@@ -219,10 +224,10 @@ def splitter(rule: PreRule) -> Splitter:
     if len(steps) == 1:
         return steps[0]
 
-    def split(text: str) -> list[str]:
-        words = [text]
+    def split(text: str) -> Iterable[str]:
+        words: Iterable[str] = [text]
         for step in steps:
-            words = [piece for word in words for piece in step(word)]
+            words = chain.from_iterable(map(step, words))
         return words
 
     return split
@@ -233,32 +238,37 @@ def _step(pattern: str) -> Splitter:
         return _digit_groups
     compiled = regex.compile(pattern)
 
-    def split(text: str) -> list[str]:
-        words: list[str] = compiled.findall(text)
-        return words if sum(map(len, words)) == len(text) else _with_gaps(compiled, text)
+    def split(text: str) -> Iterable[str]:
+        if len(text) <= AT_ONCE:
+            words: list[str] = compiled.findall(text)
+            if sum(map(len, words)) == len(text):
+                return words
+        return _with_gaps(compiled, text)
 
     return split
 
 
-def _with_gaps(pattern: regex.Pattern[str], text: str) -> list[str]:
-    pieces: list[str] = []
+def _with_gaps(pattern: regex.Pattern[str], text: str) -> Iterator[str]:
     last = 0
     for match in pattern.finditer(text):
         start, end = match.span()
-        pieces += [text[last:start], text[start:end]]
+        if start > last:
+            yield text[last:start]
+        yield match[0]
         last = end
-    pieces.append(text[last:])
-    return [piece for piece in pieces if piece]
+    if last < len(text):
+        yield text[last:]
 
 
 _DIGITS = regex.compile(r"(\p{N}+)|\P{N}+")
 
 
-def _digit_groups(text: str) -> list[str]:
+def _digit_groups(text: str) -> Iterator[str]:
     """Cuts 1234567 into 1 234 567."""
-    pieces: list[str] = []
     for match in _DIGITS.finditer(text):
         run = match[0]
         first = len(run) % 3 if match[1] else len(run)
-        pieces += [run[:first]] * (first > 0) + [run[i : i + 3] for i in range(first, len(run), 3)]
-    return pieces
+        if first > 0:
+            yield run[:first]
+        for i in range(first, len(run), 3):
+            yield run[i : i + 3]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from graphrt.models.key_reader import KeyReader
 from graphrt.models.tokenizer_vocab import CONTROL, PREFIX, UNKNOWN, Vocab
 
 _C_SPACES = " \t\n\v\f\r"
@@ -16,11 +16,11 @@ Table = dict[str, list[tuple[int, int, str]]]
 class SpecialTokens:
     """Finds a vocabulary's special tokens in a text, in llama.cpp's order: longest token first, then by id."""
 
-    def __init__(self, vocab: Vocab, md: Mapping[str, Any]) -> None:
+    def __init__(self, vocab: Vocab, keys: KeyReader) -> None:
         ids = vocab.special_ids()
         self._all = _table(vocab, ids)
         self._user_defined = _table(vocab, [i for i in ids if not vocab.kinds[i] & (CONTROL | UNKNOWN)])
-        self._strips_right, self._strips_left = _strip_rules(md, vocab, ids)
+        self._strips_right, self._strips_left = _strip_rules(keys, vocab, ids)
 
     def partition(self, text: str, parse_special: bool) -> list[str | int]:
         """Texts and token ids, in order. parse_special: control and unknown tokens too, not only user-defined ones."""
@@ -54,12 +54,12 @@ def _table(vocab: Vocab, ids: Iterable[int]) -> Table:
     return table
 
 
-def _strip_rules(md: Mapping[str, Any], vocab: Vocab, ids: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+def _strip_rules(keys: KeyReader, vocab: Vocab, ids: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
     """Special tokens that swallow the spaces (right, left) of them. GGUF does not say; llama.cpp goes by name."""
-    name = str(md.get("general.name", "")).lower()
-    pre = str(md.get(PREFIX + "pre", ""))
+    name = keys.text("general.name", "").lower()
+    pre = keys.text(PREFIX + "pre", "")
     masked = any(tag in pre for tag in ("jina-v2-de", "jina-v2-es", "jina-v2-code"))
-    if masked or md.get("general.architecture") in ("nomic-bert-moe", "jina-bert-v3"):
+    if masked or keys.text("general.architecture", "") in ("nomic-bert-moe", "jina-bert-v3"):
         return frozenset(), _present(vocab, "<mask>")
     if "phi-3" in name or "phi3" in name:
         return frozenset(ids) - _present(vocab, "<unk>", "<s>", "<|endoftext|>"), frozenset()

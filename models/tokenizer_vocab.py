@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from graphrt.errors import TokenizerError
+from graphrt.models.key_reader import KeyReader
+from graphrt.printing import brief
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +101,14 @@ class Vocab:
     @classmethod
     def from_metadata(cls, md: Mapping[str, Any]) -> Vocab:
         """Reads and checks `tokenizer.ggml.*`. Raises TokenizerError when the vocabulary can't be used."""
-        model = read_model(md)
-        texts = _read_texts(md)
+        keys = KeyReader(md, TokenizerError)
+        model = read_model(keys)
+        texts = _read_texts(keys)
         ids = dict(zip(texts, range(len(texts))))
         if len(ids) != len(texts):
             _refuse_duplicates(texts, ids)
-        vocab = cls(model, texts, ids, _read_scores(md, len(texts)), _read_kinds(md, len(texts)))
-        vocab._read_special_ids(md)
+        vocab = cls(model, texts, ids, _read_scores(keys, len(texts)), _read_kinds(keys, len(texts)))
+        vocab._read_special_ids(keys)
         return vocab
 
     def special_ids(self) -> list[int]:
@@ -113,9 +116,9 @@ class Vocab:
         found = np.flatnonzero(np.frombuffer(self.kinds, dtype=np.uint8) & SPECIAL).tolist()
         return sorted(found, key=lambda i: -len(self.texts[i].encode("utf-8", "replace")))
 
-    def _read_special_ids(self, md: Mapping[str, Any]) -> None:
+    def _read_special_ids(self, md: KeyReader) -> None:
         bos, eos, unk = _DEFAULT_IDS[self.model]
-        if md.get(PREFIX + "pre") in ("chatglm-bpe", "glm4", "glm5"):
+        if md.text(PREFIX + "pre", "") in ("chatglm-bpe", "glm4", "glm5"):
             bos = None
         wordpiece = self.model == "bert"  # whose [CLS] comes first and [SEP] last
         self.bos = self._special_id(md, ("cls_token_id", "bos_token_id") if wordpiece else ("bos_token_id",), bos)
@@ -136,17 +139,15 @@ class Vocab:
         self._keep_going_after({"<|flush|>", "<|calls|>"}, "<|end|>", USER_DEFINED)
         self._keep_going_after({"<|tool_response>"}, "</s>", NORMAL)
 
-    def _special_id(self, md: Mapping[str, Any], keys: Iterable[str], default: int | None) -> int | None:
+    def _special_id(self, md: KeyReader, keys: Iterable[str], default: int | None) -> int | None:
         if default is not None and default >= len(self.texts):
             default = None
         for key in keys:
-            value = md.get(PREFIX + key)
-            if value is None:
+            if PREFIX + key not in md.md:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise TokenizerError(f"{PREFIX}{key} must be an integer, got {value!r}.")
-            if 0 <= int(value) < len(self.texts):
-                default = int(value)
+            value = md.whole(PREFIX + key, low=-(2**63), high=2**64 - 1)
+            if 0 <= value < len(self.texts):
+                default = value
             else:
                 log.warning("%s%s is %d, not in 0..%d; using %s", PREFIX, key, value, len(self.texts) - 1, default)
         return default
@@ -174,30 +175,22 @@ class Vocab:
             self.kinds[token] = kind
 
 
-def read_model(md: Mapping[str, Any]) -> str:
+def read_model(md: KeyReader) -> str:
     """`tokenizer.ggml.model`, if it is one that graphrt can use; TokenizerError otherwise."""
-    model = md.get(PREFIX + "model")
-    if model is None or model in ("no_vocab", "none"):
+    model = md.text(PREFIX + "model", "")
+    if model in ("", "no_vocab", "none"):
         raise TokenizerError(
-            f"this file has no vocabulary ({PREFIX}model is {'absent' if model is None else repr(model)}), so text "
+            f"this file has no vocabulary ({PREFIX}model is {repr(model) if model else 'absent'}), so text "
             "can't be tokenized.\nGive token ids instead, for example graphrt logits MODEL --tokens 1,2,3."
         )
     if model not in SUPPORTED_MODELS:
         known = ", ".join(f"{name} ({what})" for name, what in SUPPORTED_MODELS.items())
-        raise TokenizerError(f"{PREFIX}model {model!r} is not supported.\nSupported: {known}.")
-    return str(model)
+        raise TokenizerError(f"{PREFIX}model {brief(model)} is not supported.\nSupported: {known}.")
+    return model
 
 
-def read_strings(md: Mapping[str, Any], key: str) -> list[str]:
-    """An array of strings of the metadata, empty if absent; TokenizerError if it holds anything else."""
-    values = md.get(PREFIX + key, [])
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or set(map(type, values)) - {str}:
-        raise TokenizerError(f"{PREFIX}{key} must be an array of strings, got {type(values).__name__}.")
-    return list(values)
-
-
-def _read_texts(md: Mapping[str, Any]) -> list[str]:
-    texts = read_strings(md, "tokens")
+def _read_texts(md: KeyReader) -> list[str]:
+    texts = md.strings(PREFIX + "tokens")
     if not texts:
         raise TokenizerError(f"{PREFIX}tokens must list the vocabulary, got 0 tokens; convert the model again.")
     if "" in texts:
@@ -209,23 +202,18 @@ def _refuse_duplicates(texts: Sequence[str], ids: Mapping[str, int]) -> None:
     """Two ids for one text make encoding ambiguous. Two that were not UTF-8 may both be U+FFFD: let pass."""
     for i, text in enumerate(texts):
         if ids[text] != i and "\ufffd" not in text:
-            pair = f"{i} and {ids[text]} are both {text[:40]!r}"
+            pair = f"{i} and {ids[text]} are both {brief(text)}"
             raise TokenizerError(f"{PREFIX}tokens must be distinct, but tokens {pair}; convert the model again.")
 
 
-def _numbers(md: Mapping[str, Any], key: str, n: int) -> np.ndarray | None:
-    values = md.get(PREFIX + key)
-    if values is None:
-        return None
-    array = np.asarray(values)
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
-        raise TokenizerError(f"{PREFIX}{key} must be an array of numbers, got {array.dtype} {list(array.shape)}.")
-    if len(array) < n:
-        raise TokenizerError(f"{PREFIX}{key} must have one entry per token ({n}), got {len(array)}.")
-    return array[:n]
+def _numbers(md: KeyReader, key: str, n: int) -> np.ndarray | None:
+    values = md.numbers(PREFIX + key)
+    if values is not None and len(values) < n:
+        raise TokenizerError(f"{PREFIX}{key} must have one entry per token ({n}), got {len(values)}.")
+    return None if values is None else values[:n]
 
 
-def _read_scores(md: Mapping[str, Any], n: int) -> np.ndarray:
+def _read_scores(md: KeyReader, n: int) -> np.ndarray:
     numbers = _numbers(md, "scores", n)
     scores = np.zeros(n, dtype=np.float32) if numbers is None else numbers.astype(np.float32)
     if np.isnan(scores).any():
@@ -233,7 +221,7 @@ def _read_scores(md: Mapping[str, Any], n: int) -> np.ndarray:
     return scores
 
 
-def _read_kinds(md: Mapping[str, Any], n: int) -> bytearray:
+def _read_kinds(md: KeyReader, n: int) -> bytearray:
     types = _numbers(md, "token_type", n)
     if types is None:
         return bytearray([NORMAL]) * n

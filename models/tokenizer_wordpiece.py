@@ -7,7 +7,7 @@ starts with U+2581, one that goes on with it does not: converting a model makes 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from graphrt.models.tokenizer_merge import SPACE, Merger
 
@@ -21,8 +21,12 @@ _HAN = (
 )
 
 
-def word_cutter(lowercase: bool, strip_accents: bool) -> Callable[[str], list[str]]:
-    """A function from text to its words, normalized; white space and control characters are gone."""
+_BLOCK = 1 << 16  # characters that are normalized together
+
+
+def word_cutter(lowercase: bool, strip_accents: bool) -> Callable[[str], Iterator[str]]:
+    """A function from text to its words, as they are asked for, normalized; white space and control characters are
+    gone."""
     kinds: dict[str, str] = {}
 
     def shown(char: str) -> str:
@@ -38,12 +42,18 @@ def word_cutter(lowercase: bool, strip_accents: bool) -> Callable[[str], list[st
         char = char.lower()[0] if lowercase else char  # only U+0130 becomes two, the second an accent
         return f" {char} " if alone else char
 
-    def cut(text: str) -> list[str]:
-        for char in set(text).difference(kinds):
-            kinds[char] = shown(char)
-        return "".join([kinds[char] for char in text]).split(" ")
+    def cut(text: str) -> Iterator[str]:
+        rest = ""
+        for start in range(0, len(text), _BLOCK):
+            block = text[start : start + _BLOCK]
+            for char in set(block).difference(kinds):
+                kinds[char] = shown(char)
+            *words, rest = (rest + "".join([kinds[char] for char in block])).split(" ")
+            yield from filter(None, words)
+        if rest:
+            yield rest
 
-    return lambda text: [word for word in cut(text) if word]
+    return cut
 
 
 def _is_han(code: int) -> bool:

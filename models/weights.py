@@ -10,9 +10,12 @@ from typing import overload
 from graphrt.backend import Backend, Buffer
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
+from graphrt.printing import brief_name
 from graphrt.tensor import Tensor, full_dims, new_tensor
 
-_LAYER = re.compile(r"blk\.(\d+)\.(.*)(\.\w+)")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.(.*)(\.\w+)", re.DOTALL)
+MAX_NAMED, MAX_RANGES = 12, 8  # kinds of tensors, and ranges of layers, in an error
+MAX_COMPARED = 1000  # names that a missing one is held against
 
 
 class Weights:
@@ -68,9 +71,9 @@ class Weights:
     def _of_missing(self, unknown: list[str]) -> str:
         if not self._missing:
             return ""
-        close = [difflib.get_close_matches(name, unknown, 1, 0.8) for name in list(self._missing)[:5]]
+        close = [difflib.get_close_matches(name, unknown[:MAX_COMPARED], 1, 0.8) for name in list(self._missing)[:5]]
         near = dict.fromkeys(names[0] for names in close if names)
-        hint = f"; the nearest it has: {', '.join(list(near)[:3])}" if near else ""
+        hint = f"; the nearest it has: {', '.join(map(brief_name, list(near)[:3]))}" if near else ""
         count = f"{len(self._missing)} tensors" if len(self._missing) > 1 else "a tensor"
         return (
             f"the model needs {count} of which the file has none of that name: {_braced(self._missing)}{hint}; "
@@ -82,8 +85,10 @@ class Weights:
         for name, ne in self._misshapen.items():
             shapes.setdefault((ne, self.file.tensors[name].ne), []).append(name)
         shown = [
-            f"{_braced(names)} must have the shape {list(ne)}, not {list(has)}" for (ne, has), names in shapes.items()
+            f"{_braced(names)} must have the shape {list(ne)}, not {list(has)}"
+            for (ne, has), names in list(shapes.items())[:MAX_NAMED]
         ]
+        shown += [f"{len(shapes) - MAX_NAMED} more kinds do not fit"] if len(shapes) > MAX_NAMED else []
         rest = "; the file's keys ask for it: it is damaged or of another architecture"
         return f"tensor {', '.join(shown)}{rest}" if shown else ""
 
@@ -114,15 +119,19 @@ def _braced(names: Iterable[str]) -> str:
     shown = []
     for (found_in, end), group in stems.items():
         if found_in:
-            shown.append(f"blk.{found_in}.{group[0] if len(group) == 1 else '{' + ','.join(group) + '}'}{end}")
+            named = [brief_name(stem) for stem in group[:MAX_NAMED]] + ["..."] * (len(group) > MAX_NAMED)
+            shown.append(f"blk.{found_in}.{named[0] if len(group) == 1 else '{' + ','.join(named) + '}'}{end}")
         else:
-            shown += group
-    return ", ".join(shown)
+            shown += map(brief_name, group)
+    more = [f"and {len(shown) - MAX_NAMED} more"] if len(shown) > MAX_NAMED else []
+    return ", ".join(shown[:MAX_NAMED] + more)
 
 
 def _ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 7] as "{0-2,7}", [3] as "3", [] as ""."""
-    starts = [n for n in sorted(numbers) if n - 1 not in numbers]
-    ends = [n for n in sorted(numbers) if n + 1 not in numbers]
-    spans = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends)]
+    there = set(numbers)
+    starts = [n for n in sorted(there) if n - 1 not in there]
+    ends = [n for n in sorted(there) if n + 1 not in there]
+    spans = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts[:MAX_RANGES], ends)]
+    spans += ["..."] * (len(starts) > MAX_RANGES)
     return ",".join(spans) if len(numbers) < 2 else f"{{{','.join(spans)}}}"

@@ -52,11 +52,32 @@ def rope_frequencies(p: RopeParams, factors: list[float] | None = None) -> tuple
 
     theta_i = base^(-2i/n_dims) / factor_i; YaRN mixes it with freq_scale * theta_i along yarn_ramp().
     """
-    base = [p.freq_base ** (-2.0 * i / p.n_dims) / (factors[i] if factors else 1.0) for i in range(p.n_dims // 2)]
+    base = [p.freq_base ** (-2.0 * i / p.n_dims) for i in range(p.n_dims // 2)]
+    if factors is not None:  # a factor of 0 gives NaN, as where it is divided by in hardware
+        base = [theta / factor if factor else math.nan for theta, factor in zip(base, factors)]
     if p.ext_factor == 0.0:
         return [p.freq_scale * theta for theta in base], p.attn_factor
     mixed = [theta * (p.freq_scale * (1.0 - r) + r) for theta, r in zip(base, yarn_ramp(p))]
     return mixed, p.attn_factor * (1.0 + 0.1 * math.log(1.0 / p.freq_scale))
+
+
+#: Bases and scales of frequencies are within this of 1, so that their powers and quotients are numbers.
+_WIDEST = 1e30
+
+
+def _check_frequencies(p: RopeParams) -> None:
+    """All that rope_frequencies() divides by, or takes a logarithm of."""
+    for name, value in (("freq_base", p.freq_base), ("freq_scale", p.freq_scale)):
+        sane = 1 / _WIDEST <= value <= _WIDEST
+        require(sane, "ROPE", f"{name} must be over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
+    finite = math.isfinite(p.ext_factor) and math.isfinite(p.attn_factor)
+    require(finite, "ROPE", f"ext_factor and attn_factor must be finite, got {p.ext_factor}, {p.attn_factor}")
+    if p.ext_factor != 0.0:
+        require(p.freq_base > 1.0, "ROPE", f"YaRN needs a freq_base over 1, got {p.freq_base}")
+        require(p.n_ctx_orig > 0, "ROPE", f"YaRN needs n_ctx_orig over 0, got {p.n_ctx_orig}")
+        for name, value in (("beta_fast", p.beta_fast), ("beta_slow", p.beta_slow)):
+            sane = 1 / _WIDEST <= value <= _WIDEST
+            require(sane, "ROPE", f"YaRN needs {name} over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
 
 
 def _infer(src: Sources, params: RopeParams) -> Result:
@@ -69,11 +90,7 @@ def _infer(src: Sources, params: RopeParams) -> Result:
     even = params.n_dims % 2 == 0 and 0 < params.n_dims <= a.ne[0]
     require(even, "ROPE", f"n_dims must be even and at most ne[0], got {params.n_dims}", a)
     require(params.mode in ROPE_MODES, "ROPE", f"the mode must be one of {', '.join(ROPE_MODES)}, got {params.mode!r}")
-    positive = params.freq_base > 0.0 and params.freq_scale > 0.0
-    require(positive, "ROPE", f"freq_base and freq_scale must be over 0, got {params.freq_base}, {params.freq_scale}")
-    if params.ext_factor != 0.0:
-        require(params.freq_base > 1.0, "ROPE", f"YaRN needs a freq_base over 1, got {params.freq_base}")
-        require(params.n_ctx_orig > 0, "ROPE", f"YaRN needs n_ctx_orig over 0, got {params.n_ctx_orig}")
+    _check_frequencies(params)
     if factors is not None:
         fits = factors.dtype.name == "f32" and factors.ne[0] >= params.n_dims // 2
         require(fits, "ROPE", f"frequency factors must be f32 and at least n_dims/2 = {params.n_dims // 2}", factors)

@@ -136,7 +136,8 @@ SET_ROWS = register(
 def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """Rows of `a` by index. a: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]; result f32 [n, n_ids, d2, d3].
 
-    An integer `a` keeps its type. An index outside 0..n_rows-1 is the caller's error.
+    An integer `a` keeps its type. An index outside 0..n_rows-1 is the caller's error: what its row then holds
+    depends on the backend, but no other memory is read.
     """
     return build(GET_ROWS, a, ids, name=name)
 
@@ -145,6 +146,7 @@ def set_rows(rows: Tensor, ids: Tensor, target: Tensor, name: str = "") -> Tenso
     """Writes row i of `rows` to row ids[i] of `target`, in its type; returns a view of `target`.
 
     rows: f32 or f16 [n, n_ids, d2, d3]; ids: i64 or i32 [n_ids, e2, e3] with e2, e3 dividing d2, d3;
-    target: [n, n_rows, d2, d3], one of WRITABLE. !! Equal indices in one call leave either row.
+    target: [n, n_rows, d2, d3], one of WRITABLE. !! Equal indices in one call leave either row; an index outside
+    0..n_rows-1 writes nothing.
     """
     return build(SET_ROWS, rows, ids, target, name=name)

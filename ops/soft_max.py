@@ -38,6 +38,8 @@ def _infer(src: Sources, params: SoftMaxParams) -> Result:
     op = "SOFT_MAX"
     require(a.dtype.name == "f32", op, "the source must be f32", a)
     require(math.isfinite(params.scale), op, f"the scale must be finite, got {params.scale}")
+    sane = 0 <= params.max_bias < math.inf
+    require(sane, op, f"max_bias must be finite and not negative, got {params.max_bias}")
     if mask is not None:
         require(mask.dtype.name in ("f16", "f32"), op, "the mask must be f16 or f32", mask)
         fits = mask.ne[0] == a.ne[0] and mask.ne[1] >= a.ne[1]

@@ -17,20 +17,18 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
-from aot_arch import SHARED, target_of
+from aot_arch import target_of
 from aot_barriers import reused_barriers
 from aot_minima import plain_minima
-from kernel_accesses import differences, untold_by
+from kernel_accesses import differences
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -40,14 +38,11 @@ from graphrt.backend import Place, Usage
 from graphrt.backends.triton.kernels.flash_attn import (
     chooser,
     configs,
-    decode,
-    decode_configs,
-    hopper_launch,
-    hopper_mla,
-    hopper_quant,
     portable,
-    prefill,
 )
+from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
+from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
@@ -114,19 +109,17 @@ def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule:
     return [main] if schedule == "tile" else [main, portable.fixup_launch(args, t, p, target)]
 
 
-def repair_launches(arch: str, shape: Shape) -> list[Launch]:
-    """What does the tiles again that a prefill kernel marks, as the launcher makes it."""
+def served(arch: str, shape: Shape, force: str) -> AttentionKernel:
+    """The first kernel that serves a shape under a forced schedule."""
     p, target = problem(shape), target_of(arch)
-    kernel = prefill.find(p)
-    assert kernel is not None, shape
-    t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
-    config = configs.Config(t.block_m, t.block_n, 8, 1)
-    sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, t.block_m, t.block_n)
-    choice = chooser.choose(sizes, chooser.Device(132), "tile")
+    return next(kernel for kind in kernels_of(target) if (kernel := kind(p, target, force)).serves() is None)
+
+
+def launches_for(kernel: AttentionKernel) -> list[Launch]:
+    """All launches of a kernel, with a plan of its mask whose values nobody reads."""
     none = torch.zeros(4096, dtype=torch.int32)
-    plan = MaskPlan(none, none, none, none, none)
-    args = portable.main_arguments(p, t, config, choice, plan, none.view(torch.float32), target)
-    return [portable.repair_launch(args, none[: t.n_tiles + 1].clone(), config.warps, target)]
+    steps = kernel.launches(MaskPlan(none, none, none, none, none), False, Scratch("cpu"))
+    return [step for step in steps if isinstance(step, Launch)]
 
 
 def compiled(launch: Launch, arch: str) -> Any:
@@ -169,100 +162,31 @@ def _kind(value: Any) -> str | None:
     return "i32" if type(value) is int else None
 
 
-class Recorder:
-    """Stands for a kernel and keeps what it is called with."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.launches: list[Launch] = []
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            names = self.kernel.arg_names
-            given = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}
-            options = {k: v for k, v in kwargs.items() if k not in names}
-            self.launches.append(Launch(self.kernel, (1,), given, options))
-
-        return call
-
-
-def hopper_launches(shape: Shape) -> list[Launch]:
-    """The launcher's own prefill kernel for a shape on sm_90."""
-    p = problem(shape)
-    kernel = prefill.find(p)
-    assert kernel is not None, shape
-    t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
-    none = torch.zeros(max(2 * t.n_mask_tiles, t.n_tiles), dtype=torch.int32)
-    plan = MaskPlan(none[: 2 * t.n_mask_tiles].view(-1, 2), none, none, none, none)
-    recorders = []
-    with ExitStack() as stack:
-        for module in (hopper_launch, hopper_mla, hopper_quant):
-            stack.enter_context(patch.object(module, "multiprocessors", lambda device: 132))
-            for name in [n for n in vars(module) if n.endswith("_kernel")]:
-                recorders.append(Recorder(getattr(module, name)))
-                stack.enter_context(patch.object(module, name, recorders[-1]))
-        call = kernel.launch(p, plan, none)
-        call()
-    launches = [launch for recorder in recorders for launch in recorder.launches]
-    assert not untold_by(call, launches), untold_by(call, launches)
-    return launches
-
-
-def mla_shared_out_launches(shape: Shape, schedule: str) -> list[Launch]:
-    """The kernel for MLA's tiles that are shared out, and its fixup, on sm_90."""
-    p = problem(shape)
-    kernel = prefill.find_shared_out(p)
-    assert kernel is not None, shape
-    t = Tiling.of(p, kernel.config.block_m, kernel.config.block_n, kernel.pack)
-    config = configs.Config(t.block_m, t.block_n, 8, 1)
-    target = target_of("sm_90")
-    has_mask = not t.uniform(True)
-    sizes = chooser.Problem(p.n_q * t.pack, p.n_kv, t.n_groups, 2, 1, 576, 512, has_mask, t.block_m, t.block_n)
-    choice = chooser.choose(sizes, chooser.Device(132), schedule)
-    none = torch.zeros(4096, dtype=torch.int32)
-    plan = MaskPlan(none, none, none, none, none)
-    args = portable.main_arguments(p, t, config, choice, plan, none.view(torch.float32), target)
-    recorder = Recorder(hopper_mla.hopper_mla_attn_kernel)
-    with patch.object(hopper_mla, "hopper_mla_attn_kernel", recorder):
-        call = kernel.launch(p, plan, None, prefill.ranges_of(args))
-        call()
-    assert not untold_by(call, recorder.launches), untold_by(call, recorder.launches)
-    fixup = [] if schedule == "tile" else [portable.fixup_launch(args, t, p, target)]
-    return recorder.launches + fixup
-
-
 def mask_launches(shape: Shape) -> list[Launch]:
     """What makes the plan of a problem's mask, for tiles of 64 rows and 64 keys."""
     p = problem(shape)
     return MaskPlans("cpu").plan(p, Tiling.of(p, 64, 64), needs_sums=True)[1]
 
 
-def decode_launch(arch: str, shape: Shape, join: tuple[int, int] | None = None, early: bool = False) -> Launch:
+def decode_launch(arch: str, shape: Shape, early: bool = False) -> Launch:
     """The decode kernel's launch for a shape, with as many stages as shared memory holds. early: the mask's plan is."""
-    p = problem(shape)
-    own = decode_configs.config_for(p, arch != "sm_80", 132)
-    assert not isinstance(own, str), (shape, own)
-    t = Tiling.of(p, 16, own.block_n)
-    target = target_of(arch)
-    sizes = chooser.Problem(p.n_q, p.n_kv, p.n_head, 2, 1, p.k.d, p.v.d, True, 16, t.block_n)
-    choice = chooser.choose(sizes, chooser.Device(132), "stream_k")
-    none = torch.zeros(4096, dtype=torch.int32)
-    config = configs.Config(16, own.block_n, own.warps, own.stages)
-    args = portable.main_arguments(
-        p, t, config, choice, MaskPlan(none, none, none, none, none), none.view(torch.float32), target
-    )
-    given = decode_configs.arguments(args, own, none, none, join or decode_configs.join_of(args, t, own), early)
-    while decode_configs.shared_bytes(p.k.d, p.k.kind, p.v.kind, replace(own, stages=given["STAGES"])) > SHARED[arch]:
-        given["STAGES"] -= 1
-    return Launch(decode.flash_attn_decode, (1,), given, {"num_warps": own.warps})
+    p, none = problem(shape), torch.zeros(4096, dtype=torch.int32)
+    kernel = Decode(p, target_of(arch), "stream_k")
+    assert kernel.serves() is None, (shape, kernel.serves())
+    launch = kernel.launches(MaskPlan(none, none, none, none, none), early, Scratch("cpu"))[0]
+    assert isinstance(launch, Launch)
+    stages = kernel.chosen({}).stages
+    return Launch(launch.kernel, (1,), launch.args | {"STAGES": stages}, {"num_warps": kernel.config.warps})
 
 
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
-    """shared: bytes; registers; spills: loads and stores of spilled ones; loop_spills: of these, in innermost loops;
+    """What is asked of a compiled kernel, by name.
 
+    shared: bytes; registers; spills: loads and stores of spilled ones; loop_spills: of these, in innermost loops;
     unset: the first instruction that reads a uniform register before anything wrote it, "" if none does; serialized:
     what ptxas says where it makes each wgmma wait for the one before it, else ""; reused: see aot_barriers.py; plain:
-    places of minima and maxima of floats that lose a NaN."""
+    places of minima and maxima of floats that lose a NaN.
+    """
     found: dict[str, Any] = {"shared": kernel.metadata.shared, "unset": "", "serialized": "", "reused": [], "plain": []}
     if not arch.startswith("sm_"):
         text = kernel.asm["amdgcn"]
@@ -411,10 +335,13 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     if arch == "sm_90":
         for n_q, schedule in ((1, "split"), (6, "stream_k"), (64, "stream_k")):
             shape = Shape((576, 512), n_q, ("f16", "f16"), v_in_k=True)
-            yield f"{arch} shared out {schedule} {shape}", partial(mla_shared_out_launches, shape, schedule)
+            yield (
+                f"{arch} shared out {schedule} {shape}",
+                lambda s=shape, how=schedule: launches_for(served(arch, s, how)),
+            )
         for shape in PREFILL:
-            yield f"{arch} prefill {shape}", partial(hopper_launches, shape)
-        yield f"{arch} repair {PREFILL[0]}", partial(repair_launches, arch, PREFILL[0])
+            yield f"{arch} prefill {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
+        yield f"{arch} repair {PREFILL[0]}", lambda: launches_for(served(arch, PREFILL[0], "tile"))[1:]
     for shape in (Shape((128, 128), 128, ("f16", "f16")), Shape((64, 64), 1, ("f16", "f16"), n_kv=257)):
         yield f"{arch} mask {shape}", partial(mask_launches, shape)
     yield from other_ops(arch)

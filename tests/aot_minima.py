@@ -22,8 +22,7 @@ _SIZE = "a row's size, which decides by which power of two it is held as f16: th
 #: File and function of each place where the plain form stands, and why a NaN gets through all the same.
 PLAIN = {
     "experts/route.py _shares": _WEIGHTS,
-    "flash_attn/decode.py column_sums": _WEIGHTS,
-    "flash_attn/decode.py way_sums": _WEIGHTS,
+    "flash_attn/decode.py softmax_step": _WEIGHTS,
     "flash_attn/decode_join.py join_parts": _JOINED,
     "flash_attn/decode_join.py joined_ways": _JOINED,
     "flash_attn/decode_join.py normalized": _SINK,
@@ -31,16 +30,17 @@ PLAIN = {
     "flash_attn/forward.py join_ways": _JOINED,
     "flash_attn/forward.py normalized": _SINK,
     "flash_attn/forward.py softmax_step": _WEIGHTS,
-    "flash_attn/hopper.py finish": "|m| of a row, beside its sink's: a result that is not finite is marked by itself",
-    "flash_attn/hopper.py weigh": _WEIGHTS,
-    "flash_attn/hopper_mla.py attend": f"{_WEIGHTS}; {_SINK}",
-    "flash_attn/hopper_mla.py weigh_exactly": _WEIGHTS,
-    "flash_attn/hopper_softcap.py cap_level": "which form of tanh serves the block's numbers: all of them keep NaN",
-    "flash_attn/hopper_softmax.py halve": _WEIGHTS,
-    "flash_attn/hopper_softmax.py row_maximum": _WEIGHTS,
-    "flash_attn/hopper_softmax.py row_size": "as cap_level, which asks for it",
-    "flash_attn/hopper_softmax.py softmax_step": _WEIGHTS,
-    "flash_attn/hopper_softmax.py together": "row maxima, which are numbers: NaN was left out before",
+    "flash_attn/hopper/consumer.py finish": "|m| of a row: a result that is not finite is marked by itself",
+    "flash_attn/hopper/consumer.py weigh": _WEIGHTS,
+    "flash_attn/hopper/mla_scorer.py attend": _WEIGHTS,
+    "flash_attn/hopper/mla_scorer.py weigh_exactly": _WEIGHTS,
+    "flash_attn/hopper/softcap.py cap_level": "which form of tanh serves the block's numbers: all of them keep NaN",
+    "flash_attn/hopper/softmax.py halve": _WEIGHTS,
+    "flash_attn/hopper/softmax.py row_maximum": _WEIGHTS,
+    "flash_attn/hopper/softmax.py row_size": "as cap_level, which asks for it",
+    "flash_attn/hopper/softmax.py softmax_step": _WEIGHTS,
+    "flash_attn/hopper/softmax.py with_sink": _SINK,
+    "flash_attn/hopper/softmax.py together": "row maxima, which are numbers: NaN was left out before",
     "products/half_kernels.py _larger": _SIZE,
     "products/half_kernels.py round_rows": _SIZE,
     "products/half_kernels.py scaling_of": _SIZE,
@@ -81,12 +81,12 @@ def _named(place: str) -> str:
 
 @cache
 def _functions(name: str) -> list[tuple[str, int, int]]:
-    """Every function of the files of a name: with its file, and its first and last line."""
+    """Every kernel's function of the files of a name: with its file, and its first and last line."""
     return [found for path in sorted(KERNELS.rglob(name)) for found in _of_file(path)]
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, int, int]]:
     for f in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(f, ast.FunctionDef):
+        if isinstance(f, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in f.decorator_list):
             assert f.end_lineno is not None
             yield f"{path.relative_to(KERNELS).as_posix()} {f.name}", f.lineno, f.end_lineno

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from aot_arch import target_of
+from planned import lowered
 
 from graphrt import ops
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels import kq_mask, latent, rope, rows, sample, sort
+from graphrt.backends.triton.kernels import kq_mask, rope, rows, sample, sort
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.ops.rope import RopeParams
@@ -93,9 +94,9 @@ def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
             yield f"norm_rope_cache {kind} {n_tokens}", rope.lower_rope_cache(nodes, context(target))
     for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
         for n, n_seq, mode in ((1, 1, "normal"), (256, 2, "neox")):
-            steps = latent.lower_latent_rope_cache(latent_nodes(kind, n, mode, n_seq), context(target))
+            steps = lowered(latent_nodes(kind, n, mode, n_seq), context(target), "latent_rope_cache")
             yield f"latent_rope_cache {kind} {mode}", [s for s in steps if isinstance(s, Launch)][-1:]
-    steps = latent.lower_latent_rope_cache(latent_nodes("q8_0", 3, "neox", 1, 96, 96), context(target))
+    steps = lowered(latent_nodes("q8_0", 3, "neox", 1, 96, 96), context(target), "latent_rope_cache")
     yield "latent_rope_cache odd", steps[-1:]
     for mode, kind in (("normal", "f32"), ("neox", "f16")):
         a, factors = Tensor(kind, (80, 5, 33, 2)), Tensor("f32", (10,))

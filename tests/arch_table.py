@@ -32,7 +32,7 @@ from graphrt.models.arch import ARCHITECTURES  # noqa: E402
 from graphrt.models.arch.experts import MixtureDecoder  # noqa: E402
 from graphrt.models.arch.layout import Experts  # noqa: E402
 from graphrt.models.arch.skeleton import Decoder  # noqa: E402
-from graphrt.models.session import SessionOptions  # noqa: E402
+from graphrt.models.engine import SessionOptions  # noqa: E402
 from graphrt.testing import nmse  # noqa: E402
 
 README = HERE.parent / "README.md"

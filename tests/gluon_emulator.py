@@ -135,6 +135,11 @@ class Value:
         return int(self.data)
 
 
+def _value(x: Any) -> Value:
+    """A number as the kernel's language has it."""
+    return x if isinstance(x, Value) else Value(np.int32(x) if isinstance(x, int) else np.float32(x))
+
+
 class Memory:
     """Tensors of a launch at addresses of their own."""
 
@@ -255,7 +260,7 @@ class Gl:
         self.warps = warps
         self.program = 0
         self.programs = 1
-        for name in ("int8", "int16", "int32", "int64", "float16", "float32"):
+        for name in ("int8", "int16", "int32", "uint32", "int64", "float16", "float32"):
             setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp")))
 
     def program_id(self, axis: int) -> Value:
@@ -315,14 +320,20 @@ class Gl:
 
     def minimum(self, a: Any, b: Any, propagate_nan: Any = PropagateNan.NONE) -> Value:
         """Of NaN and a number the number, unless told otherwise: as min.f32 and min.NaN.f32."""
-        return a._with(b, np.minimum if _plain(propagate_nan) == PropagateNan.ALL else np.fmin)
+        return _value(a)._with(b, np.minimum if _plain(propagate_nan) == PropagateNan.ALL else np.fmin)
 
     def maximum(self, a: Any, b: Any, propagate_nan: Any = PropagateNan.NONE) -> Value:
-        return a._with(b, np.maximum if _plain(propagate_nan) == PropagateNan.ALL else np.fmax)
+        return _value(a)._with(b, np.maximum if _plain(propagate_nan) == PropagateNan.ALL else np.fmax)
 
     def exp(self, x: Value) -> Value:
         with np.errstate(over="ignore"):
             return Value(np.exp(x.data))
+
+    def exp2(self, x: Value) -> Value:
+        return Value(np.exp2(x.data))
+
+    def log2(self, x: Value) -> Value:
+        return Value(np.log2(x.data))
 
     def sum(self, x: Value, axis: int) -> Value:
         total = x.data.take(0, axis)

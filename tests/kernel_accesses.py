@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ptx_accesses import early_in_ptx
 from ttgir_accesses import CACHED, EARLY_READ, EARLY_WRITE, READ, WRITE, accesses_of
 
-from graphrt.backends.triton.accesses import Call, Declaration, declaration_of
+from graphrt.backends.triton.accesses import Declaration, declaration_of
 from graphrt.backends.triton.launch import Launch
-from graphrt.backends.triton.memory import span_of
 
 
 def differences(launch: Launch, ttgir: str, ptx: str = "") -> list[str]:
@@ -39,15 +36,3 @@ def _allowed(name: str, declared: Declaration, launch: Launch) -> set[str]:
     allowed |= {WRITE} if name in declared.writes else set()
     allowed |= {EARLY_READ} if early else set()
     return allowed | ({CACHED} if early and name not in declared.uncached else set())
-
-
-def untold_by(call: Call, launches: Sequence[Launch]) -> list[str]:
-    """Which accesses of the launches that a Call makes it does not declare."""
-    told = {(kind, span_of(a.memory)) for a in call.accesses() for kind in ("reads", "writes") if getattr(a, kind)}
-    return [
-        f"{launch.name}: {kind} {access.name}"
-        for launch in launches
-        for access in launch.accesses()
-        for kind in ("reads", "writes")
-        if getattr(access, kind) and (kind, span_of(access.memory)) not in told
-    ]

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 
 from graphrt.errors import ChatTemplateError
-from graphrt.models import chat_limits
+from graphrt.models import chat_arguments, chat_environment, chat_limits
 from graphrt.models.chat import ChatTemplate
-from graphrt.models.chat_limits import MAX_ARGUMENT, MAX_INT_BITS, MAX_VALUE, Budget, LimitError
+from graphrt.models.chat_arguments import MAX_ARGUMENT
+from graphrt.models.chat_limits import MAX_DEPTH, MAX_INT_BITS, MAX_VALUE, Budget, LimitError, Stream
+from graphrt.models.chat_renderer import Renderer
 
 EMPTY = sys.getsizeof("")  # bytes of a str beside its characters
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth - 1):
+        value = (value,)
+    return value
+
+
 def check_arguments(name: str, *args: Any, **kwargs: Any) -> None:
-    chat_limits.check_arguments(name, args, kwargs)
+    chat_arguments.check_arguments(name, args, kwargs)
 
 
 #: What passes, and the same a little larger, which does not.
@@ -36,6 +45,23 @@ EDGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "the keys of a dict": (
         lambda: chat_limits.weigh({"a" * 10**6 + str(i): 0 for i in range(4)}),
         lambda: chat_limits.weigh({"a" * 10**6 + str(i): 0 for i in range(5)}),
+    ),
+    "lists in lists": (
+        lambda: chat_limits.weigh(nested(MAX_DEPTH)), lambda: chat_limits.weigh(nested(MAX_DEPTH + 1)),
+    ),
+    "what a filter yields": (
+        lambda: chat_limits.weigh(Stream(["a" * 10**6] * 4)), lambda: chat_limits.weigh(Stream(["a" * 10**6] * 5)),
+    ),
+    "the values of a dict": (
+        lambda: chat_limits.weigh(dict.fromkeys(range(4), "a" * 10**6).values()),
+        lambda: chat_limits.weigh(dict.fromkeys(range(5), "a" * 10**6).values()),
+    ),
+    "digits of numbers": (
+        lambda: chat_limits.weigh([1 << 3000] * 4000), lambda: chat_limits.weigh([1 << 3000] * 4200),
+    ),
+    "all that a filter yields": (
+        lambda: Budget(60.0).drain("a" * 10**6 for _ in range(4)),
+        lambda: Budget(60.0).drain("a" * 10**6 for _ in range(5)),
     ),
     "a number given by place": (
         lambda: check_arguments("ljust", "a", MAX_ARGUMENT), lambda: check_arguments("ljust", "a", MAX_ARGUMENT + 1),
@@ -63,8 +89,9 @@ EDGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: check_arguments("join", "b" * 2000, ["a"] * 2000),
         lambda: check_arguments("join", "b" * 2000, ["a"] * 2100),
     ),
-    "joining what has no length": (
-        lambda: check_arguments("join", iter("ab"), "b" * 400), lambda: check_arguments("join", iter("ab"), "b" * 430),
+    "joining what a filter yields": (
+        lambda: check_arguments("join", Stream(["a"] * 2000), "b" * 2000),
+        lambda: check_arguments("join", Stream(["a"] * 2100), "b" * 2000),
     ),
     "indenting by a number": (
         lambda: check_arguments("indent", "a\n" * 1000, 1000), lambda: check_arguments("indent", "a\n" * 1000, 1100),
@@ -72,6 +99,49 @@ EDGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "indenting by a text": (
         lambda: check_arguments("indent", "a\n" * 1000, "b" * 1000),
         lambda: check_arguments("indent", "a\n" * 1000, "b" * 1100),
+    ),
+    "indenting lines that end otherwise": (
+        lambda: check_arguments("indent", "a\x85" * 1000, width=1000),
+        lambda: check_arguments("indent", "a\x85" * 1000, width=1100),
+    ),
+    "replacing by name": (
+        lambda: check_arguments("replace", "a" * 2000, old="a", new="b" * 2000),
+        lambda: check_arguments("replace", "a" * 2100, old="a", new="b" * 2000),
+    ),
+    "replacing the first few": (
+        lambda: check_arguments("replace", "a" * 2100, "a", "b" * 2000, 2000),
+        lambda: check_arguments("replace", "a" * 2100, "a", "b" * 2000, count=2099),
+    ),
+    "joining by name": (
+        lambda: check_arguments("join", ["a"] * 2000, d="b" * 2000),
+        lambda: check_arguments("join", ["a"] * 2100, d="b" * 2000),
+    ),
+    "pieces of a text": (
+        lambda: check_arguments("split", "a," * 50_000, ","), lambda: check_arguments("split", "a," * 52_000, ","),
+    ),
+    "pieces of a text between spaces": (
+        lambda: check_arguments("split", "a\u3000" * 48_000), lambda: check_arguments("split", "a\u3000" * 52_000),
+    ),
+    "lines of a text": (
+        lambda: check_arguments("splitlines", "a\r" * 50_000), lambda: check_arguments("splitlines", "a\r" * 52_000),
+    ),
+    "letters of ASCII": (
+        lambda: check_arguments("list", "a" * 524_000), lambda: check_arguments("list", "a" * 525_000),
+    ),
+    "letters beyond ASCII": (
+        lambda: check_arguments("list", "é" * 52_000), lambda: check_arguments("list", "é" * 53_000),
+    ),
+    "a search from the right": (
+        lambda: check_arguments("rfind", "a" * 10**5, "b" * 10**3),
+        lambda: check_arguments("rfind", "a" * 10**5, "b" * 1001),
+    ),
+    "characters to strip": (
+        lambda: check_arguments("trim", "a" * 10**5, chars="b" * 10**3),
+        lambda: check_arguments("trim", "a" * 10**5, chars="b" * 1001),
+    ),
+    "indents of JSON": (
+        lambda: check_arguments("tojson", [[1]] * 2500, indent=16),
+        lambda: check_arguments("tojson", [[1]] * 50_000, indent=16),
     ),
     "digits of a number": (
         lambda: check_arguments("int", "1" * 1000), lambda: check_arguments("int", "1" * 1001),
@@ -93,18 +163,25 @@ EDGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: chat_limits.check_power(2, -MAX_INT_BITS // 2), lambda: chat_limits.check_power(2, -MAX_INT_BITS),
     ),
     "a width of %": (
-        lambda: chat_limits.check_percent("%100d", 1), lambda: chat_limits.check_percent("%1000d", 1),
+        lambda: chat_arguments.check_percent("%100d", 1), lambda: chat_arguments.check_percent("%1000d", 1),
+    ),
+    "fills of %": (
+        lambda: chat_arguments.check_percent("%9d" * 2000, 1), lambda: chat_arguments.check_percent("%9d" * 2100, 1),
+    ),
+    "fills of format": (
+        lambda: chat_arguments.check_format("{0:9}" * 2000, (1,)),
+        lambda: chat_arguments.check_format("{0:9}" * 2100, (1,)),
     ),
     "many fields of %": (
-        lambda: chat_limits.check_percent("%s" * 9, "a" * 400_000),
-        lambda: chat_limits.check_percent("%s" * 10, "a" * 400_000),
+        lambda: chat_arguments.check_percent("%s" * 9, "a" * 400_000),
+        lambda: chat_arguments.check_percent("%s" * 10, "a" * 400_000),
     ),
     "a width of format": (
-        lambda: chat_limits.check_format("{:100}", (1,)), lambda: chat_limits.check_format("{:1000}", (1,)),
+        lambda: chat_arguments.check_format("{:100}", (1,)), lambda: chat_arguments.check_format("{:1000}", (1,)),
     ),
     "many fields of format": (
-        lambda: chat_limits.check_format("{0}" * 10, ("a" * 400_000,)),
-        lambda: chat_limits.check_format("{0}" * 11, ("a" * 400_000,)),
+        lambda: chat_arguments.check_format("{0}" * 10, ("a" * 400_000,)),
+        lambda: chat_arguments.check_format("{0}" * 11, ("a" * 400_000,)),
     ),
 }  # fmt: skip
 
@@ -157,7 +234,21 @@ def test_all_output_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
         budget.emit("d")
 
 
+def test_a_program_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted before anything is compiled: the output is a node, and so is each name."""
+    monkeypatch.setattr(chat_environment, "MAX_NODES", 11)
+    Renderer("{{a}}" * 10)
+    with pytest.raises(ChatTemplateError, match="it may have 11 expressions and statements, and has 12"):
+        Renderer("{{a}}" * 11)
+
+
 def test_a_reason_is_cut() -> None:
     with pytest.raises(ChatTemplateError) as caught:
         ChatTemplate("{{ raise_exception('x' * 4000) }}").render([{"role": "user", "content": "Hi"}])
     assert len(str(caught.value)) < 400 and str(caught.value).endswith("xxx...")
+
+
+def test_a_reason_steers_no_terminal() -> None:
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(r"{{ raise_exception('a\x1b[2Jb') }}").render([{"role": "user", "content": "Hi"}])
+    assert str(caught.value) == r"the chat template refuses these messages: a\x1b[2Jb."

@@ -18,17 +18,15 @@ from typing import Any
 import pytest
 import tiny
 import tiny_archs  # noqa: F401  (whose models are among tiny.py's others)
-import torch
 
 pytest.importorskip("triton")
 
-from kernel_accesses import untold_by
 from ptx_accesses import early_in_ptx
 from triton.runtime.errors import InterpreterError
 
 from graphrt import get_backend
 from graphrt.backends.triton import device
-from graphrt.backends.triton.accesses import Access, Call, Declaration, accesses
+from graphrt.backends.triton.accesses import Access, Declaration
 from graphrt.backends.triton.launch import Launch
 from graphrt.models.engine import SessionOptions
 from graphrt.models.model import load
@@ -121,20 +119,6 @@ def test_ptx_before_the_wait() -> None:
     assert early("selp.b64 %rd4, %rd2, %rd3, %p2; ld.global.b32 %r4, [%rd4];", wait)[0] == {"p_a", "p_b"}
     with pytest.raises(ValueError, match="comes from no parameter"):
         early("ld.global.b32 %r4, [%rd8];", wait)
-
-
-def test_what_a_call_keeps_to_itself_is_found() -> None:
-    """A Call makes launches by a function of its own, and has to declare all that they touch."""
-
-    @accesses(reads="p_x p_w", writes="p_out")
-    def kernel() -> None: ...
-
-    x = torch.zeros(8)
-    launch = Launch(kernel, (1,), {"p_x": x[:2], "p_w": x[2:4], "p_out": x[4:]})
-    assert not untold_by(Call("right", kernel, [x[:2], x[2:4]], [x[4:]]), [launch])
-    assert untold_by(Call("a read", kernel, [x[:2]], [x[4:]]), [launch]) == ["kernel: reads p_w"]
-    assert untold_by(Call("a write", kernel, [x[:2], x[2:4], x[4:]], []), [launch]) == ["kernel: writes p_out"]
-    assert untold_by(Call("bytes", kernel, [x[:2], x[2:4]], [x[5:]]), [launch]) == ["kernel: writes p_out"]
 
 
 def declared_kernels() -> list[tuple[str, Any, Declaration]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,6 +195,21 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("ROPE", lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4, ext_factor=1.0)), ("n_ctx_orig over 0",)),
     ("ROPE", lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4, freq_scale=0.0)), ("must be over 0", "0.0")),
     ("ROPE", lambda: ops.rope(f32(4, 2, 3), t("i32", 3), YARN, f32(1)), ("at least n_dims/2 = 2", "f32[1]")),
+    ("ROPE", lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4, freq_base=math.inf)), ("freq_base", "got inf")),
+    ("ROPE", lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4, attn_factor=math.nan)), ("finite", "nan")),
+    (
+        "ROPE",
+        lambda: ops.rope(f32(4, 2, 3), t("i32", 3), replace(YARN, beta_fast=0.0)),
+        ("YaRN needs beta_fast over 0", "0.0"),
+    ),
+    ("SCALE", lambda: ops.scale(f32(4), 1e300), ("scale must be a number that f32 holds", "1e+300")),
+    ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2), f32(4, 2), max_bias=-1.0), ("max_bias must be finite", "-1.0")),
+    ("CPY", lambda: ops.cpy(f32(4, 2), ops.view(f32(4, 2), (4, 2), (0,))), ("memory of its own for each element",)),
+    (
+        "SET_ROWS",
+        lambda: ops.set_rows(f32(4, 2), t("i64", 2), ops.view(f32(8, 8), (4, 3), (12,))),
+        ("memory of its own for each element",),
+    ),
     ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2), f32(4, 1)), ("ne[0] and at least its ne[1]", "f32[4, 2]", "f32[4]")),
     ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2), t("bf16", 4, 2)), ("mask must be f16 or f32", "bf16[4, 2]")),
     ("SOFT_MAX", lambda: ops.soft_max(f32(4, 2, 3), f32(4, 2, 2)), ("mask must divide", "f32[4, 2, 2]")),

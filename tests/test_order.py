@@ -22,7 +22,7 @@ from graphrt.backends.triton import TritonBackend
 from graphrt.backends.triton.accesses import Access, Call, accesses
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import ELSEWHERE, Target
-from graphrt.backends.triton.kernels.flash_attn import decode_configs
+from graphrt.backends.triton.kernels.flash_attn import decode_launch
 from graphrt.backends.triton.launch import Launch
 from graphrt.errors import BackendError
 from graphrt.execute import prepare
@@ -215,8 +215,8 @@ def first_steps(path: Path) -> list[Ordered]:
 
 def test_a_plan_that_is_no_older_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The decode kernel told that the mask's plan is older than the launch before it, which made it."""
-    given = decode_configs.arguments
-    monkeypatch.setattr(decode_configs, "arguments", lambda *args: given(*args[:5], True))
+    given = decode_launch.arguments
+    monkeypatch.setattr(decode_launch, "arguments", lambda *args: given(*args[:5], True))
     backends = planned()
     model = Model(synthetic("llama-1b:q8_0", 1), backends)
     found = [v for step in checked(model, backends, OPTIONS) for v in step.violations]

@@ -66,6 +66,37 @@ def _result_has_gaps() -> Graph:
     return Graph(node)
 
 
+def _result_lies_elsewhere() -> Graph:
+    node = ops.sqr(_input())
+    node.view_offs = 2**40
+    return Graph(node)
+
+
+def _result_lies_in_another_tensor() -> Graph:
+    a = _input()
+    node = ops.sqr(a)
+    node.view_src = a
+    return Graph(node)
+
+
+def _stride_is_negative() -> Graph:
+    node = ops.view(_input(), (4, 2))
+    node.nb = (4, -16, 32, 32)
+    return Graph(ops.cont(node))
+
+
+def _leaf_has_strides() -> Graph:
+    leaf = _input()
+    leaf.nb = (4, 2**20, 2**22, 2**22)
+    return Graph(ops.sqr(leaf))
+
+
+def _leaf_looks_elsewhere() -> Graph:
+    leaf = _input()
+    leaf.view_offs = -64
+    return Graph(ops.sqr(leaf))
+
+
 def _node_is_input() -> Graph:
     node = ops.sqr(_input())
     node.flags |= Flag.INPUT
@@ -96,6 +127,12 @@ def _leaf_ends_outside_its_buffer() -> Graph:
     return Graph(ops.sqr(leaf))
 
 
+def _leaf_starts_outside_its_buffer() -> Graph:
+    leaf = _bound(Usage.STATE, 128)
+    leaf.offset = -4
+    return Graph(ops.sqr(leaf))
+
+
 def _output_has_no_data() -> Graph:
     return Graph(ops.sqr(new_tensor("f32", 4, name="empty").as_output()))
 
@@ -110,6 +147,11 @@ BROKEN = [
     ("a result is what its op yields", _shape_is_not_the_op_s),
     ("a result is what its op yields", _type_is_not_the_op_s),
     ("a result is what its op yields", _strides_are_not_the_view_s),
+    ("a result is what its op yields", _result_lies_in_another_tensor),
+    ("views stay inside their source", _result_lies_elsewhere),
+    ("views stay inside their source", _stride_is_negative),
+    ("leafs have memory of their own", _leaf_has_strides),
+    ("leafs have memory of their own", _leaf_looks_elsewhere),
     ("views stay inside their source", _view_ends_outside),
     ("views stay inside their source", _view_starts_outside),
     ("results have no gaps", _result_has_gaps),
@@ -118,6 +160,7 @@ BROKEN = [
     ("weights are never written", _weights_are_written_through_a_view),
     ("leafs fit their buffers", _buffer_is_small),
     ("leafs fit their buffers", _leaf_ends_outside_its_buffer),
+    ("leafs fit their buffers", _leaf_starts_outside_its_buffer),
     ("leafs have data", _leaf_has_no_data),
     ("leafs have data", _output_has_no_data),
 ]

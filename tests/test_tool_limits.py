@@ -14,8 +14,8 @@ from graphrt import Graph, Tensor, get_backend, new_input, new_tensor, ops
 from graphrt.backend import Usage
 from graphrt.errors import GraphError
 from graphrt.judge import Verdict
+from graphrt.printing import human_bytes
 from graphrt.schedule import schedule
-from graphrt.text import human_bytes
 from graphrt.tools import diff_report, memory
 from graphrt.tools.bench_model import Test as Timed
 from graphrt.tools.bench_model import _seen, measure

@@ -13,15 +13,13 @@ import torch
 from graphrt import Graph, Tensor, new_input, ops
 from graphrt.errors import GraphError
 from graphrt.judge import PRECISIONS, Verdict, precision
-from graphrt.op import op_spec
 from graphrt.testing import Case, all_cases, nmse
 from graphrt.tools import checked_json, first_nan, trace
-from graphrt.tools.checked_json import parsed
+from graphrt.tools.checked_json import Checked, parsed
 from graphrt.tools.common import print_json, without_last_newline
 from graphrt.tools.conformance.lowprec import to_int8, why_not_rounded
 from graphrt.tools.conformance.model_cases import graph_cases
 from graphrt.tools.conformance.reference import know
-from graphrt.tools.conformance.saved import make_params
 from graphrt.tools.describe import describe
 from graphrt.tools.diff_nodes import NodeDiff
 from graphrt.tools.labels import heading, source_text, view_text
@@ -29,6 +27,7 @@ from graphrt.tools.node_stats import ENDS, ends, eval_callback_lines, stats_of
 from graphrt.tools.op_report import Row, _met, mean_of_llama
 from graphrt.tools.op_shapes import Mark, shapes_of
 from graphrt.tools.op_timing import FEWEST, MOST, Ceilings, Times, runs_for
+from graphrt.tools.rebuilt import params_of
 from graphrt.tools.traced_step import looked_at, n_steps
 
 # -- the low-precision result, which tolerances come from
@@ -172,11 +171,10 @@ def test_json_from_outside_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_params_with_lists_become_the_ops_own_again() -> None:
-    params = op_spec("RESHAPE").params
-    assert params is not None and make_params("RESHAPE", {"ne": [4, 2, 1, 1]}) == params((4, 2, 1, 1))
-    with pytest.raises(GraphError, match="RESHAPE takes ReshapeParams"):
-        make_params("RESHAPE", {"ne": [4], "more": 1})
-    assert make_params("ADD", None) is None
+    assert params_of(Checked({"ne": [4, 2, 1, 1]}), "RESHAPE") == {"ne": (4, 2, 1, 1)}
+    with pytest.raises(GraphError, match=r"\$ must have no field 'more', only ne"):
+        params_of(Checked({"ne": [4, 2, 1, 1], "more": 1}), "RESHAPE")
+    assert params_of(Checked(None), "ADD") is None
 
 
 def test_one_newline_at_the_end_belongs_to_no_prompt() -> None:

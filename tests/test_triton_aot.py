@@ -37,8 +37,8 @@ SPILLING = {
 }
 #: Hopper's own.
 HOPPER = {
-    "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn_kernel", "hopper_mla_attn_kernel",
-    "hopper_quant_attn_kernel", "list_tiles",
+    "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
+    "hopper_quant_attn", "list_tiles",
 }  # fmt: skip
 #: Kernels that never run on an architecture.
 ELSEWHERE = {

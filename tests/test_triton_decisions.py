@@ -33,7 +33,8 @@ if device.unusable() is not None:
 from graphrt.backends.triton import memory
 from graphrt.backends.triton.kernels import kq_mask
 from graphrt.backends.triton.kernels.experts.pairs import Pairs, listed_tiles, sorted_pairs
-from graphrt.backends.triton.kernels.flash_attn import decode_configs, portable
+from graphrt.backends.triton.kernels.flash_attn import decode_configs, decode_launch, portable
+from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
@@ -303,12 +304,12 @@ def test_a_mask_is_read_by_what_divides_all_of_its_addresses(n_kv: int, row: int
 
 
 def test_scratch_and_counters_of_attentions_suffice() -> None:
-    launcher = Launcher(device.INTERPRETER, context(device.INTERPRETER).place)
+    scratch = Scratch(device.INTERPRETER.device)
     sizes = [0, 4, 5, 100, 96, 101, 104]
-    parts = [launcher._part(n) for n in sizes]
+    parts = [scratch.part(n) for n in sizes]
     assert all(part.numel() * 4 >= max(n, 4) for part, n in zip(parts, sizes))
     assert parts[3] is parts[4] and parts[5] is parts[6]
-    counters = [launcher._counters(n) for n in (5, 6, 4, 6, 7)]
+    counters = [scratch.counters(n) for n in (5, 6, 4, 6, 7)]
     assert all(c.numel() >= n and not c.any() for c, n in zip(counters, (5, 6, 4, 6, 7)))
     assert counters[1] is counters[2] is counters[3]
 
@@ -320,7 +321,7 @@ def test_parts_are_joined_in_the_launch_only_where_each_tile_has_its_programs() 
     config: Any = decode_configs.find_decode_config(64, "f16", "f16")
 
     def rows(n_blocks: int = 20, **changed: Any) -> int:
-        return decode_configs.join_of(main | changed, tiling(n_blocks=n_blocks), config)[0]
+        return decode_launch.join_of(main | changed, tiling(n_blocks=n_blocks), config)[0]
 
     assert rows() == 4 and rows(programs=8) == 4 and rows(splits=3) == 4
     assert rows(programs=7) == 0, "a program has several tiles"

@@ -1,9 +1,12 @@
-"""JSON from outside, read field by field: whatever does not fit is refused with the path of the field."""
+"""JSON from outside, read field by field: whatever does not fit is refused with the path of the field. And plain() for
+the way out, so that what is written can be read again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from graphrt.errors import GraphError
@@ -14,6 +17,7 @@ T = TypeVar("T")
 MAX_CHARS = 256 * 2**20
 #: No count, size or offset is larger: sums and products of a few stay sensible numbers.
 MAX_WHOLE = 2**53
+MAX_FLOAT = sys.float_info.max
 
 
 def parsed(text: str, what: str) -> Checked:
@@ -43,7 +47,8 @@ class Checked:
 
     def refuse(self, rule: str) -> NoReturn:
         """Raises GraphError: the path, what must be there, and what is."""
-        shown = repr(self.value) if isinstance(self.value, (str, int, float, type(None))) else type(self.value).__name__
+        value = self.value[:80] if isinstance(self.value, str) else self.value
+        shown = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
         raise GraphError(f"{self.path} must be {rule}, got {shown[:80]}; mend the file or write it anew")
 
     def fields(self, *names: str) -> dict[str, Checked]:
@@ -78,8 +83,9 @@ class Checked:
         return tuple(item.whole(low, high) for item in self.items())
 
     def text(self, most: int) -> str:
-        if not isinstance(self.value, str) or len(self.value) > most:
-            self.refuse(f"a text of at most {most} characters")
+        """A text that can be printed: control characters could steer a terminal."""
+        if not isinstance(self.value, str) or len(self.value) > most or not self.value.isprintable():
+            self.refuse(f"a text of at most {most} characters, none of them a control character")
         return str(self.value)
 
     def one_of(self, values: Collection[str]) -> str:
@@ -93,12 +99,13 @@ class Checked:
         return self.value
 
     def number(self) -> float:
-        """A number, or "inf", "-inf", "nan", which JSON has no numbers for."""
+        """A number that a float can hold, or "inf", "-inf", "nan", which JSON has no numbers for."""
         if self.value in SPECIAL:
             return float(self.value)
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+        number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        if not number or not abs(self.value) <= MAX_FLOAT:
             self.refuse(f"a number or one of {', '.join(SPECIAL)}")
-        return self.value
+        return float(self.value)
 
     def optional(self, read: Callable[[Checked], T]) -> T | None:
         """None for null, else what `read` makes of it."""
@@ -107,3 +114,12 @@ class Checked:
 
 #: How a JSON file spells numbers that JSON does not know.
 SPECIAL: Sequence[str] = ("inf", "-inf", "nan")
+
+
+def plain(value: Any) -> Any:
+    """Objects, arrays and plain values of strict JSON, as parsed() takes them."""
+    if isinstance(value, Mapping):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

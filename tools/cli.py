@@ -46,6 +46,10 @@ VERBS = {
 FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 
 
+#: What to do where memory runs out.
+_LESS = "use a smaller model, a shorter context (-c) or smaller batches (-b), or free memory that others hold"
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with errors of two lines."""
 
@@ -74,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone (head, less); nobody is left to tell
         _discard_output()
         return 1
+    except MemoryError as error:  # numpy says how much it wanted, Python nothing
+        print(f"{who}: there is not enough memory{f' ({error})' if str(error) else ''}; {_LESS}", file=sys.stderr)
+        return 2
+    except RecursionError:
+        print(f"{who}: what was given is nested too deeply; is it the right file?", file=sys.stderr)
+        return 2
     except OSError as error:
         _discard_output()
         where = f" ({error.filename})" if error.filename else ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
+from graphrt.printing import printable as printable
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -127,14 +128,15 @@ def not_writable(path: str, reason: str | None) -> SessionError:
 
 
 def print_json(value: object) -> None:
-    """One line of strict JSON: numbers that it can't spell become null; ASCII only where stdout takes no more."""
+    """One line of strict JSON: numbers that it can't spell become null; ASCII only where stdout takes no more. What is
+    not printable, which could steer a terminal, is escaped."""
     value = _jsonable(value)
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
         text = json.dumps(value, allow_nan=False)
-    print(text)
+    print(text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
 def _jsonable(value: object) -> object:
@@ -143,11 +145,6 @@ def _jsonable(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_jsonable(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def printable(text: str) -> str:
-    """Control characters, which could steer a terminal, and surrogates become escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

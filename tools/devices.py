@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from graphrt.backend import BackendInfo, discover
-from graphrt.text import human_bytes
+from graphrt.printing import human_bytes
 from graphrt.tools.common import print_json, print_table
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from graphrt.tensor import Tensor
 from graphrt.tools.graph_run import GraphRun
 from graphrt.tools.llama_names import llama_name
 from graphrt.tools.node_stats import Values
+from graphrt.tools.npz import open_npz
 from graphrt.tools.traced_step import Step
 
 Run = Step | GraphRun
@@ -75,16 +75,15 @@ def _trimmed(shape: Sequence[int]) -> list[int]:
 
 def file_side(path: str) -> FileSide:
     """The arrays of a .npz file as float64. Raises GraphError."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name]) for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise GraphError(
-            f"values must be an .npz file as `graphrt trace -o` writes it, {path[:200]!r} is not: {error}"
-        ) from error
-    wrong = next((name for name, a in arrays.items() if a.dtype.kind not in "fiub"), None)
-    if wrong is not None:
-        raise GraphError(
-            f"values must be numbers by node name, {wrong[:80]!r} has type {arrays[wrong].dtype}; save arrays of them"
-        )
-    return FileSide(path, {name: a.astype(np.float64) for name, a in arrays.items()})
+    with open_npz(path, "values as `graphrt trace -o` writes them") as file, np.errstate(invalid="ignore"):
+        arrays, left = {}, file.most
+        for name in file.names:
+            values = file.array(name)
+            left -= 8 * values.size
+            if left < 0:
+                raise GraphError(
+                    f"values of this file may take {file.most} bytes as float64, they need more from {name[:80]!r} on; "
+                    f"save fewer nodes, or without packing them"
+                )
+            arrays[name] = values.astype(np.float64)
+    return FileSide(path, arrays)

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator
 
 from graphrt.errors import GraphError
+from graphrt.printing import count_text, human_bytes
 from graphrt.program import Fact, LaunchInfo
-from graphrt.text import count_text, human_bytes
 from graphrt.tools.describe import GraphInfo, TensorInfo
 from graphrt.tools.explain_steps import Explained, Step
 from graphrt.tools.explain_weights import weights_of

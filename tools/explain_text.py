@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from graphrt.text import count_text, human_bytes
+from graphrt.printing import count_text, human_bytes
 from graphrt.tools.common import printable, table_lines
 from graphrt.tools.explain_steps import Explained, Step, seconds_of
 from graphrt.tools.fold import Folded, fold

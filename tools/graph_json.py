@@ -7,20 +7,18 @@ graph = graph_of(info)           # built anew by the ops' own rules, and compare
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from graphrt import ops  # noqa: F401  (registers every op)
 from graphrt.backend import Usage
 from graphrt.dtypes import TYPES
 from graphrt.errors import GraphError
 from graphrt.graph import Graph
-from graphrt.op import build, op_spec, registered_ops
-from graphrt.tensor import MAX_DIMS, MAX_NAME, MAX_SRC, Dims, Flag, Tensor
-from graphrt.tools.checked_json import MAX_WHOLE, Checked, parsed
+from graphrt.op import registered_ops
+from graphrt.tensor import MAX_NAME, MAX_SRC, Flag, Tensor
+from graphrt.tools.checked_json import Checked, parsed, plain
 from graphrt.tools.describe import (
     BufferInfo,
     CopyInfo,
@@ -32,25 +30,18 @@ from graphrt.tools.describe import (
     ViewInfo,
     describe,
 )
+from graphrt.tools.rebuilt import MAX_LABEL, dims, params_of, rebuilt
 
 FORMAT, VERSION = "graphrt graph", 1
-MAX_TITLE, MAX_LABEL = 4096, 1024
+MAX_TITLE = 4096
 FLAGS = {"input": Flag.INPUT, "output": Flag.OUTPUT}
 USAGES = tuple(u.value for u in Usage)
 
 
 def to_json(info: GraphInfo) -> dict[str, Any]:
     """The description as objects, arrays and plain values of strict JSON."""
-    plain: dict[str, Any] = _plain(asdict(info))
-    return {"format": FORMAT, "version": VERSION, **plain}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    fields: dict[str, Any] = plain(asdict(info))
+    return {"format": FORMAT, "version": VERSION, **fields}
 
 
 def loads(text: str) -> GraphInfo:
@@ -87,10 +78,10 @@ def _tensor(item: Checked, index: int, sizes: Mapping[str, int]) -> TensorInfo:
         index=at["index"].whole(index, index),
         name=at["name"].text(MAX_NAME - 1),
         op=op,
-        params=_params(at["params"], op),
+        params=params_of(at["params"], op),
         dtype=at["dtype"].one_of(TYPES),
-        ne=_dims(at["ne"], 1),
-        nb=_dims(at["nb"], 0),
+        ne=dims(at["ne"], 1),
+        nb=dims(at["nb"], 0),
         src=tuple(s.optional(lambda s: s.whole(0, index - 1)) for s in at["src"].items(MAX_SRC)),
         view=at["view"].optional(lambda view: _view(view, index)),
         flags=tuple(flag.one_of(FLAGS) for flag in at["flags"].items(len(FLAGS))),
@@ -102,13 +93,6 @@ def _tensor(item: Checked, index: int, sizes: Mapping[str, int]) -> TensorInfo:
         group=at["group"].optional(lambda g: g.whole(0, sizes["groups"] - 1)),
         place=at["place"].optional(lambda place: _place(place, sizes["buffers"])),
     )
-
-
-def _dims(at: Checked, low: int) -> Dims:
-    a, b, c, d = at.wholes(MAX_DIMS, low)
-    if low and a * b * c * d > MAX_WHOLE:
-        at.refuse(f"the shape of at most {MAX_WHOLE} elements")
-    return (a, b, c, d)
 
 
 def _label(at: Checked) -> str:
@@ -150,40 +134,6 @@ def _buffer(at: Checked) -> BufferInfo:
     return BufferInfo(_label(field["backend"]), field["usage"].one_of(USAGES), field["nbytes"].whole())
 
 
-# ---- parameters ----
-
-
-@cache
-def _param_types(op: str) -> dict[str, Any] | None:
-    """The types of an op's parameters by name; None for an op without."""
-    cls = op_spec(op).params if op != "NONE" else None
-    return get_type_hints(cls) if cls is not None else None
-
-
-def _params(at: Checked, op: str) -> dict[str, Any] | None:
-    types = _param_types(op)
-    if types is None:
-        if at.value is not None:
-            at.refuse(f"null, since {op} has no parameters")
-        return None
-    return {name: _param(field, types[name]) for name, field in at.fields(*types).items()}
-
-
-def _param(at: Checked, kind: Any) -> Any:
-    """A parameter of that type: a number, text, bool, or a tuple of whole numbers."""
-    if kind is bool:
-        return at.true_or_false()
-    if kind is int:
-        return at.whole(-MAX_WHOLE)
-    if kind is float:
-        return at.number()
-    if kind is str:
-        return at.text(MAX_LABEL)
-    if get_origin(kind) is tuple and set(get_args(kind)) == {int}:
-        return at.wholes(len(get_args(kind)), -MAX_WHOLE)
-    raise GraphError(f"{at.path}: JSON holds parameters that are int, float, bool, str or tuples of int, got {kind}")
-
-
 # ---- back into a graph ----
 
 
@@ -195,25 +145,12 @@ def graph_of(info: GraphInfo) -> Graph:
     """
     made: list[Tensor] = []
     for t in info.tensors:
-        try:
-            made.append(_built(t, made))
-        except (GraphError, ArithmeticError, AssertionError, TypeError, ValueError) as error:
-            raise GraphError(f"$.tensors[{t.index}] must be a tensor that {t.op} can give: {error}; mend it") from error
+        src = [made[i] if i is not None else None for i in t.src]
+        flags = sum((FLAGS[flag] for flag in t.flags), Flag.NONE)
+        made.append(rebuilt(f"$.tensors[{t.index}]", t.op, t.dtype, t.ne, t.name, t.params, src, flags))
     graph = Graph(*(made[i] for i in info.outputs))
     _check_same(info, describe(graph))
     return graph
-
-
-def _built(t: TensorInfo, made: list[Tensor]) -> Tensor:
-    if t.is_leaf:
-        tensor = Tensor(t.dtype, t.ne, name=t.name)
-    else:
-        spec = op_spec(t.op)
-        params = spec.params(**t.params) if spec.params is not None and t.params is not None else None
-        tensor = build(spec, *(made[i] if i is not None else None for i in t.src), params=params, name=t.name)
-    for flag in t.flags:
-        tensor.flags |= FLAGS[flag]
-    return tensor
 
 
 _PREPARED = ("backend", "split", "group", "place")
@@ -222,7 +159,7 @@ _PREPARED = ("backend", "split", "group", "place")
 def _check_same(info: GraphInfo, found: GraphInfo) -> None:
     """Raises GraphError for the first field in which the graph that came out differs from its description."""
     for i, (said, is_) in enumerate(zip(info.tensors, found.tensors)):
-        a, b = _plain(asdict(said)), _plain(asdict(is_))
+        a, b = plain(asdict(said)), plain(asdict(is_))
         for name in a:
             if name not in _PREPARED and a[name] != b[name]:
                 raise GraphError(

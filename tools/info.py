@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphrt.text import human_bytes
-from graphrt.tools.common import MODEL_HELP, print_json, print_table, printable, whole
+from graphrt.printing import brief_name, human_bytes, printable
+from graphrt.tools.common import MODEL_HELP, print_json, print_table, whole
 
 if TYPE_CHECKING:
     from graphrt.execute import Executable
@@ -99,7 +99,7 @@ def _one_token(model: Model, options: SessionOptions) -> tuple[int, int, Executa
 
 def _print(facts: dict[str, Any], every_tensor: bool) -> None:
     print(f"{facts['path']}: GGUF version {facts['version']}, {facts['byte_order']}-endian\n")
-    print_table(("key", "value"), [(key, _line(value)) for key, value in facts["metadata"].items()])
+    print_table(("key", "value"), [(brief_name(key), _line(value)) for key, value in facts["metadata"].items()])
     tensors = facts["tensors"]
     total, counts = Counter[str](), Counter(t["type"] for t in tensors)
     for t in tensors:
@@ -126,5 +126,4 @@ def _print_needs(needs: dict[str, Any]) -> None:
 def _line(value: Any) -> str:
     if isinstance(value, dict):  # a long array, see _shown
         value = f"{value['length']} values: {', '.join(map(str, value['first']))}, ..."
-    text = printable(str(value))
-    return text if len(text) <= 100 else text[:97] + "..."
+    return brief_name(str(value), 100)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from graphrt.text import human_bytes
+from graphrt.printing import human_bytes
 from graphrt.tools.common import printable
 from graphrt.tools.lifetimes import Life, Step
 from graphrt.tools.memory_report import ArenaReport, MemoryReport

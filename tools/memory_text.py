@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from graphrt.text import human_bytes
+from graphrt.printing import human_bytes
 from graphrt.tools.common import printable, table_lines
 from graphrt.tools.lifetimes import Life, Step
 from graphrt.tools.memory_limit import COUNTED, Fit

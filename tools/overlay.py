@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphrt.errors import GraphError
-from graphrt.text import human_bytes
+from graphrt.printing import human_bytes
 from graphrt.tools.checked_json import Checked, parsed
 from graphrt.tools.common import read_text
 from graphrt.tools.describe import GraphInfo

@@ -165,7 +165,7 @@ def main(args: argparse.Namespace) -> int:
     sampling = sampler_params(args)
     loading = time.perf_counter()
     needs: dict[str, Any] = {}
-    model = load_model(args, args.exact, partial(_check_memory, args, needs))
+    model = load_model(args, args.exact, partial(_before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
     session = model.session(session_options(args))
     for sentence in session.fallbacks():
@@ -186,6 +186,17 @@ def main(args: argparse.Namespace) -> int:
         made = {"prompt_tokens": tokens, "tokens": tally.tokens, "text": text, "timings": timings}
         print_json(made | needs | profile)
     return 130 if tally.interrupted else 0
+
+
+def _before_weights(
+    args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]
+) -> None:
+    """What can go on while the weights are read, and what must be known before."""
+    from graphrt.models.chat import start_soon
+
+    if not args.raw:
+        start_soon(file.metadata)
+    _check_memory(args, told, file, backends)
 
 
 def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
@@ -232,11 +243,14 @@ def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> N
 
 
 def _tokens(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
+    from graphrt.models.engine import check_options
+
     if args.system and (args.raw or model.chat_template is None):
         why = "--raw leaves that out" if args.raw else "this model has none"
         raise SessionError(f"a system message (-sys) needs the chat template, and {why}; write it into the prompt")
     try:
-        return model.prompt_tokens(prompt, raw=args.raw, system=args.system)
+        n_ctx, _ = check_options(session_options(args), model.network.hp)
+        return model.prompt_tokens(prompt, raw=args.raw, system=args.system, n_ctx=n_ctx)
     except ChatTemplateError as error:
         raise ChatTemplateError(f"{error}\n--raw gives the prompt to the model without the template") from error
 

@@ -11,6 +11,7 @@ import torch
 from graphrt.backend import Place
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.memory import CpuBuffer, strided
+from graphrt.bounds import span
 from graphrt.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -32,12 +33,13 @@ class Lowering:
         return joined.call
 
     def at(self, t: Tensor | None) -> int:
-        """The address of a tensor, 0 for an absent one."""
+        """The address of a tensor, 0 for an absent one. Raises MemoryPlanError for one that leaves its buffer."""
         if t is None:
             return 0
         buffer, offset = self.place(t)
         assert isinstance(buffer, CpuBuffer)
-        return buffer.memory.data_ptr() + offset
+        start, _ = span(t, offset, buffer.nbytes)
+        return buffer.memory.data_ptr() + start
 
     def look(self, t: Tensor) -> torch.Tensor:
         """The tensor's stored elements as torch sees them."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from graphrt.backend import Buffer, Bytes, Usage
+from graphrt.bounds import span
 from graphrt.dtypes import DType
 from graphrt.errors import MemoryPlanError
 from graphrt.tensor import Tensor
@@ -63,11 +64,13 @@ def wrap(data: Bytes) -> CpuBuffer:
 
 
 def strided(memory: torch.Tensor, offset: int, t: Tensor) -> torch.Tensor:
-    """The elements of `t` at `offset` bytes of `memory` in torch's shape; a quantized row as uint8 bytes."""
+    """The elements of `t` at `offset` bytes of `memory` in torch's shape; a quantized row as uint8 bytes.
+
+    Raises MemoryPlanError when they are not all inside.
+    """
+    start, stop = span(t, offset, memory.numel())
     if t.dtype.is_quantized:
-        span = memory[offset : offset + t.nbytes]
-        return span.as_strided((*t.shape[:3], t.dtype.row_size(t.ne[0])), (*t.nb[:0:-1], 1))
+        return memory[start:stop].as_strided((*t.shape[:3], t.dtype.row_size(t.ne[0])), (*t.nb[:0:-1], 1))
     kind = torch_type(t.dtype)
     size = t.dtype.type_size
-    span = memory[offset : offset + t.nbytes].view(kind)
-    return span.as_strided(t.shape, [stride // size for stride in t.nb[::-1]])
+    return memory[start:stop].view(kind).as_strided(t.shape, [stride // size for stride in t.nb[::-1]])

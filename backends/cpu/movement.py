@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from graphrt.backends.cpu.blocks import decode, encode
@@ -11,23 +13,27 @@ from graphrt.tensor import Tensor
 
 @reference("GET_ROWS", stored=(0,))
 def get_rows(node: Tensor, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Decodes only the rows asked for; float32 holds what a row of any type holds."""
+    """Decodes only the rows asked for; float32 holds what a row of any type holds. A row that is not there is NaN, -1
+    in integers."""
     source = node.src[0]
     assert source is not None
     d3, d2 = a.shape[:2]
     i3, i2 = torch.arange(d3)[:, None, None], torch.arange(d2)[None, :, None]
-    picked = a[i3, i2, ids.reshape(d3, d2, -1)]
-    return decode(picked, source.dtype, torch.float32)
+    rows = ids.reshape(d3, d2, -1)
+    outside = (rows < 0) | (rows >= source.ne[1])
+    picked = decode(a[i3, i2, rows.masked_fill(outside, 0)], source.dtype, torch.float32)
+    return picked.masked_fill(outside[..., None], -1 if source.dtype.kind == "int" else math.nan)
 
 
 @reference("SET_ROWS", stored=(2,))
 def set_rows(node: Tensor, rows: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Writes into `target`, the stored elements, and returns the rows as they were given."""
+    """Writes into `target`, the stored elements, and returns the rows as they were given. An index outside is left
+    out, so that a wrong one does not write elsewhere."""
     d3, d2 = rows.shape[:2]
     e3, e2 = ids.shape[1:3]
     spread = ids.reshape(e3, e2, -1).repeat(d3 // e3, d2 // e2, 1)
-    i3, i2 = torch.arange(d3)[:, None, None], torch.arange(d2)[None, :, None]
-    target[i3, i2, spread] = encode(rows, node.dtype)
+    i3, i2, i1 = ((spread >= 0) & (spread < node.ne[1])).nonzero(as_tuple=True)
+    target[i3, i2, spread[i3, i2, i1]] = encode(rows, node.dtype)[i3, i2, i1]
     return rows
 
 

@@ -112,13 +112,12 @@ class Step(Protocol):
 
 
 class Call:
-    """A step that is no Launch: torch operations, or kernels launched by a function of their own.
+    """A step that is no Launch: torch operations. It begins when all before it has ended.
 
-    It begins when all before it has ended, or if starts_early earlier, and waits before it touches memory. name: for
-    people; reads, writes: all memory that it touches; helper: see accesses().
+    name: for people; reads, writes: all memory that it touches; helper: see accesses().
     """
 
-    lets_go_early = False
+    starts_early = waits = lets_go_early = False
 
     def __init__(
         self,
@@ -126,14 +125,12 @@ class Call:
         function: Callable[[], object],
         reads: Sequence[torch.Tensor | None],
         writes: Sequence[torch.Tensor | None],
-        starts_early: bool = False,
         helper: bool = False,
     ) -> None:
         self.name = name
         self.function = function
         self.reads = [t for t in reads if t is not None]
         self.writes = [t for t in writes if t is not None]
-        self.starts_early = self.waits = starts_early
         self.helper = helper
 
     def __call__(self) -> None:

@@ -132,7 +132,7 @@ class TritonBackend(Backend):
         attention = Launcher(self.target, place, self.schedule, self.config)
         with current(self.target.device):
             segments = lower(groups, Context(place, self.target, self.exact), attention)
-        return Captured(segments, self.target, self.capture, attention.redone)
+        return Captured(segments, self.target, self.capture, attention.scratch.redone)
 
     def synchronize(self) -> None:
         if self.target.is_here and not interpreting():

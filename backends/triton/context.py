@@ -16,6 +16,7 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack, packing_of
 from graphrt.backends.triton.weights import unpacked
+from graphrt.bounds import span
 from graphrt.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class Context:
         memory = unpacked(buffer) if isinstance(buffer, PackedBuffer) else buffer.memory
         kind = PLAIN_TYPES.get(t.dtype.name, torch.uint8)
         size = kind.itemsize
-        data = memory[offset : offset + t.nbytes // size * size].view(kind)
+        start, stop = span(t, offset, memory.numel())
+        data = memory[start : start + (stop - start) // size * size].view(kind)
         nb0, nb1, nb2, nb3 = (n // size for n in t.nb)
         return View(t, data, (nb0, nb1, nb2, nb3))
 
@@ -94,7 +96,8 @@ class Context:
         """A tensor of packed weights, or of whole rows of them, as it lies; None for what lies otherwise."""
         buffer, offset = self.place(t)
         if isinstance(buffer, PackedBuffer):
-            first, rest = divmod(offset, buffer.packed.row_bytes)
+            start, _ = span(t, offset, buffer.nbytes)
+            first, rest = divmod(start, buffer.packed.row_bytes)
             if rest == 0 and t.is_contiguous and t.ne[0] == buffer.packed.k:  # whole rows of it are rows of the planes
                 return buffer.packed.part(first, first + t.n_rows)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def step_info(segment: Segment, sm_count: int) -> StepInfo:
     """A segment for those who ask. sm_count: of the device, which programs are shared out over."""
-    launches = tuple(_launch(step.info(), segment.chosen) for step in segment.steps)
+    launches = tuple(step.info() for step in segment.steps)
     choice: Choice | None = None
     if segment.chosen is not None:
         choice = AttentionChoice(segment.chosen, sm_count)
@@ -33,14 +33,6 @@ def step_info(segment: Segment, sm_count: int) -> StepInfo:
 
 def _alone(segment: Segment) -> Run:
     return in_order(segment.steps)
-
-
-def _launch(info: LaunchInfo, chosen: Chosen | None) -> LaunchInfo:
-    """A launch by a function of its own, as Hopper's attention kernels are launched, tells no grid: its choice does."""
-    if chosen is None or info.grid is not None:
-        return info
-    config = tuple((f.name.upper(), getattr(chosen.config, f.name)) for f in fields(chosen.config))
-    return replace(info, grid=(chosen.programs,), constants=config)
 
 
 def _split(launches: Sequence[LaunchInfo]) -> str:

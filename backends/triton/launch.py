@@ -55,8 +55,12 @@ class Launch:
     @property
     def waits(self) -> bool:
         """Its kernel is compiled to wait for the launch before it."""
-        form = self.args.get("form", self.args.get("spec"))  # the constants of a Gluon kernel, in one record
-        return bool(self.args.get("PDL", getattr(form, "pdl", False)))
+        return bool(self.args.get("PDL", getattr(self.form, "pdl", False)))
+
+    @property
+    def form(self) -> Any:
+        """The record that has the constants of a Gluon kernel, None where there is none."""
+        return self.args.get("form", self.args.get("spec"))
 
     @property
     def name(self) -> str:
@@ -81,7 +85,7 @@ class Launch:
 
     def info(self) -> LaunchInfo:
         """For those who ask what a program launches."""
-        args = self.args | (vars(self.args["form"]) if "form" in self.args else {})  # a kernel's choices in one record
+        args = self.args | (vars(self.form) if self.form is not None else {})
         chosen = {k for k in args if k.isupper() or k == "n_splits" or k not in self.args}
         return LaunchInfo(
             self.name,

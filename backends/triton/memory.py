@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from graphrt.backend import Buffer, Bytes, Comparison, Usage
+from graphrt.bounds import span
 from graphrt.errors import MemoryPlanError
 from graphrt.tensor import Tensor
 
@@ -168,4 +169,5 @@ def elements(buffer: Buffer, offset: int, t: Tensor, kind: torch.dtype) -> torch
     """The memory of `t` from `offset` on as a flat torch tensor of `kind`, up to its last whole element."""
     assert isinstance(buffer, TritonBuffer)
     size = kind.itemsize
-    return buffer.memory[offset : offset + -(-t.nbytes // size) * size].view(kind)
+    start, stop = span(t, offset, buffer.nbytes)
+    return buffer.memory[start : start + -(-(stop - start) // size) * size].view(kind)

@@ -22,7 +22,7 @@ import torch
 from graphrt.backend import Buffer, Bytes, Comparison, Usage
 from graphrt.backends.triton.memory import TritonBuffer, empty, upload
 from graphrt.dtypes import dtype
-from graphrt.text import count_text
+from graphrt.printing import count_text
 
 #: Elements of a group.
 GROUP = 32
@@ -33,25 +33,65 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How a type lies packed. A value is scale * (code - offset), or scale * code - min where the type has mins.
+class ScaleForm:
+    """How the scales of groups lie. Kernels branch on its name and on nothing else of a type's scales.
 
-    bits: of a code in `quants`; high_bits: of a code in `high`, above those; scale_type, scales: `scales` is
-    [rows, k / 32, scales] of it; supers: `supers` is f16 [rows, k / 256, supers], 0: there are none; signed: codes are
-    int8; codebook: values that codes stand for (int8), None: the code itself.
-    scales: 1 of the group; 2: of q4_1 and q5_1 d and m (a value is d * code + m), of q4_K and q5_K the 6-bit scale and
-    min (d * scale * code - dmin * min), of q2_K, q3_K and q6_K one for each half of 16 (q2_K: scale | min << 4).
+    dtype, count: `scales` is [rows, k / 32, count] of it; supers: `supers` is f16 [rows, k / 256, supers], 0: there are
+    none; has_min: something is taken off, or added to, scale * code. "halves": of 16 elements each.
+    """
+
+    name: str
+    dtype: torch.dtype
+    count: int
+    supers: int = 0
+    has_min: bool = False
+
+
+#: d.
+F16_SCALE = ScaleForm("f16", torch.float16, 1)
+#: d and m: a value is d * code + m.
+F16_MIN = ScaleForm("f16_min", torch.float16, 2, has_min=True)
+#: An exponent e: 2^(e - 127), or 2^(e - 128) for a codebook of doubled values.
+E8M0 = ScaleForm("e8m0", torch.uint8, 1)
+#: d * scale.
+I8 = ScaleForm("i8", torch.int8, 1, supers=1)
+I8_HALVES = ScaleForm("i8_halves", torch.int8, 2, supers=1)
+#: A 6-bit scale and a 6-bit min: d * scale * code - dmin * min.
+U6_MIN = ScaleForm("u6_min", torch.uint8, 2, supers=2, has_min=True)
+#: The same of half groups, in a byte each: scale | min << 4.
+U4_MIN_HALVES = ScaleForm("u4_min_halves", torch.uint8, 2, supers=2, has_min=True)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a type lies packed: its features, which kernels ask for instead of its name.
+
+    A value is scale * (code - offset), or what `scale` says where that has mins. bits: of a code in `quants`;
+    high_bits: of a code in `high`, above those; signed: codes are int8; codebook: values that codes stand for (int8),
+    None: the code itself.
     """
 
     kind: str
     bits: int
     high_bits: int
-    scale_type: torch.dtype
-    scales: int
-    supers: int
+    scale: ScaleForm
     offset: int = 0
     signed: bool = False
     codebook: tuple[int, ...] | None = None
+
+    @property
+    def scale_type(self) -> torch.dtype:
+        return self.scale.dtype
+
+    @property
+    def scales(self) -> int:
+        """Elements of a group in `scales`."""
+        return self.scale.count
+
+    @property
+    def supers(self) -> int:
+        """Elements of a superblock in `supers`."""
+        return self.scale.supers
 
     @property
     def words(self) -> int:
@@ -65,35 +105,29 @@ class Packing:
 
     @property
     def has_min(self) -> bool:
-        return self.kind in ("q4_1", "q5_1", "q2_K", "q4_K", "q5_K")
-
-    @property
-    def half_scales(self) -> bool:
-        """Each half group has a scale of its own."""
-        return self.kind in ("q2_K", "q3_K", "q6_K")
+        return self.scale.has_min
 
 
 _IQ4 = tuple(gguf.quants.IQ4_NL.kvalues)
 #: Twice e2m1's values. (gguf has them too, but not in every version that will do for the rest.)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_F16, _I8, _U8 = torch.float16, torch.int8, torch.uint8
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _PACKINGS = {
     p.kind: p
     for p in (
-        Packing("q4_0", 4, 0, _F16, 1, 0, offset=8),
-        Packing("q4_1", 4, 0, _F16, 2, 0),
-        Packing("q5_0", 4, 1, _F16, 1, 0, offset=16),
-        Packing("q5_1", 4, 1, _F16, 2, 0),
-        Packing("q8_0", 8, 0, _F16, 1, 0, signed=True),
-        Packing("q2_K", 2, 0, _U8, 2, 2),
-        Packing("q3_K", 2, 1, _I8, 2, 1, offset=4),
-        Packing("q4_K", 4, 0, _U8, 2, 2),
-        Packing("q5_K", 4, 1, _U8, 2, 2),
-        Packing("q6_K", 4, 2, _I8, 2, 1, offset=32),
-        Packing("iq4_nl", 4, 0, _F16, 1, 0, codebook=_IQ4),
-        Packing("iq4_xs", 4, 0, _I8, 1, 1, codebook=_IQ4),
-        Packing("mxfp4", 4, 0, _U8, 1, 0, codebook=_E2M1),
+        Packing("q4_0", 4, 0, F16_SCALE, offset=8),
+        Packing("q4_1", 4, 0, F16_MIN),
+        Packing("q5_0", 4, 1, F16_SCALE, offset=16),
+        Packing("q5_1", 4, 1, F16_MIN),
+        Packing("q8_0", 8, 0, F16_SCALE, signed=True),
+        Packing("q2_K", 2, 0, U4_MIN_HALVES),
+        Packing("q3_K", 2, 1, I8_HALVES, offset=4),
+        Packing("q4_K", 4, 0, U6_MIN),
+        Packing("q5_K", 4, 1, U6_MIN),
+        Packing("q6_K", 4, 2, I8_HALVES, offset=32),
+        Packing("iq4_nl", 4, 0, F16_SCALE, codebook=_IQ4),
+        Packing("iq4_xs", 4, 0, I8, codebook=_IQ4),
+        Packing("mxfp4", 4, 0, E8M0, codebook=E2M1),
     )
 }
 
@@ -136,7 +170,7 @@ class Packed:
             "quants": (torch.int32, (rows, groups, packing.words)),
             "high": (torch.int32, (rows, groups, packing.high_words)),
             "scales": (packing.scale_type, (rows, groups, packing.scales)),
-            "supers": (_F16, (rows, k // 256, packing.supers)),
+            "supers": (torch.float16, (rows, k // 256, packing.supers)),
         }
         sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in shapes.items()}
         starts, end = {}, 0
@@ -227,7 +261,7 @@ def pack(blocks: torch.Tensor, into: Packed) -> None:
 
 def unpack(packed: Packed) -> torch.Tensor:
     """The raw blocks again: uint8 [rows, row bytes], byte for byte what pack() was given."""
-    blocks = torch.empty((packed.rows, packed.row_bytes), dtype=_U8, device=packed.memory.device)
+    blocks = torch.empty((packed.rows, packed.row_bytes), dtype=torch.uint8, device=packed.memory.device)
     for first, last in _slices(packed.rows, packed.k):
         _unpack_rows(packed.part(first, last), blocks[first:last])
     return blocks
@@ -264,10 +298,10 @@ def _unpack_rows(packed: Packed, blocks: torch.Tensor) -> None:
     put(raw.low.span, _merged(_from_plane(packed.quants, packing.bits).view(*shape, -1), raw.low))
     if packed.high is not None and raw.high is not None:
         put(raw.high.span, _merged(_from_plane(packed.high, packing.high_bits).view(*shape, -1), raw.high))
-    scales = packed.scales.view(_U8).reshape(*shape, -1)
+    scales = packed.scales.view(torch.uint8).reshape(*shape, -1)
     put(_span(raw.scales), _SCALES[packed.kind][1](scales) if packed.kind in _SCALES else scales)
     if packed.supers is not None:
-        put(_span(raw.supers), packed.supers.view(_U8))
+        put(_span(raw.supers), packed.supers.view(torch.uint8))
 
 
 def _span(part: tuple[int, int]) -> slice:
@@ -276,7 +310,7 @@ def _span(part: tuple[int, int]) -> slice:
 
 def _copy(plane: torch.Tensor, data: torch.Tensor) -> None:
     """Bytes into a plane of any type: as bytes, since a NaN may lose its bits as a number."""
-    plane = plane.view(_U8)
+    plane = plane.view(torch.uint8)
     plane.copy_(data.reshape(plane.shape))
 
 
@@ -298,7 +332,7 @@ def _to_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _from_plane(plane: torch.Tensor, bits: int) -> torch.Tensor:
     """The codes of a plane [rows, groups, words], in order: uint8 [rows, codes]."""
-    codes = plane.view(_U8).flatten(1)
+    codes = plane.view(torch.uint8).flatten(1)
     if bits == 8:
         return codes
     codes = split_bits(codes, bits, 4)
@@ -309,7 +343,7 @@ def split_bits(data: torch.Tensor, bits: int, lanes: int) -> torch.Tensor:
     """Bytes [..., n] as codes, uint8 [..., n * 8 / bits]: for every `lanes` bytes first their lowest bits' codes."""
     if bits == 8:
         return data
-    shifts = torch.arange(0, 8, bits, dtype=_U8, device=data.device)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
     data = data.reshape(*data.shape[:-1], -1, 1, lanes)
     return ((data >> shifts[:, None]) & ((1 << bits) - 1)).flatten(-3)
 
@@ -416,7 +450,8 @@ class PackedBuffer(TritonBuffer):
             part = self.packed.part(first + a, first + b)
             begin, end = max(a * row_bytes, skip), min(b * row_bytes, skip + data.size)
             whole = end - begin == (b - a) * row_bytes
-            rows = torch.empty((b - a, row_bytes), dtype=_U8, device=self.memory.device) if whole else unpack(part)
+            device = self.memory.device
+            rows = torch.empty((b - a, row_bytes), dtype=torch.uint8, device=device) if whole else unpack(part)
             upload(data[begin - skip : end - skip], rows.view(-1)[begin - a * row_bytes : end - a * row_bytes])
             pack(rows, part)
 

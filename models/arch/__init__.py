@@ -7,9 +7,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 from graphrt.errors import ArchError
+from graphrt.printing import MOST, brief
 
 if TYPE_CHECKING:
     from graphrt.models.arch.transformer import Transformer
+    from graphrt.models.gguf import GGUFFile
+    from graphrt.models.hparams import HParams
 
 #: general.architecture -> module and class. A module is imported when a file asks for it.
 ARCHITECTURES = {
@@ -55,15 +58,23 @@ MISSING = {
 def architecture(name: str) -> type[Transformer]:
     """The family of that name. Raises ArchError for an unknown one, with the nearest and what it would need."""
     if name not in ARCHITECTURES:
-        close = difflib.get_close_matches(name, ARCHITECTURES, 3, 0.4)
+        close = difflib.get_close_matches(name[:MOST], ARCHITECTURES, 3, 0.4)
         nearest = f"; the nearest: {', '.join(close)}" if close else ""
         lacks = next((what for what, names in MISSING.items() if name.startswith(names)), "")
         needs = f"; it needs {lacks}, not implemented here" if lacks else ""
         raise ArchError(
-            f"the architecture must be one of those below, the file says {name!r}{nearest}{needs}.\n"
+            f"the architecture must be one of those below, the file says {brief(name)}{nearest}{needs}.\n"
             f"Listed: {', '.join(ARCHITECTURES)}.\n"
             f"Use a model of a listed one, or add models/arch/<family>.py"
         )
     module, cls = ARCHITECTURES[name]
     found: type[Transformer] = getattr(importlib.import_module(f"graphrt.models.arch.{module}"), cls)
     return found
+
+
+def read_file(file: GGUFFile) -> HParams:
+    """The hyperparameters of a file. Raises ArchError for one that is of no architecture here, or damaged."""
+    from graphrt.models.hparams import Keys
+
+    keys = Keys(file)
+    return architecture(keys.arch).read(keys)

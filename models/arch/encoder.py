@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from graphrt import ops
-from graphrt.errors import ArchError
 from graphrt.graph import Graph
 from graphrt.models.arch.layout import ABSENT, OPTIONAL, REQUIRED, UNUSED, Extra, Layout, Loader
 from graphrt.models.arch.transformer import Transformer, linear
 from graphrt.models.hparams import HParams, Keys, Traits
+from graphrt.models.key_reader import INT32_MAX
 from graphrt.tensor import Tensor, new_input
 
 
@@ -43,9 +43,7 @@ class Encoder(Transformer):
 
     @classmethod
     def hparams(cls, keys: Keys) -> HParams:
-        count = keys.file.get("tokenizer.ggml.token_type_count", int)
-        if not 1 <= count < 2**31:
-            raise ArchError(f"tokenizer.ggml.token_type_count must be 1 or more, got {count}; the file is damaged")
+        count = keys.all.whole("tokenizer.ggml.token_type_count", low=1, high=INT32_MAX)
         return replace(super().hparams(keys), n_token_types=count, cached=False)
 
     def load(self, load: Loader) -> None:

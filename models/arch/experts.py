@@ -14,7 +14,8 @@ from graphrt.models.arch.layout import Affine, Experts, FeedForward, Loader
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import GLU_OF, linear
 from graphrt.models.hparam_keys import NO_FURTHER_TOKENS
-from graphrt.models.hparams import GATINGS, MAX_EXPERTS, ExpertParams, HParams, Keys
+from graphrt.models.hparam_limits import MAX_EXPERTS
+from graphrt.models.hparams import GATINGS, ExpertParams, HParams, Keys
 from graphrt.tensor import Tensor
 
 #: The least that weights are divided by: the smallest normal number of f16, as in ggml.

@@ -31,7 +31,7 @@ class Gemma2(Gemma):
     def capped_and_windowed(cls, hp: HParams, keys: Keys) -> HParams:
         """The record with what the later gemmas do each in their own way."""
         assert hp.rope is not None
-        local = replace(hp.rope, freq_base=keys.get("rope.freq_base_swa", float, hp.rope.freq_base))
+        local = replace(hp.rope, freq_base=keys.positive("rope.freq_base_swa", hp.rope.freq_base))
         caps = keys.amount("attn_logit_softcapping", ATTENTION_CAP), keys.amount("final_logit_softcapping", LOGIT_CAP)
         hp = replace(hp, attn_softcap=caps[0], final_softcap=caps[1])
         return with_windows(hp, keys, 2, local, WINDOW)

@@ -23,7 +23,7 @@ class Gemma3(Gemma2):
     @classmethod
     def capped_and_windowed(cls, hp: HParams, keys: Keys) -> HParams:
         assert hp.rope is not None
-        local = RopeParams(hp.rope.n_dims, hp.rope.mode, keys.get("rope.freq_base_swa", float, 10000.0))
+        local = RopeParams(hp.rope.n_dims, hp.rope.mode, keys.positive("rope.freq_base_swa", 10000.0))
         hp = replace(hp, final_softcap=keys.amount("final_logit_softcapping", 0.0))
         return with_windows(hp, keys, PERIOD, local)
 

@@ -38,7 +38,7 @@ class GptOss(MixtureDecoder):
                 f"gpt-oss rotates whole heads, k and v of one size, got {hp.rope.n_dims} of {hp.d_k} and {hp.d_v}; the "
                 f"file is damaged"
             )
-        local = replace(hp.rope, freq_base=keys.get("rope.freq_base_swa", float, hp.rope.freq_base))
+        local = replace(hp.rope, freq_base=keys.positive("rope.freq_base_swa", hp.rope.freq_base))
         keys.count("attention.sliding_window")
         return with_windows(hp, keys, 2, local)
 

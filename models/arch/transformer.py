@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from graphrt import ops
 from graphrt.models.arch.layout import Affine, Attention, Experts, Extra, FeedForward, Layer, Layout, Loader
 from graphrt.models.hparam_keys import VARIANTS
+from graphrt.models.hparam_limits import check_sizes
 from graphrt.models.hparams import HParams, Keys, Traits, read_hparams, refuse_variants
 from graphrt.models.weights import Weights
 from graphrt.ops import RopeParams
@@ -34,9 +35,11 @@ class Transformer:
 
     @classmethod
     def read(cls, keys: Keys) -> HParams:
-        """The hyperparameters of a file of this family. Raises GGUFError and ArchError for what it does not do."""
+        """The hyperparameters of a file of this family. Raises ArchError for what it does not do."""
         refuse_variants(keys, cls.variants, cls.activation)
-        return cls.hparams(keys)
+        hp = cls.hparams(keys)
+        check_sizes(hp)
+        return hp
 
     @classmethod
     def hparams(cls, keys: Keys) -> HParams:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Place, Region, Usage
+from graphrt.bounds import span
 from graphrt.graph import Graph
 from graphrt.op import op_spec
 from graphrt.program import Program
@@ -94,7 +95,7 @@ class Guarded:
 
     def place(self, t: Tensor) -> Place:
         buffer, offset = self.places[t.root]
-        return buffer, offset + t.view_offs
+        return buffer, span(t, offset + t.view_offs, buffer.nbytes)[0]
 
     def _compile(self, place: Callable[[Tensor], Place]) -> Program:
         uses: dict[Tensor, int] = {}

@@ -203,7 +203,8 @@ def _glu(node: Tensor, a: T, b: T | None = None) -> T:
 
 def _get_rows(node: Tensor, a: T, ids: T) -> T:
     index = ids.reshape(*node.shape[:3], 1).expand(node.shape)
-    return torch.gather(a, 2, index)
+    outside = (index < 0) | (index >= a.shape[2])
+    return torch.gather(a, 2, index.masked_fill(outside, 0)).masked_fill(outside, math.nan)
 
 
 LOW: dict[str, LowPrecision] = {

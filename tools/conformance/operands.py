@@ -71,7 +71,7 @@ def init_of(op: str, i: int, src: Sequence[Operand | None]) -> Init | None:
 
 
 def _of(src: Sequence[Operand | None], i: int) -> Operand:
-    found = src[i]
+    found = src[i] if i < len(src) else None
     if found is None:
         raise GraphError(f"source {i} must be there")
     return found

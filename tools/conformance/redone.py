@@ -14,7 +14,8 @@ import numpy.typing as npt
 from graphrt.tensor import Tensor
 from graphrt.testing import Inputs, dequantize
 
-#: Logits up to this size, in units of log2, a fast kernel must get right by itself (EXACT_TO of flash_attn/hopper.py).
+#: Logits up to this size, in units of log2, a fast kernel must get right by itself (EXACT_TO of
+#: flash_attn/hopper/consumer.py).
 LARGEST = 512.0
 
 

@@ -50,6 +50,10 @@ _GLU = "REGLU GEGLU SWIGLU SWIGLU_OAI GEGLU_ERF GEGLU_QUICK SWIGLU_CLAMP"
 OPS, UNARY, GLU = _OPS.split(), _UNARY.split(), _GLU.split()
 
 
+#: Bytes of memory for each element of a case: drawing its inputs and the float64 reference hold it three times.
+NEEDED = 24
+
+
 class _Words:
     """op_params: 32-bit words, each a whole number or the bits of a float."""
 
@@ -57,10 +61,11 @@ class _Words:
         self.words = words
 
     def i(self, at: int) -> int:
-        return self.words[at]
+        """0 where the line has no more words."""
+        return self.words[at] if at < len(self.words) else 0
 
     def f(self, at: int) -> float:
-        value: float = struct.unpack("<f", struct.pack("<i", self.words[at]))[0]
+        value: float = struct.unpack("<f", struct.pack("<i", self.i(at)))[0]
         return value
 
 
@@ -110,6 +115,8 @@ _PARAMS: dict[str, _Params] = {
 def file_cases(path: Path) -> tuple[list[Case], Counter[str]]:
     """The cases, each once, and why lines were left out. Raises GraphError when the file is not of this format."""
     try:
+        if not path.is_file():  # a pipe would be waited for, a device may have no end
+            raise OSError("it is no regular file")
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise GraphError(f"--test-file takes a text of test-export-graph-ops, {str(path)!r} is not: {error}") from error
@@ -143,6 +150,8 @@ def _parse(fields: Iterator[str]) -> tuple[int, int, Dims, list[int], list[tuple
     op, kind = whole(2)
     ne = dims()
     words = whole(whole(1)[0])
+    if not all(-(2**31) <= word < 2**31 for word in words):
+        raise ValueError("a parameter is a word of 32 bits")
     sources = [(whole(1)[0], dims(), dims()) for _ in range(whole(1)[0])]
     return op, kind, ne, words, sources
 
@@ -152,12 +161,13 @@ def _case(op: int, kind: int, ne: Dims, words: Sequence[int], sources: Sequence[
     if name not in registered_ops():
         raise GraphError(f"op {name} is not there")
     src = [_operand(i, *source) for i, source in enumerate(sources)]
-    params = _PARAMS[name](_Words([*words, *([0] * 16)]), ne, src) if name in _PARAMS else None
+    params = _PARAMS[name](_Words(words), ne, src) if name in _PARAMS else None
     case = case_of(name, params, src)
     node = node_of(case)
     if (node.dtype.id, node.ne) != (kind, ne):
         raise GraphError(f"{name} yields {node.describe()} here, the file has type {kind}, {list(ne)}")
-    return case
+    elements = node.n_elements + sum(s.root_nbytes // s.dtype.type_size * s.dtype.block_size for s in src)
+    return replace(case, needs_bytes=NEEDED * elements)
 
 
 def _operand(i: int, kind: int, ne: Dims, nb: Dims) -> Operand:

@@ -14,8 +14,17 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.bits import f16_low
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
-from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_codebook, has_min, high_bits
+from graphrt.backends.triton.kernels.kinds import (
+    code_bits,
+    code_offset,
+    codebook_half,
+    has_codebook,
+    has_min,
+    high_bits,
+    scale_form,
+)
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import GROUP, Packed, packing_of
 
@@ -27,23 +36,11 @@ _TILE, _WARPS = 256, 4
 _ROW_TILE, _ROW_WARPS = 32, 1
 
 
-def _book_word(kind: str, half: int) -> Any:
-    """8 values of a type's codebook as the bytes of an int64: those of codes 8 * half on."""
-    packing = packing_of(kind)
-    assert packing is not None and packing.codebook is not None
-    values = bytes(v & 0xFF for v in packing.codebook[8 * half : 8 * half + 8])
-    return tl.constexpr(int.from_bytes(values, "little", signed=True))
-
-
-IQ4_FIRST, IQ4_SECOND = _book_word("iq4_nl", 0), _book_word("iq4_nl", 1)
-MXFP4_FIRST, MXFP4_SECOND = _book_word("mxfp4", 0), _book_word("mxfp4", 1)
-
-
 @triton.jit
 def looked_up(code, KIND: tl.constexpr):
     """Codes of 4 bits (int32) as their codebook's values, int8."""
-    first = tl.full([1, 1], MXFP4_FIRST if KIND == "mxfp4" else IQ4_FIRST, tl.int64)
-    second = tl.full([1, 1], MXFP4_SECOND if KIND == "mxfp4" else IQ4_SECOND, tl.int64)
+    first = tl.full([1, 1], codebook_half(KIND, 0), tl.int64)
+    second = tl.full([1, 1], codebook_half(KIND, 1), tl.int64)
     return (tl.where(code < 8, first, second) >> (8 * (code & 7)).to(tl.int64)).to(tl.int8)
 
 
@@ -88,20 +85,19 @@ def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.
 @triton.jit
 def f16_pair(word):
     """The two f16 of an int32, as f32."""
-    low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return f16_low(word).to(tl.float32), f16_low(word >> 16).to(tl.float32)
 
 
 @triton.jit
 def group_scales(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
-    """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min (q4_1, q5_1: + min)."""
+    """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min ("f16_min": + min)."""
     group = tl.arange(0, GROUPS)
     live = group < n_live
     scale = tl.load(p_scales + first + group, mask=live, other=0)
-    if KIND == "q4_1" or KIND == "q5_1":
+    if scale_form(KIND) == "f16_min":
         d, m = f16_pair(scale)
         return d, d, m, m
-    elif KIND == "mxfp4":
+    elif scale_form(KIND) == "e8m0":
         exponent = scale.to(tl.int32)  # of twice the scale; below 2 the half of it is denormal
         bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
         d = bits.to(tl.float32, bitcast=True)
@@ -109,17 +105,17 @@ def group_scales(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: 
     elif has_min(KIND):
         d, d_min = f16_pair(tl.load(p_supers + first // 8 + group // 8, mask=live, other=0))
         a, b = scale.to(tl.int32) & 0xFF, scale.to(tl.int32) >> 8 & 0xFF
-        if KIND == "q2_K":
+        if scale_form(KIND) == "u4_min_halves":
             low, high = d * (a & 0xF).to(tl.float32), d * (b & 0xF).to(tl.float32)
             return low, high, d_min * (a >> 4).to(tl.float32), d_min * (b >> 4).to(tl.float32)
         else:
             d, m = d * a.to(tl.float32), d_min * b.to(tl.float32)
             return d, d, m, m
-    elif KIND == "q3_K" or KIND == "q6_K":
+    elif scale_form(KIND) == "i8_halves":
         d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32)
         low, high = scale.to(tl.int8), (scale >> 8).to(tl.int8)
         return d * low.to(tl.float32), d * high.to(tl.float32), d, d
-    elif KIND == "iq4_xs":
+    elif scale_form(KIND) == "i8":
         d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32) * scale.to(tl.float32)
         return d, d, d, d
     else:
@@ -137,7 +133,7 @@ def group_values(p_quants, p_high, p_scales, p_supers, first, n_live, KIND: tl.c
     low, high = group_codes(p_quants, p_high, first, n_live, KIND, GROUPS)
     d_low, d_high, m_low, m_high = group_scales(p_scales, p_supers, first, n_live, KIND, GROUPS)
     low, high = d_low[:, None] * low, d_high[:, None] * high
-    if KIND == "q4_1" or KIND == "q5_1":
+    if scale_form(KIND) == "f16_min":
         low, high = low + m_low[:, None], high + m_high[:, None]
     elif has_min(KIND):
         low, high = low - m_low[:, None], high - m_high[:, None]

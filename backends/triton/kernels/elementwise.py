@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.device import Target, interpreting
+from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
+from graphrt.backends.triton.kernels.common.bits import stored_as
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
@@ -28,19 +29,6 @@ BINARY_OPS = ("ADD", "SUB", "MUL", "DIV")
 MAX_OFFSET = 2**31 - 2**24
 #: Elements a program: of small tensors, and of those that keep a GPU busy for long.
 BLOCK, BIG_BLOCK, BIG_FROM = 1024, 4096, 1 << 22
-#: Triton 3.6's interpreter cuts an f32 off to bf16 instead of rounding it.
-ROUND_BY_HAND = tl.constexpr(interpreting())
-
-
-@triton.jit
-def rounded(x, TYPE: tl.constexpr):
-    """f32 as a type of stored elements, rounded to nearest, ties to even."""
-    if TYPE == tl.bfloat16 and ROUND_BY_HAND:
-        bits = x.to(tl.int32, bitcast=True)
-        up = tl.where(x == x, 0x7FFF + ((bits >> 16) & 1), 0)
-        return ((bits + up) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(TYPE)
 
 
 @triton.constexpr_function
@@ -144,7 +132,7 @@ def elementwise(
             b = tl.broadcast_to(tl.load(p_bs, mask=m_row, other=1.0).to(tl.float32), (ROWS, COLS))
         else:
             b = tl.load(p_bs + i_b * b0, mask=m_load, other=1.0).to(tl.float32)
-    out = rounded(combined(a, b, x, y, OP), p_out.dtype.element_ty)
+    out = stored_as(combined(a, b, x, y, OP), p_out.dtype.element_ty)
     tl.store(p_out + at_out[:, None] + i_col, out, mask=m_load)
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.packing import PACKED_TYPES, packing_of
+from graphrt.backends.triton.packing import E2M1, PACKED_TYPES, packing_of
 
 #: By type. A constexpr, because Triton counts those into the keys of the kernels that it keeps on disk.
 FACTS = tl.constexpr(
     {
-        kind: (p.bits, p.high_bits, p.offset, p.supers, p.has_min, p.codebook)
+        kind: (p.bits, p.high_bits, p.offset, p.signed, p.codebook, p.scale.name, p.scales * p.scale_type.itemsize,
+               p.supers, p.has_min)
         for kind, p in ((kind, packing_of(kind)) for kind in PACKED_TYPES)
     }
-)
+)  # fmt: skip
+#: Values of e2m1, doubled.
+E2M1_VALUES = tl.constexpr(E2M1)
+
+
+# ---- codes ----
 
 
 @triton.constexpr_function
@@ -30,37 +36,91 @@ def high_bits(KIND):
 
 @triton.constexpr_function
 def code_offset(KIND):
-    """What codes are more than the value that the scale multiplies."""
+    """Zero point: value = scale * (code - offset)."""
     return FACTS.value[KIND][2]
 
 
 @triton.constexpr_function
-def has_supers(KIND):
-    """Scales have a scale of their own."""
-    return FACTS.value[KIND][3] > 0
-
-
-@triton.constexpr_function
-def pairs_of_supers(KIND):
-    """A superblock's d and dmin fill an int32; otherwise two superblocks' d do."""
-    return FACTS.value[KIND][3] == 2
-
-
-@triton.constexpr_function
-def has_min(KIND):
-    """Something is added to, or taken off, scale * code."""
-    return FACTS.value[KIND][4]
-
-
-@triton.constexpr_function
 def has_codebook(KIND):
-    return FACTS.value[KIND][5] is not None
+    """Codes are looked up."""
+    return FACTS.value[KIND][4] is not None
+
+
+@triton.constexpr_function
+def is_signed(KIND):
+    """Codes are int8 once a codebook, if any, was asked."""
+    return FACTS.value[KIND][3] or FACTS.value[KIND][4] is not None
+
+
+@triton.constexpr_function
+def is_e2m1(KIND):
+    """Codes are numbers of 4 bits: a sign, two bits of an exponent and one of a mantissa."""
+    return FACTS.value[KIND][4] == E2M1_VALUES.value
+
+
+@triton.constexpr_function
+def has_plain_nibbles(KIND):
+    """A code is a nibble and nothing else: it may be multiplied where it lies in its byte."""
+    return FACTS.value[KIND][0] == 4 and FACTS.value[KIND][1] == 0 and FACTS.value[KIND][4] is None
+
+
+@triton.constexpr_function
+def codebook_shift(KIND):
+    """What makes a codebook's values codes from 0 to 127, which are cheaper to look up; 0 where nothing does."""
+    book = FACTS.value[KIND][4]
+    return -min(book) if book is not None and max(book) - min(book) < 128 else 0
 
 
 @triton.constexpr_function
 def codebook_word(KIND, i, ADDED=0):
     """Values 4i to 4i + 3 of a codebook, each with ADDED, as the bytes of a number of 32 bits."""
-    return sum(((FACTS.value[KIND][5][4 * i + j] + ADDED) & 255) << (8 * j) for j in range(4))
+    return sum(((FACTS.value[KIND][4][4 * i + j] + ADDED) & 255) << (8 * j) for j in range(4))
+
+
+@triton.constexpr_function
+def codebook_half(KIND, half):
+    """Values 8 * half to 8 * half + 7 of a codebook as the bytes of an int64."""
+    values = bytes(v & 255 for v in FACTS.value[KIND][4][8 * half : 8 * half + 8])
+    return int.from_bytes(values, "little", signed=True)
+
+
+# ---- scales ----
+
+
+@triton.constexpr_function
+def scale_form(KIND):
+    """The name of packing.py's ScaleForm."""
+    return FACTS.value[KIND][5]
+
+
+@triton.constexpr_function
+def scale_bytes(KIND):
+    """Bytes that a group has in the plane of scales."""
+    return FACTS.value[KIND][6]
+
+
+@triton.constexpr_function
+def has_f16_scales(KIND):
+    """A weight is an f16 times a code, plus another f16: one f16 instruction rounds it once."""
+    return FACTS.value[KIND][5] in ("f16", "f16_min")
+
+
+@triton.constexpr_function
+def has_supers(KIND):
+    """Scales have a scale of their own."""
+    return FACTS.value[KIND][7] > 0
+
+
+@triton.constexpr_function
+def pairs_of_supers(KIND):
+    """A superblock's d and dmin fill an int32; otherwise two superblocks' d do."""
+    return FACTS.value[KIND][7] == 2
+
+
+@triton.constexpr_function
+def has_min(KIND):
+    """Something is added to, or taken off, scale * code."""
+    return FACTS.value[KIND][8]
 
 
 @triton.jit

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View, source_of
-from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.products.emit import head_products
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
-    WRITABLE,
     block_elements,
     store_blocks,
     store_plain,
@@ -31,7 +31,6 @@ from graphrt.backends.triton.kernels.quantize import (
 from graphrt.backends.triton.kernels.rope import (
     RopeTable,
     heads_a_program,
-    over_rms,
     rope_table,
     rotate_heads,
     rotate_into_blocks,
@@ -39,6 +38,7 @@ from graphrt.backends.triton.kernels.rope import (
     warps_of,
 )
 from graphrt.backends.triton.launch import Launch
+from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
 

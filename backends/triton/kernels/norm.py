@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import PLAIN_TYPES, Context, Step
+from graphrt.backends.triton.kernels.common.bits import stored_as
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.elementwise import (
     Dims,
     Layout,
     Operand,
     elementwise_launch,
-    rounded,
     row_offset,
 )
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -39,9 +40,9 @@ def _factor(total, n0, eps, KIND: tl.constexpr):
     """What a row is multiplied with. total: the sum of its squares, f32 of any shape."""
     if KIND == "L2_NORM":
         root = tl.maximum(tl.sqrt_rn(total), eps, propagate_nan=tl.PropagateNan.ALL)
+        return tl.div_rn(tl.full([], 1.0, tl.float32), root)
     else:
-        root = tl.sqrt_rn(total / n0 + eps)
-    return tl.div_rn(tl.full([], 1.0, tl.float32), root)
+        return over_rms(total, n0, eps)
 
 
 @accesses(reads="p_x p_weight p_residual", writes="p_out", early_if={"EARLY": "p_weight"})
@@ -93,7 +94,7 @@ def norm_rows(
             out = out * weight
         if HAS_RESIDUAL:
             out = out + residual
-        out = rounded(out, p_out.dtype.element_ty)
+        out = stored_as(out, p_out.dtype.element_ty)
         tl.store(p_out + (i_row * n0)[:, None] + i_col, out, mask=m_load)
 
 
@@ -144,7 +145,7 @@ def norm_long_rows(
                 out = out * tl.load(p_weight + i_col, mask=m_load, other=0.0)
             if HAS_RESIDUAL:
                 out = out + tl.load(p_res + i_col * r0, mask=m_load, other=0.0).to(tl.float32)
-            tl.store(p_out + i_row * n0 + i_col, rounded(out, p_out.dtype.element_ty), mask=m_load)
+            tl.store(p_out + i_row * n0 + i_col, stored_as(out, p_out.dtype.element_ty), mask=m_load)
 
 
 def rows_a_program(n0: int, n_rows: int, sm_count: int) -> int:

@@ -17,20 +17,18 @@ import triton.language as tl
 
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized, values_at
 from graphrt.backends.triton.kernels.common.reduce import maximum, minimum
-from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized, values_at
+from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_min, high_bits
 from graphrt.backends.triton.launch import launch_options
 
-#: What `store_plain` and `store_blocks` write.
-WRITABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 #: Elements of a block.
 BLOCK = 32
 
 
 def stored(view: View) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """A tensor of a WRITABLE type as kernels write it, with contiguous rows: its memory, and the strides of ne[1] to
-    ne[3] in elements of that; int16 for bf16 and for blocks.
-    """
+    """A tensor of a WRITABLE type (ops/rows.py) with contiguous rows as kernels write it: its memory and the strides of
+    ne[1] to ne[3] in elements of that; int16 for bf16 and for blocks."""
     data, (_, s1, s2, s3) = view.data, view.strides
     if view.kind in ("f32", "f16"):
         return data, (s1, s2, s3)
@@ -64,11 +62,11 @@ def store_plain(p, x, mask, KIND: tl.constexpr):
 def block_elements(KIND: tl.constexpr):
     """Which element of its block each slot of `store_blocks` holds: int32 [16, 2].
 
-    A pair of slots is what lies in one 16-bit unit (q8_0) or in one byte.
+    A pair of slots is what lies in one 16-bit unit (codes of 8 bits) or in one byte.
     """
     i = tl.arange(0, 16)[:, None]
     j = tl.arange(0, 2)[None, :]
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         return 2 * i + j
     else:
         return i + 16 * j
@@ -103,23 +101,23 @@ def _largest_with_sign(x, i_element):
 def block_codes(x, KIND: tl.constexpr):
     """(codes int32 [n, 16, 2], d f32 [n, 1, 1], m f32 [n, 1, 1]) of blocks x, f32 [n, 16, 2] by `block_elements`.
 
-    A value is d * code for q8_0, d * (code - 8 or 16) for q4_0 and q5_0 (m is 0 there), else d * code + m.
+    A value is d * (code - code_offset(KIND)), or d * code + m where the type has a min; else m is 0.
     """
     m = tl.zeros([x.shape[0], 1, 1], tl.float32)
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         d = tl.div_rn(_over_block(tl.abs(x), True), tl.full([x.shape[0], 1, 1], 127.0, tl.float32))
         y = x * _inverse(d)
         size = tl.abs(y)
         whole = tl.floor(size)
         rounded = whole + tl.floor(2.0 * (size - whole))  # halves go away from zero
         codes = tl.where(y < 0.0, -rounded, rounded).to(tl.int32)
-    elif KIND == "q4_0" or KIND == "q5_0":
-        MIDDLE: tl.constexpr = 8 if KIND == "q4_0" else 16
+    elif not has_min(KIND):
+        MIDDLE: tl.constexpr = code_offset(KIND)
         d = _largest_with_sign(x, block_elements(KIND)[None, :, :]) * (-1.0 / MIDDLE)
         codes = (x * _inverse(d) + (MIDDLE + 0.5)).to(tl.int32)
         codes = tl.minimum(tl.maximum(codes, 0), 2 * MIDDLE - 1)
     else:
-        LAST: tl.constexpr = 15 if KIND == "q4_1" else 31
+        LAST: tl.constexpr = 15 if high_bits(KIND) == 0 else 31
         m = _over_block(x, False)
         d = tl.div_rn(_over_block(x, True) - m, tl.full([x.shape[0], 1, 1], LAST, tl.float32))
         codes = ((x - m) * _inverse(d) + 0.5).to(tl.int32)
@@ -139,15 +137,15 @@ def store_blocks(p_blocks, x, m_block, KIND: tl.constexpr):
     FIRST: tl.constexpr = values_at(KIND)
     codes, d, m = block_codes(x, KIND)
     tl.store(p_blocks, _f16_bits(tl.reshape(d, (N,))), mask=m_block)
-    if KIND == "q4_1" or KIND == "q5_1":
+    if has_min(KIND):
         tl.store(p_blocks + 1, _f16_bits(tl.reshape(m, (N,))), mask=m_block)
-    if KIND == "q5_0" or KIND == "q5_1":
+    if high_bits(KIND) != 0:
         fifth = ((codes >> 4) & 1) << block_elements(KIND)[None, :, :]
         high = tl.sum(tl.sum(fifth, 2), 1).to(tl.int32)
         tl.store(p_blocks + (FIRST - 2), high.to(tl.int16), mask=m_block)
         tl.store(p_blocks + (FIRST - 1), (high >> 16).to(tl.int16), mask=m_block)
     low, up = tl.split(codes)
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         halves = (low & 255) | ((up & 255) << 8)
         i = tl.arange(0, 16)
     else:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.kernels.flash_attn.tiles import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
-    WRITABLE,
     block_elements,
     store_blocks,
     store_part,
@@ -30,6 +30,7 @@ from graphrt.backends.triton.kernels.quantize import (
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import overlap
 from graphrt.ops.rope import RopeParams, rope_frequencies
+from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
 #: Elements of the table that one program makes, and most elements that one program of a rotation takes.
@@ -74,12 +75,6 @@ def fill_table(
     magnitude = tl.load(p_theta + HALF)
     tl.store(p_cos + i, (tl.cos(angle) * magnitude).to(tl.float32), mask=live)
     tl.store(p_sin + i, (tl.sin(angle) * magnitude).to(tl.float32), mask=live)
-
-
-@triton.jit
-def over_rms(squares, n, eps):
-    """What makes rows of n values with these sums of squares rows of unit root mean square."""
-    return tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(squares / n + eps))
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step, View
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.dequantize import gather_rows
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.quantize import BLOCK, store_part, stored, writing_options
@@ -90,7 +90,7 @@ def read_launch(a: View, ids: View, out: View, ctx: Context) -> Launch:
 
 
 def write_launch(rows: torch.Tensor, ids: View | None, out: View, ctx: Context) -> Launch:
-    """Writes rows, [n3, n2, n1, n] of any strides, into a tensor of a type of quantize.WRITABLE with contiguous rows.
+    """Writes rows, [n3, n2, n1, n] of any strides, into a tensor of a WRITABLE type (ops/rows.py) with contiguous rows.
 
     ids: the rows' places as SET_ROWS has them, None: in order.
     """

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.activation import exp_f32
+from graphrt.backends.triton.kernels.common.constants import NEG_INF
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.elementwise import MAX_OFFSET, row_offset
 from graphrt.backends.triton.kernels.norm import MAX_ROW, rows_a_program, warps_for
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -24,8 +25,6 @@ from graphrt.tensor import Tensor
 
 #: What a pass over a long row takes at a time.
 LONG_BLOCK = 4096
-
-NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit

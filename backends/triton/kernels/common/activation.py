@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """Activations and GLU in plain Triton, f32 to f32: what elementwise kernels and fused products all call.
 
 A NaN among the arguments gives NaN, as in the CPU's reference, so that a broken tensor shows: tl.maximum and tl.minimum

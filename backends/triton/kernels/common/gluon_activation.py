@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """activation.py's GLU for Gluon kernels, the QUICK form: every line the same, and tested equal."""
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
-"""Reductions over an axis in which a NaN gives NaN: tl.max and tl.min leave it out."""
+"""Reductions over an axis in which a NaN gives NaN (tl.max and tl.min leave it out), and what norms make of sums."""
 
 from __future__ import annotations
 
@@ -28,3 +26,9 @@ def maximum(x, AXIS: tl.constexpr):
 def minimum(x, AXIS: tl.constexpr):
     """The least along an axis, NaN if there is one."""
     return tl.reduce(x, AXIS, _smaller)
+
+
+@triton.jit
+def over_rms(squares, n, eps):
+    """What makes rows of n values with these sums of squares rows of unit root mean square."""
+    return tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(squares / n + eps))

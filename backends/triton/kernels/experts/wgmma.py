@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_activation import glu
-from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
+from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import has_supers
 from graphrt.backends.triton.kernels.products.gemm_small.layouts import words_layout
 from graphrt.backends.triton.kernels.products.gemm_small.mma import (

@@ -14,15 +14,16 @@ from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 class Chosen:
     """One attention's kernel and schedule.
 
-    kernel: the module that has it ("forward", "decode", "hopper", "hopper_quant", "hopper_mla"); config: of its own
-    kind; workers: the warps of a program, or who does what in it; stages: k-blocks in flight; shared: bytes of shared
-    memory of a program, None where only the compiler knows; programs: of the launch, under schedule "tile" fewer than
-    tiles where they are persistent; join: who merges the parts of tiles: "fixup" (a launch of its own), "kernel" (the
-    last of a tile's programs), "" where none is shared; repairs: a launch behind does again what the kernel flags;
-    refused: why kernels that were asked before do not serve, by name.
+    kernel: its name ("forward", "decode", "hopper", "hopper_quant", "hopper_mla"); file: of kernels/flash_attn/ that
+    has it; config: of its own kind; workers: the warps of a program, or who does what in it; stages: k-blocks in
+    flight; shared: bytes of shared memory of a program, None where only the compiler knows; programs: of the launch,
+    under schedule "tile" fewer than tiles where they are persistent; join: who merges the parts of tiles: "fixup" (a
+    launch of its own), "kernel" (the last of a tile's programs), "" where none is shared; repairs: a launch behind does
+    again what the kernel flags; refused: why kernels that were asked before do not serve, by name.
     """
 
     kernel: str
+    file: str
     problem: Problem
     tiling: Tiling
     choice: Choice

@@ -27,9 +27,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Row:
-    """config holds for at most `rows` query rows (of all queries and heads that share a KV head), head sizes up to `d`
-
-    and these kinds of K: "half" (f16, bf16), "f32" or "quantized". v_in_k: only if V's tiles are parts of K's."""
+    """What config holds for: at most `rows` query rows (of all queries and heads that share a KV head), head sizes to
+    `d` and these kinds of K: "half" (f16, bf16), "f32" or "quantized". v_in_k: only if V's tiles are parts of K's."""
 
     rows: int
     d: int

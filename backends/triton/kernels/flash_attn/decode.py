@@ -26,12 +26,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
-    LOG2E,
-    NEG_INF,
     ROWS,
-    axis_index,
     column_mma_layout,
     dot_dtype,
     join_layout,
@@ -49,13 +49,13 @@ from graphrt.backends.triton.kernels.flash_attn.decode_operands import (
     slot_order,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
-    find_tile,
-    gdc_launch_dependents,
-    gdc_wait,
+    part_of_tile,
     planned,
+    program_range,
     quotient,
     tile_units,
 )
+from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_of_run, first_row, mask_tile
 
 
 @gluon.jit
@@ -95,10 +95,11 @@ def flash_attn_decode(
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments are those of forward.py's flash_attn with one query tile a KV head: at most 16 rows, all heads of a KV
+    """Arguments are those of forward.py's flash_attn with one query tile a KV head.
 
-    head in one tile (PACK of them, n_groups = KV heads, n_qt = 1), and not BIG nor WIDE. D: of K and V. K and V of f16
-    and bf16 have rows aligned to 16 bytes; q8_0 and q4_0 are int32, rows aligned to 4 bytes.
+    At most 16 rows, all heads of a KV head in one tile (PACK of them, n_groups = KV heads, n_qt = 1), and not BIG nor
+    WIDE. D: of K and V. K and V of f16 and bf16 have rows aligned to 16 bytes; q8_0 and q4_0 are int32, rows aligned to
+    4 bytes.
 
     JOIN: rows that are joined in this launch, JOIN_PARTS parts at a time, by the last of a tile's programs to be done,
     which counter [n_tiles] tells; 0: fixup.py joins.
@@ -127,24 +128,9 @@ def flash_attn_decode(
         run_first = planned(p_runs)
         run = planned(p_runs + 1)
     if RANGES:
-        if splits > 0:
-            tile = quotient(pid, splits)
-            part = pid - tile * splits
-            start0, n0 = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
-            unit = start0 + quotient(part * n0, splits)
-            stop = start0 + quotient((part + 1) * n0, splits)
-        else:
-            if UNIFORM:
-                total, n0 = tile_units(n_tiles, p_counts, n_blocks, HAS_MASK, p_unit_start, True)
-            else:
-                total = planned(p_unit_start + n_tiles)
-                n0 = 1
-            unit = quotient(pid * total, programs)
-            stop = quotient((pid + 1) * total, programs)
-            if UNIFORM:
-                tile = quotient(unit, n0)
-            else:
-                tile = find_tile(unit, p_unit_start, n_tiles)
+        tile, _, unit, stop = program_range(
+            pid, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, False
+        )
     else:
         tile = pid
         unit = pid
@@ -155,22 +141,19 @@ def flash_attn_decode(
             tile = unit
         i_seq = quotient(tile, n_groups)
         i_group = tile - i_seq * n_groups
-        mask_tile = i_seq
+        i_mask = i_seq
         if HAS_MASK:
             if UNIFORM:
-                mask_tile = i_seq * 0
+                i_mask = i_seq * 0
             else:
-                mask_tile = (i_seq % m3) * mask_groups + i_group % mask_groups
-                n_full = planned(p_counts + 2 * mask_tile)
-                n_all = n_full + planned(p_counts + 2 * mask_tile + 1)
-                run_first = planned(p_runs + 2 * mask_tile)
-                run = planned(p_runs + 2 * mask_tile + 1)
+                i_mask = mask_tile(i_seq, i_group, 0, 1, mask_groups, m3)
+                n_full = planned(p_counts + 2 * i_mask)
+                n_all = n_full + planned(p_counts + 2 * i_mask + 1)
+                run_first = planned(p_runs + 2 * i_mask)
+                run = planned(p_runs + 2 * i_mask + 1)
         if RANGES:
-            start, n_units = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
-            low = unit - start
-            high = gl.minimum(stop, start + n_units) - start
-            finishes = high == n_units
-            whole = (low == 0) & finishes
+            start, n_units = tile_units(tile, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM)
+            low, high, finishes, whole = part_of_tile(start, n_units, unit, stop)
             unit = start + high
             high = gl.minimum(high, n_all)
         else:
@@ -182,32 +165,34 @@ def flash_attn_decode(
 
         p_kh = p_k + i_seq.to(gl.int64) * sk_s + i_group.to(gl.int64) * sk_h
         p_vh = p_v + i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h
-        p_list = p_blocks + mask_tile.to(gl.int64) * n_blocks
-        p_bits = p_seen + mask_tile.to(gl.int64) * n_blocks * (BLOCK_N // 32)
+        p_list = p_blocks + i_mask.to(gl.int64) * n_blocks
+        p_bits = p_seen + i_mask.to(gl.int64) * n_blocks * (BLOCK_N // 32)
         ring_k = allocate(STAGES, NW, D, K_KIND, False)
         ring_v = allocate(STAGES, NW, D, V_KIND, True)
+        # What goes together: K and V, the list of k-blocks, Q, the mask.
+        caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
+        visits = (p_list, run_first, run, n_full, high)
+        queries = (p_q, sq_t, sq_h, sq_s, n_q, sign)
+        mask = (p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3)
 
         if PDL and WAIT_LATE:  # so late that all that comes before overlaps with the kernel before
             gdc_wait()
         # A buffer's copies are two groups, K's and V's; where there is no k-block left, they are empty.
         for i in range(STAGES):
             copy_block(
-                ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low + i, n_full, high, n_kv, i, sk_n, sv_n,
-                NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, COLUMNS,
+                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, COLUMNS
             )  # fmt: skip
 
         if COLUMNS:
             m, l, acc = column_sums(
-                p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
-                i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
-                sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
+                queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
+                BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
             )  # fmt: skip
             LAYOUT: gl.constexpr = column_mma_layout(W)
         else:
             m, l, acc = way_sums(
-                p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
-                i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
-                sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
+                queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
+                BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
@@ -221,10 +206,13 @@ def flash_attn_decode(
 
 @gluon.jit
 def mask_rows(
-    p_mask, p_slopes, token, head, i_seq, sm_t, sm_h, sm_s, n_q, m2, m3, factor,
-    SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PER_HEAD: gl.constexpr,
+    mask, row, i_seq, i_group, n_q, factor, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr,
+    PER_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """(slopes, the mask's rows) of a tile's rows: ALiBi's factors in the units of s, f32, and pointers to f16."""
+    """(tokens, slopes, the mask's rows) of a tile's rows: ALiBi's factors in the units of s, f32; pointers to f16."""
+    p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3 = mask
+    token = row // PACK
+    head = i_group * PACK + row % PACK
     slope = token.to(gl.float32)
     p_rows = p_mask
     if HAS_MASK:
@@ -234,13 +222,54 @@ def mask_rows(
         if PER_HEAD:
             mask_row += (head % m2).to(gl.int64) * sm_h
         p_rows = p_mask + mask_row
-    return slope, p_rows
+    return token, slope, p_rows
+
+
+@gluon.jit
+def load_bias(bias, p_mask_rows, m_rows, visits, i, i_key, n_kv, BLOCK_N: gl.constexpr, HAS_MASK: gl.constexpr):
+    """The mask of the i-th k-block of the list, f32; `bias`, zeros, where it is full."""
+    p_list, run_first, run, n_full, _ = visits
+    if HAS_MASK:
+        if i >= n_full:
+            col = block_of_run(p_list, i, run_first, run) * BLOCK_N + i_key
+            bias = gl.load(p_mask_rows + col, mask=m_rows & (col < n_kv), other=NEG_INF).to(gl.float32)
+    return bias
+
+
+@gluon.jit
+def logits(
+    s, bias, slope, i, i_key, n_kv, factor, softcap, BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_MASK: gl.constexpr,
+):  # fmt: skip
+    """Scores soft-capped, with the mask added; -inf where a key is hidden."""
+    if SOFTCAP:
+        s = (softcap * LOG2E) * tanh(s * factor)
+    if HAS_MASK:  # where the mask is -inf, so is the logit, whatever q.k is
+        return gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
+    else:
+        return gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
+
+
+@gluon.jit
+def softmax_step(s, m, factor, AXIS: gl.constexpr, SOFTCAP: gl.constexpr):
+    """(weights, m, factor on earlier sums) of one k-block.
+
+    m is in the units of s, so that the largest logit's weight is exactly 1, as forward.py has it.
+    """
+    m_new = gl.maximum(m, gl.max(s, AXIS))
+    top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
+    if SOFTCAP:
+        p = gl.exp2(s - gl.expand_dims(top, AXIS))
+        alpha = gl.exp2(m - top)
+    else:
+        p = gl.exp2((s - gl.expand_dims(top, AXIS)) * factor)
+        alpha = gl.exp2((m - top) * factor)
+    return p, m_new, alpha
 
 
 @gluon.jit
 def way_sums(
-    p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
-    i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
+    queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     PDL: gl.constexpr, STAGES: gl.constexpr,
@@ -253,58 +282,36 @@ def way_sums(
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     MMA: gl.constexpr = mma_layout(W)
-    LQ: gl.constexpr = query_layout(D, W, K_KIND)
-    row_q = axis_index(LQ, 3, 1, ROWS)
-    token_q = row_q // PACK
-    head_q = i_group * PACK + row_q % PACK
-    p_row = i_seq.to(gl.int64) * sq_s + token_q.to(gl.int64) * sq_t + head_q.to(gl.int64) * sq_h
+    ring_k, ring_v, _, _, _, n_kv = caches
+    p_q, _, _, _, n_q, sign = queries
+    _, _, _, _, high = visits
+    token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_seq, i_group, PACK)
     q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
 
     row = axis_index(MMA, 3, 1, ROWS)
-    token = row // PACK
-    head = i_group * PACK + row % PACK
-    slope, p_mask_rows = mask_rows(
-        p_mask, p_slopes, token, head, i_seq, sm_t, sm_h, sm_s, n_q, m2, m3, factor, SOFTCAP, HAS_MASK, PER_HEAD
-    )
+    token, slope, p_mask_rows = mask_rows(
+        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, HAS_MASK, PACK, PER_HEAD
+    )  # fmt: skip
     i_key = axis_index(MMA, 3, 0, W) * NW + axis_index(MMA, 3, 2, NW)
     m = gl.full([W, ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(2, MMA))
     l = gl.full([W, ROWS], 0.0, gl.float32, layout=gl.SliceLayout(2, MMA))
     acc = gl.full([W, ROWS, D], 0.0, gl.float32, layout=MMA)
     buffer = 0
     for i in range(low, high):
-        bias = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
-        if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
-            if i >= n_full:
-                col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
-                bias = gl.load(
-                    p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
-                ).to(gl.float32)  # fmt: skip
+        zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
+        # Loaded before the wait for K, so that it takes no time of its own.
+        bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, HAS_MASK)
         async_copy.wait_group(2 * STAGES - 1)
-        s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA))
-        if SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * factor)
-        if HAS_MASK:  # where the mask is -inf, so is the logit, whatever q.k is
-            s = gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
-        else:
-            s = gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
-        # m is in the units of s, so that the largest logit's weight is exactly 1, as forward.py has it.
-        m_new = gl.maximum(m, gl.max(s, 2))
-        top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
-        if SOFTCAP:
-            p = gl.exp2(s - gl.expand_dims(top, 2))
-            alpha = gl.exp2(m - top)
-        else:
-            p = gl.exp2((s - gl.expand_dims(top, 2)) * factor)
-            alpha = gl.exp2((m - top) * factor)
+        s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
+        s = logits(s, bias, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, HAS_MASK)
+        p, m, alpha = softmax_step(s, m, factor, 2, SOFTCAP)
         l = l * alpha + gl.sum(p, 2)
-        m = m_new
         acc = acc * gl.expand_dims(alpha, 2)
         p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
         async_copy.wait_group(2 * STAGES - 2)
         acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
         copy_block(
-            ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i + STAGES, n_full, high, n_kv, buffer,
-            sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True,
+            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
@@ -315,8 +322,7 @@ def way_sums(
 
 @gluon.jit
 def column_sums(
-    p_q, p_mask, p_slopes, ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, low, n_full, high,
-    i_seq, i_group, sq_t, sq_h, sq_s, sm_t, sm_h, sm_s, n_q, n_kv, m2, m3, sign, factor, softcap,
+    queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     PDL: gl.constexpr, STAGES: gl.constexpr,
@@ -331,46 +337,30 @@ def column_sums(
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     q = gl.allocate_shared_memory(
         dot_dtype(K_KIND), [ROWS, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
-        load_rows(p_q, i_seq, i_group, sq_t, sq_h, sq_s, n_q, sign, D, PACK).to(dot_dtype(K_KIND)),
+        load_rows(queries, i_seq, i_group, D, PACK).to(dot_dtype(K_KIND)),
     ).load(FIRST)  # fmt: skip
+    ring_k, ring_v, _, _, _, n_kv = caches
+    _, _, _, _, n_q, _ = queries
+    _, _, _, _, high = visits
 
     row = axis_index(MMA, 2, 0, ROWS)
-    token = row // PACK
-    head = i_group * PACK + row % PACK
-    slope, p_mask_rows = mask_rows(
-        p_mask, p_slopes, token, head, i_seq, sm_t, sm_h, sm_s, n_q, m2, m3, factor, SOFTCAP, HAS_MASK, PER_HEAD
-    )
+    token, slope, p_mask_rows = mask_rows(
+        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, HAS_MASK, PACK, PER_HEAD
+    )  # fmt: skip
     i_key = axis_index(MMA, 2, 1, BLOCK_N)
     m = gl.full([ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(1, MMA))
     l = lane_sums(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA))
     acc = gl.full([ROWS, D], 0.0, gl.float32, layout=MMA)
     buffer = 0
     for i in range(low, high):
-        bias = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA)
-        if HAS_MASK:  # loaded before the wait for K, so that it takes no time of its own
-            if i >= n_full:
-                col = listed(p_list, run_first, run, i) * BLOCK_N + i_key
-                bias = gl.load(
-                    p_mask_rows + col, mask=(token < n_q) & (col < n_kv), other=NEG_INF
-                ).to(gl.float32)  # fmt: skip
+        zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA)
+        # Loaded before the wait for K, so that it takes no time of its own.
+        bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, HAS_MASK)
         async_copy.wait_group(2 * STAGES - 1)
         k = block_rows(ring_k, buffer, BLOCK_N, D).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
-        s = mma_v2(q, k, gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA))
-        if SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * factor)
-        if HAS_MASK:  # where the mask is -inf, so is the logit, whatever q.k is
-            s = gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
-        else:
-            s = gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
-        m_new = gl.maximum(m, gl.max(s, 1))
-        top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
-        if SOFTCAP:
-            p = gl.exp2(s - gl.expand_dims(top, 1))
-            alpha = gl.exp2(m - top)
-        else:
-            p = gl.exp2((s - gl.expand_dims(top, 1)) * factor)
-            alpha = gl.exp2((m - top) * factor)
-        m = m_new
+        s = mma_v2(q, k, zero)
+        s = logits(s, bias, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, HAS_MASK)
+        p, m, alpha = softmax_step(s, m, factor, 1, SOFTCAP)
         shrink = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
         l = l * gl.expand_dims(shrink, 1) + lane_sums(p)
         acc = acc * gl.expand_dims(alpha, 1)
@@ -378,8 +368,7 @@ def column_sums(
         async_copy.wait_group(2 * STAGES - 2)
         acc = mma_v2(p, block_rows(ring_v, buffer, BLOCK_N, D).load(gl.DotOperandLayout(1, MMA, 2)), acc)
         copy_block(
-            ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i + STAGES, n_full, high, n_kv, buffer,
-            sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True,
+            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
@@ -390,16 +379,22 @@ def column_sums(
 
 
 @gluon.jit
-def load_rows(
-    p_q, i_seq, i_group, sq_t, sq_h, sq_s, n_q, sign, D: gl.constexpr, PACK: gl.constexpr
-):  # fmt: skip
-    """A tile's rows of Q times sign, f32 [16, D], each thread with four columns side by side; rows past n_q are 0."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    row = axis_index(L, 2, 0, ROWS)
-    column = axis_index(L, 2, 1, D)
+def query_rows(queries, row, i_seq, i_group, PACK: gl.constexpr):
+    """(tokens, offsets in q) of a tile's rows."""
+    _, sq_t, sq_h, sq_s, _, _ = queries
     token = row // PACK
     head = i_group * PACK + row % PACK
-    p_row = i_seq.to(gl.int64) * sq_s + token.to(gl.int64) * sq_t + head.to(gl.int64) * sq_h
+    return token, i_seq.to(gl.int64) * sq_s + token.to(gl.int64) * sq_t + head.to(gl.int64) * sq_h
+
+
+@gluon.jit
+def load_rows(queries, i_seq, i_group, D: gl.constexpr, PACK: gl.constexpr):
+    """A tile's rows of Q times sign, f32 [16, D], each thread with four columns side by side; rows past n_q are 0."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    p_q, _, _, _, n_q, sign = queries
+    row = axis_index(L, 2, 0, ROWS)
+    column = axis_index(L, 2, 1, D)
+    token, p_row = query_rows(queries, row, i_seq, i_group, PACK)
     return gl.load(p_q + p_row + column, mask=(token < n_q) & (column >= 0), other=0.0) * sign
 
 
@@ -412,24 +407,26 @@ def lane_sums(p):
 
 @gluon.jit
 def copy_block(
-    ring_k, ring_v, p_kh, p_vh, p_list, p_bits, run_first, run, i, n_full, high, n_kv, buffer, sk_n: gl.constexpr,
-    sv_n: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
-    BLOCK_N: gl.constexpr, HAS_MASK: gl.constexpr, PDL: gl.constexpr, BOTH: gl.constexpr,
+    caches, visits, i, buffer, sk_n: gl.constexpr, sv_n: gl.constexpr, NW: gl.constexpr, D: gl.constexpr,
+    K_KIND: gl.constexpr, V_KIND: gl.constexpr, BLOCK_N: gl.constexpr, HAS_MASK: gl.constexpr, PDL: gl.constexpr,
+    BOTH: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the i-th k-block of the list, as two groups: K, V. Empty ones if i is not below high.
 
     BOTH: full k-blocks have code of their own.
     """
+    ring_k, ring_v, p_kh, p_vh, p_bits, n_kv = caches
+    p_list, run_first, run, n_full, high = visits
     if i < high:
         i_kb = i
         bits = i
         if HAS_MASK:
-            i_kb = listed(p_list, run_first, run, i)
+            i_kb = block_of_run(p_list, i, run_first, run)
             bits = seen_bits(p_bits + i_kb * (BLOCK_N // 32), i >= n_full, NW)
-        first = i_kb * BLOCK_N
-        left = n_kv - first
-        p_kb = p_kh + first.to(gl.int64) * sk_n
-        p_vb = p_vh + first.to(gl.int64) * sv_n
+        left = n_kv - i_kb * BLOCK_N
+        row = first_row(i_kb, BLOCK_N).to(gl.int64)
+        p_kb = p_kh + row * sk_n
+        p_vb = p_vh + row * sv_n
         if BOTH and i < n_full:
             copy_tile(ring_k, p_kb, left, bits, sk_n, NW, D, K_KIND, False, HAS_MASK, buffer)
             async_copy.commit_group()
@@ -443,9 +440,3 @@ def copy_block(
         if PDL:
             gdc_launch_dependents()
     async_copy.commit_group()
-
-
-@gluon.jit
-def listed(p_list, run_first, run, i):
-    """The i-th k-block of the list, which need not be read within its run."""
-    return gl.load(p_list + i, mask=i >= run, other=run_first + i)

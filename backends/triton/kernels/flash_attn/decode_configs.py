@@ -1,11 +1,10 @@
-"""The decode kernel's configurations, which problems it serves, and its arguments."""
+"""The decode kernel's configurations, and which problems it serves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
 
 
@@ -17,6 +16,11 @@ class Config:
     warps: int
     stages: int
     per_sm: int
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return int(ROWS.value)
 
 
 #: By head size and kind of cache ("half", "q8_0", "q4_0"), the wider of K's and V's. With less shared memory than
@@ -95,52 +99,3 @@ def config_for(p: Any, hopper: bool, sm_count: int) -> Config | str:
     if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n >= 2**31:
         return "a k-block's keys lie over more than 2 GiB"
     return config
-
-
-#: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
-#: them all. (H100: gains 1.1 us of 13 at D128; over q8_0 and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
-JOIN_BYTES = 160 << 10
-#: The largest head size that is joined so. (With sums of its own in each warp the join's registers made the loop spill
-#: more at 256: 18 us lost. Not measured since columns are shared out there.)
-JOIN_D = 128
-
-
-#: Read counts and runs of a plan that is old enough while the launch before still runs; off to compare.
-PLAN_EARLY = True
-
-
-def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
-    """(rows, parts at a time) of the join within a launch of these arguments; (0, 0): fixup.py joins, or nobody need.
-
-    t: the tiling. Powers of two, so that a thread holds at most 128 values and every lane one of the row maxima.
-    """
-    most = min(main["splits"] or main["programs"] // t.n_tiles + 2, t.n_blocks)
-    rows, d = 1 << (main["n_q"] * t.pack - 1).bit_length(), main["D_K"]
-    if not main["RANGES"] or main["programs"] < t.n_tiles or d > JOIN_D:
-        return 0, 0
-    if any(main[kind] not in ("f16", "bf16") for kind in ("K_KIND", "V_KIND")):
-        return 0, 0
-    if rows * (d + 2) * most * 4 > JOIN_BYTES:
-        return 0, 0
-    return rows, max(32 // rows, min(1 << (most - 1).bit_length(), 128 * 32 * config.warps // (rows * d)))
-
-
-def arguments(
-    main: dict[str, Any],
-    config: Config,
-    runs: Any,
-    counter: Any,
-    join: tuple[int, int] = (0, 0),
-    early: bool = False,
-) -> dict[str, Any]:
-    """The portable kernel's arguments (portable.py) as this kernel takes them.
-
-    runs: the mask's (mask.py); counter: int32 [tiles], zeros; join: join_of's; early: the mask's plan was made before
-    the launch that precedes this one.
-    """
-    known = {
-        **main, "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
-        "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
-        "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
-    }  # fmt: skip
-    return {name: known[name] for name in flash_attn_decode.arg_names}

@@ -5,19 +5,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
-    LOG2E,
-    NEG_INF,
     ROWS,
-    axis_index,
-    axis_layout,
     join_layout,
     join_shared,
     parts_layout,
     slot_elements,
     sums_layout,
 )
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import planned, quotient, tile_units
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import fixup_range, quotient, slot_of_part
 
 
 @gluon.jit
@@ -75,20 +73,22 @@ def deliver(
         out_row = ((i_seq * n_q).to(gl.int64) + token) * n_head + head
         gl.store(p_out + (out_row * D + slot_elements(i_slot, KIND)), acc * scale, mask=m_row & (i_slot >= 0))
         if has_lse != 0:
-            gl.store(p_lse + out_row, lse * 0.6931471805599453, mask=m_row)
+            gl.store(p_lse + out_row, lse * LN2, mask=m_row)
     else:
         slot = pid
-        if splits == 0:
-            # With JOIN side by side: from a segment to the next the program, the tile or both go up.
-            slot = pid + tile if JOIN > 0 else 2 * pid + gl.where(finishes, 0, 1)
+        if JOIN == 0:
+            slot = slot_of_part(pid, splits, finishes)
+        elif splits == 0:
+            # Side by side: from a segment to the next the program, the tile or both go up.
+            slot = pid + tile
         SLOT: gl.constexpr = ROWS * (D + 2)
         p_slot = p_part + slot.to(gl.int64) * SLOT
         gl.store(p_slot + (i_row * D + i_slot), acc, mask=m_row & (i_slot >= 0))
         gl.store(p_slot + ROWS * D + i_row, m, mask=m_row)
         gl.store(p_slot + ROWS * D + ROWS + i_row, l, mask=m_row)
         if JOIN > 0:
-            first, last, parts, shares, units = tile_parts(
-                tile, programs, splits, n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM
+            first, last, parts, shares, units = fixup_range(
+                tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM
             )
             # All threads' stores come before the count, and all reads of others' parts after it.
             gl.thread_barrier()
@@ -103,38 +103,13 @@ def deliver(
 
 
 @gluon.jit
-def tile_parts(
-    tile, programs, splits, n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK: gl.constexpr, UNIFORM: gl.constexpr
-):
-    """(first program, last program, programs between them that have units, shares, units) of a tile, int32: ranges.py's
-
-    fixup_range and stream_k.py's part_count. Of `shares` shares of `units` units the programs have their own: of the
-    tile's units if it is split, else of all tiles'."""
-    start, n = tile_units(tile, p_counts, n_blocks, HAS_MASK, p_unit_start, UNIFORM)
-    if splits > 0:
-        first = tile * splits
-        last = first + splits - 1
-        shares = splits
-        units = n
-    else:
-        if UNIFORM:
-            units = n_tiles * n
-        else:
-            units = planned(p_unit_start + n_tiles)
-        first = quotient((start + 1) * programs - 1, units)
-        last = quotient((start + n) * programs - 1, units)
-        shares = programs
-    return first, last, gl.minimum(last - first + 1, n), shares, units
-
-
-@gluon.jit
 def join_parts(
     p_sinks, p_out, p_lse, p_first, first, last, shares, units, splits, i_seq, i_group, n_q, n_head, has_sinks, has_lse,
     PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Joins a tile's parts in the order of their programs and writes the result: fixup.py in one program. p_first: the
+    """Joins a tile's parts in the order of their programs and writes the result: fixup.py in one program.
 
-    slot of program `first`, the next programs' follow.
+    p_first: the slot of program `first`, the next programs' follow. first, last, shares, units: see fixup_range.
 
     Whoever runs it gets the same bits. Others wrote the parts in this launch, so they are read past the L1 cache.
     """
@@ -190,4 +165,4 @@ def join_parts(
     out_row = (first_row + token) * n_head + (i_group * PACK + i_row % PACK)
     gl.store(p_out + (out_row * D + slot_elements(i_slot, KIND)), acc * scale, mask=(token < n_q) & (i_slot >= 0))
     if has_lse != 0:
-        gl.store(p_lse + ((first_row + s_token) * n_head + s_head), lse * 0.6931471805599453, mask=s_token < n_q)
+        gl.store(p_lse + ((first_row + s_token) * n_head + s_head), lse * LN2, mask=s_token < n_q)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2E = gl.constexpr(1.4426950408889634)
-NEG_INF = gl.constexpr(float("-inf"))
+from graphrt.backends.triton.kernels.common.blocks import words_a_block
+from graphrt.backends.triton.kernels.common.gluon_layouts import log2
+
 ROWS = gl.constexpr(16)  # query rows of a tile: the M of mma.sync
 
 
@@ -21,17 +22,6 @@ def is_half(KIND):
 @gluon.constexpr_function
 def dot_dtype(KIND):
     return gl.bfloat16 if KIND == "bf16" else gl.float16
-
-
-@gluon.constexpr_function
-def words_a_block(KIND):
-    """J: words of values in a block of 32."""
-    return 8 if KIND == "q8_0" else 4
-
-
-@gluon.constexpr_function
-def log2(n):
-    return n.bit_length() - 1
 
 
 @gluon.constexpr_function
@@ -64,15 +54,6 @@ def way_bases(W, rank):
 
 
 @gluon.constexpr_function
-def axis_layout(layout, rank, axis):
-    """The layout of a vector along one axis of a tensor of that layout."""
-    for i in reversed(range(rank)):
-        if i != axis:
-            layout = gl.SliceLayout(i, layout)
-    return layout
-
-
-@gluon.constexpr_function
 def mma_layout(W):
     """[W, 16, n]: each warp a product of its own. Lane 4g + t holds rows g, g + 8 and columns 2t, 2t + 1 of every 8."""
     return gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
@@ -100,9 +81,11 @@ def key_words_layout(D, NW, W, KIND):
 
 @gluon.constexpr_function
 def value_words_layout(D, NW, W, KIND):
-    """Words of V [W, NW, NB, J] where the second operand of P V wants them: lane 4g + t has keys 2t, 2t + 1 (in pairs
+    """Words of V [W, NW, NB, J] where the second operand of P V wants them.
 
-    of registers), 2t + 8, 2t + 9 of every 16, and of each the g-th of eight runs of words."""
+    Lane 4g + t has keys 2t, 2t + 1 (in pairs of registers), 2t + 8, 2t + 9 of every 16, and of each the g-th of eight
+    runs of words.
+    """
     n = word_bits(D, KIND)
     v = chunk_bits(D, KIND, 3)
     regs = [key_basis(0, 4)] + [word_basis(i, KIND) for i in range(v)] + [key_basis(3, 4)]
@@ -223,16 +206,6 @@ def parts_layout(P, R, D, W):
     bits = columns[2:] + [[0, 1 << i, 0] for i in range(log2(R))] + [[1 << i, 0, 0] for i in range(log2(P))]
     w = 5 + log2(W)
     return gl.DistributedLinearLayout(columns[:2] + bits[w:], bits[:5], bits[5:w], [], [P, R, D])
-
-
-@gluon.jit
-def axis_index(LAYOUT: gl.constexpr, RANK: gl.constexpr, AXIS: gl.constexpr, N: gl.constexpr):
-    """0 .. N - 1 along one axis of RANK, int32 [1, .., N, .., 1]."""
-    x = gl.arange(0, N, layout=axis_layout(LAYOUT, RANK, AXIS))
-    for i in gl.static_range(RANK):
-        if i != AXIS:
-            x = gl.expand_dims(x, i)
-    return x
 
 
 @gluon.jit

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from graphrt.backends.triton.kernels.common.blocks import words_a_block
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
-    axis_index,
-    axis_layout,
     chunk_bits,
     copy_layout,
     dot_dtype,
@@ -20,7 +20,6 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     query_layout,
     slot_elements,
     value_words_layout,
-    words_a_block,
     words_shared,
 )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan
+from graphrt.printing import count_text, human_bytes
 from graphrt.program import Fact
-from graphrt.text import count_text, human_bytes
 
 #: Tiles that are listed one by one.
 MOST_LISTED = 16
@@ -25,7 +25,7 @@ def _kernel(plan: AttentionPlan) -> Iterator[Fact]:
     c = plan.chosen
     shared = f", {human_bytes(c.shared)} of shared memory a program" if c.shared is not None else ""
     stages = f"{count_text(c.stages, 'k-block')} in flight"
-    yield "kernel", f"{c.kernel} (kernels/flash_attn/{c.kernel}.py): {c.workers}, {stages}{shared}"
+    yield "kernel", f"{c.kernel} (kernels/flash_attn/{c.file}): {c.workers}, {stages}{shared}"
     for name, reason in c.refused.items():
         yield "why", f"not {name}: {reason}"
     yield "why", "it is the first that serves" if c.kernel != "forward" else "it serves everything the others do not"

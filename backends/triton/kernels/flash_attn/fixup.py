@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.flash_attn.forward import LOG2E, NEG_INF, normalized
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.flash_attn.forward import normalized
 from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
 
@@ -84,4 +85,4 @@ def flash_attn_fixup(
             m_store = m_row[:, None] & ((i_element < D_V) & (i_d < W))[None, :]
             tl.store(p_out + out_row[:, None] * D_V + i_element[None, :], acc * weight[:, None], mask=m_store)
         if has_lse:
-            tl.store(p_lse + out_row, lse * 0.6931471805599453, mask=m_row)
+            tl.store(p_lse + out_row, lse * LN2, mask=m_row)

@@ -16,14 +16,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.flash_attn.ranges import longest_first, next_bad, program_range, tile_units
-from graphrt.backends.triton.kernels.flash_attn.tiles import is_quantized, load_quantized, slot_elements
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NEG_INF = tl.constexpr(float("-inf"))
+from graphrt.backends.triton.kernels.common.blocks import is_quantized
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.flash_attn.ranges import (
+    longest_first,
+    next_bad,
+    part_of_tile,
+    program_range,
+    slot_of_part,
+    tile_units,
+)
+from graphrt.backends.triton.kernels.flash_attn.tiles import load_quantized, slot_elements
+from graphrt.backends.triton.kernels.flash_attn.visits import first_row, load_index, mask_tile, visited_block
 
 
 @triton.constexpr_function
@@ -63,20 +70,6 @@ def _key_index(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
     else:
         PER_WAY: tl.constexpr = BLOCK_N // WAYS
         return tl.arange(0, WAYS)[:, None] * PER_WAY + tl.arange(0, PER_WAY)[None, :]
-
-
-@triton.jit
-def load_index(p, PTX: tl.constexpr):
-    """int32 that decide which rows of K and V are loaded.
-
-    As PTX because Triton's pipeliner takes a tl.load before another for a stage of its own, and would keep that many
-    fewer k-blocks in flight. The pipeliner does not guard it in rounds past the loop's end: `p` must be readable there
-    too. It reads what an earlier kernel wrote, and all but the first of a line's bytes come from L1.
-    """
-    if PTX:
-        return tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        return tl.load(p)
 
 
 @triton.jit
@@ -175,8 +168,9 @@ def attend(
     if PARTIAL and HAS_MASK:  # cells that the mask hides from all rows are not read: they may hold NaN
         bits = load_index(p_seen + i_kb * (BLOCK_N // 32) + i_key // 32, PTX)
         m_key &= ((bits >> (i_key % 32)) & 1) != 0
-    p_kb = p_k + first.to(tl.int64) * sk_n
-    p_vb = p_v + first.to(tl.int64) * sv_n
+    row = first_row(i_kb, BLOCK_N).to(tl.int64)
+    p_kb = p_k + row * sk_n
+    p_vb = p_v + row * sv_n
     i_row = i_key.to(tl.int64) if WIDE else i_key
     k0 = load_kv(p_kb, sk_n, i_row, m_key, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS, not PARTIAL, PTX)
     s = tl.dot(q0, _turned(k0), input_precision=PRECISION)
@@ -309,19 +303,16 @@ def flash_attn(
         token = row // PACK
         head = head0 + row % PACK
         m_row = token < n_q
-        mask_tile = ((i_seq % m3) * mask_groups + i_group % mask_groups) * n_qt + i_qt
+        i_mask = mask_tile(i_seq, i_group, i_qt, n_qt, mask_groups, m3)
         if HAS_MASK:
-            n_full = tl.load(p_counts + 2 * mask_tile)
-            n_all = n_full + tl.load(p_counts + 2 * mask_tile + 1)
+            n_full = tl.load(p_counts + 2 * i_mask)
+            n_all = n_full + tl.load(p_counts + 2 * i_mask + 1)
         else:
             n_full = n_kv // BLOCK_N
             n_all = n_blocks
         if RANGES:
             start, n_units = tile_units(tile, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
-            low = (unit - start).to(tl.int32)
-            high = (tl.minimum(stop, start + n_units) - start).to(tl.int32)
-            whole = (low == 0) & (high == n_units)
-            finishes = high == n_units
+            low, high, finishes, whole = part_of_tile(start, n_units, unit, stop)
             unit = start + high
             high = tl.minimum(high, n_all)
         else:
@@ -347,8 +338,8 @@ def flash_attn(
         p_mask_rows = p_mask + _rows(mask_row, RANK)
         slope = _rows(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
         m_rows = _rows(m_row, RANK)
-        p_list = p_blocks + mask_tile.to(tl.int64) * n_blocks
-        p_bits = p_seen + mask_tile.to(tl.int64) * n_blocks * (BLOCK_N // 32)
+        p_list = p_blocks + i_mask.to(tl.int64) * n_blocks
+        p_bits = p_seen + i_mask.to(tl.int64) * n_blocks * (BLOCK_N // 32)
         if WAYS == 0:
             m = tl.full([BLOCK_M, 1], NEG_INF, tl.float32)
             l = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -360,20 +351,16 @@ def flash_attn(
             acc0 = tl.zeros([WAYS, BLOCK_M, DV0], tl.float32)
             acc1 = tl.zeros([WAYS, BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
 
-        for i in tl.range(low, tl.minimum(high, n_full), num_stages=STAGES):
-            i_kb = load_index(p_list + tl.minimum(i, n_blocks - 1), PTX) if HAS_MASK else i
-            m, l, acc0, acc1 = attend(
-                p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
-                factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
-                BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, False, WIDE, PTX, PRECISION,
-            )  # fmt: skip
-        for i in tl.range(tl.maximum(low, n_full), high, num_stages=STAGES):
-            i_kb = load_index(p_list + tl.minimum(i, n_blocks - 1), PTX) if HAS_MASK else i
-            m, l, acc0, acc1 = attend(
-                p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
-                factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
-                BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, True, WIDE, PTX, PRECISION,
-            )  # fmt: skip
+        for PARTIAL in tl.static_range(2):  # the list has full k-blocks first
+            first = tl.maximum(low, n_full) if PARTIAL else low
+            end = high if PARTIAL else tl.minimum(high, n_full)
+            for i in tl.range(first, end, num_stages=STAGES):
+                i_kb = visited_block(p_list, i, n_blocks, HAS_MASK, PTX)
+                m, l, acc0, acc1 = attend(
+                    p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
+                    factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
+                    BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION,
+                )  # fmt: skip
 
         if not SOFTCAP:
             m = m * factor
@@ -393,9 +380,9 @@ def flash_attn(
                 if DV1 > 0:
                     _store_columns(p_out_rows, acc1 * weight, m_row, D_V, DV0, DV1, V_KIND, V_ALIGNED)
             if has_lse:
-                tl.store(p_lse + out_row[:, None], lse * 0.6931471805599453, mask=m_row[:, None])
+                tl.store(p_lse + out_row[:, None], lse * LN2, mask=m_row[:, None])
         else:
-            slot = pid if splits > 0 else 2 * pid + tl.where(finishes, 0, 1)
+            slot = slot_of_part(pid, splits, finishes)
             i_row = tl.arange(0, BLOCK_M)
             p_slot = p_part + slot.to(tl.int64) * (BLOCK_M * (DV0 + DV1 + 2))
             if HAS_V:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.flash_attn.visits import mask_tile
 
 SKIP, FULL, PARTIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -145,10 +146,10 @@ def sum_units(p_counts, p_unit_start, n_tiles, n_qt, n_groups, mask_groups, m3, 
         tile = base + tl.arange(0, CHUNK)
         i_group = (tile // n_qt) % n_groups
         i_seq = tile // (n_qt * n_groups)
-        mask_tile = ((i_seq % m3) * mask_groups + i_group % mask_groups) * n_qt + tile % n_qt
+        i_mask = mask_tile(i_seq, i_group, tile % n_qt, n_qt, mask_groups, m3)
         inside = tile < n_tiles
-        n = tl.load(p_counts + 2 * mask_tile, mask=inside, other=0)
-        n += tl.load(p_counts + 2 * mask_tile + 1, mask=inside, other=0)
+        n = tl.load(p_counts + 2 * i_mask, mask=inside, other=0)
+        n += tl.load(p_counts + 2 * i_mask + 1, mask=inside, other=0)
         n = tl.where(inside, tl.maximum(n, 1), 0)
         tl.store(p_unit_start + 1 + tile, total + tl.cumsum(n, 0), mask=inside)
         total += tl.sum(n, 0)

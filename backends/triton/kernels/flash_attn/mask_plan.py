@@ -14,9 +14,11 @@ from graphrt.tensor import Tensor
 
 @dataclass(frozen=True, eq=False)
 class MaskPlan:
-    """In device memory, int32: counts [mask tiles, 2], blocks [mask tiles, n_blocks], seen [mask tiles, n_blocks,
+    """A plan in device memory, int32; see mask.py.
 
-    block_n / 32], unit_start [tiles + 1], runs [mask tiles, 2]; see mask.py."""
+    counts [mask tiles, 2], blocks [mask tiles, n_blocks], seen [mask tiles, n_blocks, block_n / 32], unit_start
+    [tiles + 1], runs [mask tiles, 2].
+    """
 
     counts: torch.Tensor
     blocks: torch.Tensor

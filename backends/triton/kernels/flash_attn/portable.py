@@ -1,17 +1,20 @@
-"""Launches of the portable kernel (forward.py) and its fixup: every shape, every GPU."""
+"""The portable kernel (forward.py), which serves every shape on every GPU, and its fixup: their launches."""
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
-from graphrt.backends.triton.kernels.flash_attn.configs import Config
+from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_config
 from graphrt.backends.triton.kernels.flash_attn.fixup import flash_attn_fixup
 from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.tiles import same_order
@@ -21,6 +24,47 @@ from graphrt.ops.soft_max import alibi_slopes
 LOG2E = math.log2(math.e)
 #: The most parts that the fixup reads at a time. A second time is a second wait for memory.
 PARTS = 128
+
+
+class Forward(AttentionKernel):
+    """forward.py. config: given, or None for the one of configs.py's table."""
+
+    name = kernel = "forward"
+    file = "forward.py"
+
+    def __init__(self, p: Problem, target: Target, force: str | None = None, config: Config | None = None) -> None:
+        super().__init__(p, target, force)
+        self.given = config
+
+    def serves(self) -> str | None:
+        return None
+
+    @cached_property
+    def config(self) -> Config:
+        p = self.p
+        rows = p.n_q * p.gqa
+        if not (p.k.aligned and p.v.aligned) and self.target.is_nvidia:
+            rows = min(rows, 16)  # Triton 3.6 fails to compile Hopper's products with K read by halves
+        d = (p.k.d, p.v.d)
+        return self.given or find_config(self.target.arch, rows, d, p.k.kind, p.v.kind, v_in_k=p.v_in_k)
+
+    @property
+    def per_sm(self) -> int:
+        return self.config.per_sm
+
+    def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        part = scratch.part(self.choice.scratch_bytes)
+        args = main_arguments(self.p, self.tiling, self.config, self.choice, plan, part, self.target)
+        main = main_launch(args, self.config, self.target)
+        return [main, fixup_launch(args, self.tiling, self.p, self.target)] if self.shares_out else [main]
+
+    @property
+    def workers(self) -> str:
+        return warps_text(self.config.warps)
+
+    @property
+    def stages(self) -> int:
+        return stages_of(self.p, self.config)
 
 
 def main_arguments(
@@ -59,7 +103,7 @@ def main_arguments(
         "UNIFORM": t.uniform(p.mask_t is not None), "BIG": not units_fit(t, choice.programs), "REPAIR": False,
         "WIDE": max(k.strides[0], v.strides[0]) * t.block_n >= 2**31, "PTX": target.is_nvidia, "PDL": target.has_pdl,
         "PRECISION": "tf32x3" if target.is_nvidia and not config.ieee else "ieee",
-        "STAGES": config.stages if _copies_ahead(p) else 1,
+        "STAGES": stages_of(p, config),
     }  # fmt: skip
 
 
@@ -103,13 +147,14 @@ def units_fit(t: Tiling, programs: int) -> bool:
     return (programs + 64) * t.n_tiles * (t.n_blocks + 1) < 2**31
 
 
-def _copies_ahead(p: Problem) -> bool:
-    """Rows can be copied to shared memory while earlier ones are worked on: 4 bytes at a time at least.
+def stages_of(p: Problem, config: Config) -> int:
+    """K-blocks in flight: the config's, where rows can be copied to shared memory while earlier ones are worked on.
 
-    Where they can't there is nothing to pipeline, and products that take what lies in registers are not safe to overlap
-    in Triton 3.6.
+    They can be 4 bytes at a time at least. Else there is nothing to pipeline, and products that take what lies in
+    registers are not safe to overlap in Triton 3.6.
     """
-    return all(x.by_words and (x.kind in ("f32", "f16", "bf16") or not x.parts[1]) for x in (p.k, p.v))
+    ahead = all(x.by_words and (x.kind in ("f32", "f16", "bf16") or not x.parts[1]) for x in (p.k, p.v))
+    return config.stages if ahead else 1
 
 
 def _scaling(params: Any) -> dict[str, float]:

@@ -88,13 +88,34 @@ def program_range(
 
 
 @triton.jit
+def part_of_tile(start, n_units, unit, stop):
+    """(first unit, end, whether the tile's last unit is in it, whether all are) of what a program has of a tile.
+
+    start, n_units: the tile's; unit: the program's first global unit in it; stop: the end of its range. The results
+    count from the tile's first unit, int32.
+    """
+    low = (unit - start).to(tl.int32)
+    high = (tl.minimum(stop, start + n_units) - start).to(tl.int32)
+    begins = low == 0
+    finishes = high == n_units
+    return low, high, finishes, begins & finishes
+
+
+@triton.jit
+def slot_of_part(pid, splits, finishes):
+    """stream_k.py's slot of a program's part of a tile."""
+    return pid if splits > 0 else 2 * pid + tl.where(finishes, 0, 1)
+
+
+@triton.jit
 def fixup_range(
     tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr,
     BIG: tl.constexpr,
 ):  # fmt: skip
-    """(first program, last program, units of the tile, units of all) of those that share a tile; first == last: one
+    """(first program, last program, units of the tile, units of all) of those that share a tile.
 
-    program did it whole, and there is nothing to join."""
+    first == last: one program did it whole, and there is nothing to join.
+    """
     start, n = tile_units(tile, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
     total = n
     if splits > 0:
@@ -127,9 +148,11 @@ def part_slot(program, first, last, programs, splits, n_units, total):
 
 @triton.jit
 def longest_first(rank, n_qt, section):
-    """The tile of a rank in the order of launching: the last queries first, whose rows a causal mask leaves longest, in
+    """The tile of a rank in the order of launching.
 
-    sections of `section` head groups, whose K and V stay in the cache."""
+    The last queries come first, whose rows a causal mask leaves longest, in sections of `section` head groups, whose K
+    and V stay in the cache.
+    """
     within = rank % (section * n_qt)
     i_group = (rank // (section * n_qt)) * section + within % section
     return i_group * n_qt + n_qt - 1 - within // section

@@ -15,47 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ggml's block layouts (ggml-common.h): bytes d[2], then m[2] for _1 types, qh[4] for q5, then values.
-# WORDS: 4-byte words of values a block; HALVES: 2-byte units a block; FIRST: the half where the values start.
-
-
-@triton.constexpr_function
-def is_quantized(KIND):
-    return KIND != "f32" and KIND != "f16" and KIND != "bf16"
-
-
-@triton.constexpr_function
-def words_a_block(KIND):
-    """Words of values in a block of 32."""
-    return 8 if KIND == "q8_0" else 4
-
-
-@triton.constexpr_function
-def halves_a_block(KIND):
-    """Size of a block in units of 2 bytes."""
-    if KIND == "q8_0":
-        return 17
-    elif KIND == "q4_1":
-        return 10
-    elif KIND == "q5_0":
-        return 11
-    elif KIND == "q5_1":
-        return 12
-    else:  # q4_0, iq4_nl
-        return 9
-
-
-@triton.constexpr_function
-def values_at(KIND):
-    """Where a block's values start, in units of 2 bytes."""
-    if KIND == "q4_1":
-        return 2
-    elif KIND == "q5_0":
-        return 3
-    elif KIND == "q5_1":
-        return 4
-    else:
-        return 1
+from graphrt.backends.triton.kernels.common.bits import f16_low
+from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized, values_at, words_a_block
 
 
 @triton.jit
@@ -87,12 +48,6 @@ def _word(p_halves, i_half, m_load):
     low = tl.load(p_halves + i_half, mask=m_load, other=0).to(tl.int32)
     high = tl.load(p_halves + i_half + 1, mask=m_load, other=0).to(tl.int32)
     return (low & 0xFFFF) | (high << 16)
-
-
-@triton.jit
-def _half_float(bits):
-    """The f16 in the low 16 bits of an int32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -288,8 +243,8 @@ def load_quantized(p_rows, i_block, m_block, KIND: tl.constexpr, ALIGNED: tl.con
         words, head, second = _load_blocks_aligned(p_rows, i_block, m_block, KIND)
     else:
         words, head, second = _load_blocks_any(p_rows, i_block, m_block, KIND)
-    d = _half_float(head)
-    m = _half_float(head >> 16)
+    d = f16_low(head)
+    m = f16_low(head >> 16)
     d3 = tl.broadcast_to(d[:, :, None], (N, NB, J))
     if KIND == "q8_0":
         if PTX:

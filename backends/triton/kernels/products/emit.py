@@ -28,7 +28,7 @@ from graphrt.backends.triton.kernels.products.half import (
 )
 from graphrt.backends.triton.kernels.products.plan import Made, Part, Planned
 from graphrt.backends.triton.kernels.products.product import Product
-from graphrt.backends.triton.kernels.products.route import SmallMma
+from graphrt.backends.triton.kernels.products.route import SMALL_MMA
 from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.launch import Launch, without_early_start
 from graphrt.backends.triton.nodes import looked_at
@@ -158,7 +158,7 @@ def _in_16_bits(
     """Products of f16, bf16 or f32 activations, whichever each of the weights wants."""
     group = planned.group
     gate, steps = group.gate, list[Step]()
-    small = {p for part in parts if isinstance(part.route.kernel, SmallMma) for p in part.products}
+    small = {p for part in parts if part.route.kernel.name in SMALL_MMA for p in part.products}
     packed: dict[Product, Packed] = {}
     for p in (p for p in group.products if p in small):
         packed[p], made = ctx.packed(p.weight)
@@ -168,7 +168,7 @@ def _in_16_bits(
     for part in parts:
         x = converted.get(part.route.form, steps)
         of_part = [matrices[p] for p in part.products]
-        if isinstance(part.route.kernel, SmallMma):
+        if part.route.kernel.name in SMALL_MMA:
             outs = [matrix.out for matrix in of_part][: 1 if gate else None]
             biases = [matrix.bias for matrix in of_part if matrix.bias is not None]
             launch = mma_launch.product([packed[p] for p in part.products], x, outs, ctx, biases, residual, gate)

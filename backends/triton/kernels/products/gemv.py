@@ -22,12 +22,22 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.kinds import code_offset, codebook_word, has_min, has_supers, high_bits
+from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.kinds import (
+    code_bits,
+    code_offset,
+    codebook_shift,
+    codebook_word,
+    has_codebook,
+    has_min,
+    has_supers,
+    high_bits,
+    scale_form,
+)
 from graphrt.backends.triton.kernels.products.activations import (
     FINER,
     GLU_KINDS,
@@ -77,9 +87,9 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
         zero = 0
     four = tl.arange(0, 4)[None, None, None, None, :]
     two = tl.arange(0, 2)[None, None, None, None, :]
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         p = (p_quants + first * 8) + at[:, :, :, :, None] * 8 + (step[:, :, :, :, None] * 8 + four)
-    elif KIND == "q2_K" or KIND == "q3_K":
+    elif code_bits(KIND) == 2:
         p = (p_quants + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
     else:
         p = (p_quants + first * 4) + at[:, :, :, :, None] * 4 + (step[:, :, :, :, None] * 4 + four)
@@ -91,9 +101,9 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
         p_super = (p_supers + first // 8) + (row * (NG // 8) + g // 8) + step // 8
         supers = tl.load(p_super, mask=m, other=zero, eviction_policy="evict_first")
     high = scales
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         high = tl.load(p + 4, mask=m_words, eviction_policy="evict_first")
-    elif KIND == "q6_K":
+    elif high_bits(KIND) == 2:
         p_pair = (p_high + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
         high = tl.load(p_pair, mask=m_words, eviction_policy="evict_first")
     elif high_bits(KIND) != 0:
@@ -193,15 +203,9 @@ def _permuted(a, b, selector):
 
 
 @triton.constexpr_function
-def added_to_codes(KIND):
-    """What makes a codebook's values codes without a sign, where that is cheaper to look up."""
-    return 12 if KIND == "mxfp4" else 0
-
-
-@triton.constexpr_function
 def _table_word(KIND, i):
-    """Values 4i to 4i + 3 of a codebook as an int32; mxfp4's with 12 added, so that none is negative."""
-    word = codebook_word(KIND, i, added_to_codes(KIND))
+    """Values 4i to 4i + 3 of a codebook as an int32, shifted so that none is negative if that can be."""
+    word = codebook_word(KIND, i, codebook_shift(KIND))
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
@@ -227,7 +231,7 @@ def _codebook(w, KIND: tl.constexpr, PTX: tl.constexpr):
         T1: tl.constexpr = _table_word(KIND, 1)
         T2: tl.constexpr = _table_word(KIND, 2)
         T3: tl.constexpr = _table_word(KIND, 3)
-        if KIND == "mxfp4":
+        if codebook_shift(KIND) != 0:
             # A selector's fourth bit asks for the value's sign throughout, here 0: so the wrong half adds nothing.
             flipped = w ^ -0x77777778
             first = _permuted(T0, T1, w) | _permuted(T2, T3, flipped)
@@ -282,24 +286,24 @@ def _sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
     else:
         zero = l0 & 0
     F: tl.constexpr = 0x0F0F0F0F
-    if KIND == "q2_K":
+    if code_bits(KIND) == 2 and high_bits(KIND) == 0:
         q0, q1 = tl.split(quants)
         low = _two_bit_half(q0, q1, l0, l1, l2, l3, zero, PTX)
         total = _two_bit_half(q0 >> 2, q1 >> 2, h0, h1, h2, h3, zero, PTX)
-    elif KIND == "q3_K":
+    elif code_bits(KIND) == 2:
         q0, q1 = tl.split(quants)
         t = high[:, :, :, :, None]
         low = _three_bit_half(q0, q1, t, l0, l1, l2, l3, zero, PTX)
         total = _three_bit_half(q0 >> 2, q1 >> 2, t >> 1, h0, h1, h2, h3, zero, PTX)
     else:
         w0, w1, w2, w3 = _split4(quants)
-        if KIND == "q8_0":
+        if code_bits(KIND) == 8:
             w4, w5, w6, w7 = _split4(high[:, :, :, :, None, :])
             total = _chain(w0, w1, w2, w3, l0, l1, l2, l3, zero, False, PTX)
             total = _chain(w4, w5, w6, w7, h0, h1, h2, h3, total, False, PTX)
             low = total
-        elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
-            UNSIGNED: tl.constexpr = KIND == "mxfp4"
+        elif has_codebook(KIND):
+            UNSIGNED: tl.constexpr = codebook_shift(KIND) != 0
             a0, b0 = _codebook(w0, KIND, PTX)
             a1, b1 = _codebook(w1, KIND, PTX)
             a2, b2 = _codebook(w2, KIND, PTX)
@@ -307,12 +311,12 @@ def _sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
             total = _chain(a0, a1, a2, a3, l0, l1, l2, l3, zero, UNSIGNED, PTX)
             total = _chain(b0, b1, b2, b3, h0, h1, h2, h3, total, UNSIGNED, PTX)
             low = total
-        elif KIND == "q4_0" or KIND == "q4_1" or KIND == "q4_K":
+        elif high_bits(KIND) == 0:
             M: tl.constexpr = -0x0F0F0F10  # 0xF0F0F0F0: high nibbles where they are count 16 times
             total = _chain(w0 & M, w1 & M, w2 & M, w3 & M, h0, h1, h2, h3, zero, True, PTX) >> 4
             total = _chain(w0 & F, w1 & F, w2 & F, w3 & F, l0, l1, l2, l3, total, True, PTX)
             low = total
-        elif KIND == "q6_K":
+        elif high_bits(KIND) == 2:
             T: tl.constexpr = 0x30303030
             t0, t1 = tl.split(high[:, :, :, :, None, :])
             a0 = (w0 & F) | ((t0 << 4) & T)
@@ -325,7 +329,7 @@ def _sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
             b3 = ((w3 >> 4) & F) | ((t1 >> 2) & T)
             low = _chain(a0, a1, a2, a3, l0, l1, l2, l3, zero, True, PTX)
             total = _chain(b0, b1, b2, b3, h0, h1, h2, h3, zero, True, PTX)
-        else:  # q5: a fifth bit
+        else:  # a fifth bit
             B: tl.constexpr = 0x10101010
             t = high[:, :, :, :, None]
             a0 = (w0 & F) | ((t << 4) & B)
@@ -354,7 +358,7 @@ def _half_float(bits):
 @triton.constexpr_function
 def taken_off(KIND):
     """What is taken off each code, f32."""
-    return float(code_offset(KIND) + added_to_codes(KIND))
+    return float(code_offset(KIND) + codebook_shift(KIND))
 
 
 @triton.constexpr_function
@@ -372,30 +376,32 @@ def _scaled(low, high, scales, supers, d, s_low, s_high, KIND: tl.constexpr):
     scales = scales[:, :, :, :, None]
     supers = supers[:, :, :, :, None]
     OFFSET: tl.constexpr = taken_off(KIND)
-    if KIND == "q6_K" or KIND == "q3_K":
+    if scale_form(KIND) == "i8_halves":
         pair = scales.to(tl.int32)
         first = ((pair << 24) >> 24).to(tl.float32)
         second = (pair >> 8).to(tl.float32)
         more = first * (low.to(tl.float32) * d - s_low * OFFSET) + second * (high.to(tl.float32) * d - s_high * OFFSET)
         more *= _half_float(supers)
         less = more
-    elif KIND == "q2_K":
+    elif scale_form(KIND) == "u4_min_halves":
         pair = scales.to(tl.int32)
         more = (pair & 15).to(tl.float32) * low.to(tl.float32) + ((pair >> 8) & 15).to(tl.float32) * high.to(tl.float32)
         more *= _half_float(supers) * d
         less = ((pair >> 4) & 15).to(tl.float32) * s_low + ((pair >> 12) & 15).to(tl.float32) * s_high
         less *= _half_float(supers >> 16)
-    elif KIND == "q4_K" or KIND == "q5_K":
+    elif scale_form(KIND) == "u6_min":
         pair = scales.to(tl.int32)
         more = low.to(tl.float32) * ((pair & 255).to(tl.float32) * _half_float(supers) * d)
         less = (((pair >> 8) & 255).to(tl.float32) * _half_float(supers >> 16)) * (s_low + s_high)
-    elif KIND == "q4_1" or KIND == "q5_1":
+    elif scale_form(KIND) == "f16_min":
         more = low.to(tl.float32) * (_half_float(scales) * d)
         less = _half_float(scales >> 16) * -(s_low + s_high)
     else:
-        if KIND == "iq4_xs":
+        if scale_form(KIND) == "i8":
             scale = scales.to(tl.float32) * _half_float(supers)
-        elif KIND == "mxfp4":  # 2^(e - 128), the codebook's values being doubled; below the smallest normal f32 as well
+        elif (
+            scale_form(KIND) == "e8m0"
+        ):  # 2^(e - 128), the codebook's values being doubled; below the smallest normal f32 as well
             e = scales.to(tl.int32) & 255
             scale = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(tl.float32, bitcast=True)
         else:

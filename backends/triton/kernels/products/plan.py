@@ -26,7 +26,7 @@ from graphrt.backends.triton.kernels.products.gemm_small.arguments import MAX_SE
 from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE
 from graphrt.backends.triton.kernels.products.half import MAX_WHOLE_ROW
 from graphrt.backends.triton.kernels.products.product import Product, ProductGroup, products_in
-from graphrt.backends.triton.kernels.products.route import Route, SmallMma, route_of
+from graphrt.backends.triton.kernels.products.route import SMALL_MMA, Route, route_of
 from graphrt.backends.triton.nodes import is_view, looked_at
 from graphrt.tensor import Tensor
 
@@ -130,7 +130,7 @@ def plan_group(group: ProductGroup, ctx: Context, plan: Plan) -> Planned:
         route = route_of(p, ctx)
         if route.kernel.name == "gemv":
             few.setdefault(p.is_packed, []).append((p, route))
-        elif isinstance(route.kernel, SmallMma):
+        elif route.kernel.name in SMALL_MMA:
             some.setdefault((p.type, p.bias is not None), []).append((p, route))
         elif route.joined and rest:
             rest[0].append((p, route))

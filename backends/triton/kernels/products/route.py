@@ -13,8 +13,7 @@ the vendor's product. Experts' pairs of token and expert count as tokens, and ta
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,8 +25,8 @@ from graphrt.backends.triton.kernels.products.activations import GLU_KINDS, part
 from graphrt.backends.triton.kernels.products.forms import Form
 from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
 from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP
-from graphrt.backends.triton.kernels.products.product import Product
-from graphrt.tensor import Tensor
+from graphrt.backends.triton.kernels.products.product import PLAIN, Product
+from graphrt.backends.triton.packing import packing_of
 
 #: Up to so many tokens gemm_small takes a product, by the kind of its weights.
 SMALL_TOKENS = {"packed": 64, "plain": 64, "f32": 8}
@@ -36,6 +35,7 @@ SMALL_TOKENS = {"packed": 64, "plain": 64, "f32": 8}
 MAX_PAIRS = 128
 
 _EXACT = "rounds activations to 8 bits, and results are to be exact"
+_SOME_GLUS = "joins the products of a GLU that it knows, if both weights are"
 
 
 class Setting(Protocol):
@@ -48,26 +48,20 @@ class Setting(Protocol):
     def exact(self) -> bool: ...
 
 
-class Kernel(ABC):
-    """A way to make a product. name: what plans and explanations call it."""
+@dataclass(frozen=True)
+class Kernel:
+    """A way to make a product.
+
+    name: what plans and explanations call it; serves: None where it can make a product, else why not, as what follows
+    its name in a sentence; form: how it reads activations, AS_IS if it converts them itself or need not; why: what
+    speaks for it; joins: a gate and its partner, both served, are one launch with the GLU.
+    """
 
     name: str
-
-    @abstractmethod
-    def serves(self, p: Product, s: Setting) -> str | None:
-        """None where it can make the product, else why not, as a sentence that goes on behind its name."""
-
-    @abstractmethod
-    def form(self, p: Product) -> Form:
-        """How it reads activations. AS_IS: it converts them itself, or need not."""
-
-    @abstractmethod
-    def why(self, p: Product) -> str:
-        """Why it is the one that makes a product that it serves, and how."""
-
-    def joins(self, p: Product) -> bool:
-        """A gate and its partner, both served, are one launch with the GLU."""
-        return False
+    serves: Callable[[Product, Setting], str | None]
+    form: Callable[[Product], Form]
+    why: Callable[[Product], str]
+    joins: Callable[[Product], bool] = lambda p: False
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +77,20 @@ class Route:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
+# ---- what several kernels say ----
 
 
-def _tokens(p: Product) -> str:
-    """How many vectors each matrix is multiplied with."""
-    if p.ids is not None:
-        return _counted(p.ids.n_elements, "pair") + " of token and expert"
-    b = p.broadcast
-    return _counted(b.tokens, "token") + (f" for each of {b.count} matrices" if b.count > 1 else "")
+def _as_is(p: Product) -> Form:
+    return Form.AS_IS
+
+
+def _in_8_bits(p: Product) -> Form:
+    return Form.Q8 if p.is_packed else Form.AS_IS
+
+
+def _in_16_bits(p: Product) -> Form:
+    """The type of activations that a weight is multiplied with in 16 bits, or f32 ones in f32."""
+    return {"bf16": Form.BF16, "f32": Form.F32, "f64": Form.F32}.get(p.type, Form.F16)
 
 
 def _dp4a(p: Product) -> str:
@@ -102,276 +100,177 @@ def _dp4a(p: Product) -> str:
     return f"dp4a on activations rounded {'in two parts of' if parts_of(p.weight.ne[0]) == 2 else 'to'} 8 bits"
 
 
-def _sixteen_bits(p: Product) -> Form:
-    """The type of activations that a weight is multiplied with in 16 bits, or f32 ones in f32."""
-    return {"bf16": Form.BF16, "f32": Form.F32, "f64": Form.F32}.get(p.type, Form.F16)
+def _up_to_8(p: Product) -> str:
+    return f"it takes up to {gemv.MAX_TOKENS}, {_dp4a(p)}"
+
+
+def _vendor(p: Product) -> str:
+    return ("weights dequantized to scratch in each run, then " * (not p.is_plain)) + "the vendor's product"
 
 
 def _alike(p: Product) -> bool:
     """A gate and its partner are both packed or both as they are."""
-    return p.partner is None or p.is_packed == _of_partner(p).is_packed
-
-
-def _of_partner(p: Product) -> Product:
-    assert p.partner is not None
-    return Product(p.partner, p.x, p.ids, None, p.weight, p.gate, p.by_token, p.x_form, p.x_aligned, p.aligned)
-
-
-class ExpertGemv(Kernel):
-    """experts/gemv.py."""
-
-    name = "expert_gemv"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        assert p.ids is not None
-        if p.ids.n_elements > MAX_PAIRS:
-            return f"takes up to {MAX_PAIRS} pairs"
-        if not (p.x.has_contiguous_rows and (p.x.is_contiguous or p.x.ne[1] == 1)):
-            return "reads rows of x at equal distances"
-        found = self._serves_weight(p, s)
-        return found if found or p.partner is None else self._serves_weight(_of_partner(p), s)
-
-    def _serves_weight(self, p: Product, s: Setting) -> str | None:
-        if p.is_plain:
-            return None if p.weight.has_contiguous_rows else "reads weights whose rows are without gaps"
-        if not p.is_packed:
-            return f"does not decode {p.type}"
-        return _EXACT if s.exact else None
-
-    def form(self, p: Product) -> Form:
-        return Form.Q8 if p.is_packed else Form.AS_IS
-
-    def why(self, p: Product) -> str:
-        return f"it takes up to {MAX_PAIRS}, {_dp4a(p)}"
-
-    def joins(self, p: Product) -> bool:
-        return _alike(p)
-
-
-class ExpertWgmma(Kernel):
-    """experts/wgmma.py."""
-
-    name = "expert_wgmma"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        if s.target.arch != "sm_90":
-            return "is Hopper's"
-        if p.x.dtype.name not in ("f32", "f16"):
-            return f"reads activations in f32 or f16, not {p.x.dtype.name}"
-        if not hopper.takes(s.target, p.type, p.weight.ne[0]):
-            return f"takes rows of {STEP + 1} to {MAX_ROW} elements of {', '.join(mma_launch.KINDS)}"
-        return None
-
-    def form(self, p: Product) -> Form:
-        return Form.AS_IS
-
-    def why(self, p: Product) -> str:
-        return "pairs sorted by expert on the device, weights dequantized in registers for wgmma"
-
-    def joins(self, p: Product) -> bool:
-        same = p.partner is not None and p.partner.dtype.name == p.type
-        return same and p.gate is not None and p.gate.kind in hopper.GATES
-
-
-class ExpertGemm(Kernel):
-    """experts/gemm.py."""
-
-    name = "expert_gemm"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        return None
-
-    def form(self, p: Product) -> Form:
-        return _sixteen_bits(p)
-
-    def why(self, p: Product) -> str:
-        before = "" if p.is_packed or p.is_plain else "; weights dequantized to scratch in each run"
-        return f"it takes any number, sorted by expert on the device{before}"
-
-
-class HeadGemv(Kernel):
-    """gemv_heads.py."""
-
-    name = "gemv_heads"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        w, x = p.weight, p.x
-        if not (w.ne[2] > 1 and w.ne[3] == 1 and x.ne[2:] == w.ne[2:]):
-            return "takes a matrix for each head"
-        if x.ne[1] > gemv.MAX_TOKENS:
-            return f"takes up to {gemv.MAX_TOKENS} tokens"
-        if x.dtype.name != "f32" or not x.has_contiguous_rows:
-            return "reads rows of f32 without gaps"
-        if p.is_plain:
-            return None if w.has_contiguous_rows else "reads weights whose rows are without gaps"
-        if not p.is_packed:
-            return f"does not decode {p.type}"
-        if w.ne[0] > gemv.MAX_INLINE:
-            return f"rounds activations as it multiplies, rows of up to {gemv.MAX_INLINE} elements"
-        return _EXACT if s.exact else None
-
-    def form(self, p: Product) -> Form:
-        return Form.AS_IS
-
-    def why(self, p: Product) -> str:
-        return f"it takes up to {gemv.MAX_TOKENS}, {_dp4a(p)}"
-
-
-class Gemv(Kernel):
-    """gemv.py."""
-
-    name = "gemv"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        b, x = p.broadcast, p.x
-        if b.tokens > gemv.MAX_TOKENS:
-            return f"takes up to {gemv.MAX_TOKENS} tokens"
-        if b.count > 1:
-            return "takes one matrix"
-        if not (x.is_contiguous or x.ne[2] == x.ne[3] == 1):
-            return "reads rows of x at equal distances"
-        if p.gate is not None and not (p.gate.kind in GLU_KINDS and _alike(p)):
-            return "joins the products of a GLU that it knows, if both weights are packed or both are not"
-        found = self._serves_weight(p, s)
-        return found if found or p.partner is None else self._serves_weight(_of_partner(p), s)
-
-    def _serves_weight(self, p: Product, s: Setting) -> str | None:
-        if p.is_plain:
-            plain = p.x.dtype.name == "f32" and p.x.has_contiguous_rows and p.weight.has_contiguous_rows
-            return None if plain else "multiplies weights as they are with f32, rows of both without gaps"
-        if not p.is_packed:
-            return f"does not decode {p.type}"
-        return _EXACT if s.exact else None
-
-    def form(self, p: Product) -> Form:
-        return Form.Q8 if p.is_packed else Form.AS_IS
-
-    def why(self, p: Product) -> str:
-        return f"it takes up to {gemv.MAX_TOKENS}, {_dp4a(p)}"
-
-    def joins(self, p: Product) -> bool:
-        return p.gate is not None
-
-
-class SmallMma(Kernel):
-    """gemm_small/mma.py."""
-
-    name = "gemm_small_mma"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        if not s.target.is_nvidia:
-            return "is NVIDIA's"
-        if not p.is_packed:
-            return "takes packed weights"
-        b = p.broadcast
-        if b.tokens > mma_launch.MAX_TOKENS:
-            return f"takes up to {mma_launch.MAX_TOKENS} tokens"
-        if b.count > 1 or not mma_launch.fits(p.type, p.weight.ne[0], b.tokens, s.target):
-            return f"takes one matrix of {', '.join(mma_launch.KINDS)} whose rows are whole steps"
-        if not (p.x_aligned and p.aligned):
-            return "copies 16 bytes at a time, and x or the weights don't begin where it can"
-        if p.partner is not None and not (p.gate and p.gate.kind in GLU_KINDS and _of_one_kind(p.weight, p.partner)):
-            return "joins the products of a GLU that it knows, if both weights are of one type and size"
-        return None
-
-    def form(self, p: Product) -> Form:
-        return Form.F16
-
-    def why(self, p: Product) -> str:
-        return f"it takes up to {mma_launch.MAX_TOKENS} on NVIDIA, weights dequantized on their way"
-
-    def joins(self, p: Product) -> bool:
-        return p.gate is not None
-
-
-def _of_one_kind(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.ne == b.ne
-
-
-class SmallWgmma(SmallMma):
-    """gemm_small/wgmma.py."""
-
-    name = "gemm_small_wgmma"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        if s.target.arch != "sm_90":
-            return "is Hopper's"
-        found = super().serves(p, s)
-        if found is None and not mma_launch.has_wgmma_config(s.target, p.type, p.weight.ne[0], p.broadcast.tokens):
-            return "finds too little shared memory for its buffers"
-        if found is None and p.x.dtype.name != "f32":
-            return f"reads activations in an order that they get when f32 is rounded, these are {p.x.dtype.name}"
-        return found
-
-    def form(self, p: Product) -> Form:
-        return Form.F16_ORDERED
-
-    def why(self, p: Product) -> str:
-        return f"it takes up to {mma_launch.MAX_TOKENS} on Hopper, weights dequantized in registers for wgmma"
-
-
-class Small(Kernel):
-    """gemm_small/portable.py."""
-
-    name = "gemm_small"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        if not (p.is_packed or p.is_plain):
-            return f"does not decode {p.type}"
-        if p.broadcast.tokens > self._most(p):
-            return f"takes up to {self._most(p)} tokens"
-        return "writes a head's results side by side, not a token's" if p.by_token else None
-
-    def _most(self, p: Product) -> int:
-        return SMALL_TOKENS["f32" if p.type == "f32" else "plain" if p.is_plain else "packed"]
-
-    def form(self, p: Product) -> Form:
-        return _sixteen_bits(p)
-
-    def why(self, p: Product) -> str:
-        return f"it takes up to {self._most(p)}, weights dequantized on their way"
-
-
-class Large(Kernel):
-    """gemm_large.py."""
-
-    name = "gemm_large"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        return None
-
-    def form(self, p: Product) -> Form:
-        return _sixteen_bits(p)
-
-    def why(self, p: Product) -> str:
-        return f"it takes any number of tokens, {self._how(p)}"
-
-    def _how(self, p: Product) -> str:
-        return ("weights dequantized to scratch in each run, then " * (not p.is_plain)) + "the vendor's product"
-
-
-class LargeEach(Large):
-    """gemm_large.py, all matrices at once."""
-
-    name = "gemm_large_each"
-
-    def serves(self, p: Product, s: Setting) -> str | None:
-        w = p.weight
-        if not p.broadcast.one_each:
-            return "takes several matrices, each with tokens of its own"
-        even = w.ne[2] == 1 or w.ne[3] == 1 or w.nb[3] == w.ne[2] * w.nb[2]
-        if p.type == "f64" or not (p.is_packed or even):
-            return "takes matrices that lie one after the other, of types up to f32"
-        return None
-
-    def why(self, p: Product) -> str:
-        place = "results written in place, " if p.by_token else ""
-        return f"it takes any number of tokens, {place}{self._how(p)} of all matrices"
+    return len({packing_of(w.dtype.name) is None for w in p.halves}) == 1
+
+
+def _why_not_weights(p: Product, s: Setting) -> str | None:
+    """What kernels for few tokens say of a weight and its partner: plain ones are read as they are."""
+    for w in p.halves:
+        if w.dtype.name in PLAIN and not w.has_contiguous_rows:
+            return "reads weights whose rows are without gaps"
+        if w.dtype.name not in PLAIN and packing_of(w.dtype.name) is None:
+            return f"does not decode {w.dtype.name}"
+        if w.dtype.name not in PLAIN and s.exact:
+            return _EXACT
+    return None
+
+
+# ---- what each says ----
+
+
+def _expert_gemv(p: Product, s: Setting) -> str | None:
+    assert p.ids is not None
+    if p.ids.n_elements > MAX_PAIRS:
+        return f"takes up to {MAX_PAIRS} pairs"
+    evenly = p.x.has_contiguous_rows and (p.x.is_contiguous or p.x.ne[1] == 1)
+    return _why_not_weights(p, s) if evenly else "reads rows of x at equal distances"
+
+
+def _expert_wgmma(p: Product, s: Setting) -> str | None:
+    if s.target.arch != "sm_90":
+        return "is Hopper's"
+    if p.x.dtype.name not in ("f32", "f16"):
+        return f"reads activations in f32 or f16, not {p.x.dtype.name}"
+    if not hopper.takes(s.target, p.type, p.weight.ne[0]):
+        return f"takes rows of {STEP + 1} to {MAX_ROW} elements of {', '.join(mma_launch.KINDS)}"
+    return None
+
+
+def _expert_wgmma_joins(p: Product) -> bool:
+    return p.gate is not None and p.gate.kind in hopper.GATES and len({w.dtype.name for w in p.halves}) == 1
+
+
+def _gemv_heads(p: Product, s: Setting) -> str | None:
+    w, x = p.weight, p.x
+    if not (w.ne[2] > 1 and w.ne[3] == 1 and x.ne[2:] == w.ne[2:]):
+        return "takes a matrix for each head"
+    if x.ne[1] > gemv.MAX_TOKENS:
+        return f"takes up to {gemv.MAX_TOKENS} tokens"
+    if x.dtype.name != "f32" or not x.has_contiguous_rows:
+        return "reads rows of f32 without gaps"
+    if p.is_packed and w.ne[0] > gemv.MAX_INLINE:
+        return f"rounds activations as it multiplies, rows of up to {gemv.MAX_INLINE} elements"
+    return _why_not_weights(p, s)
+
+
+def _gemv(p: Product, s: Setting) -> str | None:
+    b, x = p.broadcast, p.x
+    if b.tokens > gemv.MAX_TOKENS:
+        return f"takes up to {gemv.MAX_TOKENS} tokens"
+    if b.count > 1:
+        return "takes one matrix"
+    if not (x.is_contiguous or x.ne[2] == x.ne[3] == 1):
+        return "reads rows of x at equal distances"
+    if p.gate is not None and not (p.gate.kind in GLU_KINDS and _alike(p)):
+        return f"{_SOME_GLUS} packed or both are not"
+    if p.is_plain and not (x.dtype.name == "f32" and x.has_contiguous_rows):
+        return "multiplies weights as they are with f32, its rows without gaps"
+    return _why_not_weights(p, s)
+
+
+def _mma(p: Product, s: Setting) -> str | None:
+    """What wgmma and mma have in common."""
+    if not s.target.is_nvidia:
+        return "is NVIDIA's"
+    if not p.is_packed:
+        return "takes packed weights"
+    b = p.broadcast
+    if b.tokens > mma_launch.MAX_TOKENS:
+        return f"takes up to {mma_launch.MAX_TOKENS} tokens"
+    if b.count > 1 or not mma_launch.fits(p.type, p.weight.ne[0], b.tokens, s.target):
+        return f"takes one matrix of {', '.join(mma_launch.KINDS)} whose rows are whole steps"
+    if not (p.x_aligned and p.aligned):
+        return "copies 16 bytes at a time, and x or the weights don't begin where it can"
+    if p.gate is not None and not (p.gate.kind in GLU_KINDS and len({(w.dtype.name, w.ne) for w in p.halves}) == 1):
+        return f"{_SOME_GLUS} of one type and size"
+    return None
+
+
+def _wgmma(p: Product, s: Setting) -> str | None:
+    if s.target.arch != "sm_90":
+        return "is Hopper's"
+    found = _mma(p, s)
+    if found is None and not mma_launch.has_wgmma_config(s.target, p.type, p.weight.ne[0], p.broadcast.tokens):
+        return "finds too little shared memory for its buffers"
+    if found is None and p.x.dtype.name != "f32":
+        return f"reads activations in an order that they get when f32 is rounded, these are {p.x.dtype.name}"
+    return found
+
+
+def _most_small(p: Product) -> int:
+    return SMALL_TOKENS["f32" if p.type == "f32" else "plain" if p.is_plain else "packed"]
+
+
+def _small(p: Product, s: Setting) -> str | None:
+    if not (p.is_packed or p.is_plain):
+        return f"does not decode {p.type}"
+    if p.broadcast.tokens > _most_small(p):
+        return f"takes up to {_most_small(p)} tokens"
+    return "writes a head's results side by side, not a token's" if p.by_token else None
+
+
+def _large_each(p: Product, s: Setting) -> str | None:
+    w = p.weight
+    if not p.broadcast.one_each:
+        return "takes several matrices, each with tokens of its own"
+    even = w.ne[2] == 1 or w.ne[3] == 1 or w.nb[3] == w.ne[2] * w.nb[2]
+    if p.type == "f64" or not (p.is_packed or even):
+        return "takes matrices that lie one after the other, of types up to f32"
+    return None
+
+
+def _serves_all(p: Product, s: Setting) -> str | None:
+    return None
 
 
 #: In the order in which they are asked; experts' products are asked by the first list, all others by the second.
-EXPERT_KERNELS: tuple[Kernel, ...] = (ExpertGemv(), ExpertWgmma(), ExpertGemm())
-KERNELS: tuple[Kernel, ...] = (HeadGemv(), Gemv(), SmallWgmma(), SmallMma(), Small(), LargeEach(), Large())
+EXPERT_KERNELS = (
+    Kernel("expert_gemv", _expert_gemv, _in_8_bits, lambda p: f"it takes up to {MAX_PAIRS}, {_dp4a(p)}", _alike),
+    Kernel(
+        "expert_wgmma", _expert_wgmma, _as_is,
+        lambda p: "pairs sorted by expert on the device, weights dequantized in registers for wgmma",
+        _expert_wgmma_joins,
+    ),
+    Kernel(
+        "expert_gemm", _serves_all, _in_16_bits,
+        lambda p: "it takes any number, sorted by expert on the device"
+        + "; weights dequantized to scratch in each run" * (not (p.is_packed or p.is_plain)),
+    ),
+)  # fmt: skip
+KERNELS = (
+    Kernel("gemv_heads", _gemv_heads, _as_is, _up_to_8),
+    Kernel("gemv", _gemv, _in_8_bits, _up_to_8, lambda p: True),
+    Kernel(
+        "gemm_small_wgmma", _wgmma, lambda p: Form.F16_ORDERED,
+        lambda p: f"it takes up to {mma_launch.MAX_TOKENS} on Hopper, weights dequantized in registers for wgmma",
+        lambda p: True,
+    ),
+    Kernel(
+        "gemm_small_mma", _mma, lambda p: Form.F16,
+        lambda p: f"it takes up to {mma_launch.MAX_TOKENS} on NVIDIA, weights dequantized on their way", lambda p: True,
+    ),
+    Kernel(
+        "gemm_small", _small, _in_16_bits,
+        lambda p: f"it takes up to {_most_small(p)}, weights dequantized on their way",
+    ),
+    Kernel(
+        "gemm_large_each", _large_each, _in_16_bits,
+        lambda p: f"any number of tokens, {'results written in place, ' * p.by_token}{_vendor(p)} of all matrices",
+    ),
+    Kernel("gemm_large", _serves_all, _in_16_bits, lambda p: f"any number of tokens, {_vendor(p)}"),
+)  # fmt: skip
+#: Those of mma_launch.py.
+SMALL_MMA = ("gemm_small_wgmma", "gemm_small_mma")
 
 
 def route_of(p: Product, s: Setting) -> Route:
@@ -390,3 +289,11 @@ def _why_not_form(kernel: Kernel, p: Product) -> str | None:
     """Why a kernel can't read x as it lies."""
     form = kernel.form(p)
     return None if p.x_form.is_readable_as(form) else f"reads {form.value}, x lies in {p.x_form.value}"
+
+
+def _tokens(p: Product) -> str:
+    """How many vectors each matrix is multiplied with."""
+    if p.ids is not None:
+        return f"{p.ids.n_elements} pair{'s' * (p.ids.n_elements != 1)} of token and expert"
+    b = p.broadcast
+    return f"{b.tokens} token{'s' * (b.tokens != 1)}" + (f" for each of {b.count} matrices" if b.count > 1 else "")

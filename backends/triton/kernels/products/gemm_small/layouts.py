@@ -8,7 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphrt.backends.triton.kernels.flash_attn.decode_layouts import log2
+from graphrt.backends.triton.kernels.common.gluon_layouts import log2
+from graphrt.backends.triton.kernels.kinds import scale_bytes
 
 
 @gluon.constexpr_function
@@ -21,12 +22,6 @@ def bit(axis, i, rank):
 def bits(axis, first, last, rank):
     """The bases of bits first .. last - 1 of an axis."""
     return [bit(axis, i, rank) for i in range(first, last)]
-
-
-@gluon.constexpr_function
-def scale_bytes(KIND):
-    """Bytes that a group has in the plane of scales."""
-    return 1 if KIND in ("iq4_xs", "mxfp4") else 4 if KIND in ("q4_1", "q5_1") else 2
 
 
 @gluon.constexpr_function

@@ -19,9 +19,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_activation import glu
-from graphrt.backends.triton.kernels.flash_attn.decode_layouts import axis_index
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_supers, high_bits, pairs_of_supers
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.kinds import (
+    code_bits,
+    code_offset,
+    has_codebook,
+    has_f16_scales,
+    has_plain_nibbles,
+    has_supers,
+    high_bits,
+    is_e2m1,
+    is_signed,
+    pairs_of_supers,
+    scale_form,
+)
 from graphrt.backends.triton.kernels.products.gemm_small.layouts import (
     high_layout,
     mma_layout,
@@ -39,9 +51,6 @@ from graphrt.backends.triton.kernels.products.gemm_small.portable import (
     _codebook_asm,
     _mode_of,
     _unpack_asm,
-    has_f16_scales,
-    is_signed,
-    shifted_of,
 )
 
 # --- shared memory and copies ---
@@ -213,26 +222,26 @@ def low_byte(word):
 def scales_of(scales, supers, KIND: gl.constexpr):
     """(scale, add) of a group's first half, then of its second, of its integer in the plane of scales and its super.
 
-    f16 for types with f16 scales and mxfp4, else f32.
+    f16 for types with f16 scales or e2m1 codes, else f32.
     """
-    if KIND == "q4_1" or KIND == "q5_1":
+    if scale_form(KIND) == "f16_min":
         d = f16_low(scales)
         m = f16_low(scales >> 16)
         return d, m, d, m
     elif has_f16_scales(KIND):
         d = f16_low(scales)
         return d, d, d, d
-    elif KIND == "mxfp4":
+    elif scale_form(KIND) == "e8m0":
         e = (scales.to(gl.int32) & 0xFF) + E2M1_SHIFT
         s = (gl.minimum(e, 255) << 23).to(gl.float32, bitcast=True).to(gl.float16)
         return s, s, s, s
-    elif KIND == "iq4_xs":
+    elif scale_form(KIND) == "i8":
         s = scales.to(gl.float32) * f16_low(supers).to(gl.float32)
         return s, s, s, s
     else:
         scales = scales.to(gl.int32)
         d = f16_low(supers).to(gl.float32)
-        if KIND == "q6_K":
+        if scale_form(KIND) == "i8_halves":
             s0 = d * low_byte(scales)
             s1 = d * low_byte(scales >> 8)
             return s0, s0 * -BIAS - s0 * code_offset(KIND), s1, s1 * -BIAS - s1 * code_offset(KIND)
@@ -257,7 +266,7 @@ def _scaled_asm():
     return "{\n" + "\n".join([*lines, "mov.b32 {$0, $1}, t0;", "mov.b32 {$2, $3}, t1;"]) + "\n}"
 
 
-#: mxfp4's codes are looked up as values times 2^-3 and its scales are multiplied by 2^3: products from f16's smallest
+#: Codes of e2m1 are looked up as values times 2^-3 and their scales are multiplied by 2^3: products from f16's smallest
 #: numbers up to 24576 then come from factors that f16 holds.
 E2M1_SHIFT = gl.constexpr(3)
 
@@ -299,7 +308,7 @@ def _high_bytes_asm():
 
 @gluon.constexpr_function
 def _weights_asm(KIND, SHIFTED):
-    if KIND == "mxfp4":
+    if is_e2m1(KIND):
         return _high_bytes_asm()
     if _mode_of(KIND) == "s":
         return _scaled_asm()
@@ -314,7 +323,7 @@ def f16_weights(codes, scale, add, KIND: gl.constexpr, SHIFTED: gl.constexpr):
     """
     WK: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = codes.shape[1]
-    F: gl.constexpr = "h" if has_f16_scales(KIND) or KIND == "mxfp4" else "f"
+    F: gl.constexpr = "h" if has_f16_scales(KIND) or is_e2m1(KIND) else "f"
     codes, scale = gl.broadcast(codes, gl.expand_dims(scale, 3))
     codes, add = gl.broadcast(codes, gl.expand_dims(add, 3))
     b0, b1, b2, b3 = gl.inline_asm_elementwise(
@@ -343,7 +352,7 @@ def load_x(ring, i, TOKENS: gl.constexpr, WK: gl.constexpr, WR: gl.constexpr):
 @gluon.constexpr_function
 def keeps_shift(KIND):
     """Codes of second halves stay in the bytes' high nibbles: what makes them f16 there costs the same."""
-    return shifted_of(KIND) and has_f16_scales(KIND)
+    return has_plain_nibbles(KIND) and has_f16_scales(KIND)
 
 
 @gluon.jit
@@ -362,8 +371,8 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
         low, top = gl.split(gl.permute(gl.reshape(words, [WK, ROWS, 4, 2, 4]), (0, 1, 2, 4, 3)))
         low = gl.convert_layout(low, L, assert_trivial=True)
         top = gl.convert_layout(top, L, assert_trivial=True)
-    elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
-        asm: gl.constexpr = _e2m1_asm() if KIND == "mxfp4" else _codebook_asm(KIND)
+    elif has_codebook(KIND):
+        asm: gl.constexpr = _e2m1_asm() if is_e2m1(KIND) else _codebook_asm(KIND)
         low, top = gl.inline_asm_elementwise(asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     else:
         low = words & 0x0F0F0F0F

@@ -24,10 +24,10 @@ from graphrt.backends.triton.kernels.products.gemm_small.mma import batch_mma
 from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import HopperConfig
 from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.backends.triton.packing import PACKED_TYPES, Packed, packing_of
 
 #: Types that it takes: 4- and 8-bit codes.
-KINDS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs", "mxfp4")
+KINDS = tuple(kind for kind in PACKED_TYPES if (packing := packing_of(kind)) is not None and packing.bits >= 4)
 MAX_TOKENS = 64
 
 

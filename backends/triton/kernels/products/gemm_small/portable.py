@@ -17,27 +17,18 @@ from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
     codebook_word,
+    has_codebook,
+    has_f16_scales,
+    has_plain_nibbles,
     has_supers,
     high_bits,
+    is_signed,
     pairs_of_supers,
+    scale_bytes,
+    scale_form,
 )
 
 GROUP = tl.constexpr(32)
-
-
-# ---- What a type is, for kernels (packing.py says how its planes look) ----
-
-
-@triton.constexpr_function
-def is_signed(KIND):
-    """Codes are int8 once a codebook, if any, was asked."""
-    return KIND in ("q8_0", "iq4_nl", "iq4_xs", "mxfp4")
-
-
-@triton.constexpr_function
-def has_f16_scales(KIND):
-    """A weight is an f16 times a code, plus another f16: one f16 instruction rounds it once."""
-    return KIND in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
 
 
 # ---- From words of codes to f16 ----
@@ -84,7 +75,7 @@ def _bias_of(SIGNED, SHIFTED, OFFSET):
 
 @triton.constexpr_function
 def _mode_of(KIND):
-    if KIND in ("q4_1", "q5_1"):
+    if scale_form(KIND) == "f16_min":
         return "dm"
     elif has_f16_scales(KIND):
         return "d"
@@ -207,13 +198,13 @@ def _pairs(words, MASK: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, G
 def _halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
     """Codes as the bytes of words, [ROWS, GROUPS, 4] each: of elements 0..15 of each group, and of 16..31.
 
-    The latter of plain 4-bit codes stay in the bytes' high nibbles (shifted_of). words: [ROWS, GROUPS, code_bits];
+    The latter of plain nibbles stay in the bytes' high halves. words: [ROWS, GROUPS, code_bits];
     high: [ROWS, GROUPS, words], anything where the type has none.
     """
     if code_bits(KIND) == 2:
         low = _pairs(words, 0x03030303, 0, ROWS, GROUPS)
         top = _pairs(words, 0x03030303, 2, ROWS, GROUPS)
-    elif KIND == "iq4_nl" or KIND == "iq4_xs" or KIND == "mxfp4":
+    elif has_codebook(KIND):
         if PTX:
             low, top = tl.inline_asm_elementwise(
                 _codebook_asm(KIND), "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
@@ -231,17 +222,11 @@ def _halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.cons
         low = low | (_pairs(high, 0x03030303, 0, ROWS, GROUPS) << 4)
         top = top | (_pairs(high, 0x03030303, 2, ROWS, GROUPS) << 4)
     elif high_bits(KIND) == 1:
-        AT: tl.constexpr = 2 if KIND == "q3_K" else 4
+        AT: tl.constexpr = code_bits(KIND)
         i_word = tl.arange(0, 4)[None, None, :]
         low = low | (((high >> (2 * i_word)) & 0x01010101) << AT)
         top = top | (((high >> (2 * i_word + 1)) & 0x01010101) << AT)
     return low, top
-
-
-@triton.constexpr_function
-def shifted_of(KIND):
-    """The second half's codes are in high nibbles."""
-    return KIND in ("q4_0", "q4_1", "q4_K")
 
 
 # ---- Scales ----
@@ -265,22 +250,22 @@ def _scales(scales, supers, KIND: tl.constexpr):
 
     scales: int32 [rows, groups]; supers: the same or [rows, 1].
     """
-    if KIND == "q4_0" or KIND == "q5_0" or KIND == "q8_0" or KIND == "iq4_nl":
+    if scale_form(KIND) == "f16":
         d = _f16_low(scales)
         return d, d, d, d
-    elif KIND == "q4_1" or KIND == "q5_1":
+    elif scale_form(KIND) == "f16_min":
         d = _f16_low(scales)
         m = _f16_low(scales >> 16)
         return d, m, d, m
-    elif KIND == "mxfp4":
+    elif scale_form(KIND) == "e8m0":
         e = scales & 0xFF
         s = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(tl.float32, bitcast=True)  # 2^(e - 128)
         return s, tl.zeros_like(s), s, tl.zeros_like(s)
-    elif KIND == "iq4_xs":
+    elif scale_form(KIND) == "i8":
         s = _low_byte(scales) * _f16_low(supers).to(tl.float32)
         return s, tl.zeros_like(s), s, tl.zeros_like(s)
     else:
-        if KIND == "q6_K" or KIND == "q3_K":
+        if scale_form(KIND) == "i8_halves":
             d = _f16_low(supers).to(tl.float32)
             s0 = d * _low_byte(scales)
             s1 = d * _low_byte(scales >> 8)
@@ -288,13 +273,13 @@ def _scales(scales, supers, KIND: tl.constexpr):
         else:
             d = _f16_low(supers).to(tl.float32)
             dmin = -_f16_low(supers >> 16).to(tl.float32)
-            if KIND == "q2_K":
+            if scale_form(KIND) == "u4_min_halves":
                 s0 = d * (scales & 0xF).to(tl.float32)
                 m0 = dmin * ((scales >> 4) & 0xF).to(tl.float32)
                 s1 = d * ((scales >> 8) & 0xF).to(tl.float32)
                 m1 = dmin * ((scales >> 12) & 0xF).to(tl.float32)
                 return s0, m0, s1, m1
-            else:  # q4_K, q5_K
+            else:  # u6_min
                 s0 = d * (scales & 0xFF).to(tl.float32)
                 m0 = dmin * ((scales >> 8) & 0xFF).to(tl.float32)
                 return s0, m0, s0, m0
@@ -303,7 +288,7 @@ def _scales(scales, supers, KIND: tl.constexpr):
 @triton.constexpr_function
 def scales_a_word(KIND):
     """Groups whose scales fill an int32."""
-    return 1 if KIND in ("q4_1", "q5_1") else 4 if KIND in ("iq4_xs", "mxfp4") else 2
+    return 4 // scale_bytes(KIND)
 
 
 @triton.jit
@@ -404,7 +389,7 @@ def packed_sums(
                 x0 = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
                 x1 = tl.load(p_x + (i_k + 16)[:, None], mask=(i_k < k)[:, None], other=0.0)
             acc = tl.dot(_weights(low, s0, a0, KIND, False, ROWS, GROUPS * 16, PTX), x0, acc)
-            acc = tl.dot(_weights(top, s1, a1, KIND, shifted_of(KIND), ROWS, GROUPS * 16, PTX), x1, acc)
+            acc = tl.dot(_weights(top, s1, a1, KIND, has_plain_nibbles(KIND), ROWS, GROUPS * 16, PTX), x1, acc)
     return acc
 
 

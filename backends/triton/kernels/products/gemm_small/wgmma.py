@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_barriers
+from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.products.gemm_small.mma import (
     allocate_planes,
     copy_weights,

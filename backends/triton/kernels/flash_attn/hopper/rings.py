@@ -5,6 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
+
 
 @gluon.constexpr_function
 def mma_layout(n):
@@ -31,61 +33,72 @@ def packed_layout(pack, n):
 
 
 @gluon.constexpr_function
-def tile_shared_layout(dtype, rank):
-    """Shared memory of a 16-bit operand tile whose rows hold at least 128 bytes."""
-    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, rank)
+def tile_shared_layout(dtype, rank, cols=64):
+    """Shared memory of a 16-bit operand tile with rows of `cols` elements."""
+    return gl.NVMMASharedLayout(min(128, cols * dtype.primitive_bitwidth // 8), dtype.primitive_bitwidth, rank)
 
 
 @aggregate
 class Ring:
-    """`stages` buffers of [1, 1, block_n, d], filled by TMA and emptied by every consumer warpgroup."""
+    """`stages` buffers of [1, 1, block_n, cols]: columns `first` and on of blocks of K or V, filled by TMA or a
+    producer's stores, emptied by every warpgroup that reads them."""
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    first: gl.constexpr
     stages: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, stages):
+    def __init__(self, buffers, full, empty, first, stages):
         self.buffers = buffers
         self.full = full
         self.empty = empty
+        self.first = gl.constexpr(first)
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
-    def fill(self, desc, seq, head, row, step):
-        """Producer: copy [block_n, d] rows from `row` on into the buffer of the step-th block, once that is free."""
-        slot = step % self.stages
+    def wait_empty(self, step):
+        """Producer: wait until the step-th block's buffer is free."""
         # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
-        mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
+        mbarrier.wait(self.empty.index(step % self.stages), ((step // self.stages) & 1) ^ 1)
+
+    @gluon.jit
+    def fill(self, desc, seq, head, row, step):
+        """Producer: copy the columns of the rows from `row` on into the step-th block's buffer, once that is free."""
+        slot = step % self.stages
+        self.wait_empty(step)
         full = self.full.index(slot)
         mbarrier.expect(full, desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, [seq, head, row, 0], full, self.buffers.index(slot))
+        tma.async_copy_global_to_shared(desc, [seq, head, row, self.first], full, self.buffers.index(slot))
 
     @gluon.jit
     def wait_full(self, step):
-        """Consumer: wait until the step-th block has arrived."""
+        """Reader: wait until the step-th block has arrived."""
         mbarrier.wait(self.full.index(step % self.stages), (step // self.stages) & 1)
 
     @gluon.jit
     def release(self, step):
-        """Consumer: this warpgroup no longer reads the step-th block."""
+        """Reader: this warpgroup no longer reads the step-th block."""
         mbarrier.arrive(self.empty.index(step % self.stages), count=1)
 
     @gluon.jit
     def operand(self, step):
-        """The step-th block as [block_n, d]."""
+        """The step-th block as [block_n, cols]."""
         tile = self.buffers.index(step % self.stages)
         return tile.reshape([tile.shape[2], tile.shape[3]])
 
 
 @gluon.jit
-def make_ring(dtype: gl.constexpr, spec: gl.constexpr):
-    layout: gl.constexpr = tile_shared_layout(dtype, 4)
-    buffers = gl.allocate_shared_memory(dtype, [spec.stages, 1, 1, spec.block_n, spec.d], layout)
+def make_ring(
+    dtype: gl.constexpr, cols: gl.constexpr, readers: gl.constexpr, spec: gl.constexpr, first: gl.constexpr = 0
+):
+    """A ring of `cols` columns from `first` on, that so many warpgroups read."""
+    layout: gl.constexpr = tile_shared_layout(dtype, 4, cols)
+    buffers = gl.allocate_shared_memory(dtype, [spec.stages, 1, 1, spec.block_n, cols], layout)
     full = make_barriers(spec.stages, 1)
-    empty = make_barriers(spec.stages, spec.n_wg)
-    return Ring(buffers, full, empty, spec.stages)
+    empty = make_barriers(spec.stages, readers)
+    return Ring(buffers, full, empty, first, spec.stages)
 
 
 @aggregate
@@ -161,18 +174,3 @@ def make_turns(spec: gl.constexpr, ring):
         return make_barriers(spec.n_wg, 1)
     else:
         return ring.full
-
-
-@gluon.jit
-def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """`number` barriers, each complete after so many arrivals.
-
-    All of them must be used: a barrier's memory stays a barrier's until it is invalidated (PTX ISA, mbarrier), but
-    Triton gives it to another buffer as soon as nothing uses the barrier any more. When processes share a GPU, a switch
-    between them then writes the barrier over what lies there (docs/mbarrier_reuse.cu). tests/aot_barriers.py looks for
-    it.
-    """
-    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers

@@ -1,6 +1,6 @@
-"""Hopper's flash attention forward (hopper.py) for quantized caches: K and V of q8_0 or q4_0 blocks.
+"""Hopper's flash attention forward (half.py) for quantized caches: K and V of q8_0 or q4_0 blocks.
 
-The consumers are hopper.py's. What differs is the producer: where one warp asked the TMA for tiles, a whole warpgroup
+The consumers are the same. What differs is the producer: where one warp asked the TMA for tiles, a whole warpgroup
 loads the blocks' bytes into registers, one or two tiles ahead of those it unpacks, makes f16 values of them and stores
 these into the rings, in the swizzled form in which the TMA would have left them.
 
@@ -10,62 +10,20 @@ Both types' blocks have 2 bytes more than a whole number of 4-byte words, so tha
     q4_0    the same with bytes of two values: word 0: d0 b0 b1, words 1..3, word 4: b14 b15 d1, words 5..8
 
 All words but the first are taken as they lie; in the one with d1 these 2 bytes give way to the last 2 of word 0. The
-elements thus come in the order that hopper.slot_elements says. The columns of Q and of the output are permuted alike.
+elements thus come in the order that queries.slot_elements says. The columns of Q and of the output are permuted alike.
 """
 
-from typing import Any
-
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.flash_attn.hopper import INTEGER_ARGUMENTS, Problem, consume
-from graphrt.backends.triton.kernels.flash_attn.hopper_launch import (
-    MAX_SHARED_BYTES,
-    MIN_QUERIES,
-    Config,
-    Spec,
-    launch_integers,
-    multiprocessors,
-    programs_of,
-    registers_at_start,
-    shared_bytes,
-    side_by_side,
-)
-from graphrt.backends.triton.kernels.flash_attn.hopper_rings import make_ring, make_turns, tile_shared_layout
-
-KINDS = ("q8_0", "q4_0")
-#: By head size: tiles of K and V are loaded and unpacked in units of so many values, 64 or 32 of each of the producer's
-#: threads, which have so many registers; the two consumer warpgroups share what is left of 3 * 168.
-PRODUCERS: dict[int, tuple[int, int]] = {64: (8192, 88), 128: (8192, 88), 256: (4096, 72)}
-
-#: By head size. The fastest of those tried on an H100; see BENCHMARKS.md.
-DEFAULTS: dict[int, Config] = {
-    64: Config(block_n=128, stages=3, n_wg=2, pingpong=True, persistent=False),
-    128: Config(block_n=128, stages=2, n_wg=2, persistent=False),
-    256: Config(block_n=64, stages=2, n_wg=2, persistent=False),
-}
-
-
-def config_for(p: Any) -> Config | str:
-    """The config for a problem (problem.py's Problem), else a reason why this kernel does not serve it."""
-    if p.out is None or p.v_t is None:
-        return "the log-sum-exp alone is the portable kernel's"
-    if p.k.kind not in KINDS or p.v.kind not in KINDS:
-        return f"K and V must be {' or '.join(KINDS)}, they are {p.k.kind} and {p.v.kind}"
-    if p.k.d != p.v.d or p.k.d not in DEFAULTS:
-        return f"heads must be of {', '.join(map(str, DEFAULTS))}, they are of {p.k.d} and {p.v.d}"
-    if not (p.k.aligned and p.v.aligned):
-        return "rows of K and V must start on 4 bytes"
-    if p.n_q < MIN_QUERIES:
-        return f"it takes {MIN_QUERIES} queries or more, here {p.n_q}"
-    if p.params.scale < 0:
-        return f"the scale must not be negative, it is {p.params.scale:g}"
-    return DEFAULTS[p.k.d]
+from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
+from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_in_range
+from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import consume
+from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, make_turns, tile_shared_layout
+from graphrt.backends.triton.kernels.flash_attn.hopper.work import NUMBERS, Work
 
 
 @gluon.constexpr_function
@@ -123,10 +81,10 @@ class Cache:
             + kv_head.to(gl.int64) * self.stride_h
             + (first + part * rows).to(gl.int64) * self.stride_n
         )
-        chunk = along(0, rows // step, layout)
-        row = along(1, step, layout)
-        group = along(2, spec.d // 8, layout)
-        word = along(3, words, layout)
+        chunk = axis_index(layout, 4, 0, rows // step)
+        row = axis_index(layout, 4, 1, step)
+        group = axis_index(layout, 4, 2, spec.d // 8)
+        word = axis_index(layout, 4, 3, words)
         inside = chunk * step + row < left - part * rows
         # What differs between a thread's registers is added last: it then goes into the instructions.
         pair = base + (row * self.stride_n + group // 8 * (8 * words + 1))
@@ -135,23 +93,6 @@ class Cache:
         heads = gl.load(pair + gl.where(group % 8 < 4, 0, 4 * words) + chunks, mask=inside, other=0)
         values = gl.load(pair + group % 8 * words + (chunks + (1 + word)), mask=inside, other=0)
         return values, heads
-
-
-@gluon.jit
-def along(dim: gl.constexpr, size: gl.constexpr, layout: gl.constexpr):
-    """0, 1, .. size - 1 along one of four dimensions, the others being 1."""
-    if dim == 0:
-        rest: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-        return gl.arange(0, size, rest).expand_dims(1).expand_dims(2).expand_dims(3)
-    elif dim == 1:
-        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-        return gl.arange(0, size, rest).expand_dims(0).expand_dims(2).expand_dims(3)
-    elif dim == 2:
-        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
-        return gl.arange(0, size, rest).expand_dims(0).expand_dims(1).expand_dims(3)
-    else:
-        rest: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        return gl.arange(0, size, rest).expand_dims(0).expand_dims(1).expand_dims(2)
 
 
 @gluon.jit
@@ -169,8 +110,8 @@ def unpack(values, heads, kind: gl.constexpr):
     groups: gl.constexpr = values.shape[2]
     words: gl.constexpr = values.shape[3]
     layout: gl.constexpr = values.type.layout
-    group = along(2, groups, layout) % 8
-    word = along(3, words, layout)
+    group = axis_index(layout, 4, 2, groups) % 8
+    word = axis_index(layout, 4, 3, words)
     # Byte selectors: d, twice, is the low half of word 0 or the high half of the word with d1; this one's high half is
     # replaced by that of word 0, which the threads of the first block have as their `heads`.
     heads, pick_d = gl.broadcast(heads, gl.where(group < 4, 0x1010, 0x3232))
@@ -244,8 +185,7 @@ def put(spec: gl.constexpr, ring, step, raw, cache, part: gl.constexpr):
     rows: gl.constexpr = spec.block_n // cache.parts
     slot = step % spec.stages
     if part == 0:
-        # A fresh barrier counts as having completed the phase before its first, so the first round does not wait.
-        mbarrier.wait(ring.empty.index(slot), ((step // spec.stages) & 1) ^ 1)
+        ring.wait_empty(step)
     values, heads = raw
     # Two f16 are one word, in the same swizzled place.
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -262,25 +202,20 @@ def put(spec: gl.constexpr, ring, step, raw, cache, part: gl.constexpr):
 def block_of(p, at, rounds):
     """A cursor's block: sequence, kv head, first key, and how many keys it has (none past the last tile)."""
     turn, j, n_all, start, seq, kv_head, index = at
-    first = gl.minimum(gl.maximum(index, 0), gl.cdiv(p.n_kv, p.spec.block_n) - 1) * p.spec.block_n
+    first = p.first_row(block_in_range(index, p.key_blocks()))
     return seq, kv_head, first, gl.where(turn < rounds, p.n_kv - first, 0)
 
 
 @gluon.jit
-def index_at(p, start, j):
-    """Index of a tile's j-th block as listed. Loaded a step before it is used, so that nothing waits for it."""
-    if p.spec.has_mask:
-        return gl.load(p.blocks + start + j)
-    return j
-
-
-@gluon.jit
 def cursor_at(p, turn, rounds):
-    """The first block of this program's turn-th tile: turn, j, n_all, start, sequence, kv head, the block's index."""
+    """The first block of this program's turn-th tile: turn, j, n_all, start, sequence, kv head, the block's index.
+
+    That is loaded a step before it is used, so that nothing waits for it.
+    """
     seq, head, qt = p.tile(gl.minimum(turn, rounds - 1))
     n_full, n_all, start = p.visits(seq, head, qt)
     zero = turn * 0
-    return turn, zero, n_all, start, seq, head // p.gqa, index_at(p, start, zero)
+    return turn, zero, n_all, start, seq, head // p.gqa, p.listed(start, zero)
 
 
 @gluon.jit
@@ -289,7 +224,7 @@ def next_cursor(p, at, rounds):
     turn, j, n_all, start, seq, kv_head, index = at
     if j + 1 < n_all:
         j += 1
-        index = index_at(p, start, j)
+        index = p.listed(start, j)
     else:
         turn, j, n_all, start, seq, kv_head, index = cursor_at(p, turn + 1, rounds)
     return turn, j, n_all, start, seq, kv_head, index
@@ -365,25 +300,25 @@ def produce(p, k, v, k_ring, v_ring):
 
 
 @accesses(reads="q k_words v_words mask counts blocks slopes sinks", writes="out bad lse")
-@gluon.jit(do_not_specialize=("scale", "softcap", *INTEGER_ARGUMENTS, "sk_h", "sk_s", "sv_h", "sv_s"))
-def hopper_quant_attn_kernel(
+@gluon.jit(do_not_specialize=(*NUMBERS, "sk_h", "sk_s", "sv_h", "sv_s"))
+def hopper_quant_attn(
     q, k_words, v_words, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
-    sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
+    sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
     n_seq, n_head, gqa, n_q, n_kv, section, sk_h, sk_s, sv_h, sv_s,
     sk_n: gl.constexpr, sv_n: gl.constexpr, parts: gl.constexpr, producer_registers: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
-    p = Problem(
-        q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
-        sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, class_heads,
-        n_seq, n_head, gqa, n_q, n_kv, section, spec,
+    p = Work(
+        spec, q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
+        sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
+        n_seq, n_head, gqa, n_q, n_kv, section,
     )  # fmt: skip
     k = Cache(k_words, sk_h, sk_s, sk_n, spec.k_kind, parts)
     v = Cache(v_words, sv_h, sv_s, sv_n, spec.v_kind, parts)
     query_buffers = gl.allocate_shared_memory(gl.float16, [spec.n_wg, 64, spec.d], tile_shared_layout(gl.float16, 2))
-    k_ring = make_ring(gl.float16, spec)
-    v_ring = make_ring(gl.float16, spec)
+    k_ring = make_ring(gl.float16, spec.d, spec.n_wg, spec)
+    v_ring = make_ring(gl.float16, spec.d, spec.n_wg, spec)
     turns = make_turns(spec, k_ring)
-    # setmaxnreg moves registers from the producers to the consumers, see hopper.py.
+    # setmaxnreg moves registers from the producers to the consumers, see half.py.
     gl.warp_specialize(
         [
             (consume, (p, query_buffers, k_ring, v_ring, turns, 0)),
@@ -392,105 +327,4 @@ def hopper_quant_attn_kernel(
         ],
         [4, 4],
         [(504 - producer_registers) // 16 * 8, producer_registers],
-    )
-
-
-def hopper_quant_attn(
-    q: torch.Tensor,
-    k_words: torch.Tensor,
-    v_words: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    k_kind: str,
-    v_kind: str,
-    k_strides: tuple[int, int, int],
-    v_strides: tuple[int, int, int],
-    n_kv: int,
-    n_head_kv: int,
-    scale: float,
-    softcap: float = 0.0,
-    mask: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    blocks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    bad: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    config: Config | None = None,
-    producer: tuple[int, int] | None = None,
-) -> None:
-    """hopper_flash_attn of K and V in quantized blocks.
-
-    q: f32 [n_seq, n_head, n_q, d], as there; d is 64, 128 or 256.
-    k_words, v_words: flat int32 tensors from the first word of K and of V: [n_seq, n_head_kv, n_kv, d] in blocks of
-      k_kind and v_kind (q8_0 or q4_0), whose rows start on words.
-    k_strides, v_strides: words from key to key, head to head and sequence to sequence.
-    producer: see PRODUCERS.
-    The rest as there.
-    """
-    n_seq, n_head, n_q, d = q.shape
-    config = config or DEFAULTS[d]
-    unit_values, producer_registers = producer or PRODUCERS[d]
-    if k_kind not in KINDS or v_kind not in KINDS or d not in PRODUCERS:
-        raise ValueError(f"k and v must be of {KINDS}, and d of {tuple(PRODUCERS)}: {k_kind}, {v_kind}, {d}")
-    if scale < 0:
-        raise ValueError(f"scale must not be negative, got {scale}")
-    if config.n_wg != 2 or shared_bytes(d, config) > MAX_SHARED_BYTES:
-        raise ValueError(f"{config} does not fit at d = {d}")
-    tiles_of_head = triton.cdiv(n_q, config.block_m)
-    class_heads = 1
-    if mask is not None:
-        assert counts is not None and blocks is not None, "a mask comes with the classes of its blocks"
-        class_heads = counts.shape[0] // (mask.shape[0] * tiles_of_head)
-    ordered = mask is not None
-    gqa = n_head // n_head_kv
-    section = side_by_side(4 * d * n_kv, gqa, n_seq * n_head, ordered)
-    q_vec, mask_vec, integers = launch_integers(
-        q, out, mask, class_heads=class_heads, gqa=gqa, n_kv=n_kv, section=section
-    )
-    tiles = tiles_of_head * n_head * n_seq
-    spec = Spec(
-        d=d,
-        block_n=config.block_n,
-        stages=config.stages,
-        n_wg=config.n_wg,
-        pingpong=config.pingpong,
-        persistent=config.persistent,
-        reversed_order=ordered,
-        q_vec=q_vec,
-        has_mask=mask is not None,
-        mask_vec=mask_vec,
-        has_softcap=softcap != 0.0,
-        has_alibi=slopes is not None,
-        has_sinks=sinks is not None,
-        has_bad=bad is not None,
-        has_lse=lse is not None,
-        k_kind=k_kind,
-        v_kind=v_kind,
-    )
-    programs = programs_of(tiles, config.persistent, multiprocessors(q.device))
-    hopper_quant_attn_kernel[(programs,)](
-        q,
-        k_words,
-        v_words,
-        out,
-        mask,
-        counts,
-        blocks,
-        slopes,
-        sinks,
-        bad,
-        lse,
-        float(scale),
-        float(softcap),
-        *integers,
-        *k_strides[1:],
-        *v_strides[1:],
-        k_strides[0],
-        v_strides[0],
-        max(1, config.block_n * d // unit_values),
-        producer_registers,
-        spec,
-        num_warps=4,
-        maxnreg=registers_at_start(config),
     )

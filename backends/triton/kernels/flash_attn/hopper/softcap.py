@@ -1,9 +1,10 @@
-"""The soft cap of hopper.py's scores: two polynomials and an exact form for tanh, and which of them serves."""
+"""The soft cap of scores: two polynomials and an exact form for tanh, and which of them serves."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphrt.backends.triton.kernels.flash_attn.hopper_softmax import LOG2E, NO_MAX, reciprocal, row_size
+from graphrt.backends.triton.kernels.common.constants import LOG2E
+from graphrt.backends.triton.kernels.flash_attn.hopper.softmax import NO_MAX, reciprocal, row_size
 
 # Odd polynomials for tanh(x): where |x| <= SHORT_RANGE to 2.7e-6, where |x| <= LONG_RANGE to 1.1e-6. Both keep falling
 # below, to minus infinity.
@@ -203,11 +204,19 @@ def floor_of(p, below: gl.constexpr, last: gl.constexpr):
 
 
 @gluon.jit
+def exactly_capped(p, s, unit: gl.constexpr):
+    """Raw scores soft-capped, times unit, by the exact form alone."""
+    # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp2 is 0 or infinite.
+    e = gl.exp2(s * (p.scale / p.softcap * (2.0 * LOG2E)))
+    cap = p.softcap * unit
+    return cap - (2.0 * cap) * reciprocal(e + 1.0)
+
+
+@gluon.jit
 def capped_scores(p, s, bias, at_once: gl.constexpr):
     """Raw scores soft-capped, plus bias. at_once: elements of a thread between two branches."""
     if p.spec.k_kind == "":
         return capped(p, s, bias, cap_level(p, s, 0.0, 0.0, True)[:, None], 1.0, at_once)
     else:
         # Beside producers that unpack K and V, consumers have too few registers for more than the exact form.
-        e = gl.exp2(s * (p.scale / p.softcap * (2.0 * LOG2E)))
-        return p.softcap - (2.0 * p.softcap) * reciprocal(e + 1.0) + bias
+        return exactly_capped(p, s, 1.0) + bias

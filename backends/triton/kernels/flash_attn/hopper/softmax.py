@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-# Below every score that a finite f16 product can give, and finite: see hopper.py's docstring.
+from graphrt.backends.triton.kernels.common.constants import LN2
+
+# Below every score that a finite f16 product can give, and finite: see half.py's docstring.
 NO_MAX = gl.constexpr(-1.0e30)
 
 
@@ -111,3 +111,24 @@ def softmax_step(p, s, m, den, factor, by_row: gl.constexpr = False):
     weights = gl.exp2(s - m_new[:, None])
     decay = gl.exp2(m - m_new)
     return weights, decay, m_new, den * decay + gl.sum(weights, 1)
+
+
+@gluon.jit
+def with_sink(m, den, sink):
+    """(m, den, what earlier sums are multiplied by) of a row with a sink, a score in log2 units without a value."""
+    m_new = gl.maximum(m, sink)
+    shrink = gl.exp2(m - m_new)
+    return m_new, den * shrink + gl.exp2(sink - m_new), shrink
+
+
+@gluon.jit
+def natural_lse(m, den):
+    """The natural logarithm of a row's denominator."""
+    return (m + gl.log2(den)) * LN2
+
+
+@gluon.jit
+def not_finite(values):
+    """Of each row whether it holds NaN or infinity."""
+    # 0 * x is 0 for every finite x and NaN otherwise.
+    return gl.sum(values * 0.0, 1) != 0.0

@@ -1,0 +1,134 @@
+"""The decode kernel (decode.py) for the launcher: its arguments and launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from graphrt.backends.triton.accesses import Step
+from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
+from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
+from graphrt.backends.triton.launch import Launch, launch_options
+
+#: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
+#: them all. (H100: gains 1.1 us of 13 at D128; over q8_0 and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
+JOIN_BYTES = 160 << 10
+#: The largest head size that is joined so. (With sums of its own in each warp the join's registers made the loop spill
+#: more at 256: 18 us lost. Not measured since columns are shared out there.)
+JOIN_D = 128
+#: Read counts and runs of a plan that is old enough while the launch before still runs; off to compare.
+PLAN_EARLY = True
+
+
+def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
+    """(rows, parts at a time) of the join within a launch of these arguments; (0, 0): fixup.py joins, or nobody need.
+
+    t: the tiling. Powers of two, so that a thread holds at most 128 values and every lane one of the row maxima.
+    """
+    most = min(main["splits"] or main["programs"] // t.n_tiles + 2, t.n_blocks)
+    rows, d = 1 << (main["n_q"] * t.pack - 1).bit_length(), main["D_K"]
+    if not main["RANGES"] or main["programs"] < t.n_tiles or d > JOIN_D:
+        return 0, 0
+    if any(main[kind] not in ("f16", "bf16") for kind in ("K_KIND", "V_KIND")):
+        return 0, 0
+    if rows * (d + 2) * most * 4 > JOIN_BYTES:
+        return 0, 0
+    return rows, max(32 // rows, min(1 << (most - 1).bit_length(), 128 * 32 * config.warps // (rows * d)))
+
+
+def arguments(
+    main: dict[str, Any],
+    config: Config,
+    runs: Any,
+    counter: Any,
+    join: tuple[int, int] = (0, 0),
+    early: bool = False,
+) -> dict[str, Any]:
+    """The portable kernel's arguments (portable.py) as this kernel takes them.
+
+    runs: the mask's (mask.py); counter: int32 [tiles], zeros; join: join_of's; early: the mask's plan was made before
+    the launch that precedes this one.
+    """
+    known = {
+        **main, "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
+        "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
+        "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
+    }  # fmt: skip
+    return {name: known[name] for name in flash_attn_decode.arg_names}
+
+
+class Decode(AttentionKernel):
+    """decode.py: few query rows of a KV head, on NVIDIA's GPUs. join: join_of's, once launches() has been asked."""
+
+    name = kernel = "decode"
+    file = "decode.py"
+    join = (0, 0)
+
+    @cached_property
+    def _found(self) -> Config | str:
+        return config_for(self.p, self.target.has_pdl, self.target.sm_count)
+
+    def serves(self) -> str | None:
+        if isinstance(self._found, str):
+            return self._found
+        return None if portable.units_fit(self.tiling, self.choice.programs) else "programs times units pass 2^31"
+
+    @cached_property
+    def config(self) -> Config:
+        assert isinstance(self._found, Config)
+        return self._found
+
+    @property
+    def per_sm(self) -> int:
+        return self.config.per_sm
+
+    @cached_property
+    def _main(self) -> PortableConfig:
+        """The portable kernel's config of the same tiles."""
+        c = self.config
+        return PortableConfig(c.block_m, c.block_n, c.warps, c.stages, per_sm=c.per_sm)
+
+    def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        part = scratch.part(self.choice.scratch_bytes)
+        args = portable.main_arguments(self.p, self.tiling, self._main, self.choice, plan, part, self.target)
+        self.join = join_of(args, self.tiling, self.config)
+        fewer = tuple({"STAGES": n} for n in range(self.config.stages - 1, 0, -1))
+        runs = plan.runs if plan is not None else args["p_counts"]
+        counters = scratch.counters(self.tiling.n_tiles)
+        known = arguments(args, self.config, runs, counters, self.join, plan_is_old)
+        options = launch_options(self.target, self.config.warps)
+        main = Launch(flash_attn_decode, (args["programs"],), known, options, fewer)
+        if not self.shares_out or self.join[0] > 0:
+            return [main]
+        return [main, portable.fixup_launch(args, self.tiling, self.p, self.target)]
+
+    @property
+    def workers(self) -> str:
+        return warps_text(self.config.warps)
+
+    @property
+    def stages(self) -> int:
+        return self._room[0]
+
+    @property
+    def shared(self) -> int:
+        return self._room[1]
+
+    @property
+    def joined_by(self) -> str:
+        return "kernel" if self.join[0] > 0 else super().joined_by
+
+    @cached_property
+    def _room(self) -> tuple[int, int]:
+        """The stages that there is room for, and bytes of shared memory of a program. (A launch finds that out by
+        itself.)"""
+        p = self.p
+        fewer = [replace(self.config, stages=n) for n in range(self.config.stages, 0, -1)]
+        sizes = [shared_bytes(p.k.d, p.k.kind, p.v.kind, c) for c in fewer]
+        fits = next((i for i, size in enumerate(sizes) if size <= self.target.shared_memory), len(fewer) - 1)
+        return fewer[fits].stages, sizes[fits]

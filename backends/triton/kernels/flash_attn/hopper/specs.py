@@ -1,0 +1,74 @@
+"""The compile-time choices of Hopper's kernels: a record of constants each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WG_ROWS = 64  # the M of one wgmma instruction: query rows of one warpgroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What all of them have: how the work is cut up, and which of the optional features are on.
+
+    n_wg: warpgroups that have 64 query rows of a tile each. block_n: keys of one block; stages: such blocks in shared
+    memory. persistent: one program a multiprocessor walks several tiles. reversed_order: the last queries come first.
+    pack: heads whose rows share a tile: row r is token r // pack of head r % pack. q_vec: strides of q and out come in
+    units of so many elements (4 or 1), which lets loads be 16 bytes wide; mask_vec: the same for the mask's (8 or 1).
+    visits_one: a tile all of whose blocks are hidden visits one all the same.
+
+    ranges: programs share tiles out; then uniform: all tiles have as many units. pdl: the kernel is launched as a
+    dependent of the one before.
+    """
+
+    n_wg: int
+    block_n: int
+    stages: int
+    persistent: bool
+    reversed_order: bool
+    pack: int
+    q_vec: int
+    mask_vec: int
+    has_mask: bool
+    has_softcap: bool
+    has_alibi: bool
+    has_sinks: bool
+    has_bad: bool
+    has_lse: bool
+    visits_one: bool = False
+    ranges: bool = False
+    uniform: bool = True
+    pdl: bool = False
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return WG_ROWS * self.n_wg
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSpec(Spec):
+    """Of half.py and quant.py. d: the head size; pingpong: the warpgroups take turns at issuing their products.
+
+    k_kind, v_kind: quantized types, whose order of elements (consumer.slot_elements) the columns of the query tile and
+    of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through which TMA brings
+    the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which form of the soft cap
+    serves (softcap.cap_level); else the least counts too.
+    """
+
+    d: int
+    pingpong: bool
+    k_kind: str = ""
+    v_kind: str = ""
+    mask_stages: int = 0
+    large_cap: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSpec(Spec):
+    """Of mla.py. early_decay: the accumulators learn of a block's row factors before its weights are ready; rows: of
+    queries that are loaded, of a tile's 64."""
+
+    d_v: int
+    early_decay: bool
+    rows: int

@@ -1,0 +1,31 @@
+"""All attention kernels of a GPU, in the order in which they are asked: the first that serves a problem gets it."""
+
+from __future__ import annotations
+
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel
+from graphrt.backends.triton.kernels.flash_attn.portable import Forward
+
+
+def kernels_of(target: Target) -> tuple[type[AttentionKernel], ...]:
+    """The list. Gluon is imported where it is used: other GPUs' Triton may lack it."""
+    found: list[type[AttentionKernel]] = []
+    if target.arch == "sm_90":
+        from graphrt.backends.triton.kernels.flash_attn.hopper.kernels import HalfTiles, MlaShared, MlaTiles, QuantTiles
+
+        found += [MlaTiles, HalfTiles, QuantTiles, MlaShared]
+    if target.is_nvidia:
+        from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
+
+        found.append(Decode)
+    return (*found, Forward)
+
+
+def not_of(target: Target) -> dict[str, str]:
+    """Why kernels that other GPUs have are not in its list, by their names."""
+    missing = {}
+    if target.arch != "sm_90":
+        missing["hopper kernels"] = f"they are sm_90's, this is {target.arch}"
+    if not target.is_nvidia:
+        missing["decode"] = "it is NVIDIA's"
+    return missing
