@@ -110,14 +110,15 @@ class _Scheduler:
     def _place(self, node: Tensor) -> None:
         assignment = self._assign(node)
         self.result.assignments[node] = assignment
+        homes, home = self.result.homes, assignment.backend.id
         for source in node.sources():  # an input lies where it is first read
-            self.result.homes.setdefault(source.root, assignment.backend.id)
-        self.result.homes.setdefault(node.root, assignment.backend.id)
+            homes.setdefault(source.root, home)
+        homes.setdefault(node.root, home)
         if not self.result.splits or self.result.splits[-1].backend is not assignment.backend:
             self.result.splits.append(Split(assignment.backend))
         split = self.result.splits[-1]
-        local = self._localized(node, split)
-        self.result.homes.setdefault(local, assignment.backend.id)
+        local = self._localized(node, split, home)
+        homes.setdefault(local, home)
         split.nodes.append(local)
         if op_spec(node.op).writes is not None:  # twins of what it wrote into are out of date
             self._copies = {key: twin for key, twin in self._copies.items() if key[0].root is not node.root}
@@ -154,23 +155,22 @@ class _Scheduler:
                 return f"{writer.name!r} writes into it later, and of that: {reason}"
         return None
 
-    def _localized(self, node: Tensor, split: Split) -> Tensor:
-        """`node` with its sources as they are on the split's backend."""
-        sources = [self._source_on(s, split) if s is not None else None for s in node.src]
+    def _localized(self, node: Tensor, split: Split, home: str) -> Tensor:
+        """`node` with its sources as they are on the split's backend, whose id is `home`."""
+        sources = [self._source_on(s, split, home) if s is not None else None for s in node.src]
         same = all(a is b for a, b in zip(sources, node.src))
         local = node if same else with_sources(node, sources)
         self.result.local[node] = local
         return local
 
-    def _source_on(self, source: Tensor, split: Split) -> Tensor:
-        if self.result.homes[source.root] != split.backend.id:
-            return self._copied(source, split)
+    def _source_on(self, source: Tensor, split: Split, home: str) -> Tensor:
+        if self.result.homes[source.root] != home:
+            return self._copied(source, split, home)
         return self.result.local.get(source, source)
 
-    def _copied(self, source: Tensor, split: Split) -> Tensor:
+    def _copied(self, source: Tensor, split: Split, home: str) -> Tensor:
         """The twin of `source` on the split's backend. It serves later splits too, until something writes into the
         memory that it was copied from."""
-        home = split.backend.id
         key = (source, home)
         if key not in self._copies:
             target = Tensor(source.dtype, source.ne, name=f"{home}#{source.name}"[: MAX_NAME - 1])

@@ -457,7 +457,7 @@ def test_a_saved_case_has_its_own_mask(run: Run, folder: Path) -> None:
         (["llama.gguf", "#9999"], "a node's index must be below"),
         (["script.py:build", "twice"], "is the name of 2; give one of #"),
         (["llama.gguf", "--device", "h300"], "must be one of h100, h200, a100, b200, mi300x, got 'h300'"),
-        (["llama.gguf", "--device", "h100", "--backend", "cpu"], "--device plans for the triton backend"),
+        (["llama.gguf", "--device", "h100", "--backend", "cpu"], "'cpu' plans for no device but those that are here"),
         (["llama.gguf", "-d", "4000"], "the context holds 256 tokens, got 1 after 4000"),
         (["script.py:build", "-d", "1", "--device", "h100"], "leave -d out"),
         (["llama.gguf", "--svg", "x.svg"], "a picture is of one attention, got no NODE"),

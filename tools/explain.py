@@ -3,7 +3,7 @@ device's ceilings. Without NODE a table of all steps, layers that are alike fold
 
 MODEL may be a model, of which a step is shown, a case that `graphrt test --save` wrote, or script.py:build, a function
 that returns a graphrt Graph. NODE is a name as `graphrt dump` prints it (__fattn__-7), or #index. With --device no GPU
-is needed: the graph is prepared as the triton backend would there, and nothing runs.
+is needed: the graph is prepared as the triton backend (or --backend's) would there, and nothing runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphrt.errors import BackendError, GraphError, SessionError
+from graphrt.errors import GraphError, SessionError
 from graphrt.tools.common import check_writable, print_json, whole
 from graphrt.tools.subject import add_subject_arguments, subject_of
 
@@ -77,10 +77,8 @@ def _device(args: argparse.Namespace) -> tuple[KnownDevice | None, Sequence[Back
     from graphrt.backend import backend_elsewhere, get_backend
     from graphrt.tools.explain_devices import known_device
 
-    if args.backend not in ("auto", "triton"):
-        raise BackendError(f"--device plans for the triton backend, got --backend {args.backend}; leave one out")
     known = known_device(args.device)
-    planned = backend_elsewhere("triton", known.elsewhere, exact=args.exact)
+    planned = backend_elsewhere("triton" if args.backend == "auto" else args.backend, known.elsewhere, exact=args.exact)
     return known, [planned, get_backend("cpu", exact=args.exact)]
 
 

@@ -1,4 +1,5 @@
-"""What a step reads and writes, and which of that before it has waited for the launches before it: data for order.py.
+"""What a step reads and writes, and which of that before it has waited for the launches before it: data for
+`graphrt check --order`.
 
 A kernel's declaration stands with the kernel:
 
