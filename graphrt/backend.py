@@ -11,89 +11,25 @@ import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
+from graphrt.buffer import Buffer as Buffer  # here too, for those who write backends
+from graphrt.buffer import Bytes as Bytes
+from graphrt.buffer import Comparison as Comparison
+from graphrt.buffer import Place as Place
+from graphrt.buffer import Usage as Usage
 from graphrt.errors import BackendError
+from graphrt.program import Group as Group
+from graphrt.program import Program as Program
 from graphrt.tensor import Tensor
 
-#: The version of this interface. A backend that was written for another one is refused by name.
-API_VERSION = 1
+#: The version of this interface. A backend that was written for another one is refused by name. 2: compile() returns a
+#: Program, which has what was Backend.redone(); a buffer's `backend` is its owner's id.
+API_VERSION = 2
 ENTRY_POINT_GROUP = "graphrt.backends"
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Usage(Enum):
-    """What a buffer is for: weights never change, state (a cache) outlives runs, compute is a plan's arena."""
-
-    WEIGHTS = "weights"
-    STATE = "state"
-    COMPUTE = "compute"
-
-
-class Buffer(ABC):
-    """Memory of a backend at a fixed address. backend: its owner's name; nbytes: its size; usage: see Usage."""
-
-    backend: str
-    nbytes: int
-    usage: Usage
-
-    @abstractmethod
-    def read(self, offset: int, nbytes: int) -> Bytes:
-        """A copy of `nbytes` bytes from `offset`, on the host, after all work queued on the buffer."""
-
-    @abstractmethod
-    def write(self, offset: int, data: Bytes) -> None:
-        """Copies host bytes to `offset`. The caller may reuse `data` at once."""
-
-    def read_later(self, offset: int, nbytes: int) -> Callable[[], Bytes]:
-        """What read() would give now, when the call of the result asks for it: a backend whose work is queued copies in
-        its turn meanwhile."""
-        data = self.read(offset, nbytes)
-        return lambda: data
-
-    def comparison(self, offset: int, expected: Bytes) -> Comparison:
-        """What looks, as often as it is told to, whether the bytes from `offset` on are `expected`. A backend whose
-        work is queued compares on its device, in its turn, so that many runs can be queued at once."""
-        return Comparison(self, offset, expected)
-
-    @property
-    def footprint(self) -> int:
-        """(optional) Bytes of memory that it takes: its size, unless the backend keeps the bytes in another form."""
-        return self.nbytes
-
-    def host_view(self) -> Bytes | None:
-        """The memory itself as uint8 [nbytes] when the host can address it, else None."""
-        return None
-
-
-class Comparison:
-    """See Buffer.comparison."""
-
-    def __init__(self, buffer: Buffer, offset: int, expected: Bytes) -> None:
-        self._buffer, self._offset, self._expected = buffer, offset, expected
-        self._differing, self._last = 0, expected
-
-    def look(self) -> None:
-        """Compares what the memory holds after all work queued so far."""
-        found = self._buffer.read(self._offset, self._expected.size)
-        if not np.array_equal(found, self._expected):
-            self._differing, self._last = self._differing + 1, found
-
-    def found(self) -> tuple[int, Bytes]:
-        """Waits. How many looks since the last call saw other bytes, and the last such bytes."""
-        differing, self._differing = self._differing, 0
-        return differing, self._last
-
-
-Place = tuple[Buffer, int]
 
 
 @dataclass(frozen=True)
@@ -106,22 +42,15 @@ class Device:
     memory_free: int = 0
 
 
-@dataclass(eq=False)
-class Group:
-    """Nodes that run as one step. label: what runs ("RMS_NORM+MUL"). Only `results` must be in memory afterwards.
+@dataclass(frozen=True)
+class Elsewhere:
+    """What must be known of a device to plan for it where it is not. arch: "sm_90", "gfx942"; sm_count: its
+    multiprocessors; shared_memory: bytes that one program may use; l2: bytes of its last cache."""
 
-    private: those of the results that nobody but nodes of the same split reads, so that the backend may keep them in a
-    form of its own; their memory is then not what the graph says."""
-
-    nodes: list[Tensor]
-    label: str = ""
-    kernel: Any = None
-    results: list[Tensor] = field(default_factory=list)
-    private: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.label = self.label or "+".join(n.op for n in self.nodes)
-        self.results = self.results or [self.nodes[-1]]
+    arch: str
+    sm_count: int
+    shared_memory: int
+    l2: int
 
 
 class Region:
@@ -142,7 +71,10 @@ class Region:
 
 
 class Backend(ABC):
-    """What runs nodes. Subclasses set `name` and `api_version`, and may take options in __init__."""
+    """What runs nodes. Subclasses set `name` and `api_version`, and may take options in __init__.
+
+    A graph is prepared on instances. Several of one name (two GPUs) may share a graph if their ids differ.
+    """
 
     name: ClassVar[str]
     api_version: ClassVar[int]
@@ -153,6 +85,20 @@ class Backend(ABC):
     deterministic: bool = True
     #: run() returns before the work is done, so that a caller gains by queuing runs ahead of what it reads.
     asynchronous: bool = False
+    #: How far a model's logits may be from the CPU reference's: an NMSE. What `graphrt bench` checks a model by. A
+    #: backend that rounds activations says what that costs.
+    logits_nmse: float = 1e-6
+
+    @property
+    def id(self) -> str:
+        """(optional) Tells instances apart: the name, or name:index for the further devices of a backend ("triton:1").
+        Memory belongs to an id (Buffer.backend): instances with one id can use each other's buffers, others can't."""
+        return self.name
+
+    @property
+    def device(self) -> Device | None:
+        """(optional) The device that this instance runs on, None for one that is not here."""
+        return next(iter(self.devices()), None)
 
     @classmethod
     @abstractmethod
@@ -198,14 +144,15 @@ class Backend(ABC):
         return [Group([node]) for node in region.nodes]
 
     @abstractmethod
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
-        """What runs the groups, given where each tensor lies. All that can be done once is done here."""
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
+        """What runs the groups, given where each tensor lies. All that can be done once is done here. Program(groups,
+        run) is enough; a subclass of Program can also tell what it launches and why."""
 
-    def redone(self, program: Callable[[], None]) -> int:
-        """(optional) How many pieces of results a program of compile() has computed twice so far: a backend's fastest
-        kernel may leave what it can't do (values that are not finite, say) to another one. The conformance tool holds
-        it against the inputs, since a repair that they don't call for hides a defect."""
-        return 0
+    @classmethod
+    def elsewhere(cls, device: Elsewhere, **options: Any) -> Backend:
+        """(optional) An instance that prepares graphs as on a device that need not be here, and can't run them. Raises
+        BackendError where that can't be."""
+        raise BackendError(f"backend {cls.name!r} plans for no device but those that are here; name another backend")
 
     def synchronize(self) -> None:
         """(optional) Waits for queued work."""
@@ -277,20 +224,61 @@ def _inspect(name: str, load: Callable[[], Any]) -> BackendInfo:
 
 
 def get_backend(name: str = "auto", **options: Any) -> Backend:
-    """A new backend instance by name; "auto" is the usable one with the highest score.
+    """A new backend instance by name; "auto" is the usable one with the highest score. "triton:1" is the backend's
+    second device: the option device=1.
 
     Raises BackendError when it is unknown, unusable here, or does not take the options.
     """
-    found = discover()
-    if name == "auto":
-        name = next(iter(found))
-    info = found.get(name)
-    if info is None:
-        raise BackendError(f"a backend must be one of {', '.join(found)}, got {name!r}; `graphrt devices` lists them")
-    if info.cls is None or info.reason is not None:
-        raise BackendError(f"backend {name!r} can't be used here: {info.reason}")
+    base, _, index = name.partition(":")
+    if index:
+        if not index.isdecimal():
+            raise BackendError(f"behind a backend's name goes the number of a device, triton:1, got {name!r}")
+        options = {"device": int(index), **options}
+    cls = _usable(base)
     try:
-        inspect.signature(info.cls).bind(**options)
+        inspect.signature(cls).bind(**options)
     except TypeError as error:
         raise BackendError(f"backend {name!r} does not take these options: {error}") from error
-    return info.cls(**options)
+    return cls(**options)
+
+
+def backend_elsewhere(name: str, device: Elsewhere, **options: Any) -> Backend:
+    """An instance of the backend of that name that plans for a device which need not be here; it may be unusable on
+    this machine. Raises BackendError as Backend.elsewhere() does."""
+    info = _found(name)
+    if info.cls is None:
+        raise BackendError(f"backend {name!r} can't be asked: {info.reason}")
+    return info.cls.elsewhere(device, **options)
+
+
+def _usable(name: str) -> type[Backend]:
+    info = _found(name)
+    if info.cls is None or info.reason is not None:
+        raise BackendError(f"backend {info.name!r} can't be used here: {info.reason}")
+    return info.cls
+
+
+def _found(name: str) -> BackendInfo:
+    found = discover()
+    info = found.get(next(iter(found)) if name == "auto" else name)
+    if info is None:
+        raise BackendError(f"a backend must be one of {', '.join(found)}, got {name!r}; `graphrt devices` lists them")
+    return info
+
+
+def numbered(name: str, device: int) -> str:
+    """The id of a backend's instance for the device of that number: "triton", "triton:1", "triton:2"."""
+    return f"{name}:{device}" if device else name
+
+
+def distinct(backends: Sequence[Backend]) -> dict[str, Backend]:
+    """By id, in order, each instance once. Raises BackendError for two instances with one id, whose memory and work
+    nothing could tell apart."""
+    found: dict[str, Backend] = {}
+    for backend in backends:
+        if found.setdefault(backend.id, backend) is not backend:
+            raise BackendError(
+                f"backends that share a graph must have ids of their own, two are {backend.id!r}; leave one out, or "
+                f"give it another device ({backend.name}:1)"
+            )
+    return found

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.backend import Backend, Buffer, Bytes, Group, Place, Region, Usage, get_backend
+from graphrt.backend import Backend, Buffer, Bytes, Place, Region, Usage, distinct, get_backend
 from graphrt.bounds import span
 from graphrt.dtypes import DType
-from graphrt.errors import GraphError, MemoryPlanError
+from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.graph import Graph
-from graphrt.op import op_spec
+from graphrt.op import made_by, op_spec
 from graphrt.plan import MemoryPlan, Request, plan_memory
+from graphrt.program import Group, Program, Run, StepInfo
 from graphrt.rules import check_graph
 from graphrt.schedule import Copy, Schedule, schedule
 from graphrt.tensor import Flag, Tensor
@@ -52,18 +53,18 @@ class Arena:
 
 @dataclass(frozen=True, eq=False)
 class PreparedSplit:
-    """A split as it runs: its backend, its groups of nodes, the copies before them and the compiled program."""
+    """A split as it runs: its backend, its groups of nodes, the copies before them, and `run`, the compiled program."""
 
     backend: Backend
     groups: list[Group]
     copies: list[Copy]
-    run: Callable[[], None]
+    run: Program
 
 
 class Executable:
     """A prepared graph. write() inputs, run(), read() outputs; all three may be repeated in any order.
 
-    graph: as given. schedule: assignments, causes, refusals. splits: what runs. arenas: memory by backend name.
+    graph: as given. schedule: assignments, causes, refusals. splits: what runs. arenas: memory by the backend's id.
     """
 
     def __init__(self, graph: Graph, sched: Schedule, arenas: dict[str, Arena]) -> None:
@@ -95,6 +96,10 @@ class Executable:
         """Runs the graph once. Work may still be under way on return; read() waits for it."""
         for step in self._program:
             step()
+
+    def alone(self, split: PreparedSplit, step: StepInfo) -> Run:
+        """What runs one step of a split's program by itself."""
+        return step.alone() if step.alone is not None else split.backend.compile([step.group], self.place)
 
     def synchronize(self) -> None:
         """Waits until everything that was queued is done."""
@@ -191,31 +196,33 @@ def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "a
     """Makes a graph ready to run on some backends, the preferred first.
 
     Raises GraphError for an invalid graph, UnsupportedError for a node that no backend takes, MemoryPlanError for lack
-    of memory.
+    of memory, BackendError for two backends with one id.
     """
     listed = [backends] if isinstance(backends, (str, Backend)) else list(backends)
     used = [get_backend(b) if isinstance(b, str) else b for b in listed]
     check_graph(graph)
     sched = schedule(graph, used)
-    by_name = {b.name: b for b in used}
-    groups = _fuse(graph, sched, by_name)
-    arenas = _allocate(graph, sched, by_name, groups)
-    exe = Executable(graph, sched, arenas)
+    groups = _fuse(graph, sched)
+    exe = Executable(graph, sched, _allocate(graph, sched, used, groups))
     for split, split_groups in zip(sched.splits, groups):
-        backend = by_name[split.backend]
         for copy in split.copies:
             move = _copier(exe, copy)
             if copy.once:
                 move()
             else:
                 exe._program.append(move)
-        program = backend.compile(split_groups, exe.place)
+        program = split.backend.compile(split_groups, exe.place)
+        if not isinstance(program, Program):
+            raise BackendError(
+                f"a backend's compile() must return a graphrt.program.Program, backend {split.backend.id!r} returned "
+                f"{program!r}; give Program(groups, function)"
+            )
         exe._program.append(program)
-        exe.splits.append(PreparedSplit(backend, split_groups, split.copies, program))
+        exe.splits.append(PreparedSplit(split.backend, split_groups, split.copies, program))
     return exe
 
 
-def _fuse(graph: Graph, sched: Schedule, backends: dict[str, Backend]) -> list[list[Group]]:
+def _fuse(graph: Graph, sched: Schedule) -> list[list[Group]]:
     uses: dict[Tensor, int] = {}
     kept = {sched.local.get(t, t) for t in graph.kept}
     for split in sched.splits:
@@ -226,19 +233,10 @@ def _fuse(graph: Graph, sched: Schedule, backends: dict[str, Backend]) -> list[l
     mine = [set(split.nodes) for split in sched.splits]
     for i, split in enumerate(sched.splits):  # a neighbour split of the same backend reads it in place
         for node in split.nodes:
-            kept.update(s for s in node.sources() if not s.is_leaf and _made_by(s) not in mine[i])
+            kept.update(s for s in node.sources() if not s.is_leaf and made_by(s) not in mine[i])
     roots_kept = kept | {t.root for t in kept}
     regions = [Region(split.nodes, lambda t: uses.get(t, 0), lambda t: t in roots_kept) for split in sched.splits]
-    return [backends[s.backend].fuse(r) for s, r in zip(sched.splits, regions)]
-
-
-def _made_by(tensor: Tensor) -> Tensor:
-    """The node whose result a chain of views looks at; the tensor itself if it is no view."""
-    while not tensor.is_leaf and op_spec(tensor.op).is_view:
-        source = tensor.src[0]
-        assert source is not None
-        tensor = source
-    return tensor
+    return [s.backend.fuse(r) for s, r in zip(sched.splits, regions)]
 
 
 def _count_use(source: Tensor, uses: dict[Tensor, int]) -> None:
@@ -251,14 +249,13 @@ def _count_use(source: Tensor, uses: dict[Tensor, int]) -> None:
 
 
 def plan_arenas(graph: Graph, backends: Sequence[Backend]) -> dict[str, MemoryPlan]:
-    """The plans that prepare() would make, by the backend's name: no memory is taken and nothing compiled.
+    """The plans that prepare() would make, by the backend's id: no memory is taken and nothing compiled.
 
     Raises GraphError and UnsupportedError as prepare() does.
     """
     check_graph(graph)
     sched = schedule(graph, backends)
-    by_name = {b.name: b for b in backends}
-    return _plans(graph, sched, by_name, _fuse(graph, sched, by_name))
+    return _plans(graph, sched, backends, _fuse(graph, sched))
 
 
 def plan_groups(graph: Graph, backends: Sequence[Backend]) -> list[Group]:
@@ -268,22 +265,23 @@ def plan_groups(graph: Graph, backends: Sequence[Backend]) -> list[Group]:
     """
     check_graph(graph)
     sched = schedule(graph, backends)
-    return [group for groups in _fuse(graph, sched, {b.name: b for b in backends}) for group in groups]
+    return [group for groups in _fuse(graph, sched) for group in groups]
 
 
 def _plans(
-    graph: Graph, sched: Schedule, backends: dict[str, Backend], groups: list[list[Group]]
+    graph: Graph, sched: Schedule, backends: Sequence[Backend], groups: list[list[Group]]
 ) -> dict[str, MemoryPlan]:
     requests = _requests(graph, sched, groups)
-    return {name: plan_memory(requests[name], b.alignment) for name, b in backends.items() if requests.get(name)}
+    return {i: plan_memory(requests[i], b.alignment) for i, b in distinct(backends).items() if requests.get(i)}
 
 
 def _allocate(
-    graph: Graph, sched: Schedule, backends: dict[str, Backend], groups: list[list[Group]]
+    graph: Graph, sched: Schedule, backends: Sequence[Backend], groups: list[list[Group]]
 ) -> dict[str, Arena]:
     arenas: dict[str, Arena] = {}
+    by_id = distinct(backends)
     for name, plan in _plans(graph, sched, backends, groups).items():
-        backend = backends[name]
+        backend = by_id[name]
         arenas[name] = Arena(backend.alloc(plan.peak, Usage.COMPUTE), plan, backend.alignment)
     return arenas
 

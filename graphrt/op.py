@@ -65,7 +65,8 @@ class OpSpec:
     cases(): conformance cases. work(node): FLOPs and bytes. n_src: least and most sources. params: the dataclass of its
     parameters or None. is_view: the result is another look at src[0] and nothing is computed. inplace: indices of
     sources whose memory the result may take over. writes: index of the source that the op writes into and returns.
-    more_cases: further sets of cases by name, see testing.all_cases().
+    more_cases: further sets of cases by name, see testing.all_cases(). mask: index of the source that hides parts of
+    the sources `masked`, which need not be read.
     """
 
     name: str
@@ -78,6 +79,8 @@ class OpSpec:
     inplace: tuple[int, ...] = ()
     writes: int | None = None
     more_cases: Mapping[str, Callable[[], Iterable[Case]]] = field(default_factory=dict)
+    mask: int | None = None
+    masked: tuple[int, ...] = ()
 
 
 _REGISTRY: dict[str, OpSpec] = {}
@@ -99,6 +102,15 @@ def op_spec(name: str) -> OpSpec:
     if spec is None:
         raise GraphError(f"an op must be registered, got {name!r}; import the module that registers it")
     return spec
+
+
+def made_by(t: Tensor) -> Tensor:
+    """The tensor that a chain of views looks at; `t` itself if it is no view."""
+    while not t.is_leaf and op_spec(t.op).is_view:
+        source = t.src[0]
+        assert source is not None
+        t = source
+    return t
 
 
 def registered_ops() -> dict[str, OpSpec]:

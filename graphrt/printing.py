@@ -1,4 +1,5 @@
 """Text of files as it may be printed: what could steer a terminal or turn a line around is escaped, and all is cut.
+Sizes and counts in words.
 
 A file's keys, strings, tensor names and architecture names come from a stranger. Messages name a value with brief(), a
 name that stands without quotes with brief_name(); errors escape and cut their whole text once more (errors.py).
@@ -44,3 +45,20 @@ def message(text: str) -> str:
     if len(text) > 2 * MOST_OF_MESSAGE:
         text = text[:MOST_OF_MESSAGE] + "..." + text[-MOST_OF_MESSAGE:]
     return cut("\n".join(map(printable, text.split("\n"))), MOST_OF_MESSAGE)
+
+
+# ---- numbers as people read them ----
+
+
+def human_bytes(n: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def count_text(n: int, what: str) -> str:
+    """`1 tile`, `2 tiles`."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -3,6 +3,9 @@
 Backends come in order of preference. A node that writes into a buffer runs where the buffer lies; any other node runs
 on the first backend that supports it and whatever writes into its result later. Each assignment carries its cause, and
 each refusal its reason.
+
+Who runs a node is an instance; where a tensor lies is an instance's id, since its buffer may be of a backend that takes
+no part in this graph. Two backends of one name are two as long as their ids differ.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphrt.backend import Backend, Usage
+from graphrt.backend import Backend, Usage, distinct
 from graphrt.errors import UnsupportedError
 from graphrt.graph import Graph
 from graphrt.op import op_spec
@@ -19,9 +22,9 @@ from graphrt.tensor import MAX_NAME, Tensor
 
 @dataclass(frozen=True)
 class Assignment:
-    """backend: the name of who runs the node; cause: why it and no other."""
+    """backend: who runs the node; cause: why it and no other."""
 
-    backend: str
+    backend: Backend
     cause: str
 
 
@@ -29,7 +32,8 @@ class Assignment:
 class Copy:
     """One tensor that another backend needs: `source` as the graph has it, `target` a contiguous twin of it.
 
-    once: the source never changes, so the copy is made by prepare and not by every run.
+    origin: the id of the backend where the source lies; once: the source never changes, so the copy is made by prepare
+    and not by every run.
     """
 
     source: Tensor
@@ -42,17 +46,17 @@ class Copy:
 class Split:
     """Consecutive nodes on one backend, and the copies to make before they run."""
 
-    backend: str
+    backend: Backend
     nodes: list[Tensor] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
 
 
 @dataclass
 class Schedule:
-    """splits in order; assignments by the graph's node; refusals: reasons by node and backend name.
+    """splits in order; assignments by the graph's node; refusals: reasons by node and the backend's id.
 
     local: the tensor that stands for a graph's tensor on the backend that owns it. It is the tensor itself unless one
-    of its sources had to be copied. homes: the backend where each such tensor lies.
+    of its sources had to be copied. homes: the id of the backend where each such tensor lies.
     """
 
     splits: list[Split]
@@ -63,14 +67,15 @@ class Schedule:
 
 
 def schedule(graph: Graph, backends: Sequence[Backend]) -> Schedule:
-    """Assigns every node and cuts the graph into splits. Raises UnsupportedError with every backend's reason."""
+    """Assigns every node and cuts the graph into splits. Raises UnsupportedError with every backend's reason,
+    BackendError for two backends with one id."""
     return _Scheduler(graph, backends).run()
 
 
 class _Scheduler:
     def __init__(self, graph: Graph, backends: Sequence[Backend]) -> None:
         self.graph = graph
-        self.backends = {b.name: b for b in backends}
+        self.backends = distinct(backends)
         self.result = Schedule([], {}, {}, {}, {})
         self._copies: dict[tuple[Tensor, str], Tensor] = {}
         self._writers: dict[Tensor, list[Tensor]] = {}  # what writes into a tensor's memory after it is there
@@ -84,7 +89,7 @@ class _Scheduler:
             if leaf.buffer is not None:
                 homes[leaf] = leaf.buffer.backend
             elif leaf in self._writers:  # an input lies where it can be written into
-                able = (name for name in self.backends if self._write_refusal(leaf, name) is None)
+                able = (b.id for b in self.backends.values() if self._write_refusal(leaf, b) is None)
                 homes[leaf] = next(able, next(iter(self.backends), ""))
         for node in self.graph.nodes:
             if op_spec(node.op).is_view:
@@ -105,14 +110,15 @@ class _Scheduler:
     def _place(self, node: Tensor) -> None:
         assignment = self._assign(node)
         self.result.assignments[node] = assignment
+        homes, home = self.result.homes, assignment.backend.id
         for source in node.sources():  # an input lies where it is first read
-            self.result.homes.setdefault(source.root, assignment.backend)
-        self.result.homes.setdefault(node.root, assignment.backend)
-        if not self.result.splits or self.result.splits[-1].backend != assignment.backend:
+            homes.setdefault(source.root, home)
+        homes.setdefault(node.root, home)
+        if not self.result.splits or self.result.splits[-1].backend is not assignment.backend:
             self.result.splits.append(Split(assignment.backend))
         split = self.result.splits[-1]
-        local = self._localized(node, split)
-        self.result.homes.setdefault(local, assignment.backend)
+        local = self._localized(node, split, home)
+        homes.setdefault(local, home)
         split.nodes.append(local)
         if op_spec(node.op).writes is not None:  # twins of what it wrote into are out of date
             self._copies = {key: twin for key, twin in self._copies.items() if key[0].root is not node.root}
@@ -122,57 +128,57 @@ class _Scheduler:
         owner = self.result.homes.get(node.root) if writes is not None else None
         candidates = [owner] if owner is not None else list(self.backends)
         refused: dict[str, str] = {}
-        for name in candidates:
-            reason = self._refusal(node, name)
+        for home in candidates:
+            reason = self._refusal(node, home)
             if reason is None:
                 if refused:
                     self.result.refusals[node] = refused
-                return Assignment(name, _cause(owner, refused))
-            refused[name] = reason
+                return Assignment(self.backends[home], _cause(owner, refused))
+            refused[home] = reason
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         where = f" (it writes into {node.root.name!r}, which lies on {owner})" if owner is not None else ""
         raise UnsupportedError(
             f"every node needs a backend that supports it, none takes {node!r}{where}: {reasons}. Add the cpu backend"
         )
 
-    def _refusal(self, node: Tensor, name: str) -> str | None:
-        backend = self.backends.get(name)
+    def _refusal(self, node: Tensor, home: str) -> str | None:
+        backend = self.backends.get(home)
         if backend is None:
             return "it is not among the backends of this prepare"
-        return backend.supports(node) or self._write_refusal(node, name)
+        return backend.supports(node) or self._write_refusal(node, backend)
 
-    def _write_refusal(self, tensor: Tensor, name: str) -> str | None:
+    def _write_refusal(self, tensor: Tensor, backend: Backend) -> str | None:
         """Why a backend can't hold `tensor`: something writes into it later and must run there too."""
         for writer in self._writers.get(tensor, ()):
-            reason = self.backends[name].supports(writer)
+            reason = backend.supports(writer)
             if reason is not None:
                 return f"{writer.name!r} writes into it later, and of that: {reason}"
         return None
 
-    def _localized(self, node: Tensor, split: Split) -> Tensor:
-        """`node` with its sources as they are on the split's backend."""
-        sources = [self._source_on(s, split) if s is not None else None for s in node.src]
+    def _localized(self, node: Tensor, split: Split, home: str) -> Tensor:
+        """`node` with its sources as they are on the split's backend, whose id is `home`."""
+        sources = [self._source_on(s, split, home) if s is not None else None for s in node.src]
         same = all(a is b for a, b in zip(sources, node.src))
         local = node if same else with_sources(node, sources)
         self.result.local[node] = local
         return local
 
-    def _source_on(self, source: Tensor, split: Split) -> Tensor:
-        if self.result.homes[source.root] != split.backend:
-            return self._copied(source, split)
+    def _source_on(self, source: Tensor, split: Split, home: str) -> Tensor:
+        if self.result.homes[source.root] != home:
+            return self._copied(source, split, home)
         return self.result.local.get(source, source)
 
-    def _copied(self, source: Tensor, split: Split) -> Tensor:
+    def _copied(self, source: Tensor, split: Split, home: str) -> Tensor:
         """The twin of `source` on the split's backend. It serves later splits too, until something writes into the
         memory that it was copied from."""
-        key = (source, split.backend)
+        key = (source, home)
         if key not in self._copies:
-            target = Tensor(source.dtype, source.ne, name=f"{split.backend}#{source.name}"[: MAX_NAME - 1])
+            target = Tensor(source.dtype, source.ne, name=f"{home}#{source.name}"[: MAX_NAME - 1])
             buffer = source.root.buffer
             once = buffer is not None and buffer.usage is Usage.WEIGHTS
             origin = self.result.homes[source.root]
             self._copies[key] = target
-            self.result.homes[target] = split.backend
+            self.result.homes[target] = home
             split.copies.append(Copy(self.result.local.get(source, source), target, origin, once))
         return self._copies[key]
 

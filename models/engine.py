@@ -229,7 +229,7 @@ class Engine:
         reasons = {node.op: refused for node, refused in plan.refusals.items()}
         counts = Counter(node.op for node in plan.refusals)
         said = [
-            f"{n} {op} run on {next(a.backend for node, a in plan.assignments.items() if node.op == op)}: "
+            f"{n} {op} run on {next(a.backend.id for node, a in plan.assignments.items() if node.op == op)}: "
             + "; ".join(f"{name} says {reason}" for name, reason in reasons[op].items())
             for op, n in counts.most_common()
         ]

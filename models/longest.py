@@ -40,18 +40,18 @@ def context_needs(decoder: Decoder, backends: Sequence[Backend], options: Sessio
     """What a session with these options takes. Raises SessionError for options that the model can't have."""
     hp, home = decoder.hp, for_weights(backends)
     n_ctx, n_batch = check_options(options, hp)
-    promising = cast(Backend, _Promising(for_cache(backends, options.type_k).name))
+    promising = cast(Backend, _Promising(for_cache(backends, options.type_k).id))
     cache = KVCache(hp, promising, hp.windowed, n_ctx, n_batch, options.type_k, options.type_v)
     prefill, decode = (decoder.graph(n, 1, cache) for n in (n_batch, 1))
-    held = [t.buffer for t in decode.leafs if t.buffer is not None and t.buffer.backend == home.name]
+    held = [t.buffer for t in decode.leafs if t.buffer is not None and t.buffer.backend == home.id]
     by_usage = {u: sum(b.footprint for b in held if b.usage is u) for u in (Usage.WEIGHTS, Usage.STATE)}
     return ContextNeeds(
-        home.name,
+        home.id,
         n_ctx,
         by_usage[Usage.WEIGHTS],
         by_usage[Usage.STATE],
-        _arena(prefill, backends, home.name) if n_batch > 1 else 0,
-        _arena(decode, backends, home.name),
+        _arena(prefill, backends, home.id) if n_batch > 1 else 0,
+        _arena(decode, backends, home.id),
     )
 
 
@@ -98,8 +98,8 @@ class _Promised(Buffer):
 class _Promising:
     """Takes a cache's requests for memory and gives buffers to plan with."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, home: str) -> None:
+        self.id = home
 
     def alloc(self, nbytes: int, usage: Usage) -> Buffer:
-        return _Promised(self.name, nbytes, usage)
+        return _Promised(self.id, nbytes, usage)

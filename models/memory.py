@@ -82,7 +82,7 @@ def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOp
     n_ctx, _ = check_options(options, hp)
     first = next(iter(file.tensors), None)
     in_place = first is not None and home.wrap_host(file.data(first)) is not None
-    device = next(iter(home.devices()), None)
+    device = home.device
     return MemoryNeeds(
         device=device.name if device else home.name,
         weights=weights_bytes(file),

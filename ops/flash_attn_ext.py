@@ -105,6 +105,8 @@ FLASH_ATTN_EXT = register(
         n_src=(3, 5),
         params=FlashAttnParams,
         more_cases=_more_cases("FLASH_ATTN_EXT"),
+        mask=3,
+        masked=(1, 2),
     )
 )
 FLASH_ATTN_LSE = register(
@@ -116,6 +118,8 @@ FLASH_ATTN_LSE = register(
         n_src=(2, 4),
         params=FlashAttnParams,
         more_cases=_more_cases("FLASH_ATTN_LSE"),
+        mask=2,
+        masked=(1,),
     )
 )
 

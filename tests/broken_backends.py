@@ -16,6 +16,7 @@ from graphrt import ops
 from graphrt.backend import Group, Place, Region
 from graphrt.backends.cpu import CpuBackend
 from graphrt.backends.cpu.reference import Reference
+from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import Case
 
@@ -170,7 +171,7 @@ class Spoiling(CpuBackend):
         """out: torch's shape of the group's last node."""
         raise NotImplementedError
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         at = [i for i, group in enumerate(groups) if self.spoils(group)]
         edges = [0, *(i + 1 for i in at), len(groups)]
         parts = [super(Spoiling, self).compile(groups[a:b], place) for a, b in zip(edges, edges[1:])]
@@ -183,7 +184,7 @@ class Spoiling(CpuBackend):
                     self.spoil(outs[i])
             self.runs -= bool(outs)
 
-        return run
+        return Program(groups, run)
 
 
 class SpoilingAttention(Spoiling):
@@ -266,7 +267,7 @@ class SoftcapDropping(CpuBackend):
     def fuse(self, region: Region) -> list[Group]:
         return [Group(g.nodes, kernel="dropped") if g.kernel == "softcap" else g for g in super().fuse(region)]
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         parts = [
             self._dropped(g, place) if g.kernel == "dropped" else super(SoftcapDropping, self).compile([g], place)
             for g in groups
@@ -276,7 +277,7 @@ class SoftcapDropping(CpuBackend):
             for part in parts:
                 part()
 
-        return run
+        return Program(groups, run)
 
     def _dropped(self, group: Group, place: Callable[[Tensor], Place]) -> Step:
         source = group.nodes[0].src[0]

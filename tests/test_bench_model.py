@@ -23,6 +23,7 @@ from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
 from graphrt.models.synthetic import MIXES, RECIPES, more_bits, synthetic
 from graphrt.models.synthetic_blocks import TYPES, cut, pool
+from graphrt.program import Program
 from graphrt.testing import nmse
 from graphrt.tools import bench_model_check, bench_model_machine, cli
 from graphrt.tools.bench_model import Prepared, add_work
@@ -275,7 +276,7 @@ class Rounding(Wrong):
 class NaNs(CpuBackend):
     name: ClassVar[str] = "nans"
 
-    def compile(self, groups: list[Group], place: Callable[[Any], Place]) -> Callable[[], None]:
+    def compile(self, groups: list[Group], place: Callable[[Any], Place]) -> Program:
         run = super().compile(groups, place)
         out: tuple[Buffer, int] = place(groups[-1].nodes[-1])
 
@@ -283,7 +284,7 @@ class NaNs(CpuBackend):
             run()
             out[0].write(out[1], np.full(4, 0xFF, np.uint8))
 
-        return spoilt
+        return Program(groups, spoilt)
 
 
 @pytest.fixture

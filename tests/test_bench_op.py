@@ -16,6 +16,7 @@ import graphrt
 from graphrt.backend import Group, Place
 from graphrt.backends.cpu import CpuBackend
 from graphrt.dtypes import dtype
+from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import CausalMask, dequantize
 from graphrt.tools import cli, peers
@@ -71,7 +72,7 @@ class Spoilt(CpuBackend):
 
     name: ClassVar[str] = "spoilt"
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         right = super().compile(groups, place)
         outputs = [self._stored(node, place) for group in groups for node in group.nodes if node.op == OP]
         run = 0
@@ -82,7 +83,7 @@ class Spoilt(CpuBackend):
             self.spoil(outputs, run)
             run += 1
 
-        return wrong
+        return Program(groups, wrong)
 
     def spoil(self, outputs: list[torch.Tensor], run: int) -> None:
         """outputs: [1, n_q, n_head, d_v] of each node; run: how many there were before."""
@@ -127,7 +128,7 @@ class Stale(Spoilt):
 class Deaf(Spoilt):
     """Does not hear of sinks, softcaps and ALiBi."""
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         nodes = [node for group in groups for node in group.nodes if node.op == OP]
         right = [(node.params, node.src) for node in nodes]
 
@@ -141,7 +142,7 @@ class Deaf(Spoilt):
             return result
 
         inner: Step = spoilt(lambda: CpuBackend.compile(self, groups, place))
-        return lambda: spoilt(inner)
+        return Program(groups, lambda: spoilt(inner))
 
 
 class Refusing(Spoilt):

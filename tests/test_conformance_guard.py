@@ -19,6 +19,7 @@ from graphrt.backends.cpu import CpuBackend
 from graphrt.dtypes import dtype
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.op import op_spec
+from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, all_cases
 from graphrt.tools import cli
@@ -96,7 +97,7 @@ class GateFirst(CpuBackend):
 
     name: ClassVar[str] = "cpu"  # whose memory it uses
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         (node,) = groups[0].nodes
         gate, up = (self._stored(s, place) for s in node.sources())
         out = self._stored(node, place)
@@ -105,7 +106,7 @@ class GateFirst(CpuBackend):
             out.copy_(torch.relu(gate))
             out.mul_(up)
 
-        return run
+        return Program(groups, run)
 
 
 class Lazy(ToyBackend):

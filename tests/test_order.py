@@ -21,10 +21,9 @@ from graphrt.backend import Usage
 from graphrt.backends.triton import TritonBackend
 from graphrt.backends.triton.accesses import Access, Call, accesses
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.device import ELSEWHERE
+from graphrt.backends.triton.device import ELSEWHERE, Target
 from graphrt.backends.triton.kernels.flash_attn import decode_launch
 from graphrt.backends.triton.launch import Launch
-from graphrt.backends.triton.order import Event, Rule, Use, violations
 from graphrt.errors import BackendError
 from graphrt.execute import prepare
 from graphrt.models.engine import SessionOptions
@@ -33,6 +32,7 @@ from graphrt.models.synthetic import synthetic
 from graphrt.testing import all_cases
 from graphrt.tools import cli
 from graphrt.tools.explain_devices import known_device
+from graphrt.tools.launch_order import Event, Rule, Use, violations
 from graphrt.tools.order_report import Ordered, ordered, steps_of
 
 # -- made-up launches
@@ -106,7 +106,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
     """Two tensors in one arena; a view's bytes reach from its first element to its last."""
     arena = torch.empty(1024, dtype=torch.uint8, device=ELSEWHERE)
     a, b = arena[:512].view(torch.float32).view(16, 8), arena[256:768].view(torch.float16)
-    parts = [Use.of(Access("x", t, True, True)) for t in (a, b, a[2:4, 1:3], torch.empty_like(arena))]
+    parts = [Access("x", t, True, True).use for t in (a, b, a[2:4, 1:3], torch.empty_like(arena))]
     assert [(u.start, u.stop) for u in parts] == [(0, 512), (256, 768), (68, 108), (0, 1024)]
     assert [parts[0].meets(other) for other in parts[1:]] == [True, True, False]
     assert not parts[1].meets(parts[2])
@@ -130,7 +130,7 @@ def test_a_kernel_has_to_declare() -> None:
 
 # -- steps of models
 
-H100 = known_device("h100").target
+H100 = Target.elsewhere(known_device("h100").elsewhere)
 OPTIONS = SessionOptions(n_ctx=256, n_batch=96)
 
 
@@ -254,8 +254,9 @@ def test_a_kernel_that_is_not_told_to_wait_is_found(monkeypatch: pytest.MonkeyPa
 def test_calls_wait_for_all() -> None:
     x = torch.zeros(8)
     call = Call("copy", lambda: None, [x[:4], None], [x[4:]])
-    assert not Event.of(call, "n").starts_early and [u.writes for u in Event.of(call, "n").uses] == [False, True]
-    assert not rules(launch("a", Use.of(Access("p", x, False, True))), Event.of(call, "n"), launch("z"))
+    event = Event.of(call.info(), "n")
+    assert not event.starts_early and [u.writes for u in event.uses] == [False, True]
+    assert not rules(launch("a", Access("p", x, False, True).use), event, launch("z"))
 
 
 # -- the command

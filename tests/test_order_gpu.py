@@ -114,7 +114,7 @@ def test_what_comes_late_is_not_touched_before(tmp_path: Path, name: str, weight
     session.eval([41])
     (split,) = session.executable(1, 1).splits
     tried, overlapped = set[str](), set[str]()
-    for step in split.run.steps:
+    for step in split.run.launches:
         if isinstance(step, Launch) and step.starts_early:
             launch, memory = moved(step)
             right = memory.clone()

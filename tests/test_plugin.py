@@ -80,7 +80,7 @@ for shift in (0, 1):
 print(json.dumps({
     "found": {name: [info.score, info.reason] for name, info in discover().items()},
     "buffer": type(exe.arenas["tiny"].buffer).__name__,
-    "splits": [[s.backend.name, [g.label for g in s.groups]] for s in exe.splits],
+    "splits": [[s.backend.id, [g.label for g in s.groups]] for s in exe.splits],
     "copies": [[c.target.name, c.once] for s in exe.splits for c in s.copies],
     "refusals": {n.name: r for n, r in exe.schedule.refusals.items()},
     "right": right,
@@ -116,7 +116,11 @@ except graphrt.errors.UnsupportedError as error:
 BROKEN = {
     "old": (
         "class B(Base):\n    name = 'old'\n    api_version = 99\n",
-        "written for backend API version 99, this graphrt has 1",
+        "written for backend API version 99, this graphrt has 2",
+    ),
+    "first": (
+        "class B(Base):\n    name = 'first'\n    api_version = 1\n",
+        "written for backend API version 1, this graphrt has 2; install a matching release",
     ),
     "ageless": ("class B(Base):\n    name = 'ageless'\n", "written for backend API version None"),
     "nomodule": (
@@ -128,7 +132,7 @@ BROKEN = {
     "nolibrary": ("import ctypes\nctypes.CDLL('libnot_there.so')\n", "can't be imported: libnot_there.so"),
     "nobackend": ("B = 7\n", "must name a graphrt.backend.Backend subclass, got 7"),
     "stranger": ("class B:\n    pass\n", "must name a graphrt.backend.Backend subclass"),
-    "partial": ("class B(Base):\n    name = 'partial'\n    api_version = 1\n", "must define alloc, compile, devices, "),
+    "partial": ("class B(Base):\n    name = 'partial'\n    api_version = 2\n", "must define alloc, compile, devices, "),
     "alias": ("from graphrt_tiny import TinyBackend as B\n", "must have the entry point's name, got 'tiny'"),
 }
 

@@ -25,7 +25,8 @@ from graphrt.models.memory import cache_bytes, check_fits, memory_needs, weights
 from graphrt.models.synthetic import synthetic
 from graphrt.op import Work
 from graphrt.tools import cli, profile
-from graphrt.tools.profile import Part, Phase, group_work, parts_of, profile_session, rows
+from graphrt.tools.profile import Part, Phase, parts_of, profile_session, rows
+from graphrt.work import group_work
 
 MIB = 2**20
 

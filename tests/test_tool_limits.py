@@ -14,13 +14,14 @@ from graphrt import Graph, Tensor, get_backend, new_input, new_tensor, ops
 from graphrt.backend import Usage
 from graphrt.errors import GraphError
 from graphrt.judge import Verdict
+from graphrt.printing import human_bytes
 from graphrt.schedule import schedule
 from graphrt.tools import diff_report, memory
 from graphrt.tools.bench_model import Test as Timed
 from graphrt.tools.bench_model import _seen, measure
 from graphrt.tools.check_report import Checked, _copies
 from graphrt.tools.checked_json import Checked as Json
-from graphrt.tools.common import human_bytes, whole
+from graphrt.tools.common import whole
 from graphrt.tools.describe import GroupInfo, describe
 from graphrt.tools.diff_file import FileSide
 from graphrt.tools.diff_nodes import NodeDiff, compare_all

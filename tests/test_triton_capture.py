@@ -38,7 +38,9 @@ def test_a_split_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypa
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     runs: list[str] = []
-    program = Captured([Segment(Group([new_input("f32", 1, name="a")], "a group"), [lambda: runs.append("run")])])
+    program = Captured(
+        [Segment(Group([new_input("f32", 1, name="a")], "a group"), [lambda: runs.append("run")])], device.INTERPRETER
+    )
     program()
     with pytest.warns(CaptureWarning, match=r"1 launches .* failed \(operation failed .* during capture\); it runs"):
         program()

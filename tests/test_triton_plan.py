@@ -29,8 +29,13 @@ from graphrt.backends.triton.kernels.products.forms import Form, Stored
 from graphrt.backends.triton.kernels.products.plan import Made
 from graphrt.backends.triton.kernels.products.route import EXPERT_KERNELS, KERNELS
 
-FAST = {name: TritonBackend(exact=False, target=known_device(name).target) for name in ("h100", "a100", "mi300x")}
-EXACT = TritonBackend(exact=True, target=known_device("h100").target)
+
+def _elsewhere(name: str, exact: bool = False) -> TritonBackend:
+    return TritonBackend(exact=exact, target=device.Target.elsewhere(known_device(name).elsewhere))
+
+
+FAST = {name: _elsewhere(name) for name in ("h100", "a100", "mi300x")}
+EXACT = _elsewhere("h100", exact=True)
 K = 512
 
 

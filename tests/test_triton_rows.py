@@ -32,6 +32,7 @@ from aot_rows import context, rope_cache_nodes
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels import copy, kq_mask, rope, rows, sample, sort
 from graphrt.backends.triton.launch import Launch
+from graphrt.program import Program
 
 LOWERINGS = {
     **rows.LOWERINGS, **copy.LOWERINGS, **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS,
@@ -51,7 +52,7 @@ class NodeByNode(TritonBackend):
     def supports(self, node: Tensor) -> str | None:
         return None
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         ctx = Context(place, self.target, self.exact)
         nodes = [group.nodes for group in groups if not op_spec(group.nodes[0].op).is_view]
         steps = [step for n in nodes for step in LOWERINGS[n[0].op](n, ctx)]
@@ -60,7 +61,7 @@ class NodeByNode(TritonBackend):
             for step in steps:
                 step()
 
-        return run
+        return Program(groups, run)
 
 
 def _cases() -> list[Case]:

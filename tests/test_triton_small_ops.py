@@ -31,6 +31,7 @@ from graphrt.backends.triton.kernels import elementwise, norm, soft_max
 from graphrt.backends.triton.kernels.elementwise import Layout, Operand
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import allocate
+from graphrt.program import Program
 
 LOWERINGS = {**elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS}
 #: Of the conformance cases every n-th is run here; on a GPU the conformance tool runs all.
@@ -56,7 +57,7 @@ class SmallOps(TritonBackend):
             return [Group(list(region.nodes), results=[region.nodes[-1]])]
         return [Group([n]) for n in region.nodes]
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         ctx = Context(place, self.target, exact=False)
         steps = []
         for group in groups:
@@ -69,7 +70,7 @@ class SmallOps(TritonBackend):
             for step in steps:
                 step()
 
-        return run
+        return Program(groups, run)
 
 
 def _some() -> list[Case]:

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from graphrt.backend import API_VERSION, Backend, Buffer, Bytes, Device, Group, Place, Usage
+from graphrt.backend import API_VERSION, Backend, Buffer, Bytes, Device, Group, Place, Usage, numbered
 from graphrt.execute import host_type
+from graphrt.program import Program, in_order
 from graphrt.tensor import Tensor
 
 
@@ -50,8 +51,13 @@ class ToyBackend(Backend):
         "SQR": lambda node, a: a * a,
     }
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
+        self.number = device
         self.buffers: list[ToyBuffer] = []
+
+    @property
+    def id(self) -> str:
+        return numbered(self.name, self.number)
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -78,17 +84,11 @@ class ToyBackend(Backend):
         return None
 
     def alloc(self, nbytes: int, usage: Usage) -> ToyBuffer:
-        self.buffers.append(ToyBuffer(self.name, nbytes, usage))
+        self.buffers.append(ToyBuffer(self.id, nbytes, usage))
         return self.buffers[-1]
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
-        steps = [self._step(node, place) for group in groups for node in group.nodes]
-
-        def run() -> None:
-            for step in steps:
-                step()
-
-        return run
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
+        return Program(groups, in_order([self._step(node, place) for group in groups for node in group.nodes]))
 
     def _step(self, node: Tensor, place: Callable[[Tensor], Place]) -> Callable[[], None]:
         sources = [_array(s, *place(s)) for s in node.sources()]

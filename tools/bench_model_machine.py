@@ -26,9 +26,11 @@ class Machine:
 
 
 def on_gpu(backend: Backend) -> bool:
+    """The backend runs on a GPU of torch's."""
     import torch
 
-    return torch.cuda.is_available() and backend.devices()[0].name.startswith("cuda")
+    device = backend.device
+    return device is not None and device.name.startswith("cuda") and torch.cuda.is_available()
 
 
 def machine(backend: Backend) -> Machine:

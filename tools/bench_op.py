@@ -197,11 +197,12 @@ def _one_line(error: Exception) -> str:
 def _measure_all(args: argparse.Namespace, backend: Backend, shapes: list[Shape]) -> Report:
     import torch
 
+    from graphrt.tools.bench_model_machine import on_gpu
     from graphrt.tools.op_inputs import Noise
     from graphrt.tools.op_report import Report, judge_marks
     from graphrt.tools.op_timing import CudaClock, HostClock, ceilings
 
-    cuda = backend.devices()[0].name.startswith("cuda") and torch.cuda.is_available()
+    cuda = on_gpu(backend)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if cuda else 0
     clock: Clock = CudaClock() if cuda else HostClock()
     bench = _Bench(
@@ -242,9 +243,10 @@ def versions(backend: Backend) -> dict[str, str]:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = "none"
-    device = backend.devices()[0]
+    device = backend.device
+    title = device.description or device.name if device is not None else backend.id
     return {
-        "device": device.description or device.name, "driver": _driver(), "torch": torch.__version__,
+        "device": title, "driver": _driver(), "torch": torch.__version__,
         "triton": triton, "graphrt": graphrt.__version__,
     }  # fmt: skip
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from graphrt.errors import BackendError, SessionError
-from graphrt.tools.common import add_session_arguments, human_bytes, print_json, printable, session_options, table_lines
+from graphrt.printing import human_bytes
+from graphrt.tools.common import add_session_arguments, print_json, printable, session_options, table_lines
 from graphrt.tools.subject import SUBJECT_HELP
 
 if TYPE_CHECKING:

@@ -89,13 +89,13 @@ Layers = dict[Tensor, int | None]
 
 
 def _fallbacks(nodes: Sequence[Tensor], plan: Schedule, backends: Sequence[Backend], layers: Layers) -> list[Fallback]:
-    asked = backends[0].name
+    asked = backends[0]
     alike: dict[tuple[str, str, str], list[Tensor]] = {}
     for node in nodes:
         found = plan.assignments[node]
-        if found.backend != asked:
-            cause = plan.refusals.get(node, {}).get(asked) or backends[0].supports(node) or found.cause
-            alike.setdefault((node.op, found.backend, cause), []).append(node)
+        if found.backend is not asked:
+            cause = plan.refusals.get(node, {}).get(asked.id) or asked.supports(node) or found.cause
+            alike.setdefault((node.op, found.backend.id, cause), []).append(node)
     out = [
         Fallback(op, len(of), _where(of, layers), of[0].name, backend, cause, tuple(n.name for n in of))
         for (op, backend, cause), of in alike.items()
@@ -110,7 +110,7 @@ def _copies(plan: Schedule, layers: Layers) -> list[Copied]:
         for c in split.copies:
             if not c.once:
                 source = owner.get(c.source, c.source)
-                alike.setdefault((c.origin, split.backend, c.source.data_nbytes, source.op), []).append(source)
+                alike.setdefault((c.origin, split.backend.id, c.source.data_nbytes, source.op), []).append(source)
     return [
         Copied(len(of), _where(of, layers), of[0].name, origin, target, nbytes)
         for (origin, target, nbytes, _), of in alike.items()

@@ -191,12 +191,3 @@ class _Advance:
     def __call__(self) -> None:
         if callable(self._advance):
             self._advance()
-
-
-def human_bytes(n: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    raise AssertionError

@@ -14,7 +14,7 @@ from graphrt.execute import Executable
 from graphrt.graph import Graph
 from graphrt.op import Work, op_spec
 from graphrt.tensor import Dims, Flag, Tensor
-from graphrt.tools.profile import group_work
+from graphrt.work import group_work
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class _Prepared:
     def _splits(self) -> tuple[SplitInfo, ...]:
         return tuple(
             SplitInfo(
-                split.backend.name,
+                split.backend.id,
                 tuple(CopyInfo(self.index[c.source], c.source.data_nbytes, c.once) for c in split.copies),
             )
             for split in self.exe.splits
@@ -220,7 +220,7 @@ class _Prepared:
     def _backend(self, t: Tensor) -> str | None:
         assigned = self.exe.schedule.assignments.get(t)
         if assigned is not None:
-            return assigned.backend
+            return assigned.backend.id
         return self.exe.schedule.homes.get(self.exe.schedule.local.get(t, t).root)
 
     def _place(self, t: Tensor) -> PlaceInfo | None:

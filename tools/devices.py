@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from graphrt.backend import BackendInfo, discover
-from graphrt.tools.common import human_bytes, print_json, print_table
+from graphrt.printing import human_bytes
+from graphrt.tools.common import print_json, print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -158,9 +158,7 @@ class Resync:
 
     def _backend(self, group: Group) -> Backend:
         """Who runs a step: the other side's schedule says."""
-        run = self.other.run
-        name = run.exe.schedule.assignments[group.nodes[-1]].backend
-        return next(b for b in run.backends if b.name == name)
+        return self.other.run.exe.schedule.assignments[group.nodes[-1]].backend
 
     def _rule(self, group: Group) -> Precision:
         """Each node may round by its band: of several nodes they add up."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphrt.tools.common import human_bytes
+from graphrt.printing import human_bytes
 from graphrt.tools.describe import GraphInfo, TensorInfo
 from graphrt.tools.dump_text import header, section_title
 from graphrt.tools.fold import fold, ranges

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from graphrt.tools.common import human_bytes
+from graphrt.printing import human_bytes
 from graphrt.tools.describe import GraphInfo, TensorInfo
 from graphrt.tools.labels import (
     group_text,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from graphrt.op import Work
-from graphrt.tools.common import human_bytes, printable, table_lines
+from graphrt.printing import human_bytes
+from graphrt.tools.common import printable, table_lines
 from graphrt.tools.describe import GraphInfo, GroupInfo, TensorInfo
 from graphrt.tools.fold import Folded, Section
 from graphrt.tools.labels import (

@@ -3,7 +3,7 @@ device's ceilings. Without NODE a table of all steps, layers that are alike fold
 
 MODEL may be a model, of which a step is shown, a case that `graphrt test --save` wrote, or script.py:build, a function
 that returns a graphrt Graph. NODE is a name as `graphrt dump` prints it (__fattn__-7), or #index. With --device no GPU
-is needed: the graph is prepared as the triton backend would there, and nothing runs.
+is needed: the graph is prepared as the triton backend (or --backend's) would there, and nothing runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphrt.errors import BackendError, GraphError, SessionError
+from graphrt.errors import GraphError, SessionError
 from graphrt.tools.common import check_writable, print_json, whole
 from graphrt.tools.subject import add_subject_arguments, subject_of
 
@@ -74,16 +74,11 @@ def _device(args: argparse.Namespace) -> tuple[KnownDevice | None, Sequence[Back
     BackendError."""
     if args.device is None:
         return None, None
-    from graphrt.backend import get_backend
-    from graphrt.backends.triton import TritonBackend, device
+    from graphrt.backend import backend_elsewhere, get_backend
     from graphrt.tools.explain_devices import known_device
 
-    if args.backend not in ("auto", "triton"):
-        raise BackendError(f"--device plans for the triton backend, got --backend {args.backend}; leave one out")
-    if not device.has_triton():
-        raise BackendError("planning for a GPU needs the package triton, which is not here; pip install triton")
     known = known_device(args.device)
-    planned = TritonBackend(exact=args.exact, target=known.target)
+    planned = backend_elsewhere("triton" if args.backend == "auto" else args.backend, known.elsewhere, exact=args.exact)
     return known, [planned, get_backend("cpu", exact=args.exact)]
 
 
@@ -93,6 +88,7 @@ def _picture(found: Explained, node: TensorInfo) -> str:
     from graphrt.tools.explain_text import title
 
     step = step_of(found, node)
-    if step is None or step.attention is None:
+    tiles = step.tiles if step is not None else None
+    if step is None or tiles is None:
         raise GraphError("a picture is of an attention that the triton backend runs, this node is none; name another")
-    return svg(step.attention, f"{step.nodes[0].name} of {title(found)}")
+    return svg(tiles, f"{step.nodes[0].name} of {title(found)}")

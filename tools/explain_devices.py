@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from graphrt.backends.triton.device import ELSEWHERE, Target
+from graphrt.backend import Elsewhere
 from graphrt.errors import BackendError
 from graphrt.op import Work
 
@@ -32,8 +32,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class KnownDevice:
-    """title: what it is called; arch to l2: see Target; copy: bytes/s read and written by a copy; product: FLOP/s of an
-    f16 matrix product; launch: seconds that a launch of a captured graph takes at least; source: of the rates."""
+    """title: what it is called; arch to l2: see Elsewhere; copy: bytes/s read and written by a copy; product: FLOP/s of
+    an f16 matrix product; launch: seconds that a launch of a captured graph takes at least; source: of the rates."""
 
     title: str
     arch: str
@@ -46,9 +46,9 @@ class KnownDevice:
     source: str
 
     @property
-    def target(self) -> Target:
-        """What kernels are planned for."""
-        return Target(self.arch, ELSEWHERE, self.sm_count, self.shared_memory, self.l2)
+    def elsewhere(self) -> Elsewhere:
+        """What a backend plans for."""
+        return Elsewhere(self.arch, self.sm_count, self.shared_memory, self.l2)
 
     def cost(self, work: Work, launches: int) -> Cost:
         """What work takes at the ceilings, in so many launches one after the other."""

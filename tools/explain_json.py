@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from typing import Any
 
+from graphrt.program import LaunchInfo
 from graphrt.tools.describe import TensorInfo
-from graphrt.tools.explain_attention import AttentionPlan
 from graphrt.tools.explain_node import facts, step_of
-from graphrt.tools.explain_products import plan_json, weights_of
 from graphrt.tools.explain_steps import Explained, Step
 from graphrt.tools.explain_text import rows_of
+from graphrt.tools.explain_weights import weights_of
+
+#: What the built-in backends add to a step, where they have nothing to add.
+_NOTHING_CHOSEN: dict[str, Any] = {"products": [], "stored": None, "attention": None}
 
 
 def as_json(found: Explained, node: TensorInfo | None) -> dict[str, Any]:
@@ -41,28 +44,19 @@ def _step_json(found: Explained, step: Step) -> dict[str, Any]:
     exe = found.subject.executable
     return {
         "nodes": [n.name for n in step.nodes], "ops": [n.op for n in step.nodes],
-        "fusion": group.name if len(step.nodes) > 1 else None, "backend": step.backend.name, "cause": step.cause,
+        "fusion": group.name if len(step.nodes) > 1 else None, "backend": step.backend.id, "cause": step.cause,
         "refused": step.refused, "kernel": step.kernel, "schedule": step.schedule or None,
         "runner": step.runner or None,
-        "launches": [{**asdict(x), "constants": dict(x.constants)} for x in step.launches],
+        "launches": [_launch_json(x) for x in step.launches],
         "weights": [{**asdict(w), "bytes_per_element": w.bytes_per_element} for w in weights_of(step, exe)],
-        "products": plan_json(step), "stored": step.stored.form.value if step.stored is not None else None,
         "bytes": step.work.bytes, "flops": step.work.flops,
         "cost": None if step.cost is None else {
             **asdict(step.cost), "seconds": step.cost.seconds, "bound": step.cost.bound,
         },
-        "attention": None if step.attention is None else _attention_json(step.attention),
+        **_NOTHING_CHOSEN, **step.data,
     }  # fmt: skip
 
 
-def _attention_json(plan: AttentionPlan) -> dict[str, Any]:
-    c = plan.chosen
-    config = {f.name: getattr(c.config, f.name) for f in fields(c.config)} if is_dataclass(c.config) else None
-    return {
-        "kernel": c.kernel, "refused": dict(c.refused), "workers": c.workers, "stages": c.stages, "config": config,
-        "shared_bytes": c.shared, "tiling": asdict(c.tiling), "choice": asdict(c.choice), "programs": c.programs,
-        "at_once": plan.at_once, "join": c.join or None, "repairs": c.repairs, "k_blocks": list(plan.k_blocks),
-        "mask_blocks": plan.kinds, "longest": plan.longest, "busy_percent": plan.busy_percent,
-        "fixup_tiles": [{"tile": tile, "parts": n} for tile, n in plan.shared_tiles().items()],
-        "bars": [[b.program, b.start, *asdict(b.segment).values()] for b in plan.bars],
-    }  # fmt: skip
+def _launch_json(launch: LaunchInfo) -> dict[str, Any]:
+    constants = dict(launch.constants)
+    return {"kernel": launch.name, "grid": launch.grid, "warps": launch.warps, "constants": constants}

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from graphrt.errors import SessionError
 from graphrt.models.session import Session
-from graphrt.tensor import Tensor
-from graphrt.tools.profile import attended, made_mask
+from graphrt.tools.profile import made_mask
 from graphrt.tools.subject import Subject
+from graphrt.work import attended
 
 Array = npt.NDArray[Any]
 
@@ -65,8 +65,3 @@ def _after(session: Session, n: int, depth: int) -> dict[str, Array]:
     values = {name: value.copy() for name, value in places.items()}
     cache.restore(saved)
     return values
-
-
-def mask_name(mask: Tensor) -> str:
-    """A mask's name in the graph; a copy on another backend is called after both."""
-    return mask.name.rpartition("#")[2]

@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Iterator
 
 from graphrt.errors import GraphError
-from graphrt.tools.common import human_bytes
+from graphrt.printing import count_text, human_bytes
+from graphrt.program import Fact, LaunchInfo
 from graphrt.tools.describe import GraphInfo, TensorInfo
-from graphrt.tools.explain_attention_text import Fact, attention_facts
-from graphrt.tools.explain_products import plan_facts, stored_facts, weights_of
-from graphrt.tools.explain_steps import Explained, LaunchInfo, Step
-from graphrt.tools.labels import count_text, flop_text, nb_text, params_text, type_text, view_text
+from graphrt.tools.explain_steps import Explained, Step
+from graphrt.tools.explain_weights import weights_of
+from graphrt.tools.labels import flop_text, nb_text, params_text, type_text, view_text
 
 
 def find_node(found: Explained, text: str) -> TensorInfo:
@@ -58,14 +58,12 @@ def facts(found: Explained, node: TensorInfo) -> Iterator[Fact]:
     if step is None:
         yield "kernel", f"none: a view {view_text(info, node)}; what it looks at is made by {_maker(info, node).name}"
         return
-    yield "backend", f"{step.backend.name}: {step.cause}"
+    yield "backend", f"{step.backend.id}: {step.cause}"
     yield from _fusion(found, step)
     if step.runner:
         yield "kernel", step.runner
-    if step.attention is not None:
-        yield from attention_facts(step.attention)
-    yield from _product_facts(found, step)
-    yield from stored_facts(step)
+    yield from _weights(found, step)
+    yield from step.facts
     for i, launch in enumerate(step.launches, 1):
         yield "launches", f"{i}. {launch_text(launch)}"
     yield from _expected(found, step)
@@ -99,21 +97,18 @@ def _fusion(found: Explained, step: Step) -> Iterator[Fact]:
 def launch_text(launch: LaunchInfo) -> str:
     """`packed_gemv, 1024 programs of 4 warps: KIND0=q4_K N=1 ...`."""
     if launch.grid is None:
-        return f"{launch.kernel}()"
+        return f"{launch.name}()"
     grid = " x ".join(map(str, launch.grid))
     constants = " ".join(f"{k}={v}" for k, v in launch.constants)
     warps = f", {count_text(launch.warps, 'warp')}" if launch.warps else ""
-    return f"{launch.kernel}, grid {grid}{warps}: {constants}"
+    return f"{launch.name}, grid {grid}{warps}: {constants}"
 
 
-def _product_facts(found: Explained, step: Step) -> Iterator[Fact]:
+def _weights(found: Explained, step: Step) -> Iterator[Fact]:
     for w in weights_of(step, found.subject.executable):
         how = f"packed as planes ({w.planes})" if w.planes else "as in the file"
         size = f"{human_bytes(w.nbytes)}, {w.bytes_per_element:.3f} bytes an element"
         yield "weights", f"{w.name} {w.kind}[{w.k}, {w.rows}] {how}: {size}"
-    yield from plan_facts(step)
-    if step.products is not None and step.schedule:
-        yield "schedule", step.schedule
 
 
 def _expected(found: Explained, step: Step) -> Iterator[Fact]:

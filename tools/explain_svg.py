@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
+from graphrt.program import Bar, TilePlan
 from graphrt.tools.common import printable
-from graphrt.tools.explain_attention import AttentionPlan, Bar
 
 #: Sizes in pixels.
 WIDTH, LEFT, RIGHT, TOP, BELOW = 1400, 92, 24, 132, 58
@@ -52,7 +52,7 @@ _PATTERN = (
 )
 
 
-def svg(plan: AttentionPlan, title: str) -> str:
+def svg(plan: TilePlan, title: str) -> str:
     """The picture as the text of an SVG file. title: which attention it is."""
     picture = _Picture(plan)
     height = picture.bottom + BELOW
@@ -74,7 +74,7 @@ def svg(plan: AttentionPlan, title: str) -> str:
 class _Picture:
     """rows: the slots that are shown, None for those between that are left out."""
 
-    def __init__(self, plan: AttentionPlan) -> None:
+    def __init__(self, plan: TilePlan) -> None:
         self.plan = plan
         most = int(PLOT_HEIGHT / MIN_ROW)
         n = len(plan.slots)
@@ -103,13 +103,11 @@ class _Picture:
         yield from self._axes()
 
     def _caption(self) -> Iterator[str]:
-        c, plan = self.plan.chosen, self.plan
-        t = c.tiling
-        units = plan.unit_start[-1]
-        known = "" if c.problem.mask_t is None or plan.kinds is not None else ", if the mask hides none"
+        plan = self.plan
+        known = "" if not plan.masked or plan.kinds is not None else ", if the mask hides none"
         said = (
-            f"{c.kernel}, schedule {c.choice.schedule}: {t.n_tiles} tiles of {t.block_m} rows, {units} k-blocks of "
-            f"{t.block_n} keys{known}; {c.programs} programs, {plan.at_once} at once"
+            f"{plan.kernel}, schedule {plan.schedule}: {len(plan.k_blocks)} tiles of {plan.rows} rows, {plan.units} "
+            f"k-blocks of {plan.keys} keys{known}; {plan.programs} programs, {plan.at_once} at once"
         )
         yield f'<text x="{LEFT}" y="50">{_text(said)}</text>'
         yield f'<text x="{LEFT}" y="68">{_text(self._merging())}</text>'
@@ -117,7 +115,7 @@ class _Picture:
     def _merging(self) -> str:
         if not self.shared:
             return "No tile is shared: nothing is to be merged."
-        by = "a launch of its own (fixup)" if self.plan.chosen.join == "fixup" else "the last of a tile's programs"
+        by = "a launch of its own (fixup)" if self.plan.join == "fixup" else "the last of a tile's programs"
         listed = ", ".join(map(str, list(self.shared)[:20])) + (", …" if len(self.shared) > 20 else "")
         return f"{len(self.shared)} tiles need fixup, by {by}: {listed}"
 
@@ -187,7 +185,7 @@ class _Picture:
             if slot is not None and slot % (_round(step)) == 0:
                 y = TOP + (row + 0.5) * self.row_height + 4
                 yield f'<text text-anchor="end" x="{LEFT - 6}" y="{y:.1f}">{slot}</text>'
-        rows = "program" if self.plan.chosen.programs <= self.plan.at_once else "place for a program"
+        rows = "program" if self.plan.programs <= self.plan.at_once else "place for a program"
         centre = (TOP + self.bottom) / 2
         yield f'<text text-anchor="middle" transform="translate(24 {centre:.0f}) rotate(-90)">{rows}</text>'
 

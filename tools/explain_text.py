@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from graphrt.tools.common import human_bytes, printable, table_lines
+from graphrt.printing import count_text, human_bytes
+from graphrt.tools.common import printable, table_lines
 from graphrt.tools.explain_steps import Explained, Step, seconds_of
 from graphrt.tools.fold import Folded, fold
-from graphrt.tools.labels import count_text, flop_text, heading, si
+from graphrt.tools.labels import flop_text, heading, si
 
 #: What matters most first: a narrow terminal cuts the rest off.
 COLUMNS = (

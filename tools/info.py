@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphrt.printing import brief_name, printable
-from graphrt.tools.common import MODEL_HELP, human_bytes, print_json, print_table, whole
+from graphrt.printing import brief_name, human_bytes, printable
+from graphrt.tools.common import MODEL_HELP, print_json, print_table, whole
 
 if TYPE_CHECKING:
     from graphrt.execute import Executable

@@ -97,11 +97,6 @@ def flop_text(n: float) -> str:
     return f"{text}FLOP" if " " in text else f"{text} FLOP"
 
 
-def count_text(n: int, what: str) -> str:
-    """`1 tile`, `2 tiles`."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
 def heading(info: GraphInfo) -> str:
     """`smol.gguf, decode of 1 token`."""
     if info.phase == "graph":

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from graphrt.tools.common import human_bytes, printable
+from graphrt.printing import human_bytes
+from graphrt.tools.common import printable
 from graphrt.tools.lifetimes import Life, Step
 from graphrt.tools.memory_report import ArenaReport, MemoryReport
 from graphrt.tools.memory_text import step_text

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from graphrt.tools.common import human_bytes, printable, table_lines
+from graphrt.printing import human_bytes
+from graphrt.tools.common import printable, table_lines
 from graphrt.tools.lifetimes import Life, Step
 from graphrt.tools.memory_limit import COUNTED, Fit
 from graphrt.tools.memory_report import ArenaReport, MemoryReport, Peak, Row

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphrt.backend import Backend, get_backend
-from graphrt.backends.triton import TritonBackend, device
-from graphrt.backends.triton.capture import Captured
-from graphrt.errors import BackendError
+from graphrt.backend import Backend, backend_elsewhere, get_backend
 from graphrt.execute import Executable, prepare
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.embed import Embedder
@@ -19,10 +16,8 @@ from graphrt.models.session import Session
 from graphrt.ops.sample import SampleParams
 from graphrt.tools.explain_devices import known_device
 from graphrt.tools.graph_run import made_from
+from graphrt.tools.launch_order import Event, Violation, violations
 from graphrt.tools.subject import is_graph, load_subject
-
-if device.has_triton():
-    from graphrt.backends.triton.order import Event, Violation, violations
 
 #: Sequences of the decode steps that are checked beside those of one.
 SEQUENCES = (2, 16)
@@ -46,10 +41,8 @@ def check_order(
 ) -> list[Ordered]:
     """The steps of what `text` names on the triton backend, planned for that device: of a model prefill, decode of one
     and of several sequences, and decode with the next token's choice. Raises BackendError without Triton."""
-    if not device.has_triton():
-        raise BackendError("launches are made with the package triton, which is not here; pip install triton")
-    target = known_device(device_name).target
-    backends: list[Backend] = [TritonBackend(exact=exact, target=target), get_backend("cpu", exact=exact)]
+    planned = backend_elsewhere("triton", known_device(device_name).elsewhere, exact=exact)
+    backends = [planned, get_backend("cpu", exact=exact)]
     if not synthetic and is_graph(text):
         return [ordered("graph", prepare(made_from(text, 0)()[0], backends))]
     model, _ = load_subject(text, backends, synthetic=synthetic)
@@ -92,12 +85,10 @@ def events_of(exe: Executable) -> list[Event]:
     """What one run does on the GPU, in order. What another backend does, and a copy to or from it, waits for all."""
     events: list[Event] = []
     for split in exe.splits:
-        if split.copies or not isinstance(split.run, Captured):
+        told = [Event.of(launch, step.group.nodes[-1].name) for step in split.run.steps for launch in step.launches]
+        if split.copies or not told:
             events.append(Event("another backend"))
-        if isinstance(split.run, Captured):
-            for segment in split.run.segments:
-                node = segment.group.nodes[-1].name
-                events += [Event.of(step, node) for step in segment.steps]
+        events += told
     return events
 
 

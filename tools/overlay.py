@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphrt.errors import GraphError
+from graphrt.printing import human_bytes
 from graphrt.tools.checked_json import Checked, parsed
-from graphrt.tools.common import human_bytes, read_text
+from graphrt.tools.common import read_text
 from graphrt.tools.describe import GraphInfo
 from graphrt.tools.labels import si
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from graphrt.backend import API_VERSION, Backend, Buffer, Bytes, Device, Group, Place, Usage, discover
 from graphrt.errors import BackendError
+from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.sources import FAST, make_backend
 
@@ -60,12 +61,12 @@ class Planned(Backend):
             ) from error
 
     def alloc(self, nbytes: int, usage: Usage) -> PlannedBuffer:
-        return PlannedBuffer(self.name, nbytes, usage)
+        return PlannedBuffer(self.id, nbytes, usage)
 
     def hold(self, weight: Tensor, data: Bytes) -> PlannedBuffer:
-        return PlannedBuffer(self.name, data.size, Usage.WEIGHTS)
+        return PlannedBuffer(self.id, data.size, Usage.WEIGHTS)
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         raise BackendError("a planned backend runs nothing; prepare the graph on the backend itself")
 
 

@@ -19,25 +19,26 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphrt import ops
-from graphrt.backend import Backend, Group
+from graphrt.backend import Backend
 from graphrt.errors import BackendError
-from graphrt.execute import Array, Executable, PreparedSplit, prepare, read_tensor
+from graphrt.execute import Array, Executable, prepare, read_tensor
 from graphrt.graph import Graph
 from graphrt.op import Work, op_spec
+from graphrt.program import Group, Run
 from graphrt.schedule import Copy
 from graphrt.tensor import Tensor, new_input
 from graphrt.tools.common import table_lines
+from graphrt.work import group_work
 
 if TYPE_CHECKING:
     from graphrt.models.session import Session
 
-Run = Callable[[], object]
 Event = Mapping[str, Any]
 
 DEFAULT_STEPS, PREFILL_STEPS = 16, 3
@@ -45,23 +46,6 @@ DEFAULT_STEPS, PREFILL_STEPS = 16, 3
 WARM_UPS = 3
 #: Runs in parts on a GPU, where the whole step gives the times.
 GPU_PASSES = 2
-
-
-class Segment(Protocol):
-    """What runs one group."""
-
-    @property
-    def group(self) -> Group: ...
-    @property
-    def steps(self) -> Sequence[Run]: ...
-
-
-@runtime_checkable
-class Segmented(Protocol):
-    """A compiled split whose groups can be run one by one."""
-
-    @property
-    def segments(self) -> Sequence[Segment]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,77 +141,21 @@ def made_mask(mask: Tensor, values: Sequence[Array]) -> Array:
     return alone.read("mask")
 
 
-def group_work(group: Group, seen: Mapping[str, tuple[float, float]] | None = None) -> Work:
-    """FLOPs of all nodes; bytes that come from outside the group, each source once, and those of its results.
-
-    seen: as seen_shares() gives it: of an attention counts what its mask shows, since the rest of a cache is skipped.
-    """
-    flops, moved = 0, 0
-    read: set[Tensor] = set()
-    for node in (n for n in group.nodes if not op_spec(n.op).is_view):
-        work = op_spec(node.op).work(node)
-        mask, caches = attended(node)
-        cells, pairs = (seen or {}).get(mask.name.rpartition("#")[2], (1.0, 1.0)) if mask is not None else (1.0, 1.0)
-        flops += round(work.flops * pairs)
-        moved += work.bytes - (0 if node in group.results else node.data_nbytes)
-        for source in dict.fromkeys(node.sources()):
-            if source.root is node.root and op_spec(node.op).writes is not None:
-                continue  # what it writes into
-            if source in read or _made_by(source) in group.nodes:
-                moved -= source.data_nbytes
-            elif source in caches:
-                moved -= round(source.data_nbytes * (1 - cells))
-            read.add(source)
-    return Work(flops, max(moved, 0))
-
-
-def attended(node: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """An attention's mask and the caches that it reads, a v that lies in k left out; none for another op."""
-    k, v, mask = (*node.src, None, None, None, None)[1:4]
-    if node.op == "FLASH_ATTN_LSE":
-        v, mask = None, v
-    if not node.op.startswith("FLASH_ATTN"):
-        return None, []
-    return mask, [t for t in (k, v) if t is not None and not (t is v and k is not None and t.root is k.root)]
-
-
-def _made_by(t: Tensor) -> Tensor:
-    while not t.is_leaf and op_spec(t.op).is_view and t.src[0] is not None:
-        t = t.src[0]
-    return t
-
-
 def parts_of(exe: Executable) -> list[Part]:
     """The groups of all splits in order, and the copies before them."""
     seen = seen_shares(exe)
     found: list[Part] = []
     for split in exe.splits:
         found += [_copy_part(exe, split.backend, copy) for copy in split.copies if not copy.once]
-        for group, make in _groups(exe, split):
-            found.append(_group_part(group, make, split.backend, seen))
+        for step in split.run.steps:
+            found.append(_step_part(step.group, partial(exe.alone, split, step), split.backend, seen))
     return found
 
 
-def _groups(exe: Executable, split: PreparedSplit) -> Iterator[tuple[Group, Callable[[], Run]]]:
-    """The groups that do work, and what gives their programs: the split's own where it tells them apart."""
-    if isinstance(split.run, Segmented):
-        for segment in split.run.segments:
-            yield segment.group, partial(partial, _run_all, segment.steps)
-        return
-    for group in split.groups:
-        if not all(op_spec(n.op).is_view for n in group.nodes):
-            yield group, partial(split.backend.compile, [group], exe.place)
-
-
-def _run_all(steps: Sequence[Run]) -> None:
-    for step in steps:
-        step()
-
-
-def _group_part(
+def _step_part(
     group: Group, make: Callable[[], Run], backend: Backend, seen: Mapping[str, tuple[float, float]]
 ) -> Part:
-    nodes = [n for n in group.nodes if not op_spec(n.op).is_view]
+    nodes = group.working
     heaviest = max(nodes, key=lambda n: op_spec(n.op).work(n))
     names = tuple(n.name for n in group.results)
     work, queued = group_work(group, seen), backend.asynchronous
@@ -240,7 +168,7 @@ def _copy_part(exe: Executable, to: Backend, copy: Copy) -> Part:
     def move() -> None:
         buffer.write(offset, read_tensor(source, *exe.place(source)).reshape(-1).view(np.uint8))
 
-    label, work = f"copy to {to.name}", Work(0, 2 * source.data_nbytes)
+    label, work = f"copy to {to.id}", Work(0, 2 * source.data_nbytes)
     return Part(label, "copy", (source.name,), work, lambda: move, to.synchronize, queued=False)
 
 

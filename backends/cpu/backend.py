@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage
+from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage, numbered
 from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample  # noqa: F401  (REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.fuse import fuse
@@ -19,9 +19,33 @@ from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
 from graphrt.backends.cpu.reference import REFERENCES, Reference, why_unsupported
 from graphrt.op import op_spec
+from graphrt.program import Program, Run, StepInfo, in_order
 from graphrt.tensor import Tensor
 
-Step = Callable[[], None]
+
+class CpuProgram(Program):
+    """Reference functions, native programs and torch calls, one after the other.
+
+    lowered: by group what its fast form is: native steps, a function, None for the reference; a group that is not in it
+    has the reference's. keep: what the steps' memory belongs to.
+    """
+
+    def __init__(self, groups: Sequence[Group], run: Run, lowered: Mapping[Group, Any], keep: object = None) -> None:
+        super().__init__(groups, run)
+        self._lowered, self._keep = lowered, keep
+
+    @property
+    def steps(self) -> list[StepInfo]:
+        return [StepInfo(group, runner=self._runner(group)) for group in self.working_groups()]
+
+    def _runner(self, group: Group) -> str:
+        """Who computes a group: native kernels, a function, or reference functions."""
+        lowered = self._lowered.get(group)
+        if isinstance(lowered, list):
+            return "native " + ", ".join(entry.kernel.name for step in lowered for entry in step.entries)
+        if lowered is not None:
+            return str(getattr(lowered, "__qualname__", type(lowered).__name__)).partition(".")[0].lstrip("_")
+        return "reference " + ", ".join(REFERENCES[n.op].function.__name__ for n in group.working)
 
 
 class CpuBackend(Backend):
@@ -29,17 +53,24 @@ class CpuBackend(Backend):
 
     exact: only reference functions, the default; False: native kernels and fused steps where there are any, with the
     same float32 arithmetic in another order. dtype: the reference's compute type, torch.float32 or torch.float64
-    (results are stored in their own types). The reference decodes constant weights once and keeps them.
+    (results are stored in their own types). device: a number for one of several instances in one graph, which share
+    the machine and copy to each other as devices do: how work over several devices is tried without them. The
+    reference decodes constant weights once and keeps them.
     """
 
     name: ClassVar[str] = "cpu"
     api_version: ClassVar[int] = API_VERSION
 
-    def __init__(self, *, exact: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *, exact: bool = True, dtype: torch.dtype = torch.float32, device: int = 0) -> None:
         self.exact = exact
         self.dtype = dtype
+        self.number = device
         # By buffer and not by its id, which another buffer takes over once it is gone.
         self._decoded: WeakKeyDictionary[CpuBuffer, dict[object, torch.Tensor]] = WeakKeyDictionary()
+
+    @property
+    def id(self) -> str:
+        return numbered(self.name, self.number)
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -58,10 +89,14 @@ class CpuBackend(Backend):
         return why_unsupported(node)
 
     def alloc(self, nbytes: int, usage: Usage) -> CpuBuffer:
-        return allocate(nbytes, usage)
+        return self._owned(allocate(nbytes, usage))
 
     def wrap_host(self, data: Bytes) -> CpuBuffer:
-        return wrap(data)
+        return self._owned(wrap(data))
+
+    def _owned(self, buffer: CpuBuffer) -> CpuBuffer:
+        buffer.backend = self.id
+        return buffer
 
     def fuse(self, region: Region) -> list[Group]:
         return [Group([node]) for node in region.nodes] if self._only_reference() else fuse(region)
@@ -69,12 +104,13 @@ class CpuBackend(Backend):
     def _only_reference(self) -> bool:
         return self.exact or fast.available() is not None
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Step:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         if self._only_reference():
-            return _sequence([self.bind(group, place) for group in groups])
+            return CpuProgram(groups, in_order([self.bind(group, place) for group in groups]), {})
         lowering = Lowering(place)
-        steps: list[Step] = []
+        steps: list[Run] = []
         native: list[fast.Step] = []
+        found: dict[Group, Any] = {}
 
         def join_native() -> None:
             if native:
@@ -82,38 +118,28 @@ class CpuBackend(Backend):
                 native.clear()
 
         for group in groups:
-            lowered = lower(lowering, group)
+            lowered = found[group] = lower(lowering, group)
             if isinstance(lowered, list):
                 native += lowered
             else:
                 join_native()
                 steps.append(lowered if lowered is not None else self.bind(group, place))
         join_native()
-        return _sequence(steps, keep=lowering)
-
-    def runner(self, group: Group, place: Callable[[Tensor], Place]) -> str:
-        """Who computes a group, as compile() would have it: native kernels, a function, or reference functions."""
-        lowered = None if self._only_reference() else lower(Lowering(place), group)
-        if isinstance(lowered, list):
-            return "native " + ", ".join(entry.kernel.name for step in lowered for entry in step.entries)
-        if lowered is not None:
-            return str(getattr(lowered, "__qualname__", type(lowered).__name__)).partition(".")[0].lstrip("_")
-        references = (REFERENCES[n.op].function for n in group.nodes if not op_spec(n.op).is_view)
-        return "reference " + ", ".join(f.__name__ for f in references)
+        return CpuProgram(groups, in_order(steps), found, lowering)
 
     def reference_of(self, node: Tensor) -> Reference:
         """What computes a node that has no fast form."""
         return REFERENCES[node.op]
 
-    def bind(self, group: Group, place: Callable[[Tensor], Place]) -> Step:
+    def bind(self, group: Group, place: Callable[[Tensor], Place]) -> Run:
         """What computes a group by its nodes' reference functions, from memory into memory."""
         inside: dict[Tensor, torch.Tensor] = {}  # results that only this group reads have no memory
         steps = [self._bind_node(node, place, inside, node not in group.results) for node in group.nodes]
-        return steps[0] if len(steps) == 1 else _sequence(steps)
+        return steps[0] if len(steps) == 1 else in_order(steps)
 
     def _bind_node(
         self, node: Tensor, place: Callable[[Tensor], Place], inside: dict[Tensor, torch.Tensor], internal: bool
-    ) -> Step:
+    ) -> Run:
         ref = self.reference_of(node)
         load = [self._loader(s, i in ref.stored, place, inside) for i, s in enumerate(node.src)]
         function = ref.function
@@ -170,13 +196,3 @@ class CpuBackend(Backend):
 
 def _absent() -> None:
     return None
-
-
-def _sequence(steps: Sequence[Step], keep: object = None) -> Step:
-    """One function that runs all of them; it keeps alive what their memory belongs to."""
-
-    def run(keep: object = keep) -> None:
-        for step in steps:
-            step()
-
-    return run

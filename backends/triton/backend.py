@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from graphrt.backend import API_VERSION, Backend, Buffer, Bytes, Device, Group, Place, Region, Usage
-from graphrt.backends.triton import device
+from graphrt.backend import API_VERSION, Backend, Bytes, Device, Elsewhere, Group, Place, Region, Usage, numbered
 from graphrt.backends.triton.capture import Captured
+from graphrt.backends.triton.device import Target, current, has_triton, interpreting, unusable
+from graphrt.backends.triton.device import target as target_of
 from graphrt.backends.triton.fuse import EXACT_PATTERNS, fuse
 from graphrt.backends.triton.kernel_cache import keep_private
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
@@ -17,6 +18,8 @@ from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
 from graphrt.backends.triton.support import why_unsupported
 from graphrt.backends.triton.weights import hold_weight
+from graphrt.errors import BackendError
+from graphrt.program import Program
 from graphrt.tensor import Tensor
 
 
@@ -26,8 +29,9 @@ class TritonBackend(Backend):
     exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
     tokens round activations to 8 bits in groups of 32, short rows in two parts. schedule: forces a schedule of the
     attention kernel (tile, split, stream_k), None to choose; config: forces the portable attention kernel with that
-    configuration, as `graphrt tune` does; capture: replay a split as a CUDA graph; target: plan for that GPU, which
-    need not be here: graphs are prepared as there, and nothing can run. Raises BackendError for an unknown schedule.
+    configuration, as `graphrt tune` does; capture: replay a split as a CUDA graph; device: the GPU's number;
+    target: plan for that GPU, which need not be here: graphs are prepared as there, and nothing can run. Raises
+    BackendError for an unknown schedule and a GPU that is not there.
     """
 
     name: ClassVar[str] = "triton"
@@ -42,31 +46,48 @@ class TritonBackend(Backend):
         schedule: str | None = None,
         config: Config | None = None,
         capture: bool = True,
-        target: device.Target | None = None,
+        device: int = 0,
+        target: Target | None = None,
     ) -> None:
         self.exact = exact
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
-        self.target = target or device.target()
-        self.capture = capture and not device.interpreting()
-        if self.target.is_here and not device.interpreting():
+        self.number = device
+        self.target = target or target_of(device)
+        self.capture = capture and not interpreting()
+        if self.target.is_here and not interpreting():
             keep_private()
 
     @property
-    def logits_nmse(self) -> float:
-        """How far a model's logits may be from exact arithmetic's: its activations are rounded to f16 or to 8 bits."""
+    def id(self) -> str:
+        return numbered(self.name, self.number)
+
+    @property
+    def logits_nmse(self) -> float:  # type: ignore[override]
+        """Activations are rounded to f16, or to 8 bits."""
         return 1e-5 if self.exact else 1e-3
 
     @classmethod
+    def elsewhere(cls, device: Elsewhere, **options: Any) -> TritonBackend:
+        if not has_triton():
+            raise BackendError("planning for a GPU needs the package triton, which is not here; pip install triton")
+        return cls(target=Target.elsewhere(device), **options)
+
+    @property
+    def device(self) -> Device | None:
+        found = self.devices() if self.target.is_here else []
+        return next((d for d in found if interpreting() or d.name == self.target.device), None)
+
+    @classmethod
     def unusable(cls) -> str | None:
-        return device.unusable()
+        return unusable()
 
     @classmethod
     def score(cls) -> int:
-        return 0 if device.interpreting() else 10
+        return 0 if interpreting() else 10
 
     def devices(self) -> list[Device]:
-        if device.interpreting():
+        if interpreting():
             return [Device("interpreter", "Triton's interpreter on the CPU")]
         found = []
         for i in range(torch.cuda.device_count()):
@@ -89,27 +110,30 @@ class TritonBackend(Backend):
         return "int8" if route_of(group.products[0], self).form is Form.Q8 else None
 
     def alloc(self, nbytes: int, usage: Usage) -> TritonBuffer:
-        return allocate(nbytes, usage, self.target.device)
+        return self._owned(allocate(nbytes, usage, self.target.device))
 
-    def hold(self, weight: Tensor, data: Bytes) -> Buffer:
-        return hold_weight(weight, data, self.target.device)
+    def hold(self, weight: Tensor, data: Bytes) -> TritonBuffer:
+        with current(self.target.device):
+            return self._owned(hold_weight(weight, data, self.target.device))
+
+    def _owned(self, buffer: TritonBuffer) -> TritonBuffer:
+        buffer.backend = self.id
+        return buffer
 
     def fuse(self, region: Region) -> list[Group]:
         return fuse(region, EXACT_PATTERNS if self.exact else None)
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         # Triton is imported by the first program, not by whoever lists backends.
         from graphrt.backends.triton.context import Context
         from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
         from graphrt.backends.triton.lowering import lower
 
         attention = Launcher(self.target, place, self.schedule, self.config)
-        segments = lower(groups, Context(place, self.target, self.exact), attention)
-        return Captured(segments, self.capture, self.target.is_here, attention.scratch.redone)
-
-    def redone(self, program: Callable[[], None]) -> int:
-        return program.redone() if isinstance(program, Captured) else 0
+        with current(self.target.device):
+            segments = lower(groups, Context(place, self.target, self.exact), attention)
+        return Captured(segments, self.target, self.capture, attention.scratch.redone)
 
     def synchronize(self) -> None:
-        if self.target.is_here and not device.interpreting():
+        if self.target.is_here and not interpreting():
             torch.cuda.synchronize(self.target.device)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from graphrt.backend import Group
+from graphrt.backends.triton.accesses import Step
+from graphrt.backends.triton.device import Target, current
 from graphrt.errors import BackendError
+from graphrt.program import Group, Program, StepInfo, in_order
 
 if TYPE_CHECKING:
     from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
     from graphrt.backends.triton.kernels.products.forms import Stored
     from graphrt.backends.triton.kernels.products.plan import Planned
 
-Step = Callable[[], None]
+
 #: Captures of a process follow one another: torch keeps one state of random numbers, which a capture claims.
 _CAPTURING = threading.Lock()
 
@@ -41,30 +43,42 @@ class Segment:
     stored: Stored | None = None
 
 
-class Captured:
-    """Runs segments: the first time as they are, which compiles and loads kernels; then captured once and replayed.
+class Captured(Program):
+    """Runs segments on a target: the first time as they are, which compiles and loads kernels; then captured once and
+    replayed.
 
     Every address that the steps use must stay valid, and every length that changes must be read from device memory.
-    capture: False runs the steps as they are each time. here: False only plans for a GPU elsewhere; calling raises
-    BackendError then. redone: int32 [1] each, what redone() adds up.
+    capture: False runs the launches as they are each time. A target that is not here is only planned for; calling
+    raises BackendError then. redone: int32 [1] each, what redone() adds up.
     """
 
     def __init__(
-        self, segments: Sequence[Segment], capture: bool = True, here: bool = True, redone: Sequence[torch.Tensor] = ()
+        self, segments: Sequence[Segment], target: Target, capture: bool = True, redone: Sequence[torch.Tensor] = ()
     ) -> None:
+        self.launches = [step for segment in segments for step in segment.steps]
+        super().__init__([segment.group for segment in segments], in_order(self.launches))
         self.segments = list(segments)
-        self.steps = [step for segment in segments for step in segment.steps]
+        self.target = target
         self.capture = capture
-        self.here = here
         self.warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self._redone = list(redone)
 
+    @property
+    def steps(self) -> list[StepInfo]:
+        from graphrt.backends.triton.describe import step_info  # only who asks pays for what it imports
+
+        return [step_info(segment, self.target.sm_count) for segment in self.segments]
+
     def __call__(self) -> None:
-        if not self.here:
+        if not self.target.is_here:
             raise BackendError(
                 "what was planned for a GPU elsewhere can't run; prepare it without a target on its machine"
             )
+        with current(self.target.device):
+            self._run_or_replay()
+
+    def _run_or_replay(self) -> None:
         if self.graph is None and self.warm and self.capture:
             self.graph = self._captured()
         if self.graph is not None:
@@ -76,10 +90,6 @@ class Captured:
     def redone(self) -> int:
         """How many tiles of attention were done again by the portable kernel, in all runs so far. Waits for them."""
         return sum(int(count) for count in self._redone)
-
-    def _run(self) -> None:
-        for step in self.steps:
-            step()
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
         """The steps as a graph, None (and no more attempts) where that fails.
@@ -101,10 +111,10 @@ class Captured:
             self.capture = False
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(
-                f"a step of {len(self.steps)} launches should run as one CUDA graph, but capturing it failed "
+                f"a step of {len(self.launches)} launches should run as one CUDA graph, but capturing it failed "
                 f"({reason}); it runs launch by launch, slower; please report it, with what else the process did then",
                 CaptureWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
             return None
         return graph

@@ -11,6 +11,7 @@ import torch
 
 from graphrt.backend import Place, Usage
 from graphrt.backends.triton.accesses import Call
+from graphrt.backends.triton.accesses import Step as Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack, packing_of
@@ -20,8 +21,6 @@ from graphrt.tensor import Tensor
 
 if TYPE_CHECKING:
     from graphrt.backends.triton.kernels.products.plan import Plan
-
-Step = Callable[[], None]
 
 PLAIN_TYPES = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from dataclasses import dataclass
 
 import torch
+
+from graphrt.backend import Elsewhere
+from graphrt.errors import BackendError
 
 #: Older GPUs lack bf16 and asynchronous copies.
 MIN_CAPABILITY = (8, 0)
@@ -35,6 +39,11 @@ class Target:
     sm_count: int
     shared_memory: int
     l2: int
+
+    @classmethod
+    def elsewhere(cls, device: Elsewhere) -> Target:
+        """What kernels are planned for on a device that is not here."""
+        return cls(device.arch, ELSEWHERE, device.sm_count, device.shared_memory, device.l2)
 
     @property
     def is_nvidia(self) -> bool:
@@ -74,10 +83,20 @@ def unusable() -> str | None:
     return None
 
 
+def current(name: str) -> contextlib.AbstractContextManager[object]:
+    """In it torch and Triton launch on that device of torch's; nothing changes for one that is no GPU."""
+    return torch.cuda.device(name) if name.startswith("cuda") else contextlib.nullcontext()
+
+
 def target(index: int = 0) -> Target:
-    """The target of a device by its index in torch."""
+    """The target of a device by its index in torch. Raises BackendError for one that is not there."""
     if interpreting():
         return INTERPRETER
+    if index >= torch.cuda.device_count():
+        raise BackendError(
+            f"a GPU's number must be below {torch.cuda.device_count()}, the GPUs that torch finds here, got {index}; "
+            f"`graphrt devices` lists them"
+        )
     p = torch.cuda.get_device_properties(index)
     arch = p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}"
     shared = getattr(p, "shared_memory_per_block_optin", 64 * 1024)

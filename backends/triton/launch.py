@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from graphrt.backends.triton.accesses import Access, declaration_of
 from graphrt.backends.triton.device import Target, interpreting
+from graphrt.program import LaunchInfo
 
 if interpreting():
     from graphrt.backends.triton import interpreter  # noqa: F401  (mends Triton's interpreter)
@@ -81,6 +82,27 @@ class Launch:
                 reads, writes = name in declared.reads, name in declared.writes
                 found.append(Access(name, memory, reads, writes, early, name in declared.uncached))
         return found
+
+    def info(self) -> LaunchInfo:
+        """For those who ask what a program launches."""
+        args = self.args | (vars(self.form) if self.form is not None else {})
+        chosen = {k for k in args if k.isupper() or k == "n_splits" or k not in self.args}
+        return LaunchInfo(
+            self.name,
+            tuple(self.grid),
+            self.options.get("num_warps", 4),
+            tuple((k, v) for k, v in args.items() if k in chosen and _is_plain(v)),
+            declaration_of(self.kernel).helper,
+            tuple(access.use for access in self.accesses()),
+            self.starts_early,
+            self.waits,
+            self.lets_go_early,
+        )
+
+
+def _is_plain(value: object) -> bool:
+    """Worth showing: a number or a word that says something."""
+    return isinstance(value, (int, float, str)) and value is not False and value != ""
 
 
 def launch_options(target: Target, warps: int) -> dict[str, Any]:

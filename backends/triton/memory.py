@@ -62,7 +62,8 @@ def upload(source: Bytes, target: torch.Tensor) -> None:
     stage = _stages.get(target.device)
     if stage is None:
         stage = _stages[target.device] = Stage()
-    stage.upload(flat, target)
+    with torch.cuda.device(target.device):  # its events are of the stream that copies there
+        stage.upload(flat, target)
 
 
 class TritonBuffer(Buffer):
@@ -88,7 +89,7 @@ class TritonBuffer(Buffer):
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         host.copy_(source, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
+        copied.record(torch.cuda.current_stream(source.device))
 
         def wait() -> Bytes:
             copied.synchronize()

@@ -22,6 +22,7 @@ import torch
 from graphrt.backend import Buffer, Bytes, Comparison, Usage
 from graphrt.backends.triton.memory import TritonBuffer, empty, upload
 from graphrt.dtypes import dtype
+from graphrt.printing import count_text
 
 #: Elements of a group.
 GROUP = 32
@@ -414,6 +415,16 @@ class PackedBuffer(TritonBuffer):
     @property
     def footprint(self) -> int:
         return self.packed.nbytes
+
+    @property
+    def layout(self) -> str:
+        """What planes it has."""
+        p = _PACKINGS[self.packed.kind]
+        parts = [f"{p.bits}-bit codes"]
+        parts += [count_text(p.high_bits, "high bit")] if p.high_bits else []
+        parts += [f"{p.scales} {str(p.scale_type).removeprefix('torch.')} scale{'s' * (p.scales > 1)} of 32 elements"]
+        parts += [f"{p.supers} float16 of 256"] if p.supers else []
+        return ", ".join(parts)
 
     def read(self, offset: int, nbytes: int) -> Bytes:
         if self.memory.is_meta:

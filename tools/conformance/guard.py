@@ -16,6 +16,7 @@ from graphrt.backend import Backend, Buffer, Place, Region, Usage
 from graphrt.bounds import span
 from graphrt.graph import Graph
 from graphrt.op import op_spec
+from graphrt.program import Program
 from graphrt.rules import check_graph
 from graphrt.tensor import Tensor
 from graphrt.testing import Inputs
@@ -96,7 +97,7 @@ class Guarded:
         buffer, offset = self.places[t.root]
         return buffer, span(t, offset + t.view_offs, buffer.nbytes)[0]
 
-    def _compile(self, place: Callable[[Tensor], Place]) -> Callable[[], None]:
+    def _compile(self, place: Callable[[Tensor], Place]) -> Program:
         uses: dict[Tensor, int] = {}
         for node in self.graph.nodes:
             for source in node.sources():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from graphrt.backend import API_VERSION, Backend, Device, Group, Usage
 from graphrt.backends.cpu.memory import CpuBuffer, allocate
 from graphrt.backends.cpu.reference import why_unsupported
+from graphrt.program import Program, in_order
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants_memory import Kernel, Place
 from graphrt.tools.conformance.mutants_pieces import KERNELS, Mutant
@@ -52,11 +53,6 @@ class KernelBackend(Backend):
             return KERNELS[node.op]
         return self.mutated
 
-    def compile(self, groups: Sequence[Group], place: Place) -> Callable[[], None]:
+    def compile(self, groups: Sequence[Group], place: Place) -> Program:
         bound = [self.kernel(node)(node, place) for group in groups for node in group.nodes]
-
-        def run() -> None:
-            for kernel in bound:
-                kernel.run()
-
-        return run
+        return Program(groups, in_order([kernel.run for kernel in bound]))

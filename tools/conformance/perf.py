@@ -51,11 +51,9 @@ def ceilings(backend: Backend) -> Ceilings:
     """Measured with torch: on the GPU for a backend whose device is one, else on the CPU."""
     import torch
 
-    device = backend.devices()[0]
-    on_gpu = device.name.startswith("cuda") and torch.cuda.is_available()
-    if not on_gpu:
-        from graphrt.tools.bench_model_machine import cpu
+    from graphrt.tools.bench_model_machine import cpu, on_gpu
 
+    if backend.device is None or not on_gpu(backend):
         machine = cpu().report
         return Ceilings(machine["cpu"], machine["read_gb_per_s"], machine["f32_gflop_per_s"])
     n = 8192
@@ -68,7 +66,7 @@ def ceilings(backend: Backend) -> Ceilings:
         return min(_timed(work, torch.cuda.synchronize) for _ in range(10))
 
     copy = best(lambda: target.copy_(source))
-    return Ceilings(device.description, 2 * source.numel() / copy / 1e9, 2 * n**3 / best(lambda: a @ a) / 1e9)
+    return Ceilings(backend.device.description, 2 * source.numel() / copy / 1e9, 2 * n**3 / best(lambda: a @ a) / 1e9)
 
 
 def _timed(work: Callable[[], object], wait: Callable[[], object]) -> float:

@@ -87,7 +87,7 @@ class Runs:
                 differing += wrong
                 message = message or self._described(last)
         message = message or self.wrong
-        message = message or "".join(uncalled(self.inputs, self.backend.redone(self.guarded.program)))
+        message = message or "".join(uncalled(self.inputs, self.guarded.program.redone()))
         return runs, max(differing, int(bool(message))), message
 
     @property

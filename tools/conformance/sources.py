@@ -112,10 +112,12 @@ def _regex(text: str, option: str) -> re.Pattern[str]:
 
 
 def make_backend(name: str) -> Backend:
-    """A backend by name, or `module:Class` for one that isn't installed. FAST has names of backends' fast forms."""
-    if name in FAST:
-        return get_backend(FAST[name], exact=False)
-    if ":" not in name:
+    """A backend by name ("triton:1" for its second device), or `module:Class` for one that isn't installed. FAST has
+    names of backends' fast forms."""
+    base, colon, rest = name.partition(":")
+    if base in FAST:
+        return get_backend(FAST[base] + colon + rest, exact=False)
+    if not colon or rest.isdecimal():
         return get_backend(name)
     module, _, attribute = name.partition(":")
     cls = getattr(_import(module, "a backend"), attribute, None)

@@ -173,7 +173,7 @@ def _run(inputs: Inputs, backend: Backend) -> _Ran:
     problems = guarded.damage()
     if backend.deterministic:
         problems += _differences(actual, guarded.run())
-    problems += uncalled(inputs, backend.redone(guarded.program))
+    problems += uncalled(inputs, guarded.program.redone())
     in_place = guarded.run_in_place() if op_spec(inputs.result.op).inplace else []
     return _Ran(actual=actual, in_place=in_place, problems=problems)
 

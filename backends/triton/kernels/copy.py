@@ -28,7 +28,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Step:
     def step() -> None:
         target.copy_(source.reshape(target.shape))
 
-    return Call("copy", step, [source], [target])
+    return Call("copy", step, [source], [target], helper=True)
 
 
 def _decoded(t: Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:

@@ -52,7 +52,7 @@ def power_of_two(N):
     return triton.next_power_of_2(N)
 
 
-@accesses(reads="p_positions p_theta p_factors", writes="p_cos p_sin")
+@accesses(reads="p_positions p_theta p_factors", writes="p_cos p_sin", helper=True)
 @triton.jit
 def fill_table(
     p_positions, p_theta, p_factors, p_cos, p_sin, s_position, s_factor, n_tokens,

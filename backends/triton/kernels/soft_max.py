@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.activation import exp_f32
 from graphrt.backends.triton.kernels.common.constants import NEG_INF
@@ -188,10 +189,7 @@ def _sinks(view: View, ctx: Context) -> tuple[torch.Tensor, int, list[Step]]:
     flat = ctx.scratch((view.tensor.n_elements,), torch.float32)
     target, source = flat.view(view.ne[::-1]), view.torch()
 
-    def copy() -> None:
-        target.copy_(source)
-
-    return flat, 1, [copy]
+    return flat, 1, [Call("copy", partial(target.copy_, source), [source], [flat], helper=True)]
 
 
 def lower_soft_max(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt import Tensor
-from graphrt.backend import Backend, Buffer, Bytes, Device, Group, Place, Usage
+from graphrt.backend import Backend, Buffer, Bytes, Device, Group, Place, Program, Usage
 from graphrt.errors import MemoryPlanError
 
 Floats = npt.NDArray[np.float32]
@@ -44,7 +44,7 @@ class TinyBuffer(Buffer):
 
 class TinyBackend(Backend):
     name: ClassVar[str] = "tiny"
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int] = 2
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -75,14 +75,14 @@ class TinyBackend(Backend):
         except MemoryError as error:
             raise MemoryPlanError(f"{nbytes} bytes can't be had; use a smaller graph") from error
 
-    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Callable[[], None]:
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         steps = [_step(node, place) for group in groups for node in group.nodes]
 
         def run() -> None:
             for step in steps:
                 step()
 
-        return run
+        return Program(groups, run)
 
 
 def _step(node: Tensor, place: Callable[[Tensor], Place]) -> Callable[[], None]:

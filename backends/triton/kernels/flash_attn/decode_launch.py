@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
-from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step, warps_text
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.launch import Launch, launch_options
 

@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
     writes="p_out p_lse",
     early_if={"HAS_MASK": "p_counts p_unit_start"},
     uncached="p_counts p_unit_start",
+    helper=True,
 )
 @triton.jit(
     do_not_specialize=[

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
+from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn import chooser
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
-
-Step = Callable[[], None]
 
 
 class Scratch:

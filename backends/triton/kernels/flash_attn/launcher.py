@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphrt.backend import Place
+from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
-from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.portable import Forward

@@ -26,7 +26,7 @@ def _either(a, b):
     return a | b
 
 
-@accesses(reads="p_mask", writes="p_class p_seen")
+@accesses(reads="p_mask", writes="p_class p_seen", helper=True)
 @triton.jit(
     do_not_specialize=[
         "sm_t", "sm_h", "sm_s", "n_q", "n_kv", "m2", "heads_packed", "mask_groups", "n_qt", "n_blocks",
@@ -89,7 +89,7 @@ def classify_blocks(
     tl.store(p_seen + at[:, None] * (BLOCK_N // 32) + i_word[None, :], words, mask=(i_kb < n_blocks)[:, None])
 
 
-@accesses(reads="p_class", writes="p_counts p_blocks p_runs")
+@accesses(reads="p_class", writes="p_counts p_blocks p_runs", helper=True)
 @triton.jit(do_not_specialize=["n_blocks"])
 def list_blocks(p_class, p_counts, p_blocks, p_runs, n_blocks, CHUNK: tl.constexpr):
     """Program i lists mask tile i's k-blocks: full ones in order, then partial ones.
@@ -136,7 +136,7 @@ def list_blocks(p_class, p_counts, p_blocks, p_runs, n_blocks, CHUNK: tl.constex
     tl.store(p_runs + 2 * mask_tile + 1, run)
 
 
-@accesses(reads="p_counts", writes="p_unit_start")
+@accesses(reads="p_counts", writes="p_unit_start", helper=True)
 @triton.jit(do_not_specialize=["n_tiles", "n_qt", "n_groups", "mask_groups", "m3"])
 def sum_units(p_counts, p_unit_start, n_tiles, n_qt, n_groups, mask_groups, m3, CHUNK: tl.constexpr):
     """unit_start: int32 [n_tiles + 1], the prefix sums of max(1, k-blocks) over all tiles. One program."""

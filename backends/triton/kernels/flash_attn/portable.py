@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_config
 from graphrt.backends.triton.kernels.flash_attn.fixup import flash_attn_fixup
 from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
-from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step, warps_text
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.tiles import same_order

@@ -195,7 +195,7 @@ def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
 
 
 # --- kernels ---
-@accesses(reads="p_x p_up", writes="p_q p_d p_s")
+@accesses(reads="p_x p_up", writes="p_q p_d p_s", helper=True)
 @triton.jit
 def round_rows(
     p_x, x_row, x_col, p_up, up_row, up_col, p_q, p_d, p_s, k,

@@ -101,7 +101,7 @@ def _whole_row(k: int) -> tuple[int, int]:
 
 def copying(source: torch.Tensor, target: torch.Tensor) -> Step:
     """Copies a tensor into another of its shape, rounding to its type."""
-    return Call("copy", partial(target.copy_, source), [source], [target])
+    return Call("copy", partial(target.copy_, source), [source], [target], helper=True)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

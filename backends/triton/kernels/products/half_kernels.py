@@ -32,7 +32,7 @@ def scaling_of(x):
     return _scaling(tl.max(_larger(tl.abs(x), tl.zeros_like(x)), 0))
 
 
-@accesses(reads="p_x", writes="p_out p_factors")
+@accesses(reads="p_x", writes="p_out p_factors", helper=True)
 @triton.jit(do_not_specialize=("n_1", "n_2", "k"))
 def round_rows(
     p_x, p_out, p_factors, stride_0, stride_1, stride_2, stride_3, n_1, n_2, k,
@@ -79,7 +79,7 @@ def _sum_parts(p, at, m, part_stride, PARTS: tl.constexpr):
     return total
 
 
-@accesses(reads="p_a p_a_factors p_b p_b_factors p_bias p_residual", writes="p_out")
+@accesses(reads="p_a p_a_factors p_b p_b_factors p_bias p_residual", writes="p_out", helper=True)
 @triton.jit(do_not_specialize=("part_stride", "cols", "alpha", "limit"))
 def finish(
     p_a, p_a_factors, p_b, p_b_factors, p_bias, p_residual, p_out, part_stride, cols, alpha, limit,
@@ -112,7 +112,7 @@ def finish(
             tl.store(p_out + at, y, mask=m)
 
 
-@accesses(reads="p_a p_a_factors p_b p_b_factors", writes="p_out p_factors")
+@accesses(reads="p_a p_a_factors p_b p_b_factors", writes="p_out p_factors", helper=True)
 @triton.jit(do_not_specialize=("part_stride", "alpha", "limit"))
 def finish_rounded(
     p_a, p_a_factors, p_b, p_b_factors, p_out, p_factors, part_stride, cols, alpha, limit,
@@ -138,7 +138,7 @@ def finish_rounded(
     tl.store(p_out + at, (y * scale).to(tl.float16), mask=m)
 
 
-@accesses(reads="p_out p_factors", writes="p_out")
+@accesses(reads="p_out p_factors", writes="p_out", helper=True)
 @triton.jit(do_not_specialize=("stride_0", "stride_1", "n_1", "cols"))
 def rescale_rows(p_out, p_factors, stride_0, stride_1, n_1, cols, BLOCK: tl.constexpr):
     """Program i: row i of out, f32 [.., n_1, cols], times its factor, which for almost all rows is 1."""

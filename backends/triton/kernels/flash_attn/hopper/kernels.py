@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
@@ -37,7 +38,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.mla_parts import PART, RE
 from graphrt.backends.triton.kernels.flash_attn.hopper.quant import hopper_quant_attn
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
-from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, Step
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
 from graphrt.backends.triton.launch import Launch

@@ -3,75 +3,28 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from graphrt.backends.triton.kernels.flash_attn import stream_k
+from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.mask_blocks import FULL, PARTIAL, SKIP, block_kinds, mask_tile
 from graphrt.backends.triton.kernels.flash_attn.stream_k import Segment
-
-if TYPE_CHECKING:
-    from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
-
-Mask = npt.NDArray[np.float16]
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A program's work on one tile. program; segment: see stream_k.py; start: of it, in units from the launch on."""
-
-    program: int
-    segment: Segment
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.segment.stop - self.segment.start
+from graphrt.program import Bar, MaskValues, TilePlan
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionPlan:
-    """chosen: the launcher's decision. k_blocks: of each tile, what the mask leaves of them if that is known; kinds: of
-    k-blocks over all mask tiles ("skipped", "full", "partial"), None for a mask that is not known; slots: what each
-    place for a program does one after the other; at_once: such places.
-    """
+class AttentionPlan(TilePlan):
+    """A TilePlan of the launcher's decision, chosen."""
 
     chosen: Chosen
-    k_blocks: tuple[int, ...]
-    kinds: dict[str, int] | None
-    at_once: int
-    slots: tuple[tuple[Bar, ...], ...]
 
     @property
     def unit_start(self) -> tuple[int, ...]:
         return stream_k.unit_starts(self.k_blocks)
 
-    @property
-    def longest(self) -> int:
-        """Units until the last program ends, parts' merging left out."""
-        return max(slot[-1].stop for slot in self.slots if slot)
 
-    @property
-    def busy_percent(self) -> float:
-        """The share of places and time in which k-blocks are visited."""
-        return 100 * self.unit_start[-1] / (self.at_once * self.longest)
-
-    @property
-    def bars(self) -> list[Bar]:
-        return [bar for slot in self.slots for bar in slot]
-
-    def shared_tiles(self) -> dict[int, int]:
-        """The tiles that several programs have parts of, each with how many: those that need fixup."""
-        parts = Counter(bar.segment.tile for bar in self.bars)
-        return {tile: n for tile, n in sorted(parts.items()) if n > 1}
-
-
-def attention_plan(chosen: Chosen, sm_count: int, mask: Mask | None) -> AttentionPlan:
+def attention_plan(chosen: Chosen, sm_count: int, mask: MaskValues) -> AttentionPlan:
     """The plan of what the launcher chose. mask: f16 [m3, m2, n_q, n_kv], None where there is none or it is not known:
     then every k-block counts."""
     t, p = chosen.tiling, chosen.problem
@@ -83,7 +36,10 @@ def attention_plan(chosen: Chosen, sm_count: int, mask: Mask | None) -> Attentio
         names = (("skipped", SKIP), ("full", FULL), ("partial", PARTIAL))
         kinds = {name: int((found == kind).sum()) for name, kind in names}
     at_once = sm_count * chosen.choice.occupancy
-    return AttentionPlan(chosen, k_blocks, kinds, at_once, _slots(chosen, k_blocks, at_once))
+    return AttentionPlan(
+        chosen.kernel, chosen.choice.schedule, t.block_m, t.block_n, chosen.programs, at_once, chosen.join,
+        p.mask_t is not None, k_blocks, kinds, _slots(chosen, k_blocks, at_once), chosen,
+    )  # fmt: skip
 
 
 def _slots(chosen: Chosen, k_blocks: Sequence[int], at_once: int) -> tuple[tuple[Bar, ...], ...]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrt.tools.common import human_bytes
-from graphrt.tools.explain_attention import AttentionPlan
-from graphrt.tools.labels import count_text
+from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan
+from graphrt.printing import count_text, human_bytes
+from graphrt.program import Fact
 
-Fact = tuple[str, str]
 #: Tiles that are listed one by one.
 MOST_LISTED = 16
 

@@ -1,4 +1,5 @@
-"""Proves that launches which may overlap don't disturb each other, from what they declare (accesses.py).
+"""Proves that launches which may overlap don't disturb each other, from what programs tell of them
+(graphrt/program.py).
 
 With programmatic dependent launch a kernel may begin as soon as all programs of the one before it have said so or
 ended (gdc_launch_dependents), and gdc_wait returns once the one before it is complete. As each kernel waits before it
@@ -13,10 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from graphrt.backends.triton.accesses import Access, Call
-from graphrt.backends.triton.launch import Launch
-from graphrt.backends.triton.memory import span_of
-from graphrt.errors import BackendError
+from graphrt.program import LaunchInfo, Use
 
 
 class Rule(Enum):
@@ -26,31 +24,6 @@ class Rule(Enum):
     NEVER_WAITS = "call gdc_wait in every form that is launched with launch_pdl, or launch without"
     LETS_GO_EARLY = "call gdc_launch_dependents after gdc_wait only"
     CACHED = "read it past the L1 cache (cache_modifier .cg) and declare it uncached, or read it after gdc_wait"
-
-
-@dataclass(frozen=True)
-class Use:
-    """Bytes [start, stop) of a storage that a step touches. name: of the parameter; early, uncached: see Access."""
-
-    name: str
-    storage: int
-    start: int
-    stop: int
-    reads: bool
-    writes: bool
-    early: bool = False
-    uncached: bool = False
-
-    @staticmethod
-    def of(access: Access) -> Use:
-        """The bytes from an access's first element to its last."""
-        span = span_of(access.memory)
-        return Use(access.name, *span, access.reads, access.writes, access.early, access.uncached)
-
-    def meets(self, other: Use) -> bool:
-        """They have bytes in common, and one of them writes."""
-        shared = self.storage == other.storage and self.start < other.stop and other.start < self.stop
-        return shared and (self.writes or other.writes)
 
 
 @dataclass(frozen=True)
@@ -71,15 +44,9 @@ class Event:
         return f"{self.kernel} of {self.node}" if self.node else self.kernel
 
     @staticmethod
-    def of(step: object, node: str) -> Event:
-        """node: the name of the graph's node that the step works for. Raises BackendError for one that is neither a
-        Launch nor a Call."""
-        if not isinstance(step, (Launch, Call)):
-            raise BackendError(
-                f"a step must say what it reads and writes, {step!r} doesn't; make it a Launch or a Call"
-            )
-        uses = tuple(Use.of(access) for access in step.accesses())
-        return Event(step.name, node, uses, step.starts_early, step.waits, step.lets_go_early)
+    def of(launch: LaunchInfo, node: str) -> Event:
+        """node: the name of the graph's node that the launch works for."""
+        return Event(launch.name, node, launch.uses, launch.starts_early, launch.waits, launch.lets_go_early)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""What a compiled split tells of its steps: launches, and what was chosen for attentions and products, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from graphrt.backends.triton.capture import Segment
+from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
+from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
+from graphrt.backends.triton.kernels.products.forms import Form, Stored
+from graphrt.program import Choice, Fact, LaunchInfo, MaskValues, Run, StepInfo, in_order
+
+if TYPE_CHECKING:
+    from graphrt.backends.triton.kernels.products.plan import Part, Planned
+
+
+def step_info(segment: Segment, sm_count: int) -> StepInfo:
+    """A segment for those who ask. sm_count: of the device, which programs are shared out over."""
+    launches = tuple(step.info() for step in segment.steps)
+    choice: Choice | None = None
+    if segment.chosen is not None:
+        choice = AttentionChoice(segment.chosen, sm_count)
+    elif segment.products is not None or segment.stored is not None:
+        choice = ProductsChoice(segment.products, segment.stored, _split(launches))
+    elif _split(launches):
+        choice = Choice(schedule=_split(launches))
+    return StepInfo(segment.group, launches, choice=choice, alone=partial(_alone, segment))
+
+
+def _alone(segment: Segment) -> Run:
+    return in_order(segment.steps)
+
+
+def _split(launches: Sequence[LaunchInfo]) -> str:
+    """In how many parts products' inner dimension is split, "" for one."""
+    most = max((dict(x.constants).get("n_splits", 1) for x in launches), default=1)
+    return f"k split in {most}" if most > 1 else ""
+
+
+class AttentionChoice(Choice):
+    """An attention's kernel, tiles and schedule."""
+
+    def __init__(self, chosen: Chosen, sm_count: int) -> None:
+        schedule = f"{chosen.choice.schedule}, {chosen.programs} programs"
+        super().__init__(chosen.kernel, chosen.choice.reasons, chosen.refused, schedule, chosen.problem.mask_t)
+        self.chosen, self.sm_count = chosen, sm_count
+
+    def tiles(self, mask: MaskValues = None) -> AttentionPlan:
+        return attention_plan(self.chosen, self.sm_count, mask)
+
+    def facts(self, mask: MaskValues = None) -> Iterator[Fact]:
+        return attention_facts(self.tiles(mask))
+
+    def data(self, mask: MaskValues = None) -> dict[str, Any]:
+        c, plan = self.chosen, self.tiles(mask)
+        config = {f.name: getattr(c.config, f.name) for f in fields(c.config)} if is_dataclass(c.config) else None
+        return {"attention": {
+            "kernel": c.kernel, "refused": dict(c.refused), "workers": c.workers, "stages": c.stages, "config": config,
+            "shared_bytes": c.shared, "tiling": asdict(c.tiling), "choice": asdict(c.choice), "programs": c.programs,
+            "at_once": plan.at_once, "join": c.join or None, "repairs": c.repairs, "k_blocks": list(plan.k_blocks),
+            "mask_blocks": plan.kinds, "longest": plan.longest, "busy_percent": plan.busy_percent,
+            "fixup_tiles": [{"tile": tile, "parts": n} for tile, n in plan.shared_tiles().items()],
+            "bars": [
+                [b.program, b.start, s.tile, s.start, s.stop, s.needs_fixup, s.is_fixup, s.slot]
+                for b in plan.bars for s in [b.segment]
+            ],
+        }}  # fmt: skip
+
+
+class ProductsChoice(Choice):
+    """What was planned of a step's matrix products (kernels/products/plan.py), and how its result is stored."""
+
+    def __init__(self, planned: Planned | None, stored: Stored | None, schedule: str) -> None:
+        self.parts: Sequence[Part] = planned.parts if planned is not None else ()
+        refused = {name: f"it {reason}" for part in self.parts for name, reason in part.route.refused.items()}
+        super().__init__("", [part.route.reason for part in self.parts], refused, schedule)
+        self.stored = stored
+
+    def facts(self, mask: MaskValues = None) -> Iterator[Fact]:
+        """Kernels, why these and not others, in what form they read activations; how the result is stored."""
+        for part in self.parts:
+            of = ", ".join(p.weight.name for p in part.products)
+            yield "kernel", part.route.kernel.name + (f", for {of}" if len(self.parts) > 1 else "")
+            yield "why", part.route.reason
+            for name, reason in part.route.refused.items():
+                yield "why", f"not {name}: it {reason}"
+            yield "activations", f"read {_read_as(part)}: {part.made.value}"
+        if self.parts and self.schedule:
+            yield "schedule", self.schedule
+        if self.stored is not None and self.stored.form is not Form.AS_IS:
+            yield "result", f"stored in {self.stored.form.value}, as all products that read it want it"
+        elif self.stored is not None and self.stored.q8_copy:
+            yield "result", "stored as the graph has it, and beside that in 8 bits for the products that want them"
+
+    def data(self, mask: MaskValues = None) -> dict[str, Any]:
+        products = [
+            {
+                "kernel": part.route.kernel.name, "reason": part.route.reason, "refused": dict(part.route.refused),
+                "weights": [p.weight.name for p in part.products], "form": part.route.form.value,
+                "made": part.made.value,
+            }
+            for part in self.parts
+        ]  # fmt: skip
+        return {"products": products, "stored": self.stored.form.value if self.stored is not None else None}
+
+
+def _read_as(part: Part) -> str:
+    return "as they are" if part.route.form is Form.AS_IS else f"in {part.route.form.value}"
