@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test lint types mutants fuzz clean
+.PHONY: run test aot lint types mutants fuzz clean
 
 run: $(READY)
 	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
@@ -13,7 +13,11 @@ run: $(READY)
 # for minutes gives away what waits behind that
 test: export OMP_WAIT_POLICY = passive
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not aot"
+
+# Every kernel and configuration for sm_80, sm_90, sm_100 and gfx942: spills, shared memory, NaN, barriers, declared accesses.
+aot: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m aot
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +80,7 @@ class Engine:
         types = options.type_k, options.type_v
         self.cache = KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=n_seq)
         self.lengths = np.zeros(n_seq, np.int64)
+        self._busy = threading.Lock()
         self._tokens = new_tensor("i32", n_seq, name="inp_tokens")
         self._prepared = Recent[tuple[int, int], PreparedStep](MAX_PREPARED)
         self._chained = Recent[SampleParams | None, PreparedStep](MAX_CHAINED)
@@ -120,15 +123,29 @@ class Engine:
         Raises SessionError when there are none, a sequence is unknown, or tokens are none, unknown, or do not fit the
         context; then nothing was read.
         """
-        given = self.checked(tokens)
-        found = np.empty((len(given), self.decoder.hp.n_vocab), np.float32)
-        for start in range(0, max(map(len, given.values())), self.n_batch):
-            part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
-            logits = self.step(part)
-            for i, (seq, ids) in enumerate(given.items()):
-                if seq in part and len(ids) <= start + self.n_batch:
-                    found[i] = logits[list(part).index(seq)]
-        return found
+        with self.alone():
+            given = self.checked(tokens)
+            found = np.empty((len(given), self.decoder.hp.n_vocab), np.float32)
+            for start in range(0, max(map(len, given.values())), self.n_batch):
+                part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
+                logits = self.step(part)
+                for i, (seq, ids) in enumerate(given.items()):
+                    if seq in part and len(ids) <= start + self.n_batch:
+                        found[i] = logits[list(part).index(seq)]
+            return found
+
+    @contextmanager
+    def alone(self) -> Generator[None, None, None]:
+        """Nothing else runs steps meanwhile. Raises SessionError where another thread does."""
+        if not self._busy.acquire(blocking=False):
+            raise SessionError(
+                "a session serves one thread at a time, and another one is using it; open one for each thread: "
+                "sessions of a model share its weights"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
@@ -180,13 +197,14 @@ class Engine:
         answers: deque[Callable[[], npt.NDArray[np.uint8]]] = deque()
         try:
             while given < most:
-                while queued < min(most, given + ahead):
-                    uniform = None if uniforms is None else np.array([uniforms.peek(queued - given)])
-                    step.write((start + queued)[:, None], uniform=uniform)
-                    step.exe.run()
-                    answers.append(buffer.read_later(offset, self._tokens.nbytes))
-                    queued += 1
-                answer = answers.popleft()().view(np.int32)
+                with self.alone():
+                    while queued < min(most, given + ahead):
+                        uniform = None if uniforms is None else np.array([uniforms.peek(queued - given)])
+                        step.write((start + queued)[:, None], uniform=uniform)
+                        step.exe.run()
+                        answers.append(buffer.read_later(offset, self._tokens.nbytes))
+                        queued += 1
+                    answer = answers.popleft()().view(np.int32)
                 given += 1
                 self.lengths[:] = start + given
                 if uniforms is not None:

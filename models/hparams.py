@@ -323,8 +323,8 @@ def read_rope(keys: Keys, mode: str, d_k: int, scalings: Sequence[str] = ROPE_SC
         n_ctx_orig=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
         ext_factor=keys.get("rope.scaling.yarn_ext_factor", float, 1.0) if yarn else 0.0,
         attn_factor=magnitude * keys.get("rope.scaling.attn_factor", float, 1.0),
-        beta_fast=keys.get("rope.scaling.yarn_beta_fast", float, 32.0),
-        beta_slow=keys.get("rope.scaling.yarn_beta_slow", float, 1.0),
+        beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -113,17 +114,20 @@ class Model:
         """So many new, empty sequences, which are read together."""
         return Engine(self.decoder, self.backends, options, n_seq)
 
-    def prompt_tokens(self, prompt: str, *, raw: bool = True, system: str | None = None, n_ctx: int = 0) -> list[int]:
+    def prompt_tokens(
+        self, prompt: str, *, raw: bool = True, system: str | None = None, n_ctx: int = 0, begins: bool = True
+    ) -> list[int]:
         """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one.
 
         Text like "<|im_start|>" becomes special tokens either way. n_ctx: the most tokens that are of use, 0 for the
-        model's own limit. Raises SessionError for a prompt that is empty or longer, as soon as that is known.
+        model's own limit; begins: the text begins a sequence, and has what the model wants there. Raises SessionError
+        for a prompt that is empty or longer, as soon as that is known.
         """
         if not prompt:
             raise SessionError("a prompt must not be empty; give some text with -p")
         template = None if raw else self.chat_template
         if template is None:
-            return self._ids(prompt, n_ctx, parse_special=True)
+            return self._ids(prompt, n_ctx, add_bos=None if begins else False, parse_special=True)
         self._check_length(prompt, n_ctx)
         messages = [{"role": "system", "content": system}] if system else []
         text = template.render([*messages, {"role": "user", "content": prompt}])
@@ -162,28 +166,44 @@ class Model:
         """Tokens and text after a prompt (text, or ids), at most n of them; -1: until the end or a full context.
 
         Ends after an end-of-generation token, which comes as a piece without text. The session, a new one unless given,
-        holds the sequence. Raises SessionError for a prompt that is empty or longer than the context, or an n under -1.
+        holds the sequence, all tokens that were given included: another call, if only with [], goes on behind them.
+        Raises SessionError for a prompt that is empty or longer than the context, or an n under -1.
         """
         if n < -1:
             raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
         session = session or self.session()
-        tokens = self.prompt_tokens(prompt, raw=raw, n_ctx=session.n_ctx) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            tokens = self.prompt_tokens(prompt, raw=raw, n_ctx=session.n_ctx, begins=session.n_past == 0)
+        else:
+            tokens = list(prompt)
         if n == 0:
             session.eval(tokens)
             return
         stream = self.tokenizer.stream()
-        for made, token in enumerate(self._choices(tokens, n, Sampler(sampling), session), 1):
-            if self.tokenizer.is_eog(token) and not ignore_eos:
-                yield Piece(token, stream.flush())
-                return
-            last = made == n or session.n_past >= session.n_ctx
-            text = stream.push(token)
-            yield Piece(token, text + stream.flush() if last else text)
-            if last:
-                return
+        with closing(self._choices(tokens, n, Sampler(sampling), session)) as choices:
+            for made, token in enumerate(choices, 1):
+                if self.tokenizer.is_eog(token) and not ignore_eos:
+                    yield Piece(token, stream.flush())
+                    return
+                last = made == n or session.n_past >= session.n_ctx
+                text = stream.push(token)
+                yield Piece(token, text + stream.flush() if last else text)
+                if last:
+                    return
 
-    def _choices(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Iterator[int]:
+    def _choices(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Generator[int, None, None]:
         """The tokens that are chosen after `tokens`, at most n (-1: any number) and while the context has room."""
+        given, past = list[int](), 0
+        try:
+            for token in self._chosen(tokens, n, sampler, session):
+                given, past = [token], session.n_past
+                yield token
+        finally:  # the last one that was given is not read yet, unless what came after its reading failed
+            if session.n_past == past < session.n_ctx:
+                session.unread = given
+
+    def _chosen(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Iterator[int]:
+        """The same; each token is read when the next one is asked for."""
         history, params = list(tokens), sampler.device_params()
         logits = session.eval(tokens)
         while True:

@@ -20,24 +20,31 @@ MAX_LOGITS_BYTES = 256 * 2**20
 
 
 class Session(Engine):
-    """An engine of one sequence."""
+    """An engine of one sequence. unread: tokens at its end that the cache does not hold yet, as the last generated one;
+    the next that are read come behind them."""
 
     def __init__(
         self, decoder: Decoder, backends: Sequence[Backend], options: SessionOptions = SessionOptions()
     ) -> None:
         super().__init__(decoder, backends, options)
+        self.unread: list[int] = []
 
     @property
     def n_past(self) -> int:
-        """Tokens in the cache."""
-        return int(self.lengths[0])
+        """Tokens of the sequence."""
+        return int(self.lengths[0]) + len(self.unread)
+
+    def reset(self) -> None:
+        super().reset()
+        self.unread = []
 
     def eval(self, tokens: Sequence[int]) -> Logits:
         """Reads tokens and returns the logits after the last one: f32 [n_vocab].
 
-        Raises SessionError when they are none, unknown, or do not fit the context.
+        Raises SessionError when they are none and none is unread, unknown, or do not fit the context.
         """
-        last: Logits = self.read({0: tokens})[0]
+        last: Logits = self.read({0: [*self.unread, *tokens]})[0]
+        self.unread = []
         return last
 
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
@@ -45,27 +52,38 @@ class Session(Engine):
 
         Raises SessionError as eval() does, and for a `first` outside 0 to n.
         """
-        ids = self.checked({0: tokens})[0]
         if not 0 <= first <= len(tokens):
             raise SessionError(f"the first wanted row must be 0 to {len(tokens)}, the number of tokens, got {first}")
-        rows = np.empty((len(ids) - first, self.decoder.hp.n_vocab), np.float32)
-        batch = max(1, min(self.n_batch, MAX_LOGITS_BYTES // (4 * self.decoder.hp.n_vocab)))
-        for start, stop in _batches(first, len(ids), self.n_batch, batch):
-            wanted = start >= first
-            out = self.step({0: ids[start:stop]}, every=wanted)
-            if wanted:
-                rows[start - first : stop - first] = out
-        return rows
+        with self.alone():
+            ids = self.checked({0: [*self.unread, *tokens]})[0]
+            first += len(self.unread)
+            rows = np.empty((len(ids) - first, self.decoder.hp.n_vocab), np.float32)
+            batch = max(1, min(self.n_batch, MAX_LOGITS_BYTES // (4 * self.decoder.hp.n_vocab)))
+            for start, stop in _batches(first, len(ids), self.n_batch, batch):
+                wanted = start >= first
+                out = self.step({0: ids[start:stop]}, every=wanted)
+                if wanted:
+                    rows[start - first : stop - first] = out
+                self.unread = self.unread[stop - start :]
+            return rows
 
     def likeliest(self, token: int, n: int) -> Iterator[int]:
         """Reads `token` and gives the likeliest next one, reads that, and so on: Engine.run_ahead()."""
-        with closing(self.run_ahead(np.array([token], np.int32), n)) as steps:
-            yield from (int(found[0]) for found in steps)
+        yield from self._ahead(token, n)
 
     def drawn(self, token: int, n: int, sampling: SampleParams, uniforms: Uniforms) -> Iterator[int]:
         """The same with tokens that are drawn: those that a Sampler of these parameters chooses."""
+        yield from self._ahead(token, n, sampling, uniforms)
+
+    def _ahead(
+        self, token: int, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
+    ) -> Iterator[int]:
+        if self.unread:
+            self.read({0: self.unread})
+            self.unread = []
         with closing(self.run_ahead(np.array([token], np.int32), n, sampling, uniforms)) as steps:
-            yield from (int(found[0]) for found in steps)
+            for found in steps:
+                yield int(found[0])
 
 
 def _batches(first: int, n: int, without: int, with_logits: int) -> Iterator[tuple[int, int]]:

@@ -50,11 +50,12 @@ def yarn_ramp(p: RopeParams) -> list[float]:
 def rope_frequencies(p: RopeParams, factors: list[float] | None = None) -> tuple[list[float], float]:
     """The angle of each pair at position 1, and the factor on sine and cosine, in double precision.
 
-    theta_i = base^(-2i/n_dims) / factor_i; YaRN mixes it with freq_scale * theta_i along yarn_ramp().
+    theta_i = base^(-2i/n_dims) / factor_i; YaRN mixes it with freq_scale * theta_i along yarn_ramp(). A factor of 0
+    gives an infinity, as where floats are divided by machines.
     """
     base = [p.freq_base ** (-2.0 * i / p.n_dims) for i in range(p.n_dims // 2)]
-    if factors is not None:  # a factor of 0 gives NaN, as where it is divided by in hardware
-        base = [theta / factor if factor else math.nan for theta, factor in zip(base, factors)]
+    if factors is not None:
+        base = [theta / f if f else math.copysign(math.inf, f) for theta, f in zip(base, factors)]
     if p.ext_factor == 0.0:
         return [p.freq_scale * theta for theta in base], p.attn_factor
     mixed = [theta * (p.freq_scale * (1.0 - r) + r) for theta, r in zip(base, yarn_ramp(p))]

@@ -96,7 +96,7 @@ def test_a_vector_a_token(graphrt: Run) -> None:
         (("mpt.gguf", "-p", "a"), "embeddings need an encoder, mpt models are decoders"),
         (("bert.gguf", "-p", "a", "--pooling", "max"), "must be one of none, mean, cls, last, got 'max'"),
         (("bert.gguf", "-p", "a", "--pooling", "none", "--similarity"), "use mean, cls or last"),
-        (("bert.gguf", "-p", "a " * 300), "1 to 256 tokens, the model's own limit, got 302"),
+        (("bert.gguf", "-p", "a " * 300), "the context holds 256 tokens, got a text of 600 characters"),
         (("bert.gguf", "-f", "empty.txt"), "has none; give some with -p"),
         (("bert.gguf", "-p", "a", "-o", "no/where.npy"), "there is no folder"),
     ],

@@ -36,15 +36,16 @@ def test_planted_bugs_are_found(folder: Path, capsys: pytest.CaptureFixture[str]
     assert all(f["alone"] for f in campaign.findings)
     assert campaign.done == 20 and campaign.outcomes["fine"] == 12 and campaign.outcomes["ArchError"] == 1
     assert {path.name for path in folder.iterdir()} == {f"_planted-{seed}.bin" for seed in FOUND}
+    assert (folder / "_planted-7.bin").read_bytes() == planted.make(7)
     said = capsys.readouterr().out
     assert "SIGSEGV" in said and "string_at" in said, "a crash is told with where it was"
     assert "MemoryError at _planted.py" in said and f"--replay {folder / '_planted-7.bin'}" in said
 
 
 def test_a_finding_is_replayed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.replay("_planted", run.save("_planted", planted.EXCEPTION), QUICK) == 1
+    assert run.replay("_planted", run.save("_planted", planted.EXCEPTION, planted.make(planted.EXCEPTION)), QUICK) == 1
     assert "ValueError: planted" in capsys.readouterr().out
-    assert run.replay("_planted", run.save("_planted", 0), QUICK) == 0
+    assert run.replay("_planted", run.save("_planted", 0, planted.make(0)), QUICK) == 0
     assert "fine" in capsys.readouterr().out
 
 

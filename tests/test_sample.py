@@ -177,7 +177,7 @@ def test_a_seed_gives_one_text_either_way(queued: Model, sampling: SamplerParams
     expected = plainly(queued, prompt, 40, Sampler(sampling), options)  # past gemma's window
     session, sampler = queued.session(options), Sampler(sampling)
     assert list(queued._choices(prompt, 40, sampler, session)) == expected
-    assert sampler.device_params() in session._chained and session.n_past == len(prompt) + 39
+    assert sampler.device_params() in session._chained and session.n_past == len(prompt) + 40
     assert sampler.uniforms.take() == Uniforms(sampling.seed).peek(40), "as many numbers as tokens"
 
 
@@ -187,8 +187,8 @@ def test_stopping_early_leaves_the_random_numbers_right(queued: Model, stop: int
     expected = plainly(queued, prompt, 10, Sampler(sampling), SessionOptions())
     session, sampler = queued.session(), Sampler(sampling)
     first = list(itertools.islice(queued._choices(prompt, 100, sampler, session), stop))
-    assert session.n_past == len(prompt) + stop - 1
-    rest = queued._choices(first[-1:], 10 - stop, sampler, session)
+    assert session.n_past == len(prompt) + stop
+    rest = queued._choices([], 10 - stop, sampler, session)
     assert [*first, *rest] == expected
 
 

@@ -4,6 +4,7 @@ the same graph runs, and NMSE where another one does."""
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,8 +86,7 @@ def test_generate_ends_with_an_end_token(model: Model, folder: Path, kind: str) 
 def test_generate_makes_at_most_n(model: Model, n: int) -> None:
     session = model.session()
     assert len(list(model.generate("hello", n, sampling=GREEDY, session=session, ignore_eos=True))) == n
-    # the prompt, and each made token but the last, which nothing has been asked after yet
-    assert session.n_past == len(model.tokenizer.encode("hello")) + max(0, n - 1)
+    assert session.n_past == len(model.tokenizer.encode("hello")) + n, "the prompt and each made token"
 
 
 def test_generate_refuses_a_negative_n(model: Model) -> None:
@@ -117,7 +117,7 @@ def test_generate_continues_a_session(model: Model) -> None:
     whole = list(model.generate(tokens(10), 8, sampling=GREEDY, ignore_eos=True))
     session = model.session()
     first = list(itertools.islice(model.generate(tokens(10), 8, sampling=GREEDY, session=session, ignore_eos=True), 3))
-    rest = list(model.generate(ids(first)[-1:], 5, sampling=GREEDY, session=session, ignore_eos=True))
+    rest = list(model.generate([], 5, sampling=GREEDY, session=session, ignore_eos=True))
     assert ids(first + rest) == ids(whole)
 
 
@@ -379,3 +379,81 @@ def test_the_host_writes_no_mask(windowed: Model) -> None:
     exe = windowed.session(SessionOptions(n_ctx=200, n_batch=100)).executable(100, 1)
     assert {t.name for t in exe.graph.inputs if t.n_elements > 300} == set()
     assert {n.name for n in exe.graph.nodes if n.op == "KQ_MASK"} == {"attn_inp_kq_mask", "attn_inp_kq_mask_swa"}
+
+
+@pytest.mark.parametrize("taken", [1, 3, 6])
+def test_a_session_goes_on_behind_all_that_was_said(model: Model, taken: int) -> None:
+    """The last generated token too, whether the caller takes all or stops before; as the same text in one prompt."""
+    first, second = tokens(5), tokens(9)[5:]
+    session = model.session(F32)
+    stream = model.generate(first, 6, sampling=GREEDY, session=session, ignore_eos=True)
+    made = ids(list(itertools.islice(stream, taken)))
+    stream.close()
+    assert session.n_past == 5 + taken
+    whole = model.session(F32)
+    expected = whole.eval_rows([*first, *made, *second])[-len(second) :]
+    kept = list(session.unread)
+    assert kept == made[-1:]
+    rows = session.eval_rows(second)
+    assert nmse(rows, expected) < 1e-9 and session.n_past == whole.n_past == 9 + taken
+    session.reset()
+    assert session.n_past == 0
+
+
+def test_text_that_goes_on_begins_no_sequence(model: Model) -> None:
+    session = model.session(F32)
+    list(model.generate("hello", 2, sampling=GREEDY, session=session, ignore_eos=True))
+    before = session.n_past
+    list(model.generate(" the sea", 0, session=session))
+    ids_of = model.tokenizer.encode(" the sea", add_bos=False, parse_special=True)
+    assert session.n_past == before + len(ids_of)
+
+
+def test_a_token_that_a_failed_step_did_not_read_stays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = model.session(F32)
+    stream = model.generate(tokens(5), 6, sampling=SamplerParams(temp=0.7, repeat_penalty=1.1), session=session)
+    next(stream)
+    token = next(stream).token
+    with monkeypatch.context() as patch:
+        patch.setattr(graphrt.Executable, "run", lambda exe: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert session.unread == [token] and session.n_past == 7
+
+
+def test_one_session_serves_one_thread_at_a_time(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, inside, go_on = model.session(F32), threading.Event(), threading.Event()
+    run = graphrt.Executable.run
+
+    def slow(exe: graphrt.Executable) -> None:
+        inside.set()
+        assert go_on.wait(60)
+        run(exe)
+
+    monkeypatch.setattr(graphrt.Executable, "run", slow)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(session.eval(tokens(4)).copy()))
+    thread.start()
+    assert inside.wait(60)
+    for use in (session.eval, session.eval_rows, lambda ids: next(session.likeliest(ids[0], 2))):
+        with pytest.raises(SessionError, match="one thread at a time"):
+            use(tokens(3))
+    go_on.set()
+    thread.join()
+    assert session.n_past == 4 and np.array_equal(found[0], model.session(F32).eval(tokens(4)))
+
+
+def test_sessions_of_one_model_in_threads(model: Model) -> None:
+    wanted = model.session(F32).eval_rows(tokens(12))
+    found: dict[int, np.ndarray] = {}
+
+    def work(i: int) -> None:
+        session = model.session(F32)
+        found[i] = np.stack([session.eval([t]).copy() for t in tokens(12)])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(found) == 4 and all(nmse(rows, wanted) < 1e-9 for rows in found.values())

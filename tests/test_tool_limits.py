@@ -241,7 +241,7 @@ def test_whole_numbers_on_the_command_line_have_both_ends() -> None:
 def test_the_tokens_of_all_sequences_count(batch: int, rate: float) -> None:
     prepared: Any = SimpleNamespace(
         test=Timed("tg", 10, batch=batch), ids=[], once=lambda: 0.5,
-        session=SimpleNamespace(backends=[SimpleNamespace(name="cpu")], n_batch=8),
+        engine=SimpleNamespace(backends=[SimpleNamespace(name="cpu")], n_batch=8),
     )  # fmt: skip
     row = measure(prepared, 3, None)
     assert row["tokens_per_s"] == rate and row["deviation"] == 0.0
@@ -251,7 +251,7 @@ def test_the_middle_of_several_rates_is_told_whatever_the_slowest_was() -> None:
     times = iter([1.0, 0.1, 10.0, 0.2, 0.1, 0.1])  # the first warms up
     prepared: Any = SimpleNamespace(
         test=Timed("tg", 1), ids=[], once=lambda: next(times),
-        session=SimpleNamespace(backends=[SimpleNamespace(name="cpu")], n_batch=8),
+        engine=SimpleNamespace(backends=[SimpleNamespace(name="cpu")], n_batch=8),
     )  # fmt: skip
     assert measure(prepared, 5, None)["tokens_per_s"] == pytest.approx(10.0)
 

@@ -71,6 +71,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.aot
 @pytest.mark.timeout(0 if os.environ.get("GRAPHRT_AOT") == "all" else 1800)
 @pytest.mark.parametrize(("arch", "part"), PARTS)
 def test_kernels_compile(arch: str, part: str, shared: Path) -> None:

@@ -12,6 +12,7 @@ from tiny import MODELS, gemma3, llama, tokens, write_model
 pytest.importorskip("triton")
 
 from graphrt import get_backend
+from graphrt.backend import Group
 from graphrt.backends.triton import device
 from graphrt.models import Model, load
 from graphrt.models.engine import SessionOptions
@@ -103,17 +104,22 @@ def test_fused_logits_are_near_the_cpus(name: str, cache: str, pieces: tuple[int
     compare(mine.session(options), cpus.session(options), ROUNDED, *pieces)
 
 
+def named(group: Group) -> str:
+    """A fusion, and whether only products read its result."""
+    return str(group.kernel) + ", private" * bool(group.private)
+
+
 def test_groups_of_a_step() -> None:
     """What a token's graph is fused to: a pattern that no longer fits the architecture's graph would show here. In the
     last layer wanted rows are picked between the product after the attention and the residual's sum."""
     model = Model(synthetic("tiny:q4_k_m", layers=2), [get_backend("triton", exact=False)])
     groups = model.session(F32).executable(1, 1).splits[0].groups
     start, end = (
-        ["norm_mul_rounded", "projections", "rope_cache"],
-        ["norm_mul_rounded", "gate_up_glu_rounded", "matmul_add"],
+        ["norm_mul, private", "projections", "rope_cache"],
+        ["norm_mul, private", "gate_up_glu, private", "matmul_add"],
     )
-    fused = [group.kernel for group in groups if group.kernel]
-    assert fused == [*start, "matmul_add", *end, *start, "add_norm_rounded", *end[1:], "norm_mul_rounded"]
+    fused = [named(group) for group in groups if group.kernel]
+    assert fused == [*start, "matmul_add", *end, *start, "add_norm, private", *end[1:], "norm_mul, private"]
 
 
 def test_groups_of_a_step_of_gemma(folder: Path) -> None:
@@ -121,11 +127,11 @@ def test_groups_of_a_step_of_gemma(folder: Path) -> None:
     model, _ = models("two_gemma Q8_0", folder, exact=False)
     attention, rest = (
         ["projections", "norm_rope_cache"],
-        ["norm_mul_add_norm_rounded", "gate_up_glu_rounded", "norm_mul_add_norm_rounded"],
+        ["norm_mul_add_norm, private", "gate_up_glu, private", "norm_mul_add_norm, private"],
     )
     for exe in (model.session(F32).executable(1, 1), model.engine(4, F32).executable(1, 4)):
-        fused = [group.kernel for group in exe.splits[0].groups if group.kernel]
-        assert fused == ["norm_mul_rounded", *(2 * [*attention, *rest])]
+        fused = [named(group) for group in exe.splits[0].groups if group.kernel]
+        assert fused == ["norm_mul, private", *(2 * [*attention, *rest])]
 
 
 def test_likeliest_tokens_are_those_of_the_logits(folder: Path) -> None:

@@ -11,6 +11,7 @@ of the batch goes on in a new one, so that nothing that it left behind spoils wh
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import faulthandler
 import gc
@@ -58,13 +59,14 @@ def main(argv: list[str]) -> int:
 
 
 def run_seeds(fuzzer: Fuzzer, first: int, count: int, until: float | None, limits: Limits) -> Result:
-    """Tries the seeds first, first + 1, ... and tries each finding again alone, adding "alone" to it."""
+    """Tries the seeds first, first + 1, ... and tries each finding again alone, adding "alone" and "input"."""
     items: list[Item] = [(seed, lambda seed=seed: fuzzer.make(seed)) for seed in range(first, first + count)]  # type: ignore[misc]
     answer = run_items(fuzzer, items, limits, until)
     for finding in answer["findings"]:
         again = run_items(fuzzer, [items[finding["seed"] - first]], limits)["findings"]
         finding["alone"] = bool(again)
         finding["after"] = first
+        finding["input"] = base64.b64encode(fuzzer.make(finding["seed"])).decode()
     return answer
 
 

@@ -10,6 +10,7 @@ python -m fuzz.run gguf --replay build/fuzz/gguf-17.bin
 from __future__ import annotations
 
 import argparse
+import base64
 import datetime
 import json
 import math
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz import load, names
+from fuzz import names
 from fuzz.limits import Limits
 
 BATCH = 200
@@ -122,10 +123,11 @@ class Campaign:
             self.done += answer["done"]
             self.outcomes.update(answer["outcomes"])
             for finding in answer["findings"]:
+                data = base64.b64decode(finding.pop("input"))
                 self.findings.append(finding)
                 alike = sum(f["sign"] == finding["sign"] for f in self.findings)
                 if alike <= SAVED_PER_SIGN:
-                    print(_story(self.name, finding, save(self.name, finding["seed"])), flush=True)
+                    print(_story(self.name, finding, save(self.name, finding["seed"], data)), flush=True)
             if self.done // PROGRESS > (self.done - answer["done"]) // PROGRESS:
                 print(f"{self.name}: {self.done} inputs, {len(self.findings)} findings", flush=True)
             if answer["done"] == count:
@@ -134,11 +136,11 @@ class Campaign:
                 self.following += self._tried.pop(self.following)
 
 
-def save(name: str, seed: int) -> Path:
+def save(name: str, seed: int, data: bytes) -> Path:
     """Writes that seed's input where it can be replayed from."""
     path = FOLDER / f"{name}-{seed}.bin"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(load(name).make(seed))
+    path.write_bytes(data)
     return path
 
 
