@@ -68,7 +68,7 @@ class Captured(Program):
     def steps(self) -> list[StepInfo]:
         from graphrt.backends.triton.describe import step_info  # only who asks pays for what it imports
 
-        return [step_info(segment, self.target.sm_count) for segment in self.segments]
+        return [step_info(segment, self.target) for segment in self.segments]
 
     def __call__(self) -> None:
         if not self.target.is_here:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphrt.backends.triton.capture import Segment
+from graphrt.backends.triton.device import Target, current
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
@@ -18,21 +19,27 @@ if TYPE_CHECKING:
     from graphrt.backends.triton.kernels.products.plan import Part, Planned
 
 
-def step_info(segment: Segment, sm_count: int) -> StepInfo:
-    """A segment for those who ask. sm_count: of the device, which programs are shared out over."""
+def step_info(segment: Segment, target: Target) -> StepInfo:
+    """A segment for those who ask. target: that it was compiled for."""
     launches = tuple(step.info() for step in segment.steps)
     choice: Choice | None = None
     if segment.chosen is not None:
-        choice = AttentionChoice(segment.chosen, sm_count)
+        choice = AttentionChoice(segment.chosen, target.sm_count)
     elif segment.products is not None or segment.stored is not None:
         choice = ProductsChoice(segment.products, segment.stored, _split(launches))
     elif _split(launches):
         choice = Choice(schedule=_split(launches))
-    return StepInfo(segment.group, launches, choice=choice, alone=partial(_alone, segment))
+    return StepInfo(segment.group, launches, choice=choice, alone=partial(_alone, segment, target))
 
 
-def _alone(segment: Segment) -> Run:
-    return in_order(segment.steps)
+def _alone(segment: Segment, target: Target) -> Run:
+    launches = in_order(segment.steps)
+
+    def run() -> None:
+        with current(target.device):
+            launches()
+
+    return run
 
 
 def _split(launches: Sequence[LaunchInfo]) -> str:
