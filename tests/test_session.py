@@ -421,6 +421,21 @@ def test_a_token_that_a_failed_step_did_not_read_stays(model: Model, monkeypatch
     assert session.unread == [token] and session.n_past == 7
 
 
+def test_a_token_that_was_read_is_not_read_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is the choice after it, as for logits that are NaN."""
+    session = model.session(F32)
+    stream = model.generate(tokens(5), 6, sampling=SamplerParams(temp=0.7, repeat_penalty=1.1), session=session)
+    next(stream)
+
+    def refused(*_: object) -> int:
+        raise SessionError("no choice")
+
+    monkeypatch.setattr(Model, "next_token", refused)
+    with pytest.raises(SessionError, match="no choice"):
+        next(stream)
+    assert session.unread == [] and session.n_past == 6
+
+
 def test_one_session_serves_one_thread_at_a_time(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     session, inside, go_on = model.session(F32), threading.Event(), threading.Event()
     run = graphrt.Executable.run
