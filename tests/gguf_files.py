@@ -101,8 +101,9 @@ def _put_array(out: Built, key: str, kind: str, values: Any) -> None:
     out.put(f"{key}.element_type", "I", STRING if kind == "string" else VALUE_TYPES[kind][0])
     out.put(f"{key}.count", "Q", len(values))
     if kind == "string":
+        label = key[:100]  # of an endless name a copy for each element would fill memory
         for i, text in enumerate(values):
-            out.put_string(f"{key}[{i}]", text)
+            out.put_string(f"{label}[{i}]", text)
     else:
         out.data += np.asarray(values, out.order + VALUE_TYPES[kind][1]).tobytes()
 
