@@ -125,14 +125,11 @@ class Engine:
         """
         with self.alone():
             given = self.checked(tokens)
-            found = np.empty((len(given), self.decoder.hp.n_vocab), np.float32)
+            found: dict[int, Logits] = {}
             for start in range(0, max(map(len, given.values())), self.n_batch):
                 part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
-                logits = self.step(part)
-                for i, (seq, ids) in enumerate(given.items()):
-                    if seq in part and len(ids) <= start + self.n_batch:
-                        found[i] = logits[list(part).index(seq)]
-            return found
+                found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+            return np.stack([found[seq] for seq in given])
 
     @contextmanager
     def alone(self) -> Generator[None, None, None]:

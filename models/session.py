@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from graphrt.backend import Backend
 from graphrt.errors import SessionError
 from graphrt.models.arch.skeleton import Decoder
-from graphrt.models.engine import Engine, SessionOptions
+from graphrt.models.engine import Engine, Ids, SessionOptions
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step import Logits
 from graphrt.ops import SampleParams
@@ -38,13 +38,17 @@ class Session(Engine):
         super().reset()
         self.unread = []
 
+    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+        logits = super().step(part, every=every)
+        self.unread = self.unread[len(part[0]) :]  # what is unread comes first
+        return logits
+
     def eval(self, tokens: Sequence[int]) -> Logits:
         """Reads tokens and returns the logits after the last one: f32 [n_vocab].
 
         Raises SessionError when they are none and none is unread, unknown, or do not fit the context.
         """
         last: Logits = self.read({0: [*self.unread, *tokens]})[0]
-        self.unread = []
         return last
 
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
@@ -64,7 +68,6 @@ class Session(Engine):
                 out = self.step({0: ids[start:stop]}, every=wanted)
                 if wanted:
                     rows[start - first : stop - first] = out
-                self.unread = self.unread[stop - start :]
             return rows
 
     def likeliest(self, token: int, n: int) -> Iterator[int]:
@@ -80,7 +83,6 @@ class Session(Engine):
     ) -> Iterator[int]:
         if self.unread:
             self.read({0: self.unread})
-            self.unread = []
         with closing(self.run_ahead(np.array([token], np.int32), n, sampling, uniforms)) as steps:
             for found in steps:
                 yield int(found[0])

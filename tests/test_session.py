@@ -400,6 +400,24 @@ def test_a_session_goes_on_behind_all_that_was_said(model: Model, taken: int) ->
     assert session.n_past == 0
 
 
+def test_an_interrupted_prompt_reads_nothing_twice(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two batches was read, and with it the token that was unread before."""
+    session = model.session(SessionOptions(n_batch=4, type_k="f32", type_v="f32"))
+    next(model.generate(tokens(3), 6, sampling=GREEDY, session=session, ignore_eos=True))
+    run, runs = graphrt.Executable.run, []
+
+    def second_fails(exe: graphrt.Executable) -> None:
+        runs.append(exe)
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        run(exe)
+
+    monkeypatch.setattr(graphrt.Executable, "run", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        session.eval(tokens(6))
+    assert session.unread == [] and session.n_past == 3 + 4
+
+
 def test_text_that_goes_on_begins_no_sequence(model: Model) -> None:
     session = model.session(F32)
     list(model.generate("hello", 2, sampling=GREEDY, session=session, ignore_eos=True))
