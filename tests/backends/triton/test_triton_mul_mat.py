@@ -20,8 +20,8 @@ from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.dtypes import dtype
 from graphrt.judge import judge
+from graphrt.ops.cases.mul_mat import TYPES
 from graphrt.ops.mul_mat import mul_mat
-from graphrt.ops.mul_mat_cases import TYPES
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize, quantize

@@ -20,7 +20,7 @@ from graphrt.backends.cpu import evaluate
 from graphrt.backends.cpu.blocks import encode
 from graphrt.backends.cpu.memory import strided
 from graphrt.judge import Mask, judge_broken
-from graphrt.ops.mul_mat_id_cases import Choice
+from graphrt.ops.cases.mul_mat_id import Choice
 from graphrt.ops.unary import GLU_KINDS
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Normal, dequantize

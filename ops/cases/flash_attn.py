@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from graphrt.ops.flash_attn_axes import IMPOSSIBLE, MASKS, ROWS, SINKS, SPOILS, VALUES, Axes, as_case
-from graphrt.testing import Case, grid
+from graphrt.ops.cases.flash_attn_axes import IMPOSSIBLE, MASKS, ROWS, SINKS, SPOILS, VALUES, Axes, as_case
+from graphrt.testing import Case, grid, register_cases
 
 Choices = Mapping[str, Sequence[object]]
 
@@ -215,11 +216,10 @@ def _lse_points(which: str) -> list[Axes]:
 
 
 def cases(op: str, which: str = "quick") -> Iterator[Case]:
-    """The cases of either op. which: quick, full (quick among them) or, of FLASH_ATTN_EXT, ggml."""
-    if which == "ggml":
-        from graphrt.ops.flash_attn_ggml import ggml_cases
+    """The cases of either op. which: quick, or full with quick among them."""
+    chosen = points(which) if op == "FLASH_ATTN_EXT" else _lse_points(which)
+    yield from (as_case(op, axes) for axes in chosen)
 
-        yield from ggml_cases(op)
-    else:
-        chosen = points(which) if op == "FLASH_ATTN_EXT" else _lse_points(which)
-        yield from (as_case(op, axes) for axes in chosen)
+
+for _op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE"):
+    register_cases(_op, quick=partial(cases, _op), full=partial(cases, _op, "full"))

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from graphrt.dtypes import dtype
+from graphrt.ops.cases.gaps import gapped
 from graphrt.ops.mul_mat import mul_mat
-from graphrt.ops.view import gapped, permute
+from graphrt.ops.view import permute
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Init, Inputs, Normal, Uniform, grid
+from graphrt.testing import Case, Init, Inputs, Normal, Uniform, grid, register_cases
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,6 @@ def cases(which: str = "quick") -> Iterator[Case]:
         always = ("type", "m", "n", "k")
         shown = {name: value for name, value in asdict(axes).items() if name in always or value != base[name]}
         yield Case("MUL_MAT", shown, partial(make, axes=axes))
+
+
+register_cases("MUL_MAT", quick=cases, full=partial(cases, "full"))

@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 
 from graphrt.dtypes import dtype
-from graphrt.ops.mul_mat_cases import TYPES
+from graphrt.ops.cases.gaps import gapped
+from graphrt.ops.cases.mul_mat import TYPES
 from graphrt.ops.mul_mat_id import add_id, mul_mat_id
-from graphrt.ops.view import gapped, permute, view
+from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Init, Inputs, Spoiled, Uniform, grid
+from graphrt.testing import Case, Init, Inputs, Spoiled, Uniform, grid, register_cases
 from graphrt.testing.blocks import AnyArray
 
 #: One of each kind of memory: plain, blocks of 32, superblocks of 256, a type that few backends keep packed.
@@ -185,3 +186,7 @@ def cases(op: str, which: str = "quick") -> Iterator[Case]:
         ]
         shown = {name: value for name, value in fields if name in always or value != base[name]}
         yield Case(op, shown, partial(maker, axes=axes))
+
+
+register_cases("MUL_MAT_ID", quick=partial(cases, "MUL_MAT_ID"), full=partial(cases, "MUL_MAT_ID", "full"))
+register_cases("ADD_ID", quick=partial(cases, "ADD_ID"))

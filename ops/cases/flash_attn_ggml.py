@@ -1,6 +1,7 @@
 """The grid of ggml's own suite (test-backend-ops of ggml 0.25.3) for FLASH_ATTN_EXT: its axes, names and distributions.
 
-So that results can be laid side by side; what these cases can't see is what flash_attn_cases.py is for.
+They are here so that results can be compared with ggml's own case by case; flash_attn.py has cases for what these
+miss.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from graphrt.dtypes import dtype
 from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, GgmlMask, GgmlSparseMask, Inputs, Uniform, grid
+from graphrt.testing import Case, GgmlMask, GgmlSparseMask, Inputs, Uniform, grid, register_cases
 
 Dims = tuple[int, int, int, int]
 
@@ -207,16 +208,17 @@ def ggml_points() -> list[GgmlAxes]:
     return [*_prefill_grid(), *_main_grid(), *_hand_picked()]
 
 
-def ggml_cases(op: str) -> Iterator[Case]:
+def ggml_cases() -> Iterator[Case]:
     """ggml's cases of FLASH_ATTN_EXT; it has none of FLASH_ATTN_LSE.
 
     One stands in ggml's grid twice (576/512 with 20 queries a head). Its second time has `again=1` in its name, and by
     that inputs of its own, as in ggml, where no two runs are alike.
     """
-    if op != "FLASH_ATTN_EXT":
-        return
     met: set[GgmlAxes] = set()
     for axes in ggml_points():
         again = {"again": 1} if axes in met else {}
         met.add(axes)
-        yield Case(op, {**axes.named(), **again}, partial(_make, axes=axes))
+        yield Case("FLASH_ATTN_EXT", {**axes.named(), **again}, partial(_make, axes=axes))
+
+
+register_cases("FLASH_ATTN_EXT", ggml=ggml_cases)
