@@ -10,9 +10,11 @@ from graphrt.tensor import Tensor
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> list[float]:
-    """The slope of each head: 1 without ALiBi; else the geometric series of the ALiBi paper (arXiv 2108.12409),
+    """The slope of each head: 1 without ALiBi, else the geometric series of the ALiBi paper (arXiv 2108.12409).
 
-    which for a number of heads that is no power of two continues with every other term of the next finer series."""
+    Where the number of heads is no power of two, the heads beyond the largest power of two in it take every other term
+    of the series for twice that power.
+    """
     if max_bias <= 0.0:
         return [1.0] * n_head
     n2 = 1 << (n_head.bit_length() - 1)

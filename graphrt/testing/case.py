@@ -44,6 +44,10 @@ class Case:
         inputs.node = self.make(inputs)
         return inputs
 
+    def without_values(self) -> Tensor:
+        """The case's node; no input has values, so that it costs neither the time nor the memory for them."""
+        return self.make(_Shapes(str(self), 0))
+
 
 def _shown(value: object) -> str:
     """As ggml prints it: lists as [a,b], no spaces, no quotes."""
@@ -97,6 +101,13 @@ class Inputs:
         """Writes every input."""
         for tensor, values in self.values.items():
             exe.write(tensor, values)
+
+
+class _Shapes(Inputs):
+    """Makes the leafs of a case alone."""
+
+    def __call__(self, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
+        return new_input(dt, *ne, name=name)
 
 
 _SETS: dict[str, dict[str, Callable[[], Iterable[Case]]]] = {}

@@ -30,9 +30,12 @@ from graphrt.testing import (
 
 @dataclass(frozen=True)
 class Axes:
-    """d: D_k and D_v; heads: n_head and n_head_kv; types: of k and v; scale: None for D_k^-0.5. The others by name in
+    """One point of the cases. d: D_k and D_v; heads: n_head and n_head_kv; types: of k and v.
 
-    MASKS, ROWS, SINKS, VALUES and LAYOUTS below. spoil: what the cells hold that the mask hides from every query."""
+    scale: on q.k, None for D_k^-0.5. mask, rows, sinks, values and layout are names in the tables MASKS, ROWS, SINKS,
+    VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
+    None for values like all others.
+    """
 
     d: tuple[int, int] = (64, 64)
     n_q: int = 3

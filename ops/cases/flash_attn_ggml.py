@@ -21,9 +21,12 @@ Dims = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class GgmlAxes:
-    """nh: heads of k and v; nr23: how many times as many heads q has, and the sequences; nb: queries; prec: of the
+    """A point of ggml's grid, under ggml's names. hsk, hsv: D_k and D_v; nh: heads of k and v; kv: keys; nb: queries.
 
-    sums, which this runtime leaves to the backend; kv_view: k and v are the start of twice as long a buffer."""
+    nr23: how many heads q has for each of k's, and the number of sequences. prec: of the sums; part of the name alone,
+    since a backend chooses it here. kv_view: k and v are the first half of a tensor that is twice as long. n_kv_max: of
+    GgmlSparseMask, 0 for GgmlMask.
+    """
 
     hsk: int
     hsv: int

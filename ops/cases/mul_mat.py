@@ -16,9 +16,11 @@ from graphrt.testing import Case, Init, Inputs, Normal, Uniform, grid, register_
 
 @dataclass(frozen=True)
 class Axes:
-    """batch_a, batch_b: dimensions 2 and 3. layout: plain; permuted: dimensions 1 and 2 swapped in memory; gaps: rows
+    """One point: weights a [k, m, *batch_a] of a type times activations b [k, n, *batch_b] of type_b.
 
-    and matrices with NaN between them, of a or b. values: small, or large: sums that pass f16's range."""
+    layout, of both in memory: plain; permuted, with dimensions 1 and 2 swapped; or gaps, with NaN between rows and
+    between matrices. values: small, from -1 to 1, or large, whose sums are out of f16's range.
+    """
 
     type: str
     type_b: str = "f32"

@@ -21,9 +21,11 @@ _GET_TYPES = (
 
 @dataclass(frozen=True)
 class _Axes:
-    """n: elements a row; n_rows: of the table; n_ids: how many are taken or written, for reading also more than there
+    """One point: a table [n, n_rows, *batch] of a type, and n_ids indices into its rows for each matrix.
 
-    are; batch: dimensions 2 and 3; ids_batch: the indices' own, None for the same; ids, rows: types."""
+    When rows are read there may be more indices than rows. ids_batch: dimensions 2 and 3 as the indices have them, None
+    for `batch`. ids, rows: the types of the indices and of the rows that SET_ROWS writes. gaps: between the rows.
+    """
 
     type: str
     n: int

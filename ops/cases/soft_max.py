@@ -14,9 +14,11 @@ from graphrt.testing import Case, Hiding, Inputs, MaskValues, Uniform, grid, reg
 
 @dataclass(frozen=True)
 class _Axes:
-    """mask: its type, None for none; rows: those that see nothing, shares from and to; mask_rows: how many more than
+    """One point. ne: of the logits [n, n_q, n_head, n_seq]; spread: they lie from -spread to spread before the scale.
 
-    a the mask has; spread: of the logits before the scale."""
+    mask: its type, None for none. rows: from which queries the mask hides everything, shares of n_q from and to.
+    mask_rows: how many rows the mask has beyond n_q. gaps: between the rows of the logits.
+    """
 
     ne: Dims = (17, 5, 6, 2)
     mask: str | None = None

@@ -20,7 +20,8 @@ _EXTREMES = Given(
 #: exp has no larger argument in f32.
 _EXP_EXTREMES = Given((0.0, -0.0, 1e-8, -1e-8, 1.0, -1.0, 20.0, -20.0, 80.0, -80.0, -100.0, -1e4, 0.5))
 
-#: NaN and infinities beside numbers, of a gate and its up: as many as have no common divisor, so that all pairs meet.
+#: NaN and infinities beside numbers, for a gate and for what it multiplies (up). The lists have 11 and 7 values, which
+#: have no common divisor, so that every pair comes up when both are repeated.
 _SPECIAL = Given((math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 10.0, -20.0, 7.5, 0.5))
 
 _SPECIAL_UP = Given((1.0, math.nan, -2.0, math.inf, 0.0, -math.inf, 9.0))
@@ -28,9 +29,10 @@ _SPECIAL_UP = Given((1.0, math.nan, -2.0, math.inf, 0.0, -math.inf, 9.0))
 
 @dataclass(frozen=True)
 class _Axes:
-    """ne: of each source. extreme: values up to 1e4 instead of -10 to 10. split: gate and value apart. special: NaN and
+    """One point. ne: the shape of each source; extreme: values up to 1e4 instead of -10 to 10; gaps: between rows.
 
-    infinities among the values."""
+    special: NaN and infinities among the values. Of GLU, split: gate and value are two sources; swapped: see GluParams.
+    """
 
     kind: str
     type: str = "f32"
