@@ -80,7 +80,7 @@ def concat(a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:
 
 @dataclass(frozen=True)
 class RepeatParams:
-    """The shape to fill."""
+    """ne: the shape of the result."""
 
     ne: Dims
 

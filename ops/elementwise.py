@@ -71,7 +71,7 @@ class ClampParams:
 
 @dataclass(frozen=True)
 class FillParams:
-    """What every element becomes; may be infinite."""
+    """value: what every element of the result is; may be infinite."""
 
     value: float
 

@@ -74,7 +74,10 @@ def _infer_lse(src: Sources, params: FlashAttnParams) -> Result:
 
 
 def _attn_work(node: Tensor) -> Work:
-    """Every score counts, masked or not: the figure that peers report. A v that lies in k costs no further bytes."""
+    """FLOPs of every score, hidden by the mask or not, as other runtimes count them.
+
+    A v that begins where k does, as a view of the same memory, adds no bytes.
+    """
     q, k = node.src[0], node.src[1]
     assert q is not None and k is not None
     v = node.src[2] if node.op == "FLASH_ATTN_EXT" else None

@@ -43,7 +43,7 @@ def _infer_add_id(src: Sources, params: None) -> Result:
 
 
 def _used(held: int, ids: Tensor) -> int:
-    """How many of `held` experts are read at most. Which ones it is only known when ids are."""
+    """How many of `held` experts may be read at most. The exact number depends on what the ids are in a run."""
     return min(held, ids.n_elements)
 
 

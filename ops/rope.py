@@ -14,7 +14,12 @@ ROPE_MODES = ("normal", "neox")
 
 @dataclass(frozen=True)
 class RopeParams:
-    """n_dims: how many leading dimensions rotate; the rest pass through. The others as ggml_rope_ext has them."""
+    """n_dims: how many leading elements of a head rotate; the rest are copied. mode: one of ROPE_MODES.
+
+    freq_base, freq_scale: a pair's angle is position * freq_scale * freq_base^(-2i/n_dims). ext_factor: how much of
+    YaRN there is, 0 for none; n_ctx_orig, beta_fast, beta_slow are YaRN's. attn_factor: on sine and cosine. All as
+    ggml_rope_ext has them.
+    """
 
     n_dims: int
     mode: str = "normal"
@@ -62,7 +67,7 @@ _WIDEST = 1e30
 
 
 def _check_frequencies(p: RopeParams) -> None:
-    """All that rope_frequencies() divides by, or takes a logarithm of."""
+    """Raises GraphError for a number by which rope_frequencies() could not divide, or take the logarithm of."""
     for name, value in (("freq_base", p.freq_base), ("freq_scale", p.freq_scale)):
         sane = 1 / _WIDEST <= value <= _WIDEST
         require(sane, "ROPE", f"{name} must be over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")

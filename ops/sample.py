@@ -15,8 +15,11 @@ MAX_TOP_K = 1024
 
 @dataclass(frozen=True)
 class SampleParams:
-    """The k highest logits, equal ones by id; of these the first that reach top_p together (1: all); of these the ones
-    at least min_p times as likely as the first (0: all), either way at least min_keep; then logits over temp, a draw.
+    """Which tokens may be drawn. Three filters follow each other, then the rest is drawn from at temperature `temp`.
+
+    top_k: the so many highest logits, equal ones in the order of their ids; top_p: of these the most probable ones, as
+    many as reach this probability together (1: all); min_p: of these the ones at least this many times as probable as
+    the first (0: all). min_keep: how many the last two filters leave at least.
     """
 
     temp: float = 0.8

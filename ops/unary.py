@@ -1,4 +1,4 @@
-"""UNARY: one function of each element. GLU: a gate's activation times the other half."""
+"""UNARY: one function of each element. GLU: an activation of one tensor (the gate) times another one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class UnaryParams:
 
 @dataclass(frozen=True)
 class GluParams:
-    """kind: one of GLU_KINDS. alpha, limit: swiglu_oai's. swapped: of a single source the gate is the second half."""
+    """kind: one of GLU_KINDS. alpha, limit: numbers of swiglu_oai's formula, see glu().
+
+    swapped: where gate and value are halves of a single source, the gate is the second half.
+    """
 
     kind: str
     alpha: float = 1.702

@@ -53,7 +53,8 @@ class CausalMask:
 class BlockMask:
     """Blocks of `n_q` queries by `n_kv` keys: one in `one_in` is seen and the rest are -inf.
 
-    Each row of blocks sees at least one, and never the first alone: a kernel often meets only -inf in its first keys.
+    Each row of blocks sees at least one, which is never the first block of keys: so kernels meet rows whose first keys
+    are all hidden.
     """
 
     n_q: int
@@ -71,7 +72,10 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class LengthMask:
-    """Each matrix (head and sequence) of the mask sees another number of leading keys, evenly up to all of them."""
+    """The queries of each matrix (a head and sequence) see so many leading keys, in each matrix another number.
+
+    The numbers are spread evenly from few keys to all of them.
+    """
 
     def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
         count = int(np.prod(shape[:-2]))
@@ -82,7 +86,7 @@ class LengthMask:
 
 @dataclass(frozen=True)
 class Hiding:
-    """`base`, with `cells` hidden from every query, and everything hidden from `rows`: shares of n_q from and to."""
+    """`base`, with the keys `cells` hidden from all queries, and all keys from the queries `rows` (shares of n_q)."""
 
     base: Init
     cells: Sequence[int] = ()

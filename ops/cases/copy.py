@@ -17,7 +17,10 @@ from graphrt.testing import Case, Inputs, grid, register_cases
 
 @dataclass(frozen=True)
 class _Axes:
-    """type, to: of source and target. layout: of the source; gaps also of CPY's target."""
+    """One point. type, to: the types of source and target; ne: the source's shape in memory.
+
+    layout: how the source lies in memory: plain, gaps, or a key of _PERMUTATIONS. With gaps CPY's target has them too.
+    """
 
     type: str = "f32"
     to: str = "f32"

@@ -65,7 +65,7 @@ def _map_cases(op: str, params: object, low: float, high: float) -> Iterator[Cas
 
 
 def _fill_cases() -> Iterator[Case]:
-    """The source holds NaN and infinity, which must not show."""
+    """The source holds NaN and infinity, of which nothing may be in the result."""
     for (ne, dt, gaps), value in itertools.product(_SHAPES[:5], (0.0, -1.5, -math.inf)):
 
         def make(inputs: Inputs, ne: tuple[int, ...] = ne, dt: str = dt, gaps: bool = gaps, v: float = value) -> Tensor:

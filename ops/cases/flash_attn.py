@@ -24,7 +24,10 @@ CONTEXTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 2
 
 @dataclass(frozen=True)
 class Group:
-    """Every combination of `quick` on `base` is in the quick set; those with the values of `more` too in the full."""
+    """Points around `base`: the quick set has every combination of the values in `quick`.
+
+    The full set has the combinations of these values and those of `more` together.
+    """
 
     base: Axes
     quick: Choices = field(default_factory=dict)
@@ -216,7 +219,7 @@ def _lse_points(which: str) -> list[Axes]:
 
 
 def cases(op: str, which: str = "quick") -> Iterator[Case]:
-    """The cases of either op. which: quick, or full with quick among them."""
+    """The cases of one of the two ops. which: "quick", or "full", which has the quick ones too."""
     chosen = points(which) if op == "FLASH_ATTN_EXT" else _lse_points(which)
     yield from (as_case(op, axes) for axes in chosen)
 

@@ -108,7 +108,7 @@ def _prefill_grid() -> Iterator[GgmlAxes]:
 
 
 def _hand_picked() -> Iterator[GgmlAxes]:
-    """One by one: sizes, types, long q8_0, MLA, masks with few seen keys, v in k, long f16, no view."""
+    """What ggml lists one by one: sizes, types, long q8_0, MLA, masks with few seen keys, v in k, long f16, no view."""
     f16 = GgmlAxes(64, 64)
     yield replace(f16, hsk=72, kv=256, nb=2)
     yield replace(f16, hsv=72, kv=256, nb=2)
@@ -175,7 +175,7 @@ _LONG = (
 
 
 def _source(inputs: Inputs, name: str, dt: str, ne: Dims, axes: GgmlAxes, is_view: bool) -> Tensor:
-    """A tensor that is `ne` after ggml's permutation; as a view it is the first half of a longer one."""
+    """A tensor of shape `ne`, permuted as axes.permute says. is_view: it is half of a tensor twice as long."""
     stored = (ne[0], ne[2], ne[1], ne[3]) if axes.permute == _HEADS_FIRST else ne
     whole = inputs(name, dt, (stored[0], stored[1] * (2 if is_view else 1), *stored[2:]), Uniform())
     t = view(whole, stored, whole.nb[1:]) if is_view else whole

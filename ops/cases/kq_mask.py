@@ -17,8 +17,12 @@ from graphrt.testing import AnyArray, Case, Inputs, grid, register_cases
 
 @dataclass(frozen=True)
 class _Axes:
-    """last: the position of the first sequence's last token, others' are 5 less each, -1: none is held; broken: cells
-    are empty or hold later positions here and there, and tokens stand anywhere; gaps: rows have gaps between them."""
+    """One point: a cache of n_cells cells a sequence, and n_tokens tokens that look at it.
+
+    last: the position of the first sequence's last token, -1 if it has none; each further sequence's is 5 less. broken:
+    some cells are empty or hold later positions, and tokens have any positions, as no session would leave them. gaps:
+    between the rows of both inputs. window, alibi: see KqMaskParams.
+    """
 
     n_cells: int
     n_tokens: int
@@ -32,7 +36,7 @@ class _Axes:
 
 @dataclass(frozen=True)
 class _Cells:
-    """The positions that a ring of cells holds: the last ones there are, each in the cell of its own modulo the size.
+    """The positions that a ring of cells holds: the last ones up to `last`, each in the cell position modulo size.
 
     broken: some cells are empty, some hold a later position.
     """
@@ -52,7 +56,7 @@ class _Cells:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The last positions in order. broken: any that may see one of so many last ones, in any order."""
+    """The last positions in order; broken: positions up to three times as far back, in any order."""
 
     last: int
     broken: bool

@@ -111,7 +111,7 @@ def _groups(full: bool) -> Iterator[tuple[Axes, Mapping[str, Sequence[object]]]]
 
 
 def _ids(inputs: Inputs, axes: Axes) -> Tensor:
-    """i32 [used, tokens]. What lies beside them in memory are other experts' numbers."""
+    """i32 [used, tokens]. Where they are a view, the memory beside them holds numbers of other experts."""
     values = Choice(axes.n_expert, axes.choice)
     if axes.ids == "view":
         whole = inputs("ids", "i32", (axes.used + 3, axes.tokens), Beside(values, axes.used))

@@ -16,7 +16,7 @@ from graphrt.testing import Case, Inputs, Positions, Uniform, grid, register_cas
 
 @dataclass(frozen=True)
 class _Axes:
-    """ne: [head_dim, n_head, n_tokens, n_seq]; top: the largest position; factors: with frequency factors."""
+    """One point. ne: [head_dim, n_head, n_tokens, n_seq]; top: the largest position; factors: there are some."""
 
     params: RopeParams
     ne: Dims = (64, 3, 5, 2)

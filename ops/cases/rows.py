@@ -39,7 +39,7 @@ class _Axes:
 
 
 def _width(dt: str) -> int:
-    """Elements of a row for a type: odd where it may be, else three blocks of 32 or two of 256."""
+    """How many elements a row has: 33 of a plain type, two blocks where a block has 256 elements, else three blocks."""
     block = dtype(dt).block_size
     return 33 if block == 1 else 2 * block if block == 256 else 3 * block
 

@@ -24,7 +24,7 @@ class Machine:
     text: str
 
     def best(self, other: Machine) -> Machine:
-        """The one with the faster memory: what else runs on a machine only takes away."""
+        """Of two measurements the one with the faster memory: other processes can only make a measurement slower."""
         return self if self.gb_per_s >= other.gb_per_s else other
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Test:
-    """kind: "pp", n tokens read at once, or "tg", n tokens one by one; depth: tokens in the cache before; batch: so
-    many sequences in one graph, whose tokens are counted together."""
+    """kind: "pp" reads n tokens at once, "tg" generates n tokens one by one; depth: tokens in the cache before that.
+
+    batch: how many sequences one graph has; their tokens are counted together.
+    """
 
     kind: str
     n: int
@@ -22,7 +24,7 @@ class Test:
 
     @property
     def start(self) -> int:
-        """The position of the first timed token: generating starts after one at least."""
+        """The position of the first timed token. One token at least is in the cache when generating starts."""
         return max(self.depth, 1) if self.kind == "tg" else self.depth
 
     @property
