@@ -151,9 +151,11 @@ def test_what_takes_which_way() -> None:
 
 @dataclass(frozen=True)
 class Latent:
-    """A layer's latent attention. kind: the cache's type; n: tokens of each of n_seq sequences; kv, d: elements of both
+    """A layer's latent attention. kind: the cache's type; n: tokens of each of n_seq sequences.
 
-    parts of a row; width: of what a head's first part is made of; changed: what is not as the pattern wants it."""
+    kv, d: elements of the two parts of a cache's row; width: of what a head's first part is made of; changed: what is
+    not as the pattern wants it.
+    """
 
     kind: str = "f32"
     n: int = 2

@@ -84,6 +84,12 @@ class Plan:
         return self.stored.get(t, Stored())
 
 
+def plan_of(ctx: Context) -> Plan:
+    """The plan that planned() made of the split that is being compiled."""
+    assert isinstance(ctx.plan, Plan)
+    return ctx.plan
+
+
 def planned(groups: Sequence[Group], ctx: Context) -> Plan:
     """The plan of a split."""
     found = [products_in(group.working) for group in groups]
