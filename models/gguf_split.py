@@ -47,7 +47,9 @@ def part_path(prefix: Path, i: int, count: int) -> Path:
 
 
 def split(
-    file: GGUFFile, prefix: str | os.PathLike[str], parts: Sequence[Sequence[TensorInfo]],
+    file: GGUFFile,
+    prefix: str | os.PathLike[str],
+    parts: Sequence[Sequence[TensorInfo]],
     done: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
     """Writes the parts and returns their files. done: called with each tensor's name.
@@ -71,9 +73,7 @@ def split(
     return paths
 
 
-def merge(
-    file: GGUFFile, path: str | os.PathLike[str], done: Callable[[str], None] = lambda name: None
-) -> Path:
+def merge(file: GGUFFile, path: str | os.PathLike[str], done: Callable[[str], None] = lambda name: None) -> Path:
     """Writes all tensors of a model, split or not, as one file. Raises GGUFError, also where the file is there."""
     target = Path(path)
     if target.exists():
@@ -86,7 +86,9 @@ def merge(
 def _keys(file: GGUFFile, i: int, count: int) -> dict[str, bytes]:
     """The keys of part i: all in the first one, in others what tells where they belong."""
     raw = file.raw_values()
-    kept = {key: value for key, value in raw.items() if key not in SPLIT_KEYS and (i == 0 or key == "general.alignment")}
+    kept = {
+        key: value for key, value in raw.items() if key not in SPLIT_KEYS and (i == 0 or key == "general.alignment")
+    }
     return kept | {
         "split.no": gguf_write.u16(i),
         "split.count": gguf_write.u16(count),

@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--imatrix", metavar="FILE", help="importances of weights (`graphrt imatrix` makes them)")
     parser.add_argument("--allow-requantize", action="store_true", help="quantize what is quantized already, too")
     parser.add_argument("--pure", action="store_true", help="one type for all that is quantized, no mixture")
-    parser.add_argument("--output-tensor-type", metavar="TYPE", help="of output.weight (or the embedding that it shares)")
+    parser.add_argument(
+        "--output-tensor-type", metavar="TYPE", help="of output.weight (or the embedding that it shares)"
+    )
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="of token_embd.weight")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, and how large it would be")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -71,8 +73,10 @@ def main(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace) -> Request:
     from graphrt.models.quantize.mixtures import Request, file_type, writable
 
-    types = [writable(t) if t else None for t in (args.output_tensor_type, args.token_embedding_type)]
-    return Request(file_type(args.type), *types, pure=args.pure, has_importance=bool(args.imatrix))
+    output, token_embd = (
+        writable(name) if name else None for name in (args.output_tensor_type, args.token_embedding_type)
+    )
+    return Request(file_type(args.type), output, token_embd, args.pure, bool(args.imatrix))
 
 
 def _write(file: GGUFFile, planned: Plan, output: Path, importance: Importance | None) -> dict[str, float]:
@@ -96,7 +100,9 @@ def _tell_unweighed(planned: Plan, importance: Importance | None) -> None:
     without = [s.info.name for s in planned.steps if s.changes and importance.of(s.info) is None]
     if without:
         more = f" and {len(without) - MAX_NAMED} more" if len(without) > MAX_NAMED else ""
-        print(f"no importances for {', '.join(without[:MAX_NAMED])}{more}: all their errors count alike", file=sys.stderr)
+        print(
+            f"no importances for {', '.join(without[:MAX_NAMED])}{more}: all their errors count alike", file=sys.stderr
+        )
 
 
 def _report(args: argparse.Namespace, planned: Plan, errors: dict[str, float], before: int) -> None:

@@ -13,7 +13,9 @@ UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("prefix", metavar="PREFIX", help="what the parts' names begin with; may have a folder before it")
+    parser.add_argument(
+        "prefix", metavar="PREFIX", help="what the parts' names begin with; may have a folder before it"
+    )
     limit = parser.add_mutually_exclusive_group(required=True)
     limit.add_argument(
         "--max-size", dest="size", type=_size, default=0, metavar="N[M|G]",

@@ -8,7 +8,7 @@ their own best scale, by least squares, which is what is compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,24 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Grid:
-    """Whole numbers from low to high, or `table`, float32, increasing, whose first and last are low and high."""
+    """Whole numbers from low to high, or some of them: `table`, float32, increasing, whose ends are low and high.
+
+    nearest: which of the table is nearest to what lies from i / 2 to (i + 1) / 2, for i from 2 low to 2 high, int64.
+    """
 
     low: float
     high: float
     table: Tensor | None = None
+    nearest: Tensor | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Grid:
+        """The grid of some whole numbers, in increasing order."""
+        table = torch.tensor(values, dtype=torch.float32)
+        low, high = values[0], values[-1]
+        # Between two whole numbers values change hands at a whole number or a half, so that halves tell all.
+        middles = torch.arange(2 * low, 2 * high + 1) / 2 + 0.25
+        return cls(low, high, table, torch.bucketize(middles, (table[1:] + table[:-1]) / 2))
 
     def snap(self, x: Tensor) -> Tensor:
         """The grid's nearest values; may write to x."""
@@ -36,9 +49,10 @@ class Grid:
 
     def index(self, x: Tensor) -> Tensor:
         """Which of the grid's values each is nearest to, int64."""
-        if self.table is None:
+        if self.nearest is None:
             return (x.round().clamp_(self.low, self.high) - self.low).long()
-        return torch.bucketize(x, (self.table[1:] + self.table[:-1]) / 2)
+        halves = (x * 2).floor_().clamp_(2 * self.low, 2 * self.high)
+        return self.nearest[halves.sub_(2 * self.low).long()]
 
 
 def ratio(a: Tensor, b: Tensor | float) -> Tensor:

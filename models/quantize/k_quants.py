@@ -47,7 +47,9 @@ def q6_k(x: Tensor, w: Tensor) -> Tensor:
     d, k, codes = _signed(x, w, Grid(-32, 31), 128)
     quarters = (codes + 32).byte().reshape(-1, 2, 4, 32)
     low = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).reshape(-1, 128)
-    return torch.cat([low, _two_bits(quarters.reshape(-1, SUPER) >> 4), k.to(torch.int8).view(torch.uint8), halves(d)], 1)
+    return torch.cat(
+        [low, _two_bits(quarters.reshape(-1, SUPER) >> 4), k.to(torch.int8).view(torch.uint8), halves(d)], 1
+    )
 
 
 def _affine(x: Tensor, w: Tensor, size: int, high: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

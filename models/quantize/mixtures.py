@@ -77,13 +77,16 @@ def writable(name: str) -> DType:
     """The type of tensors of that name. Raises GGUFError for one that can't be written."""
     found = next((TYPES[t] for t in WRITABLE if t.lower() == name.lower()), None)
     if found is None:
-        raise GGUFError(f"a tensor's type must be one of {', '.join(WRITABLE)}, got {name[:40]!r}. Choose one of these.")
+        raise GGUFError(
+            f"a tensor's type must be one of {', '.join(WRITABLE)}, got {name[:40]!r}. Choose one of these."
+        )
     return found
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What rules ask of a model. n_gqa: heads of queries for one of values; is_70b: llama's 80 layers with 8 for one."""
+    """What rules ask of a model. n_gqa: heads of queries for one of values; is_70b: llama with 80 layers and n_gqa over
+    1, whose values are few."""
 
     arch: str
     n_layer: int

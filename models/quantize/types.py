@@ -27,6 +27,9 @@ Pack = Callable[[Tensor, Tensor], Tensor]  # (x, w), float32 [blocks, block size
 
 #: The values of iq4_nl and iq4_xs, which ggml has as a table.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4 = Grid.of(IQ4_VALUES)
+#: The largest value of a quantized tensor: an f16 scale times q4_0's largest code is a little more.
+MOST = 5e5
 #: Values of one piece of work, whose temporaries stay in the processor's caches.
 PIECE = 1 << 17
 
@@ -68,14 +71,14 @@ def _of_32(codes: Tensor, count: int = 16) -> Tensor:
 
 
 def _iq4_nl(x: Tensor, w: Tensor) -> Tensor:
-    grid = _iq4_grid()
+    grid = IQ4
     d = as_half(scales(x, w, grid))[:, None]
     return torch.cat([halves(d), _of_32(grid.index(ratio(x, d)))], 1)
 
 
 def _iq4_xs(x: Tensor, w: Tensor) -> Tensor:
     """Eight groups of 32 values of the table, with 6-bit scales of either sign: their high two bits in an u16."""
-    grid, of_scales = _iq4_grid(), Grid(-32, 31)
+    grid, of_scales = IQ4, Grid(-32, 31)
     groups, weights = x.reshape(-1, 32), w.reshape(-1, 32)
     s = scales(groups, weights, grid)
     squares = (weights * grid.snap(ratio(groups, s[:, None])).square()).sum(1)
@@ -87,10 +90,6 @@ def _iq4_xs(x: Tensor, w: Tensor) -> Tensor:
     low = (k[:, ::2] & 15 | (k[:, 1::2] & 15) << 4).byte()
     high = (k >> 4 << 2 * torch.arange(8)).sum(1, keepdim=True).to(torch.int32).view(torch.uint8)[:, :2]
     return torch.cat([halves(d), high, low, codes], 1)
-
-
-def _iq4_grid() -> Grid:
-    return Grid(IQ4_VALUES[0], IQ4_VALUES[-1], torch.tensor(IQ4_VALUES, dtype=torch.float32))
 
 
 #: What is quantized here with or without importances, and with them only.
@@ -112,15 +111,17 @@ def quantize(rows: Floats, dt: DType, importance: Floats | None = None) -> Bytes
     dt: one of WRITABLE, of whose blocks n is a multiple; importance: float32 [n], how much the square of an error in
     each column counts. Raises GGUFError for values that are not finite or too large for the type.
     """
-    pack = ALWAYS.get(dt.name) or (WITH_IMPORTANCE.get(dt.name) if importance is not None else None)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below
-        made = _by_package(rows, dt) if pack is None else _packed(rows, dt, pack, importance)
-    found = gguf_blocks.first_bad_block(made.reshape(-1), dt)
-    if found is None and dt.is_quantized and not np.isfinite(rows).all():
-        found = 0, "NaN or Inf"
-    if found is not None:
-        raise GGUFError(f"values must be finite and not too large for {dt}, got {found[1]}; use f32, or mend the model")
-    return made
+    largest = float(np.abs(rows).max(initial=0.0))  # NaN where one is among them
+    bad = f"{largest:.3g}" if dt.is_quantized and not largest <= MOST else ""
+    if not bad:
+        pack = ALWAYS.get(dt.name) or (WITH_IMPORTANCE.get(dt.name) if importance is not None else None)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is told
+            made = _by_package(rows, dt) if pack is None else _packed(rows, dt, pack, importance)
+        found = gguf_blocks.first_bad_block(made.reshape(-1), dt)
+        if found is None:
+            return made
+        bad = found[1]
+    raise GGUFError(f"values must be finite and not too large for {dt}, got {bad}; use f32, or mend the model")
 
 
 def _by_package(rows: Floats, dt: DType) -> Bytes:
@@ -149,7 +150,8 @@ def _packed(rows: Floats, dt: DType, pack: Pack, importance: Floats | None) -> B
 
 def _weights(importance: Floats) -> Floats:
     """Importances around 1, and none of 0: where no input was seen an error still should not be of any size."""
-    mean = float(importance.mean())
+    mean = float(importance.mean(dtype=np.float64))
     if not mean > 0:
         return np.ones_like(importance)
-    return np.maximum(importance / mean, 1e-6).astype(np.float32)
+    weights: Floats = np.maximum(importance / mean, 1e-6).astype(np.float32)
+    return weights
