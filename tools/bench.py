@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a .gguf file, a known name or hf:OWNER/REPO/FILE")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a .gguf file, a known name or hf:OWNER/REPO[:QUANT]")
     parser.add_argument(
         "--synthetic",
         metavar="NAME",

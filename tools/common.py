@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from graphrt.models.model import Model
 
 
-MODEL_HELP = "a .gguf file, a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE"
+MODEL_NAMES = "a known name (smollm2-135m, gemma3-270m), hf:OWNER/REPO[:QUANT] or hf:OWNER/REPO/FILE"
+MODEL_HELP = f"a .gguf file, {MODEL_NAMES}"
 MAX_THREADS = 512
 
 
