@@ -81,6 +81,10 @@ class Metadata(Mapping[str, Any]):
             return value.count
         return len(value) if isinstance(value, (list, np.ndarray)) else None
 
+    def override(self, key: str, value: bool | int | float | str) -> None:
+        """Has the key say this from now on, in memory; raw_values() stays the file's."""
+        self._values[key] = value
+
     def _release(self) -> None:
         self._buf = None
 

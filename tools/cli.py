@@ -32,7 +32,7 @@ VERBS = {
     "diff": "where two ways of running part: node by node, with the first one that is too far off",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
-    "embed": "vectors of texts by an encoder, or how alike the texts are",
+    "embed": "vectors of texts, or how alike the texts are",
     "logits": "write the logits of every position to a .npy file",
     "quantize": "write a model's file in smaller types: Q4_K_M, Q8_0 and so on",
     "imatrix": "measure on a text which weights matter most, for `quantize --imatrix`",

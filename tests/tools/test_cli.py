@@ -218,7 +218,7 @@ def test_a_full_context_is_a_clear_end(graphrt: Cli) -> None:
     assert note == "stopped: the context is full (20 tokens); -c gives a longer one, up to 256"
     assert "generated 14 tokens" in figures  # the 14th comes of a full context and is not put into it
     result = graphrt(*GREEDY, "-n", "-1", "--ignore-eos")
-    assert "full (256 tokens); this model goes no further" in result.err
+    assert "full (256 tokens); the model was trained on no more" in result.err
     result = graphrt(*GREEDY, "-n", "14", "-c", "20", "--ignore-eos")
     assert "stopped" not in result.err, "it ended because it had all the tokens that were asked for"
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--process-output", action="store_true", help="the inputs of the output's weights too")
     parser.add_argument("--parse-special", action="store_true", help="text like <|im_start|> is a special token")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser, ctx_size=512)
+    add_session_arguments(parser, ctx_size=512, rope=True)
 
 
 def main(args: argparse.Namespace) -> int:
