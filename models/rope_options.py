@@ -77,7 +77,8 @@ class RopeOptions:
         only_yarn = [name for name in given if name.startswith("yarn_") and name != "yarn_orig_ctx"]
         if only_yarn and kind != "yarn":
             raise SessionError(
-                f"{', '.join(only_yarn)} must go with the scaling yarn, this model's is {brief_name(kind)}; ask for that too"
+                f"{', '.join(only_yarn)} must go with the scaling yarn, this model's is {brief_name(kind)}; ask for "
+                f"that too"
             )
         if kind == "yarn" and self.freq_scale is not None:  # then that many more tokens count as trained on
             orig = self.yarn_orig_ctx or hp.rope.n_ctx_orig

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from graphrt import __version__, env
 from graphrt.errors import GraphrtError
+from graphrt.tools.foreign_flags import adapted
 
 #: verb -> what it is for. The module is graphrt.tools.verbs.<verb>, with add_arguments(parser), main(args) -> int, and
 #: where flags take free text TEXT_FLAGS.
@@ -62,6 +63,10 @@ class Parser(argparse.ArgumentParser):
 
     def has_flag(self, text: str) -> bool:
         return text in self._option_string_actions
+
+    def has_argument(self, name: str) -> bool:
+        """Whether there is an argument of that name that is no flag."""
+        return any(action.dest == name and not action.option_strings for action in self._actions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +142,12 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     env.add_arguments(parser)
-    args = parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
+    given, notes = adapted(
+        _joined(argv, getattr(module, "TEXT_FLAGS", ()), parser), parser.has_flag, parser.has_argument("model")
+    )
+    for note in notes:
+        print(f"graphrt {verb}: {note}", file=sys.stderr)
+    args = parser.parse_args(given)
     env.apply(args)
     code: int = module.main(args)
     return code
