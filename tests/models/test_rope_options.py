@@ -13,7 +13,7 @@ from support.verbs import Verb
 
 from graphrt.errors import ArchError, SessionError
 from graphrt.models import load
-from graphrt.models.engine import OWN_CTX, SessionOptions
+from graphrt.models.engine import OWN_CTX, SessionOptions, check_options
 from graphrt.models.rope_options import RopeOptions
 
 TOKENS = tiny.tokens(40)
@@ -122,6 +122,9 @@ def test_past_training_is_warned_of_and_works(path: Path, tmp_path: Path, caplog
         learned = load(tiny.write_model(tmp_path / f"{name}.gguf", name), "cpu")
         with pytest.raises(SessionError, match="must be 1 to 256, for which the model has positions, got 257"):
             learned.session(SessionOptions(257))
+        if name == "gpt2":  # known by its keys, before there are weights
+            with pytest.raises(SessionError, match="must be 1 to 256"):
+                check_options(SessionOptions(257), learned.network.hp)
     alibi = load(tiny.write_model(tmp_path / "mpt.gguf", "mpt"), "cpu")
     assert alibi.session(SessionOptions(257)).n_ctx == 257
 
