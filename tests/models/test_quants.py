@@ -174,6 +174,20 @@ def test_a_minimum_is_found_where_all_values_lie_above_it() -> None:
     assert s.item() == pytest.approx(0.5, rel=1e-5) and m.item() == pytest.approx(-2.0, rel=1e-5)
 
 
+@pytest.mark.parametrize("step", [1, -1, 16, -16])  # of the low or the high nibble's code
+def test_no_neighbouring_code_is_nearer(step: int) -> None:
+    """Codes are chosen for the scales and minimums as they are stored."""
+    x = sample(8)
+    made = quantize(x, TYPES["q4_K"]).reshape(-1, 144)
+    moved = made.copy()
+    codes = moved[:, 16:]
+    nibble = codes & 15 if abs(step) == 1 else codes >> 4
+    may = nibble != (15 if step > 0 else 0)
+    codes[may] += np.uint8(step % 256)
+    before, after = (np.abs(back(raw.reshape(8, -1), "q4_K") - x) for raw in (made, moved))
+    assert (after - before).min() > -1e-7 and may.mean() > 0.5
+
+
 def test_the_table_of_iq4_is_ggmls() -> None:
     """Each code's value, as the gguf package reads it."""
     block = np.zeros((1, 18), np.uint8)

@@ -64,6 +64,11 @@ def test_yarn_without_its_mix_is_linear_and_has_no_factor_of_size(path: Path) ->
     linear = load(path, "cpu", rope=RopeOptions(scaling="linear", freq_scale=0.25)).logits(TOKENS)
     bare = RopeOptions(scaling="yarn", freq_scale=0.25, yarn_ext_factor=0.0)
     assert np.array_equal(load(path, "cpu", rope=bare).logits(TOKENS), linear)
+    squeezed = RopeOptions(scaling="yarn", freq_scale=2.0, yarn_ext_factor=0.0)
+    assert np.array_equal(
+        load(path, "cpu", rope=squeezed).logits(TOKENS),
+        load(path, "cpu", rope=RopeOptions(scaling="linear", freq_scale=2.0)).logits(TOKENS),
+    )
     rope = load(path, "cpu", rope=RopeOptions(scaling="yarn", freq_scale=0.25)).network.hp.rope
     assert rope is not None and rope.ext_factor == 1.0
     net = rope.attn_factor * (1 + 0.1 * math.log(4))  # the op's own factor

@@ -60,7 +60,7 @@ def test_what_changes_nothing_is_said_and_left_out(argv: tuple[str, ...], says: 
     ("flag", "says"),
     [
         ("-cnv", "graphrt chat"),
-        ("--lora", "merge it"),
+        ("--lora", "merge one"),
         ("-sm", "one device"),
         ("--list-devices", "graphrt devices"),
         ("-md", "second model"),

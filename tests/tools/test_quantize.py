@@ -347,6 +347,15 @@ def test_parts_are_no_larger_than_asked(source: Path, tmp_path: Path, limit: int
         assert max(len(part) for part in parts) > 1 < len(parts)
 
 
+def test_what_tensors_take_in_headers_counts(tmp_path: Path) -> None:
+    kv: list[KV] = [("general.architecture", "string", "llama")]
+    small = [(f"blk.0.a_rather_long_name_of_a_tensor.{i:03d}.weight", "f32", (2,), bytes(8)) for i in range(100)]
+    with GGUFFile.open(write_gguf(tmp_path / "m.gguf", kv, small)) as file:
+        paths = gguf_split.split(file, tmp_path / "p", gguf_split.planned_parts(file, max_bytes=2000))
+    sizes = [path.stat().st_size for path in paths]
+    assert max(sizes) <= 2000 and len(paths) < 12
+
+
 def test_what_split_and_merge_refuse(graphrt: Verb, source: Path, tmp_path: Path) -> None:
     assert "must be a whole number" in graphrt("split", source, tmp_path / "p", "--max-size", "2T").err
     assert graphrt("split", source, tmp_path / "p").code == 2
