@@ -84,6 +84,8 @@ def test_every_row_is_a_sentence_or_a_flag_of_ours(flag: str) -> None:
 def test_a_verbs_own_flags_go_first(capsys: pytest.CaptureFixture[str], tmp_path: Path,
                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Through the command line: real verbs, some of which have flags of these names."""
+    own = ["a", "-m", "b", "--rope-scaling", "yarn", "-e=1"]
+    assert adapted(own, {"-m", "--rope-scaling", "-e"}.__contains__, True) == (own, [])
     path = tiny.write_model(tmp_path / "m.gguf", "llama", tokenizer="spm")
     monkeypatch.setattr(hub, "pull", lambda name: pytest.fail(name))
     graphrt = Verb(capsys)
