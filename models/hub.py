@@ -5,9 +5,9 @@
     resolve("model.gguf") == Path("model.gguf")
 
 A model is downloaded into a folder of its own under .partial/, checked, and then moved to its place in one step. So a
-file in the cache is always complete, two pulls at once can't disturb each other, and what an interrupted pull leaves
-is never used again. A model in the cache is used while its bytes are those that were fetched (checksums.py). Every
-failure is a HubError.
+file in the cache is always complete, two pulls at once can't disturb each other, and what a killed pull leaves is never
+used again: the next one deletes it. A model in the cache is used while its bytes are those that were fetched
+(checksums.py). Every failure is a HubError.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cache_dir() -> Path:
 
 
 def resolve(model: str | None) -> Path:
-    """The file of a model: a path, a known name, hf:REPO/FILE, or None for the demo model; fetched when it is not in
+    """The file of a model: a path, any name that pull() takes, or None for the demo model; fetched when it is not in
     the cache. Raises HubError."""
     if model is None:
         return pull(DEFAULT_MODEL)
@@ -75,10 +75,12 @@ def resolve(model: str | None) -> Path:
 
 
 def pull(name: str, *, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True) -> Path:
-    """Fetches a known model or hf:REPO/FILE into the cache, unless it is there, and returns its file.
+    """Fetches a known model, hf:OWNER/REPO/FILE, or of hf:OWNER/REPO[:QUANT] the file of that type (Q4_K_M, or the only
+    one) into the cache, unless it is there, and returns its file.
 
     progress: show a bar on stderr, where that is a terminal. Raises HubError.
     """
+    name = _with_file(name, cache_dir)
     root = Path(cache_dir) if cache_dir is not None else _default_cache(name)
     show = progress and sys.stderr.isatty()
     try:
@@ -88,6 +90,17 @@ def pull(name: str, *, cache_dir: str | os.PathLike[str] | None = None, progress
         return _pull_known(name, KNOWN[name], root, target, show)
     except OSError as err:
         raise storage_error(err, root) from err
+
+
+def _with_file(name: str, cache: str | os.PathLike[str] | None) -> str:
+    """The name with a file where it names a repository on the Hub alone. Raises HubError."""
+    if not name.startswith("hf:"):
+        return name
+    from graphrt.models import hub_hf_repo
+
+    if not hub_hf_repo.is_repository(name):
+        return name
+    return hub_hf_repo.with_file(name, Path(cache) if cache is not None else cache_dir())
 
 
 def _default_cache(name: str) -> Path:
@@ -138,7 +151,7 @@ def _unknown_name(name: str) -> HubError:
     hint = f" Did you mean {close[0]}?" if close else ""
     return HubError(
         f"there is no model named {name[:200]!r}.{hint}\n"
-        f"Known names: {', '.join(KNOWN)}. The path of a .gguf file or hf:REPO/FILE works too."
+        f"Known names: {', '.join(KNOWN)}. The path of a .gguf file or hf:OWNER/REPO[:QUANT] works too."
     )
 
 

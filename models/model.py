@@ -21,11 +21,13 @@ from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
-from graphrt.models.embed import Embedder
+from graphrt.models.embed import Embedder, check_pooling
+from graphrt.models.embed_decoder import embed
 from graphrt.models.engine import Engine, SessionOptions
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
+from graphrt.models.rope_options import RopeOptions
 from graphrt.models.sampling import Sampler, SamplerParams
 from graphrt.models.session import Session
 from graphrt.models.step import Logits
@@ -78,12 +80,9 @@ class Model:
 
     @property
     def encoder(self) -> Encoder:
-        """What makes embeddings. Raises SessionError when the model is a decoder."""
+        """The model as an encoder. Raises SessionError when it is a decoder."""
         if not isinstance(self.network, Encoder):
-            raise SessionError(
-                f"embeddings need an encoder, {self.network.hp.arch} models are decoders; use `graphrt run` or "
-                f"another model"
-            )
+            raise SessionError(f"this needs an encoder, {self.network.hp.arch} models are decoders; use Model.embed()")
         return self.network
 
     @cached_property
@@ -140,7 +139,7 @@ class Model:
         a token spells at most as many characters as the longest has."""
         limit, own = n_ctx or self.network.hp.n_ctx_train, self.network.hp.n_ctx_train
         if found > limit or len(text) > limit * self.tokenizer.longest:
-            more = f"or raise it with -c, up to {own}" if limit < own else "this model can't raise it with -c"
+            more = f"or raise it with -c, up to {own}" if limit < own else "the model was trained on no more"
             raise SessionError(
                 f"the context holds {limit} tokens, got a text of {len(text)} characters that has more; shorten the "
                 f"prompt, {more}"
@@ -229,11 +228,14 @@ class Model:
         """The embedding of each text, or of token ids: float32 [n_embd], with the pooling "none" [n_tokens, n_embd].
 
         pooling: "mean", "cls", "last" or "none", "" for the file's own; normalize: to length 1; n_batch: tokens of one
-        run. Raises SessionError for a decoder, an unknown pooling, and a text that is empty or too long.
+        run. A decoder's is of what its logits are made of. Raises SessionError for an unknown pooling, or none where
+        the file names none, and a text that is empty or too long.
         """
-        encoder = self.encoder
+        check_pooling(pooling, self.network.hp.pooling)
         ids = [self._ids(text, 0) if isinstance(text, str) else list(text) for text in texts]
-        return Embedder(encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
+        if isinstance(self.network, Decoder):
+            return embed(self.network, self.backends, ids, pooling, normalize=normalize, n_batch=n_batch)
+        return Embedder(self.encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
     def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:
         """The logits after every token: float32 [n_tokens, n_vocab], in a sequence of its own."""
@@ -245,19 +247,23 @@ def load(
     backend: str | Sequence[str | Backend] | Backend = "auto",
     *,
     exact: bool = False,
+    rope: RopeOptions | None = None,
     before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
 ) -> Model:
     """Opens a GGUF file and puts its weights where the backend wants them.
 
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
-    they refuse. exact: only reference forms of the ops. before: called when the weights have no memory yet, and may
-    raise. Raises GGUFError, ArchError, BackendError, MemoryPlanError.
+    they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
+    the weights have no memory yet, and may raise. Raises GGUFError, ArchError, BackendError, MemoryPlanError, and
+    SessionError for changes that the model can't have.
     """
     listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
     if all(b.name != "cpu" for b in backends):
         backends.append(get_backend("cpu", exact=exact))
     file = GGUFFile.open(path)
+    if rope is not None:
+        rope.apply(file)
     if before is not None:
         before(file, backends)
     return Model(file, backends)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from graphrt import __version__, env
 from graphrt.errors import GraphrtError
+from graphrt.tools.foreign_flags import adapted
 
 #: verb -> what it is for. The module is graphrt.tools.verbs.<verb>, with add_arguments(parser), main(args) -> int, and
 #: where flags take free text TEXT_FLAGS.
@@ -32,8 +33,12 @@ VERBS = {
     "diff": "where two ways of running part: node by node, with the first one that is too far off",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
-    "embed": "vectors of texts by an encoder, or how alike the texts are",
+    "embed": "vectors of texts, or how alike the texts are",
     "logits": "write the logits of every position to a .npy file",
+    "quantize": "write a model's file in smaller types: Q4_K_M, Q8_0 and so on",
+    "imatrix": "measure on a text which weights matter most, for `quantize --imatrix`",
+    "split": "cut a model's file into parts",
+    "merge": "join the parts of a split model",
     "bench": "speed of a model, beside the machine's ceilings and a peer; `bench op OP`: of one op on a GPU",
     "test": "conformance of a backend, op by op",
     "tune": "measure configurations of the portable attention kernel, and write the fastest as rows of its table",
@@ -58,6 +63,10 @@ class Parser(argparse.ArgumentParser):
 
     def has_flag(self, text: str) -> bool:
         return text in self._option_string_actions
+
+    def has_argument(self, name: str) -> bool:
+        """Whether there is an argument of that name that is no flag."""
+        return any(action.dest == name and not action.option_strings for action in self._actions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +142,12 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     env.add_arguments(parser)
-    args = parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
+    given, notes = adapted(
+        _joined(argv, getattr(module, "TEXT_FLAGS", ()), parser), parser.has_flag, parser.has_argument("model")
+    )
+    for note in notes:
+        print(f"graphrt {verb}: {note}", file=sys.stderr)
+    args = parser.parse_args(given)
     env.apply(args)
     code: int = module.main(args)
     return code

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
 from graphrt.printing import printable as printable
+from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from graphrt.models.model import Model
 
 
-MODEL_HELP = "a .gguf file, a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE"
+MODEL_NAMES = "a known name (smollm2-135m, gemma3-270m), hf:OWNER/REPO[:QUANT] or hf:OWNER/REPO/FILE"
+MODEL_HELP = f"a .gguf file, {MODEL_NAMES}"
 MAX_THREADS = 512
 
 
@@ -42,9 +44,17 @@ def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
     return number
 
 
-def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
-    """--backend, -c, -b, -ctk, -ctv, -t. ctx_size: the default context, 0 for the model's own limit or 4096; own_b: the
-    verb's -b names a backend, so that --backend is left out and a batch is --batch-size alone."""
+def context(text: str) -> int:
+    """An argparse type: the tokens of a context; 0 asks for the model's own."""
+    return whole(0)(text) or -1  # OWN_CTX, whose module needs torch
+
+
+def add_session_arguments(
+    parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False, rope: bool = False
+) -> None:
+    """--backend, -c, -b, -ctk, -ctv, -t, and with `rope` those of the rotation, which load_model() honours. ctx_size:
+    the default context, 0 for the model's own limit or 4096; own_b: the verb's -b names a backend, so that --backend is
+    left out and a batch is --batch-size alone."""
     group = parser.add_argument_group("model")
     if not own_b:
         group.add_argument(
@@ -53,8 +63,9 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
             metavar="NAME",
             help="what runs it; `graphrt devices` lists them (default: the best)",
         )
-    context = f"the most tokens of prompt and text (default: {ctx_size or 'what the model allows, at most 4096'})"
-    group.add_argument("-c", "--ctx-size", type=whole(1), default=ctx_size, metavar="N", help=context)
+    unless = ctx_size or "the same, but at most 4096"
+    what = f"the most tokens of prompt and text, 0: as many as the model was trained on (default: {unless})"
+    group.add_argument("-c", "--ctx-size", type=context, default=ctx_size, metavar="N", help=what)
     batch = ("--batch-size",) if own_b else ("-b", "--batch-size")
     group.add_argument(
         *batch, type=whole(1), default=512, metavar="N", help="prompt tokens read at once (default: 512)"
@@ -66,6 +77,8 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
     group.add_argument(
         "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
     )
+    if rope:
+        add_rope_arguments(parser)
 
 
 def load_model(
@@ -79,7 +92,7 @@ def load_model(
         import torch
 
         torch.set_num_threads(args.threads)
-    return load(hub.resolve(args.model), args.backend, exact=exact, before=before)
+    return load(hub.resolve(args.model), args.backend, exact=exact, rope=rope_options(args), before=before)
 
 
 def session_options(args: argparse.Namespace) -> SessionOptions:

@@ -95,7 +95,11 @@ def test_a_vector_a_token(graphrt: Run) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("mpt.gguf", "-p", "a"), "embeddings need an encoder, mpt models are decoders"),
+        (("mpt.gguf", "-p", "a"), "the file names no pooling; choose one with --pooling: none, mean, cls, last"),
+        (
+            ("mpt.gguf", "-p", "a " * 300, "--pooling", "mean"),
+            "the context holds 256 tokens, got a text of 600 characters",
+        ),
         (("bert.gguf", "-p", "a", "--pooling", "max"), "must be one of none, mean, cls, last, got 'max'"),
         (("bert.gguf", "-p", "a", "--pooling", "none", "--similarity"), "use mean, cls or last"),
         (("bert.gguf", "-p", "a " * 300), "the context holds 256 tokens, got a text of 600 characters"),

@@ -21,7 +21,7 @@ import pytest
 from support import ROOT
 
 from graphrt.errors import HubError
-from graphrt.models import hub, hub_cache
+from graphrt.models import hub, hub_partial
 from graphrt.models.hub import pull, resolve
 from graphrt.models.hub_known import KnownModel
 from graphrt.models.hub_pip import WheelPart
@@ -153,7 +153,7 @@ def test_resolve(toy: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_unknown_name() -> None:
     text = message("smolm2-135m")
-    assert "Did you mean smollm2-135m?" in text and "gemma3-270m" in text and "hf:REPO/FILE" in text
+    assert "Did you mean smollm2-135m?" in text and "gemma3-270m" in text and "hf:OWNER/REPO[:QUANT]" in text
 
 
 # ---- failures of pip ----
@@ -288,7 +288,10 @@ def test_stale_folders_go_and_live_ones_stay(toy: KnownModel, cache: Path) -> No
     for folder in (old, live):
         folder.mkdir(parents=True)
         (folder / "m.gguf").write_bytes(b"junk")
-    for folder, age in ((old, hub_cache._STALE_SECONDS + 600), (live, hub_cache._STALE_SECONDS - 600)):
+    for folder, age in (
+        (old, hub_partial._STALE_SECONDS + 600),
+        (live, hub_partial._STALE_SECONDS - 600),
+    ):  # seconds: a slow pull's
         os.utime(folder, (time.time() - age,) * 2)
     assert pull("toy").read_bytes() == CONTENT
     assert leftovers(cache) == [live]
@@ -360,9 +363,11 @@ def test_hf_checksum(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     assert pull("hf:org/repo/m.gguf").read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("name", ["hf:", "hf:org/repo", "hf:a/b/../c", "hf:../../x", "hf:a//b", "hf:a/b/c\\d"])
+@pytest.mark.parametrize(
+    "name", ["hf:", "hf:org", "hf:a/..", "hf:a/b:", "hf:a/b:c d", "hf:a/b/../c", "hf:../../x", "hf:a//b", "hf:a/b/c\\d"]
+)
 def test_hf_names(name: str) -> None:
-    assert "hf:OWNER/REPO/FILE" in message(name)
+    assert "hf:OWNER/REPO[:QUANT] or hf:OWNER/REPO/FILE" in message(name)
 
 
 def http_error(kind: str, status: int = 500) -> Exception:

@@ -228,8 +228,8 @@ def test_a_refused_prompt_leaves_the_session_as_it_was(model: Model) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (SessionOptions(n_ctx=257), "must be 1 to 256, the model's own limit, got 257"),
-        (SessionOptions(n_ctx=-1), "must be 1 to 256, the model's own limit, got -1"),
+        (SessionOptions(n_ctx=2**31), "must be 1 to 2147483647, what positions hold, got 2147483648"),
+        (SessionOptions(n_ctx=-2), "must be 1 to 2147483647, what positions hold, got -2"),
         (SessionOptions(n_batch=0), "must be at least 1, got 0"),
     ],
     ids=["long", "negative", "batch"],

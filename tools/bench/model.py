@@ -89,14 +89,17 @@ def options_for(test: Test, args: argparse.Namespace, model: Model) -> SessionOp
 
     Raises SessionError for a test that does not fit.
     """
+    from graphrt.models.engine import OWN_CTX
+
     limit = model.decoder.hp.n_ctx_train
-    longest = args.ctx_size or limit
+    asked = limit if args.ctx_size == OWN_CTX else args.ctx_size
+    longest = asked or limit
     if test.end > longest:
         raise SessionError(
             f"test {test} needs a context of {test.end} tokens, "
-            + (f"-c gives {longest}; raise it" if args.ctx_size else f"the model allows {longest}; use a shorter one")
+            + (f"-c gives {longest}; raise it" if asked else f"the model allows {longest}; use a shorter one")
         )
-    return replace(session_options(args), n_ctx=args.ctx_size or min(test.end + SPARE, limit))
+    return replace(session_options(args), n_ctx=asked or min(test.end + SPARE, limit))
 
 
 class Prepared:

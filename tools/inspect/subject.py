@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PHASES = ("prefill", "decode")
 SUBJECT_HELP = (
-    "a .gguf file, a known name or hf:OWNER/REPO/FILE; a case that `graphrt test --save` wrote (.npz); or "
+    "a .gguf file, a known name or hf:OWNER/REPO[:QUANT]; a case that `graphrt test --save` wrote (.npz); or "
     "script.py:build, a function that returns a graphrt Graph"
 )
 

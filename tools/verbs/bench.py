@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a .gguf file, a known name or hf:OWNER/REPO/FILE")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a .gguf file, a known name or hf:OWNER/REPO[:QUANT]")
     parser.add_argument(
         "--synthetic",
         metavar="NAME",
@@ -139,7 +139,7 @@ def _peer(args: argparse.Namespace, source: Source, backend: Backend, tests: lis
     from graphrt.tools.bench.llama_cpp import Peer
     from graphrt.tools.bench.machine import on_gpu
 
-    n_ctx = args.ctx_size or max(t.end for t in tests) + 64
+    n_ctx = args.ctx_size if args.ctx_size > 0 else max(t.end for t in tests) + 64
     options = replace(session_options(args), n_ctx=n_ctx)
     return Peer(args.peer_python, source.path, options, torch.get_num_threads(), on_gpu(backend))
 

@@ -1,4 +1,4 @@
-"""Embeddings of texts: a JSON line each, a .npy file, or a table of how alike they are."""
+"""Embeddings of texts, by an encoder or a decoder: a JSON line each, a .npy file, or a table of how alike they are."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         check_writable(args.output)  # now, not after the work
     model = load_model(args, exact=args.exact)
-    pooling = check_pooling(args.pooling, model.encoder.hp.pooling)
+    pooling = check_pooling(args.pooling, model.network.hp.pooling)
     if pooling == "none" and (args.similarity or args.output):
         raise SessionError(
             "--pooling none leaves a vector a token, of which there is no table and no file; use mean, cls or last"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphrt.printing import brief_name, human_bytes, printable
-from graphrt.tools.common import MODEL_HELP, print_json, print_table, whole
+from graphrt.tools.common import MODEL_HELP, context, print_json, print_table
 
 if TYPE_CHECKING:
     from graphrt.execute import Executable
@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument(
-        "-c", "--ctx-size", type=whole(1), default=0, metavar="N", help="context for the memory figures"
+        "-c",
+        "--ctx-size",
+        type=context,
+        default=0,
+        metavar="N",
+        help="context of the memory figures, 0: the model's own",
     )
 
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="F.npy", help="the file to write")
     parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser)
+    add_session_arguments(parser, rope=True)
 
 
 def parse_ids(text: str) -> list[int]:

@@ -33,21 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser, ctx_size=512)
+    add_session_arguments(parser, ctx_size=512, rope=True)
 
 
 def main(args: argparse.Namespace) -> int:
-    from graphrt.models.engine import SessionOptions
+    from graphrt.models.engine import OWN_CTX, SessionOptions
     from graphrt.models.model import nll
 
     n_ctx = args.ctx_size
-    if n_ctx < MIN_CTX or args.chunks == 0:
+    if (n_ctx < MIN_CTX and n_ctx != OWN_CTX) or args.chunks == 0:
         raise SessionError(
             f"perplexity needs at least one chunk (--chunks) of at least {MIN_CTX} tokens (-c), got --chunks "
             f"{args.chunks} and -c {n_ctx}"
         )
     text = without_last_newline(read_text(args.file))
     model = load_model(args, exact=not args.fast)
+    n_ctx = model.network.hp.n_ctx_train if n_ctx == OWN_CTX else n_ctx
     ids = model.tokenizer.encode(text)
     if len(ids) < 2 * n_ctx:
         raise SessionError(

@@ -1,4 +1,5 @@
-"""Fetch a model into the cache: a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE. Prints where it lies.
+"""Fetch a model into the cache: a known name (smollm2-135m, gemma3-270m), hf:OWNER/REPO/FILE, or hf:OWNER/REPO[:QUANT],
+of whose files that of the type QUANT is chosen, or of Q4_K_M, or the only one. Prints where it lies.
 
 The cache is $GRAPHRT_CACHE, else ~/.cache/graphrt.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from graphrt.tools.common import print_json
+from graphrt.tools.common import MODEL_NAMES, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="smollm2-135m, gemma3-270m or hf:OWNER/REPO/FILE")
+    parser.add_argument("name", metavar="NAME", help=MODEL_NAMES)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 

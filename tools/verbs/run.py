@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )
     _add_profile_arguments(parser)
-    add_session_arguments(parser)
+    add_session_arguments(parser, rope=True)
     add_sampling_arguments(parser)
 
 
@@ -279,7 +279,7 @@ def _cut_short(tally: Tally, model: Model, args: argparse.Namespace) -> bool:
 
 def _context_full(session: Session) -> str:
     longest = session.decoder.hp.n_ctx_train
-    more = f"-c gives a longer one, up to {longest}" if session.n_ctx < longest else "this model goes no further"
+    more = f"-c gives a longer one, up to {longest}" if session.n_ctx < longest else "the model was trained on no more"
     return f"\nstopped: the context is full ({session.n_ctx} tokens); {more}"
 
 

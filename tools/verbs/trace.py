@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlay", type=Path, metavar="FILE", help=largest)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--exact", action="store_true", help="trace the reference forms")
-    add_session_arguments(parser)
+    add_session_arguments(parser, rope=True)
 
 
 def main(args: argparse.Namespace) -> int:
