@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,14 @@ from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.embed import Embedder
 from graphrt.models.engine import Engine, SessionOptions
+from graphrt.models.generation import Piece as Piece
+from graphrt.models.generation import Pieces, Stops
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
-from graphrt.models.sampling import Sampler, SamplerParams
+from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_dry import Breakers
+from graphrt.models.sampling_params import SamplerOptions, SamplerParams, spells_out
 from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
@@ -36,13 +40,6 @@ from graphrt.printing import brief, brief_name
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 20  # keys in a warning
-
-
-class Piece(NamedTuple):
-    """One generated token: its id, and the text that became complete with it ("" inside a character)."""
-
-    token: int
-    text: str
 
 
 class Model:
@@ -153,6 +150,7 @@ class Model:
         self._check_length(text, n_ctx, len(ids))
         return ids
 
+    @spells_out
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -161,34 +159,60 @@ class Model:
         sampling: SamplerParams = SamplerParams(),
         raw: bool = True,
         session: Session | None = None,
+        stop: str | Iterable[str] = (),
+        stop_ids: Iterable[int] = (),
         ignore_eos: bool = False,
+        logprobs: int | None = None,
+        **samplers: Unpack[SamplerOptions],
     ) -> Iterator[Piece]:
         """Tokens and text after a prompt (text, or ids), at most n of them; -1: until the end or a full context.
 
-        Ends after an end-of-generation token, which comes as a piece without text. The session, a new one unless given,
-        holds the sequence, all tokens that were given included: another call, if only with [], goes on behind them.
-        Raises SessionError for a prompt that is empty or longer than the context, or an n under -1.
+        Ends after an end-of-generation token or one of stop_ids, which come as a piece without text, and where the text
+        comes to one of the texts `stop`, of which nothing is given. ignore_eos: no token is an end, and those are never
+        chosen. logprobs: every piece has the log-probability of its token and of so many likeliest ones. The other
+        keywords are SamplerParams', and change `sampling`.
+
+        The session, a new one unless given, holds the sequence, all tokens that were given included: another call, if
+        only with [], goes on behind them. Raises SessionError for a prompt that is empty or longer than the context, an
+        n under -1, and values that can't be.
         """
         if n < -1:
             raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
+        params = sampling.changed(samplers)
+        pieces = Pieces(self.tokenizer, Stops(self.tokenizer, stop, stop_ids), n, ignore_eos=ignore_eos)
+        sampler = self.sampler(params, ignore_eos=ignore_eos, logprobs=logprobs)
         session = session or self.session()
         if isinstance(prompt, str):
             tokens = self.prompt_tokens(prompt, raw=raw, n_ctx=session.n_ctx, begins=session.n_past == 0)
         else:
             tokens = list(prompt)
+        return self._pieces(tokens, n, pieces, sampler, session)
+
+    def sampler(
+        self, sampling: SamplerParams = SamplerParams(), *, ignore_eos: bool = False, logprobs: int | None = None
+    ) -> Sampler:
+        """What chooses tokens of this model's vocabulary, as generate() does it. Raises SessionError for a bias of an
+        unknown token."""
+        n_vocab = self.network.hp.n_vocab
+        unknown = next((token for token in sampling.biases if token >= n_vocab), None)
+        if unknown is not None:
+            raise SessionError(f"logit_bias must name token ids, 0 to {n_vocab - 1}, got {unknown}")
+        dry = sampling.dry_multiplier and not sampling.mirostat
+        breakers = Breakers.of(self.tokenizer, sampling.dry_sequence_breaker) if dry else Breakers({})
+        never = self.tokenizer.eog_ids if ignore_eos else ()
+        return Sampler(sampling, never=never, breakers=breakers, best=logprobs)
+
+    def _pieces(
+        self, tokens: list[int], n: int, pieces: Pieces, sampler: Sampler, session: Session
+    ) -> Generator[Piece, None, None]:
         if n == 0:
             session.eval(tokens)
             return
-        stream = self.tokenizer.stream()
-        with closing(self._choices(tokens, n, Sampler(sampling), session)) as choices:
-            for made, token in enumerate(choices, 1):
-                if self.tokenizer.is_eog(token) and not ignore_eos:
-                    yield Piece(token, stream.flush())
-                    return
-                last = made == n or session.n_past >= session.n_ctx
-                text = stream.push(token)
-                yield Piece(token, text + stream.flush() if last else text)
-                if last:
+        with closing(self._choices(tokens, n, sampler, session)) as choices:
+            for token in choices:
+                piece = pieces.add(token, sampler.logprobs, full=session.n_past >= session.n_ctx)
+                yield piece
+                if piece.finish:
                     return
 
     def _choices(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Generator[int, None, None]:

@@ -18,7 +18,7 @@ import graphrt
 from graphrt import ops
 from graphrt.backends.cpu.reference import evaluate
 from graphrt.models import Model, SamplerParams, load
-from graphrt.models import sampling as host
+from graphrt.models import sampling_steps as host
 from graphrt.models.engine import MAX_AHEAD, SessionOptions
 from graphrt.models.sampling import Sampler, Uniforms
 from graphrt.ops.sample import MAX_TOP_K, SampleParams
