@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graphrt.errors import SessionError
+from graphrt.models.sampling import Matcher, Sampler
+from graphrt.models.sampling_dry import Breakers
 from graphrt.models.sampling_logprobs import Logprobs
+from graphrt.models.sampling_params import SamplerParams
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.printing import brief
 
@@ -39,19 +43,71 @@ class Stops:
 
 
 def _texts(texts: object) -> list[str]:
-    given: list[Any] = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [texts]
+    given = _listed(texts)
     for text in given:
         if not isinstance(text, str) or not text:
             raise SessionError(f"a stop must be a text of at least one character, got {brief(text)}")
     return given
 
 
+def _listed(values: object) -> list[Any]:
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+
+
 def _ids(ids: object, n_vocab: int) -> list[int]:
-    given: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else [ids]
+    given = _listed(ids)
     for token in given:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < n_vocab:
             raise SessionError(f"a stop id must be a token id, 0 to {n_vocab - 1}, got {brief(token)}")
     return given
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """generate()'s keywords that say what a text may be and where it ends. Raises SessionError for those that can't be,
+    or not together."""
+
+    n: int
+    stop: str | Iterable[str] = ()
+    stop_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    grammar: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < -1:
+            raise SessionError(
+                f"the number of tokens (n) must be a whole number, at least -1, which is no limit, got {brief(self.n)}"
+            )
+        given = (self.grammar is not None) + (self.json_schema is not None)
+        if given + bool(self.ignore_eos) > 1 and given:
+            raise SessionError(
+                "a text that follows a grammar or a JSON schema ends with it: give one of grammar, json_schema and "
+                "ignore_eos, got several"
+            )
+        object.__setattr__(self, "stop", _texts(self.stop))
+        object.__setattr__(self, "stop_ids", _listed(self.stop_ids))
+
+    @property
+    def is_free(self) -> bool:
+        """No grammar and no schema."""
+        return self.grammar is None and self.json_schema is None
+
+    def pieces(self, tokenizer: Tokenizer) -> Pieces:
+        """What makes pieces of a new text."""
+        return Pieces(tokenizer, Stops(tokenizer, self.stop, self.stop_ids), self.n, ignore_eos=self.ignore_eos)
+
+    def sampler(self, tokenizer: Tokenizer, n_vocab: int, params: SamplerParams, matcher: Matcher | None) -> Sampler:
+        """What chooses a new text's tokens. n_vocab: how many logits there are; matcher: what a grammar lets through.
+        Raises SessionError for a bias of an unknown token."""
+        unknown = next((token for token in params.biases if token >= n_vocab), None)
+        if unknown is not None:
+            raise SessionError(f"logit_bias must name token ids, 0 to {n_vocab - 1}, got {unknown}")
+        dry = params.dry_multiplier and not params.mirostat
+        breakers = Breakers.of(tokenizer, params.dry_sequence_breaker) if dry else Breakers({})
+        never = tokenizer.eog_ids if self.ignore_eos else ()
+        return Sampler(params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs)
 
 
 class StopFilter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, Unpack
@@ -22,14 +22,15 @@ from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.embed import Embedder
-from graphrt.models.engine import Engine, SessionOptions
+from graphrt.models.engine import Engine, SessionOptions, check_options
 from graphrt.models.generation import Piece as Piece
-from graphrt.models.generation import Pieces, Stops
+from graphrt.models.generation import Pieces, TextRules
 from graphrt.models.gguf import GGUFFile
+from graphrt.models.grammar import GrammarVocab
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
+from graphrt.models.samples import MAX_SAMPLES, samples
 from graphrt.models.sampling import Sampler
-from graphrt.models.sampling_dry import Breakers
 from graphrt.models.sampling_params import SamplerOptions, SamplerParams, spells_out
 from graphrt.models.session import Session
 from graphrt.models.step import Logits
@@ -162,6 +163,8 @@ class Model:
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: str | None = None,
+        json_schema: str | Mapping[str, Any] | None = None,
         logprobs: int | None = None,
         **samplers: Unpack[SamplerOptions],
     ) -> Iterator[Piece]:
@@ -169,38 +172,64 @@ class Model:
 
         Ends after an end-of-generation token or one of stop_ids, which come as a piece without text, and where the text
         comes to one of the texts `stop`, of which nothing is given. ignore_eos: no token is an end, and those are never
-        chosen. logprobs: every piece has the log-probability of its token and of so many likeliest ones. The other
-        keywords are SamplerParams', and change `sampling`.
+        chosen. grammar: the text is one of this GBNF grammar; json_schema: it is JSON that fits this schema; either
+        needs the package llguidance. logprobs: each piece has its token's log-probability, and the likeliest tokens',
+        so many of them. The other keywords are SamplerParams', and change `sampling`.
 
         The session, a new one unless given, holds the sequence, all tokens that were given included: another call, if
         only with [], goes on behind them. Raises SessionError for a prompt that is empty or longer than the context, an
         n under -1, and values that can't be.
         """
-        if n < -1:
-            raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
-        params = sampling.changed(samplers)
-        pieces = Pieces(self.tokenizer, Stops(self.tokenizer, stop, stop_ids), n, ignore_eos=ignore_eos)
-        sampler = self.sampler(params, ignore_eos=ignore_eos, logprobs=logprobs)
+        rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
+        sampler, pieces = self._text(sampling.changed(samplers), rules)
         session = session or self.session()
-        if isinstance(prompt, str):
-            tokens = self.prompt_tokens(prompt, raw=raw, n_ctx=session.n_ctx, begins=session.n_past == 0)
-        else:
-            tokens = list(prompt)
+        begins = session.n_past == 0
+        tokens = self._prompt(prompt, raw=raw, n_ctx=session.n_ctx, begins=begins)
         return self._pieces(tokens, n, pieces, sampler, session)
 
-    def sampler(
-        self, sampling: SamplerParams = SamplerParams(), *, ignore_eos: bool = False, logprobs: int | None = None
-    ) -> Sampler:
-        """What chooses tokens of this model's vocabulary, as generate() does it. Raises SessionError for a bias of an
-        unknown token."""
-        n_vocab = self.network.hp.n_vocab
-        unknown = next((token for token in sampling.biases if token >= n_vocab), None)
-        if unknown is not None:
-            raise SessionError(f"logit_bias must name token ids, 0 to {n_vocab - 1}, got {unknown}")
-        dry = sampling.dry_multiplier and not sampling.mirostat
-        breakers = Breakers.of(self.tokenizer, sampling.dry_sequence_breaker) if dry else Breakers({})
-        never = self.tokenizer.eog_ids if ignore_eos else ()
-        return Sampler(sampling, never=never, breakers=breakers, best=logprobs)
+    @spells_out
+    def samples(
+        self,
+        prompt: str | Sequence[int],
+        count: int,
+        n: int = 128,
+        *,
+        sampling: SamplerParams = SamplerParams(),
+        raw: bool = True,
+        options: SessionOptions = SessionOptions(),
+        stop: str | Iterable[str] = (),
+        stop_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+        grammar: str | None = None,
+        json_schema: str | Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
+        **samplers: Unpack[SamplerOptions],
+    ) -> Iterator[tuple[int, Piece]]:
+        """`count` texts after one prompt, which is read once: (number of the text, its next piece), a token of each
+        text in turn. Text i is what generate() gives with the seed + i, but for rounding: tokens are read together.
+
+        options: of the sequences; the rest as generate() has it. Raises SessionError as it does, and for a count that
+        is not 1 to MAX_SAMPLES.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_SAMPLES:
+            raise SessionError(f"the number of samples must be 1 to {MAX_SAMPLES}, got {count!r}")
+        rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
+        first = sampling.changed(samplers)
+        texts = [self._text(each, rules) for each in first.seeds(count)]
+        n_ctx, _ = check_options(options, self.decoder.hp)
+        return samples(self, self._prompt(prompt, raw=raw, n_ctx=n_ctx), n, options, texts)
+
+    def _prompt(self, prompt: str | Sequence[int], **how: Any) -> list[int]:
+        return self.prompt_tokens(prompt, **how) if isinstance(prompt, str) else list(prompt)
+
+    def _text(self, sampling: SamplerParams, rules: TextRules) -> tuple[Sampler, Pieces]:
+        """What chooses a new text's tokens, and what makes pieces of them."""
+        matcher = None if rules.is_free else self._grammar_vocab.matcher(rules.grammar, rules.json_schema)
+        return rules.sampler(self.tokenizer, self.network.hp.n_vocab, sampling, matcher), rules.pieces(self.tokenizer)
+
+    @cached_property
+    def _grammar_vocab(self) -> GrammarVocab:
+        return GrammarVocab(self.tokenizer)
 
     def _pieces(
         self, tokens: list[int], n: int, pieces: Pieces, sampler: Sampler, session: Session

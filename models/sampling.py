@@ -2,8 +2,8 @@
 
     bias, grammar -> penalties -> dry -> top_n_sigma -> top_k -> typical_p -> top_p -> min_p -> xtc -> temperature
 
-and a draw, or, where mirostat is on, bias, grammar -> temperature -> mirostat. sampling_params has the parameters, sampling_steps,
-sampling_dry and sampling_mirostat have the steps.
+and a draw, or, where mirostat is on, bias, grammar -> temperature -> mirostat. sampling_params has the parameters,
+sampling_steps, sampling_dry and sampling_mirostat have the steps.
 """
 
 from __future__ import annotations

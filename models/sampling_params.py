@@ -106,6 +106,10 @@ class SamplerParams:
         """What is added to tokens' logits, by id."""
         return dict(self.logit_bias)
 
+    def seeds(self, count: int) -> list[SamplerParams]:
+        """So many of the same with seeds that rise one by one from this one's, each random where it is -1."""
+        return [self if self.seed < 0 else replace(self, seed=(self.seed + i) % (_MAX_SEED + 1)) for i in range(count)]
+
     def changed(self, options: Mapping[str, Any]) -> SamplerParams:
         """The same with some values changed, by name. Raises SessionError for a name that there is not."""
         unknown = [name for name in options if name not in SamplerParams.__dataclass_fields__]
