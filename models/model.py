@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Unpack
 
@@ -21,6 +20,7 @@ from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
+from graphrt.models.choices import text
 from graphrt.models.embed import Embedder
 from graphrt.models.engine import Engine, SessionOptions, check_options
 from graphrt.models.generation import Piece as Piece
@@ -181,11 +181,11 @@ class Model:
         n under -1, and values that can't be.
         """
         rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
-        sampler, pieces = self._text(sampling.changed(samplers), rules)
+        sampler, pieces = self._new_text(sampling.changed(samplers), rules)
         session = session or self.session()
         begins = session.n_past == 0
         tokens = self._prompt(prompt, raw=raw, n_ctx=session.n_ctx, begins=begins)
-        return self._pieces(tokens, n, pieces, sampler, session)
+        return text(session, tokens, n, sampler, pieces, self.next_token)
 
     @spells_out
     def samples(
@@ -215,14 +215,14 @@ class Model:
             raise SessionError(f"the number of samples must be 1 to {MAX_SAMPLES}, got {count!r}")
         rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
         first = sampling.changed(samplers)
-        texts = [self._text(each, rules) for each in first.seeds(count)]
+        texts = [self._new_text(each, rules) for each in first.seeds(count)]
         n_ctx, _ = check_options(options, self.decoder.hp)
         return samples(self, self._prompt(prompt, raw=raw, n_ctx=n_ctx), n, options, texts)
 
     def _prompt(self, prompt: str | Sequence[int], **how: Any) -> list[int]:
         return self.prompt_tokens(prompt, **how) if isinstance(prompt, str) else list(prompt)
 
-    def _text(self, sampling: SamplerParams, rules: TextRules) -> tuple[Sampler, Pieces]:
+    def _new_text(self, sampling: SamplerParams, rules: TextRules) -> tuple[Sampler, Pieces]:
         """What chooses a new text's tokens, and what makes pieces of them."""
         matcher = None if rules.is_free else self._grammar_vocab.matcher(rules.grammar, rules.json_schema)
         return rules.sampler(self.tokenizer, self.network.hp.n_vocab, sampling, matcher), rules.pieces(self.tokenizer)
@@ -230,47 +230,6 @@ class Model:
     @cached_property
     def _grammar_vocab(self) -> GrammarVocab:
         return GrammarVocab(self.tokenizer)
-
-    def _pieces(
-        self, tokens: list[int], n: int, pieces: Pieces, sampler: Sampler, session: Session
-    ) -> Generator[Piece, None, None]:
-        if n == 0:
-            session.eval(tokens)
-            return
-        with closing(self._choices(tokens, n, sampler, session)) as choices:
-            for token in choices:
-                piece = pieces.add(token, sampler.logprobs, full=session.n_past >= session.n_ctx)
-                yield piece
-                if piece.finish:
-                    return
-
-    def _choices(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Generator[int, None, None]:
-        """The tokens that are chosen after `tokens`, at most n (-1: any number) and while the context has room."""
-        given, past = list[int](), 0
-        try:
-            for token in self._chosen(tokens, n, sampler, session):
-                given, past = [token], session.n_past
-                yield token
-        finally:  # the last one that was given is not read yet, unless what came after its reading failed
-            if session.n_past == past < session.n_ctx:
-                session.unread = given
-
-    def _chosen(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Iterator[int]:
-        """The same; each token is read when the next one is asked for."""
-        history, params = list(tokens), sampler.device_params()
-        logits = session.eval(tokens)
-        while True:
-            token = self.next_token(sampler, logits, history)
-            history.append(token)
-            yield token
-            rest = n - 1 if n > 0 else session.n_ctx
-            if sampler.is_greedy and session.runs_ahead:
-                yield from session.likeliest(token, rest)
-                return
-            if params is not None and session.draws_ahead(params):
-                yield from session.drawn(token, rest, params, sampler.uniforms)
-                return
-            logits = session.eval([token])
 
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
         """The sampler's choice after `history`; what generate() asks for each token."""

@@ -75,7 +75,7 @@ class Matcher(Protocol):
 class Sampler:
     """Draws tokens by the given parameters; its random numbers follow from the seed alone.
 
-    never: ids of tokens that are never drawn; matcher: what a grammar lets through; breakers: what DRY's sequence
+    never: ids of tokens that are never drawn, to which come those with a bias of -inf; matcher: what a grammar lets through; breakers: what DRY's sequence
     breakers are in this vocabulary; best: how many likeliest tokens `logprobs` names beside the chosen one, None for no
     log-probabilities. seed: the seed in use, also when the parameters ask for a random one. uniforms: its random
     numbers; one a token, and one more before it where XTC is on. logprobs: of the latest choice, if asked for.
@@ -96,12 +96,15 @@ class Sampler:
         self.best = check_best(best)
         self.logprobs: Logprobs | None = None
         self._biases = self.params.biases | dict.fromkeys(never, -math.inf)
+        self.never = frozenset(token for token, bias in self._biases.items() if bias == -math.inf)
         self.reset()
 
     @property
     def is_greedy(self) -> bool:
-        """Every choice is the likeliest token of the model's own, whatever came before, and nobody asks how likely."""
-        return self._takes_the_first and not self._changes_logits
+        """Every choice is the likeliest token of the model's own but for those of `never`, whatever came before, and
+        nobody asks how likely."""
+        moved = len(self._biases) > len(self.never)
+        return self._takes_the_first and not moved and not self._looks_back
 
     @property
     def _takes_the_first(self) -> bool:
@@ -110,9 +113,9 @@ class Sampler:
         return p.temp <= 0 and (p.mirostat > 0 or p.temp + p.dynatemp_range <= 0)
 
     @property
-    def _changes_logits(self) -> bool:
-        """Something comes before the choice that only the host does."""
-        return bool(self._biases) or self.matcher is not None or self.best is not None or self._penalizes
+    def _looks_back(self) -> bool:
+        """What came before changes the choice, or its log-probability is wanted: the host needs the logits."""
+        return self.matcher is not None or self.best is not None or self._penalizes
 
     @property
     def _penalizes(self) -> bool:
@@ -124,10 +127,10 @@ class Sampler:
 
     def device_params(self) -> SampleParams | None:
         """Parameters of the op SAMPLE that make it choose as this sampler does, given its uniforms; None where nothing
-        does: greedy, all that changes logits or needs them, and samplers that the op lacks: top_n_sigma, typical_p,
+        does: greedy, biases, penalties, a grammar, log-probabilities, and samplers that the op lacks: top_n_sigma, typical_p,
         XTC, a temperature that changes, mirostat, and a top_k that is off or over what it takes."""
         p = self.params
-        if self._changes_logits or p.temp <= 0 or p.typical_p < 1 or p.xtc_probability > 0:
+        if self._biases or self._looks_back or p.temp <= 0 or p.typical_p < 1 or p.xtc_probability > 0:
             return None
         if p.top_n_sigma > 0 or p.dynatemp_range > 0 or p.mirostat or not 1 <= p.top_k <= MAX_TOP_K:
             return None
