@@ -16,7 +16,7 @@ Choose = Callable[[Sampler, Logits, Sequence[int]], int]
 
 
 def text(
-    session: Session, tokens: list[int], n: int, sampler: Sampler, pieces: Pieces, choose: Choose = Sampler.sample
+    session: Session, tokens: list[int], n: int, sampler: Sampler, pieces: Pieces, choose: Choose
 ) -> Generator[Piece, None, None]:
     """The pieces of the text after `tokens`, which are read first; n: at most so many, -1: any number."""
     if n == 0:
@@ -54,11 +54,11 @@ def _chosen(session: Session, tokens: list[int], n: int, sampler: Sampler, choos
         yield token
         rest = n + len(tokens) - len(history) if n > 0 else session.n_ctx
         if sampler.is_greedy and session.runs_ahead:
-            for token in session.likeliest(token, rest):
-                if token in sampler.never:  # a backend knows nothing of that: the host chooses, from the same logits
+            for ahead in session.likeliest(token, rest):
+                if ahead in sampler.never:  # a backend knows nothing of that: the host chooses, from the same logits
                     break
-                history.append(token)
-                yield token
+                history.append(ahead)
+                yield ahead
             else:
                 return
             logits = session.eval_again(history[-1])

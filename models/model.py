@@ -185,7 +185,7 @@ class Model:
         session = session or self.session()
         begins = session.n_past == 0
         tokens = self._prompt(prompt, raw=raw, n_ctx=session.n_ctx, begins=begins)
-        return text(session, tokens, n, sampler, pieces, self.next_token)
+        return text(session, tokens, n, sampler, pieces, lambda *given: self.next_token(*given))
 
     @spells_out
     def samples(

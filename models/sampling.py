@@ -75,10 +75,11 @@ class Matcher(Protocol):
 class Sampler:
     """Draws tokens by the given parameters; its random numbers follow from the seed alone.
 
-    never: ids of tokens that are never drawn, to which come those with a bias of -inf; matcher: what a grammar lets through; breakers: what DRY's sequence
-    breakers are in this vocabulary; best: how many likeliest tokens `logprobs` names beside the chosen one, None for no
-    log-probabilities. seed: the seed in use, also when the parameters ask for a random one. uniforms: its random
-    numbers; one a token, and one more before it where XTC is on. logprobs: of the latest choice, if asked for.
+    never: ids of tokens that are never drawn, to which come those with a bias of -inf; matcher: what a grammar lets
+    through; breakers: what DRY's sequence breakers are in this vocabulary; best: how many likeliest tokens `logprobs`
+    names beside the chosen one, None for no log-probabilities. seed: the seed in use, also when the parameters ask for
+    a random one. uniforms: its random numbers; one a token, and one more before it where XTC is on. logprobs: of the
+    latest choice, if asked for.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Sampler:
 
     def device_params(self) -> SampleParams | None:
         """Parameters of the op SAMPLE that make it choose as this sampler does, given its uniforms; None where nothing
-        does: greedy, biases, penalties, a grammar, log-probabilities, and samplers that the op lacks: top_n_sigma, typical_p,
-        XTC, a temperature that changes, mirostat, and a top_k that is off or over what it takes."""
+        does: greedy, biases, penalties, a grammar, log-probabilities, and samplers that the op lacks: top_n_sigma,
+        typical_p, XTC, a temperature that changes, mirostat, and a top_k that is off or over what it takes."""
         p = self.params
         if self._biases or self._looks_back or p.temp <= 0 or p.typical_p < 1 or p.xtc_probability > 0:
             return None
