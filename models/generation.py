@@ -37,7 +37,7 @@ class Stops:
         self.texts = _texts(texts)
         self.ids = set(_ids(ids, tokenizer.n_vocab))
         for text in self.texts:
-            found = tokenizer.encode(text, add_bos=False, parse_special=True, most=1)
+            found = tokenizer.encode(text, add_bos=False, parse_special=True, most=1, goes_on=True)
             if len(found) == 1 and tokenizer.is_control(found[0]):
                 self.ids.add(found[0])
 

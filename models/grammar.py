@@ -110,9 +110,26 @@ class _Tokens:
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.piece(i) for i in range(n)]
         self.special_token_ids = [i for i in range(n) if tokenizer.is_control(i)]
+        special = set(self.special_token_ids)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if i not in special}
+        self._size = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_bos=False)
+        """The tokens of a text that stands behind other text, of the very same bytes: llguidance lets only these through
+        where a grammar leaves but one text."""
+        ids = self._tokenizer.encode(text, add_bos=False, goes_on=True)
+        wanted = text.encode("utf-8", "replace")
+        return ids if b"".join(self.tokens[i] for i in ids) == wanted else self._longest(wanted)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest token that fits, and so on; a byte that none has is left out."""
+        ids, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._size), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), start)
+            ids += [self._ids[text[start:end]]] if end > start else []
+            start = max(end, start + 1)
+        return ids
 
 
 def _llguidance() -> Any:

@@ -7,7 +7,7 @@ token that would follow the last n tokens as it followed them before. Details as
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,16 +34,16 @@ class Breakers:
         """Those of texts: each token that holds one of them, or that ends in the beginning of one, with the tokens of
         the rest of it behind."""
         wanted = [text.encode("utf-8") for text in texts]
+        pieces = [tokenizer.piece(token) for token in range(tokenizer.n_vocab)]
+        single = {piece: token for token, piece in enumerate(pieces) if len(piece) == 1}
         tails: dict[int, set[tuple[int, ...]]] = {}
-        for token in range(tokenizer.n_vocab):
-            piece = tokenizer.piece(token)
+        for token, piece in enumerate(pieces):
             for text in wanted:
                 if text in piece:
                     tails.setdefault(token, set()).add(())
                     continue
                 for n in range(1, min(len(text), len(piece) + 1)):
-                    if piece.endswith(text[:n]):
-                        rest = tokenizer.encode(text[n:].decode("utf-8", "replace"), add_bos=False)
+                    if piece.endswith(text[:n]) and (rest := _tokens(tokenizer, text[n:], single)) is not None:
                         tails.setdefault(token, set()).add(tuple(rest[:_MAX_TAIL]))
         return cls({token: tuple(found) for token, found in tails.items()})
 
@@ -62,6 +62,15 @@ class Breakers:
     def is_one(self, token: int) -> bool:
         """Whether the token alone breaks a sequence."""
         return () in self.tails.get(token, ())
+
+
+def _tokens(tokenizer: Tokenizer, text: bytes, single: Mapping[bytes, int]) -> list[int] | None:
+    """The tokens of a text that may begin within a character, whose bytes are then tokens each; None where there are no
+    such tokens. single: tokens by their only byte."""
+    n = next((i for i, byte in enumerate(text) if not 0x80 <= byte < 0xC0), len(text))
+    within = [single.get(text[i : i + 1]) for i in range(n)]
+    found = [token for token in within if token is not None]
+    return found + tokenizer.encode(text[n:].decode("utf-8"), add_bos=False, goes_on=True) if len(found) == n else None
 
 
 def dry(
