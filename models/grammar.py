@@ -29,7 +29,7 @@ _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 1_000_000,
     "step_max_items": 2_000_000,
-    "max_items_in_row": 5_000,
+    "max_items_in_row": 3_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
@@ -115,8 +115,8 @@ class _Tokens:
         self._size = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that stands behind other text, of the very same bytes: llguidance lets only these through
-        where a grammar leaves but one text."""
+        """The tokens of a text that stands behind other text, of the very same bytes: llguidance lets only these
+        through where a grammar leaves but one text."""
         ids = self._tokenizer.encode(text, add_bos=False, goes_on=True)
         wanted = text.encode("utf-8", "replace")
         return ids if b"".join(self.tokens[i] for i in ids) == wanted else self._longest(wanted)
