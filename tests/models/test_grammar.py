@@ -226,8 +226,16 @@ def test_what_is_no_grammar(grammar: str, message: str) -> None:
 
 
 def test_a_rule_that_says_nothing_lets_nothing_through(plain: GrammarVocab) -> None:
+    matcher = plain.matcher("root ::= root", None)
+    for _ in range(2):
+        with pytest.raises(SessionError):
+            matcher.mask()
+
+
+@pytest.mark.parametrize("name", ["deep", "repeated repetitions", "many rules", "many symbols"])
+def test_large_grammars_are_refused_when_they_are_read(name: str) -> None:
     with pytest.raises(SessionError):
-        plain.matcher("root ::= root", None).mask()
+        to_lark(HOSTILE_GRAMMARS[name])
 
 
 @pytest.mark.parametrize(
