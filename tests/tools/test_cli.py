@@ -138,7 +138,7 @@ def test_run_writes_the_text_to_stdout_and_figures_to_stderr(graphrt: Cli, model
     plain, as_json = graphrt(*GREEDY, "-n", "12"), graphrt(*GREEDY, "-n", "12", "--json")
     assert plain.code == as_json.code == 0 and as_json.err == ""
     found = as_json.json()
-    assert list(found) == ["prompt_tokens", "tokens", "text", "timings"]
+    assert list(found) == ["prompt_tokens", "tokens", "text", "finish", "timings"]
     assert found["prompt_tokens"] == tokenizer(models / "spm.gguf").encode("hello the sea")
     assert len(found["tokens"]) == 12
     assert plain.out == found["text"] == text_of(models / "spm.gguf", found["tokens"])
