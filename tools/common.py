@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 MODEL_HELP = "a .gguf file, a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE"
+#: Of explain/devices.py, spelt out here since that takes long to import; a test holds them equal.
+DEVICE_NAMES = "h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090 or rtx5090"
 MAX_THREADS = 512
 
 

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes
-from graphrt.tools.common import add_session_arguments, print_json, printable, session_options, table_lines
+from graphrt.tools.common import (
+    DEVICE_NAMES,
+    add_session_arguments,
+    print_json,
+    printable,
+    session_options,
+    table_lines,
+)
 from graphrt.tools.inspect.subject import SUBJECT_HELP
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="h100",
         metavar="NAME",
-        help="with --order, the GPU to plan for: h100, h200, a100, b200 or mi300x",
+        help=f"with --order, the GPU to plan for: {DEVICE_NAMES} (default: h100)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_session_arguments(parser, own_b=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import GraphError, SessionError
-from graphrt.tools.common import check_writable, print_json, whole
+from graphrt.tools.common import DEVICE_NAMES, check_writable, print_json, whole
 from graphrt.tools.inspect.subject import add_subject_arguments, subject_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that the cache holds before the step (default: as many as fit for decode, none for prefill)",
     )  # fmt: skip
     parser.add_argument(
-        "--device", metavar="NAME", help="plan for this GPU, which need not be here: h100, h200, a100, b200 or mi300x"
+        "--device", metavar="NAME", help=f"plan for this GPU, which need not be here: {DEVICE_NAMES}"
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw which program has which part of each tile")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
