@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 import pytest
-from support import ROOT
+from support import ROOT, TESTS
 from support.gguf_files import Built, build, sample_kv, sample_tensors
 
 from graphrt.errors import GGUFError
@@ -200,7 +200,7 @@ def peak_bytes() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
 @pytest.mark.parametrize("seed", range(BATCHES))
 def test_damaged_files_load_or_are_refused(seed: int) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, str(seed), str(PER_BATCH)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

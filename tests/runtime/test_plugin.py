@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, TESTS
-
-PLUGIN = TESTS / "plugin"
+from support import ROOT
+from support.plugins import PLUGIN, by_hand, write_metadata
 
 
 def _pip(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
@@ -21,26 +20,13 @@ def _pip(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def _by_hand(target: Path) -> None:
-    """What pip would leave, where there is no pip or no setuptools: the package and its metadata."""
-    shutil.copytree(PLUGIN / "graphrt_tiny", target / "graphrt_tiny", dirs_exist_ok=True)
-    write_metadata(target, "graphrt-tiny", "tiny = graphrt_tiny:TinyBackend")
-
-
-def write_metadata(target: Path, name: str, *points: str) -> None:
-    info = target / f"{name.replace('-', '_')}-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("\n".join(["[graphrt.backends]", *points]) + "\n")
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny plugin installed in it, from a copy so that the tree stays clean."""
     source, target = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("site")
     shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     if _pip(source, target).returncode != 0:
-        _by_hand(target)
+        by_hand(target)
     return target
 
 

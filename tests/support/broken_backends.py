@@ -1,4 +1,4 @@
-"""Backends that are wrong on purpose, one way each, on the ToyBackend: `-b broken_backends:Crashing`."""
+"""Backends that are wrong on purpose, one way each, on the ToyBackend: `-b support.broken_backends:Crashing`."""
 
 from __future__ import annotations
 

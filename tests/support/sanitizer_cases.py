@@ -1,7 +1,7 @@
 """Small cases that reach every kernel of FLASH_ATTN_EXT on a GPU, for NVIDIA's compute-sanitizer:
 
-    compute-sanitizer --tool memcheck python -m graphrt test -b triton --cases tests.sanitizer_cases -j 0
-    compute-sanitizer --tool racecheck python -m graphrt test -b triton --cases tests.sanitizer_cases -j 0
+    compute-sanitizer --tool memcheck python -m graphrt test -b triton --cases tests.support.sanitizer_cases -j 0
+    compute-sanitizer --tool racecheck python -m graphrt test -b triton --cases tests.support.sanitizer_cases -j 0
 
 Not a test by itself: it needs that tool and a GPU, and takes a minute. -p picks some, by their parameters.
 """

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support import ROOT, TESTS
 
 pytest.importorskip("triton")
 
@@ -20,11 +21,11 @@ from graphrt.backends.triton import device
 if device.unusable() or not device.interpreting() or not triton.__version__.startswith("3.6."):
     pytest.skip("of Triton 3.6's interpreter only", allow_module_level=True)
 
-PROGRAM = Path(__file__).parent / "interpreter_program.py"
+PROGRAM = TESTS / "support" / "interpreter_program.py"
 
 
 def _run(quick: str, what: str) -> Any:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
     command = [sys.executable, PROGRAM, quick, what]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
     return json.loads(done.stdout)

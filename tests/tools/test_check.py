@@ -67,8 +67,8 @@ def test_the_gpu_backend_is_asked_without_a_gpu(check: Check, monkeypatch: pytes
 
 
 def test_a_fallback_by_an_unsupported_type_names_node_and_reason(check: Check) -> None:
-    assert check("llama.gguf", "-b", "broken_backends:Picky", "-c", "64")[0] == 0, "weights in f32 it takes"
-    code, found = check("q4.gguf", "-b", "broken_backends:Picky", "-c", "64", "--json")
+    assert check("llama.gguf", "-b", "support.broken_backends:Picky", "-c", "64")[0] == 0, "weights in f32 it takes"
+    code, found = check("q4.gguf", "-b", "support.broken_backends:Picky", "-c", "64", "--json")
     step = found["steps"][1]
     (fallback,) = step["fallbacks"]
     assert code == 1 and step["splits"] > 2
@@ -76,18 +76,18 @@ def test_a_fallback_by_an_unsupported_type_names_node_and_reason(check: Check) -
     assert (fallback["op"], fallback["backend"], fallback["where"]) == ("MUL_MAT", "cpu", "0-1 and -")
     assert "ffn_gate-1" in fallback["names"] and fallback["count"] == len(fallback["names"]) > 10
     assert {(c["origin"], c["target"]) for c in step["copies"]} == {("cpu", "picky"), ("picky", "cpu")}
-    code, out = check("q4.gguf", "-b", "broken_backends:Picky", "-c", "64")
+    code, out = check("q4.gguf", "-b", "support.broken_backends:Picky", "-c", "64")
     assert "MUL_MAT  0-1 and -" in out and "these are q4_0" in out and "copied between backends" in out
 
 
 def test_what_its_place_decides_says_so(check: Check) -> None:
-    _, found = check("llama.gguf", "-b", "toy:ToyBackend", "-c", "64", "--json")
+    _, found = check("llama.gguf", "-b", "support.toy:ToyBackend", "-c", "64", "--json")
     causes = {f["op"]: f["cause"] for f in found["steps"][1]["fallbacks"]}
     assert causes["RMS_NORM"] == "op RMS_NORM is unknown to it" and "f32" in causes["SET_ROWS"]
 
 
 def test_a_script(check: Check) -> None:
-    code, found = check("script.py:build", "-b", "toy:ToyBackend", "--json")
+    code, found = check("script.py:build", "-b", "support.toy:ToyBackend", "--json")
     (step,) = found["steps"]
     assert code == 1 and [f["names"] for f in step["fallbacks"]] == [["root"]] and step["splits"] == 3
     assert [(c["example"], c["nbytes"]) for c in step["copies"]] == [("square", 1024), ("root", 1024)]

@@ -169,7 +169,7 @@ def test_llama_cpp_names_are_known(run: Run, tmp_path: Path) -> None:
 def test_a_wrong_stride_is_named(run: Run, tmp_path: Path, phase: str) -> None:
     argv = ("llama.gguf", "--phase", phase, "--resync", "--json")
     assert run(*argv, "-b", "cpu").code == 0
-    result = run(*argv, "-b", "broken_backends:WrongStride")
+    result = run(*argv, "-b", "support.broken_backends:WrongStride")
     free, fed = result.json()["modes"]
     assert result.code == 1 and free["first"]["name"] == fed["first"]["name"] == "__fattn__-0"
     first = free["first"]
@@ -183,11 +183,11 @@ def test_a_wrong_stride_is_named(run: Run, tmp_path: Path, phase: str) -> None:
 
 def test_a_dropped_softcap_is_named_with_its_fusion(run: Run) -> None:
     assert run("script.py:build", "-b", "cpu-fast", "--resync").code == 0
-    result = run("script.py:build", "-b", "broken_backends:SoftcapDropping", "--json")
+    result = run("script.py:build", "-b", "support.broken_backends:SoftcapDropping", "--json")
     first = result.mode()["first"]
     assert result.code == 1 and (first["name"], first["members"]) == ("capped", ["inner", "bent", "capped"])
     assert [i["name"] for i in first["inputs"]] == ["rows"] and first["inputs"][0]["nmse"] == 0
-    opened = run("script.py:build", "-b", "broken_backends:SoftcapDropping", "--cut")
+    opened = run("script.py:build", "-b", "support.broken_backends:SoftcapDropping", "--cut")
     assert opened.code == 1 and "opening made that vanish" in opened.out and "capped first" in opened.out
 
 
@@ -201,7 +201,7 @@ def test_a_fusion_is_opened_by_a_filter_alone(run: Run) -> None:
 @pytest.mark.parametrize("side", ["WrongStride", "SoftcapDropping"])
 def test_what_is_saved_fails_again(run: Run, tmp_path: Path, side: str) -> None:
     subject = "llama.gguf" if side == "WrongStride" else "script.py:build"
-    file, backend = str(tmp_path / "first.npz"), f"broken_backends:{side}"
+    file, backend = str(tmp_path / "first.npz"), f"support.broken_backends:{side}"
     result = run(subject, "-b", backend, "--save", file)
     assert result.code == 1 and f"graphrt replay {file} -b {backend}" in result.err
     failed = run(file, "-b", backend, verb="replay")
@@ -223,7 +223,7 @@ def test_what_is_right_is_not_saved(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_text_says_it_all(run: Run) -> None:
-    out = run("llama.gguf", "-b", "broken_backends:WrongStride", "--resync", "--all").out
+    out = run("llama.gguf", "-b", "support.broken_backends:WrongStride", "--resync", "--all").out
     assert "first over its tolerance, free-running: __fattn__-0 = FLASH_ATTN_EXT, f32[16, 4, 9], layer 0" in out
     assert "strides (4, 64, 256) bytes; on cpu, by itself" in out and " instead of " in out
     assert "inputs: Qcur_rope-0 equal, cache_k_l0 (set) equal" in out
@@ -234,7 +234,16 @@ def test_the_text_says_it_all(run: Run) -> None:
 
 def test_the_picture_and_the_overlay(run: Run, tmp_path: Path) -> None:
     svg, overlay, page = (tmp_path / name for name in ("diff.svg", "error.json", "page.html"))
-    argv = ("llama.gguf", "-b", "broken_backends:WrongStride", "--resync", "--svg", str(svg), "--overlay", str(overlay))
+    argv = (
+        "llama.gguf",
+        "-b",
+        "support.broken_backends:WrongStride",
+        "--resync",
+        "--svg",
+        str(svg),
+        "--overlay",
+        str(overlay),
+    )
     run(*argv)
     root = ET.fromstring(svg.read_text())
     texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]

@@ -21,7 +21,18 @@ from graphrt.tools.conformance.run.repeated import repeat
 from graphrt.tools.conformance.run.share import Sharing
 from graphrt.tools.conformance.run.step import run_case
 
-TOY = ["test", "-b", "toy:ToyBackend", "--cases", "broken_backends", "--share", "2", "--seconds", "1", "--json"]
+TOY = [
+    "test",
+    "-b",
+    "support.toy:ToyBackend",
+    "--cases",
+    "support.broken_backends",
+    "--share",
+    "2",
+    "--seconds",
+    "1",
+    "--json",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +51,7 @@ def test_processes_repeat_every_case_and_agree(capsys: pytest.CaptureFixture[str
 
 def test_a_run_with_other_bits_fails(capsys: pytest.CaptureFixture[str]) -> None:
     args = [*TOY[:-1], "-o", "ADD"]
-    args[2] = "broken_backends:Undecided"
+    args[2] = "support.broken_backends:Undecided"
     assert cli.main(args) == 1
     said = capsys.readouterr().out
     assert "DIFFERS: ADD(kind=spoilt)" in said and "off; NMSE against float64" in said
@@ -50,7 +61,7 @@ def test_a_run_with_other_bits_fails(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_crash_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     args = [*TOY]
-    args[2] = "broken_backends:Crashing"
+    args[2] = "support.broken_backends:Crashing"
     assert cli.main(args) == 1
     assert "exit code" in json.loads(capsys.readouterr().out)["problems"][0]
 

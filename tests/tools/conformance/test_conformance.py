@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from support import ROOT, broken_backends
+from support.plugins import by_hand
 
 from graphrt import get_backend, ops
 from graphrt.testing import Case, all_cases
@@ -37,7 +38,9 @@ def _report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[s
 
 def _spoilt(capsys: pytest.CaptureFixture[str], backend: str, *args: str) -> dict[str, object]:
     """The outcome of the case that a broken backend spoils; all others must be as they should."""
-    code, cases = _report(capsys, "-b", f"broken_backends:{backend}", "--cases", "broken_backends", *args)
+    code, cases = _report(
+        capsys, "-b", f"support.broken_backends:{backend}", "--cases", "support.broken_backends", *args
+    )
     spoilt = cases.pop(broken_backends.SPOILT)
     statuses = {name: case["status"] for name, case in cases.items()}
     assert statuses.pop("SQRT()") == "unsupported" and set(statuses.values()) == {"pass"}, statuses
@@ -84,7 +87,9 @@ def test_a_crash_or_a_hang_ends_its_case_only(
 
 
 def test_a_backend_that_prints_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    code, cases = _report(capsys, "-b", "broken_backends:Printing", "--cases", "broken_backends", "-j", "2")
+    code, cases = _report(
+        capsys, "-b", "support.broken_backends:Printing", "--cases", "support.broken_backends", "-j", "2"
+    )
     assert code == 0 and cases[broken_backends.SPOILT]["status"] == "pass"
     assert list(cases) == [str(c) for c in broken_backends.cases()]
 
@@ -95,7 +100,7 @@ def test_a_lie_about_support_is_a_crash_and_no_pass() -> None:
 
 
 def test_unsupported_counts_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["-b", "broken_backends:Right", "--cases", "broken_backends", "-j", "0"]
+    args = ["-b", "support.broken_backends:Right", "--cases", "support.broken_backends", "-j", "0"]
     code, cases = _report(capsys, *args)
     assert code == 0 and cases["SQRT()"]["message"] == "op SQRT is unknown to it"
     assert cli.main(["test", *args, "--require-supported"]) == 1
@@ -109,7 +114,7 @@ def test_a_failure_is_saved_and_replayed(tmp_path: Path, capsys: pytest.CaptureF
     assert len(saved) == 1 and saved[0].name.startswith("ADD-")
     with np.load(saved[0]) as file:
         assert file["actual"].shape == file["expected"].shape == (1, 4, 6, 32)
-    assert cli.main(["replay", str(saved[0]), "-b", "broken_backends:Swapping"]) == 1
+    assert cli.main(["replay", str(saved[0]), "-b", "support.broken_backends:Swapping"]) == 1
     assert "all of matrices 1 to 2 of 4" in capsys.readouterr().out
     assert cli.main(["replay", str(saved[0]), "-b", "cpu"]) == 0
     assert cli.main(["replay", __file__]) == 2
@@ -122,7 +127,7 @@ def test_a_crash_is_saved_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_worker_has_the_seed_and_saves_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = next(str(c) for c in all_cases("FLASH_ATTN_EXT") if "n_q=9" in str(c) and "heads=[4,2]" in str(c))
-    args = ["-b", "broken_backends:WrongStride", "-o", name, "--seed", "5"]
+    args = ["-b", "support.broken_backends:WrongStride", "-o", name, "--seed", "5"]
     alone = _report(capsys, *args, "-j", "0")[1][name]
     found = _report(capsys, *args, "--save", str(tmp_path))[1][name]
     assert found["status"] == "fail" and found["nmse"] == alone["nmse"]
@@ -153,7 +158,7 @@ def test_equal_seeds_give_equal_results_and_others_do_not(capsys: pytest.Capture
 
 
 def test_the_formats_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["test", "-b", "broken_backends:Swapping", "--cases", "broken_backends", "-j", "0"]
+    args = ["test", "-b", "support.broken_backends:Swapping", "--cases", "support.broken_backends", "-j", "0"]
     assert cli.main([*args, "--output", "csv"]) == 1
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(rows) == 7 and rows[2]["status"] == "fail" and rows[2]["worst"].count(" ") == 3
@@ -164,13 +169,13 @@ def test_the_formats_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_failed_can_be_rerun(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["-b", "broken_backends:Swapping", "--cases", "broken_backends", "-j", "0"]
+    args = ["-b", "support.broken_backends:Swapping", "--cases", "support.broken_backends", "-j", "0"]
     _report(capsys, *args)
     code, cases = _report(capsys, *args, "--rerun-failed")
     assert code == 1 and list(cases) == [broken_backends.SPOILT]
     assert cli.main(["test", *args, "-o", "SQR", "--rerun-failed"]) == 0
     assert cli.main(["test", *args, "-o", "SQR"]) == 0  # what did not run keeps its note, of its own backend
-    other = ["-b", "broken_backends:Right", *args[2:]]
+    other = ["-b", "support.broken_backends:Right", *args[2:]]
     assert cli.main(["test", *other, "--rerun-failed"]) == 0 and "nothing to rerun" in capsys.readouterr().err
     assert list(_report(capsys, *args, "--rerun-failed")[1]) == [broken_backends.SPOILT]
 
@@ -219,9 +224,7 @@ def test_a_case_without_energy_must_be_met_exactly() -> None:
 
 def test_the_plugin_is_right(tmp_path: Path) -> None:
     """`graphrt test -b tiny`, as a backend author runs it."""
-    from test_plugin import _by_hand
-
-    _by_hand(tmp_path)
+    by_hand(tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "graphrt.tools.cli", "test", "-b", "tiny", "-o", "ADD|MUL|SCALE|SQRT"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)

@@ -222,12 +222,12 @@ class Refusing(ToyBackend):
 def test_replay_exits_0_for_a_pass_alone(tmp_path: Path, backend: str, code: int) -> None:
     inputs = _case().build()
     save_failure(tmp_path / "case.npz", inputs, np.zeros(1), None, "")
-    assert cli.main(["replay", str(tmp_path / "case.npz"), "-b", f"broken_backends:{backend}"]) == code
+    assert cli.main(["replay", str(tmp_path / "case.npz"), "-b", f"support.broken_backends:{backend}"]) == code
 
 
 def test_replay_of_what_is_refused_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_failure(tmp_path / "case.npz", _case("SQRT()").build(), np.zeros(1), None, "")
-    assert cli.main(["replay", str(tmp_path / "case.npz"), "-b", "toy:ToyBackend"]) == 1
+    assert cli.main(["replay", str(tmp_path / "case.npz"), "-b", "support.toy:ToyBackend"]) == 1
     assert "unsupported" in capsys.readouterr().out
 
 
@@ -278,7 +278,7 @@ def test_ops_are_picked_by_whole_names_and_parameters_by_parts() -> None:
     assert all("eps=0.1" in str(c) for c in pick(cases, None, r"eps=0\.1,"))
 
 
-@pytest.mark.parametrize("argv", [["--cases", "broken_backends", "--graphs", "2"], ["perf", "--graphs", "2"]])
+@pytest.mark.parametrize("argv", [["--cases", "support.broken_backends", "--graphs", "2"], ["perf", "--graphs", "2"]])
 def test_cases_come_from_one_place(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["test", "-b", "cpu", "-j", "0", *argv]) == 2
     assert "graphs" in capsys.readouterr().err or argv[0] == "--cases"

@@ -47,13 +47,17 @@ def test_the_support_table_counts_and_gives_reasons(capsys: pytest.CaptureFixtur
     found = table(list(broken_backends.cases()), [("toy", ToyBackend()), ("cpu", get_backend("cpu"))])
     assert found["ADD"]["toy"].word == "full" and found["SQRT"]["toy"].word == "none"
     assert found["SQRT"]["toy"].reasons == {"op SQRT is unknown to it": 1} and found["SQRT"]["cpu"].word == "full"
-    args = ["test", "support", "-b", "toy:ToyBackend", "--cases", "broken_backends"]
+    args = ["test", "support", "-b", "support.toy:ToyBackend", "--cases", "support.broken_backends"]
     assert cli.main(args) == 0 and "1  SQRT: op SQRT is unknown to it" in capsys.readouterr().out
     assert cli.main([*args, "--output", "csv", "--require-supported"]) == 1
     rows = {row["op"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert rows["ADD"]["taken"] == "4" and rows["SQRT"]["reason"] == "op SQRT is unknown to it"
     assert cli.main([*args, "--output", "md"]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == ["| op | toy:ToyBackend |", "|---|---|", "| ADD | full 4/4 |"]
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "| op | support.toy:ToyBackend |",
+        "|---|---|",
+        "| ADD | full 4/4 |",
+    ]
 
 
 def test_support_needs_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +78,16 @@ def test_support_needs_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_perf_does_not_time_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["test", "perf", "-b", "broken_backends:Swapping", "--cases", "broken_backends", "-o", "ADD|SQRT"]
+    args = [
+        "test",
+        "perf",
+        "-b",
+        "support.broken_backends:Swapping",
+        "--cases",
+        "support.broken_backends",
+        "-o",
+        "ADD|SQRT",
+    ]
     assert cli.main([*args, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     timed = {c["case"]: c["seconds"] for c in report["cases"]}
