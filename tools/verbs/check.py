@@ -106,6 +106,13 @@ def _tables(step: Checked) -> Iterator[str]:
 
 def _said(step: Checked) -> str:
     if step.is_whole:
-        return f"all {step.nodes} nodes, one split, no copies"
+        return f"all {step.nodes} nodes that compute, one split, no copies{_views(step)}"
     n = sum(f.count for f in step.fallbacks)
-    return f"{n} of {step.nodes} nodes fall back, {step.splits} splits"
+    return f"{n} of {step.nodes} nodes that compute fall back, {step.splits} splits{_views(step)}"
+
+
+def _views(step: Checked) -> str:
+    """Why `graphrt dump` has more nodes."""
+    if not step.views:
+        return ""
+    return f" (of {step.nodes + step.views} nodes {step.views} are views: nothing runs for them)"
