@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from graphrt import __version__, env
 from graphrt.errors import GraphrtError
@@ -130,13 +130,20 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     if form is not None:
         verb, argv = f"{verb} {argv[0]}", argv[1:]
     module = importlib.import_module(f"graphrt.tools.verbs.{form or verb}")
-    parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
-    module.add_arguments(parser)
-    env.add_arguments(parser)
-    args = parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
+    parser = verb_parser(verb, module)
+    # Intermixed, so that `explain MODEL --phase prefill NODE` is understood: parse_args() wants MODEL and NODE together.
+    args = parser.parse_intermixed_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
     env.apply(args)
     code: int = module.main(args)
     return code
+
+
+def verb_parser(verb: str, module: Any) -> Parser:
+    """The parser of a verb ("run", "bench op") whose module is given, with the options that every verb has."""
+    parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
+    module.add_arguments(parser)
+    env.add_arguments(parser)
+    return parser
 
 
 def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:

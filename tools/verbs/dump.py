@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import whole
+from graphrt.tools.common import whole, write_text
 from graphrt.tools.inspect.subject import add_subject_arguments, subject_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
         return 0
-    args.output.write_text(text, encoding="utf-8")
+    write_text(args.output, text)
     if args.format == "model-explorer":
         _write_node_data(info, args.output, args.overlay)
     return 0
@@ -119,5 +119,4 @@ def _write_node_data(info: GraphInfo, graph: Path, files: Sequence[Path]) -> Non
 
     for overlay in overlays(info, files):
         path = graph.with_suffix(f".{overlay.name}.json")
-        path.write_text(_json(node_data(overlay)), encoding="utf-8")
-        print(f"node data: {path}", file=sys.stderr)
+        write_text(path, _json(node_data(overlay)))

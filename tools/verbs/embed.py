@@ -9,17 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import (
-    MAX_THREADS,
-    MODEL_HELP,
-    check_writable,
-    load_model,
-    not_writable,
-    print_json,
-    print_table,
-    read_text,
-    whole,
-)
+from graphrt.tools.common import MAX_THREADS, MODEL_HELP, check_writable, load_model, not_writable, print_json, print_table, read_text, say_written, whole
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-p", "--prompt")
@@ -104,6 +94,7 @@ def _save(path: str, rows: npt.NDArray[np.float32]) -> None:
             np.save(out, rows)
     except OSError as error:
         raise not_writable(path, error.strerror) from error
+    say_written(path)
 
 
 def _print_similarity(texts: list[str], cosines: npt.NDArray[np.float32]) -> None:

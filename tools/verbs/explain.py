@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import GraphError, SessionError
-from graphrt.tools.common import DEVICE_NAMES, check_writable, print_json, whole
+from graphrt.tools.common import DEVICE_NAMES, check_writable, print_json, whole, write_text
 from graphrt.tools.inspect.subject import add_subject_arguments, subject_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     found = explained(subject_of(args, backends), args.depth, device)
     node = explain_node.find_node(found, args.node) if args.node is not None else None
     if args.svg is not None and node is not None:
-        args.svg.write_text(_picture(found, node), encoding="utf-8")
+        write_text(args.svg, _picture(found, node))
     if args.json:
         print_json(explain_json.as_json(found, node))
         return 0

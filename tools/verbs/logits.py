@@ -7,15 +7,7 @@ import argparse
 import numpy as np
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import (
-    MODEL_HELP,
-    add_session_arguments,
-    check_writable,
-    load_model,
-    not_writable,
-    print_json,
-    session_options,
-)
+from graphrt.tools.common import MODEL_HELP, add_session_arguments, check_writable, load_model, not_writable, print_json, say_written, session_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +42,7 @@ def main(args: argparse.Namespace) -> int:
             np.save(out, logits)
     except OSError as error:
         raise not_writable(args.output, error.strerror) from error
+    say_written(args.output)
     if args.json:
         print_json({"output": args.output, "shape": list(logits.shape)})
     else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from graphrt import private_files
 from graphrt.errors import GraphError, HubError
-from graphrt.tools.common import DEVICE_NAMES, progress, whole
+from graphrt.tools.common import DEVICE_NAMES, progress, whole, write_text
 
 _MOST_STATE_BYTES = 64 << 20  # of the names that --rerun-failed runs again
 MODES = ("test", "perf", "grad", "support")
@@ -172,7 +172,7 @@ def _write(args: argparse.Namespace, outcomes: Sequence[Any], about: dict[str, A
     if args.output_file is None:
         print(text)
         return
-    Path(args.output_file).write_text(text + "\n", encoding="utf-8")
+    write_text(args.output_file, text + "\n")
     print(render("console", outcomes, about, args.verbose))
 
 

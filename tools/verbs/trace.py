@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import MemoryPlanError, SessionError
-from graphrt.tools.common import (
-    MODEL_HELP,
-    add_session_arguments,
-    check_writable,
-    load_model,
-    print_json,
-    printable,
-    progress,
-    session_options,
-)
+from graphrt.tools.common import MODEL_HELP, add_session_arguments, check_writable, load_model, print_json, printable, progress, say_written, session_options
 from graphrt.tools.inspect.subject import PHASES
 
 if TYPE_CHECKING:
@@ -188,6 +179,8 @@ def _traced(step: Step, patterns: Sequence[re.Pattern[str]], args: argparse.Name
         for line in _head_lines(head):
             print(line, file=sys.stderr if args.values else sys.stdout)
     traces, shown = _read(step, info, watched, args)
+    if args.output is not None:
+        say_written(args.output)
     if args.overlay is not None:
         write_overlay(args.overlay, {trace.node.name: trace.stats.largest for trace in traces})
     if args.json:

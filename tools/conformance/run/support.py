@@ -17,6 +17,7 @@ from graphrt.errors import BackendError
 from graphrt.graph import Graph
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import Case, Init, Inputs
+from graphrt.tools.common import write_text
 from graphrt.tools.conformance.cases.sources import FAST, make_backend, pick, source_of
 from graphrt.tools.conformance.run.reference import computing_nodes
 from graphrt.tools.conformance.run.step import rounding_of
@@ -80,8 +81,7 @@ def main(args: argparse.Namespace) -> int:
     found = table(cases, backends)
     text = {"console": _text, "csv": _csv, "md": _markdown, "json": _json}.get(args.output, _text)(found, names)
     if args.output_file is not None:
-        with open(args.output_file, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        write_text(args.output_file, text + "\n")
     else:
         print(text)
     missing = any(cell.reasons for row in found.values() for cell in row.values())
