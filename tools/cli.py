@@ -131,7 +131,7 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
         verb, argv = f"{verb} {argv[0]}", argv[1:]
     module = importlib.import_module(f"graphrt.tools.verbs.{form or verb}")
     parser = verb_parser(verb, module)
-    # Intermixed, so that `explain MODEL --phase prefill NODE` is understood: parse_args() wants MODEL and NODE together.
+    # Intermixed, for `explain MODEL --phase prefill NODE`: parse_args() wants MODEL and NODE side by side.
     args = parser.parse_intermixed_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
     env.apply(args)
     code: int = module.main(args)

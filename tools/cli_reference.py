@@ -22,8 +22,8 @@ HEAD = """# Command line
 
 <!-- Made by `python -m graphrt.tools.cli_reference docs/cli.md`: change the parsers, not this file. -->
 
-`graphrt VERB [options]`. Options may stand before, between and behind what else a verb takes. `graphrt VERB --help` prints
-what is said here. Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked, 130 interrupted."""
+`graphrt VERB [options]`. Options may stand before, between and behind what else a verb takes. `graphrt VERB --help`
+prints what is said here. Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked, 130 interrupted."""
 
 
 def reference() -> str:
@@ -44,7 +44,9 @@ def _entry(verb: str) -> list[str]:
 
 def _shared() -> Iterator[str]:
     """Those of environment variables, which every verb takes."""
-    rows = [[f"`{flag}`", f"`{name}`", _cell(f"{said} (default: {default})")] for name, flag, said, default in env.table()]
+    rows = [
+        [f"`{flag}`", f"`{name}`", _cell(f"{said} (default: {default})")] for name, flag, said, default in env.table()
+    ]
     yield from markdown_lines(["option", "or the variable", "meaning"], rows)
 
 
@@ -55,7 +57,7 @@ def _section(title: str, module_name: str) -> Iterator[str]:
     yield ""
     yield f"`{usage(parser)}`"
     yield ""
-    yield inspect.cleandoc(module.__doc__ or "")
+    yield _plain(inspect.cleandoc(module.__doc__ or ""))
     yield ""
     shared = {flag.partition(" ")[0] for _, flag, _, _ in env.table()}
     for group in parser._action_groups:
@@ -113,8 +115,15 @@ def _help(action: argparse.Action) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that a cell of a Markdown table takes, on one line; < starts no tag."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """Text that a cell of a Markdown table takes, on one line."""
+    return _plain(" ".join(text.split()).replace("|", "\\|"))
+
+
+def _plain(text: str) -> str:
+    """Text in which, outside of backticks, < starts no tag and __ nothing bold."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("__", "\\_\\_") for part in parts[::2]]
+    return "`".join(parts)
 
 
 def main(argv: list[str]) -> int:

@@ -31,8 +31,8 @@ from graphrt.program import LaunchInfo
 from graphrt.tensor import Tensor
 from graphrt.testing import all_cases
 from graphrt.tools import cli
-from graphrt.tools.conformance.run.saved import save_failure
 from graphrt.tools.common import DEVICE_NAMES
+from graphrt.tools.conformance.run.saved import save_failure
 from graphrt.tools.explain.devices import DEVICES, device_called, known_device
 from graphrt.tools.explain.masks import masks_of
 from graphrt.tools.explain.steps import explained
@@ -482,7 +482,10 @@ def test_a_saved_case_has_its_own_mask(run: Run, folder: Path) -> None:
         (["llama.gguf", "token_embd.weight"], "is a leaf: it holds data"),
         (["llama.gguf", "#9999"], "a node's index must be below"),
         (["script.py:build", "twice"], "is the name of 2; give one of #"),
-        (["llama.gguf", "--device", "h300"], "must be one of h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090, rtx5090, got 'h300'"),
+        (
+            ["llama.gguf", "--device", "h300"],
+            "must be one of h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090, rtx5090, got 'h300'",
+        ),
         (["llama.gguf", "--device", "h100", "--backend", "cpu"], "'cpu' plans for no device but those that are here"),
         (["llama.gguf", "-d", "4000"], "the context holds 256 tokens, got 1 after 4000"),
         (["script.py:build", "-d", "1", "--device", "h100"], "leave -d out"),

@@ -83,7 +83,12 @@ def _checked(title: str, graph: Graph, backends: Sequence[Backend]) -> Checked:
     layers = {t: i.layer for t, i in zip([*graph.leafs, *graph.nodes], describe(graph).tensors)}
     nodes = [n for n in graph.nodes if not op_spec(n.op).is_view]
     return Checked(
-        title, len(nodes), len(graph.nodes) - len(nodes), len(plan.splits), _fallbacks(nodes, plan, backends, layers), _copies(plan, layers)
+        title,
+        len(nodes),
+        len(graph.nodes) - len(nodes),
+        len(plan.splits),
+        _fallbacks(nodes, plan, backends, layers),
+        _copies(plan, layers),
     )
 
 

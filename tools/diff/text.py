@@ -120,8 +120,8 @@ def _number(value: float | None) -> str:
 
 
 def plot(modes: Sequence[Mode], numbers: Sequence[int]) -> list[str]:
-    """NMSE by node as text: each column has the largest of some nodes. `!`: over the tolerance. numbers: of all nodes, as
-    dumps have them."""
+    """NMSE by node as text: each column has the largest of some nodes. `!`: over the tolerance. numbers: of all
+    nodes, as dumps have them."""
     n_nodes = len(numbers)
     points = [(_column(d.index, n_nodes), d, MARKS[m.name]) for m in modes for d in m.nodes if d.nmse > 0]
     finite = [math.log10(d.nmse) for _, d, _ in points if math.isfinite(d.nmse)]
@@ -145,7 +145,11 @@ def plot(modes: Sequence[Mode], numbers: Sequence[int]) -> list[str]:
         power = high - i * (high - low) / (PLOT_HEIGHT - 1)
         label = f"1e{power:+.0f}" if i % 3 == 0 or i == PLOT_HEIGHT - 1 else ""
         out.append(f"{label:>6} |{''.join(cells)}".rstrip())
-    return [*out, f"{'':>6} +{'-' * PLOT_WIDTH}", f"{'':>8}{f'#{numbers[0]}':<{PLOT_WIDTH // 2}}{f'#{numbers[-1]}':>{PLOT_WIDTH // 2}}"]
+    return [
+        *out,
+        f"{'':>6} +{'-' * PLOT_WIDTH}",
+        f"{'':>8}{f'#{numbers[0]}':<{PLOT_WIDTH // 2}}{f'#{numbers[-1]}':>{PLOT_WIDTH // 2}}",
+    ]
 
 
 def _column(index: int, n: int) -> int:

@@ -1,9 +1,9 @@
 """`graphrt dump --format dot` and `svg`: a picture by graphviz. Layers are frames, fused nodes share an inner frame.
 
 Fill colours tell the backend (Okabe and Ito's, which colour-blind people tell apart), with a legend; shapes tell the
-kind: boxes compute, dashed ones look at another's memory, ellipses are inputs and caches. What many nodes read from outside
-of the layers (positions, masks) has dotted arrows, weights stand by name in the node that reads them. The background is transparent and lines are
-mid-grey, so that it reads on light and on dark pages.
+kind: boxes compute, dashed ones look at another's memory, ellipses are inputs and caches. What many nodes read from
+outside of the layers (positions, masks) has dotted arrows, weights stand by name in the node that reads them. The
+background is transparent and lines are mid-grey, so that it reads on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NO_BACKEND = "#BBBBBB"
 LINE = "#808080"
 FONT = 'fontname="Helvetica,Arial,sans-serif"'  # whose widths graphviz knows without the fonts
 SVG_SECONDS = 120
-#: What lies outside of layers and more nodes read than this has dotted arrows, for which the layout makes no room: solid
-#: ones would hide the rest.
+#: What lies outside of layers and more nodes read than this has dotted arrows, for which the layout makes no room:
+#: solid ones would hide the rest.
 MAX_ARROWS = 2
 
 

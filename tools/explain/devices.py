@@ -62,10 +62,11 @@ _SHEET = "the maker's data sheet, not measured"
 #: What a program may use on compute capability 8.6, 8.9 and 12.0: 99 KiB.
 _SHARED_99 = 101376
 
-#: By the name that --device takes. Shared memory: CUDA programming guide, LDS of a CDNA3 workgroup. Rates of products are
-#: those with f32 sums, without sparsity: GeForce cards have half of what they do with f16 sums, which no kernel here
-#: uses. GeForce figures: NVIDIA's white papers "Ampere GA102" (RTX 3090), "Ada GPU Architecture" (RTX 4090, and the L2
-#: cache of AD102) and "RTX Blackwell GPU Architecture" (RTX 5090); data sheets of L40S and RTX 6000 Ada Generation.
+#: By the name that --device takes. Shared memory: CUDA programming guide, LDS of a CDNA3 workgroup. Rates of products
+#: are those with f32 sums, without sparsity: GeForce cards have half of what they do with f16 sums, which no kernel
+#: here uses. GeForce figures: NVIDIA's white papers "Ampere GA102" (RTX 3090), "Ada GPU Architecture" (RTX 4090,
+#: and the L2 cache of AD102) and "RTX Blackwell GPU Architecture" (RTX 5090); data sheets of L40S and RTX
+#: 6000 Ada Generation.
 DEVICES = {
     "h100": KnownDevice(
         "NVIDIA H100 80GB HBM3", "sm_90", 132, 232448, 50 << 20, 3.02e12, 760e12, _LAUNCH, "measured, see BENCHMARKS.md"

@@ -2,8 +2,9 @@
 
 A row is a place that the device has for a program; along it the k-blocks that its programs visit, one tile after the
 other. Grey is idle: after a row's last k-block, and places without a program. All rows are of one height, so that the
-coloured share of the plot is the efficiency. Neighbouring tiles differ in colour (Okabe and Ito's, which colour-blind people tell apart); parts
-that others merge are striped, the part that merges them has a thick edge. Tooltips tell the rest.
+coloured share of the plot is the efficiency. Neighbouring tiles differ in colour (Okabe and Ito's, which colour-blind
+people tell apart); parts that others merge are striped, the part that merges them has a thick edge. Tooltips tell the
+rest.
 """
 
 from __future__ import annotations

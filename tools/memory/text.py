@@ -40,7 +40,8 @@ def lines(
     yield heading(subject)
     if other is not None:
         tokens = count_text(other.n_tokens, "token")
-        yield f"{other.phase} of {tokens} takes less: arenas of {human_bytes(arena_bytes(other))} (--phase {other.phase})"
+        size = human_bytes(arena_bytes(other))
+        yield f"{other.phase} of {tokens} takes less: arenas of {size} (--phase {other.phase})"
     yield ""
     yield from _bound("weights", "type", report.weights)
     yield from _bound("cache", "cache", report.cache)
@@ -136,7 +137,8 @@ def _percent(share: float) -> str:
 def as_json(
     report: MemoryReport, subject: Subject, limit: int | None, fitting: Sequence[Fit], other: Subject | None = None
 ) -> dict[str, Any]:
-    """The report as plain data; bytes and steps as whole numbers, shares from 0 to 1. other: the step that takes less."""
+    """The report as plain data; bytes and steps as whole numbers, shares from 0 to 1. other: the step that takes
+    less."""
     told: dict[str, Any] = {
         "title": subject.title,
         "phase": subject.phase,

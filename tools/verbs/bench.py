@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 #: In llama-bench's order, with its names; a table has those of which there is something.
 COLUMNS = (
-    "model", "size", "params", "backend", "threads", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s", "ratio",
+    "model", "size", "params", "backend", "threads", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s",
+    "ratio",
 )  # fmt: skip
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import add_session_arguments, check_writable, print_json, progress, say_written, session_options, whole, write_text
+from graphrt.tools.common import (
+    add_session_arguments,
+    check_writable,
+    print_json,
+    progress,
+    say_written,
+    session_options,
+    whole,
+    write_text,
+)
 from graphrt.tools.inspect.subject import PHASES, SUBJECT_HELP, is_graph
 
 if TYPE_CHECKING:

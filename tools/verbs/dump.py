@@ -1,6 +1,6 @@
 """A graph as it would run: every leaf and node with its op, parameters, types, strides, views, backend, place, fusion
-and work. Layers that are alike fold into one; --layer opens one. # is the number that every verb calls a tensor by: leafs
-come first, so that node_6, ggml's name for the seventh node without one, has a higher number.
+and work. Layers that are alike fold into one; --layer opens one. # is the number that every verb calls a tensor by:
+leafs come first, so that node_6, ggml's name for the seventh node without one, has a higher number.
 
 MODEL may be a model, of which a step is shown, a case that `graphrt test --save` wrote, or script.py:build, a function
 that returns a graphrt Graph.

@@ -9,7 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import MAX_THREADS, MODEL_HELP, check_writable, load_model, not_writable, print_json, print_table, read_text, say_written, whole
+from graphrt.tools.common import (
+    MAX_THREADS,
+    MODEL_HELP,
+    check_writable,
+    load_model,
+    not_writable,
+    print_json,
+    print_table,
+    read_text,
+    say_written,
+    whole,
+)
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-p", "--prompt")

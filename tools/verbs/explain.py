@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-d", "--depth", type=whole(0), metavar="N",
         help="tokens that the cache holds before the step (default: as many as fit for decode, none for prefill)",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", metavar="NAME", help=f"plan for this GPU, which need not be here: {DEVICE_NAMES}"
-    )
+    parser.add_argument("--device", metavar="NAME", help=f"plan for this GPU, which need not be here: {DEVICE_NAMES}")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw which program has which part of each tile")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 

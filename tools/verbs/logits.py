@@ -7,7 +7,16 @@ import argparse
 import numpy as np
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import MODEL_HELP, add_session_arguments, check_writable, load_model, not_writable, print_json, say_written, session_options
+from graphrt.tools.common import (
+    MODEL_HELP,
+    add_session_arguments,
+    check_writable,
+    load_model,
+    not_writable,
+    print_json,
+    say_written,
+    session_options,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

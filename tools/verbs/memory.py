@@ -2,8 +2,8 @@
 reuse saved and how fragmented it is. The plan is checked too: two tensors that are alive together and share bytes are
 named, and the exit code is 1.
 
-MODEL may be a model, of which the step is shown that takes more (prefill or decode, unless --phase says), a case that `graphrt test --save` wrote, or script.py:build, a function
-that returns a graphrt Graph.
+MODEL may be a model, of which the step is shown that takes more (prefill or decode, unless --phase says), a case that
+`graphrt test --save` wrote, or script.py:build, a function that returns a graphrt Graph.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def _larger(subject: Subject, args: argparse.Namespace) -> tuple[Subject, Subjec
     session = subject.session
     if args.phase is not None or args.tokens or session is None or session.n_batch == 1:
         return subject, None
-    prefill = replace(subject, phase="prefill", n_tokens=session.n_batch, executable=session.executable(session.n_batch, 1))
+    prefill = replace(
+        subject, phase="prefill", n_tokens=session.n_batch, executable=session.executable(session.n_batch, 1)
+    )
     first, second = sorted((subject, prefill), key=lambda s: -arena_bytes(s))
     return first, second
 

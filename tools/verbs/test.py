@@ -1,7 +1,7 @@
 """Conformance of a backend, op by op: every case in guarded memory, held against the float64 reference.
 
-Modes: test (the default), support (what a backend takes, and why not the rest; nothing runs, and no GPU is needed), perf
-(time of what is right), grad (finite differences, for ops that have a backward).
+Modes: test (the default), support (what a backend takes, and why not the rest; nothing runs, and no GPU is needed),
+perf (time of what is right), grad (finite differences, for ops that have a backward).
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def main(args: argparse.Namespace) -> int:
     if args.share is not None:
         return _share(args)
     if args.device is not None and args.mode != "support":
-        raise GraphError(f"--device is for the mode support, which runs nothing, got {args.mode}; leave one of them out")
+        raise GraphError(
+            f"--device is for the mode support, which runs nothing, got {args.mode}; leave one of them out"
+        )
     args.set = args.set or "quick"
     if args.mode == "support":
         from graphrt.tools.conformance.run.support import main as support

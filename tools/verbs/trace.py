@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import MemoryPlanError, SessionError
-from graphrt.tools.common import MODEL_HELP, add_session_arguments, check_writable, load_model, print_json, printable, progress, say_written, session_options
+from graphrt.tools.common import (
+    MODEL_HELP,
+    add_session_arguments,
+    check_writable,
+    load_model,
+    print_json,
+    printable,
+    progress,
+    say_written,
+    session_options,
+)
 from graphrt.tools.inspect.subject import PHASES
 
 if TYPE_CHECKING:

@@ -123,7 +123,8 @@ class Choice:
     """A schedule and its figures.
 
     splits: S of "split", 1 otherwise. waves: tiles / programs at once. efficiency_percent: 0 to 100, what was reckoned
-    with, for no k-block hidden and merging counted; what a mask leaves busy is TilePlan.busy_percent. occupancy: programs a multiprocessor. scratch_bytes: all slots. reasons: short sentences.
+    with, for no k-block hidden and merging counted; what a mask leaves busy is TilePlan.busy_percent. occupancy:
+    programs a multiprocessor. scratch_bytes: all slots. reasons: short sentences.
     """
 
     schedule: Schedule
@@ -175,7 +176,9 @@ def choose(
     if problem.has_mask:
         return _masked(problem, device, efficiency, reasons)
     if efficiency >= GOOD_EFFICIENCY:
-        reasons.append(f"it keeps {efficiency} % of the device busy, {GOOD_EFFICIENCY} are enough: no scratch, no fixup")
+        reasons.append(
+            f"it keeps {efficiency} % of the device busy, {GOOD_EFFICIENCY} are enough: no scratch, no fixup"
+        )
         return _choice(problem, device, "tile", tiles, 1, reasons)
     if tiles >= MANY_WAVES * at_once:
         reasons.append(f"from {MANY_WAVES} waves on little is lost in the last one: no scratch, no fixup")
