@@ -17,7 +17,7 @@ from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
-from graphrt.models.hparam_limits import default_ctx
+from graphrt.models.hparam_sizes import default_ctx
 from graphrt.models.hparams import HParams
 from graphrt.models.placement import for_cache
 from graphrt.models.recent import Recent

@@ -15,7 +15,7 @@ from typing import Any
 from graphrt import private_files
 from graphrt.errors import HubError
 from graphrt.models import checksums
-from graphrt.models.hub import check_sha256, install, partial_folder
+from graphrt.models.hub_cache import check_sha256, install, partial_folder
 
 log = logging.getLogger(__name__)
 

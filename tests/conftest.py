@@ -48,9 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Ends the process, showing what each thread was at, when a test takes twice its time limit: the limit's signal is
+    """Ends the process when a test takes twice its time limit, and shows what each thread was doing.
 
-    for Python code, which a hang in native code never returns to. The watchdog needs neither a signal nor the GIL."""
+    The limit itself is a signal, which Python handles between two of its own instructions: code that hangs in a native
+    call never gets there. This watchdog needs neither a signal nor the GIL.
+    """
     marker, given = item.get_closest_marker("timeout"), item.config.getoption("timeout")
     seconds = float(marker.args[0] if marker else given if given is not None else item.config.getini("timeout") or 0)
     if seconds > 0 and not item.config.getoption("usepdb"):

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graphrt.backends.triton.capture import Segment
 from graphrt.backends.triton.device import Target, current
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
+from graphrt.backends.triton.kernels.products.plan import Part, Planned
+from graphrt.backends.triton.segment import Segment
 from graphrt.program import Choice, Fact, LaunchInfo, MaskValues, Run, StepInfo, in_order
-
-if TYPE_CHECKING:
-    from graphrt.backends.triton.kernels.products.plan import Part, Planned
 
 
 def step_info(segment: Segment, target: Target) -> StepInfo:

@@ -1,6 +1,7 @@
-"""Tokens that a device draws: the op's choices are the host sampler's, a seed gives one text either way, and stopping
+"""Tokens that a device draws: the op chooses as the host's sampler does, so that a seed gives one text either way.
 
-anywhere leaves the random numbers where the host would."""
+Stopping anywhere leaves the random numbers where the host's sampler would have left them.
+"""
 
 from __future__ import annotations
 

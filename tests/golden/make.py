@@ -1,4 +1,4 @@
-"""Regenerates tests/golden/*.npz with llama.cpp. By hand: pip install llama-cpp-python, python tests/golden/make.py
+"""Regenerates tests/golden/*.npz with llama.cpp, by hand: `pip install llama-cpp-python; python tests/golden/make.py`.
 
 Each file has llama.cpp's logits for the 40 tokens of tests/support/tiny.py on a tiny f32 model, with an f32 cache and
 without flash attention: the first 32 tokens in one batch, the rest one by one.

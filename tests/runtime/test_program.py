@@ -21,7 +21,7 @@ from graphrt.tools.explain.node import facts, find_node
 from graphrt.tools.explain.steps import explained
 from graphrt.tools.explain.text import table
 from graphrt.tools.inspect.subject import Subject
-from graphrt.tools.profile.profile import parts_of
+from graphrt.tools.profile.parts import parts_of
 
 VALUES = np.array([1.0, -2.0, 3.0, 0.5], np.float32)
 

@@ -64,9 +64,10 @@ def rope_cache_nodes(
 
 
 def latent_nodes(kind: str, n: int, mode: str, n_seq: int = 1, d: int = 64, kv: int = 512) -> list[Tensor]:
-    """The nodes of a group of fuse_latent.latent_rope_cache: 16 heads, of 128 elements before their product; kind: of
+    """The nodes of a group of fuse_latent.latent_rope_cache, for a cache of the type `kind`.
 
-    the cache."""
+    There are 16 heads, of 128 elements before their product.
+    """
     params, tokens, heads = RopeParams(d, mode), n * n_seq, 16
     whole, both = Tensor("f32", (128 + d, heads, tokens)), Tensor("f32", (kv + d, tokens))
     first, positions = ops.view(whole, (128, heads, tokens), whole.nb[1:3]), Tensor("i32", (tokens,))

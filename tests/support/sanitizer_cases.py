@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graphrt.ops.flash_attn_axes import Axes, as_case
+from graphrt.ops.cases.flash_attn_axes import Axes, as_case
 from graphrt.testing import Case
 
 _BASE = Axes()

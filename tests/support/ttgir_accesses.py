@@ -29,10 +29,11 @@ _NAME = re.compile(r"%[\w-]+")
 
 @dataclass
 class Found:
-    """args: what is done with each pointer argument; parameters: all of the kernel's, in order; waits: there is a
+    """What a kernel does. args: what is done with each pointer argument; parameters: all of the kernel's, in order.
 
-    gdc_wait; lets_go_early: a program may let the next launch start before it has waited itself; unknown: accesses
-    whose pointer comes from no argument."""
+    waits: there is a gdc_wait; lets_go_early: a program may let the next launch start before it has waited itself;
+    unknown: accesses whose pointer comes from no argument.
+    """
 
     args: dict[str, set[str]] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)

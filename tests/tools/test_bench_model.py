@@ -31,8 +31,8 @@ from graphrt.tools import cli
 from graphrt.tools.bench import machine as bench_model_machine
 from graphrt.tools.bench import model_check as bench_model_check
 from graphrt.tools.bench.model import Prepared, add_work
-from graphrt.tools.bench.model import Test as Timed
 from graphrt.tools.bench.model_check import median_nmse
+from graphrt.tools.bench.workload import Test as Timed
 
 Bench = Callable[..., tuple[int, str, str]]
 GIB = 2**30

@@ -25,8 +25,10 @@ from graphrt.models.memory import cache_bytes, check_fits, memory_needs, weights
 from graphrt.models.synthetic import synthetic
 from graphrt.op import Work
 from graphrt.tools import cli
-from graphrt.tools.profile import profile
-from graphrt.tools.profile.profile import Part, Phase, parts_of, profile_session, rows
+from graphrt.tools.profile import masks, report, spans
+from graphrt.tools.profile.parts import parts_of
+from graphrt.tools.profile.phase import Part, Phase, rows
+from graphrt.tools.profile.session import profile_session
 from graphrt.work import group_work
 
 MIB = 2**20
@@ -71,7 +73,7 @@ def test_an_attention_reads_the_cells_that_its_mask_shows() -> None:
     exe = graphrt.prepare(graphrt.Graph(out.nodes[0]), "cpu")
     exe.write(cells, np.where(np.arange(40) < 10, np.arange(40), -1).astype(np.int32))
     exe.write(pos, np.array([9, 4], np.int32))
-    assert profile.seen_shares(exe) == {"attn_inp_kq_mask": (10 / 40, (8 + 5) / 80)}
+    assert masks.seen_shares(exe) == {"attn_inp_kq_mask": (10 / 40, (8 + 5) / 80)}
 
 
 def _made(parts: list[Part]) -> None:
@@ -143,7 +145,7 @@ def test_a_profile_of_a_model(path: Path, exact: bool, tmp_path: Path) -> None:
     phases = profile_session(session, tokens(12), 4, tmp_path / "trace.json")
     assert [(p.kind, p.n_tokens, p.steps) for p in phases] == [("prefill", 8, 3), ("decode", 1, 4)]
     assert session.n_past == 13, "the second batch was read before the decode steps"
-    for phase, told in zip(phases, profile.as_json(phases)):
+    for phase, told in zip(phases, report.as_json(phases)):
         _consistent(told, len(phase.parts))
         assert told["times_taken"] == "each group by itself, medians by the host's clock" and told["gpu"] is None
         groups = session.executable(phase.n_tokens, 1).splits[0].groups
@@ -212,29 +214,29 @@ def _gpu_trace(in_step: bool = True, noted: bool = True) -> list[dict[str, Any]]
 @pytest.mark.parametrize("noted", [True, False])
 def test_kernels_of_a_replay_go_to_their_groups(noted: bool) -> None:
     phase = Phase("decode", 1, 2, [_part("A"), _part("B"), _part("C", queued=False)], [], 1e-3)
-    timed = profile._timed(phase, _gpu_trace(noted=noted))
+    timed = spans.timed(phase, _gpu_trace(noted=noted))
     assert timed.in_step and timed.seconds == pytest.approx([18e-6, 5e-6, 90e-6])
     assert timed.gpu is not None and timed.gpu.kernels == 3
     assert (timed.gpu.span, timed.gpu.gaps) == pytest.approx((35e-6, 12e-6))
     (a, b) = (r for r in rows(timed, lambda p: p.label) if r.name != "C")
     assert (a.calls, a.seconds, a.gb_per_s) == (2, pytest.approx(36e-6), pytest.approx(1000 / 18e-6 / 1e9))
     assert b.tflop_per_s == pytest.approx(2000 / 5e-6 / 1e12)
-    text = "\n".join(profile.lines([timed]))
+    text = "\n".join(report.lines([timed]))
     assert "35 us on the GPU: 3 kernels and copies, with gaps of 12 us between them (34.3 %)" in text
 
 
 def test_steps_whose_kernels_were_not_all_seen_leave_the_groups_own() -> None:
     phase = Phase("decode", 1, 2, [_part("A"), _part("B"), _part("C", queued=False)], [], 1e-3)
-    timed = profile._timed(phase, _gpu_trace(in_step=False))
+    timed = spans.timed(phase, _gpu_trace(in_step=False))
     assert not timed.in_step and timed.seconds == pytest.approx([12e-6, 6e-6, 90e-6])
-    assert profile._how(timed) == "kernels of each group by itself"
+    assert report._how(timed) == "kernels of each group by itself"
     blind = [e for e in _gpu_trace() if e["cat"] != "kernel"]
-    assert profile._timed(phase, blind).seconds == pytest.approx([90e-6] * 3), "no kernels at all: the host's clock"
+    assert spans.timed(phase, blind).seconds == pytest.approx([90e-6] * 3), "no kernels at all: the host's clock"
 
 
 def test_own_times_leave_no_overlap() -> None:
     work = [(0.0, 10.0), (2.0, 4.0), (8.0, 12.0), (20.0, 21.0)]
-    assert profile.own_times(work) == [10.0, 0.0, 2.0, 1.0]
+    assert spans.own_times(work) == [10.0, 0.0, 2.0, 1.0]
 
 
 @pytest.mark.gpu
@@ -244,7 +246,7 @@ def test_a_gpus_kernels_are_told_by_group(tmp_path: Path) -> None:
     session = model.session(SessionOptions(n_ctx=256))
     assert not session.fallbacks()
     phases = profile_session(session, tokens(40), 8, tmp_path / "trace.json")
-    for phase, told in zip(phases, profile.as_json(phases)):
+    for phase, told in zip(phases, report.as_json(phases)):
         _consistent(told, len(phase.parts))
         assert phase.in_step and phase.gpu is not None and phase.gpu.kernels >= len(phase.parts)
         assert 0 <= phase.gpu.gaps < phase.gpu.span < 2 * phase.step

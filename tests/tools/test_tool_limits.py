@@ -16,8 +16,8 @@ from graphrt.errors import GraphError
 from graphrt.judge import Verdict
 from graphrt.printing import human_bytes
 from graphrt.schedule import schedule
-from graphrt.tools.bench.model import Test as Timed
 from graphrt.tools.bench.model import _seen, measure
+from graphrt.tools.bench.workload import Test as Timed
 from graphrt.tools.check.report import Checked, _copies
 from graphrt.tools.common import whole
 from graphrt.tools.diff import report as diff_report

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from graphrt.dtypes import dtype
 from graphrt.errors import SessionError
+from graphrt.tools.bench.workload import Test
 
 if TYPE_CHECKING:
     from graphrt.models.engine import SessionOptions
-    from graphrt.tools.bench.model import Test
 
 #: What the process runs: one request a line, "KIND START N IDS", answered with seconds. The cache is filled up to START
 #: when that changes, and goes back there each time: eval() drops the cells after n_tokens.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.tools.bench.model import seconds
@@ -21,7 +24,7 @@ class Machine:
     text: str
 
     def best(self, other: Machine) -> Machine:
-        """The one with the faster memory: what else runs on a machine only takes away."""
+        """Of two measurements the one with the faster memory: other processes can only make a measurement slower."""
         return self if self.gb_per_s >= other.gb_per_s else other
 
 
@@ -41,7 +44,6 @@ def machine(backend: Backend) -> Machine:
 def _gpu(backend: Backend) -> Machine:
     """A copy of 2 GiB, read and written, and an f16 product of 8192^3."""
     from graphrt.tools.bench.timing import ceilings
-    from graphrt.tools.verbs.bench_op import versions
 
     what, ceiling = versions(backend), ceilings(True)
     copy, product = ceiling.copy_gb_per_s, ceiling.tflop_per_s["f16"]
@@ -86,3 +88,39 @@ def _cpuinfo() -> list[str]:
             return file.readlines()
     except OSError:  # another system than Linux
         return []
+
+
+def versions(backend: Backend) -> dict[str, str]:
+    """The device, its driver, and the versions of what figures depend on."""
+    import importlib.metadata
+
+    import torch
+
+    import graphrt
+
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    device = backend.device
+    title = device.description or device.name if device is not None else backend.id
+    return {
+        "device": title, "driver": _driver(), "torch": torch.__version__,
+        "triton": triton, "graphrt": graphrt.__version__,
+    }  # fmt: skip
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver, "none" where there is no sign of one."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        if shown:
+            return shown[0]
+    except (OSError, subprocess.SubprocessError):
+        pass
+    try:
+        found = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
+        return "none"
+    return found[1] if found else "unknown"

@@ -8,13 +8,14 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphrt.errors import SessionError
+from graphrt.tools.bench.workload import Test
 from graphrt.tools.common import session_options
 
 if TYPE_CHECKING:
@@ -27,34 +28,6 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 3
 #: Room in the cache after a test's last token, where the model allows it.
 SPARE = 64
-
-
-@dataclass(frozen=True)
-class Test:
-    """kind: "pp", n tokens read at once, or "tg", n tokens one by one; depth: tokens in the cache before; batch: so
-    many sequences in one graph, whose tokens are counted together."""
-
-    kind: str
-    n: int
-    depth: int = 0
-    batch: int = 1
-
-    def __str__(self) -> str:
-        times = f" x {self.batch}" if self.batch > 1 else ""
-        return f"{self.kind}{self.n}{times}" + (f" @ d{self.depth}" if self.depth else "")
-
-    @property
-    def start(self) -> int:
-        """The position of the first timed token: generating starts after one at least."""
-        return max(self.depth, 1) if self.kind == "tg" else self.depth
-
-    @property
-    def end(self) -> int:
-        return self.start + self.n
-
-    def steps(self, n_batch: int) -> int:
-        """How many graphs are run."""
-        return self.n if self.kind == "tg" else math.ceil(self.n / n_batch)
 
 
 class Source:

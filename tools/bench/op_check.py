@@ -104,9 +104,10 @@ def expected_rows(program: Program, node: Tensor, rows: Sequence[Row], device: s
 
 @dataclass(frozen=True)
 class _Sources:
-    """Float64, on the device. q: [rows, d]; k: [n_kv, d]; v: [n_kv, d_v]; bias: [rows, n_kv], slopes included, or None;
+    """What some rows of a result are computed from, in float64 on the device.
 
-    sinks: [rows, 1], -inf without.
+    q: [rows, d]; k: [n_kv, d]; v: [n_kv, d_v]; bias: the mask times each head's slope, [rows, n_kv], or None; sinks:
+    [rows, 1], -inf where there are none.
     """
 
     program: Program

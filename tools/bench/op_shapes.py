@@ -38,9 +38,11 @@ LLAMA_SOURCE = "llama.cpp ggml 0.25.3 (sm_90a), test-backend-ops perf on an H100
 
 @dataclass(frozen=True)
 class Mark:
-    """A figure to reach. unit: "TFLOP/s" (at least `value`), "us" (at most), "of cuDNN" (at least that part of its
+    """A figure to reach, by its unit.
 
-    speed in this run), "speed of" / "time of" (at least / at most that part of the shape `of`, in this run)."""
+    "TFLOP/s": at least `value`; "us": at most; "of cuDNN": at least that part of cuDNN's speed in this run; "speed of"
+    and "time of": at least that part of the speed, and at most that part of the time, of the shape `of` in this run.
+    """
 
     value: float
     unit: str

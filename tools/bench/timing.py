@@ -51,9 +51,10 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on torch's current stream around each run, all queued at once: what starting a run costs the host is
+    """Times runs by events on torch's current stream, one before and one after each.
 
-    hidden as soon as the GPU is the slower one."""
+    All runs are queued at once: where the GPU takes longer than the host needs to start a run, that cost does not show.
+    """
 
     def times(self, run: Run, n: int, wait: Run) -> Times:
         wait()

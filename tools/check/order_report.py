@@ -25,9 +25,11 @@ SEQUENCES = (2, 16)
 
 @dataclass(frozen=True)
 class Ordered:
-    """A step. title: "decode of 1 token"; launches: steps that touch memory; starts_early: how many may begin before
+    """What was found of a model's step. title: such as "decode of 1 token"; launches: steps that touch memory.
 
-    the one before has ended; early: parameters that these read before they wait, by kernel."""
+    starts_early: how many of them may begin before the one before has ended; early: by kernel, the parameters that such
+    launches read before they wait for it.
+    """
 
     title: str
     launches: int

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from graphrt.errors import SessionError
 from graphrt.models.session import Session
 from graphrt.tools.inspect.subject import Subject
-from graphrt.tools.profile.profile import made_mask
+from graphrt.tools.profile.masks import made_mask
 from graphrt.work import attended
 
 Array = npt.NDArray[Any]

@@ -15,7 +15,7 @@ from graphrt.tools.explain.devices import Cost, KnownDevice, device_called
 from graphrt.tools.explain.masks import default_depth, masks_of
 from graphrt.tools.inspect.describe import GraphInfo, describe
 from graphrt.tools.inspect.subject import Subject
-from graphrt.tools.profile.profile import shares_of
+from graphrt.tools.profile.masks import shares_of
 from graphrt.work import group_work, mask_name
 
 

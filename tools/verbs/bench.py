@@ -21,7 +21,8 @@ import numpy as np
 from graphrt.errors import SessionError
 from graphrt.models.synthetic_recipes import RECIPES
 from graphrt.printing import human_bytes
-from graphrt.tools.bench.model import Prepared, Source, Test, add_work, backends_for, measure, options_for
+from graphrt.tools.bench.model import Prepared, Source, add_work, backends_for, measure, options_for
+from graphrt.tools.bench.workload import Test
 from graphrt.tools.common import (
     add_session_arguments,
     markdown_lines,

@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import re
-import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import BackendError, GraphError, UnsupportedError
@@ -197,7 +194,7 @@ def _one_line(error: Exception) -> str:
 def _measure_all(args: argparse.Namespace, backend: Backend, shapes: list[Shape]) -> Report:
     import torch
 
-    from graphrt.tools.bench.machine import on_gpu
+    from graphrt.tools.bench.machine import on_gpu, versions
     from graphrt.tools.bench.op_inputs import Noise
     from graphrt.tools.bench.op_report import Report, judge_marks
     from graphrt.tools.bench.timing import CudaClock, HostClock, ceilings
@@ -229,42 +226,6 @@ def _shown(row: Row) -> str:
     if row.seconds is None:
         return f"{row.shape.name}: {row.status}, {row.message}"
     return f"{row.shape.name}: {1e6 * row.seconds:.1f} us, {row.tflop_per_s:.3g} TFLOP/s, {row.gb_per_s:.0f} GB/s"
-
-
-def versions(backend: Backend) -> dict[str, str]:
-    """The device, its driver, and the versions of what figures depend on."""
-    import importlib.metadata
-
-    import torch
-
-    import graphrt
-
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "none"
-    device = backend.device
-    title = device.description or device.name if device is not None else backend.id
-    return {
-        "device": title, "driver": _driver(), "torch": torch.__version__,
-        "triton": triton, "graphrt": graphrt.__version__,
-    }  # fmt: skip
-
-
-def _driver() -> str:
-    """The version of NVIDIA's driver, "none" where there is no sign of one."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        shown = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-        if shown:
-            return shown[0]
-    except (OSError, subprocess.SubprocessError):
-        pass
-    try:
-        found = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
-    except OSError:
-        return "none"
-    return found[1] if found else "unknown"
 
 
 def _write(args: argparse.Namespace, report: Report) -> None:

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    from graphrt.tools.profile.profile import DEFAULT_STEPS
+    from graphrt.tools.profile.session import DEFAULT_STEPS
 
     what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
     parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
@@ -215,7 +215,9 @@ def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile
 
 def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
     from graphrt.tools.inspect.overlay import write_overlay
-    from graphrt.tools.profile.profile import as_json, lines, profile_session, time_by_node
+    from graphrt.tools.profile.phase import time_by_node
+    from graphrt.tools.profile.report import as_json, lines
+    from graphrt.tools.profile.session import profile_session
 
     phases = profile_session(session, tokens, args.profile_steps, args.profile)
     if args.profile_overlay is not None:

@@ -20,7 +20,8 @@ import graphrt
 from graphrt import Graph, get_backend, new_input, ops
 from graphrt.backend import Group
 from graphrt.backends.triton import capture, device
-from graphrt.backends.triton.capture import Captured, CaptureWarning, Segment
+from graphrt.backends.triton.capture import Captured, CaptureWarning
+from graphrt.backends.triton.segment import Segment
 
 
 class Broken:

@@ -75,9 +75,10 @@ def _check(
     kind: str, counts: list[int], m: int, k: int, config: TileConfig, glu: str = "", bias: bool = False, seed: int = 0,
     broken: bool = False,
 ) -> None:  # fmt: skip
-    """Every pair's row is right, those of no expert are NaN; the same bits whatever the order of things. broken: one of
+    """Every pair's row is right, rows of no expert are NaN, and the order of tiles and pairs changes no bit.
 
-    expert 1's biases of the gate is NaN."""
+    broken: one of expert 1's biases of the gate is NaN.
+    """
     pairs, n_expert = _pairs(counts), len(counts) - 1
     x, exact = _x(pairs, k)
     made = [_matrices(kind, n_expert, m, k, bias) for _ in range(2 if glu else 1)]

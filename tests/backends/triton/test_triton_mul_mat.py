@@ -20,8 +20,8 @@ from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.dtypes import dtype
 from graphrt.judge import judge
+from graphrt.ops.cases.mul_mat import TYPES
 from graphrt.ops.mul_mat import mul_mat
-from graphrt.ops.mul_mat_cases import TYPES
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize, quantize
@@ -211,9 +211,10 @@ def test_a_residual_in_the_memory_of_the_result(kind: str, n: int) -> None:
 @pytest.mark.parametrize("n", [3, 9, 65])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_bias_and_a_residual(kind: str, n: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row for all tokens, alone and before a residual in the memory of the result. The first token's x, which is as
+    """A bias is one row for all tokens: alone, and before a residual that lies in the memory of the result.
 
-    good as nothing, has a factor of its own, which the bias must not get."""
+    The first token's x is nearly 0 and has a scale of its own, by which the bias must not be multiplied.
+    """
     monkeypatch.setattr(portable_launch, "splits_of", lambda *args: splits)
     run, values = Run(), RNG.standard_normal((n, 768)).astype(np.float32)
     values[0] *= 1e-9

@@ -16,7 +16,7 @@ from support.planned import planned_products, routed
 import graphrt
 from graphrt import Graph, Tensor, new_input, ops
 from graphrt.backends.triton import TritonBackend, device
-from graphrt.backends.triton.capture import Segment
+from graphrt.backends.triton.segment import Segment
 from graphrt.tensor import new_tensor
 from graphrt.tools.explain.devices import known_device
 

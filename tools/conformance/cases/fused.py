@@ -20,7 +20,7 @@ from graphrt.backends.cpu import evaluate
 from graphrt.backends.cpu.blocks import encode
 from graphrt.backends.cpu.memory import strided
 from graphrt.judge import Mask, judge_broken
-from graphrt.ops.mul_mat_id_cases import Choice
+from graphrt.ops.cases.mul_mat_id import Choice
 from graphrt.ops.unary import GLU_KINDS
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Normal, dequantize
@@ -49,9 +49,11 @@ def _scale(value: float) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Form:
-    """experts: the matrices are of experts; biased: with biases; down: the product of the GLU follows, of experts also
+    """One point: products of a type (kind) for so many tokens, joined by a GLU of the kind `act`.
 
-    the sum by weight. broken: a key of BROKEN."""
+    experts: the matrices are of experts; biased: the experts' biases are added; down: the GLU's result is multiplied by
+    a matrix too, and for experts summed by weight. broken: where NaN and infinities are, a key of BROKEN.
+    """
 
     kind: str
     act: str
@@ -171,9 +173,10 @@ def _reference(inputs: Inputs) -> tuple[Array, Mask, Mask]:
 
 
 def _evaluated(inputs: Inputs, infinity: float) -> Array:
-    """The result in float64, node by node; infinity: what stands for the inputs' infinities of both signs, or inf to
+    """The result in float64, computed node by node.
 
-    leave them."""
+    infinity: what the inputs' infinities of both signs are replaced by; inf leaves them as they are.
+    """
     memory: dict[Tensor, npt.NDArray[np.uint8]] = {}
     for t, values in inputs.values.items():
         if t.dtype.kind == "float" and infinity != np.inf:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graphrt import ops
-from graphrt.ops.flash_attn_axes import Axes as Attention
-from graphrt.ops.flash_attn_axes import as_case
-from graphrt.ops.mul_mat_cases import Axes as Product
-from graphrt.ops.mul_mat_cases import make as make_product
-from graphrt.ops.mul_mat_id_cases import Axes as Experts
-from graphrt.ops.mul_mat_id_cases import make as make_experts
+from graphrt.ops.cases.flash_attn_axes import Axes as Attention
+from graphrt.ops.cases.flash_attn_axes import as_case
+from graphrt.ops.cases.mul_mat import Axes as Product
+from graphrt.ops.cases.mul_mat import make as make_product
+from graphrt.ops.cases.mul_mat_id import Axes as Experts
+from graphrt.ops.cases.mul_mat_id import make as make_experts
 from graphrt.ops.rope import RopeParams
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Positions, Rows, Uniform

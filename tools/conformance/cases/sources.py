@@ -22,9 +22,9 @@ SETS = ("quick", "full", "ggml", "broken")
 
 @dataclass(frozen=True)
 class Source:
-    """which: one of SETS, for the ops' own cases or ("broken") those of several ops with NaN and infinities; model: a
-    model's file instead; file: a text file instead;
-    module: a module that has a function cases(), instead; graphs: so many random graphs instead."""
+    """One place that cases come from. which: one of SETS: the ops' own cases, or "broken" for products with NaN and
+    infinities in them. It counts where none of the others is given: model, a model's file; file, a text file; module, a
+    module that has a function cases(); graphs, a number of random graphs."""
 
     which: str = "quick"
     model: str | None = None

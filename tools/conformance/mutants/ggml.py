@@ -111,10 +111,8 @@ class Bound:
 @cache
 def _cases() -> list[Case]:
     """Small cases first. Their nodes are built without values."""
-    from graphrt.tools.conformance.mutants.score import Shapes
-
     found = list(all_cases(OP, "ggml"))
-    nodes = [case.make(Shapes(str(case), 0)) for case in found]
+    nodes = [case.without_values() for case in found]
     work = [op_spec(node.op).work(node).flops for node in nodes]
     return [found[i] for i in np.argsort(work, kind="stable")]
 

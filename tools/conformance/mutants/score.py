@@ -17,8 +17,7 @@ from functools import cache
 from multiprocessing import get_context
 
 from graphrt.op import op_spec
-from graphrt.tensor import Tensor, new_input
-from graphrt.testing import Case, Init, Inputs, all_cases
+from graphrt.testing import Case, Inputs, all_cases
 from graphrt.tools.common import progress
 from graphrt.tools.conformance.mutants.backend import KernelBackend
 from graphrt.tools.conformance.mutants.pieces import KERNELS, Mutant
@@ -106,17 +105,10 @@ class _Bench:
     def telling_first(self, mutant: Mutant, but: frozenset[str], huge: bool) -> list[Case]:
         """The cases in which a mutant is active: those that killed others, then the small ones."""
         cases = (self.huge if huge else self.cases).get(mutant.op, [])
-        nodes = {str(case): case.make(Shapes(str(case), 0)) for case in cases}
+        nodes = {str(case): case.without_values() for case in cases}
         active = [c for c in cases if str(c) not in but and mutant.active(nodes[str(c)])]
         work = {name: op_spec(node.op).work(node).flops for name, node in nodes.items()}
         return sorted(active, key=lambda c: (-self.kills.get(str(c), 0), work[str(c)]))
-
-
-class Shapes(Inputs):
-    """Makes a case's tensors without their values."""
-
-    def __call__(self, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
-        return new_input(dt, *ne, name=name)
 
 
 @cache

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphrt.backend import Backend, backend_elsewhere, discover
-from graphrt.dtypes import DType, dtype
 from graphrt.errors import BackendError
 from graphrt.graph import Graph
-from graphrt.tensor import Tensor, new_input
-from graphrt.testing import Case, Init, Inputs
+from graphrt.testing import Case
 from graphrt.tools.common import write_text
 from graphrt.tools.conformance.cases.sources import FAST, make_backend, pick, source_of
 from graphrt.tools.conformance.run.reference import computing_nodes
@@ -43,23 +41,11 @@ class Cell:
         return "full" if not self.reasons else "partial" if self.taken else "none"
 
 
-class _Shapes(Inputs):
-    """Leafs without values: support depends on types, shapes and strides alone."""
-
-    def __call__(self, name: str, dt: DType | str, ne: Sequence[int], init: Init | None = None) -> Tensor:
-        return new_input(dtype(dt), *ne, name=name)
-
-
-def node_of(case: Case) -> Tensor:
-    """A case's node, without its inputs' values."""
-    return case.make(_Shapes(str(case), 0))
-
-
 def table(cases: Sequence[Case], backends: Sequence[tuple[str, Backend]]) -> dict[str, dict[str, Cell]]:
     """By op and backend."""
     found: dict[str, dict[str, Cell]] = {}
     for case in cases:
-        node = node_of(case)
+        node = case.without_values()
         nodes = computing_nodes(Graph(node))
         row = found.setdefault(case.op, {name: Cell() for name, _ in backends})
         for name, backend in backends:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from graphrt.ops.flash_attn_axes import IMPOSSIBLE, MASKS, ROWS, SINKS, SPOILS, VALUES, Axes, as_case
-from graphrt.testing import Case, grid
+from graphrt.ops.cases.flash_attn_axes import IMPOSSIBLE, MASKS, ROWS, SINKS, SPOILS, VALUES, Axes, as_case
+from graphrt.testing import Case, grid, register_cases
 
 Choices = Mapping[str, Sequence[object]]
 
@@ -23,7 +24,10 @@ CONTEXTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 2
 
 @dataclass(frozen=True)
 class Group:
-    """Every combination of `quick` on `base` is in the quick set; those with the values of `more` too in the full."""
+    """Points around `base`: the quick set has every combination of the values in `quick`.
+
+    The full set has the combinations of these values and those of `more` together.
+    """
 
     base: Axes
     quick: Choices = field(default_factory=dict)
@@ -215,11 +219,10 @@ def _lse_points(which: str) -> list[Axes]:
 
 
 def cases(op: str, which: str = "quick") -> Iterator[Case]:
-    """The cases of either op. which: quick, full (quick among them) or, of FLASH_ATTN_EXT, ggml."""
-    if which == "ggml":
-        from graphrt.ops.flash_attn_ggml import ggml_cases
+    """The cases of one of the two ops. which: "quick", or "full", which has the quick ones too."""
+    chosen = points(which) if op == "FLASH_ATTN_EXT" else _lse_points(which)
+    yield from (as_case(op, axes) for axes in chosen)
 
-        yield from ggml_cases(op)
-    else:
-        chosen = points(which) if op == "FLASH_ATTN_EXT" else _lse_points(which)
-        yield from (as_case(op, axes) for axes in chosen)
+
+for _op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE"):
+    register_cases(_op, quick=partial(cases, _op), full=partial(cases, _op, "full"))

@@ -1,6 +1,7 @@
 """The grid of ggml's own suite (test-backend-ops of ggml 0.25.3) for FLASH_ATTN_EXT: its axes, names and distributions.
 
-So that results can be laid side by side; what these cases can't see is what flash_attn_cases.py is for.
+They are here so that results can be compared with ggml's own case by case; flash_attn.py has cases for what these
+miss.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from graphrt.dtypes import dtype
 from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, GgmlMask, GgmlSparseMask, Inputs, Uniform, grid
+from graphrt.testing import Case, GgmlMask, GgmlSparseMask, Inputs, Uniform, grid, register_cases
 
 Dims = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class GgmlAxes:
-    """nh: heads of k and v; nr23: how many times as many heads q has, and the sequences; nb: queries; prec: of the
+    """A point of ggml's grid, under ggml's names. hsk, hsv: D_k and D_v; nh: heads of k and v; kv: keys; nb: queries.
 
-    sums, which this runtime leaves to the backend; kv_view: k and v are the start of twice as long a buffer."""
+    nr23: how many heads q has for each of k's, and the number of sequences. prec: of the sums; part of the name alone,
+    since a backend chooses it here. kv_view: k and v are the first half of a tensor that is twice as long. n_kv_max: of
+    GgmlSparseMask, 0 for GgmlMask.
+    """
 
     hsk: int
     hsv: int
@@ -104,7 +108,7 @@ def _prefill_grid() -> Iterator[GgmlAxes]:
 
 
 def _hand_picked() -> Iterator[GgmlAxes]:
-    """One by one: sizes, types, long q8_0, MLA, masks with few seen keys, v in k, long f16, no view."""
+    """What ggml lists one by one: sizes, types, long q8_0, MLA, masks with few seen keys, v in k, long f16, no view."""
     f16 = GgmlAxes(64, 64)
     yield replace(f16, hsk=72, kv=256, nb=2)
     yield replace(f16, hsv=72, kv=256, nb=2)
@@ -171,7 +175,7 @@ _LONG = (
 
 
 def _source(inputs: Inputs, name: str, dt: str, ne: Dims, axes: GgmlAxes, is_view: bool) -> Tensor:
-    """A tensor that is `ne` after ggml's permutation; as a view it is the first half of a longer one."""
+    """A tensor of shape `ne`, permuted as axes.permute says. is_view: it is half of a tensor twice as long."""
     stored = (ne[0], ne[2], ne[1], ne[3]) if axes.permute == _HEADS_FIRST else ne
     whole = inputs(name, dt, (stored[0], stored[1] * (2 if is_view else 1), *stored[2:]), Uniform())
     t = view(whole, stored, whole.nb[1:]) if is_view else whole
@@ -207,16 +211,17 @@ def ggml_points() -> list[GgmlAxes]:
     return [*_prefill_grid(), *_main_grid(), *_hand_picked()]
 
 
-def ggml_cases(op: str) -> Iterator[Case]:
+def ggml_cases() -> Iterator[Case]:
     """ggml's cases of FLASH_ATTN_EXT; it has none of FLASH_ATTN_LSE.
 
     One stands in ggml's grid twice (576/512 with 20 queries a head). Its second time has `again=1` in its name, and by
     that inputs of its own, as in ggml, where no two runs are alike.
     """
-    if op != "FLASH_ATTN_EXT":
-        return
     met: set[GgmlAxes] = set()
     for axes in ggml_points():
         again = {"again": 1} if axes in met else {}
         met.add(axes)
-        yield Case(op, {**axes.named(), **again}, partial(_make, axes=axes))
+        yield Case("FLASH_ATTN_EXT", {**axes.named(), **again}, partial(_make, axes=axes))
+
+
+register_cases("FLASH_ATTN_EXT", ggml=ggml_cases)

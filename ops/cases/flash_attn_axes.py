@@ -30,9 +30,12 @@ from graphrt.testing import (
 
 @dataclass(frozen=True)
 class Axes:
-    """d: D_k and D_v; heads: n_head and n_head_kv; types: of k and v; scale: None for D_k^-0.5. The others by name in
+    """One point of the cases. d: D_k and D_v; heads: n_head and n_head_kv; types: of k and v.
 
-    MASKS, ROWS, SINKS, VALUES and LAYOUTS below. spoil: what the cells hold that the mask hides from every query."""
+    scale: on q.k, None for D_k^-0.5. mask, rows, sinks, values and layout are names in the tables MASKS, ROWS, SINKS,
+    VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
+    None for values like all others.
+    """
 
     d: tuple[int, int] = (64, 64)
     n_q: int = 3
@@ -83,7 +86,7 @@ SINKS: Mapping[str, Callable[[float], Init]] = {
 
 @dataclass(frozen=True)
 class Values:
-    """Distributions of q, k and v; mean and deviation of the logits that they give at D 64 and the scale 1/8."""
+    """Distributions of q, k and v; mean, deviation: of the logits q.k/8 that they give for heads of 64 elements."""
 
     q: Init
     k: Init = Normal(1.0)
@@ -131,7 +134,7 @@ def _spoiled(init: Init, axes: Axes, axis: int) -> Init:
 
 
 def _cached(inputs: Inputs, name: str, dt: str, d: int, axes: Axes, init: Init) -> Tensor:
-    """k or v as caches hold them."""
+    """k or v as axes.layout says, with what axes.spoil asks for in the cells that the mask hides."""
     n_head_kv, n_kv, n_seq = axes.heads[1], axes.n_kv, axes.n_seq
     if axes.layout == "permuted":
         whole = inputs(name, dt, (d, n_head_kv, n_kv, n_seq), _spoiled(init, axes, -3))
@@ -148,7 +151,10 @@ def _cached(inputs: Inputs, name: str, dt: str, d: int, axes: Axes, init: Init) 
 
 
 def _far(inputs: Inputs, axes: Axes, values: Values) -> tuple[Tensor, Tensor]:
-    """k and v of two heads in one tensor, k's rows before v's, the second head's 2^31 elements after the first's."""
+    """k and v of two heads as views of one tensor, whose second head begins 2^31 elements behind the first.
+
+    Of each head k's rows come first, then v's.
+    """
     d, n = axes.d[0], axes.n_kv
     islands = Islands(values.k, (0, _FAR_ROWS), 2 * n)
     whole = inputs("kv", axes.types[0], (d, _FAR_ROWS + 2 * n), islands)
@@ -186,7 +192,10 @@ def _mask(inputs: Inputs, axes: Axes) -> Tensor | None:
 
 
 def _expected_lse(axes: Axes) -> float:
-    """About the log of a row's denominator: of n normal logits, the sum is that of all or, spread wide, the largest."""
+    """Nearly the log of a row's denominator, the sum of exp(s) over its n keys, for normally distributed logits.
+
+    Logits that lie close together count by their mean and variance; of logits spread wide the largest one decides.
+    """
     values, n, (d, _) = VALUES[axes.values], axes.n_kv, axes.d
     scale = axes.scale if axes.scale is not None else d**-0.5
     mean, deviation = values.mean * d * scale / 8.0, values.deviation * math.sqrt(d) * scale
@@ -218,7 +227,10 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
 
 
 def as_case(op: str, axes: Axes) -> Case:
-    """The case of either op at a point. Its name holds what differs from the base point's: of 15 axes few do."""
+    """The case of one of the two ops at a point.
+
+    Its name has a few axes that are always given, and of the others those that differ from Axes().
+    """
     base = asdict(Axes())
     always = ("d", "n_q", "n_kv", "heads", "types", "mask")
     shown = {name: value for name, value in asdict(axes).items() if name in always or value != base[name]}

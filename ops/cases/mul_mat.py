@@ -7,17 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from graphrt.dtypes import dtype
+from graphrt.ops.cases.gaps import gapped
 from graphrt.ops.mul_mat import mul_mat
-from graphrt.ops.view import gapped, permute
+from graphrt.ops.view import permute
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Init, Inputs, Normal, Uniform, grid
+from graphrt.testing import Case, Init, Inputs, Normal, Uniform, grid, register_cases
 
 
 @dataclass(frozen=True)
 class Axes:
-    """batch_a, batch_b: dimensions 2 and 3. layout: plain; permuted: dimensions 1 and 2 swapped in memory; gaps: rows
+    """One point: weights a [k, m, *batch_a] of a type times activations b [k, n, *batch_b] of type_b.
 
-    and matrices with NaN between them, of a or b. values: small, or large: sums that pass f16's range."""
+    layout, of both in memory: plain; permuted, with dimensions 1 and 2 swapped; or gaps, with NaN between rows and
+    between matrices. values: small, from -1 to 1, or large, whose sums are out of f16's range.
+    """
 
     type: str
     type_b: str = "f32"
@@ -83,3 +86,6 @@ def cases(which: str = "quick") -> Iterator[Case]:
         always = ("type", "m", "n", "k")
         shown = {name: value for name, value in asdict(axes).items() if name in always or value != base[name]}
         yield Case("MUL_MAT", shown, partial(make, axes=axes))
+
+
+register_cases("MUL_MAT", quick=cases, full=partial(cases, "full"))

@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 
 from graphrt.dtypes import dtype
-from graphrt.ops.mul_mat_cases import TYPES
+from graphrt.ops.cases.gaps import gapped
+from graphrt.ops.cases.mul_mat import TYPES
 from graphrt.ops.mul_mat_id import add_id, mul_mat_id
-from graphrt.ops.view import gapped, permute, view
+from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Init, Inputs, Spoiled, Uniform, grid
+from graphrt.testing import Case, Init, Inputs, Spoiled, Uniform, grid, register_cases
 from graphrt.testing.blocks import AnyArray
 
 #: One of each kind of memory: plain, blocks of 32, superblocks of 256, a type that few backends keep packed.
@@ -22,11 +23,11 @@ KINDS = ("f32", "f16", "q4_0", "q8_0", "q4_K", "q6_K", "mxfp4", "iq3_s")
 
 @dataclass(frozen=True)
 class Choice:
-    """The experts of each token, of n. how:
+    """Which of n experts each token gets; how:
 
-    topk: each token's are different; any: they may repeat; twice: a token's first expert is its last one too; same:
-    every token has the same experts; few: of the first three experts alone; last: of the last two alone; one: one
-    expert has all tokens' first choice; outside: some ids are no experts, just below 0, just past the end, and far off.
+    topk: a token's experts are all different; any: they may repeat; twice: a token's first expert is its last one too;
+    same: every token has the same experts; few: only the first three experts are chosen; last: only the last two; one:
+    one expert is the first choice of every token; outside: some ids name no expert: -1, n, and numbers far from both.
     """
 
     n: int
@@ -56,12 +57,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Axes:
-    """used: experts a token; per_slot: activations have a row for each of them (n_b = n_expert_used). choice: see
+    """One point: weights [k, m, n_expert] of a type, `tokens` tokens with `used` experts each.
 
-    Choice. ids: plain; view: the first columns of a larger tensor, as of ARGSORT; turned: slots and tokens swapped in
-    memory. layout: plain; gaps: rows and matrices with NaN between them, of weights and activations; permuted: rows and
-    experts of the weights swapped in memory; spoiled: experts from the fourth on are NaN. values: small, or large:
-    activations that pass f16's range."""
+    per_slot: activations have a row for each expert of a token, instead of one for all of them. choice: of the experts,
+    see Choice.how. ids, in memory: plain; view, the first columns of a larger tensor, as of ARGSORT's result; turned,
+    slots and tokens swapped. layout: plain; gaps, with NaN between rows and between matrices of weights and
+    activations; permuted, with rows and experts of the weights swapped in memory; spoiled, the weights of the fourth
+    expert and those after it being NaN. values, of the activations: small, from -1 to 1, or large, out of f16's range.
+    """
 
     type: str
     m: int = 16
@@ -108,7 +111,7 @@ def _groups(full: bool) -> Iterator[tuple[Axes, Mapping[str, Sequence[object]]]]
 
 
 def _ids(inputs: Inputs, axes: Axes) -> Tensor:
-    """i32 [used, tokens]. What lies beside them in memory are other experts' numbers."""
+    """i32 [used, tokens]. Where they are a view, the memory beside them holds numbers of other experts."""
     values = Choice(axes.n_expert, axes.choice)
     if axes.ids == "view":
         whole = inputs("ids", "i32", (axes.used + 3, axes.tokens), Beside(values, axes.used))
@@ -185,3 +188,7 @@ def cases(op: str, which: str = "quick") -> Iterator[Case]:
         ]
         shown = {name: value for name, value in fields if name in always or value != base[name]}
         yield Case(op, shown, partial(maker, axes=axes))
+
+
+register_cases("MUL_MAT_ID", quick=partial(cases, "MUL_MAT_ID"), full=partial(cases, "MUL_MAT_ID", "full"))
+register_cases("ADD_ID", quick=partial(cases, "ADD_ID"))
