@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from graphrt import __version__, env
 from graphrt.errors import GraphrtError
@@ -139,18 +139,25 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     if form is not None:
         verb, argv = f"{verb} {argv[0]}", argv[1:]
     module = importlib.import_module(f"graphrt.tools.verbs.{form or verb}")
-    parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
-    module.add_arguments(parser)
-    env.add_arguments(parser)
+    parser = verb_parser(verb, module)
     given, notes = adapted(
         _joined(argv, getattr(module, "TEXT_FLAGS", ()), parser), parser.has_flag, parser.has_argument("model")
     )
     for note in notes:
         print(f"graphrt {verb}: {note}", file=sys.stderr)
-    args = parser.parse_args(given)
+    # Intermixed, for `explain MODEL --phase prefill NODE`: parse_args() wants MODEL and NODE side by side.
+    args = parser.parse_intermixed_args(given)
     env.apply(args)
     code: int = module.main(args)
     return code
+
+
+def verb_parser(verb: str, module: Any) -> Parser:
+    """The parser of a verb ("run", "bench op") whose module is given, with the options that every verb has."""
+    parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
+    module.add_arguments(parser)
+    env.add_arguments(parser)
+    return parser
 
 
 def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
+from graphrt.printing import human_bytes
 from graphrt.printing import printable as printable
 from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MODEL_NAMES = "a known name (smollm2-135m, gemma3-270m), hf:OWNER/REPO[:QUANT] or hf:OWNER/REPO/FILE"
 MODEL_HELP = f"a .gguf file, {MODEL_NAMES}"
+#: Of explain/devices.py, spelt out here since that takes long to import; a test holds them equal.
+DEVICE_NAMES = "h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090 or rtx5090"
 MAX_THREADS = 512
 
 
@@ -138,6 +141,20 @@ def check_writable(path: str) -> None:
 def not_writable(path: str, reason: str | None) -> SessionError:
     """The error for an output file that can't be written."""
     return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another with -o")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a file, and says so. Raises SessionError where that can't be done."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise not_writable(str(path), error.strerror) from error
+    say_written(path)
+
+
+def say_written(path: str | Path) -> None:
+    """One line on stderr: which file was written, and its size."""
+    print(f"wrote {printable(str(path))}, {human_bytes(Path(path).stat().st_size)}", file=sys.stderr)
 
 
 def print_json(value: object) -> None:

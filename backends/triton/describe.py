@@ -63,11 +63,14 @@ class AttentionChoice(Choice):
     def data(self, mask: MaskValues = None) -> dict[str, Any]:
         c, plan = self.chosen, self.tiles(mask)
         config = {f.name: getattr(c.config, f.name) for f in fields(c.config)} if is_dataclass(c.config) else None
+        choice = asdict(c.choice)
+        del choice["efficiency_percent"]  # the chooser's estimate, beside which busy_percent would be a second figure
         return {"attention": {
             "kernel": c.kernel, "refused": dict(c.refused), "workers": c.workers, "stages": c.stages, "config": config,
-            "shared_bytes": c.shared, "tiling": asdict(c.tiling), "choice": asdict(c.choice), "programs": c.programs,
+            "shared_bytes": c.shared, "tiling": asdict(c.tiling), "choice": choice, "programs": c.programs,
             "at_once": plan.at_once, "join": c.join or None, "repairs": c.repairs, "k_blocks": list(plan.k_blocks),
             "mask_blocks": plan.kinds, "longest": plan.longest, "busy_percent": plan.busy_percent,
+            "idle_places": plan.idle_places,
             "fixup_tiles": [{"tile": tile, "parts": n} for tile, n in plan.shared_tiles().items()],
             "bars": [
                 [b.program, b.start, s.tile, s.start, s.stop, s.needs_fixup, s.is_fixup, s.slot]

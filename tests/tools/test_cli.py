@@ -284,7 +284,9 @@ def test_tokenize_takes_a_file_as_it_is(graphrt: Cli, models: Path) -> None:
 def test_logits(graphrt: Cli, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "l.npy"
     argv = ("logits", "spm.gguf", "--tokens", "1,5,300,2", "-o", str(out))
-    assert graphrt(*argv) == Result(0, f"{out}: float32 [4, 329]\n", "")
+    result = graphrt(*argv)
+    said = f"{out}: float32 [4, 329]\n", f"wrote {out}, {out.stat().st_size / 1024:.1f} KiB\n"
+    assert result == Result(0, *said)
     exact = np.load(out)
     assert exact.dtype == np.float32 and exact.shape == (4, 329)
     model = load(models / "spm.gguf", "cpu", exact=True)

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from support import tiny, verbs
 
+from graphrt.judge import Verdict
 from graphrt.tools import cli
+from graphrt.tools.diff.nodes import NodeDiff
+from graphrt.tools.diff.report import Finding, Mode, Report
+from graphrt.tools.diff.svg import svg as picture
+from graphrt.tools.inspect.describe import GraphInfo, TensorInfo
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 IDS = "3,1,4,1,5,9,2,6,5"
 
@@ -249,13 +256,47 @@ def test_the_picture_and_the_overlay(run: Run, tmp_path: Path) -> None:
     texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "first: __fattn__-0" in texts and "layer 0" in texts and any("re-synced" in (t or "") for t in texts)
     rings = [c for c in root.iter("{http://www.w3.org/2000/svg}circle") if c.get("class") == "over"]
-    assert len(rings) > 10 and svg.stat().st_size < 100_000
+    over = [n for mode in run(*argv[:4], "--json").json()["modes"] for n in mode["nodes"] if n["over"]]
+    assert len(rings) == len(over) + 1 > 10 and svg.stat().st_size < 100_000, "each, and the legend's"
+    _check_the_label(root)
     values = json.loads(overlay.read_text())
     assert values["__fattn__-0"] > 1 > values["attn_norm-0"]
     dumped = ("llama.gguf", "--backend", "cpu", "--exact", "-c", "64", "--phase", "prefill", "--format", "html")
     assert (
         run(*dumped, "--overlay", str(overlay), "-o", str(page), verb="dump").code == 0 and "error" in page.read_text()
     )
+
+
+def _check_the_label(root: ET.Element) -> None:
+    """The first node's name stands on a ground as wide as it, inside of the picture: outlines of letters are drawn over
+    them by viewers that don't know paint-order."""
+    assert "paint-order" not in ET.tostring(root, encoding="unicode")
+    label = next(t for t in root.iter(f"{SVG}text") if t.get("class") == "name")
+    *_, ground = [r for r in root.iter(f"{SVG}rect") if r.get("class") == "paper"]
+    x, width = float(ground.get("x", 0)), float(ground.get("width", 0))
+    assert float(label.get("x", 0)) == pytest.approx(x + 3) and width >= 7.5 * len(label.text or "")
+    assert x >= 78 and x + width <= 980 and label.get("text-anchor") is None
+
+
+@pytest.mark.parametrize("n", [3, 400])
+def test_every_node_over_is_ringed(run: Run, n: int) -> None:
+    """Few as circles with tooltips, many as one path."""
+    nodes = [_bad(i, f"a_name_as_long_as_llama_cpps_longest_{i}" * (1 + 4 * (i == 0))) for i in range(n)]
+    tensors = tuple(
+        TensorInfo(7 + i, d.key, "SQR", None, "f32", (1, 1, 1, 1), (4, 4, 4, 4), (), None, (), None, 0, 0)
+        for i, d in enumerate(nodes)
+    )
+    first = Finding(nodes[0], tensors[0], "", (), None, "", ())
+    info = GraphInfo("t", "graph", 0, tensors, ())
+    root = ET.fromstring(picture(Report("t", ("cpu", "b"), info, [Mode("free-running", nodes, 0, first)], None, 0, 0)))
+    circles = [c for c in root.iter(f"{SVG}circle") if c.get("class") == "over"]
+    many = [p.get("d", "").count("M") for p in root.iter(f"{SVG}path") if p.get("class") == "over many"]
+    assert (len(circles) - 1, many) == ((n, []) if n < 40 else (0, [n])), "one more in the legend"
+    _check_the_label(root)
+
+
+def _bad(index: int, name: str) -> NodeDiff:
+    return NodeDiff(name, index, Verdict(False, "", 1e-3, 1e-6, 1.0), None, None, None)
 
 
 ERRORS = {

@@ -197,7 +197,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     "overlay of texts": ((*HTML, "--overlay", "text.json"), "$.attn_norm-0 must be a number"),
     "overlay that is none": ((*HTML, "--overlay", "list.json"), "$ must be an object"),
     "no overlay": ((*HTML, "--overlay", "none.json"), "check the path"),
-    "no folder": (("script.py:build", "-o", "none/out.txt"), "the system refused"),
+    "no folder": (("script.py:build", "-o", "none/out.txt"), "must be writable"),
 }  # fmt: skip
 
 
@@ -220,12 +220,19 @@ def test_dot(info: GraphInfo) -> None:
     back = [(a, b) for a, b, rest in arrows if "next layer" in rest]
     index = {t.name: f"t{t.index}" for t in info.tensors}
     assert (index["l_out-0"], index["norm_attn_norm-0"]) in back, "a fold goes round"
-    assert all(int(a[1:]) < int(b[1:]) for a, b, rest in arrows if not rest)
+    assert all(int(a[1:]) < int(b[1:]) for a, b, rest in arrows if "next layer" not in rest)
     assert text.count("{") == text.count("}") and "4 alike" in text and 'label="runs on"' in text
     weights = [t for t in info.tensors if t.name.endswith("attn_q.weight") and t.layer == 0]
     assert f"t{weights[0].index} [" not in text and "blk.0.attn_q.weight q4_0[256, 256]" in text
     fused = re.findall(r"subgraph cluster_g\d+ \{\n +label=\"(\w+)\"", text)
     assert "gate_up_glu" in fused
+    shown = {i for t in info.tensors for i in [t.index] if f"t{i}" in drawn}
+    for t in info.tensors:  # masks and positions too, by arrows: nothing but weights stands by name alone
+        readers = {n.index for n in info.nodes if t.index in n.sources()} & shown
+        if t.index in shown:
+            assert readers <= {int(b[1:]) for a, b, _ in arrows if a == f"t{t.index}"}, t.name
+    dotted = {a for a, _, rest in arrows if "dotted" in rest}
+    assert index["inp_pos"] in dotted and index["Qcur-0"] not in dotted
 
 
 def test_dot_quotes_names(dump: Dump) -> None:

@@ -87,6 +87,37 @@ def test_layers_fold_and_unfold(page: Any) -> None:
     assert not page.locator(".row").first.is_visible()
 
 
+def test_headings_stay_over_their_columns(page: Any) -> None:
+    """At the top of the page and scrolled, where rows go under them; at widths where the header breaks into lines."""
+    page.click("#unfold")
+    for width in (1280, 700):
+        page.set_viewport_size({"width": width, "height": 800})
+        for scrolled in (0, 900):
+            page.evaluate(f"window.scrollTo(0, {scrolled})")
+            page.wait_for_timeout(50)
+            head, header = page.locator("#head"), page.locator("header").bounding_box()
+            box = head.bounding_box()
+            if scrolled:
+                assert box["y"] == pytest.approx(header["y"] + header["height"], abs=1)
+            middle = (box["x"] + 100, box["y"] + box["height"] / 2)
+            over = "([x, y]) => document.elementFromPoint(x, y).closest('#head') !== null"
+            assert page.evaluate(over, middle), "no row is drawn over it"
+            row = next(r for r in page.locator(".row").all() if r.bounding_box()["y"] > box["y"] + 40)
+            columns = [[c.bounding_box() for c in r.locator("span").all()] for r in (head, row)]
+            for title, cell in zip(*columns):
+                assert (title and title["x"]) == (cell and cell["x"]), "a title over each column"
+    page.select_option("#overlay", label="bytes")
+    assert page.inner_text("#shown") == "bytes"
+
+
+def test_numbers_are_the_dumps(page: Any, info: GraphInfo) -> None:
+    for row in page.locator(".row").all()[:20]:
+        number = int(row.locator(".number").inner_text())
+        assert info.tensors[number].name == row.get_attribute("title")
+    page.fill("#search", "#87")
+    assert page.locator('.row[data-index="87"]').is_visible()
+
+
 def test_search(page: Any) -> None:
     page.fill("#search", "mul_mat cur-7")
     visible = [r.get_attribute("title") for r in page.locator(".row").all() if r.is_visible()]

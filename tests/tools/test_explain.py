@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from graphrt.program import LaunchInfo
 from graphrt.tensor import Tensor
 from graphrt.testing import all_cases
 from graphrt.tools import cli
+from graphrt.tools.common import DEVICE_NAMES
 from graphrt.tools.conformance.run.saved import save_failure
 from graphrt.tools.explain.devices import DEVICES, device_called, known_device
 from graphrt.tools.explain.masks import masks_of
@@ -95,6 +97,11 @@ KERNELS: list[tuple[str, Shape, str, str]] = [
     ("a100", Shape(n_q=200), "forward", "stream_k"),
     ("b200", Shape(n_q=512), "forward", "stream_k"),
     ("mi300x", Shape(), "forward", "split"),
+    ("rtx3090", Shape(), "decode", "split"),
+    ("rtx4090", Shape(n_q=512), "forward", "tile"),
+    ("rtx5090", Shape(n_q=512, kind="q8_0"), "forward", "stream_k"),
+    ("l40s", replace(MLA, n_q=512), "forward", "stream_k"),
+    ("rtx6000ada", Shape(), "decode", "split"),
 ]
 
 
@@ -117,7 +124,21 @@ def test_why_kernels_refuse() -> None:
 
 def test_stages_that_shared_memory_has_room_for() -> None:
     assert [chosen_on(Shape(), name).stages for name in ("h100", "a100")] == [3, 2]
-    assert (chosen_on(Shape(), "a100").shared or 0) <= DEVICES["a100"].shared_memory
+    for name in ("a100", "rtx3090", "rtx4090", "rtx5090"):
+        assert 0 < (chosen_on(Shape(), name).shared or 0) <= DEVICES[name].shared_memory
+
+
+def test_hopper_kernels_are_hoppers_alone(run: Run) -> None:
+    for name, known in DEVICES.items():
+        for phase in ("prefill", "decode"):
+            code, out, _ = run("llama.gguf", "--phase", phase, "--device", name, "--json")
+            kernels = [x["kernel"] for step in json.loads(out)["steps"] for x in step["launches"]]
+            assert code == 0 and kernels
+            assert known.arch == "sm_90" or not any("hopper" in k or "wgmma" in k for k in kernels), (name, kernels)
+
+
+def test_the_devices_that_help_names() -> None:
+    assert DEVICE_NAMES.replace(" or ", ", ").split(", ") == list(DEVICES)
 
 
 def test_who_merges_the_parts() -> None:
@@ -350,7 +371,12 @@ def test_a_cost_is_its_largest_part() -> None:
 def test_devices_by_the_names_that_torch_has() -> None:
     assert device_called("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
     assert device_called("NVIDIA A100-SXM4-80GB") is DEVICES["a100"]
-    assert device_called("NVIDIA GeForce RTX 4090") is None
+    assert device_called("NVIDIA GeForce RTX 4090") is DEVICES["rtx4090"]
+    assert device_called("NVIDIA RTX 6000 Ada Generation") is DEVICES["rtx6000ada"]
+    assert device_called("NVIDIA L40S") is DEVICES["l40s"]
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA L40"):
+        assert device_called(other) is None, "another card, with other figures"
+    assert known_device("RTX 4090") is known_device("rtx-4090") is DEVICES["rtx4090"]
     with pytest.raises(BackendError, match="did you mean h100"):
         known_device("h10")
 
@@ -456,7 +482,10 @@ def test_a_saved_case_has_its_own_mask(run: Run, folder: Path) -> None:
         (["llama.gguf", "token_embd.weight"], "is a leaf: it holds data"),
         (["llama.gguf", "#9999"], "a node's index must be below"),
         (["script.py:build", "twice"], "is the name of 2; give one of #"),
-        (["llama.gguf", "--device", "h300"], "must be one of h100, h200, a100, b200, mi300x, got 'h300'"),
+        (
+            ["llama.gguf", "--device", "h300"],
+            "must be one of h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090, rtx5090, got 'h300'",
+        ),
         (["llama.gguf", "--device", "h100", "--backend", "cpu"], "'cpu' plans for no device but those that are here"),
         (["llama.gguf", "-d", "4000"], "the context holds 256 tokens, got 1 after 4000"),
         (["script.py:build", "-d", "1", "--device", "h100"], "leave -d out"),
@@ -517,7 +546,33 @@ def test_the_picture_has_every_part() -> None:
 def test_a_picture_of_very_many_programs_is_folded() -> None:
     plan = attention_plan(chosen_on(Shape(n_q=4096), "mi300x"), 304, None)
     _, words = texts(plan)
-    assert len(plan.slots) > 132 and "more rows like these" in words and "place for a program" in words
+    assert len(plan.slots) > 264 and "more rows like these" in words and "place for a program" in words
+
+
+@pytest.mark.parametrize("case", ["split", "stream-K, causal", "two waves", "split of a short cache"])
+def test_the_coloured_share_of_the_picture_is_the_efficiency(case: str) -> None:
+    name, shape, mask = PLANS[case]
+    plan = attention_plan(chosen_on(shape, name), DEVICES[name].sm_count, mask)
+    root, words = texts(plan)
+    areas: dict[str, float] = {}
+    for r in root.iter(f"{SVG}rect"):
+        kind = (r.get("class") or "").partition(" ")[0]
+        if float(r.get("y") or 0) > 110:  # below the legend
+            areas[kind] = areas.get(kind, 0) + float(r.get("width") or 0) * float(r.get("height") or 0)
+    assert 100 * areas["bar"] / (areas["bar"] + areas.get("idle", 0)) == pytest.approx(plan.busy_percent, abs=0.5)
+    idle = f"{plan.idle_places} of {plan.at_once} places have no program"
+    assert (idle in words) == (plan.idle_places > 0) == (len(plan.slots) < plan.at_once)
+
+
+def test_one_efficiency(run: Run) -> None:
+    """The words, the picture's title and JSON have one figure."""
+    code, out, _ = run("llama.gguf", "__fattn__-1", "--device", "h100", "-d", "200")
+    figures = re.findall(r"(\d+) %[^\n]*places|(\d+) % efficient", out)
+    assert code == 0 and len(figures) == 1, out
+    assert re.findall("efficien", out) == ["efficien"], "a word that is used once"
+    _, text, _ = run("llama.gguf", "__fattn__-1", "--device", "h100", "-d", "200", "--json")
+    attention = json.loads(text)["step"]["attention"]
+    assert f"{attention['busy_percent']:.0f}" == figures[0][0] and "efficiency" not in str(attention)
 
 
 def test_the_picture_of_a_model(run: Run, folder: Path) -> None:

@@ -24,8 +24,8 @@ from graphrt.models.longest import context_needs, longest_context
 from graphrt.models.synthetic import synthetic
 from graphrt.tools import cli
 from graphrt.tools.inspect.subject import Subject, subject
-from graphrt.tools.memory.lifetimes import ArenaLives, Life, arenas_of, violations
-from graphrt.tools.memory.report import peak, report
+from graphrt.tools.memory.lifetimes import ArenaLives, Life, Step, arenas_of, violations
+from graphrt.tools.memory.report import MemoryReport, arena_report, peak, report
 from graphrt.tools.memory.svg import KINDS, kind_of, svg
 from graphrt.tools.verbs.memory import size
 
@@ -308,11 +308,40 @@ def test_the_picture_has_every_tensor(folder: Path) -> None:
     lives = arenas_of(found.executable)[0].lives
     assert sorted(t.split("\n")[0] for t in tips) == sorted(x.name for x in lives)
     texts = [t.text or "" for t in root.iter(f"{SVG}text")]
-    assert {"offset (MiB)", *KINDS} <= set(texts) and any(t.startswith("peak: ") for t in texts)
+    assert {"offset (KiB)", *KINDS} <= set(texts) and any(t.startswith("peak: ") for t in texts)
     assert any(t.startswith("Memory by step: gemma3.gguf") for t in texts) and {"6", "layer 6"} & set(texts)
     assert "prefers-color-scheme: dark" in (root.findtext(f"{SVG}style") or "")
     for rect in root.iter(f"{SVG}rect"):
         assert float(rect.get("x", 0)) + float(rect.get("width", 0)) <= 1400 and float(rect.get("height", 0)) > 0
+
+
+@pytest.mark.parametrize(("nbytes", "unit"), [(900, "B"), (200 << 10, "KiB"), (3 << 20, "MiB"), (5 << 30, "GiB")])
+def test_offsets_are_in_the_unit_that_they_have(nbytes: int, unit: str) -> None:
+    life = Life(0, "x", "SQR", "cpu", 0, nbytes, 0, 1)
+    arena = ArenaLives("cpu", nbytes, 1, (life,))
+    step = Step("x", "SQR", "cpu", None)
+    root = ET.fromstring(svg(MemoryReport((), (), (arena_report(arena),), (step, step)), "one"))
+    texts = [t.text or "" for t in root.iter(f"{SVG}text")]
+    assert f"offset ({unit})" in texts
+    x = [float(t.text or 0) for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "end" and t.get("x") == "74"]
+    assert len(x) > 2 and 1 <= max(x) <= 1024, "numbers that one reads at a glance"
+
+
+def test_the_step_that_takes_more_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["memory", str(folder / "llama.gguf"), "--backend", "cpu", "-c", "64", "-b", "32"]
+    told = {}
+    for phase in ("prefill", "decode"):
+        assert cli.main([*argv, "--phase", phase, "--json"]) == 0
+        told[phase] = json.loads(capsys.readouterr().out)
+    sizes = {phase: sum(a["nbytes"] for a in found["arenas"]) for phase, found in told.items()}
+    assert sizes["prefill"] > sizes["decode"]
+    assert cli.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("other") == {"phase": "decode", "n_tokens": 1, "arena_nbytes": sizes["decode"]}
+    assert found == told["prefill"]
+    assert cli.main(argv) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "prefill of 32 tokens" in first and second.startswith("decode of 1 token takes less: arenas of ")
 
 
 def test_800_nodes_stay_readable() -> None:

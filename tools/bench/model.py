@@ -64,6 +64,17 @@ class Source:
         with GGUFFile.open(self.path) as file:
             return sum(info.nbytes for info in file.tensors.values())
 
+    @cached_property
+    def n_params(self) -> int:
+        """Elements of all tensors, as llama.cpp counts parameters."""
+        from graphrt.models.gguf import GGUFFile
+        from graphrt.models.synthetic import synthetic
+
+        if self.synthetic:
+            return sum(math.prod(info.ne) for info in synthetic(self.synthetic).tensors.values())
+        with GGUFFile.open(self.path) as file:
+            return sum(math.prod(info.ne) for info in file.tensors.values())
+
     def load(self, backends: Sequence[Backend], layers: int | None = None) -> Model:
         """The model on backends. layers: a synthetic one's first so many only."""
         from graphrt.models.model import Model, load

@@ -49,10 +49,12 @@ class Copied:
 
 @dataclass(frozen=True)
 class Checked:
-    """A step. title: "decode of 1 token"; nodes: that compute; splits: in which it runs."""
+    """A step. title: "decode of 1 token"; nodes: that compute; views: nodes for which nothing runs; splits: in which it
+    runs."""
 
     title: str
     nodes: int
+    views: int
     splits: int
     fallbacks: list[Fallback]
     copies: list[Copied]
@@ -81,7 +83,12 @@ def _checked(title: str, graph: Graph, backends: Sequence[Backend]) -> Checked:
     layers = {t: i.layer for t, i in zip([*graph.leafs, *graph.nodes], describe(graph).tensors)}
     nodes = [n for n in graph.nodes if not op_spec(n.op).is_view]
     return Checked(
-        title, len(nodes), len(plan.splits), _fallbacks(nodes, plan, backends, layers), _copies(plan, layers)
+        title,
+        len(nodes),
+        len(graph.nodes) - len(nodes),
+        len(plan.splits),
+        _fallbacks(nodes, plan, backends, layers),
+        _copies(plan, layers),
     )
 
 
@@ -130,6 +137,7 @@ def as_json(step: Checked) -> dict[str, Any]:
     return {
         "step": step.title,
         "nodes": step.nodes,
+        "views": step.views,
         "splits": step.splits,
         "fallbacks": [{**vars(f), "names": list(f.names)} for f in step.fallbacks],
         "copies": [dict(vars(c)) for c in step.copies],

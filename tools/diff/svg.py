@@ -1,13 +1,13 @@
 """`graphrt diff --svg`: error by depth. Each node is a dot at its NMSE, on a logarithmic scale, a mode a shape and a
 colour (Okabe and Ito's, which colour-blind people tell apart), with the tolerance of each behind it. Layers are bands;
-nodes over their tolerance are ringed unless they are many, the first one is named. The style sheet follows the reader's
+nodes over their tolerance are ringed, the first one is named. The style sheet follows the reader's
 choice of light or dark.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from graphrt.tools.common import printable
@@ -19,8 +19,11 @@ from graphrt.tools.inspect.labels import heading
 WIDTH, HEIGHT = 980, 520
 LEFT, RIGHT, TOP, BOTTOM = 78, 20, 118, 56
 ZERO = 22  # the scale's lower end is so far above the axis, where nodes without error lie
-#: Nodes over their tolerance that get a ring and a tooltip; of more only the first.
-MOST_RINGS = 40
+#: Nodes over their tolerance whose rings have tooltips; of more all rings are one thin path.
+MOST_TIPS = 40
+RING = 5.5
+#: From the first node over its tolerance to its name, and of a bold letter.
+BESIDE, BOLD_WIDTH = 20, 8.2
 #: The scale, as powers of ten, where all values are equal.
 EMPTY_DECADES = (-12, 0)
 
@@ -39,13 +42,13 @@ text { font: 13px Helvetica, Arial, sans-serif; fill: #222; }
 .allowed { fill: none; stroke-width: 2; stroke-opacity: 0.4; }
 .allowed.free { stroke-linecap: butt; }
 .allowed.own { stroke-linecap: butt; }
-.name { font-weight: bold; paint-order: stroke; stroke: #fff; stroke-width: 4; stroke-linejoin: round; }
-.over { fill: transparent; stroke: #000; stroke-width: 1.6; }
+.name { font-weight: bold; }
+.over { fill: none; stroke: #000; stroke-width: 1.6; pointer-events: all; }
+.many { stroke-width: 0.6; }
 .first { stroke: #000; fill: none; }
 @media (prefers-color-scheme: dark) {
   text { fill: #ddd; }
   .paper { fill: #16181c; }
-  .name { stroke: #16181c; }
   .axis { stroke: #aaa; }
   .free { stroke: #56B4E9; }
   .own { stroke: #E69F00; }
@@ -100,7 +103,10 @@ class _Plot:
         for mode in self.report.modes:
             yield self._dots(mode)
         for mode in self.report.modes:
-            yield from (self._ring(d) for d in (mode.over if len(mode.over) <= MOST_RINGS else mode.over[:1]))
+            if len(mode.over) <= MOST_TIPS:
+                yield from (self._ring(d) for d in mode.over)
+            else:
+                yield self._rings(mode.over)
         yield from self._legend()
         yield from self._first()
 
@@ -134,13 +140,14 @@ class _Plot:
         yield f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>'
         n = len(self.report.info.nodes)
         step = next((s for p in range(7) for s in (10**p, 2 * 10**p, 5 * 10**p) if n / s <= 10), n)
-        for index in range(0, n, step):
-            x = self.x(index)
+        first = self.report.info.nodes[0].index
+        for number in range(-(-first // step) * step, first + n, step):
+            x = self.x(number - first)
             yield f'<path class="axis" d="M{x:.1f} {bottom}v5"/>'
-            yield f'<text text-anchor="middle" x="{x:.1f}" y="{bottom + 19}">{index}</text>'
+            yield f'<text text-anchor="middle" x="{x:.1f}" y="{bottom + 19}">{number}</text>'
         middle = (TOP + bottom) / 2
         yield f'<text text-anchor="middle" transform="translate(18 {middle:.0f}) rotate(-90)">NMSE</text>'
-        what = "node, in the order of the graph (layers above)"
+        what = "number of the node, as `graphrt dump` has it (layers above)"
         yield f'<text text-anchor="middle" x="{(LEFT + right) / 2:.0f}" y="{bottom + 42}">{what}</text>'
 
     def _allowed(self, mode: Mode) -> str:
@@ -156,8 +163,14 @@ class _Plot:
 
     def _ring(self, d: NodeDiff) -> str:
         tip = f"{d.key}\nNMSE {d.nmse:.3g}, tolerance {d.verdict.limit or 0:.3g}"
-        place = f'cx="{self.x(d.index):.1f}" cy="{self.y(d.nmse):.1f}" r="5.5"'
+        place = f'cx="{self.x(d.index):.1f}" cy="{self.y(d.nmse):.1f}" r="{RING}"'
         return f'<circle class="over" {place}><title>{_text(tip)}</title></circle>'
+
+    def _rings(self, nodes: Sequence[NodeDiff]) -> str:
+        half = f"a{RING} {RING} 0 1 0"
+        at = [(self.x(d.index), self.y(d.nmse)) for d in nodes]
+        rings = "".join(f"M{x - RING:.1f} {y:.1f}{half} {2 * RING} 0{half} {-2 * RING} 0" for x, y in at)
+        return f'<path class="over many" d="{rings}"/>'
 
     def _legend(self) -> Iterator[str]:
         x, y = float(LEFT), 78
@@ -171,7 +184,7 @@ class _Plot:
             yield f'<text x="{x + 20:.0f}" y="{y}">its tolerance</text>'
             x += 122
         if any(mode.over for mode in self.report.modes):
-            yield f'<circle class="over" cx="{x + 5:.0f}" cy="{y - 4}" r="5.5"/>'
+            yield f'<circle class="over" cx="{x + 5:.0f}" cy="{y - 4}" r="{RING}"/>'
             yield f'<text x="{x + 18:.0f}" y="{y}">over it</text>'
 
     def _first(self) -> Iterator[str]:
@@ -180,12 +193,18 @@ class _Plot:
         if not found:
             return
         d = found[-1]
-        x, y, said = self.x(d.index), self.y(d.nmse), f"first: {d.key}"
-        left = x - 8 * len(said) > LEFT  # before it there is room: all is within tolerance there
-        side, anchor = (-1, "end") if left else (1, "start")
-        yield f'<path class="first" d="M{x + side * 6:.1f} {y:.1f}h{side * 12}"/>'
-        place = f'text-anchor="{anchor}" x="{x + side * 22:.1f}" y="{y + 4:.1f}"'
-        yield f'<text class="name" {place}>{_text(said)}</text>'
+        x, y = self.x(d.index), self.y(d.nmse)
+        room = int((WIDTH - LEFT - RIGHT - 2 * BESIDE) / BOLD_WIDTH)
+        name = printable(d.key)
+        said = f"first: {name if len(name) <= room - 7 else name[: room - 8] + '…'}"
+        width = len(said) * BOLD_WIDTH
+        left = x - BESIDE - width > LEFT  # before it there is room: all is within tolerance there
+        start = x - BESIDE - width if left else min(x + BESIDE, WIDTH - RIGHT - width)
+        edge = x - 6 if left else x + 6
+        yield f'<path class="first" d="M{edge:.1f} {y:.1f}H{start + width if left else start:.1f}"/>'
+        # A ground of its own, since not every viewer draws an outline behind letters (paint-order).
+        yield f'<rect class="paper" x="{start:.1f}" y="{y - 9:.1f}" width="{width:.1f}" height="18"/>'
+        yield f'<text class="name" x="{start + 3:.1f}" y="{y + 4.5:.1f}">{escape(said)}</text>'
 
 
 def _text(text: str) -> str:

@@ -30,7 +30,7 @@ def lines(report: Report, every: bool) -> Iterator[str]:
             yield from finding_lines(mode.first, mode.name)
     yield from _verdict_lines(report)
     yield ""
-    yield from plot(report.modes, len(report.info.nodes))
+    yield from plot(report.modes, [t.index for t in report.info.nodes])
     yield ""
     yield from _table(report, every)
 
@@ -73,7 +73,7 @@ def finding_lines(f: Finding, mode: str) -> Iterator[str]:
     """All that is known of the first bad node."""
     t, d = f.node, f.diff
     layer = "outside of layers" if t.layer is None else f"layer {t.layer}"
-    yield printable(f"first over its tolerance, {mode}: {d.key} = {t.op}, {type_text(t)}, {layer}, node {d.index}")
+    yield printable(f"first over its tolerance, {mode}: {d.key} = {t.op}, {type_text(t)}, {layer}, #{t.index}")
     limit = f"{d.verdict.limit:.3g}" if d.verdict.limit else "none: every bit must be right"
     yield f"  NMSE {d.nmse:.3g}, tolerance {limit} ({_times(d.ratio)}); max abs {_number(d.verdict.max_abs)}"
     fusion = f", in the fusion {f.group} of {' + '.join(f.members)}" if f.members else ", by itself"
@@ -119,8 +119,10 @@ def _number(value: float | None) -> str:
 # ---- error by depth ----
 
 
-def plot(modes: Sequence[Mode], n_nodes: int) -> list[str]:
-    """NMSE by node as text: each column has the largest of some nodes. `!`: over the tolerance."""
+def plot(modes: Sequence[Mode], numbers: Sequence[int]) -> list[str]:
+    """NMSE by node as text: each column has the largest of some nodes. `!`: over the tolerance. numbers: of all
+    nodes, as dumps have them."""
+    n_nodes = len(numbers)
     points = [(_column(d.index, n_nodes), d, MARKS[m.name]) for m in modes for d in m.nodes if d.nmse > 0]
     finite = [math.log10(d.nmse) for _, d, _ in points if math.isfinite(d.nmse)]
     if not points:
@@ -143,7 +145,11 @@ def plot(modes: Sequence[Mode], n_nodes: int) -> list[str]:
         power = high - i * (high - low) / (PLOT_HEIGHT - 1)
         label = f"1e{power:+.0f}" if i % 3 == 0 or i == PLOT_HEIGHT - 1 else ""
         out.append(f"{label:>6} |{''.join(cells)}".rstrip())
-    return [*out, f"{'':>6} +{'-' * PLOT_WIDTH}", f"{'':>8}node 0{f'node {n_nodes - 1}':>{PLOT_WIDTH - 6}}"]
+    return [
+        *out,
+        f"{'':>6} +{'-' * PLOT_WIDTH}",
+        f"{'':>8}{f'#{numbers[0]}':<{PLOT_WIDTH // 2}}{f'#{numbers[-1]}':>{PLOT_WIDTH // 2}}",
+    ]
 
 
 def _column(index: int, n: int) -> int:
@@ -166,7 +172,7 @@ def _table(report: Report, every: bool) -> Iterator[str]:
         chosen = sorted(sorted(indices, key=lambda i: -_worst(by_mode, i))[:WORST])
         title = f"the {len(chosen)} nodes nearest to their tolerance (--all has every node)"
     short = {"free-running": "", "re-synced": "own "} if len(report.modes) > 1 else {m.name: "" for m in report.modes}
-    columns = ["node", "name", "op", "type"]
+    columns = ["#", "name", "op", "type"]
     for mode in report.modes:
         columns += [f"{short[mode.name]}{what}" for what in ("NMSE", "tolerance", "x tol", "max abs")]
     yield f"{title}; x tol: the relative error in parts of the tolerance"
@@ -179,7 +185,7 @@ def _worst(by_mode: Sequence[dict[int, NodeDiff]], i: int) -> float:
 
 def _row(report: Report, by_mode: Sequence[dict[int, NodeDiff]], i: int) -> list[object]:
     t, over = report.info.nodes[i], False
-    cells: list[object] = [i, t.name, t.op, type_text(t)]
+    cells: list[object] = [t.index, t.name, t.op, type_text(t)]
     for nodes in by_mode:
         d = nodes.get(i)
         if d is None:

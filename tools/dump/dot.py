@@ -1,9 +1,9 @@
 """`graphrt dump --format dot` and `svg`: a picture by graphviz. Layers are frames, fused nodes share an inner frame.
 
 Fill colours tell the backend (Okabe and Ito's, which colour-blind people tell apart), with a legend; shapes tell the
-kind: boxes compute, dashed ones look at another's memory, ellipses are inputs and caches. Weights, and what many nodes
-read (positions, masks), stand by name in the node that reads them. The background is transparent and lines are
-mid-grey, so that it reads on light and on dark pages.
+kind: boxes compute, dashed ones look at another's memory, ellipses are inputs and caches. What many nodes read from
+outside of the layers (positions, masks) has dotted arrows, weights stand by name in the node that reads them. The
+background is transparent and lines are mid-grey, so that it reads on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ NO_BACKEND = "#BBBBBB"
 LINE = "#808080"
 FONT = 'fontname="Helvetica,Arial,sans-serif"'  # whose widths graphviz knows without the fonts
 SVG_SECONDS = 120
-#: What lies outside of layers and more nodes read than this is named in them: its arrows would hide the rest.
+#: What lies outside of layers and more nodes read than this has dotted arrows, for which the layout makes no room:
+#: solid ones would hide the rest.
 MAX_ARROWS = 2
 
 
@@ -55,7 +56,8 @@ def svg(text: str) -> str:
 
 
 class _Picture:
-    """A graph's lines of graphviz's language. inlined: what is named in its readers, with no arrows of its own."""
+    """A graph's lines of graphviz's language. inlined: what is named in its readers, with no arrows of its own; shared:
+    what many nodes read."""
 
     def __init__(self, info: GraphInfo, folded: Folded) -> None:
         self.info = info
@@ -63,9 +65,8 @@ class _Picture:
         names = list(dict.fromkeys(t.backend for t in info.tensors if t.backend))
         self.fills = {name: FILLS[i % len(FILLS)] for i, name in enumerate(names)}
         readers = Counter(source for source, _ in self._pairs())
-        self.inlined = {
-            t.index for t in info.tensors if self._is_constant(t) or (t.layer is None and readers[t.index] > MAX_ARROWS)
-        }
+        self.inlined = {t.index for t in info.tensors if self._is_constant(t)}
+        self.shared = {t.index for t in info.tensors if t.layer is None and readers[t.index] > MAX_ARROWS}
 
     def lines(self) -> Iterator[str]:
         yield "digraph graphrt {"
@@ -118,15 +119,16 @@ class _Picture:
         width = "penwidth=3 " if "output" in t.flags else ""
         fill = self.fills.get(t.backend or "", NO_BACKEND)
         on = f"on {t.backend}" if t.backend else ""
-        tip = [line for line in (t.name, params_text(t), view_text(info, t), on) if line]
+        tip = [line for line in (f"#{t.index} {t.name}", params_text(t), view_text(info, t), on) if line]
         return f't{t.index} [{shape}{width}fillcolor="{fill}" label={_quoted(text)} tooltip={_quoted(tip)}];'
 
     def _edges(self) -> Iterator[str]:
         """From one layer of a fold to the next an arrow goes back up, dashed."""
         for source, reader in self._pairs():
             if source not in self.inlined:
-                back = ' [style=dashed constraint=false label="next layer"]' if source >= reader else ""
-                yield f"  t{source} -> t{reader}{back};"
+                style = ' [style=dashed constraint=false label="next layer"]' if source >= reader else ""
+                style = style or (" [style=dotted penwidth=1.5 weight=0]" if source in self.shared else "")
+                yield f"  t{source} -> t{reader}{style};"
 
     def _legend(self) -> Iterator[str]:
         if self.fills:

@@ -45,15 +45,17 @@ def page(info: GraphInfo, overlays: Sequence[Overlay], opened: int | None = None
 
 def _tensor(info: GraphInfo, t: TensorInfo) -> dict[str, Any]:
     group = group_text(info, t)
-    details = {
-        "op": role(info, t), "type": type_text(t), "ne": str(list(t.ne)), "nb": str(list(t.nb)),
-        "sources": source_text(info, t), "parameters": params_text(t), "view": view_text(info, t),
-        "backend": t.backend, "split": t.split, "group": group, "place": place_text(info, t),
+    details: dict[str, str | int | None] = {
+        "number": f"#{t.index}", "op": role(info, t), "type": type_text(t), "ne": str(list(t.ne)),
+        "nb": str(list(t.nb)), "sources": source_text(info, t), "parameters": params_text(t),
+        "view": view_text(info, t), "backend": t.backend, "split": t.split, "group": group,
+        "place": place_text(info, t),
         "size": human_bytes(t.place.nbytes) if t.place is not None else "", "flags": ", ".join(t.flags),
     }  # fmt: skip
     return {
-        "name": t.name, "role": role(info, t), "type": type_text(t), "leaf": t.is_leaf, "src": t.sources(),
-        "group": group, "details": [[key, str(v)] for key, v in details.items() if v not in (None, "")],
+        "number": t.index, "name": t.name, "role": role(info, t), "type": type_text(t), "leaf": t.is_leaf,
+        "src": t.sources(), "group": group,
+        "details": [[key, str(v)] for key, v in details.items() if v not in (None, "")],
     }  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """`graphrt explain --svg`: which program has which part of each tile of an attention, and where parts are merged.
 
-A row is a program, or a place for programs where they do not all run at once; along it the k-blocks that it visits, one
-tile after the other. Neighbouring tiles differ in colour (Okabe and Ito's, which colour-blind people tell apart); parts
-that others merge are striped, the part that merges them has a thick edge. Tooltips tell the rest.
+A row is a place that the device has for a program; along it the k-blocks that its programs visit, one tile after the
+other. Grey is idle: after a row's last k-block, and places without a program. All rows are of one height, so that the
+coloured share of the plot is the efficiency. Neighbouring tiles differ in colour (Okabe and Ito's, which colour-blind
+people tell apart); parts that others merge are striped, the part that merges them has a thick edge. Tooltips tell the
+rest.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
+from graphrt.printing import count_text
 from graphrt.program import Bar, TilePlan
 from graphrt.tools.common import printable
 
 #: Sizes in pixels.
 WIDTH, LEFT, RIGHT, TOP, BELOW = 1400, 92, 24, 132, 58
-PLOT_HEIGHT, MIN_ROW, MAX_ROW = 792, 6.0, 30.0
+PLOT_HEIGHT, MIN_ROW, MAX_ROW = 792, 3.0, 30.0
 CHAR_WIDTH, MIN_LABEL_HEIGHT = 5.9, 11
+#: Rows that the note on left out ones takes; below this height edges of bars are thinner.
+GAP_ROWS, LOW_ROW = 5, 6.0
 #: Fills of tiles in turn, and the colour of text on them.
 FILLS = (
     ("#56B4E9", "#000"), ("#E69F00", "#000"), ("#009E73", "#fff"), ("#F0E442", "#000"), ("#0072B2", "#fff"),
@@ -32,11 +37,13 @@ text { font: 12px Helvetica, Arial, sans-serif; fill: #222; }
 .axis { stroke: #555; fill: none; }
 .grid { stroke: #888; stroke-opacity: 0.3; }
 .bar { stroke: #fff; stroke-width: 0.8; }
+.low .bar { stroke-width: 0.3; }
 .bar:hover { stroke: #000; stroke-width: 2; }
 .stripes { pointer-events: none; }
 .stripe { stroke: #000; stroke-opacity: 0.55; stroke-width: 2; }
 .merges { fill: #000; pointer-events: none; }
-.idle { fill: #888; fill-opacity: 0.13; }
+.idle { fill: #888; fill-opacity: 0.2; }
+.note { font-size: 11px; }
 @media (prefers-color-scheme: dark) {
   text { fill: #ddd; }
   .paper, .gap { fill: #16181c; }
@@ -72,17 +79,21 @@ def svg(plan: TilePlan, title: str) -> str:
 
 
 class _Picture:
-    """rows: the slots that are shown, None for those between that are left out."""
+    """rows: the slots with programs that are shown, None for those between that are left out; idle_rows: below them, of
+    places without a program. Both are cut by the same share where not all fit."""
 
     def __init__(self, plan: TilePlan) -> None:
         self.plan = plan
-        most = int(PLOT_HEIGHT / MIN_ROW)
-        n = len(plan.slots)
-        half = (most - 1) // 2
-        shown = list(range(n)) if n <= most else [*range(half), -1, *range(n - half, n)]
-        self.rows: list[int | None] = [None if i < 0 else i for i in shown]
-        self.row_height = min(MAX_ROW, PLOT_HEIGHT / len(self.rows))
-        self.bottom = TOP + len(self.rows) * self.row_height
+        n, most = len(plan.slots), int(PLOT_HEIGHT / MIN_ROW)
+        share = min(1.0, most / plan.at_once)
+        self.rows: list[int | None] = list(range(n))
+        if share < 1 and n > 2 * GAP_ROWS:
+            half = max(1, (round(n * share) - GAP_ROWS) // 2)
+            self.rows = [*range(half), *[None] * GAP_ROWS, *range(n - half, n)]
+        self.idle_rows = round(plan.idle_places * share)
+        self.row_height = min(MAX_ROW, PLOT_HEIGHT / (len(self.rows) + self.idle_rows))
+        self.idle_top = TOP + len(self.rows) * self.row_height
+        self.bottom = self.idle_top + self.idle_rows * self.row_height
         self.per_unit = (WIDTH - LEFT - RIGHT) / plan.longest
         self.shared = plan.shared_tiles()
 
@@ -90,24 +101,46 @@ class _Picture:
         yield from self._caption()
         yield from self._legend()
         yield from self._grid()
+        yield '<g class="low">' if self.row_height < LOW_ROW else "<g>"
         for row, slot in enumerate(self.rows):
-            y = TOP + row * self.row_height
-            if slot is None:
-                left_out = len(self.plan.slots) - len(self.rows) + 1
-                yield f'<text class="on" x="{LEFT + 6}" y="{y + 5:.1f}">{left_out} more rows like these</text>'
-                continue
-            for bar in self.plan.slots[slot]:
-                yield from self._bar(bar, y)
-            yield from self._idle(slot, y)
+            if slot is not None:
+                yield from self._row(slot, TOP + row * self.row_height)
+        yield "</g>"
         yield from self._runs()
+        yield from self._left_out()
+        yield from self._no_program()
         yield from self._axes()
+
+    def _row(self, slot: int, y: float) -> Iterator[str]:
+        for bar in self.plan.slots[slot]:
+            yield from self._bar(bar, y)
+        yield from self._idle(slot, y)
+
+    def _left_out(self) -> Iterator[str]:
+        """A note where rows are left out."""
+        if None in self.rows:
+            middle = TOP + (self.rows.index(None) + GAP_ROWS / 2) * self.row_height
+            left_out = len(self.plan.slots) - len(self.rows) + GAP_ROWS
+            yield f'<text class="note" x="{LEFT + 6}" y="{middle + 4:.1f}">{left_out} more rows like these</text>'
+
+    def _no_program(self) -> Iterator[str]:
+        """The places that have no program, as one block."""
+        if not self.plan.idle_places:
+            return
+        said = f"{self.plan.idle_places} of {count_text(self.plan.at_once, 'place')} have no program: idle throughout"
+        height = self.bottom - self.idle_top
+        place = f'x="{LEFT}" y="{self.idle_top:.2f}" width="{WIDTH - LEFT - RIGHT}" height="{height:.2f}"'
+        yield f'<rect class="idle" {place}><title>{_text(said)}</title></rect>'
+        if height >= MIN_LABEL_HEIGHT + 4:
+            middle = self.idle_top + height / 2 + 4
+            yield f'<text x="{LEFT + 8}" y="{middle:.1f}">{_text(said)}</text>'
 
     def _caption(self) -> Iterator[str]:
         plan = self.plan
         known = "" if not plan.masked or plan.kinds is not None else ", if the mask hides none"
         said = (
             f"{plan.kernel}, schedule {plan.schedule}: {len(plan.k_blocks)} tiles of {plan.rows} rows, {plan.units} "
-            f"k-blocks of {plan.keys} keys{known}; {plan.programs} programs, {plan.at_once} at once"
+            f"k-blocks of {plan.keys} keys{known}; {plan.programs} programs, places for {plan.at_once} at once"
         )
         yield f'<text x="{LEFT}" y="50">{_text(said)}</text>'
         yield f'<text x="{LEFT}" y="68">{_text(self._merging())}</text>'
@@ -125,7 +158,7 @@ class _Picture:
             ("c0", "", "the whole tile"),
             ("c0", "open", "open part: its partial result goes to scratch"),
             ("c0", "merges", "finisher: has the tile's last k-block; all parts become its result"),
-            ("idle", "", "idle: no k-block left"),
+            ("idle", "", "idle: no k-block left, or no program"),
         ):
             yield f'<rect class="{fill}" x="{x:.0f}" y="{y}" width="26" height="13"/>'
             yield from _marks(kind, x, y, 26, 13)
@@ -185,7 +218,7 @@ class _Picture:
             if slot is not None and slot % (_round(step)) == 0:
                 y = TOP + (row + 0.5) * self.row_height + 4
                 yield f'<text text-anchor="end" x="{LEFT - 6}" y="{y:.1f}">{slot}</text>'
-        rows = "program" if self.plan.programs <= self.plan.at_once else "place for a program"
+        rows = "program" if self.plan.programs == self.plan.at_once else "place for a program"
         centre = (TOP + self.bottom) / 2
         yield f'<text text-anchor="middle" transform="translate(24 {centre:.0f}) rotate(-90)">{rows}</text>'
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graphrt.errors import GraphError
 from graphrt.printing import human_bytes
-from graphrt.tools.common import read_text
+from graphrt.tools.common import read_text, write_text
 from graphrt.tools.inspect.checked_json import Checked, parsed
 from graphrt.tools.inspect.describe import GraphInfo
 from graphrt.tools.inspect.labels import si
@@ -38,7 +38,7 @@ def overlays(info: GraphInfo, files: Sequence[Path] = ()) -> list[Overlay]:
 def write_overlay(path: Path, values: Mapping[str, float]) -> None:
     """Writes values by node name as from_file() reads them."""
     spelled = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-    path.write_text(json.dumps(spelled, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(spelled, allow_nan=False) + "\n")
 
 
 def from_file(info: GraphInfo, path: Path) -> Overlay:

@@ -167,8 +167,9 @@ class _Plot:
 
     def _axes(self) -> Iterator[str]:
         bottom, right = self.top + PLOT_HEIGHT, WIDTH - RIGHT
-        for offset in _ticks(self.report.arena.nbytes / 2**20):
-            y = self.y(offset * 2**20)
+        unit, size = _unit(self.report.arena.nbytes)
+        for offset in _ticks(self.report.arena.nbytes / size):
+            y = self.y(offset * size)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>'
             yield f'<text text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{offset:.6g}</text>'
         for step in _ticks(len(self.steps), whole=True):
@@ -177,7 +178,7 @@ class _Plot:
             yield f'<text text-anchor="middle" x="{x:.1f}" y="{bottom + 19:.0f}">{step:.0f}</text>'
         yield f'<path class="axis" d="M{LEFT} {self.top:.0f}V{bottom:.0f}H{right}"/>'
         middle = self.top + PLOT_HEIGHT / 2
-        yield f'<text text-anchor="middle" transform="translate(20 {middle:.0f}) rotate(-90)">offset (MiB)</text>'
+        yield f'<text text-anchor="middle" transform="translate(20 {middle:.0f}) rotate(-90)">offset ({unit})</text>'
         what = "step (a node, or nodes that are fused, in the order of execution; layers above)"
         yield f'<text text-anchor="middle" x="{(LEFT + right) / 2:.0f}" y="{bottom + 40:.0f}">{what}</text>'
 
@@ -210,6 +211,12 @@ class _Plot:
         said = f"peak: {human_bytes(peak.nbytes)} at step {step_text(peak.step, self.steps)}"
         yield f'<path class="peak" d="M{x:.1f} {self.top:.0f}V{self.top + PLOT_HEIGHT:.0f}"/>'
         yield f'<text text-anchor="{anchor}" x="{x:.1f}" y="{self.top - 20:.0f}">{_text(said)}</text>'
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    """What sizes up to `nbytes` are counted in, and its bytes: the largest unit of which there is one at least."""
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next(((name, size) for name, size in units if nbytes >= size), ("B", 1))
 
 
 def _ticks(top: float, whole: bool = False) -> list[float]:

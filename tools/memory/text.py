@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from graphrt.printing import human_bytes
+from graphrt.printing import count_text, human_bytes
 from graphrt.tools.common import printable, table_lines
 from graphrt.tools.inspect.subject import Subject
 from graphrt.tools.memory.lifetimes import Life, Step
@@ -28,9 +28,20 @@ def heading(subject: Subject) -> str:
     return f"{printable(subject.title)}, {subject.phase} of {tokens}, context of {subject.session.n_ctx}"
 
 
-def lines(report: MemoryReport, subject: Subject, limit: int | None, fitting: Sequence[Fit]) -> Iterator[str]:
-    """Plain lines, the same wherever they go."""
+def arena_bytes(subject: Subject) -> int:
+    """Of all its arenas."""
+    return sum(arena.buffer.nbytes for arena in subject.executable.arenas.values())
+
+
+def lines(
+    report: MemoryReport, subject: Subject, limit: int | None, fitting: Sequence[Fit], other: Subject | None = None
+) -> Iterator[str]:
+    """Plain lines, the same wherever they go. other: the step that takes less."""
     yield heading(subject)
+    if other is not None:
+        tokens = count_text(other.n_tokens, "token")
+        size = human_bytes(arena_bytes(other))
+        yield f"{other.phase} of {tokens} takes less: arenas of {size} (--phase {other.phase})"
     yield ""
     yield from _bound("weights", "type", report.weights)
     yield from _bound("cache", "cache", report.cache)
@@ -123,8 +134,11 @@ def _percent(share: float) -> str:
 # ---- JSON ----
 
 
-def as_json(report: MemoryReport, subject: Subject, limit: int | None, fitting: Sequence[Fit]) -> dict[str, Any]:
-    """The report as plain data; bytes and steps as whole numbers, shares from 0 to 1."""
+def as_json(
+    report: MemoryReport, subject: Subject, limit: int | None, fitting: Sequence[Fit], other: Subject | None = None
+) -> dict[str, Any]:
+    """The report as plain data; bytes and steps as whole numbers, shares from 0 to 1. other: the step that takes
+    less."""
     told: dict[str, Any] = {
         "title": subject.title,
         "phase": subject.phase,
@@ -136,6 +150,8 @@ def as_json(report: MemoryReport, subject: Subject, limit: int | None, fitting: 
         "steps": [asdict(step) for step in report.steps],
         "violations": [{"rule": v.rule, "tensors": [asdict(x) for x in v.tensors]} for v in report.wrong],
     }
+    if other is not None:
+        told["other"] = {"phase": other.phase, "n_tokens": other.n_tokens, "arena_nbytes": arena_bytes(other)}
     if limit is not None:
         told["limit"] = {"nbytes": limit, "counted": COUNTED, "contexts": [_fit_json(fit) for fit in fitting]}
     return told

@@ -111,7 +111,7 @@ def _found_lines(found: Found) -> Iterator[str]:
     t = found.node
     layer = "outside of layers" if t.layer is None else f"layer {t.layer}"
     what = f"the fusion of {' + '.join(found.fusion)}" if found.fusion else t.op
-    yield printable(f"first: {t.name} = {what}, {type_text(t)}, {layer}, tensor {t.index}")
+    yield printable(f"first: {t.name} = {what}, {type_text(t)}, {layer}, #{t.index}")
     place = f"{found.row_name} {found.row}"
     if found.head is not None:
         place = f"head {found.head}, {place}"

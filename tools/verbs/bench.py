@@ -20,6 +20,7 @@ import numpy as np
 
 from graphrt.errors import SessionError
 from graphrt.models.synthetic_recipes import RECIPES
+from graphrt.printing import human_bytes
 from graphrt.tools.bench.model import Prepared, Source, add_work, backends_for, measure, options_for
 from graphrt.tools.bench.workload import Test
 from graphrt.tools.common import (
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
     from graphrt.tools.bench.llama_cpp import Peer
     from graphrt.tools.bench.machine import Machine
     from graphrt.tools.bench.model_check import Checked
+
+
+#: In llama-bench's order, with its names; a table has those of which there is something.
+COLUMNS = (
+    "model", "size", "params", "backend", "threads", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s",
+    "ratio",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from graphrt.tools.bench.machine import machine
+    import torch
+
+    from graphrt.tools.bench.machine import machine, on_gpu
     from graphrt.tools.bench.model_check import check, finite
 
     tests, source = _tests(args), Source(args)
     if args.peer_python and source.synthetic:
         raise SessionError("a peer (--peer-python) needs a file that it can read too; give MODEL, not --synthetic")
     if args.threads:
-        import torch
-
         torch.set_num_threads(args.threads)
     backends = backends_for(args.backend, args.exact)
     model, options = source.load(backends), session_options(args)
@@ -87,7 +95,8 @@ def main(args: argparse.Namespace) -> int:
     for row in rows:
         row["share"] = row["gb_per_s"] / found.gb_per_s if "gb_per_s" in row else row["gflop_per_s"] / found.gflop_per_s
     report = {
-        "model": source.label, "weight_bytes": model.weights.nbytes, "backend": backends[0].name,
+        "model": source.label, "weight_bytes": model.weights.nbytes, "n_params": source.n_params,
+        "backend": backends[0].name, "threads": None if on_gpu(backends[0]) else torch.get_num_threads(),
         "machine": found.report, "peer": peer.version if peer else None, "error_nmse": checked.error,
         "checked": {"limit": checked.limit, "what": checked.what}, "results": rows,
     }  # fmt: skip
@@ -154,20 +163,36 @@ def _wrong(checked: Checked) -> str:
 
 
 def _print(report: dict[str, Any], found: Machine, checked: Checked, markdown: bool) -> None:
-    columns = ["model", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s", "ratio"]
-    rows = []
-    for r in report["results"]:
-        peer = (f"{r['peer']['tokens_per_s']:.1f}", f"{r['ratio']:.2f}") if "peer" in r else ("-", "-")
-        shown = (f"{r['tokens_per_s']:.1f}", f"{r['deviation']:.1f}", _rate(r), f"{100 * r['share']:.0f} %")
-        rows.append([report["model"], r["test"], *shown, *peer])
+    rows = [_row(report, r) for r in report["results"]]
+    columns = [c for c in COLUMNS if any(c in row for row in rows)]
+    cells = [[row.get(c, "-") for c in columns] for row in rows]
     if markdown:
-        print("\n".join(markdown_lines(columns, rows)))
+        print("\n".join(markdown_lines(columns, cells)))
     else:
-        print_table(columns, rows)
+        print_table(columns, cells)
     print(
         f"\n{report['backend']}: {found.text}; logits within NMSE {checked.error:.1e} of the reference ({checked.what})"
         + (f"; peer: llama-cpp-python {report['peer']}" if report["peer"] else "")
     )
+
+
+def _row(report: dict[str, Any], r: dict[str, Any]) -> dict[str, str]:
+    """A test's cells by column; what there is nothing of is left out: threads on a GPU, a peer that was not asked."""
+    row = {
+        "model": report["model"], "size": human_bytes(report["weight_bytes"]), "params": _params(report["n_params"]),
+        "backend": report["backend"], "test": r["test"], "t/s": f"{r['tokens_per_s']:.1f}",
+        "+-": f"{r['deviation']:.1f}", "rate": _rate(r), "of ceiling": f"{100 * r['share']:.0f} %",
+    }  # fmt: skip
+    if report["threads"] is not None:
+        row["threads"] = str(report["threads"])
+    if "peer" in r:
+        row |= {"llama.cpp t/s": f"{r['peer']['tokens_per_s']:.1f}", "ratio": f"{r['ratio']:.2f}"}
+    return row
+
+
+def _params(n: int) -> str:
+    """134515008 -> "134.52 M", as llama-bench has it."""
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
 
 def _rate(row: dict[str, Any]) -> str:

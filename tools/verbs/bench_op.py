@@ -11,12 +11,11 @@ import gc
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import BackendError, GraphError, UnsupportedError
 from graphrt.tools.bench.op_shapes import SETS, SHAPES, Shape, shapes_of, tiny
-from graphrt.tools.common import print_json, print_table, whole
+from graphrt.tools.common import print_json, print_table, whole, write_text
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -237,5 +236,5 @@ def _write(args: argparse.Namespace, report: Report) -> None:
             print("\n".join(report.lines(args.md)))
         return
     text = json.dumps(report.as_json(), indent=1) if args.json else "\n".join(report.lines(args.md))
-    Path(args.output_file).write_text(text + "\n", encoding="utf-8")
+    write_text(args.output_file, text + "\n")
     print("\n".join(report.lines(markdown=False)))

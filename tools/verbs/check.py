@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes
-from graphrt.tools.common import add_session_arguments, print_json, printable, session_options, table_lines
+from graphrt.tools.common import (
+    DEVICE_NAMES,
+    add_session_arguments,
+    print_json,
+    printable,
+    session_options,
+    table_lines,
+)
 from graphrt.tools.inspect.subject import SUBJECT_HELP
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="h100",
         metavar="NAME",
-        help="with --order, the GPU to plan for: h100, h200, a100, b200 or mi300x",
+        help=f"with --order, the GPU to plan for: {DEVICE_NAMES} (default: h100)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_session_arguments(parser, own_b=True)
@@ -99,6 +106,13 @@ def _tables(step: Checked) -> Iterator[str]:
 
 def _said(step: Checked) -> str:
     if step.is_whole:
-        return f"all {step.nodes} nodes, one split, no copies"
+        return f"all {step.nodes} nodes that compute, one split, no copies{_views(step)}"
     n = sum(f.count for f in step.fallbacks)
-    return f"{n} of {step.nodes} nodes fall back, {step.splits} splits"
+    return f"{n} of {step.nodes} nodes that compute fall back, {step.splits} splits{_views(step)}"
+
+
+def _views(step: Checked) -> str:
+    """Why `graphrt dump` has more nodes."""
+    if not step.views:
+        return ""
+    return f" (of {step.nodes + step.views} nodes {step.views} are views: nothing runs for them)"

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import add_session_arguments, check_writable, print_json, progress, session_options, whole
+from graphrt.tools.common import (
+    add_session_arguments,
+    check_writable,
+    print_json,
+    progress,
+    say_written,
+    session_options,
+    whole,
+    write_text,
+)
 from graphrt.tools.inspect.subject import PHASES, SUBJECT_HELP, is_graph
 
 if TYPE_CHECKING:
@@ -74,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     pair = _pair(args, specs)
     report = _report(args, pair, patterns)
     if args.svg is not None:
-        args.svg.write_text(diff_svg.svg(report), encoding="utf-8")
+        write_text(args.svg, diff_svg.svg(report))
     if args.overlay is not None:
         write_overlay(args.overlay, overlay(report.modes[-1]))
     if args.json:
@@ -167,5 +176,6 @@ def _save(args: argparse.Namespace, pair: Pair, report: Report) -> None:
         print(f"nothing is over its tolerance: {args.save} is not written", file=sys.stderr)
         return
     save_first(args.save, pair, first, report.title)
+    say_written(args.save)
     name = pair.other.title.partition(",")[0]
     print(f"saved: graphrt replay {args.save} -b {name}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """A graph as it would run: every leaf and node with its op, parameters, types, strides, views, backend, place, fusion
-and work. Layers that are alike fold into one; --layer opens one.
+and work. Layers that are alike fold into one; --layer opens one. # is the number that every verb calls a tensor by:
+leafs come first, so that node_6, ggml's name for the seventh node without one, has a higher number.
 
 MODEL may be a model, of which a step is shown, a case that `graphrt test --save` wrote, or script.py:build, a function
 that returns a graphrt Graph.
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import whole
+from graphrt.tools.common import whole, write_text
 from graphrt.tools.inspect.subject import add_subject_arguments, subject_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
         return 0
-    args.output.write_text(text, encoding="utf-8")
+    write_text(args.output, text)
     if args.format == "model-explorer":
         _write_node_data(info, args.output, args.overlay)
     return 0
@@ -118,5 +119,4 @@ def _write_node_data(info: GraphInfo, graph: Path, files: Sequence[Path]) -> Non
 
     for overlay in overlays(info, files):
         path = graph.with_suffix(f".{overlay.name}.json")
-        path.write_text(_json(node_data(overlay)), encoding="utf-8")
-        print(f"node data: {path}", file=sys.stderr)
+        write_text(path, _json(node_data(overlay)))

@@ -18,6 +18,7 @@ from graphrt.tools.common import (
     print_json,
     print_table,
     read_text,
+    say_written,
     whole,
 )
 
@@ -104,6 +105,7 @@ def _save(path: str, rows: npt.NDArray[np.float32]) -> None:
             np.save(out, rows)
     except OSError as error:
         raise not_writable(path, error.strerror) from error
+    say_written(path)
 
 
 def _print_similarity(texts: list[str], cosines: npt.NDArray[np.float32]) -> None:

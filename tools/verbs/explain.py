@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import GraphError, SessionError
-from graphrt.tools.common import check_writable, print_json, whole
+from graphrt.tools.common import DEVICE_NAMES, check_writable, print_json, whole, write_text
 from graphrt.tools.inspect.subject import add_subject_arguments, subject_of
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-d", "--depth", type=whole(0), metavar="N",
         help="tokens that the cache holds before the step (default: as many as fit for decode, none for prefill)",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", metavar="NAME", help="plan for this GPU, which need not be here: h100, h200, a100, b200 or mi300x"
-    )
+    parser.add_argument("--device", metavar="NAME", help=f"plan for this GPU, which need not be here: {DEVICE_NAMES}")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw which program has which part of each tile")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -55,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     found = explained(subject_of(args, backends), args.depth, device)
     node = explain_node.find_node(found, args.node) if args.node is not None else None
     if args.svg is not None and node is not None:
-        args.svg.write_text(_picture(found, node), encoding="utf-8")
+        write_text(args.svg, _picture(found, node))
     if args.json:
         print_json(explain_json.as_json(found, node))
         return 0

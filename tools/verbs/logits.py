@@ -14,6 +14,7 @@ from graphrt.tools.common import (
     load_model,
     not_writable,
     print_json,
+    say_written,
     session_options,
 )
 
@@ -50,6 +51,7 @@ def main(args: argparse.Namespace) -> int:
             np.save(out, logits)
     except OSError as error:
         raise not_writable(args.output, error.strerror) from error
+    say_written(args.output)
     if args.json:
         print_json({"output": args.output, "shape": list(logits.shape)})
     else:

@@ -2,8 +2,8 @@
 reuse saved and how fragmented it is. The plan is checked too: two tensors that are alive together and share bytes are
 named, and the exit code is 1.
 
-MODEL may be a model, of which a step is shown, a case that `graphrt test --save` wrote, or script.py:build, a function
-that returns a graphrt Graph.
+MODEL may be a model, of which the step is shown that takes more (prefill or decode, unless --phase says), a case that
+`graphrt test --save` wrote, or script.py:build, a function that returns a graphrt Graph.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import print_json, session_options
+from graphrt.tools.common import print_json, session_options, write_text
 from graphrt.tools.inspect.subject import Subject, add_subject_arguments, subject_of
 from graphrt.tools.memory.limit import Fit, fits
+from graphrt.tools.memory.text import arena_bytes
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -55,20 +56,33 @@ def main(args: argparse.Namespace) -> int:
 
     if args.cache_types and args.limit is None:
         raise SessionError("--cache-types belongs to a limit, got no --limit; give one, such as --limit 8G")
-    subject = subject_of(args)
+    subject, other = _larger(subject_of(args), args)
     found = report(subject)
     fitting = _fits(subject, args)
     if args.svg is not None:
-        args.svg.write_text(memory_svg.svg(found, memory_text.heading(subject)), encoding="utf-8")
+        write_text(args.svg, memory_svg.svg(found, memory_text.heading(subject)))
     if args.overlay is not None:
         write_overlay(args.overlay, alive_by_node(found))
     if args.json:
-        print_json(memory_text.as_json(found, subject, args.limit, fitting))
+        print_json(memory_text.as_json(found, subject, args.limit, fitting, other))
     else:
-        for line in memory_text.lines(found, subject, args.limit, fitting):
+        for line in memory_text.lines(found, subject, args.limit, fitting, other):
             print(line)
     nothing_fits = args.limit is not None and all(fit.needs is None for fit in fitting)
     return 1 if found.wrong or nothing_fits else 0
+
+
+def _larger(subject: Subject, args: argparse.Namespace) -> tuple[Subject, Subject | None]:
+    """Of a model's step, where no phase was asked for, prefill and decode: the one whose arenas are larger, then the
+    other. Of all else the subject, and None."""
+    session = subject.session
+    if args.phase is not None or args.tokens or session is None or session.n_batch == 1:
+        return subject, None
+    prefill = replace(
+        subject, phase="prefill", n_tokens=session.n_batch, executable=session.executable(session.n_batch, 1)
+    )
+    first, second = sorted((subject, prefill), key=lambda s: -arena_bytes(s))
+    return first, second
 
 
 def _fits(subject: Subject, args: argparse.Namespace) -> list[Fit]:

@@ -1,7 +1,7 @@
 """Conformance of a backend, op by op: every case in guarded memory, held against the float64 reference.
 
-Modes: test (the default), support (what a backend takes, and why not the rest), perf (time of what is right), grad
-(finite differences, for ops that have a backward).
+Modes: test (the default), support (what a backend takes, and why not the rest; nothing runs, and no GPU is needed),
+perf (time of what is right), grad (finite differences, for ops that have a backward).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from graphrt import private_files
 from graphrt.errors import GraphError, HubError
-from graphrt.tools.common import progress, whole
+from graphrt.tools.common import DEVICE_NAMES, progress, whole, write_text
 
 _MOST_STATE_BYTES = 64 << 20  # of the names that --rerun-failed runs again
 MODES = ("test", "perf", "grad", "support")
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-j", "--jobs", type=whole(0, 256), default=1, metavar="N", help="worker processes (default: 1); 0: in this one"
     )
     add("--time-limit", type=float, default=120.0, metavar="S", help="seconds that a case may take (default: 120)")
+    add("--device", metavar="NAME", help=f"with support: plan for this GPU, which need not be here: {DEVICE_NAMES}")
     add("--require-supported", action="store_true", help="an unsupported case is a failure")
     add = parser.add_argument_group("output").add_argument
     add("--output", default="console", choices=("console", "json", "csv", "junit", "md"), help="md: support only")
@@ -70,6 +71,10 @@ def main(args: argparse.Namespace) -> int:
         return mutants(args)
     if args.share is not None:
         return _share(args)
+    if args.device is not None and args.mode != "support":
+        raise GraphError(
+            f"--device is for the mode support, which runs nothing, got {args.mode}; leave one of them out"
+        )
     args.set = args.set or "quick"
     if args.mode == "support":
         from graphrt.tools.conformance.run.support import main as support
@@ -169,7 +174,7 @@ def _write(args: argparse.Namespace, outcomes: Sequence[Any], about: dict[str, A
     if args.output_file is None:
         print(text)
         return
-    Path(args.output_file).write_text(text + "\n", encoding="utf-8")
+    write_text(args.output_file, text + "\n")
     print(render("console", outcomes, about, args.verbose))
 
 

@@ -25,6 +25,7 @@ from graphrt.tools.common import (
     print_json,
     printable,
     progress,
+    say_written,
     session_options,
 )
 from graphrt.tools.inspect.subject import PHASES
@@ -188,6 +189,8 @@ def _traced(step: Step, patterns: Sequence[re.Pattern[str]], args: argparse.Name
         for line in _head_lines(head):
             print(line, file=sys.stderr if args.values else sys.stdout)
     traces, shown = _read(step, info, watched, args)
+    if args.output is not None:
+        say_written(args.output)
     if args.overlay is not None:
         write_overlay(args.overlay, {trace.node.name: trace.stats.largest for trace in traces})
     if args.json:

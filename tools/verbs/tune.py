@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphrt.errors import GraphrtError
-from graphrt.tools.common import print_json, print_table, progress
+from graphrt.tools.common import print_json, print_table, progress, write_text
 
 if TYPE_CHECKING:
     from graphrt.backends.triton.kernels.flash_attn.configs import Config
@@ -75,10 +75,8 @@ def main(args: argparse.Namespace) -> int:
         rows.append((form, d, kind, best, len(found)))
     lines = [_row_text(form, d, kind, best) for form, d, kind, best, _ in rows if best is not None]
     if args.output_file is not None:
-        with open(args.output_file, "w", encoding="utf-8") as file:
-            file.write(
-                f"# measured by `graphrt tune` on {device.description or device.name}\n" + "\n".join(lines) + "\n"
-            )
+        head = f"# measured by `graphrt tune` on {device.description or device.name}"
+        write_text(args.output_file, "\n".join([head, *lines]) + "\n")
     if args.json:
         print_json({"device": device.description, "rows": lines})
     else:

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("triton")
 
 from support import ROOT, TESTS
-from support.aot_arch import ARCHS, SHARED
+from support.aot_arch import ARCHS, SHARED, SMALL
 from support.aot_barriers import overlaps
 from support.aot_minima import KERNELS, PLAIN, plain_minima
 
@@ -94,6 +94,18 @@ def test_kernels_compile(arch: str, part: str, shared: Path) -> None:
     if len(notes) == len(PARTS):
         needed = {place for p in notes for place in json.loads(p.read_text(encoding="utf-8"))}
         assert needed == set(PLAIN), f"no kernel has a plain minimum there: {sorted(set(PLAIN) - needed)}"
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", SMALL)
+def test_attention_fits_where_shared_memory_is_small(arch: str) -> None:
+    """Every row of the table of GPUs with 99 KiB a program: GeForce, L40S, RTX 6000 Ada."""
+    kernels = [json.loads(line) for line in _run(arch, "0/1", f"{arch} row").splitlines()]
+    assert len(kernels) > 10
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED[arch] and not kernel["undeclared"], kernel
+        assert kernel["loop_spills"] <= ("'f32'" in kernel["name"]), kernel  # heads of 256: one register, on sm_120
 
 
 PTX = """

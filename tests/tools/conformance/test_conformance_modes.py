@@ -60,6 +60,23 @@ def test_the_support_table_counts_and_gives_reasons(capsys: pytest.CaptureFixtur
     ]
 
 
+def test_support_needs_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans for a GPU that is not here."""
+    TritonBackend = pytest.importorskip("graphrt.backends.triton").TritonBackend
+    monkeypatch.setattr(TritonBackend, "unusable", classmethod(lambda cls: "it needs a GPU"))
+    args = ["test", "support", "-o", "MUL_MAT"]
+    assert cli.main([*args, "-b", "triton"]) == 0
+    out, err = capsys.readouterr()
+    assert "MUL_MAT  full" in out and "rounded" not in out and "planned for NVIDIA H100" in err
+    assert cli.main([*args, "-b", "triton-fast", "--device", "RTX 4090"]) == 0
+    out, err = capsys.readouterr()
+    assert "with activations rounded to int8" in out and "planned for NVIDIA GeForce RTX 4090" in err
+    assert cli.main([*args, "-b", "cpu", "--device", "h100"]) == 2
+    assert "'cpu' plans for no device" in capsys.readouterr().err
+    assert cli.main(["test", "-b", "triton", "--device", "h100"]) == 2
+    assert "--device is for the mode support" in capsys.readouterr().err
+
+
 def test_perf_does_not_time_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     args = [
         "test",

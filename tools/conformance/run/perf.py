@@ -16,7 +16,7 @@ import graphrt
 from graphrt.backend import Backend
 from graphrt.op import op_spec
 from graphrt.testing import Case
-from graphrt.tools.common import progress
+from graphrt.tools.common import progress, write_text
 from graphrt.tools.conformance.cases.sources import make_backend, pick, source_of
 from graphrt.tools.conformance.run.step import BAD, Outcome, run_case
 
@@ -108,8 +108,7 @@ def main(args: argparse.Namespace) -> int:
             advance()
     text = _render(args.output, timings, best, backend.name)
     if args.output_file is not None:
-        with open(args.output_file, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        write_text(args.output_file, text + "\n")
     else:
         print(text)
     return 1 if any(t.status in BAD for t in timings) else 0

@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from graphrt.errors import BackendError, GraphError
 from graphrt.testing import Case
-from graphrt.tools.common import printable
+from graphrt.tools.common import printable, write_text
 from graphrt.tools.conformance.cases.share import share_cases
 from graphrt.tools.conformance.cases.sources import Source, pick, source_of
 from graphrt.tools.conformance.run.pool import child_environment, run_threads
@@ -149,7 +148,7 @@ def main(args: argparse.Namespace) -> int:
         raise BackendError(sharing.problems[0])
     text = _json(sharing) if args.output == "json" else "\n".join(_lines(sharing, args))
     if args.output_file is not None:
-        Path(args.output_file).write_text(text + "\n", encoding="utf-8")
+        write_text(args.output_file, text + "\n")
     else:
         print(text)
     tallies = sharing.tallies.values()

@@ -6,16 +6,21 @@ import argparse
 import csv
 import io
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphrt.backend import Backend, discover
+from graphrt.backend import Backend, backend_elsewhere, discover
+from graphrt.errors import BackendError
 from graphrt.graph import Graph
 from graphrt.testing import Case
-from graphrt.tools.conformance.cases.sources import make_backend, pick, source_of
+from graphrt.tools.common import write_text
+from graphrt.tools.conformance.cases.sources import FAST, make_backend, pick, source_of
 from graphrt.tools.conformance.run.reference import computing_nodes
 from graphrt.tools.conformance.run.step import rounding_of
+from graphrt.tools.explain.devices import known_device
+from graphrt.tools.inspect.planned import planned
 
 
 @dataclass
@@ -55,19 +60,37 @@ def table(cases: Sequence[Case], backends: Sequence[tuple[str, Backend]]) -> dic
 
 
 def main(args: argparse.Namespace) -> int:
-    """`graphrt test support`: every usable backend, or the one asked for."""
+    """`graphrt test support`: every usable backend, or the one asked for, whether or not it can be used here."""
     names = [args.backend] if args.backend != "auto" else [n for n, i in discover().items() if i.cls and not i.reason]
-    backends = [(name, make_backend(name)) for name in names]
+    backends = [(name, _to_ask(name, args.device)) for name in names]
     cases = pick(list(source_of(args).cases()), args.op, args.params)
     found = table(cases, backends)
     text = {"console": _text, "csv": _csv, "md": _markdown, "json": _json}.get(args.output, _text)(found, names)
     if args.output_file is not None:
-        with open(args.output_file, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        write_text(args.output_file, text + "\n")
     else:
         print(text)
     missing = any(cell.reasons for row in found.values() for cell in row.values())
     return 1 if args.require_supported and missing else 0
+
+
+def _to_ask(name: str, device: str | None) -> Backend:
+    """A backend to ask what it takes. One that can't be used here, or any if a device is named, plans for a device that
+    need not be here, which is said on stderr. Raises BackendError for an unknown name."""
+    base, fast = name.partition(":")[0], name.partition(":")[0] in FAST
+    info = discover().get(FAST.get(base, base))
+    if info is None or info.cls is None or (info.reason is None and device is None):
+        return make_backend(name)
+    known = known_device(device or "h100")
+    try:
+        backend = backend_elsewhere(info.name, known.elsewhere, exact=not fast)
+        print(f"{name}: planned for {known.title}, which need not be here (--device names another)", file=sys.stderr)
+        return backend
+    except BackendError:
+        if device is not None:
+            raise
+    print(f"{name} can't be used here, {info.reason}: this is what it says without its device", file=sys.stderr)
+    return planned(name)
 
 
 def _text(found: dict[str, dict[str, Cell]], names: Sequence[str]) -> str:
