@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from graphrt.models.recent import Recent
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step import Logits, PreparedStep
 from graphrt.ops import SampleParams
+from graphrt.progress import Advance, ignore, task
 from graphrt.tensor import new_tensor
 
 Ids = npt.NDArray[np.int32]
@@ -126,10 +127,16 @@ class Engine:
         with self.alone():
             given = self.checked(tokens)
             found: dict[int, Logits] = {}
-            for start in range(0, max(map(len, given.values())), self.n_batch):
-                part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
-                found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+            with self.reading(sum(map(len, given.values()))) as advance:
+                for start in range(0, max(map(len, given.values())), self.n_batch):
+                    part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
+                    found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+                    advance(sum(map(len, part.values())))
             return np.stack([found[seq] for seq in given])
+
+    def reading(self, n: int) -> AbstractContextManager[Advance]:
+        """The task of reading n tokens: a prompt's, since a step of generated ones is over at once."""
+        return task("reading the prompt", n, "tokens") if n > self.n_seq else nullcontext(ignore)
 
     @contextmanager
     def alone(self) -> Generator[None, None, None]:

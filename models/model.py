@@ -32,6 +32,7 @@ from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
 from graphrt.printing import brief, brief_name
+from graphrt.progress import task
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,10 @@ class Model:
             more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             listed = ", ".join(named[:MAX_NAMED])
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
-        weights = Weights(file, for_weights(self.backends))
-        self.network: Transformer = cls(hp, weights)
-        weights.check()
+        with task("loading", sum(t.nbytes for t in file.tensors.values()), "bytes") as advance:
+            weights = Weights(file, for_weights(self.backends), advance)
+            self.network: Transformer = cls(hp, weights)
+            weights.check()
         self.weights = weights
 
     @property

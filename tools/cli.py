@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from graphrt import __version__, env
 from graphrt.errors import GraphrtError
+from graphrt.progress import shown_by
 
 #: verb -> what it is for. The module is graphrt.tools.<verb>, with add_arguments(parser), main(args) -> int, and
 #: where flags take free text TEXT_FLAGS.
@@ -135,7 +136,10 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     env.add_arguments(parser)
     args = parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
     env.apply(args)
-    code: int = module.main(args)
+    from graphrt.tools.progress import on_stderr
+
+    with shown_by(None if getattr(args, "json", False) else on_stderr()):
+        code: int = module.main(args)
     return code
 
 

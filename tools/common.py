@@ -7,13 +7,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
 from graphrt.printing import printable as printable
+from graphrt.progress import task
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model
 
+
+#: What the verbs call long work: graphrt.progress.task, which the command line shows.
+progress = task
 
 MODEL_HELP = "a .gguf file, a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE"
 MAX_THREADS = 512
@@ -168,26 +171,3 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> lis
 def markdown_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table."""
     return [f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *rows]]
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[_Advance]:
-    """A progress bar on stderr when that is a terminal; calling what it gives advances by one."""
-    if not sys.stderr.isatty():
-        yield _Advance(None)
-        return
-    from rich.console import Console  # well-kept, and copes with every terminal
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield _Advance(lambda: bar.advance(task))
-
-
-class _Advance:
-    def __init__(self, advance: object) -> None:
-        self._advance = advance
-
-    def __call__(self) -> None:
-        if callable(self._advance):
-            self._advance()
