@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Usage
+from graphrt.backends.cpu import threads
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
@@ -40,12 +41,14 @@ MAX_AHEAD = 4
 @dataclass(frozen=True)
 class SessionOptions:
     """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096;
-    n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types."""
+    n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types;
+    n_threads_batch: CPU threads of a step that reads several tokens of a sequence, 0 for as many as others have."""
 
     n_ctx: int = 0
     n_batch: int = 512
     type_k: str = "f16"
     type_v: str = "f16"
+    n_threads_batch: int = 0
 
 
 def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
@@ -53,6 +56,8 @@ def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     n_ctx = options.n_ctx or default_ctx(hp)
     if not 1 <= n_ctx <= hp.n_ctx_train:
         raise SessionError(f"the context (-c) must be 1 to {hp.n_ctx_train}, the model's own limit, got {n_ctx}")
+    if options.n_threads_batch < 0:
+        raise SessionError(f"threads must be at least 1, or 0 for the usual number, got {options.n_threads_batch}")
     if options.n_batch < 1:
         raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
@@ -77,6 +82,7 @@ class Engine:
         self.n_seq = n_seq
         self.n_ctx, n_batch = check_options(options, hp)
         self.n_batch = max(1, n_batch // n_seq)
+        self.n_threads_batch = options.n_threads_batch
         self.home = for_cache(self.backends, options.type_k)
         types = options.type_k, options.type_v
         self.cache = KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=n_seq)
@@ -155,8 +161,9 @@ class Engine:
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
         one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
         try:
-            prepared = self.feed(part, every=every)
-            prepared.exe.run()
+            with threads.using(self.n_threads_batch if max(map(len, part.values())) > 1 else 0):
+                prepared = self.feed(part, every=every)
+                prepared.exe.run()
             for seq, ids in part.items():
                 self.lengths[seq] += len(ids)
         finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted

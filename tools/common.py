@@ -46,8 +46,8 @@ def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
 
 
 def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
-    """--backend, -c, -b, -ctk, -ctv, -t. ctx_size: the default context, 0 for the model's own limit or 4096; own_b: the
-    verb's -b names a backend, so that --backend is left out and a batch is --batch-size alone."""
+    """--backend, -c, -b, -ctk, -ctv, -t, -tb. ctx_size: the default context, 0 for the model's own limit or 4096;
+    own_b: the verb's -b names a backend, so that --backend is left out and a batch is --batch-size alone."""
     group = parser.add_argument_group("model")
     if not own_b:
         group.add_argument(
@@ -69,6 +69,10 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
     group.add_argument(
         "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
     )
+    group.add_argument(
+        "-tb", "--threads-batch", type=whole(1, MAX_THREADS), default=0, metavar="N",
+        help="CPU threads for reading prompts (default: as -t)",
+    )  # fmt: skip
 
 
 def load_model(
@@ -78,17 +82,23 @@ def load_model(
     from graphrt.models import hub
     from graphrt.models.model import load
 
-    if args.threads:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    use_threads(args)
     return load(hub.resolve(args.model), args.backend, exact=exact, before=before)
+
+
+def use_threads(args: argparse.Namespace) -> None:
+    """The number of CPU threads that -t asks for."""
+    if args.threads:
+        from graphrt.backends.cpu import threads
+
+        threads.use(args.threads)
 
 
 def session_options(args: argparse.Namespace) -> SessionOptions:
     from graphrt.models.engine import SessionOptions
 
-    return SessionOptions(args.ctx_size, args.batch_size, args.cache_type_k, args.cache_type_v)
+    threads = getattr(args, "threads_batch", 0)  # a verb that runs nothing has no such flag
+    return SessionOptions(args.ctx_size, args.batch_size, args.cache_type_k, args.cache_type_v, threads)
 
 
 def read_text(path: str) -> str:

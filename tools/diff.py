@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import add_session_arguments, check_writable, print_json, progress, session_options, whole
+from graphrt.tools.common import (
+    add_session_arguments,
+    check_writable,
+    print_json,
+    progress,
+    session_options,
+    use_threads,
+    whole,
+)
 from graphrt.tools.subject import PHASES, SUBJECT_HELP, is_graph
 
 if TYPE_CHECKING:
@@ -66,10 +74,7 @@ def main(args: argparse.Namespace) -> int:
     specs = [side_spec(args.reference), side_spec(args.other)]
     patterns = _patterns(args.filter)
     _check(args, specs)
-    if args.threads:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    use_threads(args)
     pair = _pair(args, specs)
     report = _report(args, pair, patterns)
     if args.svg is not None:
