@@ -10,9 +10,9 @@ Build a graph with the ops in `graphrt.ops`, prepare it on backends, run it many
 `graphrt.models.load(path)` loads a GGUF model and generates text with it.
 """
 
-from typing import TYPE_CHECKING
-
 from graphrt import library_settings
+
+TYPE_CHECKING = False  # type checkers know it by its name; importing typing would take longer than all of this
 
 if TYPE_CHECKING:
     from graphrt.backend import get_backend, register_backend

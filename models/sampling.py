@@ -14,10 +14,10 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from graphrt.errors import SessionError
 from graphrt.ops.sample import MAX_TOP_K, SampleParams
@@ -25,7 +25,10 @@ from graphrt.ops.sample import MAX_TOP_K, SampleParams
 _MAX_SEED = (1 << 64) - 1
 _BLOCK = 64
 
-Logits = torch.Tensor | npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    import torch  # the command line asks for defaults alone, which must not take a second
+
+    Logits = torch.Tensor | npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -266,7 +269,7 @@ class Sampler:
 def _checked(logits: Logits) -> npt.NDArray[np.float32]:
     if logits.ndim != 1 or not len(logits):
         raise SessionError(f"logits must have shape [n_vocab], got {list(logits.shape)}.")
-    array = logits.detach().to("cpu", torch.float32).numpy() if isinstance(logits, torch.Tensor) else logits
+    array = logits if isinstance(logits, np.ndarray) else logits.detach().cpu().float().numpy()
     values = np.ascontiguousarray(array, dtype=np.float32)
     top = values.max()
     if math.isnan(top):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from graphrt import __version__, env
+from graphrt import __version__, env, interrupts
 from graphrt.errors import GraphrtError
 from graphrt.progress import shown_by
 
@@ -47,6 +47,8 @@ VERBS = {
 FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 
 
+#: The exit code that shells give to what a closed pipe ended.
+CLOSED_PIPE = 141
 #: What to do where memory runs out.
 _LESS = "use a smaller model, a shorter context (-c) or smaller batches (-b), or free memory that others hold"
 
@@ -74,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\n{who}: interrupted", file=sys.stderr)
-        return 130
+        print(interrupts.line(who), file=sys.stderr)
+        return interrupts.EXIT_CODE
     except BrokenPipeError:  # whoever read our output has gone (head, less); nobody is left to tell
         _discard_output()
-        return 1
+        return CLOSED_PIPE
     except MemoryError as error:  # numpy says how much it wanted, Python nothing
         print(f"{who}: there is not enough memory{f' ({error})' if str(error) else ''}; {_LESS}", file=sys.stderr)
         return 2
@@ -166,6 +168,3 @@ def _help() -> str:
         f"Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked."
     )
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 TEXT_FLAGS = ("-p", "--prompt")
 #: Where --profile writes unless told.
 TRACE = Path("graphrt-profile.json")
+#: Decode steps that --profile measures unless told.
+PROFILE_STEPS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,14 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    from graphrt.tools.profile import DEFAULT_STEPS
-
     what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
     parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
     times = "with --profile: write microseconds by node of a decode step, for `graphrt dump --overlay`"
     parser.add_argument("--profile-overlay", type=Path, metavar="FILE", help=times)
-    steps = f"decode steps that are profiled (default: {DEFAULT_STEPS})"
-    parser.add_argument("--profile-steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help=steps)
+    steps = f"decode steps that are profiled (default: {PROFILE_STEPS})"
+    parser.add_argument("--profile-steps", type=whole(1, 1000), default=PROFILE_STEPS, metavar="N", help=steps)
 
 
 def _trace_path(text: str) -> Path:
