@@ -89,7 +89,7 @@ class Executable:
         if lost:
             raise BackendError(
                 f"what was prepared on {lost[0]!r} must run in the process that prepared it, {self._process}, not in "
-                f"{os.getpid()}, which was forked from it; start processes by multiprocessing's \"spawn\" method and "
+                f'{os.getpid()}, which was forked from it; start processes by multiprocessing\'s "spawn" method and '
                 f"load the model there"
             )
 
