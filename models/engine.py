@@ -268,7 +268,8 @@ class Engine:
                 f"or raise it with -c, up to {longest}" if self.n_ctx < longest else "this model can't raise it with -c"
             )
             raise SessionError(
-                f"the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; shorten the prompt, {more}"
+                f"the prompt is too long: the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; "
+                f"shorten the prompt, {more}"
             )
         bad = next((t for t in ids if not 0 <= t < n_vocab), None)
         if bad is not None:

@@ -144,7 +144,8 @@ class Model:
         if found > limit or len(text) > limit * self.tokenizer.longest:
             more = f"or raise it with -c, up to {own}" if limit < own else "this model can't raise it with -c"
             raise SessionError(
-                f"the context holds {limit} tokens, got a text of {len(text)} characters that has more; shorten the "
+                f"the text is too long: the context holds {limit} tokens, got a text of {len(text)} characters that "
+                f"has more; shorten the "
                 f"prompt, {more}"
             )
 

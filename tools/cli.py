@@ -138,11 +138,20 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     env.add_arguments(parser)
     args = parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
     env.apply(args)
+    _check_fusions()
     from graphrt.tools.progress import on_stderr
 
     with shown_by(None if getattr(args, "json", False) else on_stderr()):
         code: int = module.main(args)
     return code
+
+
+def _check_fusions() -> None:
+    """Raises BackendError for a fusion that there is none of, whoever runs the verb: the CPU backend asks for none."""
+    if env.FUSE.get():
+        from graphrt.backends.triton.fuse import wanted_patterns
+
+        wanted_patterns()
 
 
 def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:

@@ -45,6 +45,29 @@ def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
     return number
 
 
+class Once(argparse.Action):
+    """Stores a value, and refuses a second one: of two prompts one would be lost."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "must be given once, got it twice")
+        setattr(namespace, self.dest, values)
+
+
+def utf8(text: str) -> str:
+    """An argparse type: a text whose bytes are UTF-8. Python gives others as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        before = len(text[: error.start].encode("utf-8"))
+        raise argparse.ArgumentTypeError(
+            f"a text must be UTF-8, this one is not (byte {before}); convert it with iconv -t UTF-8"
+        ) from None
+    return text
+
+
 def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
     """--backend, -c, -b, -ctk, -ctv, -t, -tb. ctx_size: the default context, 0 for the model's own limit or 4096;
     own_b: the verb's -b names a backend, so that --backend is left out and a batch is --batch-size alone."""

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
+    Once,
     add_session_arguments,
     load_model,
     print_json,
     read_text,
     session_options,
+    utf8,
     whole,
     without_last_newline,
 )
@@ -44,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="the prompt, - for standard input (the default when that is a pipe)"
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        action=Once,
+        type=utf8,
+        help="the prompt, - for standard input (the default when that is a pipe)",
     )
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
     parser.add_argument("-sys", "--system", metavar="TEXT", help="system message for the chat template")
