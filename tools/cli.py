@@ -149,9 +149,9 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
 def _check_fusions() -> None:
     """Raises BackendError for a fusion that there is none of, whoever runs the verb: the CPU backend asks for none."""
     if env.FUSE.get():
-        from graphrt.backends.triton.fuse import wanted_patterns
+        from graphrt.backends.triton.fuse import wanted_fusions
 
-        wanted_patterns()
+        wanted_fusions()
 
 
 def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:
