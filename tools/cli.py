@@ -151,7 +151,7 @@ def _check_fusions() -> None:
     if env.FUSE.get():
         from graphrt.backends.triton.fuse import wanted_fusions
 
-        wanted_fusions()
+        wanted_fusions(exact=False)
 
 
 def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:
