@@ -81,6 +81,8 @@ class Backend(ABC):
     deterministic: bool = True
     #: run() returns before the work is done, so that a caller gains by queuing runs ahead of what it reads.
     asynchronous: bool = False
+    #: What was prepared before a fork runs in the forked process too. A GPU's memory and queues are its parent's alone.
+    survives_fork: bool = True
     #: How far a model's logits may be from the CPU reference's: an NMSE. What `graphrt bench` checks a model by. A
     #: backend that rounds activations says what that costs.
     logits_nmse: float = 1e-6

@@ -39,6 +39,7 @@ from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
 from graphrt.printing import brief, brief_name
+from graphrt.progress import task
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,10 @@ class Model:
             more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             listed = ", ".join(named[:MAX_NAMED])
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
-        weights = Weights(file, for_weights(self.backends))
-        self.network: Transformer = cls(hp, weights)
-        weights.check()
+        with task("loading", sum(t.nbytes for t in file.tensors.values()), "bytes") as advance:
+            weights = Weights(file, for_weights(self.backends), advance)
+            self.network: Transformer = cls(hp, weights)
+            weights.check()
         self.weights = weights
 
     @property
@@ -139,7 +141,8 @@ class Model:
         if found > limit or len(text) > limit * self.tokenizer.longest:
             more = f"or raise it with -c, up to {own}" if limit < own else "the model was trained on no more"
             raise SessionError(
-                f"the context holds {limit} tokens, got a text of {len(text)} characters that has more; shorten the "
+                f"the text is too long: the context holds {limit} tokens, got a text of {len(text)} characters that "
+                f"has more; shorten the "
                 f"prompt, {more}"
             )
 

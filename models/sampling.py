@@ -12,11 +12,10 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from graphrt.errors import SessionError
 from graphrt.models.sampling_dry import Breakers, dry
@@ -39,7 +38,10 @@ from graphrt.models.sampling_steps import (
 )
 from graphrt.ops.sample import MAX_TOP_K, SampleParams
 
-Logits = torch.Tensor | npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    import torch  # the command line asks for defaults alone, which must not take a second
+
+    Logits = torch.Tensor | npt.NDArray[np.float32]
 
 
 class Uniforms:
@@ -203,7 +205,7 @@ def _last(history: Sequence[int], n: int) -> Sequence[int]:
 def _checked(logits: Logits) -> npt.NDArray[np.float32]:
     if logits.ndim != 1 or not len(logits):
         raise SessionError(f"logits must have shape [n_vocab], got {list(logits.shape)}.")
-    array = logits.detach().to("cpu", torch.float32).numpy() if isinstance(logits, torch.Tensor) else logits
+    array = logits if isinstance(logits, np.ndarray) else logits.detach().cpu().float().numpy()
     values = np.ascontiguousarray(array, dtype=np.float32)
     top = values.max()
     if math.isnan(top):

@@ -70,11 +70,13 @@ class Session(Engine):
             first += len(self.unread)
             rows = np.empty((len(ids) - first, self.decoder.hp.n_vocab), np.float32)
             batch = max(1, min(self.n_batch, MAX_LOGITS_BYTES // (4 * self.decoder.hp.n_vocab)))
-            for start, stop in _batches(first, len(ids), self.n_batch, batch):
-                wanted = start >= first
-                out = self.step({0: ids[start:stop]}, every=wanted)
-                if wanted:
-                    rows[start - first : stop - first] = out
+            with self.reading(len(ids)) as advance:
+                for start, stop in _batches(first, len(ids), self.n_batch, batch):
+                    wanted = start >= first
+                    out = self.step({0: ids[start:stop]}, every=wanted)
+                    if wanted:
+                        rows[start - first : stop - first] = out
+                    advance(stop - start)
             return rows
 
     def likeliest(self, token: int, n: int) -> Iterator[int]:

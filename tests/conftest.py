@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -21,9 +22,15 @@ for path in (ROOT, ROOT / "tests"):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
 
+from graphrt import private_files  # noqa: E402
+
 # Before any kernel is imported: without a GPU they run in Triton's interpreter, in child processes too.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tests have caches of their own; compiling the CPU's kernels anew in each would take minutes.
+with contextlib.suppress(OSError):
+    os.environ.setdefault("GRAPHRT_KERNEL_CACHE", str(private_files.user_cache() / "kernels"))
 
 # Most of these tests' time would be the interpreter's own.
 if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GRAPHRT_QUICK_INTERPRETER") != "0":

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from graphrt import __version__, env
+from graphrt import __version__, env, interrupts
 from graphrt.errors import GraphrtError
+from graphrt.progress import shown_by
 from graphrt.tools.foreign_flags import adapted
 
 #: verb -> what it is for. The module is graphrt.tools.verbs.<verb>, with add_arguments(parser), main(args) -> int, and
@@ -51,6 +52,8 @@ VERBS = {
 FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 
 
+#: The exit code that shells give to what a closed pipe ended.
+CLOSED_PIPE = 141
 #: What to do where memory runs out.
 _LESS = "use a smaller model, a shorter context (-c) or smaller batches (-b), or free memory that others hold"
 
@@ -82,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\n{who}: interrupted", file=sys.stderr)
-        return 130
+        print(interrupts.line(who), file=sys.stderr)
+        return interrupts.EXIT_CODE
     except BrokenPipeError:  # whoever read our output has gone (head, less); nobody is left to tell
         _discard_output()
-        return 1
+        return CLOSED_PIPE
     except MemoryError as error:  # numpy says how much it wanted, Python nothing
         print(f"{who}: there is not enough memory{f' ({error})' if str(error) else ''}; {_LESS}", file=sys.stderr)
         return 2
@@ -148,7 +151,11 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     # Intermixed, for `explain MODEL --phase prefill NODE`: parse_args() wants MODEL and NODE side by side.
     args = parser.parse_intermixed_args(given)
     env.apply(args)
-    code: int = module.main(args)
+    _check_fusions()
+    from graphrt.tools.progress import on_stderr
+
+    with shown_by(None if getattr(args, "json", False) else on_stderr()):
+        code: int = module.main(args)
     return code
 
 
@@ -158,6 +165,14 @@ def verb_parser(verb: str, module: Any) -> Parser:
     module.add_arguments(parser)
     env.add_arguments(parser)
     return parser
+
+
+def _check_fusions() -> None:
+    """Raises BackendError for a fusion that there is none of, whoever runs the verb: the CPU backend asks for none."""
+    if env.FUSE.get():
+        from graphrt.backends.triton.fuse import wanted_fusions
+
+        wanted_fusions(exact=False)
 
 
 def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:
@@ -182,7 +197,3 @@ def _help() -> str:
         f"graphrt VERB --help tells more of each; graphrt --version is {__version__}.\n"
         f"Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage, numbered
-from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample  # noqa: F401  (REFERENCES)
+from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample, threads  # noqa: F401  (REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.fuse import FUSIONS
 from graphrt.backends.cpu.lower import lower
@@ -32,7 +33,7 @@ class CpuProgram(Program):
     """
 
     def __init__(self, groups: Sequence[Group], run: Run, lowered: Mapping[Group, Any], keep: object = None) -> None:
-        super().__init__(groups, run)
+        super().__init__(groups, functools.partial(threads.run, run))
         self._lowered, self._keep = lowered, keep
 
     @property
@@ -63,6 +64,7 @@ class CpuBackend(Backend):
     api_version: ClassVar[int] = API_VERSION
 
     def __init__(self, *, exact: bool = True, dtype: torch.dtype = torch.float32, device: int = 0) -> None:
+        threads.limit_threads()
         self.exact = exact
         self.dtype = dtype
         self.number = device
@@ -83,7 +85,7 @@ class CpuBackend(Backend):
 
     def devices(self) -> list[Device]:
         pages, free, size = (os.sysconf(n) for n in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES", "SC_PAGE_SIZE"))
-        name = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        name = f"{platform.machine()}, {threads.count()} threads, torch {torch.__version__}"
         return [Device("cpu", name, pages * size, free * size)]
 
     def supports(self, node: Tensor) -> str | None:

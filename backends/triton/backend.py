@@ -56,6 +56,7 @@ class TritonBackend(Backend):
         self.number = device
         self.target = target or target_of(device)
         self.capture = capture and not interpreting()
+        self.survives_fork = interpreting()
         if self.target.is_here and not interpreting():
             keep_private()
 

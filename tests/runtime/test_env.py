@@ -52,9 +52,9 @@ def test_the_help_has_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_flag_sets_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for v in env.VARIABLES:
-        monkeypatch.setenv(v.name, "before")
+        monkeypatch.setenv(v.name, "0")
     assert cli.main(["devices", "--cache-dir", str(tmp_path)]) == 0
-    assert hub.cache_dir() == tmp_path and os.environ["GRAPHRT_FUSE"] == "before"
+    assert hub.cache_dir() == tmp_path and os.environ["GRAPHRT_FUSE"] == "0"
     monkeypatch.setenv("GRAPHRT_CACHE", "")
     assert env.CACHE.get() is None and hub.cache_dir() != tmp_path
 

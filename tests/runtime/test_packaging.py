@@ -111,7 +111,7 @@ def test_the_wheel_names_its_command_its_backend_and_what_it_needs(unpacked: Pat
     (info,) = unpacked.glob("*.dist-info")
     points = configparser.ConfigParser()
     points.read(info / "entry_points.txt")
-    assert dict(points["console_scripts"]) == {"graphrt": "graphrt.tools.cli:main"}
+    assert dict(points["console_scripts"]) == {"graphrt": "graphrt.__main__:main"}
     assert points["graphrt.backends"]["cpu"] == "graphrt.backends.cpu:CpuBackend"
     metadata = Parser().parsestr((info / "METADATA").read_text())
     assert (metadata["Name"], metadata["License-Expression"]) == ("graphrt", "MIT")

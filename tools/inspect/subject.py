@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import GraphError, GraphrtError, SessionError
-from graphrt.tools.common import add_session_arguments, session_options, whole
+from graphrt.tools.common import add_session_arguments, session_options, use_threads, whole
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -79,10 +79,7 @@ def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = No
             + ("none" if args.model is None else "two")
             + "; give MODEL, a saved case, script.py:build or --synthetic NAME"
         )
-    if args.threads:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    use_threads(args)
     backends = backends_for(args.backend, args.exact) if backends is None else backends
     options, text = session_options(args), args.synthetic or args.model
     return subject(text, backends, args.phase, args.tokens, options, synthetic=bool(args.synthetic))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graphrt.models.session import Session
 
 
-DEFAULT_STEPS, PREFILL_STEPS = 16, 3
+PREFILL_STEPS = 3
 #: Runs before anything is timed: a GPU backend may compile in the first and capture in the next ones.
 WARM_UPS = 3
 #: Runs in parts on a GPU, where the whole step gives the times.

@@ -29,6 +29,7 @@ from graphrt.tools.common import (
     print_json,
     print_table,
     session_options,
+    use_threads,
 )
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ def main(args: argparse.Namespace) -> int:
     tests, source = _tests(args), Source(args)
     if args.peer_python and source.synthetic:
         raise SessionError("a peer (--peer-python) needs a file that it can read too; give MODEL, not --synthetic")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args)
     backends = backends_for(args.backend, args.exact)
     model, options = source.load(backends), session_options(args)
     for test in tests:

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
 from graphrt.tools.common import (
+    Once,
     add_session_arguments,
     check_writable,
     print_json,
     progress,
     say_written,
     session_options,
+    use_threads,
+    utf8,
     whole,
     write_text,
 )
@@ -44,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-a", "--reference", default="cpu", metavar="SIDE", help=f"what is right: {side} (default: cpu)")
     add("-b", "--other", default="auto", metavar="SIDE", help="what is asked about (default: what `run` uses)")
     add = parser.add_argument_group("what they read").add_argument
-    add("-p", "--prompt", metavar="TEXT", help="the prompt, - for standard input (the default when that is a pipe)")
+    prompt = "the prompt, - for standard input (the default when that is a pipe)"
+    add("-p", "--prompt", metavar="TEXT", action=Once, type=utf8, help=prompt)
     add("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
     add("--tokens", metavar="1,2,3", help="token ids instead of a text")
     add("--chat", action="store_true", help="the prompt through the chat template, as `run` has it")
@@ -76,10 +80,7 @@ def main(args: argparse.Namespace) -> int:
     specs = [side_spec(args.reference), side_spec(args.other)]
     patterns = _patterns(args.filter)
     _check(args, specs)
-    if args.threads:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    use_threads(args)
     pair = _pair(args, specs)
     report = _report(args, pair, patterns)
     if args.svg is not None:

@@ -19,6 +19,7 @@ from graphrt.tools.common import (
     print_table,
     read_text,
     say_written,
+    utf8,
     whole,
 )
 
@@ -31,7 +32,9 @@ SHOWN = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("-p", "--prompt", metavar="TEXT", action="append", help="a text; may be given several times")
+    text.add_argument(
+        "-p", "--prompt", metavar="TEXT", action="append", type=utf8, help="a text; may be given several times"
+    )
     text.add_argument("-f", "--file", metavar="FILE", help="texts from a file, a line each, - for standard input")
     parser.add_argument(
         "--pooling", default="", metavar="KIND", help="mean, cls, last or none (default: what the file names)"

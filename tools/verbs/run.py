@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
+    Once,
     add_session_arguments,
     load_model,
     print_json,
     read_text,
     session_options,
+    utf8,
     whole,
     without_last_newline,
 )
@@ -39,13 +41,20 @@ if TYPE_CHECKING:
 TEXT_FLAGS = ("-p", "--prompt", *flags.TEXT_FLAGS)
 #: Where --profile writes unless told.
 TRACE = Path("graphrt-profile.json")
+#: Decode steps that --profile measures unless told.
+PROFILE_STEPS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="the prompt, - for standard input (the default when that is a pipe)"
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        action=Once,
+        type=utf8,
+        help="the prompt, - for standard input (the default when that is a pipe)",
     )
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
     parser.add_argument("-sys", "--system", metavar="TEXT", help="system message for the chat template")
@@ -72,14 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    from graphrt.tools.profile.session import DEFAULT_STEPS
-
     what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
     parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
     times = "with --profile: write microseconds by node of a decode step, for `graphrt dump --overlay`"
     parser.add_argument("--profile-overlay", type=Path, metavar="FILE", help=times)
-    steps = f"decode steps that are profiled (default: {DEFAULT_STEPS})"
-    parser.add_argument("--profile-steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help=steps)
+    steps = f"decode steps that are profiled (default: {PROFILE_STEPS})"
+    parser.add_argument("--profile-steps", type=whole(1, 1000), default=PROFILE_STEPS, metavar="N", help=steps)
 
 
 def _trace_path(text: str) -> Path:

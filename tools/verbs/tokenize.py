@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from graphrt.tools.common import MODEL_HELP, print_json, print_table, read_text
+from graphrt.tools.common import MODEL_HELP, Once, print_json, print_table, read_text, utf8
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-p", "--prompt")
@@ -13,7 +13,7 @@ TEXT_FLAGS = ("-p", "--prompt")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("-p", "--prompt", metavar="TEXT", help="the text")
+    text.add_argument("-p", "--prompt", metavar="TEXT", action=Once, type=utf8, help="the text")
     text.add_argument("-f", "--file", metavar="FILE", help="read the text from a file, - for standard input")
     parser.add_argument("--ids", action="store_true", help="only a JSON list of ids")
     parser.add_argument("--json", action="store_true", help="a JSON list of objects with id and piece")

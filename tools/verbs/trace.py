@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from graphrt.errors import MemoryPlanError, SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
+    Once,
     add_session_arguments,
     check_writable,
     load_model,
@@ -27,6 +28,7 @@ from graphrt.tools.common import (
     progress,
     say_written,
     session_options,
+    utf8,
 )
 from graphrt.tools.inspect.subject import PHASES
 
@@ -46,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="the prompt, - for standard input (the default when that is a pipe)"
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        action=Once,
+        type=utf8,
+        help="the prompt, - for standard input (the default when that is a pipe)",
     )
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
     template = parser.add_mutually_exclusive_group()

@@ -150,6 +150,19 @@ def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert jit.cache_dir() == (tmp_path / "kernels").resolve() and not (tmp_path / "~").exists()
 
 
+def test_kernels_lie_in_the_cache_folder_unless_they_have_one_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "all"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    for asked, found in (("", "all/kernels"), (str(tmp_path / "own"), "own"), ("0", None)):
+        monkeypatch.setenv("GRAPHRT_KERNEL_CACHE", asked)
+        assert jit.cache_dir() == (found and (tmp_path / found).resolve())
+    monkeypatch.delenv("GRAPHRT_CACHE")
+    monkeypatch.delenv("GRAPHRT_KERNEL_CACHE")
+    assert jit.cache_dir() == (tmp_path / "user/graphrt/kernels").resolve()
+
+
 def test_leftovers_of_killed_processes_go(cache: Cache) -> None:
     cache.folder.mkdir()
     old, new = cache.folder / "writing-a0b1c2d3", cache.folder / "writing-e4f5a6b7"
@@ -234,4 +247,8 @@ def test_triton_keeps_its_kernels_in_a_private_folder(
         monkeypatch.setattr(knobs.cache, "dir", str(asked))
         keep_private.__wrapped__()
         assert knobs.cache.dir == str(used.resolve())
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "all"))
+    keep_private.__wrapped__()
+    assert knobs.cache.dir == str((tmp_path / "all/triton").resolve())
     assert len(caplog.messages) == 1 and "may be written by others" in caplog.text
