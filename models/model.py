@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -128,9 +128,17 @@ class Model:
         template = None if raw else self.chat_template
         if template is None:
             return self._ids(prompt, n_ctx, add_bos=None if begins else False, parse_special=True)
-        self._check_length(prompt, n_ctx)
         messages = [{"role": "system", "content": system}] if system else []
-        text = template.render([*messages, {"role": "user", "content": prompt}])
+        return self.chat_tokens(template, [*messages, {"role": "user", "content": prompt}], n_ctx)
+
+    def chat_tokens(self, template: ChatTemplate, messages: Sequence[Mapping[str, str]], n_ctx: int = 0) -> list[int]:
+        """The ids of a conversation, [{"role": ..., "content": ...}, ...], up to where the model's answer begins.
+
+        n_ctx: as prompt_tokens() has it. Raises SessionError for a conversation that is longer, ChatTemplateError for
+        messages that the template does not take.
+        """
+        self._check_length(max((message["content"] for message in messages), key=len, default=""), n_ctx)
+        text = template.render(messages)
         bos = self.tokenizer.bos_id
         starts_with_bos = bos is not None and text.startswith(self.tokenizer.piece(bos).decode("utf-8", "replace"))
         return self._ids(text, n_ctx, add_bos=False if starts_with_bos else None, parse_special=True)

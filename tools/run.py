@@ -1,4 +1,5 @@
-"""Generate text. It streams to stdout; figures go to stderr. Without MODEL the demo model runs, pulled when absent."""
+"""Generate text. It streams to stdout; figures go to stderr. Without MODEL the demo model runs, pulled when absent.
+Without a prompt, on a terminal, it is a chat: `graphrt chat`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
+from graphrt.printing import terminal_text
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-p", "--prompt")
+#: Tokens that are made unless told.
+PREDICT = 256
 #: Where --profile writes unless told.
 TRACE = Path("graphrt-profile.json")
 
@@ -50,9 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--predict",
         type=whole(-1),
-        default=256,
         metavar="N",
-        help="the most tokens to make, -1: no limit (default: 256)",
+        help=f"the most tokens to make, -1: no limit (default: {PREDICT}, in a chat no limit)",
     )
     parser.add_argument(
         "--raw", action="store_true", help="the prompt as it stands, without the chat template, and only its completion"
@@ -161,11 +164,16 @@ class Tally:
 def main(args: argparse.Namespace) -> int:
     if args.profile_overlay is not None and not args.profile:
         raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
+    if _is_chat(args):
+        from graphrt.tools import chat
+
+        return chat.main(chat.from_run(args))
     prompt = prompt_text(args)
+    args.predict = PREDICT if args.predict is None else args.predict
     sampling = sampler_params(args)
     loading = time.perf_counter()
     needs: dict[str, Any] = {}
-    model = load_model(args, args.exact, partial(_before_weights, args, needs))
+    model = load_model(args, args.exact, partial(before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
     session = model.session(session_options(args))
     for sentence in session.fallbacks():
@@ -188,9 +196,13 @@ def main(args: argparse.Namespace) -> int:
     return 130 if tally.interrupted else 0
 
 
-def _before_weights(
-    args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]
-) -> None:
+def _is_chat(args: argparse.Namespace) -> bool:
+    """No prompt is given, somebody sits at the terminal, and nothing is asked for that needs a prompt."""
+    asks = args.prompt is not None or args.file is not None or args.raw or args.json or args.profile or args.ignore_eos
+    return not asks and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def before_weights(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
     """What can go on while the weights are read, and what must be known before."""
     from graphrt.models.chat import start_soon
 
@@ -233,7 +245,7 @@ def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> N
             for piece in pieces:
                 tally.add(piece)
                 if not quiet:
-                    sys.stdout.write(piece.text)
+                    sys.stdout.write(terminal_text(piece.text) if sys.stdout.isatty() else piece.text)
                     sys.stdout.flush()
     except KeyboardInterrupt:
         tally.interrupted = True
