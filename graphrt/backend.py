@@ -7,13 +7,14 @@ the reason why it can't be used here, and `--backend NAME` or prepare(..., [NAME
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
 from graphrt.buffer import Buffer as Buffer  # here too, for those who write backends
@@ -187,11 +188,17 @@ def discover() -> dict[str, BackendInfo]:
     found: dict[str, BackendInfo] = {}
     builtin = importlib.import_module("graphrt.backends").BUILTIN
     loaders: dict[str, Callable[[], Any]] = {name: partial(_import, path) for name, path in builtin.items()}
-    loaders.update({point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP)})
+    loaders.update({point.name: point.load for point in _installed()})
     loaders.update({name: partial(_itself, cls) for name, cls in _REGISTERED.items()})
     for name, load in loaders.items():
         found[name] = _inspect(name, load)
     return dict(sorted(found.items(), key=lambda item: -item[1].score))
+
+
+@functools.cache
+def _installed() -> tuple[EntryPoint, ...]:
+    """Looked up once a process: it reads the metadata of every installed package, which takes milliseconds."""
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def _itself(cls: type[Backend]) -> type[Backend]:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,8 @@ def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
 
 class Engine:
     """The state of n_seq sequences. lengths: tokens of each in the cache, int64 [n_seq]; n_batch: the most tokens of a
-    sequence in a step. Raises SessionError for options that can't be, and for n_seq under 1."""
+    sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
+    for options that can't be, and for n_seq under 1."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Engine:
         self.backends = list(backends)
         self.n_seq = n_seq
         self.n_ctx, n_batch = check_options(options, hp)
+        self.options = replace(options, n_ctx=self.n_ctx, n_batch=n_batch)
         self.n_batch = max(1, n_batch // n_seq)
         self.home = for_cache(self.backends, options.type_k)
         types = options.type_k, options.type_v

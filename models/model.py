@@ -110,6 +110,15 @@ class Model:
         """A new, empty sequence."""
         return Session(self.decoder, self.backends, options)
 
+    def load_session(self, path: str | os.PathLike[str], options: SessionOptions | None = None) -> Session:
+        """The session that Session.save() wrote to a file, as it was then; batches have the default size.
+
+        options: with other sizes; the cache's types must be the file's. Without them the file's context counts, unless
+        its cache would take more than the weights. Raises SessionError for a file that is no session, damaged, of
+        another model or of other cache types, and where its tokens don't fit the context.
+        """
+        return Session.from_file(path, self.decoder, self.backends, options)
+
     def engine(self, n_seq: int, options: SessionOptions = SessionOptions()) -> Engine:
         """So many new, empty sequences, which are read together."""
         return Engine(self.decoder, self.backends, options, n_seq)

@@ -14,8 +14,8 @@ from reference64 import REFERENCE64
 from graphrt import Tensor
 from graphrt.execute import host_type
 from graphrt.op import op_spec
-from graphrt.tools.conformance import programs
-from graphrt.tools.conformance.programs import KINDS, SHAPES, make_graph
+from graphrt.tools.conformance.cases import programs
+from graphrt.tools.conformance.cases.programs import KINDS, SHAPES, make_graph
 
 
 class RandomGraph(programs.RandomGraph):

@@ -25,10 +25,12 @@ from graphrt.models.synthetic import MIXES, RECIPES, more_bits, synthetic
 from graphrt.models.synthetic_blocks import TYPES, cut, pool
 from graphrt.program import Program
 from graphrt.testing import nmse
-from graphrt.tools import bench_model_check, bench_model_machine, cli
-from graphrt.tools.bench_model import Prepared, add_work
-from graphrt.tools.bench_model import Test as Timed
-from graphrt.tools.bench_model_check import median_nmse
+from graphrt.tools import cli
+from graphrt.tools.bench import machine as bench_model_machine
+from graphrt.tools.bench import model_check as bench_model_check
+from graphrt.tools.bench.model import Prepared, add_work
+from graphrt.tools.bench.model import Test as Timed
+from graphrt.tools.bench.model_check import median_nmse
 
 Bench = Callable[..., tuple[int, str, str]]
 GIB = 2**30

@@ -19,12 +19,13 @@ from graphrt.dtypes import dtype
 from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import CausalMask, dequantize
-from graphrt.tools import cli, peers
-from graphrt.tools.op_check import expected_rows, sample
-from graphrt.tools.op_inputs import Noise, build, n_nodes_for
-from graphrt.tools.op_report import PeerTime, Row, judge_marks, mean_of_llama, measured
-from graphrt.tools.op_shapes import SETS, SHAPES, Mark, Shape, shapes_of, tiny
-from graphrt.tools.op_timing import CudaClock, HostClock, Times, runs_for
+from graphrt.tools import cli
+from graphrt.tools.bench import torch_sdpa as peers
+from graphrt.tools.bench.op_check import expected_rows, sample
+from graphrt.tools.bench.op_inputs import Noise, build, n_nodes_for
+from graphrt.tools.bench.op_report import PeerTime, Row, judge_marks, mean_of_llama, measured
+from graphrt.tools.bench.op_shapes import SETS, SHAPES, Mark, Shape, shapes_of, tiny
+from graphrt.tools.bench.timing import CudaClock, HostClock, Times, runs_for
 
 OP = "FLASH_ATTN_EXT"
 ALL = SHAPES[OP]
@@ -436,8 +437,8 @@ def test_ratios() -> None:
 
 
 def test_the_report_with_peers_and_marks() -> None:
-    from graphrt.tools.op_report import Report
-    from graphrt.tools.op_timing import Ceilings
+    from graphrt.tools.bench.op_report import Report
+    from graphrt.tools.bench.timing import Ceilings
 
     row = _row(100.0, llama=5.0, first=Mark(9.0, "TFLOP/s"), goal=Mark(1.0, "of cuDNN"))
     row.peers = {"cudnn": PeerTime(80e-6, "enable_gqa"), "flash": PeerTime(None, "it does not")}
@@ -504,9 +505,9 @@ def test_work_that_the_events_do_not_see_is_timed_by_the_host(monkeypatch: pytes
         def elapsed_time(self, other: Any) -> float:
             return 1e3 * (other.at - self.at) + 1e-3
 
-    monkeypatch.setattr("graphrt.tools.op_timing._event", Event)
+    monkeypatch.setattr("graphrt.tools.bench.timing._event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("graphrt.tools.op_timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("graphrt.tools.bench.timing.time.perf_counter", lambda: now)
     times = CudaClock().times(work, 4, lambda: None)
     assert len(times.seconds) == 4 and all(t == pytest.approx(0.01, rel=1e-3) for t in times.seconds)
     assert ("not on torch's current stream" in times.note) is not seen

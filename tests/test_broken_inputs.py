@@ -27,7 +27,7 @@ from graphrt.judge import judge_broken
 from graphrt.ops.unary import GLU_KINDS
 from graphrt.testing import dequantize, quantize
 from graphrt.tools import cli
-from graphrt.tools.conformance.fused_cases import FusedCase, fused_cases, run_fused
+from graphrt.tools.conformance.cases.fused import FusedCase, fused_cases, run_fused
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

@@ -14,7 +14,7 @@ from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.errors import BackendError
 from graphrt.tools import cli
-from graphrt.tools.planned import Planned, planned
+from graphrt.tools.inspect.planned import Planned, planned
 
 Check = Callable[..., tuple[int, Any]]
 

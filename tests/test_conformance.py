@@ -19,8 +19,8 @@ from conftest import ROOT
 from graphrt import get_backend, ops
 from graphrt.testing import Case, all_cases
 from graphrt.tools import cli
-from graphrt.tools.conformance import pool
-from graphrt.tools.conformance.step import Outcome, run_case
+from graphrt.tools.conformance.run import pool
+from graphrt.tools.conformance.run.step import Outcome, run_case
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +132,8 @@ def test_a_worker_has_the_seed_and_saves_what_it_got(tmp_path: Path, capsys: pyt
 
 
 def test_every_kind_of_case_survives_being_saved(tmp_path: Path) -> None:
-    from graphrt.tools.conformance.saved import load_failure, save_failure
-    from graphrt.tools.conformance.step import run_inputs
+    from graphrt.tools.conformance.run.saved import load_failure, save_failure
+    from graphrt.tools.conformance.run.step import run_inputs
 
     picked = {case.op: case for case in all_cases() if "layout=far" not in str(case)}
     for case in picked.values():

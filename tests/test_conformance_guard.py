@@ -23,19 +23,19 @@ from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, all_cases
 from graphrt.tools import cli
-from graphrt.tools.conformance import guard, pool, step
-from graphrt.tools.conformance.graphs import graph_cases, run_graph
-from graphrt.tools.conformance.guard import Guarded
-from graphrt.tools.conformance.operands import Operand
-from graphrt.tools.conformance.perf import Ceilings, measure
-from graphrt.tools.conformance.pool import Settings, sweep
-from graphrt.tools.conformance.programs import make_graph, seeded_graph
-from graphrt.tools.conformance.reference import Memory, know
-from graphrt.tools.conformance.report import as_junit
-from graphrt.tools.conformance.saved import save_failure
-from graphrt.tools.conformance.sources import Source, pick
-from graphrt.tools.conformance.step import Outcome, run_case
-from graphrt.tools.conformance.support import table
+from graphrt.tools.conformance.cases.graphs import graph_cases, run_graph
+from graphrt.tools.conformance.cases.operands import Operand
+from graphrt.tools.conformance.cases.programs import make_graph, seeded_graph
+from graphrt.tools.conformance.cases.sources import Source, pick
+from graphrt.tools.conformance.run import guard, pool, step
+from graphrt.tools.conformance.run.guard import Guarded
+from graphrt.tools.conformance.run.perf import Ceilings, measure
+from graphrt.tools.conformance.run.pool import Settings, sweep
+from graphrt.tools.conformance.run.reference import Memory, know
+from graphrt.tools.conformance.run.report import as_junit
+from graphrt.tools.conformance.run.saved import save_failure
+from graphrt.tools.conformance.run.step import Outcome, run_case
+from graphrt.tools.conformance.run.support import table
 
 Step = Callable[[], None]
 

@@ -25,14 +25,14 @@ from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Init, Inputs, Uniform, all_cases, quantize
 from graphrt.tools import cli
-from graphrt.tools.conformance.grad import check_gradient
-from graphrt.tools.conformance.graphs import graph_cases, run_graph
-from graphrt.tools.conformance.model_cases import model_cases
-from graphrt.tools.conformance.operands import Operand, case_of
-from graphrt.tools.conformance.programs import seeded_graph
-from graphrt.tools.conformance.step import run_case
-from graphrt.tools.conformance.support import table
-from graphrt.tools.conformance.test_file import GLU, OPS, UNARY, file_cases
+from graphrt.tools.conformance.cases.graphs import graph_cases, run_graph
+from graphrt.tools.conformance.cases.model import model_cases
+from graphrt.tools.conformance.cases.operands import Operand, case_of
+from graphrt.tools.conformance.cases.programs import seeded_graph
+from graphrt.tools.conformance.cases.test_file import GLU, OPS, UNARY, file_cases
+from graphrt.tools.conformance.run.grad import check_gradient
+from graphrt.tools.conformance.run.step import run_case
+from graphrt.tools.conformance.run.support import table
 
 
 @pytest.fixture(autouse=True)

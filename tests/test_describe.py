@@ -25,11 +25,11 @@ from graphrt.models import Model
 from graphrt.models.engine import SessionOptions
 from graphrt.models.synthetic import RECIPES, SyntheticFile, synthetic
 from graphrt.testing import all_cases
-from graphrt.tools.conformance.saved import save_failure
-from graphrt.tools.describe import GraphInfo, describe
-from graphrt.tools.fold import fold, ranges
-from graphrt.tools.graph_json import from_json, graph_of, loads, to_json
-from graphrt.tools.subject import subject
+from graphrt.tools.conformance.run.saved import save_failure
+from graphrt.tools.inspect.describe import GraphInfo, describe
+from graphrt.tools.inspect.fold import fold, ranges
+from graphrt.tools.inspect.graph_json import from_json, graph_of, loads, to_json
+from graphrt.tools.inspect.subject import subject
 
 OPTIONS = SessionOptions(n_ctx=64, n_batch=32)
 

@@ -24,14 +24,14 @@ from graphrt.models import Model
 from graphrt.models.engine import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.tools import cli
-from graphrt.tools.describe import GraphInfo, describe
-from graphrt.tools.dump import FORMATS, rendered
-from graphrt.tools.dump_html import page
-from graphrt.tools.dump_model_explorer import collection, node_data
-from graphrt.tools.dump_text import print_rich, section_work
-from graphrt.tools.fold import fold
-from graphrt.tools.graph_json import loads
-from graphrt.tools.overlay import overlays
+from graphrt.tools.dump.html import page
+from graphrt.tools.dump.model_explorer import collection, node_data
+from graphrt.tools.dump.text import print_rich, section_work
+from graphrt.tools.inspect.describe import GraphInfo, describe
+from graphrt.tools.inspect.fold import fold
+from graphrt.tools.inspect.graph_json import loads
+from graphrt.tools.inspect.overlay import overlays
+from graphrt.tools.verbs.dump import FORMATS, rendered
 
 SCRIPT = """
 import graphrt

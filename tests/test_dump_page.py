@@ -14,9 +14,9 @@ from graphrt import get_backend
 from graphrt.models import Model
 from graphrt.models.engine import SessionOptions
 from graphrt.models.synthetic import synthetic
-from graphrt.tools.describe import GraphInfo, describe
-from graphrt.tools.dump_html import page as html
-from graphrt.tools.overlay import overlays
+from graphrt.tools.dump.html import page as html
+from graphrt.tools.inspect.describe import GraphInfo, describe
+from graphrt.tools.inspect.overlay import overlays
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package `playwright` is not installed")
 

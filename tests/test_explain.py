@@ -30,13 +30,13 @@ from graphrt.program import LaunchInfo
 from graphrt.tensor import Tensor
 from graphrt.testing import all_cases
 from graphrt.tools import cli
-from graphrt.tools.conformance.saved import save_failure
-from graphrt.tools.explain_devices import DEVICES, device_called, known_device
-from graphrt.tools.explain_masks import masks_of
-from graphrt.tools.explain_steps import explained
-from graphrt.tools.explain_svg import svg
-from graphrt.tools.explain_text import rows_of
-from graphrt.tools.subject import subject
+from graphrt.tools.conformance.run.saved import save_failure
+from graphrt.tools.explain.devices import DEVICES, device_called, known_device
+from graphrt.tools.explain.masks import masks_of
+from graphrt.tools.explain.steps import explained
+from graphrt.tools.explain.svg import svg
+from graphrt.tools.explain.text import rows_of
+from graphrt.tools.inspect.subject import subject
 
 #: The target that Triton's interpreter has, to plan for.
 INTERPRETER = replace(device.INTERPRETER, device=device.ELSEWHERE)

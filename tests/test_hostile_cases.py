@@ -26,11 +26,12 @@ from graphrt.errors import GraphError, GraphrtError, MemoryPlanError
 from graphrt.execute import prepare
 from graphrt.tensor import Tensor
 from graphrt.testing import Inputs
-from graphrt.tools import cli, npz
-from graphrt.tools.conformance.saved import FORMAT, graph_json, load_failure, save_failure
-from graphrt.tools.conformance.test_file import OPS, file_cases
-from graphrt.tools.diff_file import file_side
-from graphrt.tools.npz import open_npz
+from graphrt.tools import cli
+from graphrt.tools.conformance.cases.test_file import OPS, file_cases
+from graphrt.tools.conformance.run.saved import FORMAT, graph_json, load_failure, save_failure
+from graphrt.tools.diff.file import file_side
+from graphrt.tools.inspect import npz
+from graphrt.tools.inspect.npz import open_npz
 
 About = dict[str, Any]
 
@@ -431,7 +432,7 @@ def test_lack_of_memory_is_one_line(
     def fail(args: object) -> int:
         raise error
 
-    monkeypatch.setattr("graphrt.tools.devices.main", fail)
+    monkeypatch.setattr("graphrt.tools.verbs.devices.main", fail)
     assert cli.main(["devices"]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1 and told.startswith("graphrt devices: ")

@@ -346,7 +346,7 @@ def test_pip_imports_nothing_from_the_working_directory(
 def test_workers_import_from_the_working_directory_only_if_we_do(
     found_here: bool, safe: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphrt.tools.conformance.pool import child_environment
+    from graphrt.tools.conformance.run.pool import child_environment
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)

@@ -190,7 +190,7 @@ def test_where_nothing_can_be_written_workers_still_run(monkeypatch: pytest.Monk
     """As on a file system that is read-only throughout: their errors are kept in memory, and no folder is asked for
     before torch's own OpenMP library was found."""
     from graphrt.backends.cpu.fast import pool
-    from graphrt.tools.conformance.pool import _scratch_file
+    from graphrt.tools.conformance.run.pool import _scratch_file
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise FileNotFoundError(2, "No usable temporary directory found")

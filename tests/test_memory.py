@@ -23,11 +23,11 @@ from graphrt.models.engine import SessionOptions
 from graphrt.models.longest import context_needs, longest_context
 from graphrt.models.synthetic import synthetic
 from graphrt.tools import cli
-from graphrt.tools.lifetimes import ArenaLives, Life, arenas_of, violations
-from graphrt.tools.memory import size
-from graphrt.tools.memory_report import peak, report
-from graphrt.tools.memory_svg import KINDS, kind_of, svg
-from graphrt.tools.subject import Subject, subject
+from graphrt.tools.inspect.subject import Subject, subject
+from graphrt.tools.memory.lifetimes import ArenaLives, Life, arenas_of, violations
+from graphrt.tools.memory.report import peak, report
+from graphrt.tools.memory.svg import KINDS, kind_of, svg
+from graphrt.tools.verbs.memory import size
 
 OPTIONS = SessionOptions(n_ctx=64, n_batch=32)
 

@@ -10,12 +10,12 @@ import pytest
 
 from graphrt import ops  # noqa: F401  (registers every op)
 from graphrt.testing import Case, all_cases
-from graphrt.tools.conformance import mutants_ggml
-from graphrt.tools.conformance.mutants import Score, Shapes, Trial, _try, score_lines
-from graphrt.tools.conformance.mutants_backend import KernelBackend
-from graphrt.tools.conformance.mutants_pieces import KERNELS, Mutant
-from graphrt.tools.conformance.mutants_table import ATTENTION_MUTANTS, EXPERT_MUTANTS, MUTANTS, OP_MUTANTS
-from graphrt.tools.conformance.step import run_case
+from graphrt.tools.conformance.mutants import ggml as mutants_ggml
+from graphrt.tools.conformance.mutants.backend import KernelBackend
+from graphrt.tools.conformance.mutants.pieces import KERNELS, Mutant
+from graphrt.tools.conformance.mutants.score import Score, Shapes, Trial, _try, score_lines
+from graphrt.tools.conformance.mutants.table import ATTENTION_MUTANTS, EXPERT_MUTANTS, MUTANTS, OP_MUTANTS
+from graphrt.tools.conformance.run.step import run_case
 
 NOTHING_BUT = frozenset[str]()
 

@@ -31,9 +31,9 @@ from graphrt.models.model import Model, load
 from graphrt.models.synthetic import synthetic
 from graphrt.testing import all_cases
 from graphrt.tools import cli
-from graphrt.tools.explain_devices import known_device
-from graphrt.tools.launch_order import Event, Rule, Use, violations
-from graphrt.tools.order_report import Ordered, ordered, steps_of
+from graphrt.tools.check.launch_order import Event, Rule, Use, violations
+from graphrt.tools.check.order_report import Ordered, ordered, steps_of
+from graphrt.tools.explain.devices import known_device
 
 # -- made-up launches
 

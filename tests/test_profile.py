@@ -24,8 +24,8 @@ from graphrt.models.gguf import GGUFFile
 from graphrt.models.memory import cache_bytes, check_fits, memory_needs, weights_bytes
 from graphrt.models.synthetic import synthetic
 from graphrt.op import Work
-from graphrt.tools import cli, profile
-from graphrt.tools.profile import Part, Phase, parts_of, profile_session, rows
+from graphrt.tools import cli
+from graphrt.tools.profile.profile import Part, Phase, parts_of, profile, profile_session, rows
 from graphrt.work import group_work
 
 MIB = 2**20

@@ -15,13 +15,13 @@ from graphrt.backends.cpu import CpuBackend
 from graphrt.errors import BackendError
 from graphrt.execute import Executable, plan_arenas, prepare
 from graphrt.program import Choice, LaunchInfo, Program, StepInfo, Use
-from graphrt.tools.explain_node import facts, find_node
-from graphrt.tools.explain_steps import explained
-from graphrt.tools.explain_text import table
-from graphrt.tools.launch_order import Rule
-from graphrt.tools.order_report import ordered
-from graphrt.tools.profile import parts_of
-from graphrt.tools.subject import Subject
+from graphrt.tools.check.launch_order import Rule
+from graphrt.tools.check.order_report import ordered
+from graphrt.tools.explain.node import facts, find_node
+from graphrt.tools.explain.steps import explained
+from graphrt.tools.explain.text import table
+from graphrt.tools.inspect.subject import Subject
+from graphrt.tools.profile.profile import parts_of
 
 VALUES = np.array([1.0, -2.0, 3.0, 0.5], np.float32)
 

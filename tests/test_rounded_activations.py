@@ -25,10 +25,10 @@ from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, all_cases
 from graphrt.testing.values import Init
 from graphrt.tools import cli
-from graphrt.tools.conformance.lowprec import GROUP
-from graphrt.tools.conformance.reference import know
-from graphrt.tools.conformance.sources import make_backend
-from graphrt.tools.conformance.step import Outcome, run_case
+from graphrt.tools.conformance.cases.sources import make_backend
+from graphrt.tools.conformance.run.lowprec import GROUP
+from graphrt.tools.conformance.run.reference import know
+from graphrt.tools.conformance.run.step import Outcome, run_case
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

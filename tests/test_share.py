@@ -16,10 +16,10 @@ from graphrt.backends.triton.memory import DeviceComparison, TritonBuffer
 from graphrt.errors import GraphError
 from graphrt.testing import all_cases
 from graphrt.tools import cli
-from graphrt.tools.conformance.repeated import repeat
-from graphrt.tools.conformance.share import Sharing
-from graphrt.tools.conformance.share_cases import StepCase, share_cases
-from graphrt.tools.conformance.step import run_case
+from graphrt.tools.conformance.cases.share import StepCase, share_cases
+from graphrt.tools.conformance.run.repeated import repeat
+from graphrt.tools.conformance.run.share import Sharing
+from graphrt.tools.conformance.run.step import run_case
 
 TOY = ["test", "-b", "toy:ToyBackend", "--cases", "broken_backends", "--share", "2", "--seconds", "1", "--json"]
 
@@ -89,7 +89,7 @@ def test_the_default_cases_are_right_and_steps_repeat() -> None:
 
 def test_a_source_without_cases_is_refused() -> None:
     with pytest.raises(GraphError, match="there must be a case"):
-        from graphrt.tools.conformance.share import chosen_cases
+        from graphrt.tools.conformance.run.share import chosen_cases
 
         chosen_cases(None, "FLASH_ATTN_EXT", "kernel=none of them")
 

@@ -16,21 +16,22 @@ from graphrt.errors import GraphError
 from graphrt.judge import Verdict
 from graphrt.printing import human_bytes
 from graphrt.schedule import schedule
-from graphrt.tools import diff_report, memory
-from graphrt.tools.bench_model import Test as Timed
-from graphrt.tools.bench_model import _seen, measure
-from graphrt.tools.check_report import Checked, _copies
-from graphrt.tools.checked_json import Checked as Json
+from graphrt.tools.bench.model import Test as Timed
+from graphrt.tools.bench.model import _seen, measure
+from graphrt.tools.check.report import Checked, _copies
 from graphrt.tools.common import whole
-from graphrt.tools.describe import GroupInfo, describe
-from graphrt.tools.diff_file import FileSide
-from graphrt.tools.diff_nodes import NodeDiff, compare_all
-from graphrt.tools.diff_report import Cut, Mode, Report
-from graphrt.tools.first_nan import Found, Source, _culprit, _good
-from graphrt.tools.labels import flop_text, si
-from graphrt.tools.lifetimes import ArenaLives, Life
-from graphrt.tools.memory_limit import Fit
-from graphrt.tools.memory_report import peak
+from graphrt.tools.diff import report as diff_report
+from graphrt.tools.diff.file import FileSide
+from graphrt.tools.diff.nodes import NodeDiff, compare_all
+from graphrt.tools.diff.report import Cut, Mode, Report
+from graphrt.tools.inspect.checked_json import Checked as Json
+from graphrt.tools.inspect.describe import GroupInfo, describe
+from graphrt.tools.inspect.labels import flop_text, si
+from graphrt.tools.memory.lifetimes import ArenaLives, Life
+from graphrt.tools.memory.limit import Fit
+from graphrt.tools.memory.report import peak
+from graphrt.tools.trace.first_nan import Found, Source, _culprit, _good
+from graphrt.tools.verbs import memory
 
 INFO = describe(Graph(ops.sqr(new_input("f32", 4, name="a"), name="out")))
 
@@ -164,7 +165,8 @@ def test_of_equal_peaks_the_first_is_told() -> None:
 def test_memory_exits_1_where_no_type_of_cache_fits_or_the_plan_is_wrong(
     needs: tuple[Any, ...] | None, wrong: list[str], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphrt.tools import memory_report, memory_text
+    from graphrt.tools.memory import report as memory_report
+    from graphrt.tools.memory import text as memory_text
 
     monkeypatch.setattr(memory, "subject_of", lambda args: None)
     monkeypatch.setattr(memory, "_fits", lambda subject, args: [Fit("f16", n, 9) for n in needs or ()])

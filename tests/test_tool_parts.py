@@ -14,21 +14,23 @@ from graphrt import Graph, Tensor, new_input, ops
 from graphrt.errors import GraphError
 from graphrt.judge import PRECISIONS, Verdict, precision
 from graphrt.testing import Case, all_cases, nmse
-from graphrt.tools import checked_json, first_nan, trace
-from graphrt.tools.checked_json import Checked, parsed
+from graphrt.tools.bench.op_report import Row, _met, mean_of_llama
+from graphrt.tools.bench.op_shapes import Mark, shapes_of
+from graphrt.tools.bench.timing import FEWEST, MOST, Ceilings, Times, runs_for
 from graphrt.tools.common import print_json, without_last_newline
-from graphrt.tools.conformance.lowprec import to_int8, why_not_rounded
-from graphrt.tools.conformance.model_cases import graph_cases
-from graphrt.tools.conformance.reference import know
-from graphrt.tools.describe import describe
-from graphrt.tools.diff_nodes import NodeDiff
-from graphrt.tools.labels import heading, source_text, view_text
-from graphrt.tools.node_stats import ENDS, ends, eval_callback_lines, stats_of
-from graphrt.tools.op_report import Row, _met, mean_of_llama
-from graphrt.tools.op_shapes import Mark, shapes_of
-from graphrt.tools.op_timing import FEWEST, MOST, Ceilings, Times, runs_for
-from graphrt.tools.rebuilt import params_of
-from graphrt.tools.traced_step import looked_at, n_steps
+from graphrt.tools.conformance.cases.model import graph_cases
+from graphrt.tools.conformance.run.lowprec import to_int8, why_not_rounded
+from graphrt.tools.conformance.run.reference import know
+from graphrt.tools.diff.nodes import NodeDiff
+from graphrt.tools.inspect import checked_json
+from graphrt.tools.inspect.checked_json import Checked, parsed
+from graphrt.tools.inspect.describe import describe
+from graphrt.tools.inspect.labels import heading, source_text, view_text
+from graphrt.tools.inspect.node_stats import ENDS, ends, eval_callback_lines, stats_of
+from graphrt.tools.inspect.rebuilt import params_of
+from graphrt.tools.inspect.traced_step import looked_at, n_steps
+from graphrt.tools.trace import first_nan
+from graphrt.tools.verbs import trace
 
 # -- the low-precision result, which tolerances come from
 

@@ -20,8 +20,9 @@ from verbs import Result
 from graphrt import Tensor, get_backend
 from graphrt.backend import Backend
 from graphrt.models import load
-from graphrt.tools import cli, trace
-from graphrt.tools.node_stats import Stats, ends, eval_callback_lines, stats_of
+from graphrt.tools import cli
+from graphrt.tools.inspect.node_stats import Stats, ends, eval_callback_lines, stats_of
+from graphrt.tools.verbs import trace
 
 NAN, INF = np.nan, np.inf
 N_LAYER = 9

@@ -27,7 +27,7 @@ from graphrt.ops.flash_attn_ext import flash_attn_ext, flash_attn_lse
 from graphrt.ops.view import view
 from graphrt.tensor import Flag, Tensor
 from graphrt.testing import Case, all_cases
-from graphrt.tools.conformance.step import run_case
+from graphrt.tools.conformance.run.step import run_case
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

@@ -23,7 +23,7 @@ from graphrt.backends.triton import device
 from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
 from graphrt.execute import Executable
 from graphrt.testing import Case, all_cases, dequantize, nmse, quantize
-from graphrt.tools.conformance.step import run_case
+from graphrt.tools.conformance.run.step import run_case
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

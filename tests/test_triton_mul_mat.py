@@ -25,7 +25,7 @@ from graphrt.ops.mul_mat_cases import TYPES
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize, quantize
-from graphrt.tools.conformance.lowprec import low
+from graphrt.tools.conformance.run.lowprec import low
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

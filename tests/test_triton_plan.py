@@ -18,7 +18,7 @@ from graphrt import Graph, Tensor, new_input, ops
 from graphrt.backends.triton import TritonBackend, device
 from graphrt.backends.triton.capture import Segment
 from graphrt.tensor import new_tensor
-from graphrt.tools.explain_devices import known_device
+from graphrt.tools.explain.devices import known_device
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

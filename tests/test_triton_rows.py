@@ -22,7 +22,7 @@ from graphrt.op import op_spec
 from graphrt.ops.rope import RopeParams
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, all_cases, dequantize
-from graphrt.tools.conformance.step import run_case
+from graphrt.tools.conformance.run.step import run_case
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

@@ -20,7 +20,7 @@ from graphrt.ops.unary import GLU_KINDS, UNARY_KINDS
 from graphrt.ops.view import permute, reshape, view
 from graphrt.tensor import Tensor, new_input, new_tensor
 from graphrt.testing import Case, all_cases
-from graphrt.tools.conformance.step import run_case
+from graphrt.tools.conformance.run.step import run_case
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)

@@ -18,7 +18,7 @@ from typing import NoReturn
 from graphrt import __version__, env
 from graphrt.errors import GraphrtError
 
-#: verb -> what it is for. The module is graphrt.tools.<verb>, with add_arguments(parser), main(args) -> int, and
+#: verb -> what it is for. The module is graphrt.tools.verbs.<verb>, with add_arguments(parser), main(args) -> int, and
 #: where flags take free text TEXT_FLAGS.
 VERBS = {
     "run": "generate text; without a model, the demo model",
@@ -43,7 +43,7 @@ VERBS = {
 }
 
 
-#: A verb and its first argument -> the module of graphrt.tools that takes the rest. A file of that name is ./op.
+#: A verb and its first argument -> the module of graphrt.tools.verbs that takes the rest. A file of that name is ./op.
 FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 
 
@@ -130,7 +130,7 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     form = FORMS.get((verb, *argv[:1]))
     if form is not None:
         verb, argv = f"{verb} {argv[0]}", argv[1:]
-    module = importlib.import_module(f"graphrt.tools.{form or verb}")
+    module = importlib.import_module(f"graphrt.tools.verbs.{form or verb}")
     parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     env.add_arguments(parser)
