@@ -146,6 +146,6 @@ COMMANDS = {
 }
 ALIASES = {"quit": "exit", "bye": "exit", "?": "help", "regenerate": "regen"}
 KEYS = (
-    "Ctrl-C stops an answer, and what came of it stays. A message of several lines: Alt-Enter begins a new line, so does",
-    'Enter behind a backslash, and all that is typed between """ and """ is one message.',
+    "Ctrl-C stops an answer, and what came of it stays. A message of several lines: Alt-Enter begins a new line, so",
+    'does Enter behind a backslash, and all that is typed between """ and """ is one message.',
 )

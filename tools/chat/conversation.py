@@ -85,7 +85,7 @@ class Conversation:
         """The model's answer to a question, piece by piece; the turn is added when it ends, however it ends.
 
         A turn of which nothing was answered when it was stopped is not added. Raises SessionError for a question
-        that is empty or does not fit the context, ChatTemplateError where the template refuses; then none is added either.
+        that is empty or does not fit the context, ChatTemplateError where the template refuses: then none is added.
         """
         if not question.strip():
             raise SessionError("a question must have some text, got none")
@@ -168,13 +168,15 @@ class Conversation:
 
     def _behind(self, tokens: Sequence[int], answer: Answer) -> Iterator[int]:
         """The tokens that the model puts behind these, of which it reads those that the session does not hold."""
-        unread, n_before = self.session.keep_prefix(tokens), answer.n_made
+        session, n_before = self.session, answer.n_made
+        unread = session.keep_prefix(tokens)
+        n_read = len(tokens) - (session.n_past - len(session.unread))
         left = self.settings.predict if self.settings.predict < 0 else self.settings.predict - n_before
-        generated = self.model.generate(unread, left, sampling=self._sampling(), session=self.session)
+        generated = self.model.generate(unread, left, sampling=self._sampling(), session=session)
         with closing(generated) as pieces:  # type: ignore[type-var]
             for piece in self.interrupts.between(pieces):
                 if answer.n_made == n_before:
-                    answer.n_read += len(unread)
+                    answer.n_read += n_read
                 yield piece.token
 
     def _sampling(self) -> SamplerParams:

@@ -16,8 +16,8 @@ from typing import Any
 from graphrt import private_files
 from graphrt.errors import GraphError, SessionError
 from graphrt.printing import brief
-from graphrt.tools.checked_json import Checked, parsed, plain
 from graphrt.tools.common import check_writable, not_writable, read_text
+from graphrt.tools.inspect.checked_json import Checked, parsed, plain
 
 FORMAT = "graphrt chat"
 #: Messages of a file, and characters of each, that are taken.

@@ -11,7 +11,6 @@ from graphrt.printing import terminal_text
 from graphrt.tools.chat.conversation import Answer
 from graphrt.tools.chat.typed import unfinished
 
-
 #: Bytes of a line from a pipe: more than any model's context.
 MAX_LINE = 1 << 24
 

@@ -10,7 +10,7 @@ from typing import Any
 from graphrt.errors import SessionError
 from graphrt.models.sampling import SamplerParams
 from graphrt.printing import brief
-from graphrt.tools.checked_json import Checked
+from graphrt.tools.inspect.checked_json import Checked
 
 #: How `/set` spells true and false.
 SWITCH = {"on": True, "off": False}

@@ -165,7 +165,7 @@ def main(args: argparse.Namespace) -> int:
     if args.profile_overlay is not None and not args.profile:
         raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
     if _is_chat(args):
-        from graphrt.tools import chat
+        from graphrt.tools.verbs import chat
 
         return chat.main(chat.from_run(args))
     prompt = prompt_text(args)
