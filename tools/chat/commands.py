@@ -117,7 +117,7 @@ def _stats(conversation: Conversation, arguments: str) -> Said:
     rows = [
         ("model", f"{conversation.model_name} on {', '.join(b.id for b in session.backends)}"),
         ("turns", f"{len(conversation.turns)}{left}"),
-        ("context", f"{session.n_past} of {session.n_ctx} tokens, {human_bytes(session.cache.nbytes)} of cache"),
+        ("cache", f"{session.n_past} of {session.n_ctx} tokens, {human_bytes(session.cache.nbytes)}"),
         ("read", f"{count_text(n_read, 'token')}, {_rate(n_read, read_s)}"),
         ("generated", f"{count_text(n_made, 'token')}, {_rate(behind_first, made_s)}"),
     ]
@@ -141,7 +141,7 @@ COMMANDS = {
     "save": Command("FILE", "write the conversation and the settings as JSON", _save),
     "load": Command("FILE", "go on with a conversation that was saved", _load),
     "set": Command("[NAME [VALUE]]", "show or change how tokens are drawn: /set temp 0.5", _set),
-    "stats": Command("", "tokens in the context, tokens read and generated, and how fast", _stats),
+    "stats": Command("", "tokens in the cache, tokens read and generated, and how fast", _stats),
     "exit": Command("", "leave, as Ctrl-D does", _exit),
 }
 ALIASES = {"quit": "exit", "bye": "exit", "?": "help", "regenerate": "regen"}
