@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny import CHAT
 
 from graphrt.models import Model, SamplerParams
 from graphrt.models.chat import ChatTemplate
 from graphrt.models.engine import SessionOptions
-from graphrt.models.session import Session
 from graphrt.tools.chat.conversation import Answer, Conversation
 from graphrt.tools.chat.settings import Settings
 
@@ -43,20 +41,6 @@ def says(monkeypatch: pytest.MonkeyPatch, model: Model, *answers: str | Sequence
 
     ids = iter([token for said in answers for token in spelled(said)])
     monkeypatch.setattr(Model, "next_token", lambda *args: next(ids))
-
-
-@pytest.fixture
-def read_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens that steps of sessions read from now on, in their order."""
-    found: list[int] = []
-    step = Session.step
-
-    def counted(self: Session, part: Any, **how: Any) -> Any:
-        found.extend(int(token) for token in np.asarray(part[0]))
-        return step(self, part, **how)
-
-    monkeypatch.setattr(Session, "step", counted)
-    return found
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from talks import EOS, FakeScreen, answer, read_tokens, says, talk  # noqa: F401
+from talks import EOS, FakeScreen, answer, says, talk
 from tiny import CHAT, write_model
 
 from graphrt.errors import ChatTemplateError, SessionError
@@ -26,6 +26,20 @@ FORGETFUL = CHAT.replace("{{ m.content }}", "{{ m.content.split('!')[-1] }}")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = write_model(tmp_path_factory.mktemp("conversation") / "spm.gguf", "llama", tokenizer="spm", chat=CHAT)
     return load(path, "cpu", exact=True)
+
+
+@pytest.fixture
+def read_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that steps of sessions read from now on, in their order."""
+    found: list[int] = []
+    step = Session.step
+
+    def counted(self: Session, part: Any, **how: Any) -> Any:
+        found.extend(int(token) for token in np.asarray(part[0]))
+        return step(self, part, **how)
+
+    monkeypatch.setattr(Session, "step", counted)
+    return found
 
 
 def fresh(model: Model, like: Conversation, question: str, n_ctx: int = 160) -> str:

@@ -27,6 +27,8 @@ from graphrt.tools.chat.settings import Settings
 #: Why an answer ended: by the model's own end, `predict` tokens, a full context, Ctrl-C.
 END, LENGTH, FULL, STOPPED = "end", "length", "full", "stopped"
 MAX_SEED = (1 << 64) - 1
+#: Characters of a conversation that a template is given at most: what it makes may have 8 million.
+MAX_RENDERED = 4 << 20
 
 
 @dataclass
@@ -224,10 +226,10 @@ class Conversation:
 
     def _tokens(self, first: int, question: str, most: int) -> list[int] | None:
         """The tokens of the turns from `first` on and a question, None where they are more than `most`."""
-        if most < 1:
+        messages = [*messages_of(self.system, self.turns[first:]), {"role": "user", "content": question}]
+        if most < 1 or sum(len(message["content"]) for message in messages) > MAX_RENDERED:
             return None
-        messages = messages_of(self.system, self.turns[first:])
         try:
-            return self.model.chat_tokens(self.template, [*messages, {"role": "user", "content": question}], most)
+            return self.model.chat_tokens(self.template, messages, most)
         except SessionError:  # which is all that it refuses
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from types import TracebackType
 from typing import ClassVar
 
@@ -102,15 +103,21 @@ class _End:
             yield Segment.line()
 
 
-def split_complete(text: str) -> tuple[str, str]:
+def blocks(text: str) -> list[str]:
+    """The text in pieces, a paragraph, list, table or the like in each."""
+    starts = [
+        token.map[0] for token in _PARSER.parse(text, {}) if token.level == 0 and token.map and token.nesting >= 0
+    ]
+    lines = text.splitlines(keepends=True)
+    edges = [0, *starts[1:], len(lines)]
+    return ["".join(lines[start:stop]) for start, stop in pairwise(edges)]
+
+
+def split_complete(text: str) -> tuple[list[str], str]:
     """The blocks at the beginning that no further text can change, and the rest, of which the last line may be
     unfinished."""
-    end = text.rfind("\n") + 1
-    starts = [token.map[0] for token in _PARSER.parse(text[:end], {}) if token.level == 0 and token.map]
-    if not starts or starts[-1] == 0:
-        return "", text
-    at = sum(len(line) + 1 for line in text.split("\n")[: starts[-1]])
-    return text[:at], text[at:]
+    complete = blocks(text[: text.rfind("\n") + 1])[:-1]
+    return complete, text[sum(map(len, complete)) :]
 
 
 class MarkdownStream:
@@ -137,7 +144,8 @@ class MarkdownStream:
         if begun < self._next:
             return
         complete, self._text = split_complete(self._text)
-        self._write(complete)
+        for block in complete:
+            self._write(block)
         self._live.update(_End(_Safe(self._text)) if self._text.strip() else "", refresh=True)
         now = self._clock()
         self._next = now + max((now - begun) / SHARE, 1 / PER_SECOND)
@@ -154,4 +162,5 @@ class MarkdownStream:
     ) -> None:
         self._live.update("")
         self._live.stop()
-        self._write(self._text)
+        for block in blocks(self._text):
+            self._write(block)
