@@ -84,10 +84,17 @@ class _Safe:
         rendered = _Rendered(self._text)
         shown = rendered if rendered.fits(options.max_width) else Text(self._text, overflow="fold")
         for line in console.render_lines(shown, options.update(height=None), pad=False):
-            while line and not line[-1].text.strip() and not (line[-1].style and line[-1].style.bgcolor):
-                line.pop()  # rich fills lines with spaces, which would be copied with the text
-            yield from (Segment(terminal_text(segment.text), segment.style) for segment in line)
+            yield from (Segment(terminal_text(segment.text), segment.style) for segment in _without_filling(line))
             yield Segment.line()
+
+
+def _without_filling(line: list[Segment]) -> list[Segment]:
+    """A line without the spaces at its end that no colour shows: they would be copied with the text."""
+    while line and not (line[-1].style and line[-1].style.bgcolor):
+        last = line.pop()
+        if text := last.text.rstrip(" "):
+            return [*line, Segment(text, last.style)]
+    return line
 
 
 class _End:

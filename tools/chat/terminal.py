@@ -23,8 +23,9 @@ from graphrt.tools.chat.settings import SWITCH, Settings
 from graphrt.tools.chat.typed import unfinished
 
 PROMPT, CONTINUED = "> ", ". "
-#: Bytes of the file of what was typed; the older half goes when it has more.
-MAX_HISTORY = 1 << 20
+#: Bytes of the file of what was typed: when it has more, the last half as many stay. One of more than MAX_READ, which
+#: nobody has typed, is not read.
+MAX_HISTORY, MAX_READ = 1 << 20, 1 << 28
 
 
 class Terminal:
@@ -73,10 +74,10 @@ def history_file() -> Path | None:
     path = folder / "history"
     with suppress(OSError):
         if path.exists():
-            data = private_files.read(path, 2 * MAX_HISTORY)
+            data = private_files.read(path, MAX_READ)
             if len(data) > MAX_HISTORY:
-                # an entry begins with an empty line
-                private_files.write(path, data[data.index(b"\n\n", len(data) // 2) + 1 :])
+                _, _, kept = data[-MAX_HISTORY // 2 :].partition(b"\n\n")  # an entry begins with an empty line
+                private_files.write(path, b"\n" + kept)
         else:
             private_files.write(path, b"")
         return path
