@@ -151,6 +151,13 @@ class Session(Engine):
         last: Logits = self.read({0: [*self.unread, *tokens]})[0]
         return last
 
+    def eval_again(self, token: int) -> Logits:
+        """The logits after the last token that was read, which was `token`, once more: f32 [n_vocab]."""
+        with self.alone():
+            self.lengths[0] -= 1
+            self.cache.forget_from(self.lengths)
+        return self.eval([token])
+
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
         """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab].
 

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from graphrt.errors import SessionError
 from graphrt.printing import printable as printable
+from graphrt.printing import terminal_text
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -125,6 +126,13 @@ def check_writable(path: str) -> None:
 def not_writable(path: str, reason: str | None) -> SessionError:
     """The error for an output file that can't be written."""
     return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another with -o")
+
+
+def write_text(text: str, out: TextIO | None = None) -> None:
+    """Writes a model's text to stdout, or to another stream, at once: as it is, but to a terminal escaped."""
+    out = out or sys.stdout
+    out.write(terminal_text(text) if out.isatty() else text)
+    out.flush()
 
 
 def print_json(value: object) -> None:

@@ -18,7 +18,8 @@ import graphrt
 from graphrt import ops
 from graphrt.backends.cpu.reference import evaluate
 from graphrt.models import Model, SamplerParams, load
-from graphrt.models import sampling as host
+from graphrt.models import sampling_steps as host
+from graphrt.models.choices import choices
 from graphrt.models.engine import MAX_AHEAD, SessionOptions
 from graphrt.models.sampling import Sampler, Uniforms
 from graphrt.ops.sample import MAX_TOP_K, SampleParams
@@ -176,7 +177,7 @@ def test_a_seed_gives_one_text_either_way(queued: Model, sampling: SamplerParams
     prompt, options = tokens(5), SessionOptions(type_k="f32", type_v="f32")
     expected = plainly(queued, prompt, 40, Sampler(sampling), options)  # past gemma's window
     session, sampler = queued.session(options), Sampler(sampling)
-    assert list(queued._choices(prompt, 40, sampler, session)) == expected
+    assert list(choices(session, prompt, 40, sampler)) == expected
     assert sampler.device_params() in session._chained and session.n_past == len(prompt) + 40
     assert sampler.uniforms.take() == Uniforms(sampling.seed).peek(40), "as many numbers as tokens"
 
@@ -186,9 +187,9 @@ def test_stopping_early_leaves_the_random_numbers_right(queued: Model, stop: int
     prompt, sampling = tokens(5), replace(SAMPLING[1], seed=77)
     expected = plainly(queued, prompt, 10, Sampler(sampling), SessionOptions())
     session, sampler = queued.session(), Sampler(sampling)
-    first = list(itertools.islice(queued._choices(prompt, 100, sampler, session), stop))
+    first = list(itertools.islice(choices(session, prompt, 100, sampler), stop))
     assert session.n_past == len(prompt) + stop
-    rest = queued._choices([], 10 - stop, sampler, session)
+    rest = choices(session, [], 10 - stop, sampler)
     assert [*first, *rest] == expected
 
 
@@ -211,7 +212,7 @@ def test_ways_to_choose_share_a_session(queued: Model) -> None:
     session = queued.session()
     for sampling in (*SAMPLING[:3], SamplerParams(temp=0.0), SAMPLING[0]):
         session.reset()
-        made = list(queued._choices(prompt, 6, Sampler(sampling), session))
+        made = list(choices(session, prompt, 6, Sampler(sampling)))
         assert made == plainly(queued, prompt, 6, Sampler(sampling), SessionOptions())
         assert len(session._chained) <= 2
 
@@ -227,7 +228,7 @@ def test_what_the_host_has_to_choose(queued: Model, changed: dict[str, float]) -
     sampler = Sampler(SamplerParams(seed=1, **changed))
     assert sampler.device_params() is None
     session = queued.session()
-    assert len(list(itertools.islice(queued._choices(tokens(3), 4, sampler, session), 4))) == 4
+    assert len(list(itertools.islice(choices(session, tokens(3), 4, sampler), 4))) == 4
     assert set(session._chained) <= {None}
 
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from support.effort import instructions
 
 from graphrt.errors import SessionError
-from graphrt.models import sampling
-from graphrt.models.sampling import Candidates, Sampler, SamplerParams
+from graphrt.models import sampling_steps as sampling
+from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.models.sampling_steps import Candidates
 
 Pairs = list[tuple[int, float]]  # (id, logit), highest first
 LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30)

@@ -79,7 +79,9 @@ def test_generate_ends_with_an_end_token(model: Model, folder: Path, kind: str) 
     pieces = list(ended.generate("hello", 20, sampling=GREEDY))
     assert ids(pieces) == ids(free[: stop + 1])
     assert model.tokenizer.piece(pieces[-1].token) not in (b"", pieces[-1].text.encode()), "an end token has no text"
-    assert ids(list(ended.generate("hello", 20, sampling=GREEDY, ignore_eos=True))) == ids(free)
+    assert [p.finish for p in pieces] == [""] * stop + ["eog"]
+    on = ids(list(ended.generate("hello", 20, sampling=GREEDY, ignore_eos=True)))
+    assert on[:stop] == ids(free)[:stop] and len(on) == 20 and free[stop].token not in on
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])

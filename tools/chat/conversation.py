@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from graphrt.errors import SessionError
 from graphrt.models.chat import ChatTemplate
+from graphrt.models.choices import choices
+from graphrt.models.generation import Piece, TextRules
 from graphrt.models.model import Model
-from graphrt.models.sampling import SamplerParams
+from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_params import SamplerParams
 from graphrt.models.session import Session
 from graphrt.tools.chat import saved
 from graphrt.tools.chat.interrupts import Interrupts
 from graphrt.tools.chat.saved import Turn, messages_of
 from graphrt.tools.chat.settings import Settings
 
-#: Why an answer ended: by the model's own end, `predict` tokens, a full context, Ctrl-C.
-END, LENGTH, FULL, STOPPED = "end", "length", "full", "stopped"
-MAX_SEED = (1 << 64) - 1
+#: An answer that was stopped by Ctrl-C; what ended others is in Piece.finish.
+STOPPED = "stopped"
 #: Characters of a conversation that a template is given at most: what it makes may have 8 million.
 MAX_RENDERED = 4 << 20
 
@@ -59,17 +63,18 @@ class Answer:
 class Conversation:
     """Turns of one conversation, and the session in which they are read.
 
-    template: the chat template; shifts: when the context is full the oldest turns leave it, else the answer ends there.
-    turns: all of them; first: the oldest that the model still sees; answers: figures of all answers so far, undone ones
-    included.
+    template: the chat template; rules: fields of TextRules beside n, as stop texts; shifts: when the context
+    is full the oldest turns leave it, else the answer ends there. turns: all of them; first: the oldest that the model
+    still sees; answers: figures of all answers so far, undone ones included.
     """
 
     def __init__(
         self, model: Model, session: Session, template: ChatTemplate, settings: Settings = Settings(), *,
-        system: str | None = None, shifts: bool = True, interrupts: Interrupts | None = None,
+        system: str | None = None, rules: Mapping[str, Any] = MappingProxyType({}), shifts: bool = True,
+        interrupts: Interrupts | None = None,
     ) -> None:  # fmt: skip
         self.model, self.session, self.template = model, session, template
-        self.settings, self.system, self.shifts = settings, system, shifts
+        self.settings, self.system, self.rules, self.shifts = settings, system, rules, shifts
         self.interrupts = interrupts or Interrupts()
         self.turns: list[Turn] = []
         self.first = 0
@@ -92,16 +97,12 @@ class Conversation:
         if not question.strip():
             raise SessionError("a question must have some text, got none")
         answer, text = Answer(), ""
-        stream = self.model.tokenizer.stream()
         self.answers.append(answer)
         try:
-            with self.interrupts.watched(), closing(self._made(question, answer)) as tokens:
-                for token in tokens:
-                    piece = stream.flush() if self.model.tokenizer.is_eog(token) else stream.push(token)
-                    text += piece
-                    yield piece
-            text += (rest := stream.flush())
-            yield rest
+            with self.interrupts.watched(), closing(self._made(question, answer)) as pieces:
+                for piece in pieces:
+                    text += piece.text
+                    yield piece.text
         finally:
             if answer.n_made:
                 self.turns.append(Turn(question, text))
@@ -147,55 +148,50 @@ class Conversation:
 
     # ---- from a question to tokens ----
 
-    def _made(self, question: str, answer: Answer) -> Generator[int, None, None]:
-        """The tokens of an answer. Where the context is full, turns leave it and the answer goes on."""
+    def _made(self, question: str, answer: Answer) -> Generator[Piece, None, None]:
+        """The pieces of an answer. Where the context is full, turns leave it and the answer goes on."""
         begun, made = time.perf_counter(), list[int]()
+        sampler, pieces = self.model.new_text(self._sampling(), TextRules(self.settings.predict, **self.rules))
         prompt = self._prompt(question, 0, answer)
         if prompt is None:
             raise SessionError(f"the context holds {self.session.n_ctx} tokens, this question has more; shorten it")
         answer.n_prompt = len(prompt)
         while prompt is not None:
-            for token in self._behind([*prompt, *made], answer):
+            tokens, prompt = [*prompt, *made], None
+            for token in self._behind(tokens, sampler, answer):
                 made.append(token)
                 answer.n_made = len(made)
                 now = time.perf_counter()
                 if len(made) == 1:
                     answer.read_seconds, begun = now - begun, now
                 answer.made_seconds = now - begun
-                yield token
-            answer.ended = self._why_ended(made, len(prompt))
-            if answer.ended != FULL or not self.shifts:
-                return
-            prompt = self._prompt(question, len(made), answer)
+                full = self.session.n_past >= self.session.n_ctx
+                if full and self.shifts and not self.model.tokenizer.is_eog(token):
+                    prompt = self._prompt(question, len(made), answer)
+                piece = pieces.add(token, full=full and prompt is None)
+                answer.ended = piece.finish or STOPPED
+                yield piece
+                if piece.finish:
+                    return
+                if full:
+                    break
 
-    def _behind(self, tokens: Sequence[int], answer: Answer) -> Iterator[int]:
+    def _behind(self, tokens: Sequence[int], sampler: Sampler, answer: Answer) -> Generator[int, None, None]:
         """The tokens that the model puts behind these, of which it reads those that the session does not hold."""
-        session, n_before = self.session, answer.n_made
+        session, n_before, left = self.session, answer.n_made, self.settings.predict
         unread = session.keep_prefix(tokens)
         n_read = len(tokens) - (session.n_past - len(session.unread))
-        left = self.settings.predict if self.settings.predict < 0 else self.settings.predict - n_before
-        generated = self.model.generate(unread, left, sampling=self._sampling(), session=session)
-        with closing(generated) as pieces:  # type: ignore[type-var]
-            for piece in self.interrupts.between(pieces):
+        left = left if left < 0 else left - n_before
+        with closing(choices(session, unread, left, sampler, lambda *given: self.model.next_token(*given))) as chosen:
+            for token in self.interrupts.between(chosen):
                 if answer.n_made == n_before:
                     answer.n_read += n_read
-                yield piece.token
+                yield token
 
     def _sampling(self) -> SamplerParams:
         """The settings' samplers. A seed counts up with the answers: the same chat is the same again, and another
         answer to the same question is another one."""
-        sampling = self.settings.sampling
-        if sampling.seed == -1:
-            return sampling
-        return replace(sampling, seed=(int(sampling.seed) + len(self.answers) - 1) & MAX_SEED)
-
-    def _why_ended(self, made: Sequence[int], n_prompt: int) -> str:
-        if self.interrupts.stopped:
-            return STOPPED
-        if len(made) == self.settings.predict:
-            return LENGTH
-        is_end = bool(made) and self.model.tokenizer.is_eog(made[-1])
-        return END if is_end or n_prompt + len(made) < self.session.n_ctx else FULL
+        return self.settings.sampling.seeds(len(self.answers))[-1]
 
     def _prompt(self, question: str, n_made: int, answer: Answer) -> list[int] | None:
         """The tokens of the conversation, where n_made and one more fit the context behind them; else None.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from graphrt.errors import GraphrtError
 from graphrt.printing import count_text
 from graphrt.tools.chat import commands
-from graphrt.tools.chat.conversation import END, FULL, LENGTH, STOPPED, Conversation
+from graphrt.tools.chat.conversation import STOPPED, Conversation
 from graphrt.tools.chat.screen import Screen
 from graphrt.tools.chat.typed import understood
 
@@ -57,11 +57,10 @@ def _answer(conversation: Conversation, screen: Screen, pieces: Iterator[str]) -
         left = count_text(answer.n_left, "turn")
         screen.say(f"(the context of {n_ctx} tokens was full: the model no longer sees the oldest {left}; {more})")
     why = {
-        END: "",
         STOPPED: "(stopped)" if answer.n_made else "(stopped; nothing was answered, and the question is not kept)",
-        LENGTH: f"(stopped after {count_text(answer.n_made, 'token')}: /set predict -1 takes that limit away)",
-        FULL: f"(stopped: the context of {n_ctx} tokens is full; {more})",
-    }[answer.ended]
+        "length": f"(stopped after {count_text(answer.n_made, 'token')}: /set predict -1 takes that limit away)",
+        "context": f"(stopped: the context of {n_ctx} tokens is full; {more})",
+    }.get(answer.ended, "")
     if why:
         screen.say(why)
     screen.figures(answer, session.n_past, n_ctx)

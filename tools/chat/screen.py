@@ -10,6 +10,7 @@ from graphrt.errors import SessionError
 from graphrt.printing import terminal_text
 from graphrt.tools.chat.conversation import Answer
 from graphrt.tools.chat.typed import unfinished
+from graphrt.tools.common import write_text
 
 #: Bytes of a line from a pipe: more than any model's context.
 MAX_LINE = 1 << 24
@@ -67,12 +68,9 @@ class Plain:
             raise SessionError(f"a line must be UTF-8, got one that is not (byte {error.start})") from error
 
     def show(self, pieces: Iterator[str], markdown: bool) -> None:
-        steers = self._out.isatty()
         for piece in pieces:
-            self._out.write(terminal_text(piece) if steers else piece)
-            self._out.flush()
-        self._out.write("\n")
-        self._out.flush()
+            write_text(piece, self._out)
+        write_text("\n", self._out)
 
     def figures(self, answer: Answer, n_past: int, n_ctx: int) -> None:
         pass

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from graphrt.errors import SessionError
-from graphrt.models.sampling import SamplerParams
+from graphrt.models.sampling_params import SamplerParams
 from graphrt.printing import brief
 from graphrt.tools.inspect.checked_json import Checked
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from graphrt.errors import ChatTemplateError
 from graphrt.tools.common import MODEL_HELP, add_session_arguments, load_model, read_text, session_options, whole
-from graphrt.tools.verbs.run import add_sampling_arguments, before_weights, sampler_params
+from graphrt.tools.sampling import flags
+from graphrt.tools.verbs.run import before_weights
 
 if TYPE_CHECKING:
     from graphrt.models.chat import ChatTemplate
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from graphrt.tools.chat.conversation import Conversation
 
 #: Flags whose value may start with a dash.
-TEXT_FLAGS = ("-sys", "--system")
+TEXT_FLAGS = ("-sys", "--system", *flags.TEXT_FLAGS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(raw=False)
     add_session_arguments(parser)
-    add_sampling_arguments(parser)
+    flags.add_text_arguments(parser)
+    flags.add_sampling_arguments(parser)
 
 
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,13 +80,14 @@ def _conversation(args: argparse.Namespace) -> Conversation:
     from graphrt.tools.chat.conversation import Conversation
     from graphrt.tools.chat.settings import Settings
 
-    settings = Settings(sampler_params(args), args.predict, not args.no_markdown)
+    settings = Settings(flags.sampler_params(args), args.predict, not args.no_markdown)
+    rules = flags.text_options(args)
     model = load_model(args, args.exact, partial(before_weights, args, {}))
     session = model.session(session_options(args))
     template = _template(model, args.chat_template_file)
     for sentence in session.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
-    conversation = Conversation(model, session, template, settings, shifts=not args.no_context_shift)
+    conversation = Conversation(model, session, template, settings, rules=rules, shifts=not args.no_context_shift)
     if args.load is not None:
         conversation.load(args.load)
     if args.system:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
-from graphrt.printing import terminal_text
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
@@ -24,18 +23,22 @@ from graphrt.tools.common import (
     session_options,
     whole,
     without_last_newline,
+    write_text,
 )
+from graphrt.tools.sampling import flags, logprobs
+from graphrt.tools.sampling.flags import add_output_arguments, add_text_arguments, output_options, text_options
+from graphrt.tools.sampling.flags import add_sampling_arguments as add_sampling_arguments
+from graphrt.tools.sampling.flags import sampler_params as sampler_params
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
     from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model, Piece
-    from graphrt.models.sampling import SamplerParams
     from graphrt.models.session import Session
 
 
 #: Flags whose value may start with a dash.
-TEXT_FLAGS = ("-p", "--prompt")
+TEXT_FLAGS = ("-p", "--prompt", *flags.TEXT_FLAGS)
 #: Tokens that are made unless told.
 PREDICT = 256
 #: Where --profile writes unless told.
@@ -62,12 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
     parser.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-generation token")
     parser.add_argument(
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )
     _add_profile_arguments(parser)
     add_session_arguments(parser)
+    add_text_arguments(parser)
+    add_output_arguments(parser)
     add_sampling_arguments(parser)
 
 
@@ -92,43 +96,6 @@ def _trace_path(text: str) -> Path:
     return path
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The samplers, with llama.cpp's names and defaults."""
-    from graphrt.models.sampling import SamplerParams
-
-    defaults = SamplerParams()
-    group = parser.add_argument_group("sampling (llama.cpp's order, names and defaults)")
-    flags: dict[str, tuple[str, ...]] = {
-        "temp": ("0: always the likeliest token; higher: more varied", "--temp"),
-        "top_k": ("only the K likeliest tokens, 0: all", "--top-k"),
-        "top_p": ("only the likeliest tokens that add up to this probability, 1: all", "--top-p"),
-        "min_p": ("only tokens at least this likely, as a share of the likeliest, 0: all", "--min-p"),
-        "typical_p": ("locally typical sampling, 1: off", "--typical"),
-        "xtc_probability": ("chance to drop all but the last token over the threshold, 0: off", "--xtc-probability"),
-        "xtc_threshold": ("the probability over which that drops, more than 0.5: off", "--xtc-threshold"),
-        "repeat_penalty": ("divides the logits of tokens that have come, 1: off", "--repeat-penalty"),
-        "repeat_last_n": ("how many tokens back the penalties look, 0: off, -1: all", "--repeat-last-n"),
-        "presence_penalty": ("taken off tokens that have come, 0: off", "--presence-penalty"),
-        "frequency_penalty": ("taken off tokens for each time that they have come, 0: off", "--frequency-penalty"),
-        "seed": ("the same seed gives the same text, -1: a new one each time", "-s", "--seed"),
-    }
-    for name, (what, *names) in flags.items():
-        value = getattr(defaults, name)
-        kind, mark = (int, "N") if isinstance(value, int) else (float, "X")
-        group.add_argument(*names, dest=name, type=kind, default=value, metavar=mark, help=f"{what} (default: {value})")
-
-
-def sampler_params(args: argparse.Namespace) -> SamplerParams:
-    from dataclasses import fields
-
-    from graphrt.models.sampling import SamplerParams
-
-    try:
-        return SamplerParams(**{f.name: getattr(args, f.name) for f in fields(SamplerParams) if hasattr(args, f.name)})
-    except SessionError as error:
-        raise SessionError(f"{error}\ngraphrt run --help lists the samplers and their values") from error
-
-
 @dataclass
 class Tally:
     """What a run made and how long it took. Seconds are counted from `start`."""
@@ -136,6 +103,7 @@ class Tally:
     start: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     first: float | None = None
     last: float | None = None
     interrupted: bool = False
@@ -146,6 +114,12 @@ class Tally:
         self.last = now
         self.tokens.append(piece.token)
         self.text.append(piece.text)
+        self.pieces.append(piece)
+
+    @property
+    def finish(self) -> str:
+        """Why the text ended, "" where it did not."""
+        return self.pieces[-1].finish if self.pieces else ""
 
     def timings(self, n_prompt: int, bytes_per_token: int) -> dict[str, float]:
         """Prompt and generation tokens/s, time to the first token (reading the prompt), and the rate of memory read."""
@@ -170,36 +144,52 @@ def main(args: argparse.Namespace) -> int:
         return chat.main(chat.from_run(args))
     prompt = prompt_text(args)
     args.predict = PREDICT if args.predict is None else args.predict
-    sampling = sampler_params(args)
+    sampling, text = sampler_params(args), text_options(args) | output_options(args)
     loading = time.perf_counter()
     needs: dict[str, Any] = {}
     model = load_model(args, args.exact, partial(before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
+    if args.parallel > 1:
+        return _many(model, tokens, args)
     session = model.session(session_options(args))
     for sentence in session.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     load_s = time.perf_counter() - loading
     tally = Tally()
-    pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, ignore_eos=args.ignore_eos)
+    pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, **text)
     _stream(pieces, tally, quiet=args.json, bare=args.raw)
     timings = tally.timings(len(tokens), model.bytes_per_token)
     if not args.json:
-        if session.n_past >= session.n_ctx and _cut_short(tally, model, args):
+        if tally.finish == "context":
             print(_context_full(session), file=sys.stderr)
         _report(tally, timings, len(tokens), load_s)
     profile = _profile(session, tokens, args) if args.profile and not tally.interrupted else {}
     if args.json:
-        text = "".join(tally.text)
         timings["load_s"] = load_s
-        made = {"prompt_tokens": tokens, "tokens": tally.tokens, "text": text, "timings": timings}
-        print_json(made | needs | profile)
+        made = {"prompt_tokens": tokens, "tokens": tally.tokens, "text": "".join(tally.text), "finish": tally.finish}
+        told = logprobs.as_json(tally.pieces, model.tokenizer)
+        print_json(made | {"timings": timings} | told | needs | profile)
     return 130 if tally.interrupted else 0
 
 
 def _is_chat(args: argparse.Namespace) -> bool:
     """No prompt is given, somebody sits at the terminal, and nothing is asked for that needs a prompt."""
-    asks = args.prompt is not None or args.file is not None or args.raw or args.json or args.profile or args.ignore_eos
+    asks = args.prompt is not None or args.file is not None or args.raw or args.json or args.profile
+    asks = asks or args.parallel > 1 or args.logprobs is not None
     return not asks and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _many(model: Model, tokens: Sequence[int], args: argparse.Namespace) -> int:
+    """Several texts of one prompt."""
+    from graphrt.tools.sampling import samples
+
+    if args.profile:
+        raise SessionError("--profile measures one text, got -np; leave one of them out")
+    sampling, options = sampler_params(args), session_options(args)
+    text = text_options(args) | output_options(args)
+    return samples.run(
+        model, tokens, args.parallel, args.predict, sampling=sampling, options=options, text=text, quiet=args.json
+    )
 
 
 def before_weights(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
@@ -245,8 +235,7 @@ def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> N
             for piece in pieces:
                 tally.add(piece)
                 if not quiet:
-                    sys.stdout.write(terminal_text(piece.text) if sys.stdout.isatty() else piece.text)
-                    sys.stdout.flush()
+                    write_text(piece.text)
     except KeyboardInterrupt:
         tally.interrupted = True
     if not quiet and (not bare or sys.stdout.isatty()):
@@ -278,13 +267,6 @@ def prompt_text(args: argparse.Namespace) -> str:
     if not text:
         raise SessionError("a prompt must not be empty; give some text with -p, -f or on standard input")
     return text
-
-
-def _cut_short(tally: Tally, model: Model, args: argparse.Namespace) -> bool:
-    """Whether the text would have gone on: it had no end of its own, nor all the tokens asked for, nor Ctrl-C."""
-    if tally.interrupted or not tally.tokens or len(tally.tokens) == args.predict:
-        return False
-    return args.ignore_eos or not model.tokenizer.is_eog(tally.tokens[-1])
 
 
 def _context_full(session: Session) -> str:

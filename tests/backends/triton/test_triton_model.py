@@ -15,6 +15,7 @@ from graphrt import get_backend
 from graphrt.backend import Group
 from graphrt.backends.triton import device
 from graphrt.models import Model, load
+from graphrt.models.choices import choices
 from graphrt.models.engine import SessionOptions
 from graphrt.models.sampling import Sampler, SamplerParams
 from graphrt.models.session import Session
@@ -148,7 +149,7 @@ def test_likeliest_tokens_are_those_of_the_logits(folder: Path) -> None:
 def test_drawn_tokens_are_the_hosts(folder: Path) -> None:
     mine, _ = models("one_layer Q4_0", folder, exact=False)
     session, ids, sampling = mine.session(F32), tokens(8), SamplerParams(temp=1.5, top_k=50, seed=3)
-    found = list(mine._choices(ids, 5, Sampler(sampling), session))
+    found = list(choices(session, ids, 5, Sampler(sampling)))
     assert Sampler(sampling).device_params() in session._chained and len(session._chained) == 1
     session.reset()
     host, logits = Sampler(sampling), session.eval(ids)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from talks import EOS, FakeScreen, answer, says, talk
-from tiny import CHAT, write_model
+from support.talks import EOS, FakeScreen, answer, says, talk
+from support.tiny import CHAT, write_model
 
 from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.models import Model, load
 from graphrt.models.session import Session
-from graphrt.tools.chat.conversation import END, FULL, LENGTH, STOPPED, Conversation
+from graphrt.tools.chat.conversation import STOPPED, Conversation
 from graphrt.tools.chat.loop import converse
 from graphrt.tools.chat.saved import Turn, messages_of
 
@@ -40,6 +40,9 @@ def read_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Session, "step", counted)
     return found
+
+
+END, LENGTH, FULL = "eog", "length", "context"
 
 
 def fresh(model: Model, like: Conversation, question: str, n_ctx: int = 160) -> str:
@@ -301,3 +304,27 @@ def test_ctrl_c_at_the_prompt_and_in_a_pipe(model: Model) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         raising(patch, Model, "next_token", 2)
         converse(talk(model), FakeScreen(["hello", "again"], waits=False))
+
+
+# ---- what a text may be ----
+
+
+def test_penalties_see_the_whole_conversation(model: Model) -> None:
+    def hot(conversation: Conversation) -> Conversation:
+        conversation.settings = conversation.settings.changed("repeat_penalty", "4").changed("repeat_last_n", "-1")
+        return conversation
+
+    conversation = hot(talk(model))
+    first = answer(conversation, "hello")
+    other = hot(talk(model))
+    other.turns = list(conversation.turns)
+    second = answer(conversation, "again")
+    assert second == answer(other, "again") and first != answer(talk(model), "hello")
+
+
+def test_stop_texts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, model, "rain in the sea", "rain")
+    conversation = talk(model, predict=-1, rules={"stop": ["the"]})
+    assert answer(conversation, "hello") == "rain in " == conversation.turns[0].answer
+    assert conversation.answers[-1].ended == "stop"
+    assert answer(conversation, "again") == "rain"

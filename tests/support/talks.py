@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tiny import CHAT
 
 from graphrt.models import Model, SamplerParams
 from graphrt.models.chat import ChatTemplate
 from graphrt.models.engine import SessionOptions
 from graphrt.tools.chat.conversation import Answer, Conversation
 from graphrt.tools.chat.settings import Settings
+from support.tiny import CHAT
 
 GREEDY = SamplerParams(temp=0.0)
 EOS = 2  # of tiny.py's SPM vocabulary

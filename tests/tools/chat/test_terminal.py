@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from pseudo_terminal import PseudoTerminal
-from tiny import CHAT, write_model
+from support.pseudo_terminal import PseudoTerminal
+from support.tiny import CHAT, write_model
 
 from graphrt.tools.chat import terminal
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from talks import FakeScreen, talk
-from tiny import CHAT, IM_END, IM_START, write_model
+from support.talks import FakeScreen, talk
+from support.tiny import CHAT, IM_END, IM_START, write_model
 
 from graphrt.errors import GraphError, GraphrtError, SessionError
 from graphrt.models import Model, SamplerParams, load

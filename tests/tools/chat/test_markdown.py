@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from rich.console import Console
-from screens import Emulated
+from support.screens import Emulated
 
 from graphrt.tools.chat.markdown import MarkdownStream, split_complete
 
