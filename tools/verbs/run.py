@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
+from graphrt.tools import prompt_cache
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )
+    prompt_cache.add_argument(parser)
     _add_profile_arguments(parser)
     add_session_arguments(parser)
     add_sampling_arguments(parser)
@@ -167,18 +169,19 @@ def main(args: argparse.Namespace) -> int:
     needs: dict[str, Any] = {}
     model = load_model(args, args.exact, partial(_before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
-    session = model.session(session_options(args))
+    start = prompt_cache.start(model, tokens, session_options(args), args.prompt_cache)
+    session = start.session
     for sentence in session.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     load_s = time.perf_counter() - loading
     tally = Tally()
-    pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, ignore_eos=args.ignore_eos)
-    _stream(pieces, tally, quiet=args.json, bare=args.raw)
-    timings = tally.timings(len(tokens), model.bytes_per_token)
+    pieces = model.generate(start.rest, args.predict, sampling=sampling, session=session, ignore_eos=args.ignore_eos)
+    _stream(start.saving(pieces), tally, quiet=args.json, bare=args.raw)
+    timings = tally.timings(start.n_read, model.bytes_per_token)
     if not args.json:
         if session.n_past >= session.n_ctx and _cut_short(tally, model, args):
             print(_context_full(session), file=sys.stderr)
-        _report(tally, timings, len(tokens), load_s)
+        _report(tally, timings, len(tokens), start.n_read, load_s)
     profile = _profile(session, tokens, args) if args.profile and not tally.interrupted else {}
     if args.json:
         text = "".join(tally.text)
@@ -281,16 +284,17 @@ def _context_full(session: Session) -> str:
     return f"\nstopped: the context is full ({session.n_ctx} tokens); {more}"
 
 
-def _report(tally: Tally, t: dict[str, float], n_prompt: int, load_s: float) -> None:
+def _report(tally: Tally, t: dict[str, float], n_prompt: int, n_read: int, load_s: float) -> None:
     parts = [f"load {load_s:.2f} s"]
+    prompt = f"prompt {n_prompt} tokens" + (f", {n_prompt - n_read} kept" if n_read < n_prompt else "")
     if t:
         parts += [
-            f"prompt {n_prompt} tokens, {t['prompt_tokens_per_s']:.1f} tokens/s",
+            f"{prompt}, {t['prompt_tokens_per_s']:.1f} tokens/s",
             f"first token after {t['first_token_s']:.2f} s",
             f"generated {len(tally.tokens)} tokens",
         ]
     else:
-        parts += [f"prompt {n_prompt} tokens", "generated none"]
+        parts += [prompt, "generated none"]
     if t.get("tokens_per_s"):
         parts[-1] += f", {t['tokens_per_s']:.1f} tokens/s, {t['gb_per_s']:.2f} GB/s of weights"
     if tally.interrupted:
