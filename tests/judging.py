@@ -21,7 +21,8 @@ from rounding import VARIANCE, largest_energies, largest_energy, of_storing
 import graphrt
 from graphrt.backend import Backend
 from graphrt.dtypes import DType
-from graphrt.execute import Executable, host_type
+from graphrt.execute import Executable
+from graphrt.host import host_type
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, dequantize, quantize

@@ -12,7 +12,7 @@ from judging import addresses, stored
 from reference64 import REFERENCE64
 
 from graphrt import Tensor
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.op import op_spec
 from graphrt.tools.conformance.cases import programs
 from graphrt.tools.conformance.cases.programs import KINDS, SHAPES, make_graph
