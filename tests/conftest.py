@@ -30,7 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GRAPHRT_QUICK_I
     import triton
 
     if triton.__version__.startswith("3.6."):
-        import quick_interpreter
+        from support import quick_interpreter
 
         quick_interpreter.use()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: A backend whose logits are to be within this NMSE of the reference's is compared with caches in f32.
 LIMIT = 1e-6
 #: What rounding into a cache adds to that where the two round here and there another way: a tenth of what the rounding
-#: itself costs (tests/test_models.py).
+#: itself costs (tests/models/test_models.py).
 CACHE_LIMITS = {"f32": 0.0, "f16": 1e-7, "bf16": 1e-5, "q8_0": 1e-4, "q4_0": 1e-2}
 #: Bytes of weights over which the whole model is too slow for the reference.
 WHOLE = 2_000_000_000

@@ -97,7 +97,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
 
 #: Tiles of too few rows for wgmma. ptxas 12.8, which Triton 3.6 brings, compiles the addresses of its operands wrong in
 #: kernels that load head sizes like 40, 72 and 90 in masked pieces: a uniform register is read that nothing wrote
-#: (12.9 does it right). tests/aot.py looks for such reads in every kernel.
+#: (12.9 does it right). tests/support/aot.py looks for such reads in every kernel.
 _NO_WGMMA = Config(32, 32, 8, 2)
 
 
