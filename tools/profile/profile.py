@@ -27,8 +27,9 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.backend import Backend
 from graphrt.errors import BackendError
-from graphrt.execute import Array, Executable, prepare, read_tensor
+from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
+from graphrt.host import Array, read_tensor
 from graphrt.op import Work, op_spec
 from graphrt.program import Group, Run
 from graphrt.schedule import Copy

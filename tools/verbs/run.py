@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
+from graphrt.tools import prompt_cache
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )
+    prompt_cache.add_argument(parser)
     _add_profile_arguments(parser)
     add_session_arguments(parser)
     add_text_arguments(parser)
@@ -151,18 +153,19 @@ def main(args: argparse.Namespace) -> int:
     tokens = _tokens(model, prompt, args)
     if args.parallel > 1:
         return _many(model, tokens, args)
-    session = model.session(session_options(args))
+    start = prompt_cache.start(model, tokens, session_options(args), args.prompt_cache)
+    session = start.session
     for sentence in session.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     load_s = time.perf_counter() - loading
     tally = Tally()
-    pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, **text)
-    _stream(pieces, tally, quiet=args.json, bare=args.raw)
-    timings = tally.timings(len(tokens), model.bytes_per_token)
+    pieces = model.generate(start.rest, args.predict, sampling=sampling, session=session, **text)
+    _stream(start.saving(pieces), tally, quiet=args.json, bare=args.raw)
+    timings = tally.timings(start.n_read, model.bytes_per_token)
     if not args.json:
         if tally.finish == "context":
             print(_context_full(session), file=sys.stderr)
-        _report(tally, timings, len(tokens), load_s)
+        _report(tally, timings, len(tokens), start.n_read, load_s)
     profile = _profile(session, tokens, args) if args.profile and not tally.interrupted else {}
     if args.json:
         timings["load_s"] = load_s
@@ -175,7 +178,7 @@ def main(args: argparse.Namespace) -> int:
 def _is_chat(args: argparse.Namespace) -> bool:
     """No prompt is given, somebody sits at the terminal, and nothing is asked for that needs a prompt."""
     asks = args.prompt is not None or args.file is not None or args.raw or args.json or args.profile
-    asks = asks or args.parallel > 1 or args.logprobs is not None
+    asks = asks or args.parallel > 1 or args.logprobs is not None or args.prompt_cache is not None
     return not asks and sys.stdin.isatty() and sys.stdout.isatty()
 
 
@@ -185,6 +188,8 @@ def _many(model: Model, tokens: Sequence[int], args: argparse.Namespace) -> int:
 
     if args.profile:
         raise SessionError("--profile measures one text, got -np; leave one of them out")
+    if args.prompt_cache is not None:
+        raise SessionError("--prompt-cache keeps the session of one text, got -np; leave one of them out")
     sampling, options = sampler_params(args), session_options(args)
     text = text_options(args) | output_options(args)
     return samples.run(
@@ -275,16 +280,17 @@ def _context_full(session: Session) -> str:
     return f"\nstopped: the context is full ({session.n_ctx} tokens); {more}"
 
 
-def _report(tally: Tally, t: dict[str, float], n_prompt: int, load_s: float) -> None:
+def _report(tally: Tally, t: dict[str, float], n_prompt: int, n_read: int, load_s: float) -> None:
     parts = [f"load {load_s:.2f} s"]
+    prompt = f"prompt {n_prompt} tokens" + (f", {n_prompt - n_read} kept" if n_read < n_prompt else "")
     if t:
         parts += [
-            f"prompt {n_prompt} tokens, {t['prompt_tokens_per_s']:.1f} tokens/s",
+            f"{prompt}, {t['prompt_tokens_per_s']:.1f} tokens/s",
             f"first token after {t['first_token_s']:.2f} s",
             f"generated {len(tally.tokens)} tokens",
         ]
     else:
-        parts += [f"prompt {n_prompt} tokens", "generated none"]
+        parts += [prompt, "generated none"]
     if t.get("tokens_per_s"):
         parts[-1] += f", {t['tokens_per_s']:.1f} tokens/s, {t['gb_per_s']:.2f} GB/s of weights"
     if tally.interrupted:

@@ -323,8 +323,9 @@ def test_penalties_see_the_whole_conversation(model: Model) -> None:
 
 
 def test_stop_texts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(monkeypatch, model, "rain in the sea", "rain")
+    says(monkeypatch, model, "rain in the sea")
     conversation = talk(model, predict=-1, rules={"stop": ["the"]})
     assert answer(conversation, "hello") == "rain in " == conversation.turns[0].answer
     assert conversation.answers[-1].ended == "stop"
+    says(monkeypatch, model, "rain")
     assert answer(conversation, "again") == "rain"
