@@ -33,7 +33,7 @@ LEVEL, COLUMN = 4, 5
 # Of CommonMark without what hides text: HTML, targets of links that stand elsewhere, pictures; and without escapes, as
 # models write formulas in \( \). "maxNesting": text that is nested deeper would be left out.
 _PARSER = MarkdownIt("commonmark", {"html": False, "maxNesting": 1000})
-_PARSER.enable(["table", "strikethrough"]).disable(["reference", "image", "escape", "html_block", "html_inline"])
+_PARSER.enable(["table", "strikethrough"]).disable(["reference", "image", "escape"])
 
 
 class _WholeTable(TableElement):
