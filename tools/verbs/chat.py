@@ -10,7 +10,6 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphrt.errors import ChatTemplateError
 from graphrt.tools.common import MODEL_HELP, add_session_arguments, load_model, read_text, session_options, whole
 from graphrt.tools.sampling import flags
 from graphrt.tools.verbs.run import before_weights
@@ -22,6 +21,11 @@ if TYPE_CHECKING:
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-sys", "--system", *flags.TEXT_FLAGS)
+
+NO_TEMPLATE = (
+    "this model's file has no chat template: it goes on with a transcript of `User:` and `Assistant:`; "
+    "--chat-template-file gives it another form"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +81,8 @@ def from_run(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _conversation(args: argparse.Namespace) -> Conversation:
+    from graphrt.models.chat import ChatTemplate
+    from graphrt.tools.chat import plain_template
     from graphrt.tools.chat.conversation import Conversation
     from graphrt.tools.chat.settings import Settings
 
@@ -85,6 +91,10 @@ def _conversation(args: argparse.Namespace) -> Conversation:
     model = load_model(args, args.exact, partial(before_weights, args, {}))
     session = model.session(session_options(args))
     template = _template(model, args.chat_template_file)
+    if template is None:
+        template = ChatTemplate(plain_template.SOURCE)
+        rules["stop"] = [*rules["stop"], plain_template.STOP]
+        print(NO_TEMPLATE, file=sys.stderr)
     for sentence in session.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     conversation = Conversation(model, session, template, settings, rules=rules, shifts=not args.no_context_shift)
@@ -95,16 +105,9 @@ def _conversation(args: argparse.Namespace) -> Conversation:
     return conversation
 
 
-def _template(model: Model, path: str | None) -> ChatTemplate:
+def _template(model: Model, path: str | None) -> ChatTemplate | None:
     from graphrt.models import chat
 
-    if path is not None:
-        found = chat.from_metadata({chat.KEY: read_text(path)}, model.tokenizer)
-    else:
-        found = model.chat_template
-    if found is None:
-        raise ChatTemplateError(
-            "a chat needs a chat template, and this model's file has none; give one with --chat-template-file, or use "
-            "`graphrt run --raw`"
-        )
-    return found
+    if path is None:
+        return model.chat_template
+    return chat.from_metadata({chat.KEY: read_text(path)}, model.tokenizer)
