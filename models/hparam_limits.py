@@ -10,7 +10,7 @@ from graphrt.errors import ArchError
 if TYPE_CHECKING:
     from graphrt.models.hparams import HParams
 
-MAX_LAYERS = 320  # published models have up to 137; preparing a step of more would take seconds
+MAX_LAYERS = 160  # published models have up to 137; a step of more would take seconds to prepare and to run
 MAX_EXPERTS = 1024  # llama.cpp's limit
 MAX_USED = 64  # experts of a token; published models have up to 22
 MAX_USED_IN_ALL = 2048  # in all layers together: each is a node of a graph; up to 752

@@ -107,7 +107,7 @@ def test_bad_prompts_are_refused(tmp_path: Path, ids: list[int], message: str) -
     [
         ({"attention.head_count_kv": 3}, "must divide"),
         ({"rope.scaling.type": "longrope"}, "must be one of none, linear, yarn"),
-        ({"block_count": 600}, "at most 320"),
+        ({"block_count": 600}, "at most 160"),
         ({"feed_forward_length": 64}, "must have the shape"),
         ({"block_count": 3}, "the file has none of that name"),
         ({"block_count": 1}, "not: blk.1"),
