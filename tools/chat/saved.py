@@ -64,7 +64,12 @@ def write(path: str, model: str, system: str | None, turns: Sequence[Turn], sett
 
 def read(path: str) -> Saved:
     """Reads a conversation. Raises SessionError where the file can't be read, GraphError for what it holds."""
-    fields = parsed(read_text(path), "a saved chat").fields("format", "model", "messages", "settings")
+    return understood(read_text(path))
+
+
+def understood(text: str) -> Saved:
+    """The conversation that a file's text is. Raises GraphError."""
+    fields = parsed(text, "a saved chat").fields("format", "model", "messages", "settings")
     fields["format"].one_of([FORMAT])
     messages = [item.fields("role", "content") for item in fields["messages"].items(MAX_MESSAGES)]
     system = None
