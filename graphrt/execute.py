@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Bytes, Place, Region, Usage, distinct, get_backend
-from graphrt.dtypes import DType
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.graph import Graph
+from graphrt.host import Array, host_bytes, read_tensor, strided
 from graphrt.op import made_by, op_spec
 from graphrt.places import Arena, Places
 from graphrt.plan import MemoryPlan, Request, plan_memory
@@ -26,21 +26,8 @@ from graphrt.rules import check_graph
 from graphrt.schedule import Copy, Schedule, schedule
 from graphrt.tensor import Flag, Tensor
 
-Array = npt.NDArray[np.generic]
-
 #: Inputs that lie side by side are one copy up to so many bytes: larger ones cost more to join than to copy.
 MAX_JOINED = 1 << 16
-
-#: numpy's type for each plain type; bf16, which numpy lacks, travels as its 16 bits.
-NUMPY_TYPES: dict[str, npt.DTypeLike] = {
-    "f32": np.float32, "f16": np.float16, "f64": np.float64, "bf16": np.uint16,
-    "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
-}  # fmt: skip
-
-
-def host_type(dt: DType) -> np.dtype[np.generic]:
-    """How a tensor's elements look on the host: a plain type's own, for a quantized one its raw bytes."""
-    return np.dtype(NUMPY_TYPES.get(dt.name, np.uint8))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +55,8 @@ class Executable:
         self.splits: list[PreparedSplit] = []
         self._program: list[Callable[[], None]] = []
         self._steps = {id(a.buffer): a.alignment for a in arenas.values()}
-        self._names: dict[str, Tensor] = {t.name: t for t in reversed([*graph.leafs, *graph.nodes])}
+        self._names: dict[str, Tensor] = {t.name: t for t in reversed([*graph.inputs, *graph.leafs, *graph.nodes])}
+        self._unwritten = _read_inputs(graph)
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
     def place(self, tensor: Tensor) -> Place:
@@ -77,8 +65,11 @@ class Executable:
         return self._places(tensor)
 
     def run(self) -> None:
-        """Runs the graph once. Work may still be under way on return; read() waits for it. Raises BackendError in a
+        """Runs the graph once. Work may still be under way on return; read() waits for it. Raises GraphError while an
+        input that a node reads was never written (those that nodes write themselves need not be), and BackendError in a
         forked process, where a backend can't go on there."""
+        if self._unwritten:
+            raise self._missing()
         if os.getpid() != self._process:
             self._check_fork()
         for step in self._program:
@@ -93,6 +84,14 @@ class Executable:
                 f"load the model there"
             )
 
+    def _missing(self) -> GraphError:
+        named = [f"{t.name!r} ({t.describe()})" for t in self._unwritten]
+        more = f" and {len(named) - 20} more" if len(named) > 20 else ""
+        return GraphError(
+            f"every input must be written before the first run, these were not: {', '.join(named[:20])}{more}; give "
+            f"them by write()"
+        )
+
     def alone(self, split: PreparedSplit, step: StepInfo) -> Run:
         """What runs one step of a split's program by itself."""
         return step.alone() if step.alone is not None else split.backend.compile([step.group], self._places)
@@ -103,7 +102,12 @@ class Executable:
             split.backend.synchronize()
 
     def write(self, tensor: Tensor | str, values: npt.ArrayLike) -> None:
-        """Sets an input. `values` must have its elements' number and a type that converts without loss of kind."""
+        """Sets an input, by the tensor or its name; it keeps its values for all runs that follow.
+
+        values: an array of the tensor's torch shape, `ne` reversed, where dimensions of one element may be left out, or
+        a flat one of as many elements in that order; of a quantized tensor its raw bytes, uint8. Their type must
+        convert to the tensor's without loss of kind. Raises GraphError for anything else.
+        """
         self.write_all({tensor: values})
 
     def write_all(self, values: Mapping[Any, npt.ArrayLike]) -> None:
@@ -123,21 +127,10 @@ class Executable:
         """Where an input lies, and its bytes."""
         target = self._named(tensor)
         buffer, offset = self.place(target)
-        given, kind = np.asarray(values), host_type(target.dtype)
-        if not np.can_cast(given.dtype, kind, "same_kind"):
-            raise GraphError(f"{target.name!r} is {target.describe()} and takes {kind} on the host, got {given.dtype}")
-        if not target.is_contiguous:
-            raise GraphError(
-                f"what is written must lie in one piece, {target.name!r} has gaps or another order (strides "
-                f"{list(target.nb)} bytes); write the whole of {target.root.name!r}"
-            )
-        array = np.ascontiguousarray(given, dtype=kind)
-        if array.nbytes != target.data_nbytes:
-            raise GraphError(
-                f"{target.name!r} is {target.describe()} and takes {target.data_nbytes} bytes, got an array of "
-                f"shape {list(array.shape)} and {array.nbytes} bytes"
-            )
-        return buffer, offset, array.reshape(-1).view(np.uint8)
+        data = host_bytes(target, values)
+        if self._unwritten:
+            self._unwritten.pop(target.root, None)
+        return buffer, offset, data
 
     def read(self, tensor: Tensor | str) -> Array:
         """A copy of a tensor's elements, in torch's shape (`ne` reversed); quantized rows as their raw bytes.
@@ -148,11 +141,13 @@ class Executable:
         return read_tensor(source, *self.place(source))
 
     def host_array(self, tensor: Tensor | str) -> Array | None:
-        """The tensor's own memory as a numpy array when the host can address it, else None: no copy either way."""
+        """The tensor's own memory as a numpy array when the host can address it, else None: no copy either way. An
+        input can be filled that way too."""
         target = self._lasting(tensor)
+        self._unwritten.pop(target.root, None)
         buffer, offset = self.place(target)
         memory = buffer.host_view()
-        return None if memory is None else _strided(memory[offset : offset + target.nbytes], target)
+        return None if memory is None else strided(memory[offset : offset + target.nbytes], target)
 
     def _lasting(self, tensor: Tensor | str) -> Tensor:
         found = self._named(tensor)
@@ -174,18 +169,16 @@ class Executable:
         return found
 
 
-def _strided(memory: Bytes, t: Tensor) -> Array:
-    kind = host_type(t.dtype)
-    if t.dtype.is_quantized:
-        row = t.dtype.row_size(t.ne[0])
-        return np.lib.stride_tricks.as_strided(memory, (*t.shape[:3], row), (*t.nb[:0:-1], 1), writeable=True)
-    whole = memory[: memory.size // kind.itemsize * kind.itemsize].view(kind)
-    return np.lib.stride_tricks.as_strided(whole, t.shape, t.nb[::-1], writeable=True)
-
-
-def read_tensor(t: Tensor, buffer: Buffer, offset: int) -> Array:
-    """A contiguous host copy of a tensor at `offset` of `buffer`, whatever its strides."""
-    return np.ascontiguousarray(_strided(buffer.read(offset, t.nbytes), t))
+def _read_inputs(graph: Graph) -> dict[Tensor, None]:
+    """The inputs without a buffer that a node reads, or that are a result, before a node has written into them."""
+    read: dict[Tensor, None] = {}
+    for node in graph.nodes:
+        spec = op_spec(node.op)
+        for i, source in enumerate(node.src):
+            if source is not None and not spec.is_view and i != spec.writes:
+                read[made_by(source)] = None
+    read |= {made_by(output): None for output in graph.outputs}
+    return {leaf: None for leaf in graph.inputs if leaf in read and leaf.buffer is None}
 
 
 def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "auto") -> Executable:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.patterns import describe, place
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize

@@ -2,10 +2,13 @@
 Sizes and counts in words.
 
 A file's keys, strings, tensor names and architecture names come from a stranger. Messages name a value with brief(), a
-name that stands without quotes with brief_name(); errors escape and cut their whole text once more (errors.py).
+name that stands without quotes with brief_name(); errors escape and cut their whole text once more (errors.py). What a
+model writes goes to a terminal through terminal_text().
 """
 
 from __future__ import annotations
+
+import re
 
 #: Characters of a value or a name in a message, and of a whole message.
 MOST, MOST_OF_MESSAGE = 80, 4000
@@ -16,6 +19,17 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+#: What a terminal may act on: control characters but newline and tab, marks that turn a line's direction around, other
+#: line ends, surrogates. Joiners, marks and wide spaces stay: texts in many languages are made with them.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def terminal_text(text: str) -> str:
+    """Text of a model, with its lines and tabs, as a terminal may get it: what could steer it becomes escapes."""
+    text = text.replace("\r\n", "\n")
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def cut(text: str, most: int = MOST) -> str:

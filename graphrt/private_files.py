@@ -18,6 +18,7 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -242,14 +243,15 @@ def _check_file(path: Path, info: os.stat_result, most: int) -> None:
         raise Untrusted(path, f"must have {most} bytes at most, got {info.st_size}")
 
 
-def write(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write(path: Path, data: bytes | Iterable[bytes], mode: int = 0o600) -> None:
     """Writes a file that this user alone can read and write (or of another mode), in one step: whoever reads it finds
-    all of it or what was there before. A link in its place is replaced. Raises OSError.
+    all of it or what was there before. A link in its place is replaced. data: in one piece, or in several as they come.
+    Raises OSError.
     """
     descriptor, temporary = tempfile.mkstemp(prefix="writing-", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             if mode != 0o600:  # what mkstemp gives
                 os.chmod(temporary, mode)
         os.replace(temporary, path)

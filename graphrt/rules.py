@@ -77,6 +77,14 @@ def _inputs_are_leafs(graph: Graph) -> Violations:
             yield node, "only a leaf can be an input"
 
 
+def _inputs_have_names_of_their_own(graph: Graph) -> Violations:
+    named: set[str] = set()
+    for leaf in graph.inputs:
+        if leaf.name in named:
+            yield leaf, f"another input is named {leaf.name!r} too, and inputs are written by name; rename one"
+        named.add(leaf.name)
+
+
 def _weights_are_never_written(graph: Graph) -> Violations:
     for node in graph.nodes:
         target = node.src[writes] if (writes := op_spec(node.op).writes) is not None else None
@@ -104,6 +112,7 @@ RULES = (
     Rule("results have no gaps", _results_have_no_gaps),
     Rule("leafs have memory of their own", _leafs_have_memory_of_their_own),
     Rule("inputs are leafs", _inputs_are_leafs),
+    Rule("inputs have names of their own", _inputs_have_names_of_their_own),
     Rule("weights are never written", _weights_are_never_written),
     Rule("leafs fit their buffers", _leafs_fit_their_buffers),
     Rule("leafs have data", _leafs_have_data),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.backend import Backend, Usage
+from graphrt.backend import Backend, Buffer, Bytes, Usage
 from graphrt.dtypes import DType, dtype
 from graphrt.errors import GraphError, SessionError
 from graphrt.models.cells import Cells, Ring
@@ -102,6 +102,27 @@ class KVCache:
             for seq, position in enumerate(positions):
                 cells.forget_from(int(position), seq)
 
+    def copy_from(self, other: KVCache) -> None:
+        """Takes over the cells and the bytes of a cache of the same size and types, both of one sequence."""
+        for kind, cells in self.cells.items():
+            cells.restore(other.cells[kind].positions)
+        for mine, theirs in zip(self.layers, other.layers):
+            taken = np.flatnonzero(self.cells[mine.kind].positions[0] >= 0)
+            for target, source in zip(mine.leafs, theirs.leafs):
+                self.put_rows(target, taken, other.rows(source, taken))
+
+    def rows(self, leaf: Tensor, cells: npt.NDArray[np.int64]) -> Bytes:
+        """The bytes of the first sequence's tokens in some cells of a layer: uint8 [cells, bytes of a row]."""
+        n = int(cells.max(initial=-1)) + 1
+        return _buffer(leaf).read(0, n * leaf.nb[1]).reshape(n, leaf.nb[1])[cells]
+
+    def put_rows(self, leaf: Tensor, cells: npt.NDArray[np.int64], rows: Bytes) -> None:
+        """Writes what rows() gave; what lies in other cells is lost."""
+        memory = np.zeros((int(cells.max(initial=-1)) + 1, leaf.nb[1]), np.uint8)
+        memory[cells] = rows
+        if memory.size:
+            _buffer(leaf).write(0, memory.reshape(-1))
+
     def take_over(self, other: KVCache) -> None:
         """Every sequence gets the tokens of the only one of another cache of this model, as many as there are cells."""
         for mine, theirs in zip(self.layers, other.layers):
@@ -123,6 +144,11 @@ class KVCache:
         """What the cells held, whatever was written into them since: where a window lost tokens, other text stands."""
         for kind, cells in self.cells.items():
             cells.restore(saved[kind])
+
+
+def _buffer(leaf: Tensor) -> Buffer:
+    assert leaf.buffer is not None
+    return leaf.buffer
 
 
 def _cache_type(side: str, name: str, head_size: int) -> DType:

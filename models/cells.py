@@ -26,6 +26,10 @@ class Cells(ABC):
     def take(self, positions: Positions) -> Positions:
         """The cells of new tokens, noted as taken. positions: [n_seq, n_tokens], rising one by one; cells: the same."""
 
+    @abstractmethod
+    def where(self, positions: Positions) -> Positions:
+        """The cells of tokens at these positions, whether they are there or not. Any shape; cells: the same."""
+
     def saved(self) -> npt.NDArray[np.int32]:
         """What restore() brings back."""
         return self.positions.copy()
@@ -33,6 +37,11 @@ class Cells(ABC):
     def restore(self, positions: npt.NDArray[np.int32]) -> None:
         """The cells as saved() found them, whatever was written into them since."""
         self.positions[:] = positions
+
+    def holds(self, position: int, seq: int = 0) -> bool:
+        """Whether all tokens before `position` that a token there sees are in a sequence's cells."""
+        first = max(0, position - self.window + 1) if self.window else 0
+        return bool(np.isin(np.arange(first, position), self.positions[seq]).all())
 
     def clear(self) -> None:
         """Empties all cells."""
@@ -49,6 +58,9 @@ class Ring(Cells):
     """A token at position p lies in cell p mod size."""
 
     def take(self, positions: Positions) -> Positions:
-        cells = positions % self.size
+        cells = self.where(positions)
         np.put_along_axis(self.positions, cells, positions, 1)
         return cells
+
+    def where(self, positions: Positions) -> Positions:
+        return positions % self.size

@@ -46,13 +46,13 @@ def choices(
 
 def _chosen(session: Session, tokens: list[int], n: int, sampler: Sampler, choose: Choose) -> Iterator[int]:
     """The same; each token is read when the next one is asked for."""
-    history, params = list(tokens), sampler.device_params()
-    logits = session.eval(tokens)
+    history, params = [*session.tokens, *tokens], sampler.device_params()
+    n_before, logits = len(history), session.eval(tokens)
     while True:
         token = choose(sampler, logits, history)
         history.append(token)
         yield token
-        rest = n + len(tokens) - len(history) if n > 0 else session.n_ctx
+        rest = n + n_before - len(history) if n > 0 else session.n_ctx
         if sampler.is_greedy and session.runs_ahead:
             for ahead in session.likeliest(token, rest):
                 if ahead in sampler.never:  # a backend knows nothing of that: the host chooses, from the same logits

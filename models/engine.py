@@ -7,7 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +88,8 @@ def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
 
 class Engine:
     """The state of n_seq sequences. lengths: tokens of each in the cache, int64 [n_seq]; n_batch: the most tokens of a
-    sequence in a step. Raises SessionError for options that can't be, and for n_seq under 1."""
+    sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
+    for options that can't be, and for n_seq under 1."""
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class Engine:
         self.n_ctx, n_batch = check_options(options, hp)
         if self.n_ctx > hp.n_ctx_train:
             _check_past_training(decoder, self.n_ctx)
+        self.options = replace(options, n_ctx=self.n_ctx, n_batch=n_batch)
         self.n_batch = max(1, n_batch // n_seq)
         self.n_threads_batch = options.n_threads_batch
         self.home = for_cache(self.backends, options.type_k)

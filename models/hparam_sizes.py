@@ -45,11 +45,16 @@ def check_sizes(hp: HParams) -> None:
 
 
 def default_ctx(hp: HParams) -> int:
-    """The context where nobody asks for one: the model's own, at most DEFAULT_CTX, and fewer tokens where their cache
-    would take more than MIN_CACHE and more than all weights would in f16, which no published model's does."""
+    """The context where nobody asks for one: the model's own, at most DEFAULT_CTX and longest_unasked()."""
+    return min(DEFAULT_CTX, longest_unasked(hp))
+
+
+def longest_unasked(hp: HParams) -> int:
+    """The longest context that a file may ask for: the model's own, and fewer tokens where their cache would take more
+    than MIN_CACHE and more than all weights would in f16, which no published model's does at DEFAULT_CTX."""
     cell = 2 * sum(hp.n_head_kv) * (hp.d_k + (0 if hp.latent else hp.d_v))
     room = max(MIN_CACHE, 2 * _n_weights(hp))
-    return max(1, min(hp.n_ctx_train, DEFAULT_CTX, room // cell))
+    return max(1, min(hp.n_ctx_train, room // cell))
 
 
 def _n_weights(hp: HParams) -> int:

@@ -109,6 +109,15 @@ class Model:
         """A new, empty sequence."""
         return Session(self.decoder, self.backends, options)
 
+    def load_session(self, path: str | os.PathLike[str], options: SessionOptions | None = None) -> Session:
+        """The session that Session.save() wrote to a file, as it was then; batches have the default size.
+
+        options: with other sizes; the cache's types must be the file's. Without them the file's context counts, unless
+        its cache would take more than the weights. Raises SessionError for a file that is no session, damaged, of
+        another model or of other cache types, and where its tokens don't fit the context.
+        """
+        return Session.from_file(path, self.decoder, self.backends, options)
+
     def engine(self, n_seq: int, options: SessionOptions = SessionOptions()) -> Engine:
         """So many new, empty sequences, which are read together."""
         return Engine(self.decoder, self.backends, options, n_seq)
@@ -127,9 +136,17 @@ class Model:
         template = None if raw else self.chat_template
         if template is None:
             return self._ids(prompt, n_ctx, add_bos=None if begins else False, parse_special=True)
-        self._check_length(prompt, n_ctx)
         messages = [{"role": "system", "content": system}] if system else []
-        text = template.render([*messages, {"role": "user", "content": prompt}])
+        return self.chat_tokens(template, [*messages, {"role": "user", "content": prompt}], n_ctx)
+
+    def chat_tokens(self, template: ChatTemplate, messages: Sequence[Mapping[str, str]], n_ctx: int = 0) -> list[int]:
+        """The ids of a conversation, [{"role": ..., "content": ...}, ...], up to where the model's answer begins.
+
+        n_ctx: as prompt_tokens() has it. Raises SessionError for a conversation that is longer, ChatTemplateError for
+        messages that the template does not take.
+        """
+        self._check_length(max((message["content"] for message in messages), key=len, default=""), n_ctx)
+        text = template.render(messages)
         bos = self.tokenizer.bos_id
         starts_with_bos = bos is not None and text.startswith(self.tokenizer.piece(bos).decode("utf-8", "replace"))
         return self._ids(text, n_ctx, add_bos=False if starts_with_bos else None, parse_special=True)
@@ -183,7 +200,7 @@ class Model:
         n under -1, and values that can't be.
         """
         rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
-        sampler, pieces = self._new_text(sampling.changed(samplers), rules)
+        sampler, pieces = self.new_text(sampling.changed(samplers), rules)
         session = session or self.session()
         begins = session.n_past == 0
         tokens = self._prompt(prompt, raw=raw, n_ctx=session.n_ctx, begins=begins)
@@ -217,15 +234,15 @@ class Model:
             raise SessionError(f"the number of samples must be 1 to {MAX_SAMPLES}, got {count!r}")
         rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
         first = sampling.changed(samplers)
-        texts = [self._new_text(each, rules) for each in first.seeds(count)]
+        texts = [self.new_text(each, rules) for each in first.seeds(count)]
         n_ctx, _ = check_options(options, self.decoder.hp)
         return samples(self, self._prompt(prompt, raw=raw, n_ctx=n_ctx), n, options, texts)
 
     def _prompt(self, prompt: str | Sequence[int], **how: Any) -> list[int]:
         return self.prompt_tokens(prompt, **how) if isinstance(prompt, str) else list(prompt)
 
-    def _new_text(self, sampling: SamplerParams, rules: TextRules) -> tuple[Sampler, Pieces]:
-        """What chooses a new text's tokens, and what makes pieces of them."""
+    def new_text(self, sampling: SamplerParams, rules: TextRules) -> tuple[Sampler, Pieces]:
+        """What chooses a new text's tokens, and what makes pieces of them; for choices.choices()."""
         matcher = None if rules.is_free else self._grammar_vocab.matcher(rules.grammar, rules.json_schema)
         return rules.sampler(self.tokenizer, self.network.hp.n_vocab, sampling, matcher), rules.pieces(self.tokenizer)
 

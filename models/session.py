@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 
 from graphrt.backend import Backend
 from graphrt.errors import SessionError
+from graphrt.models import session_file
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.engine import Engine, Ids, SessionOptions
 from graphrt.models.sampling import Uniforms
@@ -21,24 +24,121 @@ MAX_LOGITS_BYTES = 256 * 2**20
 
 class Session(Engine):
     """An engine of one sequence. unread: tokens at its end that the cache does not hold yet, as the last generated one;
-    the next that are read come behind them."""
+    they are read before those of the next call. One thread at a time may use a session: SessionError where another one
+    is inside. Sessions of one model in several threads are fine."""
 
     def __init__(
         self, decoder: Decoder, backends: Sequence[Backend], options: SessionOptions = SessionOptions()
     ) -> None:
         super().__init__(decoder, backends, options)
         self.unread: list[int] = []
+        self._ids = np.zeros(self.n_ctx, np.int32)  # those in the cache; written before `lengths` counts them
 
     @property
     def n_past(self) -> int:
         """Tokens of the sequence."""
         return int(self.lengths[0]) + len(self.unread)
 
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of all tokens of the sequence, n_past of them: read, generated, and those that are unread."""
+        return [*self._ids[: self.lengths[0]].tolist(), *self.unread]
+
     def reset(self) -> None:
-        super().reset()
-        self.unread = []
+        """Forgets all tokens; what was prepared stays."""
+        with self.alone():
+            super().reset()
+            self.unread = []
+
+    def rewind(self, n_past: int) -> None:
+        """Forgets all but the first n_past tokens.
+
+        Nothing is read anew, but where a sliding window's cache no longer holds what it needs, as after going back by
+        more than a batch: then all n_past tokens are unread, and the next call reads them again. Raises SessionError
+        for a number that is not 0 to n_past.
+        """
+        with self.alone():
+            self._rewind(n_past)
+
+    def _rewind(self, n_past: int) -> None:
+        if not isinstance(n_past, (int, np.integer)) or not 0 <= n_past <= self.n_past:
+            raise SessionError(f"a session goes back to 0 to {self.n_past} tokens, which it has, got {n_past!r:.40}")
+        tokens, n_read = self.tokens[:n_past], min(int(self.lengths[0]), int(n_past))
+        if not all(cells.holds(n_read) for cells in self.cache.cells.values()):
+            n_read = 0
+        self.lengths[0] = n_read
+        self.cache.forget_from(self.lengths)
+        self.unread = tokens[n_read:]
+
+    def shift(self, keep: int, drop: int) -> None:
+        """Drops `drop` tokens behind the first `keep`, so that those after them follow on these: what llama.cpp's
+        context shift is for. The session then is as a new one that was given what stays: that is exact for every
+        architecture, and the price is that the next call reads the tokens behind `keep` again. Raises SessionError for
+        numbers under 0, or more tokens than there are.
+        """
+        with self.alone():
+            numbers = isinstance(keep, (int, np.integer)) and isinstance(drop, (int, np.integer))
+            if not numbers or keep < 0 or drop < 0 or keep + drop > self.n_past:
+                raise SessionError(
+                    f"what is kept and what is dropped must be within the session's {self.n_past} tokens, got "
+                    f"keep {keep!r:.40} and drop {drop!r:.40}"
+                )
+            if drop:
+                behind = self.tokens[keep + drop :]
+                self._rewind(keep)
+                self.unread += behind
+
+    def keep_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """Goes back to where the session and `tokens` part, and gives those of them that are yet to be read: at least
+        the last, whose logits one wants. `generate(session.keep_prefix(tokens), session=session)` reads no more than
+        that. Raises SessionError for no tokens.
+        """
+        if not len(tokens):
+            raise SessionError("a prompt must have at least one token, got none; give some text")
+        with self.alone():
+            n = min(len(tokens) - 1, self.n_past)
+            parts = (i for i, (held, wanted) in enumerate(zip(self.tokens[:n], tokens)) if held != wanted)
+            n = next(parts, n)
+            self._rewind(n)
+            return list(tokens[n:])
+
+    def copy(self) -> Session:
+        """Another session that goes on from the same tokens by itself; it prepares its own graphs."""
+        other = Session(self.decoder, self.backends, self.options)
+        with self.alone():
+            other.cache.copy_from(self.cache)
+            other._take(self.tokens, int(self.lengths[0]))
+        return other
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the tokens and the cache to a file that Model.load_session() reads, readable by this user alone; in
+        one step, so that a file that was there stays whole until then. Raises SessionError where that is not
+        possible."""
+        with self.alone():
+            session_file.write(Path(path), self, self.tokens)
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        decoder: Decoder,
+        backends: Sequence[Backend],
+        options: SessionOptions | None = None,
+    ) -> Session:
+        """A session that save() wrote: see Model.load_session()."""
+        with session_file.SessionFile(Path(path), decoder, options) as file:
+            session = cls(decoder, backends, file.options)
+            session._take(file.fill(session), file.header.n_read)
+        return session
+
+    def _take(self, tokens: list[int], n_read: int) -> None:
+        """The tokens of a cache that came from elsewhere, of which it holds the first n_read."""
+        self._ids[:n_read], self.unread = tokens[:n_read], tokens[n_read:]
+        self.lengths[0] = n_read
 
     def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+        start = int(self.lengths[0])
+        self._ids[start : start + len(part[0])] = part[0]
         logits = super().step(part, every=every)
         self.unread = self.unread[len(part[0]) :]  # what is unread comes first
         return logits
@@ -92,8 +192,10 @@ class Session(Engine):
     ) -> Iterator[int]:
         if self.unread:
             self.read({0: self.unread})
+        self._ids[self.lengths[0] : self.lengths[0] + 1] = token
         with closing(self.run_ahead(np.array([token], np.int32), n, sampling, uniforms)) as steps:
             for found in steps:
+                self._ids[self.lengths[0] : self.lengths[0] + 1] = found[0]  # read with the next step, if there is one
                 yield int(found[0])
 
 

@@ -62,9 +62,9 @@ class StepInputs:
         return self.cache.n_ctx
 
     def places(self, positions: npt.NDArray[np.int64]) -> dict[str, Values]:
-        """Where the next tokens stand, by the inputs' names: their positions, int64 [n_seq, n], and their cells, which
-        are noted as taken, and what all cells then hold."""
-        values: dict[str, Values] = {self.positions.name: positions}
+        """Where the next tokens stand, by the inputs' names: their positions, given as int64 [n_seq, n], and their
+        cells, which are noted as taken, and what all cells then hold."""
+        values: dict[str, Values] = {self.positions.name: positions.reshape(-1).astype(np.int32)}
         for kind, cells in self.cache.cells.items():
             values[self.cells[kind].name] = cells.take(positions)
             values[self.held[kind].name] = cells.positions
@@ -90,7 +90,7 @@ class PreparedStep:
         values = self.inputs.places(positions)
         for leaf, value in ((self.inputs.tokens, tokens), (self.inputs.rows, rows), (self.inputs.uniform, uniform)):
             if leaf is not None and value is not None:
-                values[leaf.name] = value
+                values[leaf.name] = value.reshape(-1)
         self.exe.write_all(values)
 
     def logits(self) -> Logits:

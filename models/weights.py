@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from typing import overload
 
 from graphrt.backend import Backend, Buffer
@@ -16,6 +18,7 @@ from graphrt.tensor import Tensor, full_dims, new_tensor
 
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.(.*)(\.\w+)", re.DOTALL)
 MAX_NAMED, MAX_RANGES = 12, 8  # kinds of tensors, and ranges of layers, in an error
+SAMPLED = 256  # bytes of each of the places that a fingerprint looks at
 MAX_COMPARED = 1000  # names that a missing one is held against
 
 
@@ -95,6 +98,17 @@ class Weights:
         shown += [f"{len(shapes) - MAX_NAMED} more kinds do not fit"] if len(shapes) > MAX_NAMED else []
         rest = "; the file's keys ask for it: it is damaged or of another architecture"
         return f"tensor {', '.join(shown)}{rest}" if shown else ""
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes that tell files apart: of all names, types and shapes, and of three places in each tensor's data."""
+        digest = hashlib.sha256()
+        for name, info in sorted(self.file.tensors.items()):
+            digest.update(repr((name, info.dtype.id, info.ne)).encode("utf-8", "surrogateescape"))
+            data = self.file.data(name)
+            for start in (0, data.size // 2, max(0, data.size - SAMPLED)):
+                digest.update(data[start : start + SAMPLED].tobytes())
+        return digest.digest()
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,7 @@ from graphrt.tools.foreign_flags import adapted
 #: where flags take free text TEXT_FLAGS.
 VERBS = {
     "run": "generate text; without a model, the demo model",
+    "chat": "talk with a model, turn by turn; `run` without a prompt does too",
     "pull": "fetch a model into the cache",
     "info": "metadata, tensors, types, memory needed, ops used",
     "check": "what would fall back on a backend, and why, before anything runs",

@@ -9,10 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from graphrt.errors import SessionError
-from graphrt.printing import human_bytes
+from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
 from graphrt.progress import task
 from graphrt.tools.rope_flags import add_rope_arguments, rope_options
@@ -192,6 +192,13 @@ def write_text(path: str | Path, text: str) -> None:
 def say_written(path: str | Path) -> None:
     """One line on stderr: which file was written, and its size."""
     print(f"wrote {printable(str(path))}, {human_bytes(Path(path).stat().st_size)}", file=sys.stderr)
+
+
+def print_text(text: str, out: TextIO | None = None) -> None:
+    """Writes a model's text to stdout, or to another stream, at once: as it is, but to a terminal escaped."""
+    out = out or sys.stdout
+    out.write(terminal_text(text) if out.isatty() else text)
+    out.flush()
 
 
 def print_json(value: object) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.dtypes import DType
-from graphrt.execute import host_type
+from graphrt.host import host_type
 
 AnyArray = npt.NDArray[np.generic]
 

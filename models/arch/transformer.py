@@ -48,6 +48,7 @@ class Transformer:
 
     def __init__(self, hp: HParams, weights: Weights) -> None:
         self.hp = hp
+        self.weights = weights
         load = Loader(weights, self.layout)
         self.token_embd = weights("token_embd.weight", hp.n_embd, hp.n_vocab)
         self.position_embd = load.tensor("position_embd.weight", self.layout.positions, hp.n_embd, hp.n_ctx_train)

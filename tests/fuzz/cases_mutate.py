@@ -16,7 +16,7 @@ import numpy as np
 from graphrt import ops
 from graphrt.dtypes import TYPES
 from graphrt.errors import GraphError
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.op import build, op_spec, registered_ops
 from graphrt.tensor import MAX_DIMS, Tensor, new_input
 from graphrt.testing import Inputs

@@ -235,6 +235,7 @@ def test_what_lies_between_inputs_in_a_buffer_of_the_users_stays() -> None:
 
 def test_memory_that_nobody_wrote_is_nan() -> None:
     exe = graphrt.prepare(Graph(ops.scale(_a(), 2.0)), "cpu")
+    exe.host_array("a")
     exe.run()
     assert np.isnan(exe.read(exe.graph.outputs[0])).all()
 
@@ -256,10 +257,13 @@ def test_only_what_lasts_can_be_read() -> None:
 
 
 BAD_WRITES: list[tuple[str, Callable[[], object], str]] = [
-    ("a", lambda: [1.0] * 5, r"f32\[4\] and takes 16 bytes, got an array of shape \[5\] and 20 bytes"),
+    ("a", lambda: [1.0] * 5, r"f32\[4\] and takes an array of the shape \[4\], .*, got the shape \[5\]"),
     ("ids", lambda: [0.5, 1.0], r"'ids' is i32\[2\] and takes int32 on the host, got float64"),
     ("half", lambda: [1.0, 2.0], r"'half' is bf16\[2\] and takes uint16 on the host, got float64"),
     ("a", lambda: ["x"] * 4, "takes float32 on the host, got <U1"),
+    ("a", lambda: None, "takes float32 on the host, got object"),
+    ("a", lambda: [[1.0], [2.0, 3.0]], "'a' takes what numpy can make one array of, got list: "),
+    ("ids", lambda: [1, 2**31], "holds -2147483648 to 2147483647, got 1 to 2147483648"),
     ("b", lambda: [1.0], "must be in the graph, got 'b'; inputs and outputs: a, ids, half"),
 ]
 
@@ -270,6 +274,73 @@ def test_bad_writes(name: str, values: Callable[[], object], message: str) -> No
     exe = graphrt.prepare(graph, "cpu")
     with pytest.raises(GraphError, match=message):
         exe.write(name, values())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4), (1, 1, 3, 4), (3, 1, 4), (3, 4, 1), (12,)])
+def test_shapes_that_are_taken(shape: tuple[int, ...]) -> None:
+    values = np.arange(12, dtype=np.float32)
+    exe = _prepared(ops.scale(_a(4, 3), 1.0, name="out"), a=values.reshape(shape))
+    assert np.array_equal(exe.read("out"), values.reshape(1, 1, 3, 4))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 6), (12, 1, 2), (3, 4, 2), (2, 3, 4), (13,), (), (0,), (3, 2, 2)])
+def test_shapes_that_are_not(shape: tuple[int, ...]) -> None:
+    """ne [4, 3] is torch's (3, 4): as many elements in another order are refused too."""
+    exe = graphrt.prepare(Graph(ops.sqr(_a(4, 3))), "cpu")
+    with pytest.raises(GraphError, match=r"f32\[4, 3\] and takes an array of the shape \[3, 4\], which is ne reversed"):
+        exe.write("a", np.zeros(shape, np.float32))
+
+
+def test_the_shape_of_quantized_rows() -> None:
+    """Of 64 elements in two blocks of 34 bytes."""
+    exe = graphrt.prepare(Graph(ops.get_rows(_a(64, 3, dt="q8_0"), _a(1, dt="i32", name="row"))), "cpu")
+    for shape in ((3, 68), (204,)):
+        exe.write("a", np.zeros(shape, np.uint8))
+    with pytest.raises(GraphError, match=r"takes an array of the shape \[3, 68\]"):
+        exe.write("a", np.zeros((68, 3), np.uint8))
+
+
+def test_an_input_that_was_never_written_is_named() -> None:
+    a, b = _a(), _a(name="b")
+    exe = graphrt.prepare(Graph(ops.add(ops.view(a, (4,)), b)), "cpu")
+    with pytest.raises(GraphError, match=r"every input .*, these were not: 'a' \(f32\[4\]\), 'b' \(f32\[4\]\); give"):
+        exe.run()
+    exe.write("b", [1.0] * 4)
+    with pytest.raises(GraphError, match=r"these were not: 'a' \(f32\[4\]\); give"):
+        exe.run()
+    exe.write(a, [2.0] * 4)
+    for _ in range(2):  # inputs keep their values
+        exe.run()
+        assert exe.read(exe.graph.outputs[0]).reshape(-1).tolist() == [3.0] * 4
+
+
+def test_an_output_that_looks_at_an_unwritten_input() -> None:
+    exe = graphrt.prepare(Graph(ops.view(_a(), (2,)), ops.sqr(_a(name="b"))), "cpu")
+    exe.write("b", [1.0] * 4)
+    with pytest.raises(GraphError, match="these were not: 'a'"):
+        exe.run()
+
+
+def test_inputs_that_need_not_be_written() -> None:
+    """What a node fills before it is read, and what lies in a buffer of its own."""
+    filled, bound = _a(name="filled"), _a(name="bound")
+    bound.buffer = get_backend("cpu").alloc(16, Usage.STATE)
+    exe = graphrt.prepare(Graph(ops.add(ops.cpy(_a(), filled), bound)), "cpu")
+    exe.write("a", [1.0, 2.0, 3.0, 4.0])
+    exe.run()
+    assert exe.read(exe.graph.outputs[0]).reshape(-1).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_input_that_adds_up_must_be_written_once() -> None:
+    total = _a(name="total")
+    exe = graphrt.prepare(Graph(ops.cpy(ops.add(total, _a()), total)), "cpu")
+    exe.write("a", [1.0] * 4)
+    with pytest.raises(GraphError, match="these were not: 'total'"):
+        exe.run()
+    exe.write("total", [0.0] * 4)
+    exe.run()
+    exe.run()
+    assert exe.read("total").reshape(-1).tolist() == [2.0] * 4
 
 
 def test_numbers_of_another_width_are_taken() -> None:
@@ -299,19 +370,24 @@ def _chain(n: int) -> Graph:
     return Graph(x)
 
 
+def _filled(exe: Executable) -> Executable:
+    exe.write("a", [0.0] * 4)
+    return exe
+
+
 def test_the_cost_per_node() -> None:
     """Of nodes that compute nothing, in instructions of Python: what run() takes is the runtime's own."""
     null: Backend = NullBackend()
     graphs = [_chain(n) for n in (100, 200, 400)]
     prepare = [instructions(lambda graph=graph: graphrt.prepare(graph, null)) for graph in graphs]
-    run = [instructions(graphrt.prepare(graph, null).run) for graph in graphs]
+    run = [instructions(_filled(graphrt.prepare(graph, null)).run) for graph in graphs]
     assert run[2] - run[1] <= 15 * 200, "run() calls a node's step and hardly more: 10"
     assert prepare[2] - prepare[1] <= 2.1 * (prepare[1] - prepare[0]), "prepare() grows with the square of the graph"
     assert prepare[2] - prepare[1] <= 4000 * 200, "about 2100"
 
 
 def test_a_deep_graph_is_prepared_and_run() -> None:
-    exe = graphrt.prepare(_chain(20_000), NullBackend())
+    exe = _filled(graphrt.prepare(_chain(20_000), NullBackend()))
     exe.run()
     assert exe.arenas["null"].plan.peak == 128
 
@@ -333,5 +409,5 @@ def test_inputs_side_by_side_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> No
     offsets = sorted(exe.place(t)[1] for t in (a, b))
     side_by_side = offsets[1] - offsets[0] == arena.alignment
     assert len(copies) == (1 if side_by_side else 2)
-    with pytest.raises(GraphError, match="takes 12 bytes"):
+    with pytest.raises(GraphError, match=r"takes an array of the shape \[3\]"):
         exe.write_all({"a": [1.0], "b": [1.0] * 5})

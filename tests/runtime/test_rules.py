@@ -103,6 +103,10 @@ def _node_is_input() -> Graph:
     return Graph(node)
 
 
+def _inputs_share_a_name() -> Graph:
+    return Graph(ops.add(graphrt.new_input("f32", 4, name="a"), graphrt.new_input("f32", 4, name="a")))
+
+
 def _bound(usage: Usage, nbytes: int, dt: str = "f32") -> Tensor:
     leaf = new_tensor(dt, 4, 4, name="bound")
     leaf.buffer = allocate(nbytes, usage)
@@ -156,6 +160,7 @@ BROKEN = [
     ("views stay inside their source", _view_starts_outside),
     ("results have no gaps", _result_has_gaps),
     ("inputs are leafs", _node_is_input),
+    ("inputs have names of their own", _inputs_share_a_name),
     ("weights are never written", _weights_are_written),
     ("weights are never written", _weights_are_written_through_a_view),
     ("leafs fit their buffers", _buffer_is_small),

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import graphrt
 from graphrt.backend import Backend
 from graphrt.dtypes import DType
-from graphrt.execute import Executable, host_type
+from graphrt.execute import Executable
+from graphrt.host import host_type
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, dequantize, quantize

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from graphrt import Tensor
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.op import op_spec
 from graphrt.tools.conformance.cases import programs
 from graphrt.tools.conformance.cases.programs import KINDS, SHAPES, make_graph

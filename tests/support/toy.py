@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from graphrt.backend import API_VERSION, Backend, Buffer, Bytes, Device, Group, Place, Usage, numbered
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.program import Program, in_order
 from graphrt.tensor import Tensor
 

@@ -167,6 +167,40 @@ def test_run_is_reproducible(graphrt: Cli) -> None:
     assert graphrt(*hot).json()["tokens"] != graphrt(*hot).json()["tokens"], "without a seed each run is a new one"
 
 
+def test_a_kept_prompt_is_read_once(graphrt: Cli, tmp_path: Path) -> None:
+    """Each prompt reads what differs from the one before; the file holds the prompt and no text made from it."""
+    kept, more = ("--prompt-cache", str(tmp_path / "prompt.session")), ("-n", "6", "--raw", "--temp", "0")
+    for prompt, said in (
+        ("hello the sea", "prompt 7 tokens, "),
+        ("hello the sea", "prompt 7 tokens, 6 kept, "),
+        ("hello the sea, he sees", "kept, "),
+        ("hello", "kept, "),
+        ("the sea", "1 kept, "),
+    ):
+        plain = graphrt("run", "spm.gguf", "-p", prompt, *more)
+        found = graphrt("run", "spm.gguf", "-p", prompt, *more, *kept)
+        assert found.code == 0 and found.out == plain.out and said in found.err
+        assert ("kept" in found.err) == ("kept" in said)
+    graphrt("run", "spm.gguf", "-p", "hello, he", *more[2:], "-n", "0", *kept)
+    found = graphrt("run", "spm.gguf", "-p", "hello, he sees", *more, *kept)
+    assert " kept, " in found.err and " 1 kept, " not in found.err, "-n 0 writes it too"
+
+
+def test_kept_prompts_that_can_not_be(graphrt: Cli, tmp_path: Path) -> None:
+    (tmp_path / "no.session").write_text("hello")
+    for path, message in (
+        (tmp_path, "must be a file in a folder that is there"),
+        (tmp_path / "none" / "x", "must be a file in a folder that is there"),
+        (tmp_path / "no.session", "it is damaged or cut short; save the session again"),
+    ):
+        found = graphrt(*GREEDY, "--prompt-cache", str(path))
+        assert found.code == 2 and message in found.err and found.out == ""
+    kept = ("--prompt-cache", str(tmp_path / "types.session"))
+    assert graphrt(*GREEDY, "-n", "1", *kept).code == 0
+    assert "its cache has the types f16 and f16" in graphrt(*GREEDY, "-n", "1", "-ctk", "f32", *kept).err
+    assert "it is of another model" in graphrt("run", "bpe.gguf", "-p", "hello", "-n", "1", *kept).err
+
+
 def test_exact_forms_give_the_same_tokens(graphrt: Cli) -> None:
     wanted = graphrt(*GREEDY, "-n", "24", "--json", "--exact").json()["tokens"]
     assert graphrt(*GREEDY, "-n", "24", "--json").json()["tokens"] == wanted

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from graphrt import ops
 from graphrt.dtypes import DType, dtype
-from graphrt.execute import Executable, host_type
+from graphrt.execute import Executable
 from graphrt.graph import Graph
+from graphrt.host import host_type
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import AnyArray, quantize
 from graphrt.tools.bench.op_shapes import Shape

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Group, Usage
-from graphrt.execute import Executable, plan_groups, prepare, read_tensor
+from graphrt.execute import Executable, plan_groups, prepare
 from graphrt.graph import Graph
+from graphrt.host import read_tensor
 from graphrt.judge import PRECISIONS, Precision, precision
 from graphrt.op import op_spec
 from graphrt.schedule import with_sources

@@ -13,8 +13,9 @@ from functools import cached_property, partial
 
 from graphrt.backend import Backend, Group, get_backend
 from graphrt.errors import GraphError, SessionError
-from graphrt.execute import plan_groups, read_tensor
+from graphrt.execute import plan_groups
 from graphrt.graph import Graph
+from graphrt.host import read_tensor
 from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
 from graphrt.tensor import Tensor

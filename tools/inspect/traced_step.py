@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from graphrt.backend import Backend
 from graphrt.errors import MemoryPlanError
-from graphrt.execute import Executable, prepare, read_tensor
+from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
+from graphrt.host import read_tensor
 from graphrt.models.hparams import HParams
 from graphrt.models.session import Session
 from graphrt.models.step import Logits, PreparedStep

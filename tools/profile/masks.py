@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt import ops
-from graphrt.execute import Array, Executable, prepare
+from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
+from graphrt.host import Array
 from graphrt.tensor import Tensor, new_input
 
 

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 
 from graphrt.backend import Backend
-from graphrt.execute import Executable, read_tensor
+from graphrt.execute import Executable
+from graphrt.host import read_tensor
 from graphrt.op import Work, op_spec
 from graphrt.program import Group, Run
 from graphrt.schedule import Copy

@@ -64,7 +64,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where a text ends, what it may be, and what is told of it."""
+    """Where a text ends, and what it may be."""
     group = parser.add_argument_group("text")
     stop = r"end before this text, which is not shown; \n is a new line; several times for several"
     names = ("-r", "--reverse-prompt", "--stop")
@@ -77,6 +77,11 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     rules.add_argument("--grammar-file", metavar="FILE", help="the same, read from a file")
     rules.add_argument("-j", "--json-schema", metavar="SCHEMA", help="only JSON that fits this schema, {} for any")
     rules.add_argument("-jf", "--json-schema-file", metavar="FILE", help="the same, read from a file")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many texts are made, and what is told of them."""
+    group = parser.add_argument_group("output")
     best = "with --json: log-probabilities of the text's tokens, and of so many likeliest ones beside each"
     group.add_argument("--logprobs", type=whole(0), metavar="N", help=best)
     many = "so many texts of one prompt, which is read once; text I is that of --seed + I (default: 1)"
@@ -98,10 +103,8 @@ def sampler_params(args: argparse.Namespace) -> SamplerParams:
 
 
 def text_options(args: argparse.Namespace) -> dict[str, Any]:
-    """generate()'s keywords for where a text ends, what it may be and what is told of it. Raises SessionError for a
-    file that can't be read."""
-    if args.logprobs is not None and not args.json:
-        raise SessionError("log-probabilities (--logprobs) are part of the JSON; give --json too")
+    """generate()'s keywords for where a text ends and what it may be. Raises SessionError for a file that can't be
+    read."""
     grammar = args.grammar if args.grammar_file is None else read_text(args.grammar_file)
     schema = args.json_schema if args.json_schema_file is None else read_text(args.json_schema_file)
     return {
@@ -110,8 +113,14 @@ def text_options(args: argparse.Namespace) -> dict[str, Any]:
         "ignore_eos": args.ignore_eos,
         "grammar": grammar,
         "json_schema": schema,
-        "logprobs": args.logprobs,
     }
+
+
+def output_options(args: argparse.Namespace) -> dict[str, Any]:
+    """generate()'s keywords for what is told of a text. Raises SessionError."""
+    if args.logprobs is not None and not args.json:
+        raise SessionError("log-probabilities (--logprobs) are part of the JSON; give --json too")
+    return {"logprobs": args.logprobs}
 
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from graphrt.tools.common import print_json
+from graphrt.tools.common import print_json, print_text
 from graphrt.tools.sampling import logprobs
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def run(
 
 def _show(i: int, found: Sequence[Sequence[Piece]]) -> None:
     text = "".join(piece.text for piece in found[i])
-    sys.stdout.write(f"--- text {i} of {len(found)}\n{text}\n")
-    sys.stdout.flush()
+    print_text(f"--- text {i} of {len(found)}\n{text}\n")
 
 
 def _as_json(model: Model, pieces: Sequence[Piece]) -> dict[str, Any]:

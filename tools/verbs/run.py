@@ -1,4 +1,5 @@
-"""Generate text. It streams to stdout; figures go to stderr. Without MODEL the demo model runs, pulled when absent."""
+"""Generate text. It streams to stdout; figures go to stderr. Without MODEL the demo model runs, pulled when absent.
+Without a prompt, on a terminal, it is a chat: `graphrt chat`."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
+from graphrt.tools import prompt_cache
 from graphrt.tools.common import (
     MODEL_HELP,
     Once,
     add_session_arguments,
     load_model,
     print_json,
+    print_text,
     read_text,
     session_options,
     utf8,
@@ -26,8 +29,8 @@ from graphrt.tools.common import (
     without_last_newline,
 )
 from graphrt.tools.sampling import flags, logprobs
+from graphrt.tools.sampling.flags import add_output_arguments, add_text_arguments, output_options, text_options
 from graphrt.tools.sampling.flags import add_sampling_arguments as add_sampling_arguments
-from graphrt.tools.sampling.flags import add_text_arguments, text_options
 from graphrt.tools.sampling.flags import sampler_params as sampler_params
 
 if TYPE_CHECKING:
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-p", "--prompt", *flags.TEXT_FLAGS)
+#: Tokens that are made unless told.
+PREDICT = 256
 #: Where --profile writes unless told.
 TRACE = Path("graphrt-profile.json")
 #: Decode steps that --profile measures unless told.
@@ -62,9 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--predict",
         type=whole(-1),
-        default=256,
         metavar="N",
-        help="the most tokens to make, -1: no limit (default: 256)",
+        help=f"the most tokens to make, -1: no limit (default: {PREDICT}, in a chat no limit)",
     )
     parser.add_argument(
         "--raw", action="store_true", help="the prompt as it stands, without the chat template, and only its completion"
@@ -74,9 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )
+    prompt_cache.add_argument(parser)
     _add_profile_arguments(parser)
     add_session_arguments(parser, rope=True)
     add_text_arguments(parser)
+    add_output_arguments(parser)
     add_sampling_arguments(parser)
 
 
@@ -141,26 +147,32 @@ class Tally:
 def main(args: argparse.Namespace) -> int:
     if args.profile_overlay is not None and not args.profile:
         raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
+    if _is_chat(args):
+        from graphrt.tools.verbs import chat
+
+        return chat.main(chat.from_run(args))
     prompt = prompt_text(args)
-    sampling, text = sampler_params(args), text_options(args)
+    args.predict = PREDICT if args.predict is None else args.predict
+    sampling, text = sampler_params(args), text_options(args) | output_options(args)
     loading = time.perf_counter()
     needs: dict[str, Any] = {}
-    model = load_model(args, args.exact, partial(_before_weights, args, needs))
+    model = load_model(args, args.exact, partial(before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
     if args.parallel > 1:
         return _many(model, tokens, args)
-    session = model.session(session_options(args))
+    start = prompt_cache.start(model, tokens, session_options(args), args.prompt_cache)
+    session = start.session
     for sentence in session.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     load_s = time.perf_counter() - loading
     tally = Tally()
-    pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, **text)
-    _stream(pieces, tally, quiet=args.json, bare=args.raw)
-    timings = tally.timings(len(tokens), model.bytes_per_token)
+    pieces = model.generate(start.rest, args.predict, sampling=sampling, session=session, **text)
+    _stream(start.saving(pieces), tally, quiet=args.json, bare=args.raw)
+    timings = tally.timings(start.n_read, model.bytes_per_token)
     if not args.json:
         if tally.finish == "context":
             print(_context_full(session), file=sys.stderr)
-        _report(tally, timings, len(tokens), load_s)
+        _report(tally, timings, len(tokens), start.n_read, load_s)
     profile = _profile(session, tokens, args) if args.profile and not tally.interrupted else {}
     if args.json:
         timings["load_s"] = load_s
@@ -170,21 +182,29 @@ def main(args: argparse.Namespace) -> int:
     return 130 if tally.interrupted else 0
 
 
+def _is_chat(args: argparse.Namespace) -> bool:
+    """No prompt is given, somebody sits at the terminal, and nothing is asked for that needs a prompt."""
+    asks = args.prompt is not None or args.file is not None or args.raw or args.json or args.profile
+    asks = asks or args.parallel > 1 or args.logprobs is not None or args.prompt_cache is not None
+    return not asks and sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def _many(model: Model, tokens: Sequence[int], args: argparse.Namespace) -> int:
     """Several texts of one prompt."""
     from graphrt.tools.sampling import samples
 
     if args.profile:
         raise SessionError("--profile measures one text, got -np; leave one of them out")
-    sampling, options, text = sampler_params(args), session_options(args), text_options(args)
+    if args.prompt_cache is not None:
+        raise SessionError("--prompt-cache keeps the session of one text, got -np; leave one of them out")
+    sampling, options = sampler_params(args), session_options(args)
+    text = text_options(args) | output_options(args)
     return samples.run(
         model, tokens, args.parallel, args.predict, sampling=sampling, options=options, text=text, quiet=args.json
     )
 
 
-def _before_weights(
-    args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]
-) -> None:
+def before_weights(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
     """What can go on while the weights are read, and what must be known before."""
     from graphrt.models.chat import start_soon
 
@@ -229,8 +249,7 @@ def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> N
             for piece in pieces:
                 tally.add(piece)
                 if not quiet:
-                    sys.stdout.write(piece.text)
-                    sys.stdout.flush()
+                    print_text(piece.text)
     except KeyboardInterrupt:
         tally.interrupted = True
     if not quiet and (not bare or sys.stdout.isatty()):
@@ -270,16 +289,17 @@ def _context_full(session: Session) -> str:
     return f"\nstopped: the context is full ({session.n_ctx} tokens); {more}"
 
 
-def _report(tally: Tally, t: dict[str, float], n_prompt: int, load_s: float) -> None:
+def _report(tally: Tally, t: dict[str, float], n_prompt: int, n_read: int, load_s: float) -> None:
     parts = [f"load {load_s:.2f} s"]
+    prompt = f"prompt {n_prompt} tokens" + (f", {n_prompt - n_read} kept" if n_read < n_prompt else "")
     if t:
         parts += [
-            f"prompt {n_prompt} tokens, {t['prompt_tokens_per_s']:.1f} tokens/s",
+            f"{prompt}, {t['prompt_tokens_per_s']:.1f} tokens/s",
             f"first token after {t['first_token_s']:.2f} s",
             f"generated {len(tally.tokens)} tokens",
         ]
     else:
-        parts += [f"prompt {n_prompt} tokens", "generated none"]
+        parts += [prompt, "generated none"]
     if t.get("tokens_per_s"):
         parts[-1] += f", {t['tokens_per_s']:.1f} tokens/s, {t['gb_per_s']:.2f} GB/s of weights"
     if tally.interrupted:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt import Graph, Tensor, new_input, ops
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.op import op_spec
 from graphrt.ops import RopeParams
 from graphrt.ops.elementwise import can_repeat

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from graphrt.backend import Buffer, Bytes
 from graphrt.backends.cpu.memory import CpuBuffer
 from graphrt.dtypes import DType
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.tensor import Tensor
 
 Floats = npt.NDArray[np.floating[Any]]

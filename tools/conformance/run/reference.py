@@ -11,8 +11,8 @@ import torch
 from graphrt.backends.cpu import evaluate
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.memory import strided
-from graphrt.execute import host_type
 from graphrt.graph import Graph
+from graphrt.host import host_type
 from graphrt.judge import Verdict, judge, judge_equal, judge_order, judge_written
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor

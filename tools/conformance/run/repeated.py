@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend
-from graphrt.execute import host_type
+from graphrt.host import host_type
 from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
 from graphrt.models.synthetic import synthetic

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from graphrt.dtypes import TYPES
 from graphrt.errors import GraphError
-from graphrt.execute import host_type
 from graphrt.graph import Graph
+from graphrt.host import host_type
 from graphrt.op import op_spec, registered_ops
 from graphrt.tensor import MAX_NAME, MAX_SRC, Flag, Tensor
 from graphrt.testing import Inputs

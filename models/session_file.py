@@ -1,0 +1,214 @@
+"""A session as a file: its tokens and the rows of its cache, as they lie there, of any cache type.
+
+    16 bytes    "graphrt session" and the format's version
+    48 bytes    the model's fingerprint (32), the cache's types of k and v (8 each)
+    16 bytes    u32: the context, tokens in all, tokens that are in the cache, kinds of cells
+    for each kind of cells: u32, how many of the last tokens its layers hold
+    i32 [tokens]: the tokens' ids
+    for each layer, k and then v where it has memory of its own: rows of the tokens that its kind of cells holds
+    4 bytes     the CRC-32 of all that
+
+Numbers are little-endian. The file may come from a stranger: its size follows from its counts and from the model, and
+must be that before anything of the cache is read; the context that it may ask for is bounded by hparam_limits.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from graphrt import private_files
+from graphrt.errors import SessionError
+from graphrt.models.arch.skeleton import Decoder
+from graphrt.models.cache import CACHE_TYPES, KVCache
+from graphrt.models.engine import Engine, SessionOptions, check_options
+from graphrt.models.hparam_sizes import longest_unasked
+
+MAGIC = b"graphrt session\1"
+_HEADER = struct.Struct("<16s32s8s8s4I")
+#: Kinds of cells that a model may have.
+_MAX_KINDS = 8
+
+
+@dataclass(frozen=True)
+class Header:
+    """model: its fingerprint; n_ctx: the context; types: the cache's, of k and v; n_tokens: all tokens; n_read: those
+    that the cache holds; held: how many of the last of them each kind of cells does."""
+
+    model: bytes
+    types: tuple[str, str]
+    n_ctx: int
+    n_tokens: int
+    n_read: int
+    held: tuple[int, ...]
+
+    def packed(self) -> bytes:
+        types = (name.encode() for name in self.types)
+        counts = self.n_ctx, self.n_tokens, self.n_read, len(self.held)
+        return _HEADER.pack(MAGIC, self.model, *types, *counts) + struct.pack(f"<{len(self.held)}I", *self.held)
+
+
+def fingerprint(decoder: Decoder) -> bytes:
+    """32 bytes: sessions of decoders with the same ones can be exchanged."""
+    return hashlib.sha256(decoder.weights.fingerprint + repr(decoder.hp).encode()).digest()
+
+
+def write(path: Path, engine: Engine, tokens: Sequence[int]) -> None:
+    """Writes the sequence of an engine of one, in one step: the file is the old or the new one. tokens: all of it,
+    those that are not read yet at the end. Raises SessionError where the file can't be written."""
+    n_read = int(engine.lengths[0])
+    held = tuple(int((cells.positions[0] >= 0).sum()) for cells in engine.cache.cells.values())
+    types = engine.options.type_k, engine.options.type_v
+    header = Header(fingerprint(engine.decoder), types, engine.n_ctx, len(tokens), n_read, held)
+    try:
+        private_files.write(path, _pieces(header, engine.cache, tokens))
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise SessionError(
+            f"a session's file must be writable, {_named(path)} is not: {error}; give another"
+        ) from error
+
+
+def _pieces(header: Header, cache: KVCache, tokens: Sequence[int]) -> Iterator[bytes]:
+    check = 0
+    for piece in (header.packed(), np.array(tokens, "<i4").tobytes(), *_rows(header, cache)):
+        check = zlib.crc32(piece, check)
+        yield piece
+    yield struct.pack("<I", check)
+
+
+def _rows(header: Header, cache: KVCache) -> Iterator[bytes]:
+    held = dict(zip(cache.cells, header.held))
+    for layer in cache.layers:
+        positions = np.arange(header.n_read - held[layer.kind], header.n_read)
+        cells = cache.cells[layer.kind].where(positions)
+        for leaf in layer.leafs:
+            yield cache.rows(leaf, cells).tobytes()
+
+
+class SessionFile:
+    """An open file of a session, for a decoder; use it as a context. options: those that were asked for or, with None,
+    the file's own context and cache types. Raises SessionError for a file that is none, or of another model."""
+
+    def __init__(self, path: Path, decoder: Decoder, options: SessionOptions | None) -> None:
+        self._path, self._check = path, 0
+        with self._answering():
+            if not path.is_file():  # a pipe would be waited for, a device may have no end
+                raise OSError("it is no regular file" if path.exists() else "there is no such file")
+            self._file = path.open("rb")
+        try:
+            self.header = self._read_header()
+            self.options = self._options(decoder, options)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> SessionFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def _read_header(self) -> Header:
+        magic, model, *types, n_ctx, n_tokens, n_read, n_kinds = _HEADER.unpack(self._bytes(_HEADER.size))
+        if magic != MAGIC:
+            raise self._refused("it begins otherwise, or is of another version", "check the path")
+        if n_kinds > _MAX_KINDS or n_read > n_tokens or n_ctx < 1:
+            raise self._damaged()
+        held = struct.unpack(f"<{n_kinds}I", self._bytes(4 * n_kinds))
+        names = [name.rstrip(b"\0").decode("ascii", "replace") for name in types]
+        if not set(names) <= set(CACHE_TYPES):
+            raise self._damaged()
+        return Header(model, (names[0], names[1]), n_ctx, n_tokens, n_read, held)
+
+    def _options(self, decoder: Decoder, asked: SessionOptions | None) -> SessionOptions:
+        header = self.header
+        if header.model != fingerprint(decoder):
+            raise self._refused("it is of another model", "load it with the model that it was made with")
+        if asked is None:
+            longest = longest_unasked(decoder.hp)
+            if header.n_ctx > longest:
+                raise self._refused(
+                    f"its context is {header.n_ctx}, over the {longest} that a file may ask for",
+                    "give the option n_ctx",
+                )
+            return SessionOptions(header.n_ctx, type_k=header.types[0], type_v=header.types[1])
+        if (asked.type_k, asked.type_v) != header.types:
+            k, v = header.types
+            raise self._refused(f"its cache has the types {k} and {v}", "give these as type_k and type_v")
+        n_ctx, _ = check_options(asked, decoder.hp)
+        if decoder.rope_factors(n_ctx) is not decoder.rope_factors(header.n_ctx):
+            raise self._refused(f"this model rotates otherwise in its context of {header.n_ctx}", "give that as n_ctx")
+        return asked
+
+    def fill(self, engine: Engine) -> list[int]:
+        """Puts the cache into an empty engine of one sequence with these options, and gives the tokens, of which the
+        first header.n_read are in the cache. Raises SessionError."""
+        header, cache = self.header, engine.cache
+        if header.n_tokens > engine.n_ctx:
+            raise self._refused(
+                f"it has {header.n_tokens} tokens, the context holds {engine.n_ctx}", "give a larger n_ctx"
+            )
+        if len(header.held) != len(cache.cells) or max(header.held) > header.n_read:
+            raise self._damaged()
+        held = dict(zip(cache.cells, header.held))
+        rows = sum(held[layer.kind] * leaf.nb[1] for layer in cache.layers for leaf in layer.leafs)
+        expected = self._file.tell() + 4 * header.n_tokens + rows + 4
+        if os.fstat(self._file.fileno()).st_size != expected:
+            raise self._damaged()
+        tokens = np.frombuffer(self._bytes(4 * header.n_tokens), "<i4")
+        self._fill(cache, held)
+        (check,) = struct.unpack("<I", self._bytes(4, counted=False))
+        outside = (tokens < 0) | (tokens >= engine.decoder.hp.n_vocab)
+        whole = all(cells.holds(header.n_read) for cells in cache.cells.values())
+        if check != self._check or outside.any() or not whole:
+            raise self._damaged()
+        return [int(token) for token in tokens]
+
+    def _fill(self, cache: KVCache, held: Mapping[str, int]) -> None:
+        taken = {}
+        for kind, cells in cache.cells.items():
+            n = min(held[kind], cells.size)  # a smaller ring keeps the last ones
+            taken[kind] = cells.take(np.arange(self.header.n_read - n, self.header.n_read)[None])[0]
+        for layer in cache.layers:
+            cells_of = taken[layer.kind]
+            for leaf in layer.leafs:
+                data = np.frombuffer(self._bytes(held[layer.kind] * leaf.nb[1]), np.uint8).reshape(-1, leaf.nb[1])
+                cache.put_rows(leaf, cells_of, data[len(data) - len(cells_of) :])
+
+    def _bytes(self, n: int, *, counted: bool = True) -> bytes:
+        with self._answering():
+            data = self._file.read(n)
+        if len(data) != n:
+            raise self._damaged()
+        if counted:
+            self._check = zlib.crc32(data, self._check)
+        return data
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """What the system refuses as a SessionError."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+            raise self._refused(str(error), "check the path") from error
+
+    def _refused(self, why: str, then: str) -> SessionError:
+        return SessionError(
+            f"a session must be a file that Session.save() wrote, {_named(self._path)} can't be taken: {why}; {then}"
+        )
+
+    def _damaged(self) -> SessionError:
+        return self._refused("it is damaged or cut short", "save the session again")
+
+
+def _named(path: Path) -> str:
+    return repr(str(path)[:200])
