@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.arguments import checked
 from graphrt.backend import Backend, Buffer, Bytes, Place, Region, Usage, distinct, get_backend
 from graphrt.bounds import span
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
@@ -65,6 +66,7 @@ class Executable:
         self._unwritten = _read_inputs(graph)
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
+    @checked(GraphError)
     def place(self, tensor: Tensor) -> Place:
         """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory, or
         that does not lie inside it."""
@@ -105,6 +107,7 @@ class Executable:
         for split in self.splits:
             split.backend.synchronize()
 
+    @checked(GraphError)
     def write(self, tensor: Tensor | str, values: npt.ArrayLike) -> None:
         """Sets an input, by the tensor or its name; it keeps its values for all runs that follow.
 
@@ -136,6 +139,7 @@ class Executable:
             self._unwritten.pop(target.root, None)
         return buffer, offset, data
 
+    @checked(GraphError)
     def read(self, tensor: Tensor | str) -> Array:
         """A copy of a tensor's elements, in torch's shape (`ne` reversed); quantized rows as their raw bytes.
 
@@ -144,6 +148,7 @@ class Executable:
         source = self._lasting(tensor)
         return read_tensor(source, *self.place(source))
 
+    @checked(GraphError)
     def host_array(self, tensor: Tensor | str) -> Array | None:
         """The tensor's own memory as a numpy array when the host can address it, else None: no copy either way. An
         input can be filled that way too."""
@@ -185,6 +190,7 @@ def _read_inputs(graph: Graph) -> dict[Tensor, None]:
     return {leaf: None for leaf in graph.inputs if leaf in read and leaf.buffer is None}
 
 
+@checked(GraphError)
 def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "auto") -> Executable:
     """Makes a graph ready to run on some backends, the preferred first.
 

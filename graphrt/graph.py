@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.tensor import Flag, Tensor
 
 
@@ -15,6 +17,7 @@ class Graph:
     graph was built from, marked OUTPUT. Unnamed tensors are named `node_N` and `leaf_N`, as ggml does.
     """
 
+    @checked(GraphError)
     def __init__(self, *outputs: Tensor) -> None:
         self.nodes: list[Tensor] = []
         self.leafs: list[Tensor] = []
@@ -25,6 +28,7 @@ class Graph:
         for output in outputs:
             self.expand(output)
 
+    @checked(GraphError)
     def expand(self, output: Tensor) -> Tensor:
         """Adds `output` and all it needs that is not in the graph yet; returns it, marked as an output."""
         self.outputs.append(output.as_output())
@@ -53,6 +57,7 @@ class Graph:
             tensor.named(f"{kind}_{len(group)}")
         group.append(tensor)
 
+    @checked(GraphError)
     def uses(self, tensor: Tensor) -> int:
         """How many source slots of the graph's nodes hold `tensor`."""
         return self._uses.get(tensor, 0)
@@ -67,6 +72,7 @@ class Graph:
         """The tensors to be readable after a run: the outputs, and whatever else is marked OUTPUT."""
         return [t for t in [*self.leafs, *self.nodes] if t.flags & Flag.OUTPUT]
 
+    @checked(GraphError)
     def tensor(self, name: str) -> Tensor | None:
         """The first leaf or node of that name."""
         return next((t for t in [*self.leafs, *self.nodes] if t.name == name), None)

@@ -13,6 +13,7 @@ from enum import IntFlag
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from graphrt.arguments import checked
 from graphrt.dtypes import DType, dtype
 from graphrt.errors import GraphError
 
@@ -95,6 +96,7 @@ class Tensor:
         self.name = ""
         self.named(name)
 
+    @checked(GraphError)
     def named(self, name: str) -> Tensor:
         """Sets the name (at most 63 characters, as ggml) and returns the tensor."""
         if len(name) >= MAX_NAME:
@@ -188,11 +190,13 @@ class Tensor:
         return f"<{self.name or '?'} = {self.op}({args}) {self.describe()}>"
 
 
+@checked(GraphError)
 def new_tensor(dt: DType | str, *ne: int, name: str = "") -> Tensor:
     """A leaf of that type and shape; bind a buffer to it, or let prepare() give it one."""
     return Tensor(dt, ne, name=name)
 
 
+@checked(GraphError)
 def new_input(dt: DType | str, *ne: int, name: str) -> Tensor:
     """A leaf that is written from outside before runs. Its place never changes once prepared."""
     return Tensor(dt, ne, name=name, flags=Flag.INPUT)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.arguments import check_fields
 from graphrt.backend import Backend, Usage
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
@@ -45,6 +46,9 @@ class SessionOptions:
     n_batch: int = 512
     type_k: str = "f16"
     type_v: str = "f16"
+
+    def __post_init__(self) -> None:
+        check_fields(self, SessionError)
 
 
 def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:

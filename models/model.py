@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.arguments import checked
 from graphrt.backend import Backend, get_backend
-from graphrt.errors import SessionError
+from graphrt.errors import ModelError, SessionError
 from graphrt.models.arch import architecture
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.arch.skeleton import Decoder
@@ -106,10 +107,12 @@ class Model:
         read = sum(int(t.nbytes * network.share_of_token(t)) for t in self.weights.loaded.values())
         return read - (0 if tied else network.token_embd.nbytes)
 
+    @checked(SessionError)
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
         """A new, empty sequence."""
         return Session(self.decoder, self.backends, options)
 
+    @checked(SessionError)
     def load_session(self, path: str | os.PathLike[str], options: SessionOptions | None = None) -> Session:
         """The session that Session.save() wrote to a file, as it was then; batches have the default size.
 
@@ -119,10 +122,12 @@ class Model:
         """
         return Session.from_file(path, self.decoder, self.backends, options)
 
+    @checked(SessionError)
     def engine(self, n_seq: int, options: SessionOptions = SessionOptions()) -> Engine:
         """So many new, empty sequences, which are read together."""
         return Engine(self.decoder, self.backends, options, n_seq)
 
+    @checked(SessionError)
     def prompt_tokens(
         self, prompt: str, *, raw: bool = True, system: str | None = None, n_ctx: int = 0, begins: bool = True
     ) -> list[int]:
@@ -162,6 +167,7 @@ class Model:
         self._check_length(text, n_ctx, len(ids))
         return ids
 
+    @checked(SessionError)
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -232,6 +238,7 @@ class Model:
         """The sampler's choice after `history`; what generate() asks for each token."""
         return int(sampler.sample(torch.from_numpy(logits), history))
 
+    @checked(SessionError)
     def embed(
         self, texts: Sequence[str | Sequence[int]], pooling: str = "", *, normalize: bool = True, n_batch: int = 512
     ) -> list[npt.NDArray[np.float32]]:
@@ -244,11 +251,13 @@ class Model:
         ids = [self._ids(text, 0) if isinstance(text, str) else list(text) for text in texts]
         return Embedder(encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
+    @checked(SessionError)
     def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:
         """The logits after every token: float32 [n_tokens, n_vocab], in a sequence of its own."""
         return self.session(options).eval_rows(list(tokens))
 
 
+@checked(ModelError)
 def load(
     path: str | os.PathLike[str],
     backend: str | Sequence[str | Backend] | Backend = "auto",
@@ -272,6 +281,7 @@ def load(
     return Model(file, backends)
 
 
+@checked(SessionError)
 def nll(logits: Logits, targets: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """The negative log-likelihood of each target: logits f32 [n, n_vocab], targets n ids; float64 [n]."""
     rows = torch.from_numpy(logits)

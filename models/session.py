@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from graphrt.arguments import checked
 from graphrt.backend import Backend
 from graphrt.errors import SessionError
 from graphrt.models import session_file
@@ -50,6 +51,7 @@ class Session(Engine):
             super().reset()
             self.unread = []
 
+    @checked(SessionError)
     def rewind(self, n_past: int) -> None:
         """Forgets all but the first n_past tokens.
 
@@ -61,8 +63,8 @@ class Session(Engine):
             self._rewind(n_past)
 
     def _rewind(self, n_past: int) -> None:
-        if not isinstance(n_past, (int, np.integer)) or not 0 <= n_past <= self.n_past:
-            raise SessionError(f"a session goes back to 0 to {self.n_past} tokens, which it has, got {n_past!r:.40}")
+        if not 0 <= n_past <= self.n_past:
+            raise SessionError(f"a session goes back to 0 to {self.n_past} tokens, which it has, got {n_past}")
         tokens, n_read = self.tokens[:n_past], min(int(self.lengths[0]), int(n_past))
         if not all(cells.holds(n_read) for cells in self.cache.cells.values()):
             n_read = 0
@@ -70,6 +72,7 @@ class Session(Engine):
         self.cache.forget_from(self.lengths)
         self.unread = tokens[n_read:]
 
+    @checked(SessionError)
     def shift(self, keep: int, drop: int) -> None:
         """Drops `drop` tokens behind the first `keep`, so that those after them follow on these: what llama.cpp's
         context shift is for. The session then is as a new one that was given what stays: that is exact for every
@@ -77,17 +80,17 @@ class Session(Engine):
         numbers under 0, or more tokens than there are.
         """
         with self.alone():
-            numbers = isinstance(keep, (int, np.integer)) and isinstance(drop, (int, np.integer))
-            if not numbers or keep < 0 or drop < 0 or keep + drop > self.n_past:
+            if keep < 0 or drop < 0 or keep + drop > self.n_past:
                 raise SessionError(
                     f"what is kept and what is dropped must be within the session's {self.n_past} tokens, got "
-                    f"keep {keep!r:.40} and drop {drop!r:.40}"
+                    f"keep {keep} and drop {drop}"
                 )
             if drop:
                 behind = self.tokens[keep + drop :]
                 self._rewind(keep)
                 self.unread += behind
 
+    @checked(SessionError)
     def keep_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Goes back to where the session and `tokens` part, and gives those of them that are yet to be read: at least
         the last, whose logits one wants. `generate(session.keep_prefix(tokens), session=session)` reads no more than
@@ -110,6 +113,7 @@ class Session(Engine):
             other._take(self.tokens, int(self.lengths[0]))
         return other
 
+    @checked(SessionError)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tokens and the cache to a file that Model.load_session() reads, readable by this user alone; in
         one step, so that a file that was there stays whole until then. Raises SessionError where that is not
@@ -143,6 +147,7 @@ class Session(Engine):
         self.unread = self.unread[len(part[0]) :]  # what is unread comes first
         return logits
 
+    @checked(SessionError)
     def eval(self, tokens: Sequence[int]) -> Logits:
         """Reads tokens and returns the logits after the last one: f32 [n_vocab].
 
@@ -151,6 +156,7 @@ class Session(Engine):
         last: Logits = self.read({0: [*self.unread, *tokens]})[0]
         return last
 
+    @checked(SessionError)
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
         """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab].
 
@@ -170,10 +176,12 @@ class Session(Engine):
                     rows[start - first : stop - first] = out
             return rows
 
+    @checked(SessionError)
     def likeliest(self, token: int, n: int) -> Iterator[int]:
         """Reads `token` and gives the likeliest next one, reads that, and so on: Engine.run_ahead()."""
         yield from self._ahead(token, n)
 
+    @checked(SessionError)
     def drawn(self, token: int, n: int, sampling: SampleParams, uniforms: Uniforms) -> Iterator[int]:
         """The same with tokens that are drawn: those that a Sampler of these parameters chooses."""
         yield from self._ahead(token, n, sampling, uniforms)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.ops.elementwise import can_repeat
 from graphrt.ops.view import gapped, permute
@@ -94,16 +96,19 @@ CONT = register(OpSpec("CONT", _infer_same, lambda: _cont_cases("CONT"), element
 DUP = register(OpSpec("DUP", _infer_same, lambda: _cont_cases("DUP"), elementwise_work(0)))
 
 
+@checked(GraphError)
 def cpy(a: Tensor, target: Tensor, name: str = "") -> Tensor:
     """Copies `a` into `target`'s memory, converting or quantizing; returns a view of `target`."""
     return build(CPY, a, target, name=name)
 
 
+@checked(GraphError)
 def cont(a: Tensor, name: str = "") -> Tensor:
     """A contiguous copy of `a`."""
     return build(CONT, a, name=name)
 
 
+@checked(GraphError)
 def dup(a: Tensor, name: str = "") -> Tensor:
     """A copy of `a`; contiguous too."""
     return build(DUP, a, name=name)
@@ -153,6 +158,7 @@ CONCAT = register(
 )
 
 
+@checked(GraphError)
 def concat(a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:
     """`a` followed by `b` along dimension `dim`."""
     return build(CONCAT, a, b, params=ConcatParams(int(dim)), name=name)
@@ -192,6 +198,7 @@ def _repeat_cases() -> Iterator[Case]:
 REPEAT = register(OpSpec("REPEAT", _infer_repeat, _repeat_cases, elementwise_work(0), params=RepeatParams))
 
 
+@checked(GraphError)
 def repeat(a: Tensor, *ne: int, name: str = "") -> Tensor:
     """`a` repeated along each dimension until it fills the shape `ne`."""
     return build(REPEAT, a, params=RepeatParams(full_dims(ne)), name=name)

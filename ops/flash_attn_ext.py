@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
 from graphrt.tensor import Tensor
 from graphrt.testing import Case
@@ -124,6 +126,7 @@ FLASH_ATTN_LSE = register(
 )
 
 
+@checked(GraphError)
 def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
     max_bias: float = 0.0, softcap: float = 0.0, name: str = "",
@@ -133,6 +136,7 @@ def flash_attn_ext(
     return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, params=params, name=name)
 
 
+@checked(GraphError)
 def flash_attn_lse(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
     softcap: float = 0.0, name: str = "",

@@ -9,7 +9,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F16
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.ops.view import gapped
 from graphrt.tensor import Tensor
@@ -137,6 +139,7 @@ KQ_MASK = register(
 )
 
 
+@checked(GraphError)
 def kq_mask(cells: Tensor, pos: Tensor, window: int = 0, alibi: bool = False, name: str = "") -> Tensor:
     """The mask of an attention over a cache: f16 [n_cells, n_tokens, 1, n_seq], 0 where a token sees a cell, else -inf.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
 from graphrt.tensor import Tensor
 from graphrt.testing import Case
@@ -37,6 +39,7 @@ def _cases(which: str = "quick") -> Iterator[Case]:
 MUL_MAT = register(OpSpec("MUL_MAT", _infer, _cases, _work, n_src=(2, 2), more_cases={"full": partial(_cases, "full")}))
 
 
+@checked(GraphError)
 def mul_mat(a: Tensor, b: Tensor, name: str = "") -> Tensor:
     """a (not transposed) times b. a: [k, m, a2, a3] any float or quantized type; b: [k, n, b2, b3] f32 or f16.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import Tensor
 from graphrt.testing import Case
@@ -79,6 +81,7 @@ MUL_MAT_ID = register(
 ADD_ID = register(OpSpec("ADD_ID", _infer_add_id, partial(_cases, "ADD_ID"), _add_id_work, n_src=(3, 3), inplace=(0,)))
 
 
+@checked(GraphError)
 def mul_mat_id(experts: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """Each token's activations times the matrices of its experts.
 
@@ -90,6 +93,7 @@ def mul_mat_id(experts: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tenso
     return build(MUL_MAT_ID, experts, b, ids, name=name)
 
 
+@checked(GraphError)
 def add_id(a: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """result[:, i, t] = a[:, i, t] + b[:, ids[i, t]]: the biases of experts.
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.ops.view import gapped
 from graphrt.tensor import Dims, Tensor
@@ -154,6 +156,7 @@ def _changed(params: RopeParams) -> tuple[str, ...]:
 ROPE = register(OpSpec("ROPE", _infer, _cases, elementwise_work(6), n_src=(2, 3), params=RopeParams, inplace=(0,)))
 
 
+@checked(GraphError)
 def rope(a: Tensor, positions: Tensor, params: RopeParams, factors: Tensor | None = None, name: str = "") -> Tensor:
     """Rotates pairs of `a` by position. a: f32 or f16 [head_dim, n_head, n_tokens, n_seq]; positions: i32 [n_tokens].
 

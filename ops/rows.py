@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32, dtype
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.ops.view import gapped
 from graphrt.tensor import Tensor
@@ -133,6 +135,7 @@ SET_ROWS = register(
 )
 
 
+@checked(GraphError)
 def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """Rows of `a` by index. a: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]; result f32 [n, n_ids, d2, d3].
 
@@ -142,6 +145,7 @@ def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
     return build(GET_ROWS, a, ids, name=name)
 
 
+@checked(GraphError)
 def set_rows(rows: Tensor, ids: Tensor, target: Tensor, name: str = "") -> Tensor:
     """Writes row i of `rows` to row ids[i] of `target`, in its type; returns a view of `target`.
 

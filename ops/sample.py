@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from graphrt.arguments import checked
 from graphrt.dtypes import I32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, reduction_work, register, require
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Init, Inputs, Normal, Uniform
@@ -90,6 +92,7 @@ SAMPLE = register(
 )
 
 
+@checked(GraphError)
 def sample(logits: Tensor, uniforms: Tensor, params: SampleParams = SampleParams(), name: str = "") -> Tensor:
     """A token id for each row of logits: f32 [n_vocab, n] and f32 or f64 [n] in [0, 1) to i32 [n].
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.ops.view import gapped
 from graphrt.tensor import Dims, Tensor
@@ -109,6 +111,7 @@ SOFT_MAX = register(
 )
 
 
+@checked(GraphError)
 def soft_max(
     a: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0,
     name: str = "",

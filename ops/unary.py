@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
+from graphrt.arguments import checked
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.ops.view import gapped
@@ -155,11 +156,13 @@ GLU = register(
 )
 
 
+@checked(GraphError)
 def unary(a: Tensor, kind: str, name: str = "") -> Tensor:
     """The function `kind` (see UNARY_KINDS) of each element."""
     return build(UNARY, a, params=UnaryParams(kind), name=name)
 
 
+@checked(GraphError)
 def glu(
     a: Tensor, b: Tensor | None, kind: str, *, alpha: float = 1.702, limit: float = 7.0, swapped: bool = False,
     name: str = "",

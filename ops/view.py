@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
 from graphrt.dtypes import dtype
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import MAX_DIMS, Dims, Tensor, contiguous_nb, full_dims
 from graphrt.testing import Case, Init, Inputs, Rows, Spoiled, Uniform
@@ -92,29 +94,46 @@ def _view_cases(op: str, look: Callable[[Tensor], Tensor]) -> Callable[[], Itera
     return cases
 
 
+def _part(a: Tensor) -> Tensor:
+    return view(a, (3, 2, 2), nb=a.nb[1:3], offs=a.nb[1])
+
+
+def _reshaped(a: Tensor) -> Tensor:
+    return reshape(a, 8, 9, 2)
+
+
+def _permuted(a: Tensor) -> Tensor:
+    return permute(a, 2, 0, 3, 1)
+
+
+def _transposed(a: Tensor) -> Tensor:
+    return transpose(a)
+
+
 VIEW = register(
     OpSpec(
-        "VIEW", _infer_view, _view_cases("VIEW", lambda a: view(a, (3, 2, 2), nb=a.nb[1:3], offs=a.nb[1])), _no_work,
+        "VIEW", _infer_view, _view_cases("VIEW", _part), _no_work,
         params=ViewParams, is_view=True,
     )
 )  # fmt: skip
 RESHAPE = register(
     OpSpec(
-        "RESHAPE", _infer_reshape, _view_cases("RESHAPE", lambda a: reshape(a, 8, 9, 2)), _no_work,
+        "RESHAPE", _infer_reshape, _view_cases("RESHAPE", _reshaped), _no_work,
         params=ReshapeParams, is_view=True,
     )
 )  # fmt: skip
 PERMUTE = register(
     OpSpec(
-        "PERMUTE", _infer_permute, _view_cases("PERMUTE", lambda a: permute(a, 2, 0, 3, 1)), _no_work,
+        "PERMUTE", _infer_permute, _view_cases("PERMUTE", _permuted), _no_work,
         params=PermuteParams, is_view=True,
     )
 )  # fmt: skip
 TRANSPOSE = register(
-    OpSpec("TRANSPOSE", _infer_transpose, _view_cases("TRANSPOSE", lambda a: transpose(a)), _no_work, is_view=True)
+    OpSpec("TRANSPOSE", _infer_transpose, _view_cases("TRANSPOSE", _transposed), _no_work, is_view=True)
 )
 
 
+@checked(GraphError)
 def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, name: str = "") -> Tensor:
     """A look at `ne` elements of `a` from byte `offs`. nb: byte strides from dimension 1 on, contiguous if left out."""
     dims = full_dims(ne)
@@ -126,17 +145,20 @@ def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, na
     return build(VIEW, a, params=ViewParams(dims, (strides[0], strides[1], strides[2]), int(offs)), name=name)
 
 
+@checked(GraphError)
 def reshape(a: Tensor, *ne: int, name: str = "") -> Tensor:
     """The same elements in the same order in another shape. `a` must be contiguous."""
     return build(RESHAPE, a, params=ReshapeParams(full_dims(ne)), name=name)
 
 
+@checked(GraphError)
 def permute(a: Tensor, *axes: int, name: str = "") -> Tensor:
     """Dimension i of `a` becomes dimension axes[i]."""
     require(len(axes) == MAX_DIMS, "PERMUTE", f"takes {MAX_DIMS} axes, got {axes}")
     return build(PERMUTE, a, params=PermuteParams((axes[0], axes[1], axes[2], axes[3])), name=name)
 
 
+@checked(GraphError)
 def transpose(a: Tensor, name: str = "") -> Tensor:
     """Swaps dimensions 0 and 1."""
     return build(TRANSPOSE, a, name=name)
