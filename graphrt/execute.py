@@ -21,6 +21,7 @@ from graphrt.graph import Graph
 from graphrt.host import Array, host_bytes, read_tensor, strided
 from graphrt.op import made_by, op_spec
 from graphrt.plan import MemoryPlan, Request, plan_memory
+from graphrt.printing import count_text, human_bytes
 from graphrt.program import Group, Program, Run, StepInfo
 from graphrt.rules import check_graph
 from graphrt.schedule import Copy, Schedule, schedule
@@ -52,6 +53,9 @@ class PreparedSplit:
 class Executable:
     """A prepared graph. write() inputs, run(), read() outputs; all three may be repeated in any order.
 
+    One thread at a time may use it: its tensors have one place each. Others, of the same graph too, may run meanwhile
+    in other threads, where what they write is not the same buffer.
+
     graph: as given. schedule: assignments, causes, refusals. splits: what runs. arenas: memory by the backend's id.
     """
 
@@ -65,6 +69,13 @@ class Executable:
         self._names: dict[str, Tensor] = {t.name: t for t in reversed([*graph.inputs, *graph.leafs, *graph.nodes])}
         self._unwritten = _read_inputs(graph)
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(split.backend.id for split in self.splits))
+        steps = sum(len(split.groups) for split in self.splits)
+        memory = human_bytes(sum(arena.buffer.nbytes for arena in self.arenas.values()))
+        waits = f", {count_text(len(self._unwritten), 'input')} yet to be written" if self._unwritten else ""
+        return f"<Executable of {self.graph!r} in {count_text(steps, 'step')} on {names}, {memory} of memory{waits}>"
 
     @checked(GraphError)
     def place(self, tensor: Tensor) -> Place:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
+from graphrt.printing import brief_name, count_text
 from graphrt.tensor import Flag, Tensor
+
+#: Inputs and outputs that a graph's repr names.
+MAX_LISTED = 6
 
 
 class Graph:
@@ -77,6 +81,16 @@ class Graph:
         """The first leaf or node of that name."""
         return next((t for t in [*self.leafs, *self.nodes] if t.name == name), None)
 
+    def __repr__(self) -> str:
+        inputs, outputs = (_listed(of) for of in (self.inputs, self.outputs))
+        return f"<Graph of {count_text(len(self.nodes), 'node')}: {inputs or 'no inputs'} -> {outputs}>"
+
+    def _repr_svg_(self) -> str:
+        """What notebooks show: the nodes in their order, with arcs from sources to readers."""
+        from graphrt.drawing import svg
+
+        return svg(self)
+
     @property
     def key(self) -> str:
         """A digest of everything but data: two graphs with one key run the same prepared way.
@@ -92,6 +106,12 @@ class Graph:
             digest.update(repr([index[t] for t in self.outputs]).encode())
             self._key = digest.hexdigest()
         return self._key
+
+
+def _listed(tensors: Sequence[Tensor]) -> str:
+    """A few tensors by name and type: "a f32[4, 3], b f32[4]"."""
+    shown = ", ".join(f"{brief_name(t.name, 40)} {t.describe()}" for t in tensors[:MAX_LISTED])
+    return shown + (f" and {len(tensors) - MAX_LISTED} more" if len(tensors) > MAX_LISTED else "")
 
 
 def _signature(t: Tensor, index: dict[Tensor, int]) -> tuple[object, ...]:

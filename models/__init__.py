@@ -19,6 +19,10 @@ __all__ = ["Model", "Piece", "SamplerParams", "load"]
 _WHERE = {"Model": "model", "Piece": "model", "load": "model", "SamplerParams": "sampling"}
 
 
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """The public names on first use: reading a file's keys needs no torch."""
     if name not in _WHERE:

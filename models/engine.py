@@ -55,9 +55,9 @@ def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     """(n_ctx, n_batch) as they will be. Raises SessionError for those that can't."""
     n_ctx = options.n_ctx or default_ctx(hp)
     if not 1 <= n_ctx <= hp.n_ctx_train:
-        raise SessionError(f"the context (-c) must be 1 to {hp.n_ctx_train}, the model's own limit, got {n_ctx}")
+        raise SessionError(f"n_ctx, the context, must be 1 to {hp.n_ctx_train}, the model's own limit, got {n_ctx}")
     if options.n_batch < 1:
-        raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
+        raise SessionError(f"n_batch must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
 
 
@@ -256,9 +256,7 @@ class Engine:
             each = " of each sequence" if self.n_seq > 1 else ""
             held = f" after {past} that the cache holds" if past else ""
             longest = self.decoder.hp.n_ctx_train
-            more = (
-                f"or raise it with -c, up to {longest}" if self.n_ctx < longest else "this model can't raise it with -c"
-            )
+            more = f"or raise n_ctx, up to {longest}" if self.n_ctx < longest else "this model holds no more"
             raise SessionError(
                 f"the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; shorten the prompt, {more}"
             )

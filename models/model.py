@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
-from graphrt.printing import brief, brief_name
+from graphrt.printing import brief, brief_name, human_bytes
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ class Piece(NamedTuple):
 
 
 class Model:
-    """A model in a backend's memory. Make it with load(). file: the GGUF file; network: its architecture and weights, a
-    decoder or an encoder; backends: who runs it, the preferred first."""
+    """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
+    of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
+    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first."""
 
     def __init__(self, file: GGUFFile, backends: Sequence[Backend]) -> None:
         self.file = file
@@ -67,13 +68,24 @@ class Model:
         weights.check()
         self.weights = weights
 
+    def __repr__(self) -> str:
+        hp, names = self.network.hp, ", ".join(dict.fromkeys(b.id for b in self.backends))
+        name = self.file.metadata.get("general.name")
+        shown = f" {brief_name(name)!r}" if isinstance(name, str) and name else ""
+        n = sum(t.n_elements for t in self.weights.loaded.values())
+        weights = f"{n / 1e9:.2f} billion" if n >= 1e9 else f"{n / 1e6:.2f} million"
+        return (
+            f"<Model{shown} of architecture {hp.arch}: {hp.n_layer} layers of width {hp.n_embd}, {weights} weights in "
+            f"{human_bytes(self.weights.nbytes)}, a context of up to {hp.n_ctx_train}, {hp.n_vocab} tokens; on {names}>"
+        )
+
     @property
     def decoder(self) -> Decoder:
         """What generates text. Raises SessionError when the model is an encoder."""
         if not isinstance(self.network, Decoder):
             raise SessionError(
                 f"a session needs a decoder, {self.network.hp.arch} models are encoders and generate no text; use "
-                f"`graphrt embed` or Model.embed()"
+                f"Model.embed(), `graphrt embed` on a command line"
             )
         return self.network
 
@@ -131,20 +143,27 @@ class Model:
     def prompt_tokens(
         self, prompt: str, *, raw: bool = True, system: str | None = None, n_ctx: int = 0, begins: bool = True
     ) -> list[int]:
-        """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one.
+        """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one, as the command
+        `graphrt run` does unless told --raw.
 
         Text like "<|im_start|>" becomes special tokens either way. n_ctx: the most tokens that are of use, 0 for the
         model's own limit; begins: the text begins a sequence, and has what the model wants there. Raises SessionError
         for a prompt that is empty or longer, as soon as that is known.
         """
         if not prompt:
-            raise SessionError("a prompt must not be empty; give some text with -p")
+            raise SessionError("a prompt must not be empty; give some text")
         template = None if raw else self.chat_template
         if template is None:
             return self._ids(prompt, n_ctx, add_bos=None if begins else False, parse_special=True)
-        self._check_length(prompt, n_ctx)
         messages = [{"role": "system", "content": system}] if system else []
-        text = template.render([*messages, {"role": "user", "content": prompt}])
+        return self._templated(template, [*messages, {"role": "user", "content": prompt}], n_ctx)
+
+    def _templated(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], n_ctx: int) -> list[int]:
+        """The ids of a conversation that the assistant is to go on with."""
+        for message in messages:
+            if isinstance(message.get("content"), str):
+                self._check_length(message["content"], n_ctx)
+        text = template.render(messages)
         bos = self.tokenizer.bos_id
         starts_with_bos = bos is not None and text.startswith(self.tokenizer.piece(bos).decode("utf-8", "replace"))
         return self._ids(text, n_ctx, add_bos=False if starts_with_bos else None, parse_special=True)
@@ -154,7 +173,7 @@ class Model:
         a token spells at most as many characters as the longest has."""
         limit, own = n_ctx or self.network.hp.n_ctx_train, self.network.hp.n_ctx_train
         if found > limit or len(text) > limit * self.tokenizer.longest:
-            more = f"or raise it with -c, up to {own}" if limit < own else "this model can't raise it with -c"
+            more = f"or raise n_ctx, up to {own}" if limit < own else "this model holds no more"
             raise SessionError(
                 f"the context holds {limit} tokens, got a text of {len(text)} characters that has more; shorten the "
                 f"prompt, {more}"
@@ -185,7 +204,7 @@ class Model:
         Raises SessionError for a prompt that is empty or longer than the context, or an n under -1.
         """
         if n < -1:
-            raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
+            raise SessionError(f"n, the number of tokens, must be at least -1, which is no limit, got {n}")
         session = session or self.session()
         if isinstance(prompt, str):
             tokens = self.prompt_tokens(prompt, raw=raw, n_ctx=session.n_ctx, begins=session.n_past == 0)
@@ -233,6 +252,55 @@ class Model:
                 yield from session.drawn(token, rest, params, sampler.uniforms)
                 return
             logits = session.eval([token])
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        n: int = ...,
+        *,
+        session: Session | None = ...,
+        stream: Literal[False] = ...,
+        **how: Any,
+    ) -> str: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        n: int = ...,
+        *,
+        session: Session | None = ...,
+        stream: Literal[True],
+        **how: Any,
+    ) -> Iterator[Piece]: ...
+    @checked(SessionError)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        n: int = -1,
+        *,
+        session: Session | None = None,
+        stream: bool = False,
+        **how: Any,
+    ) -> str | Iterator[Piece]:
+        """The assistant's answer to a conversation, through the model's chat template: its text or, with stream, its
+        pieces as they come.
+
+        messages: [{"role": "system" | "user" | "assistant", "content": text}, ...]; n: the most tokens of the answer,
+        -1 until its end or a full context; how: the other options of generate(). Nothing is kept between calls; a
+        session that is given holds the conversation and the answer afterwards, and of the next one reads only what it
+        does not hold yet. Raises SessionError for no messages, a model without a template, and what does not fit the
+        context, ChatTemplateError for messages that the template refuses.
+        """
+        if not messages:
+            raise SessionError('a conversation must have a message, got none; give [{"role": "user", "content": "Hi"}]')
+        template = self.chat_template
+        if template is None:
+            raise SessionError("chat() needs a model with a chat template, this file has none; use generate()")
+        session = session or self.session()
+        rest = session.keep_prefix(self._templated(template, messages, session.n_ctx))
+        pieces = self.generate(rest, n, session=session, **how)
+        return pieces if stream else "".join(piece.text for piece in pieces)
 
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
         """The sampler's choice after `history`; what generate() asks for each token."""

@@ -18,6 +18,7 @@ from graphrt.models.engine import Engine, Ids, SessionOptions
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step import Logits
 from graphrt.ops import SampleParams
+from graphrt.printing import human_bytes
 
 #: Logits of many tokens are made in pieces of at most this many bytes.
 MAX_LOGITS_BYTES = 256 * 2**20
@@ -34,6 +35,15 @@ class Session(Engine):
         super().__init__(decoder, backends, options)
         self.unread: list[int] = []
         self._ids = np.zeros(self.n_ctx, np.int32)  # those in the cache; written before `lengths` counts them
+
+    def __repr__(self) -> str:
+        waits = f", {len(self.unread)} of them unread" if self.unread else ""
+        kind, v = self.options.type_k, self.options.type_v
+        types = kind if kind == v or self.decoder.hp.latent is not None else f"{kind} and {v}"
+        cache = human_bytes(self.cache.nbytes)
+        return (
+            f"<Session with {self.n_past} of {self.n_ctx} tokens{waits}; cache of {types}, {cache}, on {self.home.id}>"
+        )
 
     @property
     def n_past(self) -> int:

@@ -53,8 +53,8 @@ def allocate(nbytes: int, usage: Usage) -> CpuBuffer:
         return CpuBuffer(torch.full((nbytes,), 0xFF, dtype=torch.uint8), usage)
     except RuntimeError as error:  # torch's allocator reports lack of memory that way
         raise MemoryPlanError(
-            f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on the CPU; use a shorter context (-c) "
-            f"or smaller batches (-b)"
+            f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on the CPU; use a shorter context (n_ctx) "
+            f"or smaller batches (n_batch)"
         ) from error
 
 

@@ -14,7 +14,7 @@ import graphrt
 from graphrt import errors, ops
 
 PUBLIC = {
-    "DType", "Executable", "Graph", "GraphrtError", "Tensor", "__version__", "dtype", "get_backend", "new_input",
+    "DType", "Executable", "Graph", "GraphrtError", "Tensor", "__version__", "dtype", "get_backend", "load", "new_input",
     "new_tensor", "prepare", "register_backend",
 }  # fmt: skip
 OPS = {
