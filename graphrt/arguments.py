@@ -36,6 +36,7 @@ _WORDS: dict[Any, str] = {
     int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None",
     os.PathLike: "a path",
 }  # fmt: skip
+_KINDS: dict[type, tuple[tuple[str, Any], ...]] = {}  # of dataclasses, by their fields' names
 _LISTS = (collections.abc.Sequence, collections.abc.Iterable, list, tuple)
 
 
@@ -71,11 +72,16 @@ def checked(error: type[GraphrtError]) -> Callable[[Callable[P, R]], Callable[P,
 
 def check_fields(record: Any, error: type[GraphrtError]) -> None:
     """Raises `error` for a field of a dataclass's instance that is not as its annotation says."""
-    for field in dataclasses.fields(record):
-        kind = _resolved(field.type, type(record))
-        if not _fits(getattr(record, field.name), kind):
-            name, value = type(record).__name__, getattr(record, field.name)
-            raise error(f"{name}: {field.name} must be {described(kind)}, got {shown(value)}")
+    for field, kind in _kinds(type(record)):
+        value = getattr(record, field)
+        if not _fits(value, kind):
+            raise error(f"{type(record).__name__}: {field} must be {described(kind)}, got {shown(value)}")
+
+
+def _kinds(record: type) -> tuple[tuple[str, Any], ...]:
+    if record not in _KINDS:
+        _KINDS[record] = tuple((field.name, _resolved(field.type, record)) for field in dataclasses.fields(record))
+    return _KINDS[record]
 
 
 def _resolved(annotation: Any, where: Any) -> Any:
@@ -120,7 +126,7 @@ def _fits_generic(value: Any, origin: Any, args: tuple[Any, ...]) -> bool:
         return False
     if isinstance(value, Mapping):
         return all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, collections.abc.Sequence):
         each = args if origin is tuple and Ellipsis not in args else (args[0],) * len(value)
         return len(each) == len(value) and all(_fits(v, kind) for v, kind in zip(value, each))
     return True

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MAX_DIMS = 4
 MAX_SRC = 10
 MAX_NAME = 64
+#: So that sizes in bytes fit 64 bits with their sign.
+MAX_ELEMENTS = 2**56
 
 Dims = tuple[int, int, int, int]
 
@@ -36,12 +38,15 @@ class Flag(IntFlag):
 
 
 def full_dims(ne: Sequence[int]) -> Dims:
-    """1 to 4 dimensions filled up to four with ones. Raises GraphError for another number or a dimension under 1."""
+    """1 to 4 dimensions filled up to four with ones. Raises GraphError for another number, a dimension
+    under 1, and more than MAX_ELEMENTS."""
     if not 1 <= len(ne) <= MAX_DIMS:
         raise GraphError(f"a tensor has 1 to {MAX_DIMS} dimensions, got {len(ne)}: {list(ne)}")
     dims = [int(n) for n in ne] + [1] * (MAX_DIMS - len(ne))
     if min(dims) < 1:
         raise GraphError(f"every dimension must be at least 1, got {dims}; leave an empty tensor out of the graph")
+    if prod(dims) > MAX_ELEMENTS:
+        raise GraphError(f"a tensor has at most 2**56 elements, got {dims}; cut it into several")
     return (dims[0], dims[1], dims[2], dims[3])
 
 

@@ -33,6 +33,8 @@ Ids = npt.NDArray[np.int32]
 MAX_PREPARED = 8
 #: And of those that choose the next tokens by themselves: one for each way to choose.
 MAX_CHAINED = 2
+#: Sequences of an engine.
+MAX_SEQ = 1 << 16
 #: Steps that are queued on a device beyond the tokens that the host waits for.
 MAX_AHEAD = 4
 
@@ -64,7 +66,7 @@ def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
 class Engine:
     """The state of n_seq sequences. lengths: tokens of each in the cache, int64 [n_seq]; n_batch: the most tokens of a
     sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
-    for options that can't be, and for n_seq under 1."""
+    for options that can't be, and for n_seq."""
 
     def __init__(
         self,
@@ -73,8 +75,8 @@ class Engine:
         options: SessionOptions = SessionOptions(),
         n_seq: int = 1,
     ) -> None:
-        if n_seq < 1:
-            raise SessionError(f"there must be at least one sequence, got {n_seq}")
+        if not 1 <= n_seq <= MAX_SEQ:
+            raise SessionError(f"an engine has 1 to {MAX_SEQ} sequences, got {n_seq}")
         hp = decoder.hp
         self.decoder = decoder
         self.backends = list(backends)

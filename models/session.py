@@ -199,6 +199,7 @@ class Session(Engine):
     def _ahead(
         self, token: int, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
     ) -> Iterator[int]:
+        self.checked({0: [*self.unread, token]})
         if self.unread:
             self.read({0: self.unread})
         self._ids[self.lengths[0] : self.lengths[0] + 1] = token

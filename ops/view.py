@@ -137,6 +137,7 @@ TRANSPOSE = register(
 def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, name: str = "") -> Tensor:
     """A look at `ne` elements of `a` from byte `offs`. nb: byte strides from dimension 1 on, contiguous if left out."""
     dims = full_dims(ne)
+    require(len(nb) < MAX_DIMS, "VIEW", f"nb has at most {MAX_DIMS - 1} strides, of dimensions 1 to 3, got {len(nb)}")
     strides = [int(s) for s in nb]
     following = strides[-1] * dims[len(strides)] if strides else a.nb[0] * (dims[0] // a.dtype.block_size)
     for i in range(len(strides) + 1, MAX_DIMS):
