@@ -58,14 +58,9 @@ class Elsewhere:
 class Region:
     """A split's nodes in order, and what fusing must know of the graph around them."""
 
-    def __init__(self, nodes: Sequence[Tensor], uses: Callable[[Tensor], int], kept: Callable[[Tensor], bool]) -> None:
+    def __init__(self, nodes: Sequence[Tensor], kept: Callable[[Tensor], bool]) -> None:
         self.nodes = list(nodes)
-        self._uses = uses
         self._kept = kept
-
-    def only_used_once(self, t: Tensor) -> bool:
-        """Exactly one node reads `t`, it is no output, and nothing outside the region needs it."""
-        return self._uses(t) == 1 and not self._kept(t)
 
     def kept(self, t: Tensor) -> bool:
         """`t` must be in memory after the run: an output, or read by another split."""

@@ -233,29 +233,16 @@ def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "a
 
 
 def _fuse(graph: Graph, sched: Schedule) -> list[list[Group]]:
-    uses: dict[Tensor, int] = {}
     kept = {sched.local.get(t, t) for t in graph.kept}
     for split in sched.splits:
         kept.update(copy.source for copy in split.copies)
-        for node in split.nodes:
-            for source in node.sources():
-                _count_use(source, uses)
     mine = [set(split.nodes) for split in sched.splits]
     for i, split in enumerate(sched.splits):  # a neighbour split of the same backend reads it in place
         for node in split.nodes:
             kept.update(s for s in node.sources() if not s.is_leaf and made_by(s) not in mine[i])
     roots_kept = kept | {t.root for t in kept}
-    regions = [Region(split.nodes, lambda t: uses.get(t, 0), lambda t: t in roots_kept) for split in sched.splits]
+    regions = [Region(split.nodes, lambda t: t in roots_kept) for split in sched.splits]
     return [s.backend.fuse(r) for s, r in zip(sched.splits, regions)]
-
-
-def _count_use(source: Tensor, uses: dict[Tensor, int]) -> None:
-    """One use of `source`, and through a chain of views one of each tensor on the way to the memory."""
-    tensor: Tensor | None = source
-    while tensor is not None:
-        uses[tensor] = uses.get(tensor, 0) + 1
-        through_view = not tensor.is_leaf and op_spec(tensor.op).is_view
-        tensor = tensor.src[0] if through_view else None
 
 
 def plan_arenas(graph: Graph, backends: Sequence[Backend]) -> dict[str, MemoryPlan]:

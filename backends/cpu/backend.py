@@ -13,11 +13,12 @@ import torch
 from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage, numbered
 from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample  # noqa: F401  (REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
-from graphrt.backends.cpu.fuse import fuse
+from graphrt.backends.cpu.fuse import FUSIONS
 from graphrt.backends.cpu.lower import lower
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
 from graphrt.backends.cpu.reference import REFERENCES, Reference, why_unsupported
+from graphrt.fusion import fuse
 from graphrt.op import op_spec
 from graphrt.program import Program, Run, StepInfo, in_order
 from graphrt.tensor import Tensor
@@ -99,7 +100,7 @@ class CpuBackend(Backend):
         return buffer
 
     def fuse(self, region: Region) -> list[Group]:
-        return [Group([node]) for node in region.nodes] if self._only_reference() else fuse(region)
+        return [Group([node]) for node in region.nodes] if self._only_reference() else fuse(region, FUSIONS)
 
     def _only_reference(self) -> bool:
         return self.exact or fast.available() is not None

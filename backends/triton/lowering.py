@@ -11,7 +11,6 @@ from graphrt.backends.triton.kernels import copy, elementwise, fused, kq_mask, n
 from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products.plan import planned
-from graphrt.backends.triton.nodes import is_view
 from graphrt.tensor import Tensor
 
 Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
@@ -29,7 +28,7 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
     segments: list[Segment] = []
     ctx.plan = planned(groups, ctx)
     for group in groups:
-        nodes = [n for n in group.nodes if not is_view(n)]
+        nodes = group.working
         if not nodes:
             continue
         if nodes[0].op.startswith("FLASH_ATTN"):

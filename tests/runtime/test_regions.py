@@ -9,6 +9,7 @@ import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, new_tensor, ops
 from graphrt.backend import Backend, Group, Region, Usage
 from graphrt.execute import Executable
+from graphrt.fusion import Nodes
 
 
 class Asking(ToyBackend):
@@ -20,8 +21,10 @@ class Asking(ToyBackend):
         self.once: dict[str, bool] = {}
 
     def fuse(self, region: Region) -> list[Group]:
+        nodes = Nodes(region)
         for node in region.nodes:
-            self.kept[node.name], self.once[node.name] = region.kept(node), region.only_used_once(node)
+            self.kept[node.name] = region.kept(node)
+            self.once[node.name] = len(nodes.readers(node)) == 1 and not region.kept(node)
         return super().fuse(region)
 
 

@@ -18,7 +18,7 @@ from graphrt.backends.triton.kernels.products.activations import (
 )
 from graphrt.backends.triton.kernels.products.emit import product
 from graphrt.backends.triton.kernels.products.forms import Form, Stored, f16_in_place, q8_copy, q8_in_place
-from graphrt.backends.triton.nodes import added_to
+from graphrt.fusion import added_to
 from graphrt.tensor import Tensor
 
 Nodes = Sequence[Tensor]

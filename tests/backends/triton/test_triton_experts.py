@@ -20,7 +20,7 @@ import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, ops
 from graphrt.backend import Backend, Usage
 from graphrt.backends.triton import device
-from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
+from graphrt.backends.triton.fuse_experts import EXPERT_FUSIONS
 from graphrt.execute import Executable
 from graphrt.testing import Case, all_cases, dequantize, nmse, quantize
 from graphrt.tools.conformance.run.step import run_case
@@ -442,7 +442,7 @@ def test_routing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_pattern_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in EXPERT_PATTERNS:
+    for name in (f.name for f in EXPERT_FUSIONS):
         monkeypatch.setenv("GRAPHRT_FUSE", name)
         wanted = {"expert_sum": "expert_down"}.get(name, name)
         assert formed(graphrt.prepare(MIXTRAL.graph(), [get_backend("triton", exact=False)])) == {wanted}

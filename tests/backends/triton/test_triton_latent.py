@@ -24,7 +24,7 @@ if device.unusable() is not None:
 from support.planned import routed
 
 from graphrt.backends.triton import fuse_latent
-from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
+from graphrt.backends.triton.fuse_latent import LATENT_FUSIONS
 from graphrt.backends.triton.kernels.products.gemv import MAX_TOKENS
 from graphrt.backends.triton.kernels.products.gemv_heads import packed_head_gemv, plain_head_gemv
 from graphrt.backends.triton.launch import Launch
@@ -276,7 +276,7 @@ def test_an_exact_backend_fuses_nothing() -> None:
 
 
 def test_each_pattern_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LATENT_PATTERNS:
+    for name in (f.name for f in LATENT_FUSIONS):
         monkeypatch.setenv("GRAPHRT_FUSE", name)
         assert formed(Latent().graph()) == {name}
 

@@ -98,11 +98,7 @@ class Guarded:
         return buffer, span(t, offset + t.view_offs, buffer.nbytes)[0]
 
     def _compile(self, place: Callable[[Tensor], Place]) -> Program:
-        uses: dict[Tensor, int] = {}
-        for node in self.graph.nodes:
-            for source in node.sources():
-                uses[source] = uses.get(source, 0) + 1
-        region = Region(self.nodes, lambda t: uses.get(t, 0), lambda t: t.root is self.node.root)
+        region = Region(self.nodes, lambda t: t.root is self.node.root)
         return self.backend.compile(self.backend.fuse(region), place)
 
     def reset(self) -> None:

@@ -31,8 +31,8 @@ from graphrt.backends.triton.kernels.products.half import Activations, Gate, in_
 from graphrt.backends.triton.kernels.products.plan import Made, Part
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.rows import block_rows
-from graphrt.backends.triton.nodes import looked_at
 from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 
@@ -133,7 +133,7 @@ def _gemv(
     rows = Rows(view.data, x.n_rows, x.ne[0], view.strides[2] if x.ne[1] == 1 else x.ne[0])
     given: Rows | Q8Rows = rows
     if part.made is Made.IN_COPY:
-        given = q8_copy(looked_at(x), ctx)
+        given = q8_copy(made_by(x), ctx)
     elif part.made is Made.BEFORE:
         given = q8_scratch(x, ctx)
         steps.append(quantize_rows(ctx.target, rows, given))
