@@ -74,7 +74,7 @@ def check_fields(record: Any, error: type[GraphrtError]) -> None:
     """Raises `error` for a field of a dataclass's instance that is not as its annotation says."""
     for field, kind in _kinds(type(record)):
         value = getattr(record, field)
-        if not _fits(value, kind):
+        if type(value) is not kind and not _fits(value, kind):
             raise error(f"{type(record).__name__}: {field} must be {described(kind)}, got {shown(value)}")
 
 
