@@ -6,6 +6,7 @@ computes is held against reference64.py, logits are finite, texts are texts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import random
@@ -294,13 +295,19 @@ def _step(rng: random.Random, session: Session) -> None:
         lambda: session.keep_prefix(*_spoiled(rng, [1, 5, 3])),
         lambda: _kept(session, session.copy()),
         lambda: _list(session.likeliest(*_spoiled(rng, 3, 2))),
-        lambda: session.save(*_spoiled(rng, "/nowhere/at/all")),
+        lambda: _saved(session, *_spoiled(rng, "/nowhere/at/all")),
     )
     rng.choice(calls)()
 
 
 def _finite(rows: np.ndarray) -> None:
     assert np.isfinite(rows).all()
+
+
+def _saved(session: Session, path: Any) -> None:
+    """In a folder of its own: some of what is given is the name of a file."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        session.save(path)
 
 
 def _kept(session: Session, other: Session) -> None:
