@@ -7,7 +7,11 @@ Build a graph with the ops in `graphrt.ops`, prepare it on backends, run it many
     exe = graphrt.prepare(graph, "cpu")
     exe.write("a", values); exe.run(); exe.read(graph.outputs[0])
 
-`graphrt.models.load(path)` loads a GGUF model and generates text with it.
+Or load a model and generate text with it:
+
+    model = graphrt.load("smollm2-135m")          # a known name, hf:OWNER/REPO/FILE, or the path of a GGUF file
+    model.chat([{"role": "user", "content": "Hello"}])
+    for piece in model.generate("Once upon a time", n=64): print(piece.text, end="")
 """
 
 from graphrt import library_settings
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from graphrt.errors import GraphrtError
     from graphrt.execute import Executable, prepare
     from graphrt.graph import Graph
+    from graphrt.models.named import load
     from graphrt.tensor import Tensor, new_input, new_tensor
 
 __version__ = "0.1.0"
@@ -33,6 +38,7 @@ __all__ = [
     "__version__",
     "dtype",
     "get_backend",
+    "load",
     "new_input",
     "new_tensor",
     "prepare",
@@ -48,6 +54,7 @@ _WHERE = {
     "Tensor": "tensor",
     "dtype": "dtypes",
     "get_backend": "backend",
+    "load": "models.named",
     "new_input": "tensor",
     "new_tensor": "tensor",
     "prepare": "execute",
@@ -73,4 +80,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_SUBPACKAGES])
+    return sorted([*__all__, *_SUBPACKAGES, "errors"])

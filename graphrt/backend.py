@@ -17,6 +17,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
+from graphrt.arguments import checked
 from graphrt.buffer import Buffer as Buffer  # here too, for those who write backends
 from graphrt.buffer import Bytes as Bytes
 from graphrt.buffer import Comparison as Comparison
@@ -170,6 +171,7 @@ class BackendInfo:
 _REGISTERED: dict[str, type[Backend]] = {}
 
 
+@checked(BackendError)
 def register_backend(cls: type[Backend]) -> type[Backend]:
     """Adds a backend without an entry point (from a script or a test). Raises BackendError for a taken name."""
     if _REGISTERED.get(cls.name, cls) is not cls:
@@ -227,6 +229,7 @@ def _inspect(name: str, load: Callable[[], Any]) -> BackendInfo:
     return BackendInfo(name, cls, 0 if unusable else cls.score(), unusable)
 
 
+@checked(BackendError)
 def get_backend(name: str = "auto", **options: Any) -> Backend:
     """A new backend instance by name; "auto" is the usable one with the highest score. "triton:1" is the backend's
     second device: the option device=1.

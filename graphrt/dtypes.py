@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
 from graphrt.errors import GraphError
 
 
@@ -98,6 +99,7 @@ F32, F16, BF16, F64 = TYPES["f32"], TYPES["f16"], TYPES["bf16"], TYPES["f64"]
 I8, I16, I32, I64 = TYPES["i8"], TYPES["i16"], TYPES["i32"], TYPES["i64"]
 
 
+@checked(GraphError)
 def dtype(name: str | DType) -> DType:
     """The type of that name, in any case. Raises GraphError for an unknown one, listing what exists."""
     if isinstance(name, DType):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.arguments import checked
 from graphrt.backend import Backend, Buffer, Bytes, Place, Region, Usage, distinct, get_backend
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.graph import Graph
@@ -21,6 +22,7 @@ from graphrt.host import Array, host_bytes, read_tensor, strided
 from graphrt.op import made_by, op_spec
 from graphrt.places import Arena, Places
 from graphrt.plan import MemoryPlan, Request, plan_memory
+from graphrt.printing import count_text, human_bytes
 from graphrt.program import Group, Program, Run, StepInfo
 from graphrt.rules import check_graph
 from graphrt.schedule import Copy, Schedule, schedule
@@ -43,6 +45,9 @@ class PreparedSplit:
 class Executable:
     """A prepared graph. write() inputs, run(), read() outputs; all three may be repeated in any order.
 
+    One thread at a time may use it: its tensors have one place each. Others, of the same graph too, may run meanwhile
+    in other threads, where what they write is not the same buffer.
+
     graph: as given. schedule: assignments, causes, refusals. splits: what runs. arenas: memory by the backend's id.
     """
 
@@ -59,6 +64,14 @@ class Executable:
         self._unwritten = _read_inputs(graph)
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(split.backend.id for split in self.splits))
+        steps = sum(len(split.groups) for split in self.splits)
+        memory = human_bytes(sum(arena.buffer.nbytes for arena in self.arenas.values()))
+        waits = f", {count_text(len(self._unwritten), 'input')} yet to be written" if self._unwritten else ""
+        return f"<Executable of {self.graph!r} in {count_text(steps, 'step')} on {names}, {memory} of memory{waits}>"
+
+    @checked(GraphError)
     def place(self, tensor: Tensor) -> Place:
         """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory, or
         that does not lie inside it."""
@@ -101,6 +114,7 @@ class Executable:
         for split in self.splits:
             split.backend.synchronize()
 
+    @checked(GraphError)
     def write(self, tensor: Tensor | str, values: npt.ArrayLike) -> None:
         """Sets an input, by the tensor or its name; it keeps its values for all runs that follow.
 
@@ -132,6 +146,7 @@ class Executable:
             self._unwritten.pop(target.root, None)
         return buffer, offset, data
 
+    @checked(GraphError)
     def read(self, tensor: Tensor | str) -> Array:
         """A copy of a tensor's elements, in torch's shape (`ne` reversed); quantized rows as their raw bytes.
 
@@ -140,6 +155,7 @@ class Executable:
         source = self._lasting(tensor)
         return read_tensor(source, *self.place(source))
 
+    @checked(GraphError)
     def host_array(self, tensor: Tensor | str) -> Array | None:
         """The tensor's own memory as a numpy array when the host can address it, else None: no copy either way. An
         input can be filled that way too."""
@@ -181,6 +197,7 @@ def _read_inputs(graph: Graph) -> dict[Tensor, None]:
     return {leaf: None for leaf in graph.inputs if leaf in read and leaf.buffer is None}
 
 
+@checked(GraphError)
 def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "auto") -> Executable:
     """Makes a graph ready to run on some backends, the preferred first.
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from graphrt.arguments import checked
+from graphrt.drawing import svg
+from graphrt.errors import GraphError
+from graphrt.printing import brief_name, count_text
 from graphrt.tensor import Flag, Tensor
+
+#: Inputs and outputs that a graph's repr names.
+MAX_LISTED = 6
 
 
 class Graph:
@@ -15,6 +22,7 @@ class Graph:
     graph was built from, marked OUTPUT. Unnamed tensors are named `node_N` and `leaf_N`, as ggml does.
     """
 
+    @checked(GraphError)
     def __init__(self, *outputs: Tensor) -> None:
         self.nodes: list[Tensor] = []
         self.leafs: list[Tensor] = []
@@ -25,6 +33,7 @@ class Graph:
         for output in outputs:
             self.expand(output)
 
+    @checked(GraphError)
     def expand(self, output: Tensor) -> Tensor:
         """Adds `output` and all it needs that is not in the graph yet; returns it, marked as an output."""
         self.outputs.append(output.as_output())
@@ -53,6 +62,7 @@ class Graph:
             tensor.named(f"{kind}_{len(group)}")
         group.append(tensor)
 
+    @checked(GraphError)
     def uses(self, tensor: Tensor) -> int:
         """How many source slots of the graph's nodes hold `tensor`."""
         return self._uses.get(tensor, 0)
@@ -67,9 +77,18 @@ class Graph:
         """The tensors to be readable after a run: the outputs, and whatever else is marked OUTPUT."""
         return [t for t in [*self.leafs, *self.nodes] if t.flags & Flag.OUTPUT]
 
+    @checked(GraphError)
     def tensor(self, name: str) -> Tensor | None:
         """The first leaf or node of that name."""
         return next((t for t in [*self.leafs, *self.nodes] if t.name == name), None)
+
+    def __repr__(self) -> str:
+        inputs, outputs = (_listed(of) for of in (self.inputs, self.outputs))
+        return f"<Graph of {count_text(len(self.nodes), 'node')}: {inputs or 'no inputs'} -> {outputs}>"
+
+    def _repr_svg_(self) -> str:
+        """What notebooks show: the nodes in their order, with arcs from sources to readers."""
+        return svg([*self.leafs, *self.nodes], self.inputs, self.outputs)
 
     @property
     def key(self) -> str:
@@ -86,6 +105,12 @@ class Graph:
             digest.update(repr([index[t] for t in self.outputs]).encode())
             self._key = digest.hexdigest()
         return self._key
+
+
+def _listed(tensors: Sequence[Tensor]) -> str:
+    """A few tensors by name and type: "a f32[4, 3], b f32[4]"."""
+    shown = ", ".join(f"{brief_name(t.name, 40)} {t.describe()}" for t in tensors[:MAX_LISTED])
+    return shown + (f" and {len(tensors) - MAX_LISTED} more" if len(tensors) > MAX_LISTED else "")
 
 
 def _signature(t: Tensor, index: dict[Tensor, int]) -> tuple[object, ...]:

@@ -40,7 +40,8 @@ def host_bytes(t: Tensor, values: npt.ArrayLike) -> Bytes:
             f"what is written must lie in one piece, {t.name!r} has gaps or another order (strides "
             f"{list(t.nb)} bytes); write the whole of {t.root.name!r}"
         )
-    array = np.ascontiguousarray(given, dtype=kind)
+    with np.errstate(over="ignore"):  # what a narrower type can't hold becomes infinite, as in any such conversion
+        array = np.ascontiguousarray(given, dtype=kind)
     shape = _host_shape(t)
     if given.shape != shape and (array.nbytes != t.data_nbytes or _differ(given.shape, shape)):
         raise GraphError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from graphrt.arguments import check_fields
 from graphrt.dtypes import DType
 from graphrt.errors import GraphError
 from graphrt.tensor import Dims, Tensor
@@ -146,6 +147,8 @@ def infer_result(spec: OpSpec, src: Sequence[Tensor | None], params: Any) -> Res
     require(present, spec.name, f"its first {low} sources must be present", *src)
     expected = spec.params or type(None)
     require(isinstance(params, expected), spec.name, f"parameters must be {expected.__name__}, got {params!r}")
+    if params is not None:
+        check_fields(params, GraphError)
     for name, value in getattr(params, "__dict__", {}).items():
         fits = not isinstance(value, float) or not math.isfinite(value) or abs(value) <= MAX_F32
         require(fits, spec.name, f"{name} must be a number that f32 holds, got {value}")

@@ -13,6 +13,7 @@ from enum import IntFlag
 from math import prod
 from typing import Any
 
+from graphrt.arguments import checked
 from graphrt.buffer import Buffer
 from graphrt.dtypes import DType, dtype
 from graphrt.errors import GraphError
@@ -20,6 +21,8 @@ from graphrt.errors import GraphError
 MAX_DIMS = 4
 MAX_SRC = 10
 MAX_NAME = 64
+#: So that sizes in bytes fit 64 bits with their sign.
+MAX_ELEMENTS = 2**56
 
 Dims = tuple[int, int, int, int]
 
@@ -33,12 +36,15 @@ class Flag(IntFlag):
 
 
 def full_dims(ne: Sequence[int]) -> Dims:
-    """1 to 4 dimensions filled up to four with ones. Raises GraphError for another number or a dimension under 1."""
+    """1 to 4 dimensions filled up to four with ones. Raises GraphError for another number, a dimension
+    under 1, and more than MAX_ELEMENTS."""
     if not 1 <= len(ne) <= MAX_DIMS:
         raise GraphError(f"a tensor has 1 to {MAX_DIMS} dimensions, got {len(ne)}: {list(ne)}")
     dims = [int(n) for n in ne] + [1] * (MAX_DIMS - len(ne))
     if min(dims) < 1:
         raise GraphError(f"every dimension must be at least 1, got {dims}; leave an empty tensor out of the graph")
+    if prod(dims) > MAX_ELEMENTS:
+        raise GraphError(f"a tensor has at most 2**56 elements, got {dims}; cut it into several")
     return (dims[0], dims[1], dims[2], dims[3])
 
 
@@ -93,6 +99,7 @@ class Tensor:
         self.name = ""
         self.named(name)
 
+    @checked(GraphError)
     def named(self, name: str) -> Tensor:
         """Sets the name (at most 63 characters, as ggml) and returns the tensor."""
         if len(name) >= MAX_NAME:
@@ -186,11 +193,13 @@ class Tensor:
         return f"<{self.name or '?'} = {self.op}({args}) {self.describe()}>"
 
 
+@checked(GraphError)
 def new_tensor(dt: DType | str, *ne: int, name: str = "") -> Tensor:
     """A leaf of that type and shape; bind a buffer to it, or let prepare() give it one."""
     return Tensor(dt, ne, name=name)
 
 
+@checked(GraphError)
 def new_input(dt: DType | str, *ne: int, name: str) -> Tensor:
     """A leaf that is written from outside before runs. Its place never changes once prepared."""
     return Tensor(dt, ne, name=name, flags=Flag.INPUT)

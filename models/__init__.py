@@ -20,6 +20,10 @@ __all__ = ["Model", "Piece", "SamplerParams", "load"]
 _WHERE = {"Model": "model", "Piece": "generation", "load": "model", "SamplerParams": "sampling_params"}
 
 
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """The public names on first use: reading a file's keys needs no torch."""
     if name not in _WHERE:

@@ -61,7 +61,7 @@ class KVCache:
         if hp.latent is None:
             sides.append(("v", _cache_type("v", type_v, hp.d_v), hp.d_v))
         elif hp.d_v % sides[0][1].block_size:
-            raise SessionError(f"v lies in k, whose first {hp.d_v} elements must be whole blocks; use -ctk f16")
+            raise SessionError(f"v lies in k, whose first {hp.d_v} elements must be whole blocks; use type_k f16")
         self.type_k = type_k
         self.n_seq = n_seq
         self.n_ctx = n_ctx
@@ -157,10 +157,10 @@ def _cache_type(side: str, name: str, head_size: int) -> DType:
     except GraphError:
         dt = None
     if dt is None or dt.name not in CACHE_TYPES:
-        raise SessionError(f"a cache type (-ct{side}) must be one of {', '.join(CACHE_TYPES)}, got {name!r}")
+        raise SessionError(f"a cache's type_{side} must be one of {', '.join(CACHE_TYPES)}, got {name!r}")
     if head_size % dt.block_size:
         raise SessionError(
             f"a {dt.name} cache needs heads of whole blocks of {dt.block_size} elements, this model's {side} heads "
-            f"have {head_size}; use -ct{side} f16"
+            f"have {head_size}; use type_{side} f16"
         )
     return dt

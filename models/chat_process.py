@@ -18,7 +18,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import graphrt
 from graphrt.errors import ChatTemplateError
 
 MEMORY = 200 << 20  # bytes of address space, beyond what the interpreter takes
@@ -135,7 +134,7 @@ def _command() -> list[str]:
             raise ChatTemplateError(f"chat templates need the package {name}; install it: pip install {name}")
         path.append(str(Path(spec.origin).parents[1]))
     models = Path(__file__).parent
-    packages = {"graphrt": list(graphrt.__path__), "graphrt.models": [str(models)]}
+    packages = {"graphrt": list(sys.modules["graphrt"].__path__), "graphrt.models": [str(models)]}
     setup = {
         "packages": packages, "path": list(dict.fromkeys(path)), "memory": MEMORY, "out_of_memory": OUT_OF_MEMORY,
         "compiling": COMPILING, "margin": MARGIN,

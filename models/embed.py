@@ -25,9 +25,9 @@ def check_pooling(wanted: str, of_file: str) -> str:
     """The pooling to use: what is wanted, else what the file names. Raises SessionError when neither is known."""
     kind = wanted or of_file
     if not kind:
-        raise SessionError(f"the file names no pooling; choose one with --pooling: {', '.join(POOLINGS)}")
+        raise SessionError(f"the file names no pooling; choose one as pooling: {', '.join(POOLINGS)}")
     if kind not in POOLINGS:
-        raise SessionError(f"the pooling must be one of {', '.join(POOLINGS)}, got {kind!r}; give one with --pooling")
+        raise SessionError(f"the pooling must be one of {', '.join(POOLINGS)}, got {kind!r}; give one of them")
     return kind
 
 
@@ -36,7 +36,7 @@ class Embedder:
 
     def __init__(self, encoder: Encoder, backends: Sequence[Backend], n_batch: int = 512) -> None:
         if n_batch < 1:
-            raise SessionError(f"the batch (-b) must be at least 1, got {n_batch}")
+            raise SessionError(f"n_batch must be at least 1, got {n_batch}")
         self.encoder = encoder
         self.backends = list(backends)
         self.n_batch = n_batch

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.arguments import check_fields
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
 from graphrt.errors import SessionError
@@ -40,6 +41,8 @@ MAX_PREPARED = 8
 MAX_CHAINED = 2
 #: For SessionOptions.n_ctx: the context that the model was trained on.
 OWN_CTX = -1
+#: Sequences of an engine.
+MAX_SEQ = 1 << 16
 #: Steps that are queued on a device beyond the tokens that the host waits for.
 MAX_AHEAD = 4
 
@@ -57,6 +60,9 @@ class SessionOptions:
     type_v: str = "f16"
     n_threads_batch: int = 0
 
+    def __post_init__(self) -> None:
+        check_fields(self, SessionError)
+
 
 def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     """(n_ctx, n_batch) as they will be. Raises SessionError for those that can't."""
@@ -64,11 +70,11 @@ def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     learned = hp.rope is None and not hp.max_alibi_bias
     most, why = (hp.n_ctx_train, "for which the model has positions") if learned else (INT32_MAX, "what positions hold")
     if not 1 <= n_ctx <= most:
-        raise SessionError(f"the context (-c) must be 1 to {most}, {why}, got {n_ctx}")
+        raise SessionError(f"n_ctx, the context, must be 1 to {most}, {why}, got {n_ctx}")
     if options.n_threads_batch < 0:
         raise SessionError(f"threads must be at least 1, or 0 for the usual number, got {options.n_threads_batch}")
     if options.n_batch < 1:
-        raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
+        raise SessionError(f"n_batch must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
 
 
@@ -77,10 +83,10 @@ def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
     for it."""
     trained = decoder.hp.n_ctx_train
     if decoder.position_embd is not None:
-        raise SessionError(f"the context (-c) must be 1 to {trained}, for which the model has positions, got {n_ctx}")
+        raise SessionError(f"n_ctx must be 1 to {trained}, for which the model has positions, got {n_ctx}")
     log.warning(
         "a context of %d tokens is longer than the %d that the model was trained on: what it says beyond these may "
-        "make no sense, unless its rotation of positions is stretched (RopeOptions, --rope-scaling)",
+        "make no sense, unless its rotation of positions is stretched (RopeOptions)",
         n_ctx,
         trained,
     )
@@ -89,7 +95,7 @@ def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
 class Engine:
     """The state of n_seq sequences. lengths: tokens of each in the cache, int64 [n_seq]; n_batch: the most tokens of a
     sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
-    for options that can't be, and for n_seq under 1."""
+    for options that can't be, and for n_seq."""
 
     def __init__(
         self,
@@ -98,8 +104,8 @@ class Engine:
         options: SessionOptions = SessionOptions(),
         n_seq: int = 1,
     ) -> None:
-        if n_seq < 1:
-            raise SessionError(f"there must be at least one sequence, got {n_seq}")
+        if not 1 <= n_seq <= MAX_SEQ:
+            raise SessionError(f"an engine has 1 to {MAX_SEQ} sequences, got {n_seq}")
         hp = decoder.hp
         self.decoder = decoder
         self.backends = list(backends)
@@ -291,9 +297,7 @@ class Engine:
             each = " of each sequence" if self.n_seq > 1 else ""
             held = f" after {past} that the cache holds" if past else ""
             longest = self.decoder.hp.n_ctx_train
-            more = (
-                f"or raise it with -c, up to {longest}" if self.n_ctx < longest else "the model was trained on no more"
-            )
+            more = f"or raise n_ctx, up to {longest}" if self.n_ctx < longest else "the model was trained on no more"
             raise SessionError(
                 f"the prompt is too long: the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; "
                 f"shorten the prompt, {more}"

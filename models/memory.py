@@ -116,10 +116,10 @@ def _smaller_caches(hp: HParams, needs: MemoryNeeds, options: SessionOptions) ->
     small = replace(options, type_k="q8_0", type_v="q8_0")
     blocks = hp.d_k % 32 == hp.d_v % 32 == 0
     if blocks and cache_bytes(hp, small) <= min(room, needs.cache - 1):
-        found.append(f"-ctk q8_0 -ctv q8_0 (a cache of {_size(cache_bytes(hp, small))}) fits")
+        found.append(f"type_k and type_v of q8_0 (a cache of {_size(cache_bytes(hp, small))}) fits")
     n_ctx = _longest(hp, options, room, needs.n_ctx)
     if n_ctx:
-        found.append(f"a context of at most -c {n_ctx} fits")
+        found.append(f"an n_ctx of at most {n_ctx} fits")
     return found
 
 
@@ -138,7 +138,7 @@ def _longest(hp: HParams, options: SessionOptions, room: int, most: int) -> int:
 def _smaller_weights(needs: MemoryNeeds) -> list[str]:
     if needs.in_place:
         return []
-    return ["use a smaller quantization of the model, free memory that others hold, or run it with --backend cpu"]
+    return ["use a smaller quantization of the model, free memory that others hold, or run it on the CPU"]
 
 
 def _size(n: int) -> str:

@@ -6,14 +6,15 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.arguments import checked
 from graphrt.backend import Backend, get_backend
-from graphrt.errors import SessionError
+from graphrt.errors import ModelError, SessionError
 from graphrt.models.arch import architecture
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.arch.skeleton import Decoder
@@ -38,7 +39,7 @@ from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
-from graphrt.printing import brief, brief_name
+from graphrt.printing import brief, brief_name, human_bytes
 from graphrt.progress import task
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,9 @@ MAX_NAMED = 20  # keys in a warning
 
 
 class Model:
-    """A model in a backend's memory. Make it with load(). file: the GGUF file; network: its architecture and weights, a
-    decoder or an encoder; backends: who runs it, the preferred first."""
+    """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
+    of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
+    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first."""
 
     def __init__(self, file: GGUFFile, backends: Sequence[Backend]) -> None:
         self.file = file
@@ -68,13 +70,24 @@ class Model:
             weights.check()
         self.weights = weights
 
+    def __repr__(self) -> str:
+        hp, names = self.network.hp, ", ".join(dict.fromkeys(b.id for b in self.backends))
+        name = self.file.metadata.get("general.name")
+        shown = f" {brief_name(name)!r}" if isinstance(name, str) and name else ""
+        n = sum(t.n_elements for t in self.weights.loaded.values())
+        weights = f"{n / 1e9:.2f} billion" if n >= 1e9 else f"{n / 1e6:.2f} million"
+        return (
+            f"<Model{shown} of architecture {hp.arch}: {hp.n_layer} layers of width {hp.n_embd}, {weights} weights in "
+            f"{human_bytes(self.weights.nbytes)}, a context of up to {hp.n_ctx_train}, {hp.n_vocab} tokens; on {names}>"
+        )
+
     @property
     def decoder(self) -> Decoder:
         """What generates text. Raises SessionError when the model is an encoder."""
         if not isinstance(self.network, Decoder):
             raise SessionError(
                 f"a session needs a decoder, {self.network.hp.arch} models are encoders and generate no text; use "
-                f"`graphrt embed` or Model.embed()"
+                f"Model.embed(), `graphrt embed` on a command line"
             )
         return self.network
 
@@ -105,10 +118,12 @@ class Model:
         read = sum(int(t.nbytes * network.share_of_token(t)) for t in self.weights.loaded.values())
         return read - (0 if tied else network.token_embd.nbytes)
 
+    @checked(SessionError)
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
         """A new, empty sequence."""
         return Session(self.decoder, self.backends, options)
 
+    @checked(SessionError)
     def load_session(self, path: str | os.PathLike[str], options: SessionOptions | None = None) -> Session:
         """The session that Session.save() wrote to a file, as it was then; batches have the default size.
 
@@ -118,34 +133,39 @@ class Model:
         """
         return Session.from_file(path, self.decoder, self.backends, options)
 
+    @checked(SessionError)
     def engine(self, n_seq: int, options: SessionOptions = SessionOptions()) -> Engine:
         """So many new, empty sequences, which are read together."""
         return Engine(self.decoder, self.backends, options, n_seq)
 
+    @checked(SessionError)
     def prompt_tokens(
         self, prompt: str, *, raw: bool = True, system: str | None = None, n_ctx: int = 0, begins: bool = True
     ) -> list[int]:
-        """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one.
+        """The ids of a prompt: as it stands (raw), or through the chat template, where the file has one, as the command
+        `graphrt run` does unless told --raw.
 
         Text like "<|im_start|>" becomes special tokens either way. n_ctx: the most tokens that are of use, 0 for the
         model's own limit; begins: the text begins a sequence, and has what the model wants there. Raises SessionError
         for a prompt that is empty or longer, as soon as that is known.
         """
         if not prompt:
-            raise SessionError("a prompt must not be empty; give some text with -p")
+            raise SessionError("a prompt must not be empty; give some text")
         template = None if raw else self.chat_template
         if template is None:
             return self._ids(prompt, n_ctx, add_bos=None if begins else False, parse_special=True)
         messages = [{"role": "system", "content": system}] if system else []
         return self.chat_tokens(template, [*messages, {"role": "user", "content": prompt}], n_ctx)
 
-    def chat_tokens(self, template: ChatTemplate, messages: Sequence[Mapping[str, str]], n_ctx: int = 0) -> list[int]:
+    def chat_tokens(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], n_ctx: int = 0) -> list[int]:
         """The ids of a conversation, [{"role": ..., "content": ...}, ...], up to where the model's answer begins.
 
         n_ctx: as prompt_tokens() has it. Raises SessionError for a conversation that is longer, ChatTemplateError for
         messages that the template does not take.
         """
-        self._check_length(max((message["content"] for message in messages), key=len, default=""), n_ctx)
+        for message in messages:
+            if isinstance(message.get("content"), str):
+                self._check_length(message["content"], n_ctx)
         text = template.render(messages)
         bos = self.tokenizer.bos_id
         starts_with_bos = bos is not None and text.startswith(self.tokenizer.piece(bos).decode("utf-8", "replace"))
@@ -156,7 +176,7 @@ class Model:
         a token spells at most as many characters as the longest has."""
         limit, own = n_ctx or self.network.hp.n_ctx_train, self.network.hp.n_ctx_train
         if found > limit or len(text) > limit * self.tokenizer.longest:
-            more = f"or raise it with -c, up to {own}" if limit < own else "the model was trained on no more"
+            more = f"or raise n_ctx, up to {own}" if limit < own else "the model was trained on no more"
             raise SessionError(
                 f"the text is too long: the context holds {limit} tokens, got a text of {len(text)} characters that "
                 f"has more; shorten the "
@@ -171,6 +191,7 @@ class Model:
         return ids
 
     @spells_out
+    @checked(SessionError)
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -207,6 +228,7 @@ class Model:
         return text(session, tokens, n, sampler, pieces, lambda *given: self.next_token(*given))
 
     @spells_out
+    @checked(SessionError)
     def samples(
         self,
         prompt: str | Sequence[int],
@@ -236,7 +258,8 @@ class Model:
         first = sampling.changed(samplers)
         texts = [self.new_text(each, rules) for each in first.seeds(count)]
         n_ctx, _ = check_options(options, self.decoder.hp)
-        return samples(self, self._prompt(prompt, raw=raw, n_ctx=n_ctx), n, options, texts)
+        tokens = self._prompt(prompt, raw=raw, n_ctx=n_ctx)
+        return samples(self.decoder, self.backends, tokens, n, options, texts, lambda *given: self.next_token(*given))
 
     def _prompt(self, prompt: str | Sequence[int], **how: Any) -> list[int]:
         return self.prompt_tokens(prompt, **how) if isinstance(prompt, str) else list(prompt)
@@ -250,10 +273,60 @@ class Model:
     def _grammar_vocab(self) -> GrammarVocab:
         return GrammarVocab(self.tokenizer)
 
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        n: int = ...,
+        *,
+        session: Session | None = ...,
+        stream: Literal[False] = ...,
+        **how: Any,
+    ) -> str: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        n: int = ...,
+        *,
+        session: Session | None = ...,
+        stream: Literal[True],
+        **how: Any,
+    ) -> Iterator[Piece]: ...
+    @checked(SessionError)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        n: int = -1,
+        *,
+        session: Session | None = None,
+        stream: bool = False,
+        **how: Any,
+    ) -> str | Iterator[Piece]:
+        """The assistant's answer to a conversation, through the model's chat template: its text or, with stream, its
+        pieces as they come.
+
+        messages: [{"role": "system" | "user" | "assistant", "content": text}, ...]; n: the most tokens of the answer,
+        -1 until its end or a full context; how: the other options of generate(). Nothing is kept between calls; a
+        session that is given holds the conversation and the answer afterwards, and of the next one reads only what it
+        does not hold yet. Raises SessionError for no messages, a model without a template, and what does not fit the
+        context, ChatTemplateError for messages that the template refuses.
+        """
+        if not messages:
+            raise SessionError('a conversation must have a message, got none; give [{"role": "user", "content": "Hi"}]')
+        template = self.chat_template
+        if template is None:
+            raise SessionError("chat() needs a model with a chat template, this file has none; use generate()")
+        session = session or self.session()
+        rest = session.keep_prefix(self.chat_tokens(template, messages, session.n_ctx))
+        pieces = self.generate(rest, n, session=session, **how)
+        return pieces if stream else "".join(piece.text for piece in pieces)
+
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
         """The sampler's choice after `history`; what generate() asks for each token."""
         return int(sampler.sample(torch.from_numpy(logits), history))
 
+    @checked(SessionError)
     def embed(
         self, texts: Sequence[str | Sequence[int]], pooling: str = "", *, normalize: bool = True, n_batch: int = 512
     ) -> list[npt.NDArray[np.float32]]:
@@ -269,11 +342,13 @@ class Model:
             return embed(self.network, self.backends, ids, pooling, normalize=normalize, n_batch=n_batch)
         return Embedder(self.encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
+    @checked(SessionError)
     def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:
         """The logits after every token: float32 [n_tokens, n_vocab], in a sequence of its own."""
         return self.session(options).eval_rows(list(tokens))
 
 
+@checked(ModelError)
 def load(
     path: str | os.PathLike[str],
     backend: str | Sequence[str | Backend] | Backend = "auto",
@@ -301,6 +376,7 @@ def load(
     return Model(file, backends)
 
 
+@checked(SessionError)
 def nll(logits: Logits, targets: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """The negative log-likelihood of each target: logits f32 [n, n_vocab], targets n ids; float64 [n]."""
     rows = torch.from_numpy(logits)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from graphrt.arguments import checked
 from graphrt.backend import Backend
 from graphrt.errors import SessionError
 from graphrt.models import session_file
@@ -17,6 +18,7 @@ from graphrt.models.engine import Engine, Ids, SessionOptions
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step import Logits
 from graphrt.ops import SampleParams
+from graphrt.printing import human_bytes
 
 #: Logits of many tokens are made in pieces of at most this many bytes.
 MAX_LOGITS_BYTES = 256 * 2**20
@@ -34,6 +36,15 @@ class Session(Engine):
         self.unread: list[int] = []
         self._ids = np.zeros(self.n_ctx, np.int32)  # those in the cache; written before `lengths` counts them
 
+    def __repr__(self) -> str:
+        waits = f", {len(self.unread)} of them unread" if self.unread else ""
+        kind, v = self.options.type_k, self.options.type_v
+        types = kind if kind == v or self.decoder.hp.latent is not None else f"{kind} and {v}"
+        cache = human_bytes(self.cache.nbytes)
+        return (
+            f"<Session with {self.n_past} of {self.n_ctx} tokens{waits}; cache of {types}, {cache}, on {self.home.id}>"
+        )
+
     @property
     def n_past(self) -> int:
         """Tokens of the sequence."""
@@ -50,6 +61,7 @@ class Session(Engine):
             super().reset()
             self.unread = []
 
+    @checked(SessionError)
     def rewind(self, n_past: int) -> None:
         """Forgets all but the first n_past tokens.
 
@@ -61,8 +73,8 @@ class Session(Engine):
             self._rewind(n_past)
 
     def _rewind(self, n_past: int) -> None:
-        if not isinstance(n_past, (int, np.integer)) or not 0 <= n_past <= self.n_past:
-            raise SessionError(f"a session goes back to 0 to {self.n_past} tokens, which it has, got {n_past!r:.40}")
+        if not 0 <= n_past <= self.n_past:
+            raise SessionError(f"a session goes back to 0 to {self.n_past} tokens, which it has, got {n_past}")
         tokens, n_read = self.tokens[:n_past], min(int(self.lengths[0]), int(n_past))
         if not all(cells.holds(n_read) for cells in self.cache.cells.values()):
             n_read = 0
@@ -70,6 +82,7 @@ class Session(Engine):
         self.cache.forget_from(self.lengths)
         self.unread = tokens[n_read:]
 
+    @checked(SessionError)
     def shift(self, keep: int, drop: int) -> None:
         """Drops `drop` tokens behind the first `keep`, so that those after them follow on these: what llama.cpp's
         context shift is for. The session then is as a new one that was given what stays: that is exact for every
@@ -77,17 +90,17 @@ class Session(Engine):
         numbers under 0, or more tokens than there are.
         """
         with self.alone():
-            numbers = isinstance(keep, (int, np.integer)) and isinstance(drop, (int, np.integer))
-            if not numbers or keep < 0 or drop < 0 or keep + drop > self.n_past:
+            if keep < 0 or drop < 0 or keep + drop > self.n_past:
                 raise SessionError(
                     f"what is kept and what is dropped must be within the session's {self.n_past} tokens, got "
-                    f"keep {keep!r:.40} and drop {drop!r:.40}"
+                    f"keep {keep} and drop {drop}"
                 )
             if drop:
                 behind = self.tokens[keep + drop :]
                 self._rewind(keep)
                 self.unread += behind
 
+    @checked(SessionError)
     def keep_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Goes back to where the session and `tokens` part, and gives those of them that are yet to be read: at least
         the last, whose logits one wants. `generate(session.keep_prefix(tokens), session=session)` reads no more than
@@ -110,6 +123,7 @@ class Session(Engine):
             other._take(self.tokens, int(self.lengths[0]))
         return other
 
+    @checked(SessionError)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tokens and the cache to a file that Model.load_session() reads, readable by this user alone; in
         one step, so that a file that was there stays whole until then. Raises SessionError where that is not
@@ -143,6 +157,7 @@ class Session(Engine):
         self.unread = self.unread[len(part[0]) :]  # what is unread comes first
         return logits
 
+    @checked(SessionError)
     def eval(self, tokens: Sequence[int]) -> Logits:
         """Reads tokens and returns the logits after the last one: f32 [n_vocab].
 
@@ -151,6 +166,7 @@ class Session(Engine):
         last: Logits = self.read({0: [*self.unread, *tokens]})[0]
         return last
 
+    @checked(SessionError)
     def eval_again(self, token: int) -> Logits:
         """The logits after the last token that was read, which was `token`, once more: f32 [n_vocab]."""
         with self.alone():
@@ -158,6 +174,7 @@ class Session(Engine):
             self.cache.forget_from(self.lengths)
         return self.eval([token])
 
+    @checked(SessionError)
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
         """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab].
 
@@ -179,10 +196,12 @@ class Session(Engine):
                     advance(stop - start)
             return rows
 
+    @checked(SessionError)
     def likeliest(self, token: int, n: int) -> Iterator[int]:
         """Reads `token` and gives the likeliest next one, reads that, and so on: Engine.run_ahead()."""
         yield from self._ahead(token, n)
 
+    @checked(SessionError)
     def drawn(self, token: int, n: int, sampling: SampleParams, uniforms: Uniforms) -> Iterator[int]:
         """The same with tokens that are drawn: those that a Sampler of these parameters chooses."""
         yield from self._ahead(token, n, sampling, uniforms)
@@ -190,6 +209,7 @@ class Session(Engine):
     def _ahead(
         self, token: int, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
     ) -> Iterator[int]:
+        self.checked({0: [*self.unread, token]})
         if self.unread:
             self.read({0: self.unread})
         self._ids[self.lengths[0] : self.lengths[0] + 1] = token

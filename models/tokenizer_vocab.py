@@ -181,7 +181,7 @@ def read_model(md: KeyReader) -> str:
     if model in ("", "no_vocab", "none"):
         raise TokenizerError(
             f"this file has no vocabulary ({PREFIX}model is {repr(model) if model else 'absent'}), so text "
-            "can't be tokenized.\nGive token ids instead, for example graphrt logits MODEL --tokens 1,2,3."
+            "can't be tokenized.\nGive token ids instead of text, for example [1, 2, 3]."
         )
     if model not in SUPPORTED_MODELS:
         known = ", ".join(f"{name} ({what})" for name, what in SUPPORTED_MODELS.items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.ops.elementwise import can_repeat
 from graphrt.tensor import Dims, Tensor, full_dims
@@ -36,16 +38,19 @@ CONT = register(OpSpec("CONT", _infer_same, elementwise_work(0)))
 DUP = register(OpSpec("DUP", _infer_same, elementwise_work(0)))
 
 
+@checked(GraphError)
 def cpy(a: Tensor, target: Tensor, name: str = "") -> Tensor:
     """Copies `a` into `target`'s memory, converting or quantizing; returns a view of `target`."""
     return build(CPY, a, target, name=name)
 
 
+@checked(GraphError)
 def cont(a: Tensor, name: str = "") -> Tensor:
     """A contiguous copy of `a`."""
     return build(CONT, a, name=name)
 
 
+@checked(GraphError)
 def dup(a: Tensor, name: str = "") -> Tensor:
     """A copy of `a`; contiguous too."""
     return build(DUP, a, name=name)
@@ -73,6 +78,7 @@ def _infer_concat(src: Sources, params: ConcatParams) -> Result:
 CONCAT = register(OpSpec("CONCAT", _infer_concat, elementwise_work(0), n_src=(2, 2), params=ConcatParams))
 
 
+@checked(GraphError)
 def concat(a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:
     """`a` followed by `b` along dimension `dim`."""
     return build(CONCAT, a, b, params=ConcatParams(int(dim)), name=name)
@@ -97,6 +103,7 @@ def _infer_repeat(src: Sources, params: RepeatParams) -> Result:
 REPEAT = register(OpSpec("REPEAT", _infer_repeat, elementwise_work(0), params=RepeatParams))
 
 
+@checked(GraphError)
 def repeat(a: Tensor, *ne: int, name: str = "") -> Tensor:
     """`a` repeated along each dimension until it fills the shape `ne`."""
     return build(REPEAT, a, params=RepeatParams(full_dims(ne)), name=name)

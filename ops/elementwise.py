@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
@@ -33,21 +35,25 @@ def _binary(op: str) -> OpSpec:
 BINARY: dict[str, OpSpec] = {op: _binary(op) for op in ("ADD", "SUB", "MUL", "DIV")}
 
 
+@checked(GraphError)
 def add(a: Tensor, b: Tensor, name: str = "") -> Tensor:
     """a + b, b repeated over a. a, b: any plain float type; the result has a's type and shape."""
     return build(BINARY["ADD"], a, b, name=name)
 
 
+@checked(GraphError)
 def sub(a: Tensor, b: Tensor, name: str = "") -> Tensor:
     """a - b, b repeated over a; types and shapes as add()."""
     return build(BINARY["SUB"], a, b, name=name)
 
 
+@checked(GraphError)
 def mul(a: Tensor, b: Tensor, name: str = "") -> Tensor:
     """a * b elementwise, b repeated over a; types and shapes as add()."""
     return build(BINARY["MUL"], a, b, name=name)
 
 
+@checked(GraphError)
 def div(a: Tensor, b: Tensor, name: str = "") -> Tensor:
     """a / b elementwise, b repeated over a; types and shapes as add()."""
     return build(BINARY["DIV"], a, b, name=name)
@@ -106,26 +112,31 @@ FILL = register(
 )  # fmt: skip
 
 
+@checked(GraphError)
 def scale(a: Tensor, s: float, bias: float = 0.0, name: str = "") -> Tensor:
     """a * s + bias."""
     return build(MAPS["SCALE"], a, params=ScaleParams(float(s), float(bias)), name=name)
 
 
+@checked(GraphError)
 def clamp(a: Tensor, low: float, high: float, name: str = "") -> Tensor:
     """a limited to low..high."""
     return build(MAPS["CLAMP"], a, params=ClampParams(float(low), float(high)), name=name)
 
 
+@checked(GraphError)
 def fill(a: Tensor, value: float, name: str = "") -> Tensor:
     """`value` everywhere, in a's type and shape. What `a` holds is not read."""
     return build(FILL, a, params=FillParams(float(value)), name=name)
 
 
+@checked(GraphError)
 def sqr(a: Tensor, name: str = "") -> Tensor:
     """a * a."""
     return build(MAPS["SQR"], a, name=name)
 
 
+@checked(GraphError)
 def sqrt(a: Tensor, name: str = "") -> Tensor:
     """The square root of each element; NaN for a negative one."""
     return build(MAPS["SQRT"], a, name=name)

@@ -18,7 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
 from graphrt.tensor import Tensor
 
@@ -110,6 +112,7 @@ FLASH_ATTN_LSE = register(
 )
 
 
+@checked(GraphError)
 def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
     max_bias: float = 0.0, softcap: float = 0.0, name: str = "",
@@ -119,6 +122,7 @@ def flash_attn_ext(
     return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, params=params, name=name)
 
 
+@checked(GraphError)
 def flash_attn_lse(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
     softcap: float = 0.0, name: str = "",

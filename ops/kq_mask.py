@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F16
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
@@ -38,6 +40,7 @@ def _infer(src: Sources, params: KqMaskParams) -> Result:
 KQ_MASK = register(OpSpec("KQ_MASK", _infer, elementwise_work(3), n_src=(2, 2), params=KqMaskParams))
 
 
+@checked(GraphError)
 def kq_mask(cells: Tensor, pos: Tensor, window: int = 0, alibi: bool = False, name: str = "") -> Tensor:
     """The mask of an attention over a cache: f16 [n_cells, n_tokens, 1, n_seq], 0 where a token sees a cell, else -inf.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
 from graphrt.tensor import Tensor
 
@@ -27,6 +29,7 @@ def _work(node: Tensor) -> Work:
 MUL_MAT = register(OpSpec("MUL_MAT", _infer, _work, n_src=(2, 2)))
 
 
+@checked(GraphError)
 def mul_mat(a: Tensor, b: Tensor, name: str = "") -> Tensor:
     """a (not transposed) times b. a: [k, m, a2, a3] any float or quantized type; b: [k, n, b2, b3] f32 or f16.
 

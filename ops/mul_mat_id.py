@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import Tensor
 
@@ -68,6 +70,7 @@ MUL_MAT_ID = register(
 ADD_ID = register(OpSpec("ADD_ID", _infer_add_id, _add_id_work, n_src=(3, 3), inplace=(0,)))
 
 
+@checked(GraphError)
 def mul_mat_id(experts: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """Each token's activations times the matrices of its experts.
 
@@ -79,6 +82,7 @@ def mul_mat_id(experts: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tenso
     return build(MUL_MAT_ID, experts, b, ids, name=name)
 
 
+@checked(GraphError)
 def add_id(a: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """result[:, i, t] = a[:, i, t] + b[:, ids[i, t]]: the biases of experts.
 

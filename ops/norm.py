@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
 from graphrt.tensor import Tensor
 
@@ -32,16 +34,19 @@ def _norm(op: str) -> OpSpec:
 NORMS: dict[str, OpSpec] = {op: _norm(op) for op in ("NORM", "RMS_NORM", "L2_NORM")}
 
 
+@checked(GraphError)
 def norm(a: Tensor, eps: float, name: str = "") -> Tensor:
     """(a - mean) / sqrt(variance + eps) over ne[0]; f32."""
     return build(NORMS["NORM"], a, params=NormParams(float(eps)), name=name)
 
 
+@checked(GraphError)
 def rms_norm(a: Tensor, eps: float, name: str = "") -> Tensor:
     """a / sqrt(mean(a^2) + eps) over ne[0]; f32."""
     return build(NORMS["RMS_NORM"], a, params=NormParams(float(eps)), name=name)
 
 
+@checked(GraphError)
 def l2_norm(a: Tensor, eps: float, name: str = "") -> Tensor:
     """a / max(|a|_2, eps) over ne[0]; f32."""
     return build(NORMS["L2_NORM"], a, params=NormParams(float(eps)), name=name)
@@ -57,6 +62,7 @@ def _infer_sum_rows(src: Sources, params: None) -> Result:
 SUM_ROWS = register(OpSpec("SUM_ROWS", _infer_sum_rows, reduction_work(1)))
 
 
+@checked(GraphError)
 def sum_rows(a: Tensor, name: str = "") -> Tensor:
     """The sum over ne[0]: [n, ...] to [1, ...]; f32."""
     return build(SUM_ROWS, a, name=name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
@@ -101,6 +103,7 @@ def _infer(src: Sources, params: RopeParams) -> Result:
 ROPE = register(OpSpec("ROPE", _infer, elementwise_work(6), n_src=(2, 3), params=RopeParams, inplace=(0,)))
 
 
+@checked(GraphError)
 def rope(a: Tensor, positions: Tensor, params: RopeParams, factors: Tensor | None = None, name: str = "") -> Tensor:
     """Rotates pairs of `a` by position. a: f32 or f16 [head_dim, n_head, n_tokens, n_seq]; positions: i32 [n_tokens].
 

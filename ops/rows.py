@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from graphrt.arguments import checked
 from graphrt.dtypes import F32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import Tensor
 
@@ -51,6 +53,7 @@ GET_ROWS = register(OpSpec("GET_ROWS", _infer_get_rows, _get_rows_work, n_src=(2
 SET_ROWS = register(OpSpec("SET_ROWS", _infer_set_rows, _set_rows_work, n_src=(3, 3), writes=2))
 
 
+@checked(GraphError)
 def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """Rows of `a` by index. a: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]; result f32 [n, n_ids, d2, d3].
 
@@ -60,6 +63,7 @@ def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
     return build(GET_ROWS, a, ids, name=name)
 
 
+@checked(GraphError)
 def set_rows(rows: Tensor, ids: Tensor, target: Tensor, name: str = "") -> Tensor:
     """Writes row i of `rows` to row ids[i] of `target`, in its type; returns a view of `target`.
 

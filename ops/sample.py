@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from graphrt.arguments import checked
 from graphrt.dtypes import I32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, reduction_work, register, require
 from graphrt.tensor import Tensor
 
@@ -47,6 +49,7 @@ def _infer(src: Sources, params: SampleParams) -> Result:
 SAMPLE = register(OpSpec("SAMPLE", _infer, reduction_work(10), n_src=(2, 2), params=SampleParams))
 
 
+@checked(GraphError)
 def sample(logits: Tensor, uniforms: Tensor, params: SampleParams = SampleParams(), name: str = "") -> Tensor:
     """A token id for each row of logits: f32 [n_vocab, n] and f32 or f64 [n] in [0, 1) to i32 [n].
 

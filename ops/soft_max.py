@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
@@ -54,6 +56,7 @@ def _infer(src: Sources, params: SoftMaxParams) -> Result:
 SOFT_MAX = register(OpSpec("SOFT_MAX", _infer, elementwise_work(5), n_src=(1, 3), params=SoftMaxParams, inplace=(0,)))
 
 
+@checked(GraphError)
 def soft_max(
     a: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0,
     name: str = "",

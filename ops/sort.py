@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
 from graphrt.dtypes import I32
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
 from graphrt.tensor import Tensor
 
@@ -50,16 +52,19 @@ ARGSORT = register(OpSpec("ARGSORT", _infer_argsort, elementwise_work(10), param
 TOP_K = register(OpSpec("TOP_K", _infer_top_k, reduction_work(10), params=TopKParams))
 
 
+@checked(GraphError)
 def argmax(a: Tensor, name: str = "") -> Tensor:
     """The index of the largest of each row: f32 [n, m] to i32 [m]; the first of equal ones."""
     return build(ARGMAX, a, name=name)
 
 
+@checked(GraphError)
 def argsort(a: Tensor, descending: bool = False, name: str = "") -> Tensor:
     """The indices that sort each row; equal elements in any order."""
     return build(ARGSORT, a, params=ArgsortParams(descending), name=name)
 
 
+@checked(GraphError)
 def top_k(a: Tensor, k: int, name: str = "") -> Tensor:
     """The indices of the k largest of each row. !! In no particular order, as in ggml."""
     return build(TOP_K, a, params=TopKParams(int(k)), name=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
@@ -67,11 +68,13 @@ UNARY = register(OpSpec("UNARY", _infer_unary, elementwise_work(8), params=Unary
 GLU = register(OpSpec("GLU", _infer_glu, elementwise_work(10), n_src=(1, 2), params=GluParams, inplace=(0, 1)))
 
 
+@checked(GraphError)
 def unary(a: Tensor, kind: str, name: str = "") -> Tensor:
     """The function `kind` (see UNARY_KINDS) of each element."""
     return build(UNARY, a, params=UnaryParams(kind), name=name)
 
 
+@checked(GraphError)
 def glu(
     a: Tensor, b: Tensor | None, kind: str, *, alpha: float = 1.702, limit: float = 7.0, swapped: bool = False,
     name: str = "",

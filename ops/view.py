@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphrt.arguments import checked
+from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import MAX_DIMS, Dims, Tensor, contiguous_nb, full_dims
 
@@ -95,9 +97,11 @@ PERMUTE = register(
 TRANSPOSE = register(OpSpec("TRANSPOSE", _infer_transpose, _no_work, is_view=True))
 
 
+@checked(GraphError)
 def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, name: str = "") -> Tensor:
     """A look at `ne` elements of `a` from byte `offs`. nb: byte strides from dimension 1 on, contiguous if left out."""
     dims = full_dims(ne)
+    require(len(nb) < MAX_DIMS, "VIEW", f"nb has at most {MAX_DIMS - 1} strides, of dimensions 1 to 3, got {len(nb)}")
     strides = [int(s) for s in nb]
     following = strides[-1] * dims[len(strides)] if strides else a.nb[0] * (dims[0] // a.dtype.block_size)
     for i in range(len(strides) + 1, MAX_DIMS):
@@ -106,17 +110,20 @@ def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, na
     return build(VIEW, a, params=ViewParams(dims, (strides[0], strides[1], strides[2]), int(offs)), name=name)
 
 
+@checked(GraphError)
 def reshape(a: Tensor, *ne: int, name: str = "") -> Tensor:
     """The same elements in the same order in another shape. `a` must be contiguous."""
     return build(RESHAPE, a, params=ReshapeParams(full_dims(ne)), name=name)
 
 
+@checked(GraphError)
 def permute(a: Tensor, *axes: int, name: str = "") -> Tensor:
     """Dimension i of `a` becomes dimension axes[i]."""
     require(len(axes) == MAX_DIMS, "PERMUTE", f"takes {MAX_DIMS} axes, got {axes}")
     return build(PERMUTE, a, params=PermuteParams((axes[0], axes[1], axes[2], axes[3])), name=name)
 
 
+@checked(GraphError)
 def transpose(a: Tensor, name: str = "") -> Tensor:
     """Swaps dimensions 0 and 1."""
     return build(TRANSPOSE, a, name=name)

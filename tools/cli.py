@@ -11,6 +11,7 @@ import difflib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
@@ -55,6 +56,8 @@ FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 
 #: The exit code that shells give to what a closed pipe ended.
 CLOSED_PIPE = 141
+#: Options of the Python API that errors name, and their flags.
+FLAGS = {"n_ctx": "-c", "n_batch": "-b", "type_k": "-ctk", "type_v": "-ctv", "pooling": "--pooling"}
 #: What to do where memory runs out.
 _LESS = "use a smaller model, a shorter context (-c) or smaller batches (-b), or free memory that others hold"
 
@@ -83,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a reader that has gone, or a full disk, must show here, not when Python exits
         return code
     except GraphrtError as error:
-        print(f"{who}: {error}", file=sys.stderr)
+        print(f"{who}: {error}{_flags_of(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(interrupts.line(who), file=sys.stderr)
@@ -102,6 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         print(f"{who}: the system refused{where}: {error.strerror}; check the disk and retry", file=sys.stderr)
         return 2
+
+
+def _flags_of(message: str) -> str:
+    """A line with the flags of what a message calls by the names of the Python API, "" for none."""
+    named = [f"{name} is {flag}" for name, flag in FLAGS.items() if re.search(rf"\b{name}\b", message)]
+    return f"\nhere {', '.join(named)}" if named else ""
 
 
 def _prepare_streams() -> None:

@@ -59,8 +59,8 @@ def allocate(nbytes: int, usage: Usage) -> CpuBuffer:
         memory = zeros(nbytes)
     except (RuntimeError, OSError, OverflowError) as error:  # torch reports lack of memory as RuntimeError
         raise MemoryPlanError(
-            f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on the CPU; use a shorter context (-c) "
-            f"or smaller batches (-b)"
+            f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on the CPU; use a shorter context (n_ctx) "
+            f"or smaller batches (n_batch)"
         ) from error
     return CpuBuffer(memory if usage is Usage.STATE else memory.fill_(0xFF), usage)
 

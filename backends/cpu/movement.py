@@ -41,6 +41,9 @@ def set_rows(node: Tensor, rows: torch.Tensor, ids: torch.Tensor, target: torch.
 def cpy(node: Tensor, a: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Writes into `target`, the stored elements, and returns the values in its shape."""
     values = a.reshape(node.shape)
+    source, into = node.src
+    if source is not None and into is not None and source.root is into.root:  # what is read may be written meanwhile
+        values = values.clone()
     target.copy_(encode(values, node.dtype))
     return values
 

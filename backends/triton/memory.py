@@ -144,8 +144,8 @@ def empty(nbytes: int, usage: Usage, device: str) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch reports lack of memory that way, on the CPU too
         raise MemoryPlanError(
-            f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on {device}; use a shorter context (-c), "
-            f"smaller batches (-b), or free memory that others hold"
+            f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on {device}; use a shorter context "
+            f"(n_ctx), smaller batches (n_batch), or free memory that others hold"
         ) from error
 
 

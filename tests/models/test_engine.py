@@ -124,5 +124,5 @@ def test_bad_tokens_are_refused(model: Model) -> None:
         with pytest.raises(SessionError, match=message):
             engine.read(tokens)
         assert engine.lengths.tolist() == [0, 0], "nothing is read of what is refused"
-    with pytest.raises(SessionError, match="at least one sequence"):
+    with pytest.raises(SessionError, match="an engine has 1 to 65536 sequences, got 0"):
         model.engine(0, OPTIONS)

@@ -122,11 +122,11 @@ def test_going_back_within_what_is_unread(llama: Model) -> None:
     goes_on_as(llama, session, IDS[:12])
 
 
-@pytest.mark.parametrize("n", [-1, 61, 1.0, None, "1"])
-def test_going_back_to_where_one_never_was(llama: Model, n: object) -> None:
+@pytest.mark.parametrize("n", [-1, 61])
+def test_going_back_to_where_one_never_was(llama: Model, n: int) -> None:
     session = fed_session(llama, IDS)
     with pytest.raises(SessionError, match="goes back to 0 to 60 tokens, which it has, got"):
-        session.rewind(n)  # type: ignore[arg-type]
+        session.rewind(n)
     assert session.tokens == IDS
 
 
@@ -143,11 +143,11 @@ def test_a_shift_reads_nothing_before_what_it_drops(llama: Model) -> None:
     assert session.unread == IDS[48:] and session.lengths[0] == 40
 
 
-@pytest.mark.parametrize(("keep", "drop"), [(-1, 2), (2, -1), (30, 31), (0.5, 1), (0, None)])
-def test_a_shift_that_can_not_be(llama: Model, keep: object, drop: object) -> None:
+@pytest.mark.parametrize(("keep", "drop"), [(-1, 2), (2, -1), (30, 31)])
+def test_a_shift_that_can_not_be(llama: Model, keep: int, drop: int) -> None:
     session = fed_session(llama, IDS)
     with pytest.raises(SessionError, match="within the session's 60 tokens"):
-        session.shift(keep, drop)  # type: ignore[arg-type]
+        session.shift(keep, drop)
     assert session.tokens == IDS
 
 

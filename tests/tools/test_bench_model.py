@@ -387,7 +387,7 @@ def test_a_whole_model_that_gives_no_numbers_is_not_reported(bench: Bench, monke
         (("--synthetic", "tiny", "-r", "0"), "got 2 and -r 0"),
         (("--synthetic", "tiny", "-d", "1000"), "test pp512 @ d1000 needs a context of 1512 tokens, the model allows"),
         (("--synthetic", "tiny", "-c", "100"), "test pp512 needs a context of 512 tokens, -c gives 100; raise it"),
-        (("--synthetic", "tiny", "-p", "8", "-n", "0", "-ctk", "q3_K"), "a cache type (-ctk) must be one of"),
+        (("--synthetic", "tiny", "-p", "8", "-n", "0", "-ctk", "q3_K"), "a cache's type_k must be one of"),
         (("--synthetic", "tiny", "--peer-python", sys.executable), "needs a file that it can read too"),
         (("none.gguf",), "there is no such file"),
     ],

@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     said = str(caught.value)
     assert "memory of cuda:0: 4.58 GiB of weights and 1.00 GiB of cache for 8192 tokens take 5.58 GiB" in said
     assert "and 5.16 GiB of 80.00 GiB can be had" in said and "smaller quantization" in said
-    assert "-ctk q8_0 -ctv q8_0 (a cache of 544.0 MiB) fits; a context of at most -c 4800 fits" in said
+    assert "type_k and type_v of q8_0 (a cache of 544.0 MiB) fits; an n_ctx of at most 4800 fits" in said
     hp_bytes = [cache_bytes(load_hparams(file), replace(options, n_ctx=n)) for n in (4800, 4801)]
     assert hp_bytes[0] <= 600 * MIB < hp_bytes[1]
     monkeypatch.setattr(ToyBackend, "devices", _gpu(MIB))
@@ -315,7 +315,9 @@ def test_a_hosts_limit_is_its_memory_without_the_mapped_weights() -> None:
         check_fits(file, replace(needs, total=needs.taken - 1), options)
     with pytest.raises(MemoryPlanError, match="memory of cpu: 768.0 KiB of cache for 512 tokens") as caught:
         check_fits(file, replace(needs, total=500_000), options)
-    assert "-ctk q8_0 -ctv q8_0 (a cache of 408.0 KiB) fits" in str(caught.value) and "quanti" not in str(caught.value)
+    assert "type_k and type_v of q8_0 (a cache of 408.0 KiB) fits" in str(caught.value) and "quanti" not in str(
+        caught.value
+    )
 
 
 def load_hparams(file: GGUFFile) -> Any:

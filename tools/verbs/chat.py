@@ -10,9 +10,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import MODEL_HELP, add_session_arguments, load_model, read_text, session_options, whole
 from graphrt.tools.sampling import flags
-from graphrt.tools.verbs.run import before_weights
 
 if TYPE_CHECKING:
     from graphrt.models.chat import ChatTemplate

@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.tools import prompt_cache
+from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
     MODEL_HELP,
     Once,
@@ -34,8 +35,6 @@ from graphrt.tools.sampling.flags import add_sampling_arguments as add_sampling_
 from graphrt.tools.sampling.flags import sampler_params as sampler_params
 
 if TYPE_CHECKING:
-    from graphrt.backend import Backend
-    from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model, Piece
     from graphrt.models.session import Session
 
@@ -202,29 +201,6 @@ def _many(model: Model, tokens: Sequence[int], args: argparse.Namespace) -> int:
     return samples.run(
         model, tokens, args.parallel, args.predict, sampling=sampling, options=options, text=text, quiet=args.json
     )
-
-
-def before_weights(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
-    """What can go on while the weights are read, and what must be known before."""
-    from graphrt.models.chat import start_soon
-
-    if not args.raw:
-        start_soon(file.metadata)
-    _check_memory(args, told, file, backends)
-
-
-def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
-    """Says what a model will take, before it does: of a GPU always, else when asked. Raises MemoryPlanError."""
-    from graphrt.models.memory import check_fits, memory_needs
-
-    if not args.memory and backends[0].name == "cpu":
-        return  # nothing to tell, and reading the header twice over takes time
-    options = session_options(args)
-    needs = memory_needs(file, backends, options)
-    if args.memory or (needs.total and not needs.in_place):
-        print(f"memory: {needs}", file=sys.stderr)
-        told["memory"] = asdict(needs)
-    check_fits(file, needs, options)
 
 
 def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
