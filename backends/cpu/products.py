@@ -29,6 +29,13 @@ def _product(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
     return (weight, x, rows[0]) if plain and rows is not None else None
 
 
+def matrix_weight(node: Tensor) -> Tensor | None:
+    """The quantized weights of a MUL_MAT of few tokens, whose activations may be rounded; else None."""
+    found = _product(node)
+    few = found is not None and found[2] <= fast.MAX_TOKENS and found[0].dtype.name in fast.CODE_TYPES
+    return found[0] if found is not None and few else None
+
+
 def matmul(low: Lowering, nodes: list[Tensor]) -> Any | None:
     """MUL_MAT, alone or with a residual added."""
     product, out = nodes[0], nodes[-1]
@@ -41,12 +48,14 @@ def matmul(low: Lowering, nodes: list[Tensor]) -> Any | None:
     weight, x, n_tok = found
     if n_tok > fast.MAX_TOKENS:
         return _matmul_large(low, weight, x, out, residual)
+    given = low.activations(x, weight.dtype.name)
     return [
+        *given.steps,
         fast.gemv(
-            weight.dtype.name, y=low.at(out), w=low.at(weight), x=low.at(x), n_rows=weight.ne[1], n=weight.ne[0],
-            w_nb=weight.nb[1], n_tok=n_tok, x_nb=rows_of(x)[1], y_nb=weight.ne[1] * 4, res=low.at(residual),  # type: ignore[index]
-            res_nb=extra[1],
-        )
+            weight.dtype.name, y=low.at(out), w=low.at(weight), x=given.at, n_rows=weight.ne[1], n=weight.ne[0],
+            w_nb=weight.nb[1], n_tok=n_tok, x_nb=given.row_bytes, y_nb=weight.ne[1] * 4, res=low.at(residual),
+            res_nb=extra[1], bits=given.bits,
+        ),
     ]  # fmt: skip
 
 
@@ -142,10 +151,14 @@ def gate_up_glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
     act = ACTIVATIONS[out.params.kind]
     if n_tok > fast.MAX_TOKENS:
         return _glu_large(low, nodes, act)
+    for_gate, for_up = low.activations(x, w_gate.dtype.name), low.activations(x, w_up.dtype.name)
     return [
+        *for_gate.steps,
+        *for_up.steps,
         fast.gemv_glu(
             w_gate.dtype.name, w_up.dtype.name, act, y=low.at(out), w_gate=low.at(w_gate), w_up=low.at(w_up),
-            x=low.at(x), n_rows=w_gate.ne[1], n=w_gate.ne[0], gate_nb=w_gate.nb[1], up_nb=w_up.nb[1], n_tok=n_tok,
-            x_nb=rows_of(x)[1], y_nb=target[1],  # type: ignore[index]
-        )
+            x_gate=for_gate.at, x_up=for_up.at, n_rows=w_gate.ne[1], n=w_gate.ne[0], w_nb_gate=w_gate.nb[1],
+            w_nb_up=w_up.nb[1], n_tok=n_tok, x_nb_gate=for_gate.row_bytes, x_nb_up=for_up.row_bytes, y_nb=target[1],
+            bits=(for_gate.bits, for_up.bits),
+        ),
     ]  # fmt: skip

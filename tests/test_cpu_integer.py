@@ -1,0 +1,165 @@
+"""Products of quantized rows with rounded activations, by every instruction set that this machine has, and their code
+for those that it lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf")
+from graphrt.backends.cpu import fast  # noqa: E402
+
+if reason := fast.available():
+    pytest.skip(reason, allow_module_level=True)
+from cpu_kernels import Memory, at, decode, encode, run  # noqa: E402
+from rounding import largest_energy, of_products, of_rounded  # noqa: E402
+
+from graphrt.backends.cpu.fast import dot, integer, jit, matvec  # noqa: E402
+from graphrt.backends.cpu.fast.ir import Host  # noqa: E402
+
+HERE = [d for d, has in dot.CHOICES if has(jit.host())]
+
+
+@pytest.fixture
+def mem() -> Any:
+    memory = Memory()
+    yield memory
+    memory.check()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.fixture(params=HERE, ids=lambda d: d.name)
+def instructions(request: Any, monkeypatch: pytest.MonkeyPatch) -> dot.Dot:
+    monkeypatch.setattr(integer, "best_dot", lambda host: request.param)
+    return request.param
+
+
+def rounded(mem: Memory, name: str, bits: int, x: np.ndarray) -> tuple[np.ndarray, int]:
+    """Rounded rows of x, and bytes of each."""
+    form = fast.form_of(name, bits)
+    nb = form.row_bytes(x.shape[-1])
+    rows = mem.put(np.full((len(x), nb), 0xFF, np.uint8))
+    run(fast.round_rows(form, dst=at(rows), x=at(x), n_rows=len(x), n=x.shape[-1], x_nb=x.strides[0]))
+    return rows, nb
+
+
+def product(mem: Memory, name: str, bits: int, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """y [tokens, rows] of x [tokens, n] and w [rows, bytes], whose rows have gaps between them."""
+    padded = mem.put(np.pad(w, ((0, 0), (0, 6)), constant_values=0xFF), offset=2)
+    rows, nb = rounded(mem, name, bits, x)
+    y = mem.nan(len(x), len(w))
+    run(fast.gemv(
+        name, y=at(y), w=at(padded), x=at(rows), n_rows=len(w), n=x.shape[1], w_nb=padded.shape[1], n_tok=len(x),
+        x_nb=nb, y_nb=y.strides[0], bits=bits,
+    ))  # fmt: skip
+    return y
+
+
+def check(name: str, bits: int, x: np.ndarray, w: np.ndarray, y: np.ndarray) -> None:
+    """The error is what rounding x explains, and sums in f32 of terms that the codes' own zero may make larger."""
+    values, wide = decode(name, w).astype(np.float64), x.astype(np.float64)
+    of_x = of_rounded(wide, 8 * fast.form_of(name, bits).parts) @ (values**2).T
+    most = np.abs(values).reshape(len(w), -1, 32).max(-1).repeat(32, -1)  # codes are summed with their offsets
+    of_sums = of_products(2 * most + np.abs(values), wide, np.zeros(values.shape))
+    error = y - wide @ values.T
+    assert (error**2).sum() <= largest_energy(of_x + of_sums)
+
+
+@pytest.mark.parametrize(("n_tok", "bits"), [(1, 16), (3, 16), (1, 8)])
+@pytest.mark.parametrize("name", list(fast.CODE_TYPES))
+def test_gemv(name: str, n_tok: int, bits: int, instructions: dot.Dot, mem: Memory, rng: np.random.Generator) -> None:
+    """Rows of several units and of blocks that fill none."""
+    if 8 * instructions.parts(bits) != bits:
+        pytest.skip("these instructions take 16 bits")
+    size = fast.TYPES[name].size
+    n = 2 * size if size == 256 else 288
+    w = encode(rng, name, (5, n))
+    x = mem.put((rng.standard_normal((n_tok, n + 3)) * np.exp(rng.uniform(-9, 9, (n_tok, 1)))).astype(np.float32))
+    check(name, bits, x[:, :n], w, product(mem, name, bits, x[:, :n], w))
+
+
+def test_all_instructions_give_the_same_bits(mem: Memory, rng: np.random.Generator) -> None:
+    """Sums of integers are exact: of 16 bits only the order of the f32 sums may differ, and it does not."""
+    x = mem.put(rng.standard_normal((1, 512)).astype(np.float32))
+    for name in ("q4_K", "q4_1", "q6_K"):
+        w, found = encode(rng, name, (9, 512)), []
+        for way in HERE:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(integer, "best_dot", lambda host, way=way: way)
+                found.append(product(mem, name, 16, x, w))
+        assert all(np.array_equal(y, found[0]) for y in found[1:])
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_is_rounded(bits: int, mem: Memory) -> None:
+    """Largest values, zeros, groups too small to count, and rows that are no numbers."""
+    values = np.zeros((6, 64), np.float32)
+    values[0, :32], values[0, 32:] = 1e30, -1e30
+    values[1, ::2], values[1, 1::2] = 3.0, -3.0
+    values[3] = 1e-38
+    values[4, 5], values[5, 40] = np.inf, np.nan
+    x, w = mem.put(values), encode(np.random.default_rng(1), "q8_0", (3, 64))
+    y = product(mem, "q8_0", bits, x, w)
+    wide, codes = values[:3].astype(np.float64), decode("q8_0", w).astype(np.float64)
+    # all are the largest of their group, so that only the sums' own rounding is lost
+    assert (np.abs(y[:3] - wide @ codes.T) <= 1e-6 * (np.abs(wide) @ np.abs(codes).T)).all()
+    assert not y[3].any()
+    assert not np.isfinite(y[4:]).any()
+
+
+def test_types_with_one_layout_share_what_was_rounded() -> None:
+    def key(name: str, bits: int = 16) -> str:
+        return fast.form_of(name, bits).key
+
+    assert key("q4_K") == key("q5_K") and key("q4_0") == key("iq4_nl") != key("q8_0")
+    assert len({key("q4_K"), key("q6_K"), key("q2_K"), key("q4_0"), key("iq4_xs")}) == 5
+
+
+# code for machines that are not here
+
+TARGETS = {
+    "vnni512": ("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512vnni",), ("vpdpbusd", "zmm")),
+    "vnni256": ("x86_64-unknown-linux-gnu", "x86-64-v3", ("avxvnni",), ("vpdpbusd", "ymm")),
+    "madd512": ("x86_64-unknown-linux-gnu", "x86-64-v4", (), ("vpmaddwd", "zmm")),
+    "madd256": ("x86_64-unknown-linux-gnu", "x86-64-v3", (), ("vpmaddwd", "ymm")),
+    "sdot": ("aarch64-unknown-linux-gnu", "neoverse-n1", ("dotprod",), ("sdot",)),
+    "portable": ("aarch64-unknown-linux-gnu", "generic", (), ("mul",)),
+}
+OF_CPU = {
+    "x86-64-v3": ("ssse3", "avx2", "f16c", "fma"),
+    "x86-64-v4": ("ssse3", "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl"),
+}
+
+
+def assembly(way: str, name: str, n_tok: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    triple, cpu, extra, _ = TARGETS[way]
+    features = dict.fromkeys((*OF_CPU.get(cpu, ()), *extra), True)
+    elsewhere = Host(triple, cpu, features)
+    assert dot.best_dot(elsewhere).name == way
+    for module in (jit, integer):
+        monkeypatch.setattr(module, "host", lambda: elsewhere)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    form = fast.form_of(name, 16)
+    made = []
+    for kernel in (matvec.gemv_kernel(matvec.Rows(name, 16), n_tok), integer.rounding_kernel(form.key, form)):
+        module = llvm.parse_assembly(kernel.ir())
+        module.verify()
+        target = llvm.Target.from_triple(triple)
+        machine = target.create_target_machine(cpu=cpu, features=",".join(f"+{f}" for f in features), opt=3)
+        made.append(str(machine.emit_assembly(module)))
+    return made[0]
+
+
+@pytest.mark.parametrize("name", ["q4_K", "q8_0", "q3_K", "iq4_nl"])
+@pytest.mark.parametrize("way", TARGETS)
+def test_code_for_other_machines(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = assembly(way, name, 1, monkeypatch)
+    assert any(all(word in line for word in TARGETS[way][3]) for line in code.splitlines())
