@@ -12,7 +12,9 @@ from graphrt.backends.cpu import fast
 GUARD = 256
 #: Where the f16 scales of a block are, for types that gguf can't quantize to.
 SCALES_AT = {
-    "q2_K": (80, 82), "q3_K": (108,), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq4_nl": (0,), "iq4_xs": (0,)
+    "q2_K": (80, 82), "q3_K": (108,), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
+    "iq2_xxs": (0,), "iq2_xs": (0,), "iq2_s": (0,), "iq3_xxs": (0,), "iq3_s": (0,), "tq1_0": (52,), "tq2_0": (64,),
+    "nvfp4": (),
 }  # fmt: skip
 
 
@@ -81,4 +83,4 @@ def run(step: fast.Step, n_threads: int = 2) -> None:
 def rows_of(rng: np.random.Generator, name: str) -> int:
     """Values in a test row: several blocks; for plain types also a rest that fills no vector."""
     size = fast.TYPES[name].size
-    return 3 * 64 + 16 + 5 if size == 64 else max(3 * size, 96)
+    return 3 * 64 + 16 + 5 if fast.TYPES[name].is_plain else max(3 * size, 96)

@@ -17,7 +17,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.codes import CODE_TYPES, CodeType
+from graphrt.backends.cpu.fast.code_type import CodeType
+from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.dot import Dot, best_dot
 from graphrt.backends.cpu.fast.ir import F32, I32, LANES, Fn, Val, Var, widen
 from graphrt.backends.cpu.fast.jit import Kernel, host

@@ -261,6 +261,10 @@ class Fn:
             x, y = self.splat(x, n), self.splat(y, n)
         return Val(self, self.b.select(cond.v, x.v, y.v))
 
+    def unsigned_at_least(self, a: Val, n: int) -> Val:
+        """1 where a lane, as an unsigned number, is n or more, else 0."""
+        return Val(self, self.b.icmp_unsigned(">=", a.v, a._operand(n))).zext(a.t.element)
+
     def any_set(self, cond: Val) -> Val:
         """True when a lane of an i1 vector is set."""
         return cond.bits(ir.IntType(cond.lanes)).ne(0)
@@ -286,6 +290,15 @@ class Fn:
 
     def store(self, addr: Val, value: Val) -> None:
         self.b.store(value.v, self._pointer(addr), align=1)
+
+    def table(self, name: str, values: Sequence[int], t: Any) -> Val:
+        """The address of constants, once in a module."""
+        found = self.module.globals.get(name)
+        if found is None:
+            kind = ir.ArrayType(t, len(values))
+            found = ir.GlobalVariable(self.module, kind, name)
+            found.global_constant, found.linkage, found.initializer = True, "internal", ir.Constant(kind, list(values))
+        return Val(self, self.b.ptrtoint(found, I64))
 
     # memory that threads share, and functions
 
@@ -557,5 +570,5 @@ def _element(t: Any, x: Any) -> Any:
 
 
 def _mangle(t: Any) -> str:
-    names = {F16: "f16", F32: "f32", F64: "f64", I8: "i8", I32: "i32", I64: "i64"}
+    names = {F16: "f16", F32: "f32", F64: "f64", I8: "i8", I16: "i16", I32: "i32", I64: "i64"}
     return f"v{t.count}{names[t.element]}" if isinstance(t, ir.VectorType) else names[t]
