@@ -30,7 +30,7 @@ class Given(NamedTuple):
 
 class Lowering:
     """Lowers groups, given where tensors lie. keep: objects whose memory the native steps point to; bits: what
-    activations of a product with quantized weights are rounded to where tokens are few, 32 for not at all."""
+    activations of a product with quantized weights are rounded to, 32 for not at all."""
 
     def __init__(self, place: Callable[[Tensor], Place], bits: int) -> None:
         self.place, self.bits = place, bits
@@ -72,11 +72,15 @@ class Lowering:
             known = self._temporaries[purpose, rows, n] = torch.empty((rows, n), dtype=torch.float32)
         return known
 
+    def rounds(self, kind: str) -> bool:
+        """Whether products with weights of a type round their activations."""
+        return self.bits < 32 and kind in fast.CODE_TYPES
+
     def activations(self, x: Tensor, kind: str) -> Given:
         """`x`, whose rows lie evenly, for weights of a type. Weights that want the same form share what was rounded."""
         rows = rows_of(x)
         assert rows is not None
-        if self.bits == 32 or kind not in fast.CODE_TYPES:
+        if not self.rounds(kind):
             return Given([], self.at(x), rows[1], 32)
         form, n = fast.form_of(kind, self.bits), x.ne[0]
         row_bytes = form.row_bytes(n)

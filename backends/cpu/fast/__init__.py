@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, rms_norm, rope
     from graphrt.backends.cpu.fast.pool import Program, Step, max_threads
     from graphrt.backends.cpu.fast.rows import SET_ROWS_TYPES, dequant_rows, get_rows, set_rows
+    from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
 _WHERE = {
     "attention": ("KV_TYPES", "flash_attn_decode"),
@@ -45,6 +46,7 @@ _WHERE = {
     "math_ops": ("argmax", "elementwise"),
     "norm_rope": ("add_rms_norm", "rms_norm", "rope"),
     "pool": ("Program", "Step", "max_threads"),
+    "tiles": ("gemm", "panel_bytes"),
     "rows": ("SET_ROWS_TYPES", "dequant_rows", "get_rows", "set_rows"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
@@ -65,11 +67,13 @@ __all__ = [
     "expert_gemv",
     "flash_attn_decode",
     "form_of",
+    "gemm",
     "gemv",
     "gemv_glu",
     "get_rows",
     "kq_mask",
     "max_threads",
+    "panel_bytes",
     "rms_norm",
     "rope",
     "round_rows",

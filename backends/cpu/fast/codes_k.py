@@ -77,10 +77,11 @@ def tq2_0(f: Fn, p: Val, count: int) -> Codes:
 
 def tq1_0(f: Fn, p: Val, count: int) -> Codes:
     """Five digits of base 3 in a byte, as a fraction: the next one is what a product with 3 carries out of 8 bits."""
-    a, b = f.load(p, I8, 32), f.load(p + 32, I8, 16)
-    last = f.load(p + 48, I8, 4)
-    lasts = [last * 3**i for i in range(4)]
-    parts = [concat([a, a * 3]), concat([a * 9, a * 27])]
-    parts.append(concat([a * 81, concat([b, b * 3])]))
-    parts.append(concat([concat([b * 9, b * 27]), concat([b * 81, concat(lasts)])]))
+    digits = [[f.load(p + at, I8, n)] for at, n in ((0, 32), (32, 16), (48, 4))]
+    for powers in digits:
+        while len(powers) < 5:
+            powers.append(powers[-1] + powers[-1] + powers[-1])
+    a, b, last = digits
+    parts = [concat(a[:2]), concat(a[2:4]), concat([a[4], concat(b[:2])])]
+    parts.append(concat([concat(b[2:4]), concat([b[4], concat(last[:4])])]))
     return Codes([f.unsigned_at_least(v, 86) + f.unsigned_at_least(v, 171) for v in parts], half(f, p + 52, 8))

@@ -33,6 +33,26 @@ class Dot(ABC):
         """The sums of a chunk. w: codes; x: where its unit of `unit` activations begins; at: the chunk's first byte."""
 
     @abstractmethod
+    def start(self, f: Fn, bits: int) -> list[Val]:
+        """Sums of nothing, for 16 rows at once."""
+
+    @abstractmethod
+    def prepared(self, f: Fn, w: Val) -> list[Val]:
+        """Four codes of each of 16 rows, i32 lanes, as `add` takes them."""
+
+    @abstractmethod
+    def place(self, at: int, lane: int) -> int:
+        """Bytes from a unit's first activation to that of lane `lane` of the chunk at `at`."""
+
+    @abstractmethod
+    def add(self, f: Fn, totals: list[Val], w: list[Val], x: Val, lanes: int, unit: int) -> list[Val]:
+        """Adds the products with the four activations whose first is at x, in chunks of `lanes` bytes."""
+
+    @abstractmethod
+    def end(self, totals: list[Val]) -> Val:
+        """The sums, i32 lanes."""
+
+    @abstractmethod
     def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
         """Writes neighbouring activations, i32 lanes, of lanes `lane` on of a chunk of `lanes` bytes that begins at
         byte `at` of its unit."""
@@ -51,7 +71,9 @@ class ByteDot(Dot):
     def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
         total = f.zeros(I32, w.lanes // 4)
         for part in range(bits // 8):
-            total = self._dot(f, total << 8 if part else total, w, f.load(x + part * unit + at, I8, w.lanes))
+            total = self._dot(
+                f, total << 8 if part else total, w, f.load(x + self.place(at, 0) + part * unit, I8, w.lanes)
+            )
         return total
 
     def _dot(self, f: Fn, total: Val, w: Val, x: Val) -> Val:
@@ -62,6 +84,25 @@ class ByteDot(Dot):
             return f.intrinsic(self.symbols[n], acc.t, acc, *pair)
 
         return f.by_parts(self.symbols, w.lanes, part)
+
+    def start(self, f: Fn, bits: int) -> list[Val]:
+        return [f.zeros(I32) for _ in range(bits // 8)]
+
+    def prepared(self, f: Fn, w: Val) -> list[Val]:
+        return [w.bits(I8, 4 * w.lanes)]
+
+    def place(self, at: int, lane: int) -> int:
+        return at + lane
+
+    def add(self, f: Fn, totals: list[Val], w: list[Val], x: Val, lanes: int, unit: int) -> list[Val]:
+        out = []
+        for part, total in enumerate(totals):
+            four = f.splat(f.load(x + part * unit, I32), total.lanes)
+            out.append(self._dot(f, total, w[0], four.bits(I8, 4 * total.lanes)))
+        return out
+
+    def end(self, totals: list[Val]) -> Val:
+        return totals[0] if len(totals) == 1 else (totals[0] << 8) + totals[1]
 
     def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
         if bits == 8:
@@ -84,7 +125,7 @@ class WordDot(Dot):
         n = w.lanes // 2
         pairs = w.bits(I16, n)
         even, odd = (pairs << 8).shift_sign(8), pairs.shift_sign(8)
-        x_even, x_odd = (f.load(x + 2 * at + 2 * n * i, I16, n) for i in range(2))
+        x_even, x_odd = (f.load(x + self.place(at, 0) + 2 * n * i, I16, n) for i in range(2))
         return self._dot(f, even, x_even) + self._dot(f, odd, x_odd)
 
     def _dot(self, f: Fn, w: Val, x: Val) -> Val:
@@ -97,6 +138,26 @@ class WordDot(Dot):
             return f.intrinsic(self.symbols[n], f.zeros(I32, n // 4).t, a, b)
 
         return f.by_parts(self.symbols, 2 * w.lanes, part)
+
+    def start(self, f: Fn, bits: int) -> list[Val]:
+        return [f.zeros(I32)]
+
+    def prepared(self, f: Fn, w: Val) -> list[Val]:
+        pairs = w.bits(I16, 2 * w.lanes)
+        return [(pairs << 8).shift_sign(8), pairs.shift_sign(8)]
+
+    def place(self, at: int, lane: int) -> int:
+        return 2 * at + lane
+
+    def add(self, f: Fn, totals: list[Val], w: list[Val], x: Val, lanes: int, unit: int) -> list[Val]:
+        (total,) = totals
+        for odd in range(2):
+            pair = f.splat(f.load(x + odd * lanes, I32), total.lanes)
+            total = total + self._dot(f, w[odd], pair.bits(I16, 2 * total.lanes))
+        return [total]
+
+    def end(self, totals: list[Val]) -> Val:
+        return totals[0]
 
     def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
         n = codes.lanes

@@ -53,6 +53,10 @@ class Form:
         """Scales of `count` blocks."""
         return self.type.size * count // self.type.sub
 
+    def biased(self, codes: Val) -> Val:
+        """Codes as the instruction takes them."""
+        return codes ^ -self.dot.bias if self.type.signed and self.dot.bias else codes
+
     def row_bytes(self, n: int) -> int:
         """Of a rounded row of n values."""
         return -(-(n * self.parts + 8 * n // self.type.sub) // 64) * 64
@@ -64,7 +68,7 @@ def form_of(type_name: str, bits: int) -> Form:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """`count` blocks of a row: where they are in it, in blocks, and their integers and scales in a rounded row."""
 
     count: int
@@ -73,7 +77,7 @@ class _Unit:
     scales: Val
 
 
-def _for_units(f: Fn, form: Form, n: Val, body: Callable[[_Unit], None], shared: bool = False) -> None:
+def for_units(f: Fn, form: Form, n: Val, body: Callable[[Unit], None], shared: bool = False) -> None:
     """body(unit) for each unit of a row of n values; shared: for this thread's."""
     blocks = n // form.type.size
     whole = blocks // form.type.at_once * form.type.at_once
@@ -86,7 +90,7 @@ def _for_units(f: Fn, form: Form, n: Val, body: Callable[[_Unit], None], shared:
         integers, scales = first * (size * form.parts), n * form.parts + first * (8 * form.runs(1))
         with f.range(start, end) as u:
             offset = integers + u * (size * form.parts * count), scales + u * (8 * form.runs(count))
-            body(_Unit(count, first + u * count, *offset))
+            body(Unit(count, first + u * count, *offset))
 
 
 # rounding
@@ -116,7 +120,7 @@ def _neighbours(indices: Sequence[int]) -> list[tuple[int, int]]:
     return pieces
 
 
-def _round_unit(f: Fn, form: Form, unit: _Unit, x: Val, dst: Val) -> None:
+def _round_unit(f: Fn, form: Form, unit: Unit, x: Val, dst: Val) -> None:
     t, size = form.type, form.type.size * unit.count
     bits = 8 * form.parts
     codes: list[Val] = []
@@ -145,7 +149,7 @@ def _build_rounding(f: Fn, form: Form) -> None:
     dst, x, n_rows, n, x_nb, dst_nb = f.args("dst", "x", "n_rows", "n", "x_nb", "dst_nb")
     with f.range(0, n_rows) as r:
         row, target = x + r * x_nb, dst + r * dst_nb
-        _for_units(f, form, n, lambda unit: _round_unit(f, form, unit, row, target), shared=True)
+        for_units(f, form, n, lambda unit: _round_unit(f, form, unit, row, target), shared=True)
 
 
 @functools.cache
@@ -170,7 +174,7 @@ def integer_dots(f: Fn, form: Form, row: Val, xs: Sequence[Val], n: Val) -> list
     # two sums for each dot hide the latency of the fused multiply-add
     sums = [[f.var(f.zeros()) for _ in range(2 if len(xs) == 1 else 1)] for _ in xs]
     offsets = [f.var(f.zeros(F32, form.runs(form.type.at_once))) for _ in xs]
-    _for_units(f, form, n, lambda unit: _add_unit(f, form, unit, row, xs, sums, offsets))
+    for_units(f, form, n, lambda unit: _add_unit(f, form, unit, row, xs, sums, offsets))
     t = form.type
     zero = t.zero + (form.dot.bias if t.signed else 0)
     totals = []
@@ -184,7 +188,7 @@ def integer_dots(f: Fn, form: Form, row: Val, xs: Sequence[Val], n: Val) -> list
 
 
 def _add_unit(
-    f: Fn, form: Form, unit: _Unit, row: Val, xs: Sequence[Val], sums: list[list[Var]], offsets: list[Var]
+    f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: list[list[Var]], offsets: list[Var]
 ) -> None:
     t = form.type
     decoded = t.decode(f, row + unit.block * t.bytes, unit.count)
@@ -198,7 +202,7 @@ def _add_unit(
         offset.v = f.fma(widen(weighted, lanes), widen(x_sums, lanes), offset.v)
     at = 0
     for i, (codes, indices) in enumerate(zip(decoded.chunks, t.layout(unit.count), strict=True)):
-        w = codes ^ -form.dot.bias if t.signed and form.dot.bias else codes
+        w = form.biased(codes)
         lanes = [index // t.sub for index in indices[::4]]
         for x, scale, acc in zip(xs, scales, sums, strict=True):
             dot = form.dot.chunk(f, w, x + unit.integers, at, size, 8 * form.parts)

@@ -408,6 +408,18 @@ class Fn:
             step //= 2
         return rows[0]
 
+    def transpose(self, rows: Sequence[Val]) -> list[Val]:
+        """16 vectors of 16 lanes -> the same with rows and lanes exchanged."""
+        out = list(rows)
+        for step in (8, 4, 2, 1):
+            low = [i if not i & step else LANES + i - step for i in range(LANES)]
+            high = [i + step if not i & step else LANES + i for i in range(LANES)]
+            for i in range(LANES):
+                if not i & step:
+                    a, b = out[i], out[i + step]
+                    out[i], out[i + step] = a.shuffle(low, b), a.shuffle(high, b)
+        return out
+
     def exp(self, x: Val) -> Val:
         """e^x in f32 to about 1e-7; exactly 0 below -87.3, 2.4e38 above 88.3, NaN for NaN."""
         magic = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer that stands in the low mantissa bits
