@@ -483,6 +483,22 @@ def before_a_wall(values: np.ndarray) -> np.ndarray:
     return inner.view(values.dtype).reshape(values.shape)
 
 
+def integers_up_to_the_wall(name: str, w: np.ndarray, x: np.ndarray) -> None:
+    form, n = fast.form_of(name, 16), x.shape[1]
+    rounded = before_a_wall(np.zeros((3, form.row_bytes(n)), np.uint8))
+    panels, y = (
+        before_a_wall(np.zeros((2, fast.panel_bytes(form, n)), np.uint8)),
+        before_a_wall(np.zeros((3, 17), "f4")),
+    )
+    run(fast.round_rows(form, dst=at(rounded), x=at(x), n_rows=3, n=n, x_nb=4 * n))
+    common: dict[str, Any] = {
+        "y": at(y), "w": at(w), "x": at(rounded), "n_rows": 17, "n": n, "w_nb": w.shape[1], "n_tok": 3,
+        "x_nb": rounded.shape[1], "y_nb": 68, "bits": 16,
+    }  # fmt: skip
+    run(fast.gemv(name, **common))
+    run(fast.gemm(name, panels=at(panels), n_panels=2, **common))
+
+
 def read_up_to_the_wall() -> None:
     """In a process of its own: a kernel that reads too far ends it."""
     rng = np.random.default_rng(3)
@@ -496,6 +512,8 @@ def read_up_to_the_wall() -> None:
         ))  # fmt: skip
         run(fast.dequant_rows(name, "f32", dst=at(wide), w=at(w), n_rows=17, n=n, w_nb=nb, dst_nb=4 * n))
         run(fast.rms_norm(y=at(wide), x=at(x), n_rows=3, n=n, x_nb=4 * n, y_nb=4 * n, eps=1e-6))
+        if name in fast.CODE_TYPES:
+            integers_up_to_the_wall(name, w, x)
     for name in fast.KV_TYPES:
         for n_kv, n_q in ((37, 1), (64, 3), (601, 1)):
             k = before_a_wall(encode(rng, name, (n_kv, 32)))

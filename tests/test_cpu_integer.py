@@ -19,6 +19,7 @@ from rounding import ROUNDING, largest_energy, of_products, of_rounded  # noqa: 
 
 from graphrt.backends.cpu.fast import dot, integer, jit, matvec  # noqa: E402
 from graphrt.backends.cpu.fast.ir import Host  # noqa: E402
+from graphrt.backends.cpu.fast.tiles import gemm_kernel  # noqa: E402
 
 HERE: list[dot.Dot] = [d for d, has in dot.CHOICES if has(jit.host())]
 
@@ -33,12 +34,6 @@ def mem() -> Any:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(7)
-
-
-@pytest.fixture(params=HERE, ids=lambda d: d.name)
-def instructions(request: Any, monkeypatch: pytest.MonkeyPatch) -> dot.Dot:
-    monkeypatch.setattr(integer, "best_dot", lambda host: request.param)
-    return request.param
 
 
 def rounded(mem: Memory, name: str, bits: int, x: np.ndarray) -> tuple[np.ndarray, int]:
@@ -90,18 +85,22 @@ def tiles(mem: Memory, name: str, bits: int, x: np.ndarray, w: np.ndarray) -> np
 FEW = ("q4_0", "q8_0", "q4_K", "q6_K", "nvfp4")
 
 
-@pytest.mark.parametrize(
-    ("way", "n_tok", "bits"), [(product, 1, 16), (product, 3, 16), (product, 1, 8), (tiles, 5, 16)]
-)
-@pytest.mark.parametrize("name", list(fast.CODE_TYPES))
+CASES = [
+    pytest.param(by, name, way, n_tok, bits, id=f"{by.name}-{name}-{way.__name__}-{n_tok}-{bits}")
+    for by in HERE
+    for name in (fast.CODE_TYPES if by is HERE[0] else FEW)
+    for way, n_tok, bits in ((product, 1, 16), (product, 3, 16), (product, 1, 8), (tiles, 5, 16))
+    if 8 * by.parts(bits) == bits
+]
+
+
+@pytest.mark.parametrize(("by", "name", "way", "n_tok", "bits"), CASES)
 def test_products(
-    way: Any, name: str, n_tok: int, bits: int, instructions: dot.Dot, mem: Memory, rng: np.random.Generator
-) -> None:
+    by: dot.Dot, name: str, way: Any, n_tok: int, bits: int, mem: Memory, rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Rows of several units and of blocks that fill none, more than 16 of them."""
-    if 8 * instructions.parts(bits) != bits:
-        pytest.skip("these instructions take 16 bits")
-    if instructions is not HERE[0] and name not in FEW:
-        pytest.skip("one instruction set is enough for how a type is decoded")
+    monkeypatch.setattr(integer, "best_dot", lambda host: by)
     n = {32: 288, 64: 192, 256: 512}[fast.TYPES[name].size]
     w = encode(rng, name, (19, n))
     x = mem.put((rng.standard_normal((n_tok, n + 3)) * np.exp(rng.uniform(-9, 9, (n_tok, 1)))).astype(np.float32))
@@ -161,7 +160,8 @@ OF_CPU = {
 }
 
 
-def assembly(way: str, name: str, n_tok: int, monkeypatch: pytest.MonkeyPatch) -> str:
+def assembly(way: str, name: str, n_tok: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a product of few tokens, of one of many, and of rounding."""
     triple, cpu, extra, _ = TARGETS[way]
     features = dict.fromkeys((*OF_CPU.get(cpu, ()), *extra), True)
     elsewhere = Host(triple, cpu, features)
@@ -172,17 +172,23 @@ def assembly(way: str, name: str, n_tok: int, monkeypatch: pytest.MonkeyPatch) -
     llvm.initialize_all_asmprinters()
     form = fast.form_of(name, 16)
     made = []
-    for kernel in (matvec.gemv_kernel(matvec.Rows(name, 16), n_tok), integer.rounding_kernel(form.key, form)):
+    kernels = (
+        matvec.gemv_kernel(matvec.Rows(name, 16), n_tok),
+        gemm_kernel(name, form),
+        integer.rounding_kernel(form.key, form),
+    )
+    for kernel in kernels:
         module = llvm.parse_assembly(kernel.ir())
         module.verify()
         target = llvm.Target.from_triple(triple)
         machine = target.create_target_machine(cpu=cpu, features=",".join(f"+{f}" for f in features), opt=3)
         made.append(str(machine.emit_assembly(module)))
-    return made[0]
+    return made
 
 
-@pytest.mark.parametrize("name", ["q4_K", "q8_0", "q3_K", "iq4_nl"])
+@pytest.mark.parametrize("name", ["q4_K", "q8_0", "iq4_nl"])
 @pytest.mark.parametrize("way", TARGETS)
 def test_code_for_other_machines(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = assembly(way, name, 1, monkeypatch)
-    assert any(all(word in line for word in TARGETS[way][3]) for line in code.splitlines())
+    few, many, _ = assembly(way, name, 1, monkeypatch)
+    for code in (few, many):
+        assert any(all(word in line for word in TARGETS[way][3]) for line in code.splitlines())

@@ -71,9 +71,8 @@ class ByteDot(Dot):
     def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
         total = f.zeros(I32, w.lanes // 4)
         for part in range(bits // 8):
-            total = self._dot(
-                f, total << 8 if part else total, w, f.load(x + self.place(at, 0) + part * unit, I8, w.lanes)
-            )
+            x_part = f.load(x + self.place(at, 0) + part * unit, I8, w.lanes)
+            total = self._dot(f, total << 8 if part else total, w, x_part)
         return total
 
     def _dot(self, f: Fn, total: Val, w: Val, x: Val) -> Val:

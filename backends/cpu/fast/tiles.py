@@ -163,9 +163,9 @@ def _build(f: Fn, form: Form) -> None:
 
 
 @functools.cache
-def _kernel(name: str, form: Form) -> Kernel:
+def gemm_kernel(type_name: str, form: Form) -> Kernel:
     return Kernel(
-        f"gemm_{name}",
+        f"gemm_{type_name}_{form.dot.name}_{8 * form.parts}",
         ("y", "w", "x", "res", "panels", "n_panels", "n_rows", "n", "n_tok", "w_nb", "x_nb", "y_nb", "res_nb"),
         lambda f: _build(f, form),
         optional=("res", "res_nb"),
@@ -198,7 +198,7 @@ def gemm(
     """
     check_rows(n, type_name)
     form = form_of(type_name, bits)
-    kernel = _kernel(f"{type_name}_{form.dot.name}_{8 * form.parts}", form)
+    kernel = gemm_kernel(type_name, form)
     args = kernel.pack(
         y=y, w=w, x=x, res=res, panels=panels, n_panels=n_panels, n_rows=n_rows, n=n, n_tok=n_tok, w_nb=w_nb, x_nb=x_nb,
         y_nb=y_nb, res_nb=res_nb,
