@@ -17,9 +17,16 @@ if reason := fast.available():
 from cpu_kernels import Memory, at, decode, encode, run  # noqa: E402
 from rounding import ROUNDING, largest_energy, of_products, of_rounded  # noqa: E402
 
+from graphrt import get_backend, new_input, ops  # noqa: E402
 from graphrt.backends.cpu.fast import dot, integer, jit, matvec  # noqa: E402
 from graphrt.backends.cpu.fast.ir import Host  # noqa: E402
 from graphrt.backends.cpu.fast.tiles import gemm_kernel  # noqa: E402
+from graphrt.errors import BackendError  # noqa: E402
+from graphrt.tensor import Tensor  # noqa: E402
+from graphrt.testing import Case, Inputs  # noqa: E402
+from graphrt.tools.common import rounding_backend  # noqa: E402
+from graphrt.tools.conformance.sources import make_backend  # noqa: E402
+from graphrt.tools.conformance.step import run_case  # noqa: E402
 
 HERE: list[dot.Dot] = [d for d, has in dot.CHOICES if has(jit.host())]
 
@@ -192,3 +199,50 @@ def test_code_for_other_machines(way: str, name: str, monkeypatch: pytest.Monkey
     few, many, _ = assembly(way, name, 1, monkeypatch)
     for code in (few, many):
         assert any(all(word in line for word in TARGETS[way][3]) for line in code.splitlines())
+
+
+# what is declared
+
+
+def test_what_is_declared() -> None:
+    """8 bits are; 16 keep more than the f16 that the judge allows anyway."""
+
+    def said(bits: int, kind: str = "q4_K", tokens: int = 3) -> str | None:
+        node = ops.mul_mat(new_input(kind, 256, 4, name="w"), new_input("f32", 256, tokens, name="x"))
+        return get_backend("cpu", exact=False, activation_bits=bits).rounds_activations(node)
+
+    eight = "int8" if fast.form_of("q4_K", 8).parts == 1 else None
+    assert said(8) == said(8, "iq2_xs") == said(8, tokens=40) == eight
+    assert said(16) is said(32) is said(8, "f16") is None
+    assert get_backend("cpu", activation_bits=8).rounds_activations(ops.sqr(new_input("f32", 4, name="x"))) is None
+    with pytest.raises(BackendError, match="8 or 16, or 32"):
+        get_backend("cpu", exact=False, activation_bits=4)
+
+
+def product_case(kind: str, tokens: int) -> Case:
+    def make(inputs: Inputs) -> Tensor:
+        return ops.mul_mat(inputs("w", kind, (512, 33)), inputs("x", "f32", (512, tokens), None))
+
+    return Case("MUL_MAT", {"type": kind, "tokens": tokens}, make)
+
+
+@pytest.mark.parametrize("name", ["cpu-fast", "cpu-int8"])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_the_judge_holds_what_is_declared(name: str, tokens: int) -> None:
+    for kind in FEW[:-1]:
+        found = run_case(product_case(kind, tokens), make_backend(name))
+        assert found.status == "pass", found.message
+
+
+@pytest.mark.skipif(fast.form_of("q8_0", 8).parts != 1, reason="this machine's instructions take 16 bits")
+def test_a_rounding_that_is_not_declared_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_case(product_case("q8_0", 1), make_backend("cpu-int8")).rounded == "int8"
+    monkeypatch.setattr("graphrt.backends.cpu.backend.CpuBackend.rounds_activations", lambda self, node: None)
+    assert run_case(product_case("q8_0", 1), make_backend("cpu-int8")).status == "fail"
+
+
+def test_the_flag_and_what_it_excludes() -> None:
+    assert rounding_backend("auto", False).activation_bits == 8
+    for name, exact in (("triton", False), ("cpu", True)):
+        with pytest.raises(BackendError, match="leave one out"):
+            rounding_backend(name, exact)

@@ -22,10 +22,12 @@ from graphrt.errors import SessionError
 from graphrt.models.synthetic_recipes import RECIPES
 from graphrt.tools.bench_model import Prepared, Source, Test, add_work, backends_for, measure, options_for
 from graphrt.tools.common import (
+    add_fast_argument,
     add_session_arguments,
     markdown_lines,
     print_json,
     print_table,
+    rounding_backend,
     session_options,
 )
 
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
     parser.add_argument("--exact", action="store_true", help="measure the reference forms")
+    add_fast_argument(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--md", action="store_true", help="print a Markdown table")
     add_session_arguments(parser)
@@ -70,7 +73,8 @@ def main(args: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(args.threads)
-    backends = backends_for(args.backend, args.exact)
+    fast = args.eight_bits
+    backends = [rounding_backend(args.backend, args.exact)] if fast else backends_for(args.backend, args.exact)
     model, options = source.load(backends), session_options(args)
     for test in tests:
         options_for(test, args, model)  # what does not fit must show before the measuring

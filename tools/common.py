@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphrt.errors import SessionError
+from graphrt.errors import BackendError, SessionError
 from graphrt.printing import printable as printable
 
 if TYPE_CHECKING:
@@ -68,6 +68,26 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
     )
 
 
+def add_fast_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        dest="eight_bits",
+        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16",
+    )
+
+
+def rounding_backend(name: str, exact: bool) -> Backend:
+    """What --fast asks for. Raises BackendError beside --exact, and for another backend than the CPU by name."""
+    from graphrt.backend import get_backend
+
+    if exact:
+        raise BackendError("--fast rounds more and --exact nothing, got both; leave one out")
+    if name not in ("auto", "cpu"):
+        raise BackendError(f"--fast is for the CPU, which rounds to 16 bits else, got --backend {name}; leave one out")
+    return get_backend("cpu", exact=False, activation_bits=8)
+
+
 def load_model(
     args: argparse.Namespace, exact: bool, before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None
 ) -> Model:
@@ -79,7 +99,8 @@ def load_model(
         import torch
 
         torch.set_num_threads(args.threads)
-    return load(hub.resolve(args.model), args.backend, exact=exact, before=before)
+    backend = rounding_backend(args.backend, exact) if getattr(args, "eight_bits", False) else args.backend
+    return load(hub.resolve(args.model), backend, exact=exact, before=before)
 
 
 def session_options(args: argparse.Namespace) -> SessionOptions:
