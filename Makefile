@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test aot lint types mutants fuzz clean
+.PHONY: run test aot lint types mutants fuzz pictures reference clean
 
 run: $(READY)
 	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
@@ -47,6 +47,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
+
+# Those of README and docs/ (docs/img/make.py says what they need), and docs/cli.md from the parsers.
+pictures: $(READY)
+	$(BIN)/python docs/img/make.py
+
+reference: $(READY)
+	$(BIN)/python -m graphrt.tools.cli_reference docs/cli.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,12 +10,17 @@ Build a graph with the ops in `graphrt.ops`, prepare it on backends, run it many
 `graphrt.models.load(path)` loads a GGUF model and generates text with it.
 """
 
-from graphrt.backend import get_backend, register_backend
-from graphrt.dtypes import DType, dtype
-from graphrt.errors import GraphrtError
-from graphrt.execute import Executable, prepare
-from graphrt.graph import Graph
-from graphrt.tensor import Tensor, new_input, new_tensor
+from graphrt import library_settings
+
+TYPE_CHECKING = False  # type checkers know it by its name; importing typing would take longer than all of this
+
+if TYPE_CHECKING:
+    from graphrt.backend import get_backend, register_backend
+    from graphrt.dtypes import DType, dtype
+    from graphrt.errors import GraphrtError
+    from graphrt.execute import Executable, prepare
+    from graphrt.graph import Graph
+    from graphrt.tensor import Tensor, new_input, new_tensor
 
 __version__ = "0.1.0"
 
@@ -35,10 +40,37 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """`graphrt.ops`, `graphrt.models` and the rest on first use: a bare `import graphrt` stays light."""
-    if name in ("ops", "models", "backends", "tools", "testing"):
-        import importlib
+_WHERE = {
+    "DType": "dtypes",
+    "Executable": "execute",
+    "Graph": "graph",
+    "GraphrtError": "errors",
+    "Tensor": "tensor",
+    "dtype": "dtypes",
+    "get_backend": "backend",
+    "new_input": "tensor",
+    "new_tensor": "tensor",
+    "prepare": "execute",
+    "register_backend": "backend",
+}
+_SUBPACKAGES = ("backends", "models", "ops", "testing", "tools")
 
+library_settings.apply()  # before anything imports torch
+
+
+def __getattr__(name: str) -> object:
+    """Everything on first use: a bare `import graphrt` loads nothing, so that the command answers at once."""
+    import importlib
+    import importlib.util
+
+    if name in _WHERE:
+        value: object = getattr(importlib.import_module(f"graphrt.{_WHERE[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"graphrt.{name}") is not None:
         return importlib.import_module(f"graphrt.{name}")
     raise AttributeError(f"module 'graphrt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBPACKAGES])

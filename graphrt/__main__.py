@@ -1,7 +1,23 @@
-"""python -m graphrt"""
+"""The command `graphrt`, also as `python -m graphrt`. It imports little before Ctrl-C is taken care of."""
 
 import sys
 
-from graphrt.tools.cli import main
+from graphrt import interrupts
 
-sys.exit(main())
+
+def main() -> int:
+    """Runs the command line of this process and returns its exit code."""
+    try:
+        interrupts.install()
+        from graphrt.tools.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print(interrupts.line(interrupts.command_name(sys.argv[1:])), file=sys.stderr)
+        return interrupts.EXIT_CODE
+    finally:
+        interrupts.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,13 +7,14 @@ the reason why it can't be used here, and `--backend NAME` or prepare(..., [NAME
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
 from graphrt.buffer import Buffer as Buffer  # here too, for those who write backends
@@ -56,14 +57,9 @@ class Elsewhere:
 class Region:
     """A split's nodes in order, and what fusing must know of the graph around them."""
 
-    def __init__(self, nodes: Sequence[Tensor], uses: Callable[[Tensor], int], kept: Callable[[Tensor], bool]) -> None:
+    def __init__(self, nodes: Sequence[Tensor], kept: Callable[[Tensor], bool]) -> None:
         self.nodes = list(nodes)
-        self._uses = uses
         self._kept = kept
-
-    def only_used_once(self, t: Tensor) -> bool:
-        """Exactly one node reads `t`, it is no output, and nothing outside the region needs it."""
-        return self._uses(t) == 1 and not self._kept(t)
 
     def kept(self, t: Tensor) -> bool:
         """`t` must be in memory after the run: an output, or read by another split."""
@@ -85,6 +81,8 @@ class Backend(ABC):
     deterministic: bool = True
     #: run() returns before the work is done, so that a caller gains by queuing runs ahead of what it reads.
     asynchronous: bool = False
+    #: What was prepared before a fork runs in the forked process too. A GPU's memory and queues are its parent's alone.
+    survives_fork: bool = True
     #: How far a model's logits may be from the CPU reference's: an NMSE. What `graphrt bench` checks a model by. A
     #: backend that rounds activations says what that costs.
     logits_nmse: float = 1e-6
@@ -187,11 +185,17 @@ def discover() -> dict[str, BackendInfo]:
     found: dict[str, BackendInfo] = {}
     builtin = importlib.import_module("graphrt.backends").BUILTIN
     loaders: dict[str, Callable[[], Any]] = {name: partial(_import, path) for name, path in builtin.items()}
-    loaders.update({point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP)})
+    loaders.update({point.name: point.load for point in _installed()})
     loaders.update({name: partial(_itself, cls) for name, cls in _REGISTERED.items()})
     for name, load in loaders.items():
         found[name] = _inspect(name, load)
     return dict(sorted(found.items(), key=lambda item: -item[1].score))
+
+
+@functools.cache
+def _installed() -> tuple[EntryPoint, ...]:
+    """Looked up once a process: it reads the metadata of every installed package, which takes milliseconds."""
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def _itself(cls: type[Backend]) -> type[Backend]:

@@ -22,15 +22,25 @@ class Variable:
         return os.environ.get(self.name) or None
 
 
-CACHE = Variable("GRAPHRT_CACHE", "--cache-dir", "FOLDER", "folder of fetched models", "~/.cache/graphrt")
+CACHE = Variable(
+    "GRAPHRT_CACHE", "--cache-dir", "FOLDER", "folder of fetched models and compiled kernels", "~/.cache/graphrt"
+)
 FUSE = Variable(
     "GRAPHRT_FUSE", "--fuse", "NAMES",
     "fusions of the GPU backend: 0 for none, or names with commas for these only (backends/triton/fuse.py)", "all",
 )  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
-    "~/.cache/graphrt/kernels",
+    "kernels in the folder above",
 )  # fmt: skip
+
+
+def cache_folder(name: str) -> str | None:
+    """A folder inside the one that GRAPHRT_CACHE names, None where it names none."""
+    folder = CACHE.get()
+    return None if folder is None else os.path.join(folder, name)
+
+
 VARIABLES = (CACHE, FUSE, KERNEL_CACHE)
 
 

@@ -6,6 +6,7 @@ stays at one address for the life of the Executable, so that inputs are rewritte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Bytes, Place, Region, Usage, distinct, get_backend
-from graphrt.bounds import span
 from graphrt.dtypes import DType
 from graphrt.errors import BackendError, GraphError, MemoryPlanError
 from graphrt.graph import Graph
 from graphrt.op import made_by, op_spec
+from graphrt.places import Arena, Places
 from graphrt.plan import MemoryPlan, Request, plan_memory
 from graphrt.program import Group, Program, Run, StepInfo
 from graphrt.rules import check_graph
@@ -42,15 +43,6 @@ def host_type(dt: DType) -> np.dtype[np.generic]:
     return np.dtype(NUMPY_TYPES.get(dt.name, np.uint8))
 
 
-@dataclass(frozen=True)
-class Arena:
-    """One backend's compute memory: its buffer, the plan behind it, and what every block's offset is a multiple of."""
-
-    buffer: Buffer
-    plan: MemoryPlan
-    alignment: int
-
-
 @dataclass(frozen=True, eq=False)
 class PreparedSplit:
     """A split as it runs: its backend, its groups of nodes, the copies before them, and `run`, the compiled program."""
@@ -71,6 +63,8 @@ class Executable:
         self.graph = graph
         self.schedule = sched
         self.arenas = arenas
+        self._places = Places(sched, arenas)
+        self._process = os.getpid()
         self.splits: list[PreparedSplit] = []
         self._program: list[Callable[[], None]] = []
         self._steps = {id(a.buffer): a.alignment for a in arenas.values()}
@@ -80,26 +74,28 @@ class Executable:
     def place(self, tensor: Tensor) -> Place:
         """The buffer a tensor lies in and its offset in bytes. Raises MemoryPlanError for one that has no memory, or
         that does not lie inside it."""
-        local = self.schedule.local.get(tensor, tensor)
-        root = local.root
-        if root.buffer is not None:
-            return root.buffer, span(local, root.offset + local.view_offs, root.buffer.nbytes)[0]
-        arena = self.arenas.get(self.schedule.homes.get(root, ""))
-        if arena is None or root not in arena.plan.offsets:
-            raise MemoryPlanError(
-                f"{tensor.name!r} has no memory of its own here (it is fused away, or not in the graph); "
-                f"make it an output of the graph to read it"
-            )
-        return arena.buffer, span(local, arena.plan.offsets[root] + local.view_offs, arena.buffer.nbytes)[0]
+        return self._places(tensor)
 
     def run(self) -> None:
-        """Runs the graph once. Work may still be under way on return; read() waits for it."""
+        """Runs the graph once. Work may still be under way on return; read() waits for it. Raises BackendError in a
+        forked process, where a backend can't go on there."""
+        if os.getpid() != self._process:
+            self._check_fork()
         for step in self._program:
             step()
 
+    def _check_fork(self) -> None:
+        lost = [split.backend.id for split in self.splits if not split.backend.survives_fork]
+        if lost:
+            raise BackendError(
+                f"what was prepared on {lost[0]!r} must run in the process that prepared it, {self._process}, not in "
+                f'{os.getpid()}, which was forked from it; start processes by multiprocessing\'s "spawn" method and '
+                f"load the model there"
+            )
+
     def alone(self, split: PreparedSplit, step: StepInfo) -> Run:
         """What runs one step of a split's program by itself."""
-        return step.alone() if step.alone is not None else split.backend.compile([step.group], self.place)
+        return step.alone() if step.alone is not None else split.backend.compile([step.group], self._places)
 
     def synchronize(self) -> None:
         """Waits until everything that was queued is done."""
@@ -211,7 +207,7 @@ def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "a
                 move()
             else:
                 exe._program.append(move)
-        program = split.backend.compile(split_groups, exe.place)
+        program = split.backend.compile(split_groups, exe._places)
         if not isinstance(program, Program):
             raise BackendError(
                 f"a backend's compile() must return a graphrt.program.Program, backend {split.backend.id!r} returned "
@@ -223,29 +219,16 @@ def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "a
 
 
 def _fuse(graph: Graph, sched: Schedule) -> list[list[Group]]:
-    uses: dict[Tensor, int] = {}
     kept = {sched.local.get(t, t) for t in graph.kept}
     for split in sched.splits:
         kept.update(copy.source for copy in split.copies)
-        for node in split.nodes:
-            for source in node.sources():
-                _count_use(source, uses)
     mine = [set(split.nodes) for split in sched.splits]
     for i, split in enumerate(sched.splits):  # a neighbour split of the same backend reads it in place
         for node in split.nodes:
             kept.update(s for s in node.sources() if not s.is_leaf and made_by(s) not in mine[i])
     roots_kept = kept | {t.root for t in kept}
-    regions = [Region(split.nodes, lambda t: uses.get(t, 0), lambda t: t in roots_kept) for split in sched.splits]
+    regions = [Region(split.nodes, lambda t: t in roots_kept) for split in sched.splits]
     return [s.backend.fuse(r) for s, r in zip(sched.splits, regions)]
-
-
-def _count_use(source: Tensor, uses: dict[Tensor, int]) -> None:
-    """One use of `source`, and through a chain of views one of each tensor on the way to the memory."""
-    tensor: Tensor | None = source
-    while tensor is not None:
-        uses[tensor] = uses.get(tensor, 0) + 1
-        through_view = not tensor.is_leaf and op_spec(tensor.op).is_view
-        tensor = tensor.src[0] if through_view else None
 
 
 def plan_arenas(graph: Graph, backends: Sequence[Backend]) -> dict[str, MemoryPlan]:

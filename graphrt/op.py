@@ -1,22 +1,20 @@
 """OpSpec: what the runtime knows of an op, and the registry that ops/ fills.
 
-An op is its rule for sources, parameters and result (`infer`), its work in FLOPs and bytes, the sources whose memory
-its result may take over, and its conformance cases. Computing is the backends' part.
+An op is its rule for sources, parameters and result (`infer`), its work in FLOPs and bytes, and the sources whose
+memory its result may take over. Computing is the backends' part. Conformance cases are registered apart, by modules
+that are imported only when somebody asks for cases (register_cases_module).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from graphrt.dtypes import DType
 from graphrt.errors import GraphError
 from graphrt.tensor import Dims, Tensor
-
-if TYPE_CHECKING:
-    from graphrt.testing import Case
 
 Sources = tuple["Tensor | None", ...]
 #: The largest finite f32: kernels take an op's parameters as such.
@@ -62,28 +60,28 @@ class OpSpec:
     """One op.
 
     name: ggml's name. infer(src, params): checks and returns the Result, or raises GraphError.
-    cases(): conformance cases. work(node): FLOPs and bytes. n_src: least and most sources. params: the dataclass of its
-    parameters or None. is_view: the result is another look at src[0] and nothing is computed. inplace: indices of
-    sources whose memory the result may take over. writes: index of the source that the op writes into and returns.
-    more_cases: further sets of cases by name, see testing.all_cases(). mask: index of the source that hides parts of
-    the sources `masked`, which need not be read.
+    work(node): FLOPs and bytes. n_src: least and most sources. params: the dataclass of its parameters or None.
+    is_view: the result is another look at src[0] and nothing is computed. inplace: indices of sources whose memory the
+    result may take over. writes: index of the source that the op writes into and returns. mask: index of the source
+    that hides parts of the sources `masked`, which need not be read.
+
+    Its conformance cases are registered by name: testing.register_cases(name, quick=...).
     """
 
     name: str
     infer: Callable[[Sources, Any], Result]
-    cases: Callable[[], Iterable[Case]]
     work: Callable[[Tensor], Work]
     n_src: tuple[int, int] = (1, 1)
     params: type | None = None
     is_view: bool = False
     inplace: tuple[int, ...] = ()
     writes: int | None = None
-    more_cases: Mapping[str, Callable[[], Iterable[Case]]] = field(default_factory=dict)
     mask: int | None = None
     masked: tuple[int, ...] = ()
 
 
 _REGISTRY: dict[str, OpSpec] = {}
+_CASES_MODULES: list[str] = []
 
 
 def register(spec: OpSpec) -> OpSpec:
@@ -116,6 +114,21 @@ def made_by(t: Tensor) -> Tensor:
 def registered_ops() -> dict[str, OpSpec]:
     """Every op by name, in the order of registration."""
     return dict(_REGISTRY)
+
+
+def register_cases_module(module: str) -> None:
+    """Names the module, or package, that registers conformance cases when it is imported.
+
+    A package of ops calls this with a full name ("graphrt.ops.cases"), so that cases are loaded only when
+    testing.all_cases() is called and not whenever a graph is built.
+    """
+    if module not in _CASES_MODULES:
+        _CASES_MODULES.append(module)
+
+
+def cases_modules() -> tuple[str, ...]:
+    """The modules that register_cases_module() has named, in that order."""
+    return tuple(_CASES_MODULES)
 
 
 def require(ok: bool, op: str, rule: str, *tensors: Tensor | None) -> None:

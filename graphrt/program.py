@@ -172,6 +172,11 @@ class TilePlan:
         return 100 * self.units / (self.at_once * self.longest)
 
     @property
+    def idle_places(self) -> int:
+        """Places that have no program: the launch is too small for the device."""
+        return self.at_once - len(self.slots)
+
+    @property
     def bars(self) -> list[Bar]:
         return [bar for slot in self.slots for bar in slot]
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import IntFlag
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graphrt.buffer import Buffer
 from graphrt.dtypes import DType, dtype
 from graphrt.errors import GraphError
-
-if TYPE_CHECKING:
-    from graphrt.backend import Buffer
 
 MAX_DIMS = 4
 MAX_SRC = 10

@@ -13,7 +13,7 @@ def group_work(group: Group, seen: Mapping[str, tuple[float, float]] | None = No
     """FLOPs of all nodes; bytes that come from outside the group, each source once, and those of its results.
 
     seen: by the name of a mask, the shares of cells that any query sees, and of pairs of query and cell that count
-    (tools/profile.py): of an attention counts what its mask shows, since the rest of a cache is skipped.
+    (tools/profile/masks.py): of an attention counts what its mask shows, since the rest of a cache is skipped.
     """
     flops, moved = 0, 0
     read: set[Tensor] = set()

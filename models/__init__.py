@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphrt.models.model import Model, Piece, load
-    from graphrt.models.sampling import SamplerParams
+    from graphrt.models.generation import Piece
+    from graphrt.models.model import Model, load
+    from graphrt.models.sampling_params import SamplerParams
 
 __all__ = ["Model", "Piece", "SamplerParams", "load"]
 
-_WHERE = {"Model": "model", "Piece": "model", "load": "model", "SamplerParams": "sampling"}
+_WHERE = {"Model": "model", "Piece": "generation", "load": "model", "SamplerParams": "sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Usage
+from graphrt.backends.cpu import threads
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
-from graphrt.models.hparam_limits import default_ctx
+from graphrt.models.hparam_sizes import default_ctx
 from graphrt.models.hparams import HParams
+from graphrt.models.key_reader import INT32_MAX
 from graphrt.models.placement import for_cache
 from graphrt.models.recent import Recent
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step import Logits, PreparedStep
 from graphrt.ops import SampleParams
+from graphrt.progress import Advance, ignore, task
 from graphrt.tensor import new_tensor
+
+log = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int32]
 
@@ -32,29 +38,52 @@ Ids = npt.NDArray[np.int32]
 MAX_PREPARED = 8
 #: And of those that choose the next tokens by themselves: one for each way to choose.
 MAX_CHAINED = 2
+#: For SessionOptions.n_ctx: the context that the model was trained on.
+OWN_CTX = -1
 #: Steps that are queued on a device beyond the tokens that the host waits for.
 MAX_AHEAD = 4
 
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096;
-    n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types."""
+    """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096,
+    OWN_CTX for as many as the model was trained on; more are allowed where positions are computed, and warned of;
+    n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types;
+    n_threads_batch: CPU threads of a step that reads several tokens of a sequence, 0 for as many as others have."""
 
     n_ctx: int = 0
     n_batch: int = 512
     type_k: str = "f16"
     type_v: str = "f16"
+    n_threads_batch: int = 0
 
 
 def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     """(n_ctx, n_batch) as they will be. Raises SessionError for those that can't."""
-    n_ctx = options.n_ctx or default_ctx(hp)
-    if not 1 <= n_ctx <= hp.n_ctx_train:
-        raise SessionError(f"the context (-c) must be 1 to {hp.n_ctx_train}, the model's own limit, got {n_ctx}")
+    n_ctx = hp.n_ctx_train if options.n_ctx == OWN_CTX else options.n_ctx or default_ctx(hp)
+    learned = hp.rope is None and not hp.max_alibi_bias
+    most, why = (hp.n_ctx_train, "for which the model has positions") if learned else (INT32_MAX, "what positions hold")
+    if not 1 <= n_ctx <= most:
+        raise SessionError(f"the context (-c) must be 1 to {most}, {why}, got {n_ctx}")
+    if options.n_threads_batch < 0:
+        raise SessionError(f"threads must be at least 1, or 0 for the usual number, got {options.n_threads_batch}")
     if options.n_batch < 1:
         raise SessionError(f"the batch (-b) must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
+
+
+def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
+    """Warns of a context that is longer than the model was trained on. Raises SessionError where there are no positions
+    for it."""
+    trained = decoder.hp.n_ctx_train
+    if decoder.position_embd is not None:
+        raise SessionError(f"the context (-c) must be 1 to {trained}, for which the model has positions, got {n_ctx}")
+    log.warning(
+        "a context of %d tokens is longer than the %d that the model was trained on: what it says beyond these may "
+        "make no sense, unless its rotation of positions is stretched (RopeOptions, --rope-scaling)",
+        n_ctx,
+        trained,
+    )
 
 
 class Engine:
@@ -75,7 +104,10 @@ class Engine:
         self.backends = list(backends)
         self.n_seq = n_seq
         self.n_ctx, n_batch = check_options(options, hp)
+        if self.n_ctx > hp.n_ctx_train:
+            _check_past_training(decoder, self.n_ctx)
         self.n_batch = max(1, n_batch // n_seq)
+        self.n_threads_batch = options.n_threads_batch
         self.home = for_cache(self.backends, options.type_k)
         types = options.type_k, options.type_v
         self.cache = KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=n_seq)
@@ -126,10 +158,16 @@ class Engine:
         with self.alone():
             given = self.checked(tokens)
             found: dict[int, Logits] = {}
-            for start in range(0, max(map(len, given.values())), self.n_batch):
-                part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
-                found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+            with self.reading(sum(map(len, given.values()))) as advance:
+                for start in range(0, max(map(len, given.values())), self.n_batch):
+                    part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
+                    found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+                    advance(sum(map(len, part.values())))
             return np.stack([found[seq] for seq in given])
+
+    def reading(self, n: int) -> AbstractContextManager[Advance]:
+        """The task of reading n tokens: a prompt's, since a step of generated ones is over at once."""
+        return task("reading the prompt", n, "tokens") if n > self.n_seq else nullcontext(ignore)
 
     @contextmanager
     def alone(self) -> Generator[None, None, None]:
@@ -148,8 +186,9 @@ class Engine:
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
         one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
         try:
-            prepared = self.feed(part, every=every)
-            prepared.exe.run()
+            with threads.using(self.n_threads_batch if max(map(len, part.values())) > 1 else 0):
+                prepared = self.feed(part, every=every)
+                prepared.exe.run()
             for seq, ids in part.items():
                 self.lengths[seq] += len(ids)
         finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted
@@ -251,10 +290,11 @@ class Engine:
             held = f" after {past} that the cache holds" if past else ""
             longest = self.decoder.hp.n_ctx_train
             more = (
-                f"or raise it with -c, up to {longest}" if self.n_ctx < longest else "this model can't raise it with -c"
+                f"or raise it with -c, up to {longest}" if self.n_ctx < longest else "the model was trained on no more"
             )
             raise SessionError(
-                f"the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; shorten the prompt, {more}"
+                f"the prompt is too long: the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; "
+                f"shorten the prompt, {more}"
             )
         bad = next((t for t in ids if not 0 <= t < n_vocab), None)
         if bad is not None:

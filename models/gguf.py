@@ -26,7 +26,7 @@ from graphrt.dtypes import TYPES
 from graphrt.errors import GGUFError
 from graphrt.models import gguf_blocks
 from graphrt.models.gguf_cursor import AGAIN, Buffer
-from graphrt.models.gguf_parse import ArraySpan, Parsed, TensorInfo, decode_array, parse, shown
+from graphrt.models.gguf_parse import ArraySpan, Parsed, TensorInfo, decode_array, parse, raw_values, shown
 from graphrt.models.gguf_parts import open_parts, split_count, unmap
 from graphrt.printing import brief
 
@@ -80,6 +80,10 @@ class Metadata(Mapping[str, Any]):
         if isinstance(value, ArraySpan):
             return value.count
         return len(value) if isinstance(value, (list, np.ndarray)) else None
+
+    def override(self, key: str, value: bool | int | float | str) -> None:
+        """Has the key say this from now on, in memory; raw_values() stays the file's."""
+        self._values[key] = value
 
     def _release(self) -> None:
         self._buf = None
@@ -157,6 +161,20 @@ class GGUFFile:
             f"{self._label}: the key {key!r} must be {_wanted(kinds)}, got {shown(value)}.\n"
             f"Convert the model again, or download another file of it."
         )
+
+    def raw_values(self) -> dict[str, bytes]:
+        """Each key's type and value as the first part has them, for another file to be made of (gguf_write.py).
+
+        Raises GGUFError for a closed file and for one of the other byte order.
+        """
+        if not self._buffers:
+            raise GGUFError("the keys can't be read: the file is closed. Take them before close().")
+        if self._swap:
+            raise GGUFError(
+                f"{self._label}: a file is made of one in the machine's byte order, this is {self.byte_order}-endian. "
+                f"Use the model's {sys.byteorder}-endian file."
+            )
+        return raw_values(self._buffers[0], self._label)
 
     def data(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes, 1-D, in the machine's byte order: a view of the mapped file, or a copy where the file

@@ -111,6 +111,20 @@ def parse(buf: Buffer, label: str, part: int = 0) -> Parsed:
     return Parsed(version, cur.order, alignment, values, tensors)
 
 
+def raw_values(buf: Buffer, label: str) -> dict[str, bytes]:
+    """Each key's type and value as they lie in a header that parse() has accepted: what a copy of the file repeats."""
+    cur = Cursor(buf, label)
+    _read_version(cur)
+    _read_count(cur, "tensors", _MIN_TENSOR_BYTES)
+    found: dict[str, bytes] = {}
+    for i in range(_read_count(cur, "keys", _MIN_KV_BYTES)):
+        key = cur.name(f"key {i}", _MAX_KEY)
+        start = cur.pos
+        _read_value(cur, key)
+        found[key] = bytes(buf[start : cur.pos])
+    return found
+
+
 def _read_version(cur: Cursor) -> int:
     if cur.size == 0:
         cur.fail("a GGUF file can't be empty", "Download the file again.")

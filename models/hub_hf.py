@@ -15,12 +15,16 @@ from typing import Any
 from graphrt import private_files
 from graphrt.errors import HubError
 from graphrt.models import checksums
-from graphrt.models.hub import check_sha256, install, partial_folder
+from graphrt.models.hub_cache import check_sha256, install, partial_folder
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"hf:(?P<repo>[^/]+/[^/]+)/(?P<file>.+)")
-_SPLIT = re.compile(r"(?P<prefix>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
+SPLIT = re.compile(r"(?P<prefix>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
+
+
+class Unreachable(HubError):
+    """The Hub gives no answer, or none that can be used."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def _is_as_fetched(repo: str, file: str, root: Path, target: Path) -> bool:
 def _is_as_published(repo: str, file: str, root: Path, target: Path) -> bool:
     """Asks the Hub. What it can't tell of is believed as it is from now on, with a sentence."""
     try:
-        with _said_as_hub_errors(f"hf:{repo}/{file}"):
+        with said_as_hub_errors(f"hf:{repo}/{file}"):
             etag = _metadata(repo, file).etag
         if checksums.SHA256.fullmatch(etag):
             return bool(checksums.matches(target, root, etag))
@@ -78,8 +82,11 @@ def _parse(name: str) -> tuple[str, list[str]]:
     # ".." would leave the cache folder, and so would Windows' other ways of writing a path
     odd = any(part in ("", ".", "..") for part in name.removeprefix("hf:").split("/"))
     if match is None or odd or re.search(r"[\x00-\x1f\x7f\\:]", name.removeprefix("hf:")):
-        raise HubError(f"a model on Hugging Face is hf:OWNER/REPO/FILE, got {name[:200]!r}. Give its full name.")
-    split = _SPLIT.fullmatch(match["file"])
+        raise HubError(
+            f"a model on Hugging Face is hf:OWNER/REPO[:QUANT] or hf:OWNER/REPO/FILE, got {name[:200]!r}. Give its "
+            f"full name."
+        )
+    split = SPLIT.fullmatch(match["file"])
     if split is None:
         return match["repo"], [match["file"]]
     count = int(split["count"])
@@ -89,7 +96,7 @@ def _parse(name: str) -> tuple[str, list[str]]:
     return match["repo"], [f"{split['prefix']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
 
 
-def _library() -> Any:
+def library() -> Any:
     if not {"HF_HOME", "XDG_CACHE_HOME"} & os.environ.keys() and "huggingface_hub" not in sys.modules:
         try:
             private_files.check_home()
@@ -107,7 +114,7 @@ def _library() -> Any:
 
 def _metadata(repo: str, file: str) -> Metadata:
     """What the Hub says of the file. The caller turns errors into HubErrors."""
-    hf = _library()
+    hf = library()
     found = hf.get_hf_file_metadata(hf.hf_hub_url(repo, file))
     revision, etag = found.commit_hash, str(found.etag or "")
     if revision is not None and not re.fullmatch("[0-9a-f]{1,64}", str(revision)):
@@ -116,10 +123,10 @@ def _metadata(repo: str, file: str) -> Metadata:
 
 
 def _fetch(repo: str, file: str, root: Path, target: Path, show: bool) -> None:
-    hf = _library()
+    hf = library()
     label = f"hf:{repo}/{file}"
     with partial_folder(root, "hf") as folder:
-        with _said_as_hub_errors(label):
+        with said_as_hub_errors(label):
             metadata = _metadata(repo, file)
             bar = None if show else _quiet_bar()
             got = Path(hf.hf_hub_download(repo, file, revision=metadata.revision, local_dir=folder, tqdm_class=bar))
@@ -132,9 +139,9 @@ def _fetch(repo: str, file: str, root: Path, target: Path, show: bool) -> None:
 
 
 @contextlib.contextmanager
-def _said_as_hub_errors(label: str) -> Iterator[None]:
+def said_as_hub_errors(label: str) -> Iterator[None]:
     """The library's errors as HubErrors. label: of the file that was asked for."""
-    errors = _library().errors
+    errors = library().errors
     network = _network_errors(errors)
     try:
         yield
@@ -143,15 +150,15 @@ def _said_as_hub_errors(label: str) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         raise HubError(f"{label}: there is no such repository, or it is private. Check OWNER/REPO.") from None
     except errors.LocalEntryNotFoundError:
-        raise HubError(f"{label}: the Hub can't be reached. Check the network and HF_HUB_OFFLINE.") from None
+        raise Unreachable(f"{label}: the Hub can't be reached. Check the network and HF_HUB_OFFLINE.") from None
     except errors.EntryNotFoundError:
         raise HubError(f"{label}: the repository has no such file. Look at its list of files.") from None
     except errors.HFValidationError:
-        raise HubError(f"{label}: that is no valid repository name. Give hf:OWNER/REPO/FILE.") from None
+        raise HubError(f"{label}: that is no valid repository name. Give hf:OWNER/REPO[:QUANT].") from None
     except network as err:
         status = getattr(getattr(err, "response", None), "status_code", None)
         reason = f"the Hub answered {status}" if status else "the Hub can't be reached"
-        raise HubError(f"{label}: {reason}. Check the network and HF_HUB_OFFLINE, or try later.") from None
+        raise Unreachable(f"{label}: {reason}. Check the network and HF_HUB_OFFLINE, or try later.") from None
 
 
 def _network_errors(errors: Any) -> tuple[type[BaseException], ...]:

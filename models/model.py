@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,28 +20,30 @@ from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
-from graphrt.models.embed import Embedder
-from graphrt.models.engine import Engine, SessionOptions
+from graphrt.models.choices import text
+from graphrt.models.embed import Embedder, check_pooling
+from graphrt.models.embed_decoder import embed
+from graphrt.models.engine import Engine, SessionOptions, check_options
+from graphrt.models.generation import Piece as Piece
+from graphrt.models.generation import Pieces, TextRules
 from graphrt.models.gguf import GGUFFile
+from graphrt.models.grammar import GrammarVocab
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
-from graphrt.models.sampling import Sampler, SamplerParams
+from graphrt.models.rope_options import RopeOptions
+from graphrt.models.samples import MAX_SAMPLES, samples
+from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_params import SamplerOptions, SamplerParams, spells_out
 from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.models.weights import Weights
 from graphrt.printing import brief, brief_name
+from graphrt.progress import task
 
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 20  # keys in a warning
-
-
-class Piece(NamedTuple):
-    """One generated token: its id, and the text that became complete with it ("" inside a character)."""
-
-    token: int
-    text: str
 
 
 class Model:
@@ -61,9 +62,10 @@ class Model:
             more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             listed = ", ".join(named[:MAX_NAMED])
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
-        weights = Weights(file, for_weights(self.backends))
-        self.network: Transformer = cls(hp, weights)
-        weights.check()
+        with task("loading", sum(t.nbytes for t in file.tensors.values()), "bytes") as advance:
+            weights = Weights(file, for_weights(self.backends), advance)
+            self.network: Transformer = cls(hp, weights)
+            weights.check()
         self.weights = weights
 
     @property
@@ -78,12 +80,9 @@ class Model:
 
     @property
     def encoder(self) -> Encoder:
-        """What makes embeddings. Raises SessionError when the model is a decoder."""
+        """The model as an encoder. Raises SessionError when it is a decoder."""
         if not isinstance(self.network, Encoder):
-            raise SessionError(
-                f"embeddings need an encoder, {self.network.hp.arch} models are decoders; use `graphrt run` or "
-                f"another model"
-            )
+            raise SessionError(f"this needs an encoder, {self.network.hp.arch} models are decoders; use Model.embed()")
         return self.network
 
     @cached_property
@@ -140,9 +139,10 @@ class Model:
         a token spells at most as many characters as the longest has."""
         limit, own = n_ctx or self.network.hp.n_ctx_train, self.network.hp.n_ctx_train
         if found > limit or len(text) > limit * self.tokenizer.longest:
-            more = f"or raise it with -c, up to {own}" if limit < own else "this model can't raise it with -c"
+            more = f"or raise it with -c, up to {own}" if limit < own else "the model was trained on no more"
             raise SessionError(
-                f"the context holds {limit} tokens, got a text of {len(text)} characters that has more; shorten the "
+                f"the text is too long: the context holds {limit} tokens, got a text of {len(text)} characters that "
+                f"has more; shorten the "
                 f"prompt, {more}"
             )
 
@@ -153,6 +153,7 @@ class Model:
         self._check_length(text, n_ctx, len(ids))
         return ids
 
+    @spells_out
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -161,63 +162,76 @@ class Model:
         sampling: SamplerParams = SamplerParams(),
         raw: bool = True,
         session: Session | None = None,
+        stop: str | Iterable[str] = (),
+        stop_ids: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: str | None = None,
+        json_schema: str | Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
+        **samplers: Unpack[SamplerOptions],
     ) -> Iterator[Piece]:
         """Tokens and text after a prompt (text, or ids), at most n of them; -1: until the end or a full context.
 
-        Ends after an end-of-generation token, which comes as a piece without text. The session, a new one unless given,
-        holds the sequence, all tokens that were given included: another call, if only with [], goes on behind them.
-        Raises SessionError for a prompt that is empty or longer than the context, or an n under -1.
+        Ends after an end-of-generation token or one of stop_ids, which come as a piece without text, and where the text
+        comes to one of the texts `stop`, of which nothing is given. ignore_eos: no token is an end, and those are never
+        chosen. grammar: the text is one of this GBNF grammar; json_schema: it is JSON that fits this schema; either
+        needs the package llguidance. logprobs: each piece has its token's log-probability, and the likeliest tokens',
+        so many of them. The other keywords are SamplerParams', and change `sampling`.
+
+        The session, a new one unless given, holds the sequence, all tokens that were given included: another call, if
+        only with [], goes on behind them. Raises SessionError for a prompt that is empty or longer than the context, an
+        n under -1, and values that can't be.
         """
-        if n < -1:
-            raise SessionError(f"the number of tokens (-n) must be at least -1, which is no limit, got {n}")
+        rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
+        sampler, pieces = self._new_text(sampling.changed(samplers), rules)
         session = session or self.session()
-        if isinstance(prompt, str):
-            tokens = self.prompt_tokens(prompt, raw=raw, n_ctx=session.n_ctx, begins=session.n_past == 0)
-        else:
-            tokens = list(prompt)
-        if n == 0:
-            session.eval(tokens)
-            return
-        stream = self.tokenizer.stream()
-        with closing(self._choices(tokens, n, Sampler(sampling), session)) as choices:
-            for made, token in enumerate(choices, 1):
-                if self.tokenizer.is_eog(token) and not ignore_eos:
-                    yield Piece(token, stream.flush())
-                    return
-                last = made == n or session.n_past >= session.n_ctx
-                text = stream.push(token)
-                yield Piece(token, text + stream.flush() if last else text)
-                if last:
-                    return
+        begins = session.n_past == 0
+        tokens = self._prompt(prompt, raw=raw, n_ctx=session.n_ctx, begins=begins)
+        return text(session, tokens, n, sampler, pieces, lambda *given: self.next_token(*given))
 
-    def _choices(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Generator[int, None, None]:
-        """The tokens that are chosen after `tokens`, at most n (-1: any number) and while the context has room."""
-        given, past = list[int](), 0
-        try:
-            for token in self._chosen(tokens, n, sampler, session):
-                given, past = [token], session.n_past
-                yield token
-        finally:  # the last one that was given is not read yet, unless what came after its reading failed
-            if session.n_past == past < session.n_ctx:
-                session.unread = given
+    @spells_out
+    def samples(
+        self,
+        prompt: str | Sequence[int],
+        count: int,
+        n: int = 128,
+        *,
+        sampling: SamplerParams = SamplerParams(),
+        raw: bool = True,
+        options: SessionOptions = SessionOptions(),
+        stop: str | Iterable[str] = (),
+        stop_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+        grammar: str | None = None,
+        json_schema: str | Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
+        **samplers: Unpack[SamplerOptions],
+    ) -> Iterator[tuple[int, Piece]]:
+        """`count` texts after one prompt, which is read once: (number of the text, its next piece), a token of each
+        text in turn. Text i is what generate() gives with the seed + i, but for rounding: tokens are read together.
 
-    def _chosen(self, tokens: list[int], n: int, sampler: Sampler, session: Session) -> Iterator[int]:
-        """The same; each token is read when the next one is asked for."""
-        history, params = list(tokens), sampler.device_params()
-        logits = session.eval(tokens)
-        while True:
-            token = self.next_token(sampler, logits, history)
-            history.append(token)
-            yield token
-            rest = n - 1 if n > 0 else session.n_ctx
-            if sampler.is_greedy and session.runs_ahead:
-                yield from session.likeliest(token, rest)
-                return
-            if params is not None and session.draws_ahead(params):
-                yield from session.drawn(token, rest, params, sampler.uniforms)
-                return
-            logits = session.eval([token])
+        options: of the sequences; the rest as generate() has it. Raises SessionError as it does, and for a count that
+        is not 1 to MAX_SAMPLES.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_SAMPLES:
+            raise SessionError(f"the number of samples must be 1 to {MAX_SAMPLES}, got {count!r}")
+        rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
+        first = sampling.changed(samplers)
+        texts = [self._new_text(each, rules) for each in first.seeds(count)]
+        n_ctx, _ = check_options(options, self.decoder.hp)
+        return samples(self, self._prompt(prompt, raw=raw, n_ctx=n_ctx), n, options, texts)
+
+    def _prompt(self, prompt: str | Sequence[int], **how: Any) -> list[int]:
+        return self.prompt_tokens(prompt, **how) if isinstance(prompt, str) else list(prompt)
+
+    def _new_text(self, sampling: SamplerParams, rules: TextRules) -> tuple[Sampler, Pieces]:
+        """What chooses a new text's tokens, and what makes pieces of them."""
+        matcher = None if rules.is_free else self._grammar_vocab.matcher(rules.grammar, rules.json_schema)
+        return rules.sampler(self.tokenizer, self.network.hp.n_vocab, sampling, matcher), rules.pieces(self.tokenizer)
+
+    @cached_property
+    def _grammar_vocab(self) -> GrammarVocab:
+        return GrammarVocab(self.tokenizer)
 
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
         """The sampler's choice after `history`; what generate() asks for each token."""
@@ -229,11 +243,14 @@ class Model:
         """The embedding of each text, or of token ids: float32 [n_embd], with the pooling "none" [n_tokens, n_embd].
 
         pooling: "mean", "cls", "last" or "none", "" for the file's own; normalize: to length 1; n_batch: tokens of one
-        run. Raises SessionError for a decoder, an unknown pooling, and a text that is empty or too long.
+        run. A decoder's is of what its logits are made of. Raises SessionError for an unknown pooling, or none where
+        the file names none, and a text that is empty or too long.
         """
-        encoder = self.encoder
+        check_pooling(pooling, self.network.hp.pooling)
         ids = [self._ids(text, 0) if isinstance(text, str) else list(text) for text in texts]
-        return Embedder(encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
+        if isinstance(self.network, Decoder):
+            return embed(self.network, self.backends, ids, pooling, normalize=normalize, n_batch=n_batch)
+        return Embedder(self.encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
     def logits(self, tokens: Sequence[int], options: SessionOptions = SessionOptions()) -> Logits:
         """The logits after every token: float32 [n_tokens, n_vocab], in a sequence of its own."""
@@ -245,19 +262,23 @@ def load(
     backend: str | Sequence[str | Backend] | Backend = "auto",
     *,
     exact: bool = False,
+    rope: RopeOptions | None = None,
     before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
 ) -> Model:
     """Opens a GGUF file and puts its weights where the backend wants them.
 
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
-    they refuse. exact: only reference forms of the ops. before: called when the weights have no memory yet, and may
-    raise. Raises GGUFError, ArchError, BackendError, MemoryPlanError.
+    they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
+    the weights have no memory yet, and may raise. Raises GGUFError, ArchError, BackendError, MemoryPlanError, and
+    SessionError for changes that the model can't have.
     """
     listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
     if all(b.name != "cpu" for b in backends):
         backends.append(get_backend("cpu", exact=exact))
     file = GGUFFile.open(path)
+    if rope is not None:
+        rope.apply(file)
     if before is not None:
         before(file, backends)
     return Model(file, backends)

@@ -51,6 +51,13 @@ class Session(Engine):
         last: Logits = self.read({0: [*self.unread, *tokens]})[0]
         return last
 
+    def eval_again(self, token: int) -> Logits:
+        """The logits after the last token that was read, which was `token`, once more: f32 [n_vocab]."""
+        with self.alone():
+            self.lengths[0] -= 1
+            self.cache.forget_from(self.lengths)
+        return self.eval([token])
+
     def eval_rows(self, tokens: Sequence[int], first: int = 0) -> Logits:
         """Reads tokens and returns the logits after each from index `first` on: f32 [n - first, n_vocab].
 
@@ -63,11 +70,13 @@ class Session(Engine):
             first += len(self.unread)
             rows = np.empty((len(ids) - first, self.decoder.hp.n_vocab), np.float32)
             batch = max(1, min(self.n_batch, MAX_LOGITS_BYTES // (4 * self.decoder.hp.n_vocab)))
-            for start, stop in _batches(first, len(ids), self.n_batch, batch):
-                wanted = start >= first
-                out = self.step({0: ids[start:stop]}, every=wanted)
-                if wanted:
-                    rows[start - first : stop - first] = out
+            with self.reading(len(ids)) as advance:
+                for start, stop in _batches(first, len(ids), self.n_batch, batch):
+                    wanted = start >= first
+                    out = self.step({0: ids[start:stop]}, every=wanted)
+                    if wanted:
+                        rows[start - first : stop - first] = out
+                    advance(stop - start)
             return rows
 
     def likeliest(self, token: int, n: int) -> Iterator[int]:

@@ -103,7 +103,12 @@ class Tokenizer:
         return cls(Vocab.from_metadata(md), md)
 
     def encode(
-        self, text: str, add_bos: bool | None = None, parse_special: bool = False, most: int | None = None
+        self,
+        text: str,
+        add_bos: bool | None = None,
+        parse_special: bool = False,
+        most: int | None = None,
+        goes_on: bool = False,
     ) -> list[int]:
         """Token ids of a text.
 
@@ -111,10 +116,11 @@ class Tokenizer:
         (and EOS as the file says); False adds neither. parse_special: texts of control tokens such as "<|im_end|>"
         become these tokens; otherwise they are ordinary text. User-defined tokens are found in either case. most: how
         many ids are of use; of a text with more, any `most` + 1 or more are returned, and the rest is not looked at.
+        goes_on: the text stands behind other text, so that no vocabulary puts a space before it.
         Raises TokenizerError if BOS or EOS is asked for and the vocabulary has none, or lacks a byte of the text.
         """
         ids = self._end_token("bos", self.bos_id) if (self.add_bos if add_bos is None else add_bos) else []
-        at_boundary = True
+        at_boundary = not goes_on
         room = math.inf if most is None else most
         for part in self._specials.partition(_valid_unicode(text), parse_special):
             if len(ids) > room:

@@ -11,6 +11,7 @@ from graphrt.backend import Backend, Buffer
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile
 from graphrt.printing import brief_name
+from graphrt.progress import Advance, ignore
 from graphrt.tensor import Tensor, full_dims, new_tensor
 
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.(.*)(\.\w+)", re.DOTALL)
@@ -22,11 +23,13 @@ class Weights:
     """Hands out each tensor once by name, checked for its shape, and knows what was never asked for.
 
     What is missing or misshapen gets a leaf without memory, so that check() can name all of it. A backend that can
-    address the mapped file reads it in place; others get a copy of each tensor asked for.
+    address the mapped file reads it in place; others get a copy of each tensor asked for. advance: told the bytes of
+    each.
     """
 
-    def __init__(self, file: GGUFFile, backend: Backend) -> None:
+    def __init__(self, file: GGUFFile, backend: Backend, advance: Advance = ignore) -> None:
         self.file = file
+        self._advance = advance
         self.backend = backend
         self.loaded: dict[str, Tensor] = {}
         self._left: set[str] = set()
@@ -47,6 +50,7 @@ class Weights:
         if info is not None and full_dims(info.ne) == full_dims(ne):
             leaf = new_tensor(info.dtype, *info.ne, name=name)
             leaf.buffer = self._bind(leaf)
+            self._advance(leaf.nbytes)
         else:
             leaf = new_tensor("f32", *ne, name=name)
             (self._missing if info is None else self._misshapen)[name] = ne

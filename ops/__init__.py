@@ -1,5 +1,10 @@
 """The ops: importing this package registers every one of them. Each function builds a node and computes nothing."""
 
+from graphrt.op import register_cases_module
+from graphrt.ops.view import permute, reshape, transpose, view
+
+# isort: split
+# Ops are listed in the order in which they are registered here: views come first.
 from graphrt.ops.copy import concat, cont, cpy, dup, repeat
 from graphrt.ops.elementwise import add, clamp, div, fill, mul, scale, sqr, sqrt, sub
 from graphrt.ops.flash_attn_ext import FlashAttnParams, flash_attn_ext, flash_attn_lse
@@ -13,7 +18,6 @@ from graphrt.ops.sample import SampleParams, sample
 from graphrt.ops.soft_max import soft_max
 from graphrt.ops.sort import argmax, argsort, top_k
 from graphrt.ops.unary import glu, unary
-from graphrt.ops.view import permute, reshape, transpose, view
 
 __all__ = [
     "FlashAttnParams", "RopeParams", "SampleParams", "add", "add_id", "argmax", "argsort", "clamp", "concat",
@@ -21,3 +25,5 @@ __all__ = [
     "l2_norm", "mul", "mul_mat", "mul_mat_id", "norm", "permute", "repeat", "reshape", "rms_norm", "rope", "sample",
     "scale", "set_rows", "soft_max", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "view",
 ]  # fmt: skip
+
+register_cases_module("graphrt.ops.cases")

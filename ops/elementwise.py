@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from graphrt.op import OpSpec, Result, Sources, Work, build, elementwise_work, register, require
-from graphrt.ops.view import gapped
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Given, Inputs, Uniform
 
 
 def can_repeat(small: Tensor, big: Tensor) -> bool:
@@ -31,40 +26,8 @@ def _infer_binary(op: str, src: Sources, params: None) -> Result:
     return Result(a.dtype, a.ne)
 
 
-def _binary_cases(op: str) -> Iterator[Case]:
-    for (ne_a, ne_b), dt in [
-        (((10, 5, 4, 3), (10, 5, 4, 3)), "f32"),
-        (((16, 10, 1, 1), (16, 1, 1, 1)), "f32"),
-        (((1, 7, 3, 1), (1, 1, 3, 1)), "f32"),
-        (((8, 4, 6, 2), (4, 2, 3, 1)), "f32"),
-        (((33, 2, 1, 1), (33, 1, 1, 1)), "f16"),
-        (((33, 2, 1, 1), (1, 1, 1, 1)), "bf16"),
-        (((1025, 3, 2, 1), (1025, 1, 2, 1)), "f32"),
-        (((33, 4, 3, 2), (1, 4, 1, 2)), "f32"),
-        (((33, 4, 3, 2), (33, 1, 3, 1)), "f16"),
-    ]:
-
-        def make(inputs: Inputs, ne_a: tuple[int, ...] = ne_a, ne_b: tuple[int, ...] = ne_b, dt: str = dt) -> Tensor:
-            away_from_zero = Uniform(0.5, 2.0) if op == "DIV" else Uniform(-1, 1)
-            return build(BINARY[op], inputs("a", dt, ne_a), inputs("b", dt, ne_b, away_from_zero))
-
-        yield Case(op, {"type": dt, "ne_a": ne_a, "ne_b": ne_b}, make)
-
-    for dt, same in itertools.product(("f32", "f16"), (False, True)):
-
-        def make_gapped(inputs: Inputs, dt: str = dt, same: bool = same) -> Tensor:
-            b = gapped(inputs, "b", dt, (16, 5, 3, 2) if same else (16, 1, 3, 1), Uniform(0.5, 2.0))
-            return build(BINARY[op], gapped(inputs, "a", dt, (16, 5, 3, 2)), b)
-
-        yield Case(op, {"type": dt, "gaps": True, "same_shape": same}, make_gapped)
-
-
 def _binary(op: str) -> OpSpec:
-    return register(
-        OpSpec(
-            op, partial(_infer_binary, op), lambda: _binary_cases(op), elementwise_work(1), n_src=(2, 2), inplace=(0,)
-        )
-    )
+    return register(OpSpec(op, partial(_infer_binary, op), elementwise_work(1), n_src=(2, 2), inplace=(0,)))
 
 
 BINARY: dict[str, OpSpec] = {op: _binary(op) for op in ("ADD", "SUB", "MUL", "DIV")}
@@ -108,7 +71,7 @@ class ClampParams:
 
 @dataclass(frozen=True)
 class FillParams:
-    """What every element becomes; may be infinite."""
+    """value: what every element of the result is; may be infinite."""
 
     value: float
 
@@ -122,54 +85,22 @@ def _infer_same(op: str, src: Sources, params: object) -> Result:
     return Result(a.dtype, a.ne)
 
 
-_SHAPES = [((10, 5, 4, 3), "f32", False), ((7, 1, 1, 1), "f32", False), ((33, 3, 1, 1), "f16", False)]
-_SHAPES += [((9, 4, 3, 2), "f32", True), ((9, 4, 3, 2), "f16", True), ((1025, 3, 1, 1), "f32", False)]
-
-
-def _map_cases(op: str, params: object, low: float, high: float) -> Iterator[Case]:
-    for ne, dt, gaps in _SHAPES:
-
-        def make(inputs: Inputs, ne: tuple[int, ...] = ne, dt: str = dt, gaps: bool = gaps) -> Tensor:
-            values = Uniform(low, high)
-            a = gapped(inputs, "a", dt, ne, values) if gaps else inputs("a", dt, ne, values)
-            return build(MAPS[op], a, params=params)
-
-        yield Case(op, {"type": dt, "ne": ne, "gaps": gaps, "params": params}, make)
-
-    def make_special(inputs: Inputs) -> Tensor:
-        values = (math.nan, math.inf, 0.125, 0.0, 4.0) + (() if op == "SQRT" else (-math.inf, -0.25))
-        return build(MAPS[op], inputs("a", "f32", (14, 2), Given(values)), params=params)
-
-    yield Case(op, {"type": "f32", "values": "special", "params": params}, make_special)
-
-
-def _map(op: str, flops: int, cases: Callable[[], Iterator[Case]], params: type | None = None) -> OpSpec:
-    spec = OpSpec(op, partial(_infer_same, op), cases, elementwise_work(flops), params=params, inplace=(0,))
+def _map(op: str, flops: int, params: type | None = None) -> OpSpec:
+    spec = OpSpec(op, partial(_infer_same, op), elementwise_work(flops), params=params, inplace=(0,))
     return register(spec)
 
 
 MAPS: dict[str, OpSpec] = {
-    "SCALE": _map("SCALE", 2, lambda: _map_cases("SCALE", ScaleParams(2.5, -0.75), -1, 1), ScaleParams),
-    "CLAMP": _map("CLAMP", 2, lambda: _map_cases("CLAMP", ClampParams(-0.5, 0.25), -1, 1), ClampParams),
-    "SQR": _map("SQR", 1, lambda: _map_cases("SQR", None, -2, 2)),
-    "SQRT": _map("SQRT", 1, lambda: _map_cases("SQRT", None, 0, 4)),
+    "SCALE": _map("SCALE", 2, ScaleParams),
+    "CLAMP": _map("CLAMP", 2, ClampParams),
+    "SQR": _map("SQR", 1),
+    "SQRT": _map("SQRT", 1),
 }
-
-
-def _fill_cases() -> Iterator[Case]:
-    """The source holds NaN and infinity, which must not show."""
-    for (ne, dt, gaps), value in itertools.product(_SHAPES[:5], (0.0, -1.5, -math.inf)):
-
-        def make(inputs: Inputs, ne: tuple[int, ...] = ne, dt: str = dt, gaps: bool = gaps, v: float = value) -> Tensor:
-            values = Given((math.nan, 1.0, math.inf))
-            return fill(gapped(inputs, "a", dt, ne, values) if gaps else inputs("a", dt, ne, values), v)
-
-        yield Case("FILL", {"type": dt, "ne": ne, "gaps": gaps, "value": value}, make)
 
 
 FILL = register(
     OpSpec(
-        "FILL", partial(_infer_same, "FILL"), _fill_cases, lambda node: Work(0, node.data_nbytes), params=FillParams,
+        "FILL", partial(_infer_same, "FILL"), lambda node: Work(0, node.data_nbytes), params=FillParams,
         inplace=(0,),
     )
 )  # fmt: skip

@@ -16,14 +16,11 @@ Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from graphrt.dtypes import F32
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
 from graphrt.tensor import Tensor
-from graphrt.testing import Case
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,10 @@ def _infer_lse(src: Sources, params: FlashAttnParams) -> Result:
 
 
 def _attn_work(node: Tensor) -> Work:
-    """Every score counts, masked or not: the figure that peers report. A v that lies in k costs no further bytes."""
+    """FLOPs of every score, hidden by the mask or not, as other runtimes count them.
+
+    A v that begins where k does, as a view of the same memory, adds no bytes.
+    """
     q, k = node.src[0], node.src[1]
     assert q is not None and k is not None
     v = node.src[2] if node.op == "FLASH_ATTN_EXT" else None
@@ -86,25 +86,13 @@ def _attn_work(node: Tensor) -> Work:
     return Work(2 * (k.ne[0] + d_v) * k.ne[1] * q.n_rows, moved_bytes(node) - shared)
 
 
-def _cases(op: str, which: str = "quick") -> Iterator[Case]:
-    from graphrt.ops.flash_attn_cases import cases  # it needs the builders below
-
-    return cases(op, which)
-
-
-def _more_cases(op: str) -> dict[str, Callable[[], Iterator[Case]]]:
-    return {which: partial(_cases, op, which) for which in ("full", "ggml")}
-
-
 FLASH_ATTN_EXT = register(
     OpSpec(
         "FLASH_ATTN_EXT",
         _infer_attn,
-        partial(_cases, "FLASH_ATTN_EXT"),
         _attn_work,
         n_src=(3, 5),
         params=FlashAttnParams,
-        more_cases=_more_cases("FLASH_ATTN_EXT"),
         mask=3,
         masked=(1, 2),
     )
@@ -113,11 +101,9 @@ FLASH_ATTN_LSE = register(
     OpSpec(
         "FLASH_ATTN_LSE",
         _infer_lse,
-        partial(_cases, "FLASH_ATTN_LSE"),
         _attn_work,
         n_src=(2, 4),
         params=FlashAttnParams,
-        more_cases=_more_cases("FLASH_ATTN_LSE"),
         mask=2,
         masked=(1,),
     )

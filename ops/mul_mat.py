@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 from graphrt.dtypes import F32
 from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
 from graphrt.tensor import Tensor
-from graphrt.testing import Case
 
 
 def _infer(src: Sources, params: None) -> Result:
@@ -28,13 +24,7 @@ def _work(node: Tensor) -> Work:
     return Work(2 * a.ne[0] * node.n_elements, moved_bytes(node))
 
 
-def _cases(which: str = "quick") -> Iterator[Case]:
-    from graphrt.ops.mul_mat_cases import cases  # it needs the builder below
-
-    return cases(which)
-
-
-MUL_MAT = register(OpSpec("MUL_MAT", _infer, _cases, _work, n_src=(2, 2), more_cases={"full": partial(_cases, "full")}))
+MUL_MAT = register(OpSpec("MUL_MAT", _infer, _work, n_src=(2, 2)))
 
 
 def mul_mat(a: Tensor, b: Tensor, name: str = "") -> Tensor:

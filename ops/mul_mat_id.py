@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 from graphrt.dtypes import F32
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import Tensor
-from graphrt.testing import Case
 
 
 def _check_ids(op: str, ids: Tensor, n_slots: int | None, n_tokens: int) -> None:
@@ -47,7 +43,7 @@ def _infer_add_id(src: Sources, params: None) -> Result:
 
 
 def _used(held: int, ids: Tensor) -> int:
-    """How many of `held` experts are read at most. Which ones it is only known when ids are."""
+    """How many of `held` experts may be read at most. The exact number depends on what the ids are in a run."""
     return min(held, ids.n_elements)
 
 
@@ -64,19 +60,12 @@ def _add_id_work(node: Tensor) -> Work:
     return Work(node.n_elements, moved)
 
 
-def _cases(op: str, which: str = "quick") -> Iterator[Case]:
-    from graphrt.ops.mul_mat_id_cases import cases  # it needs the builders below
-
-    return cases(op, which)
-
-
 MUL_MAT_ID = register(
     OpSpec(
-        "MUL_MAT_ID", _infer_mul_mat_id, partial(_cases, "MUL_MAT_ID"), _mul_mat_id_work, n_src=(3, 3),
-        more_cases={"full": partial(_cases, "MUL_MAT_ID", "full")},
+        "MUL_MAT_ID", _infer_mul_mat_id, _mul_mat_id_work, n_src=(3, 3)
     )
 )  # fmt: skip
-ADD_ID = register(OpSpec("ADD_ID", _infer_add_id, partial(_cases, "ADD_ID"), _add_id_work, n_src=(3, 3), inplace=(0,)))
+ADD_ID = register(OpSpec("ADD_ID", _infer_add_id, _add_id_work, n_src=(3, 3), inplace=(0,)))
 
 
 def mul_mat_id(experts: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass
 
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
-from graphrt.ops.view import gapped
-from graphrt.tensor import Dims, Tensor
-from graphrt.testing import Case, Inputs, Positions, Uniform, grid
+from graphrt.tensor import Tensor
 
 #: normal rotates the pair (2i, 2i+1), neox the pair (i, i + n_dims/2).
 ROPE_MODES = ("normal", "neox")
@@ -19,7 +14,12 @@ ROPE_MODES = ("normal", "neox")
 
 @dataclass(frozen=True)
 class RopeParams:
-    """n_dims: how many leading dimensions rotate; the rest pass through. The others as ggml_rope_ext has them."""
+    """n_dims: how many leading elements of a head rotate; the rest are copied. mode: one of ROPE_MODES.
+
+    freq_base, freq_scale: a pair's angle is position * freq_scale * freq_base^(-2i/n_dims). ext_factor: how much of
+    YaRN there is, 0 for none; n_ctx_orig, beta_fast, beta_slow are YaRN's. attn_factor: on sine and cosine. All as
+    ggml_rope_ext has them.
+    """
 
     n_dims: int
     mode: str = "normal"
@@ -67,7 +67,7 @@ _WIDEST = 1e30
 
 
 def _check_frequencies(p: RopeParams) -> None:
-    """All that rope_frequencies() divides by, or takes a logarithm of."""
+    """Raises GraphError for a number by which rope_frequencies() could not divide, or take the logarithm of."""
     for name, value in (("freq_base", p.freq_base), ("freq_scale", p.freq_scale)):
         sane = 1 / _WIDEST <= value <= _WIDEST
         require(sane, "ROPE", f"{name} must be over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
@@ -98,60 +98,7 @@ def _infer(src: Sources, params: RopeParams) -> Result:
     return Result(a.dtype, a.ne)
 
 
-@dataclass(frozen=True)
-class _Axes:
-    """ne: [head_dim, n_head, n_tokens, n_seq]; top: the largest position; factors: with frequency factors."""
-
-    params: RopeParams
-    ne: Dims = (64, 3, 5, 2)
-    top: int = 513
-    type: str = "f32"
-    factors: bool = False
-    gaps: bool = False
-
-
-def _axes() -> Iterator[_Axes]:
-    yarn = RopeParams(64, "neox", 1e4, 0.25, 1024, 1.0, 1.0)
-    points = [
-        _Axes(RopeParams(64)),
-        _Axes(RopeParams(32), (80, 3, 5, 2)),
-        _Axes(RopeParams(2), (6, 1, 1, 1), factors=True),
-        _Axes(RopeParams(20), (40, 5, 33, 1)),
-        _Axes(RopeParams(128), (128, 2, 7, 1), top=131071),
-        _Axes(RopeParams(64, freq_base=5e5), factors=True, top=8191),
-        _Axes(RopeParams(64, freq_base=1e6, freq_scale=0.125), top=30001),
-        _Axes(RopeParams(64, attn_factor=0.7), (64, 2, 1, 3)),
-        _Axes(RopeParams(32), (48, 3, 5, 2), gaps=True),
-        _Axes(yarn, top=4097),
-        _Axes(replace(yarn, attn_factor=0.8), top=131071),
-        _Axes(replace(yarn, ext_factor=0.5), (96, 3, 5, 2), factors=True, top=4097),
-        _Axes(replace(yarn, beta_fast=4.0, beta_slow=2.0), (80, 3, 5, 2), gaps=True),
-    ]
-    modes = {mode: [replace(a, params=replace(a.params, mode=mode)) for a in points] for mode in ROPE_MODES}
-    for axes in itertools.chain(*modes.values()):
-        yield from grid(axes, {"type": ("f32", "f16")})
-
-
-def _make(inputs: Inputs, axes: _Axes) -> Tensor:
-    a = gapped(inputs, "a", axes.type, axes.ne) if axes.gaps else inputs("a", axes.type, axes.ne)
-    positions = inputs("pos", "i32", axes.ne[2:3], Positions(axes.top))
-    weights = inputs("factors", "f32", (axes.params.n_dims // 2,), Uniform(0.9, 2.0)) if axes.factors else None
-    return build(ROPE, a, positions, weights, params=axes.params)
-
-
-def _cases() -> Iterator[Case]:
-    for axes in _axes():
-        shown = {f.name: getattr(axes, f.name) for f in fields(axes)}
-        yield Case("ROPE", {**shown, "params": _changed(axes.params)}, partial(_make, axes=axes))
-
-
-def _changed(params: RopeParams) -> tuple[str, ...]:
-    """What differs from the defaults, to be printed."""
-    base = RopeParams(0, "")
-    return tuple(f"{f.name}:{v}" for f in fields(params) if (v := getattr(params, f.name)) != getattr(base, f.name))
-
-
-ROPE = register(OpSpec("ROPE", _infer, _cases, elementwise_work(6), n_src=(2, 3), params=RopeParams, inplace=(0,)))
+ROPE = register(OpSpec("ROPE", _infer, elementwise_work(6), n_src=(2, 3), params=RopeParams, inplace=(0,)))
 
 
 def rope(a: Tensor, positions: Tensor, params: RopeParams, factors: Tensor | None = None, name: str = "") -> Tensor:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
-from graphrt.ops.view import gapped
-from graphrt.tensor import Dims, Tensor
-from graphrt.testing import Case, Hiding, Inputs, MaskValues, Uniform, grid
+from graphrt.tensor import Tensor
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> list[float]:
-    """The slope of each head: 1 without ALiBi; else the geometric series of the ALiBi paper (arXiv 2108.12409),
+    """The slope of each head: 1 without ALiBi, else the geometric series of the ALiBi paper (arXiv 2108.12409).
 
-    which for a number of heads that is no power of two continues with every other term of the next finer series."""
+    Where the number of heads is no power of two, the heads beyond the largest power of two in it take every other term
+    of the series for twice that power.
+    """
     if max_bias <= 0.0:
         return [1.0] * n_head
     n2 = 1 << (n_head.bit_length() - 1)
@@ -53,60 +51,7 @@ def _infer(src: Sources, params: SoftMaxParams) -> Result:
     return Result(a.dtype, a.ne)
 
 
-@dataclass(frozen=True)
-class _Axes:
-    """mask: its type, None for none; rows: those that see nothing, shares from and to; mask_rows: how many more than
-
-    a the mask has; spread: of the logits before the scale."""
-
-    ne: Dims = (17, 5, 6, 2)
-    mask: str | None = None
-    max_bias: float = 0.0
-    sinks: bool = False
-    scale: float = 1.0
-    rows: tuple[float, float] = (0.0, 0.0)
-    mask_rows: int = 0
-    spread: float = 10.0
-    gaps: bool = False
-
-
-def _axes() -> Iterator[_Axes]:
-    shapes = ((17, 5, 6, 2), (1, 3, 6, 1), (1000, 2, 6, 1))
-    for base in (
-        _Axes(),
-        _Axes(mask="f16", scale=0.125),
-        _Axes(mask="f32", max_bias=8.0),
-        _Axes(mask="f16", max_bias=8.0, sinks=True, scale=0.5),
-        _Axes(sinks=True),
-    ):
-        yield from grid(base, {"ne": shapes})
-    yield from grid(
-        _Axes(mask="f16"), {"rows": ((0.0, 0.4), (0.4, 0.6), (0.6, 1.0), (0.0, 1.0)), "sinks": (False, True)}
-    )
-    yield from grid(_Axes(mask="f16", max_bias=4.0), {"ne": [(33, 3, heads, 2) for heads in (2, 10, 12, 14)]})
-    yield from grid(_Axes(), {"ne": ((1023, 3, 1, 1), (4097, 2, 1, 1), (50257, 1, 1, 1)), "spread": (10.0, 200.0)})
-    yield from grid(_Axes(gaps=True, scale=0.5, mask_rows=3), {"mask": (None, "f16", "f32"), "sinks": (False, True)})
-
-
-def _make(inputs: Inputs, axes: _Axes) -> Tensor:
-    n, n_q, n_head, n_seq = axes.ne
-    values = Uniform(-axes.spread, axes.spread)
-    a = gapped(inputs, "a", "f32", axes.ne, values) if axes.gaps else inputs("a", "f32", axes.ne, values)
-    mask = None
-    if axes.mask is not None:  # of two heads: a mask for every other one
-        mask = inputs("mask", axes.mask, (n, n_q + axes.mask_rows, 2, n_seq), Hiding(MaskValues(0.3), (), axes.rows))
-    sinks = inputs("sinks", "f32", (n_head,), Uniform(0, 10)) if axes.sinks else None
-    return soft_max(a, mask, sinks, axes.scale, axes.max_bias)
-
-
-def _cases() -> Iterator[Case]:
-    for axes in dict.fromkeys(_axes()):
-        yield Case("SOFT_MAX", asdict(axes), partial(_make, axes=axes))
-
-
-SOFT_MAX = register(
-    OpSpec("SOFT_MAX", _infer, _cases, elementwise_work(5), n_src=(1, 3), params=SoftMaxParams, inplace=(0,))
-)
+SOFT_MAX = register(OpSpec("SOFT_MAX", _infer, elementwise_work(5), n_src=(1, 3), params=SoftMaxParams, inplace=(0,)))
 
 
 def soft_max(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphrt.dtypes import I32
 from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Distinct, Inputs
 
 
 @dataclass(frozen=True)
@@ -47,37 +45,9 @@ def _infer_top_k(src: Sources, params: TopKParams) -> Result:
     return Result(I32, (params.k, *a.ne[1:]))
 
 
-def _argmax_cases() -> Iterator[Case]:
-    for ne in [(1, 3), (33, 5), (5000, 2)]:
-
-        def make(inputs: Inputs, ne: tuple[int, ...] = ne) -> Tensor:
-            return argmax(inputs("a", "f32", ne, Distinct()))
-
-        yield Case("ARGMAX", {"ne": ne}, make)
-
-
-def _argsort_cases() -> Iterator[Case]:
-    for ne in [(1, 3, 1, 1), (33, 5, 2, 2), (1000, 2, 1, 1)]:
-        for descending in (False, True):
-
-            def make(inputs: Inputs, ne: tuple[int, ...] = ne, descending: bool = descending) -> Tensor:
-                return argsort(inputs("a", "f32", ne, Distinct()), descending)
-
-            yield Case("ARGSORT", {"ne": ne, "descending": descending}, make)
-
-
-def _top_k_cases() -> Iterator[Case]:
-    for ne, k in [((8, 5, 1, 1), 2), ((8, 1, 2, 3), 8), ((3000, 2, 1, 1), 40)]:
-
-        def make(inputs: Inputs, ne: tuple[int, ...] = ne, k: int = k) -> Tensor:
-            return top_k(inputs("a", "f32", ne, Distinct()), k)
-
-        yield Case("TOP_K", {"ne": ne, "k": k}, make)
-
-
-ARGMAX = register(OpSpec("ARGMAX", _infer_argmax, _argmax_cases, reduction_work(1)))
-ARGSORT = register(OpSpec("ARGSORT", _infer_argsort, _argsort_cases, elementwise_work(10), params=ArgsortParams))
-TOP_K = register(OpSpec("TOP_K", _infer_top_k, _top_k_cases, reduction_work(10), params=TopKParams))
+ARGMAX = register(OpSpec("ARGMAX", _infer_argmax, reduction_work(1)))
+ARGSORT = register(OpSpec("ARGSORT", _infer_argsort, elementwise_work(10), params=ArgsortParams))
+TOP_K = register(OpSpec("TOP_K", _infer_top_k, reduction_work(10), params=TopKParams))
 
 
 def argmax(a: Tensor, name: str = "") -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphrt.dtypes import dtype
 from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
 from graphrt.tensor import MAX_DIMS, Dims, Tensor, contiguous_nb, full_dims
-from graphrt.testing import Case, Init, Inputs, Rows, Spoiled, Uniform
 
 
 @dataclass(frozen=True)
@@ -76,43 +74,25 @@ def _no_work(node: Tensor) -> Work:
     return Work(0, 0)
 
 
-def _view_cases(op: str, look: Callable[[Tensor], Tensor]) -> Callable[[], Iterator[Case]]:
-    """A view is right when what reads it reads the right elements: each case copies the view out."""
-
-    def cases() -> Iterator[Case]:
-        for dt in ("f32", "f16"):
-
-            def make(inputs: Inputs, dt: str = dt) -> Tensor:
-                from graphrt.ops.copy import cont
-
-                return cont(look(inputs("a", dt, (6, 4, 3, 2))))
-
-            yield Case(op, {"type": dt}, make)
-
-    return cases
-
-
 VIEW = register(
     OpSpec(
-        "VIEW", _infer_view, _view_cases("VIEW", lambda a: view(a, (3, 2, 2), nb=a.nb[1:3], offs=a.nb[1])), _no_work,
+        "VIEW", _infer_view, _no_work,
         params=ViewParams, is_view=True,
     )
 )  # fmt: skip
 RESHAPE = register(
     OpSpec(
-        "RESHAPE", _infer_reshape, _view_cases("RESHAPE", lambda a: reshape(a, 8, 9, 2)), _no_work,
+        "RESHAPE", _infer_reshape, _no_work,
         params=ReshapeParams, is_view=True,
     )
 )  # fmt: skip
 PERMUTE = register(
     OpSpec(
-        "PERMUTE", _infer_permute, _view_cases("PERMUTE", lambda a: permute(a, 2, 0, 3, 1)), _no_work,
+        "PERMUTE", _infer_permute, _no_work,
         params=PermuteParams, is_view=True,
     )
 )  # fmt: skip
-TRANSPOSE = register(
-    OpSpec("TRANSPOSE", _infer_transpose, _view_cases("TRANSPOSE", lambda a: transpose(a)), _no_work, is_view=True)
-)
+TRANSPOSE = register(OpSpec("TRANSPOSE", _infer_transpose, _no_work, is_view=True))
 
 
 def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, name: str = "") -> Tensor:
@@ -140,14 +120,3 @@ def permute(a: Tensor, *axes: int, name: str = "") -> Tensor:
 def transpose(a: Tensor, name: str = "") -> Tensor:
     """Swaps dimensions 0 and 1."""
     return build(TRANSPOSE, a, name=name)
-
-
-def gapped(inputs: Inputs, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
-    """For conformance cases: an input whose rows and matrices have gaps between them, as a view of a larger tensor.
-
-    The gaps hold NaN (integers: -1): whoever reads them shows it.
-    """
-    dims = full_dims(ne)
-    init = init or (Rows(1000) if dtype(dt).kind == "int" else Uniform())
-    whole = inputs(name, dt, (dims[0] * 2, dims[1] + 1, *dims[2:]), Spoiled(init, (0,), used=dims[0]))
-    return view(whole, dims, whole.nb[1:], offs=whole.nb[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -21,16 +22,22 @@ for path in (ROOT, ROOT / "tests"):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
 
+from graphrt import private_files  # noqa: E402
+
 # Before any kernel is imported: without a GPU they run in Triton's interpreter, in child processes too.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tests have caches of their own; compiling the CPU's kernels anew in each would take minutes.
+with contextlib.suppress(OSError):
+    os.environ.setdefault("GRAPHRT_KERNEL_CACHE", str(private_files.user_cache() / "kernels"))
 
 # Most of these tests' time would be the interpreter's own.
 if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GRAPHRT_QUICK_INTERPRETER") != "0":
     import triton
 
     if triton.__version__.startswith("3.6."):
-        import quick_interpreter
+        from support import quick_interpreter
 
         quick_interpreter.use()
 
@@ -48,9 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Ends the process, showing what each thread was at, when a test takes twice its time limit: the limit's signal is
+    """Ends the process when a test takes twice its time limit, and shows what each thread was doing.
 
-    for Python code, which a hang in native code never returns to. The watchdog needs neither a signal nor the GIL."""
+    The limit itself is a signal, which Python handles between two of its own instructions: code that hangs in a native
+    call never gets there. This watchdog needs neither a signal nor the GIL.
+    """
     marker, given = item.get_closest_marker("timeout"), item.config.getoption("timeout")
     seconds = float(marker.args[0] if marker else given if given is not None else item.config.getini("timeout") or 0)
     if seconds > 0 and not item.config.getoption("usepdb"):

@@ -13,12 +13,14 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from graphrt import __version__, env
+from graphrt import __version__, env, interrupts
 from graphrt.errors import GraphrtError
+from graphrt.progress import shown_by
+from graphrt.tools.foreign_flags import adapted
 
-#: verb -> what it is for. The module is graphrt.tools.<verb>, with add_arguments(parser), main(args) -> int, and
+#: verb -> what it is for. The module is graphrt.tools.verbs.<verb>, with add_arguments(parser), main(args) -> int, and
 #: where flags take free text TEXT_FLAGS.
 VERBS = {
     "run": "generate text; without a model, the demo model",
@@ -32,8 +34,12 @@ VERBS = {
     "diff": "where two ways of running part: node by node, with the first one that is too far off",
     "tokenize": "token ids and pieces of a text",
     "perplexity": "perplexity of a text, by llama-perplexity's method",
-    "embed": "vectors of texts by an encoder, or how alike the texts are",
+    "embed": "vectors of texts, or how alike the texts are",
     "logits": "write the logits of every position to a .npy file",
+    "quantize": "write a model's file in smaller types: Q4_K_M, Q8_0 and so on",
+    "imatrix": "measure on a text which weights matter most, for `quantize --imatrix`",
+    "split": "cut a model's file into parts",
+    "merge": "join the parts of a split model",
     "bench": "speed of a model, beside the machine's ceilings and a peer; `bench op OP`: of one op on a GPU",
     "test": "conformance of a backend, op by op",
     "tune": "measure configurations of the portable attention kernel, and write the fastest as rows of its table",
@@ -42,10 +48,12 @@ VERBS = {
 }
 
 
-#: A verb and its first argument -> the module of graphrt.tools that takes the rest. A file of that name is ./op.
+#: A verb and its first argument -> the module of graphrt.tools.verbs that takes the rest. A file of that name is ./op.
 FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 
 
+#: The exit code that shells give to what a closed pipe ended.
+CLOSED_PIPE = 141
 #: What to do where memory runs out.
 _LESS = "use a smaller model, a shorter context (-c) or smaller batches (-b), or free memory that others hold"
 
@@ -58,6 +66,10 @@ class Parser(argparse.ArgumentParser):
 
     def has_flag(self, text: str) -> bool:
         return text in self._option_string_actions
+
+    def has_argument(self, name: str) -> bool:
+        """Whether there is an argument of that name that is no flag."""
+        return any(action.dest == name and not action.option_strings for action in self._actions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\n{who}: interrupted", file=sys.stderr)
-        return 130
+        print(interrupts.line(who), file=sys.stderr)
+        return interrupts.EXIT_CODE
     except BrokenPipeError:  # whoever read our output has gone (head, less); nobody is left to tell
         _discard_output()
-        return 1
+        return CLOSED_PIPE
     except MemoryError as error:  # numpy says how much it wanted, Python nothing
         print(f"{who}: there is not enough memory{f' ({error})' if str(error) else ''}; {_LESS}", file=sys.stderr)
         return 2
@@ -129,14 +141,38 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     form = FORMS.get((verb, *argv[:1]))
     if form is not None:
         verb, argv = f"{verb} {argv[0]}", argv[1:]
-    module = importlib.import_module(f"graphrt.tools.{form or verb}")
+    module = importlib.import_module(f"graphrt.tools.verbs.{form or verb}")
+    parser = verb_parser(verb, module)
+    given, notes = adapted(
+        _joined(argv, getattr(module, "TEXT_FLAGS", ()), parser), parser.has_flag, parser.has_argument("model")
+    )
+    for note in notes:
+        print(f"graphrt {verb}: {note}", file=sys.stderr)
+    # Intermixed, for `explain MODEL --phase prefill NODE`: parse_args() wants MODEL and NODE side by side.
+    args = parser.parse_intermixed_args(given)
+    env.apply(args)
+    _check_fusions()
+    from graphrt.tools.progress import on_stderr
+
+    with shown_by(None if getattr(args, "json", False) else on_stderr()):
+        code: int = module.main(args)
+    return code
+
+
+def verb_parser(verb: str, module: Any) -> Parser:
+    """The parser of a verb ("run", "bench op") whose module is given, with the options that every verb has."""
     parser = Parser(prog=f"graphrt {verb}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     env.add_arguments(parser)
-    args = parser.parse_args(_joined(argv, getattr(module, "TEXT_FLAGS", ()), parser))
-    env.apply(args)
-    code: int = module.main(args)
-    return code
+    return parser
+
+
+def _check_fusions() -> None:
+    """Raises BackendError for a fusion that there is none of, whoever runs the verb: the CPU backend asks for none."""
+    if env.FUSE.get():
+        from graphrt.backends.triton.fuse import wanted_fusions
+
+        wanted_fusions(exact=False)
 
 
 def _joined(argv: Sequence[str], names: Collection[str], parser: Parser) -> list[str]:
@@ -161,7 +197,3 @@ def _help() -> str:
         f"graphrt VERB --help tells more of each; graphrt --version is {__version__}.\n"
         f"Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

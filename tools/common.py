@@ -7,13 +7,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import BackendError, SessionError
+from graphrt.printing import human_bytes
 from graphrt.printing import printable as printable
+from graphrt.progress import task
+from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -22,7 +24,13 @@ if TYPE_CHECKING:
     from graphrt.models.model import Model
 
 
-MODEL_HELP = "a .gguf file, a known name (smollm2-135m, gemma3-270m) or hf:OWNER/REPO/FILE"
+#: What the verbs call long work: graphrt.progress.task, which the command line shows.
+progress = task
+
+MODEL_NAMES = "a known name (smollm2-135m, gemma3-270m), hf:OWNER/REPO[:QUANT] or hf:OWNER/REPO/FILE"
+MODEL_HELP = f"a .gguf file, {MODEL_NAMES}"
+#: Of explain/devices.py, spelt out here since that takes long to import; a test holds them equal.
+DEVICE_NAMES = "h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090 or rtx5090"
 MAX_THREADS = 512
 
 
@@ -42,9 +50,41 @@ def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
     return number
 
 
-def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
-    """--backend, -c, -b, -ctk, -ctv, -t. ctx_size: the default context, 0 for the model's own limit or 4096; own_b: the
-    verb's -b names a backend, so that --backend is left out and a batch is --batch-size alone."""
+class Once(argparse.Action):
+    """Stores a value, and refuses a second one: of two prompts one would be lost."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "must be given once, got it twice")
+        setattr(namespace, self.dest, values)
+
+
+def utf8(text: str) -> str:
+    """An argparse type: a text whose bytes are UTF-8. Python gives others as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        before = len(text[: error.start].encode("utf-8"))
+        raise argparse.ArgumentTypeError(
+            f"a text must be UTF-8, this one is not (byte {before}); convert it with iconv -t UTF-8"
+        ) from None
+    return text
+
+
+def context(text: str) -> int:
+    """An argparse type: the tokens of a context; 0 asks for the model's own."""
+    return whole(0)(text) or -1  # OWN_CTX, whose module needs torch
+
+
+def add_session_arguments(
+    parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False, rope: bool = False
+) -> None:
+    """--backend, -c, -b, -ctk, -ctv, -t, -tb, and with `rope` those of the rotation, which load_model() honours.
+
+    ctx_size: the default context, 0 for the model's own limit or 4096; own_b: the verb's -b names a backend, so that
+    --backend is left out and a batch is --batch-size alone."""
     group = parser.add_argument_group("model")
     if not own_b:
         group.add_argument(
@@ -53,8 +93,9 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
             metavar="NAME",
             help="what runs it; `graphrt devices` lists them (default: the best)",
         )
-    context = f"the most tokens of prompt and text (default: {ctx_size or 'what the model allows, at most 4096'})"
-    group.add_argument("-c", "--ctx-size", type=whole(1), default=ctx_size, metavar="N", help=context)
+    unless = ctx_size or "the same, but at most 4096"
+    what = f"the most tokens of prompt and text, 0: as many as the model was trained on (default: {unless})"
+    group.add_argument("-c", "--ctx-size", type=context, default=ctx_size, metavar="N", help=what)
     batch = ("--batch-size",) if own_b else ("-b", "--batch-size")
     group.add_argument(
         *batch, type=whole(1), default=512, metavar="N", help="prompt tokens read at once (default: 512)"
@@ -66,6 +107,12 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
     group.add_argument(
         "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
     )
+    group.add_argument(
+        "-tb", "--threads-batch", type=whole(1, MAX_THREADS), default=0, metavar="N",
+        help="CPU threads for reading prompts (default: as -t)",
+    )  # fmt: skip
+    if rope:
+        add_rope_arguments(parser)
 
 
 def add_fast_argument(parser: argparse.ArgumentParser) -> None:
@@ -95,18 +142,24 @@ def load_model(
     from graphrt.models import hub
     from graphrt.models.model import load
 
-    if args.threads:
-        import torch
-
-        torch.set_num_threads(args.threads)
+    use_threads(args)
     backend = rounding_backend(args.backend, exact) if getattr(args, "eight_bits", False) else args.backend
-    return load(hub.resolve(args.model), backend, exact=exact, before=before)
+    return load(hub.resolve(args.model), backend, exact=exact, rope=rope_options(args), before=before)
+
+
+def use_threads(args: argparse.Namespace) -> None:
+    """The number of CPU threads that -t asks for."""
+    if args.threads:
+        from graphrt.backends.cpu import threads
+
+        threads.use(args.threads)
 
 
 def session_options(args: argparse.Namespace) -> SessionOptions:
     from graphrt.models.engine import SessionOptions
 
-    return SessionOptions(args.ctx_size, args.batch_size, args.cache_type_k, args.cache_type_v)
+    threads = getattr(args, "threads_batch", 0)  # a verb that runs nothing has no such flag
+    return SessionOptions(args.ctx_size, args.batch_size, args.cache_type_k, args.cache_type_v, threads)
 
 
 def read_text(path: str) -> str:
@@ -146,6 +199,20 @@ def check_writable(path: str) -> None:
 def not_writable(path: str, reason: str | None) -> SessionError:
     """The error for an output file that can't be written."""
     return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another with -o")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a file, and says so. Raises SessionError where that can't be done."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise not_writable(str(path), error.strerror) from error
+    say_written(path)
+
+
+def say_written(path: str | Path) -> None:
+    """One line on stderr: which file was written, and its size."""
+    print(f"wrote {printable(str(path))}, {human_bytes(Path(path).stat().st_size)}", file=sys.stderr)
 
 
 def print_json(value: object) -> None:
@@ -189,26 +256,3 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> lis
 def markdown_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table."""
     return [f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *rows]]
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[_Advance]:
-    """A progress bar on stderr when that is a terminal; calling what it gives advances by one."""
-    if not sys.stderr.isatty():
-        yield _Advance(None)
-        return
-    from rich.console import Console  # well-kept, and copes with every terminal
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield _Advance(lambda: bar.advance(task))
-
-
-class _Advance:
-    def __init__(self, advance: object) -> None:
-        self._advance = advance
-
-    def __call__(self) -> None:
-        if callable(self._advance):
-            self._advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +12,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage, numbered
-from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample  # noqa: F401  (REFERENCES)
+from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample, threads  # noqa: F401  (REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.experts import expert_weight
-from graphrt.backends.cpu.fuse import fuse
+from graphrt.backends.cpu.fuse import FUSIONS
 from graphrt.backends.cpu.lower import lower
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
 from graphrt.backends.cpu.products import matrix_weight
 from graphrt.backends.cpu.reference import REFERENCES, Reference, why_unsupported
 from graphrt.errors import BackendError
+from graphrt.fusion import fuse
 from graphrt.op import op_spec
 from graphrt.program import Program, Run, StepInfo, in_order
 from graphrt.tensor import Tensor
@@ -34,7 +36,7 @@ class CpuProgram(Program):
     """
 
     def __init__(self, groups: Sequence[Group], run: Run, lowered: Mapping[Group, Any], keep: object = None) -> None:
-        super().__init__(groups, run)
+        super().__init__(groups, functools.partial(threads.run, run))
         self._lowered, self._keep = lowered, keep
 
     @property
@@ -77,6 +79,7 @@ class CpuBackend(Backend):
             raise BackendError(
                 f"activation_bits must be 8 or 16, or 32 for no rounding, got {activation_bits!r}; give one of these"
             )
+        threads.limit_threads()
         self.exact = exact
         self.activation_bits = activation_bits
         self.dtype = dtype
@@ -98,7 +101,7 @@ class CpuBackend(Backend):
 
     def devices(self) -> list[Device]:
         pages, free, size = (os.sysconf(n) for n in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES", "SC_PAGE_SIZE"))
-        name = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        name = f"{platform.machine()}, {threads.count()} threads, torch {torch.__version__}"
         return [Device("cpu", name, pages * size, free * size)]
 
     def supports(self, node: Tensor) -> str | None:
@@ -127,7 +130,7 @@ class CpuBackend(Backend):
         return buffer
 
     def fuse(self, region: Region) -> list[Group]:
-        return [Group([node]) for node in region.nodes] if self._only_reference() else fuse(region)
+        return [Group([node]) for node in region.nodes] if self._only_reference() else fuse(region, FUSIONS)
 
     def _only_reference(self) -> bool:
         return self.exact or fast.available() is not None

@@ -1,98 +1,73 @@
-"""The fusion pass of the CPU backend's fast form: which runs of nodes become one step.
-
-Each pattern is a function of (region, i) that returns the Group that starts at node i, or None. They are tried in the
-order of PATTERNS; what none takes runs node by node.
-"""
+"""The fusions of the CPU backend's fast form: which nodes become one native step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
-from graphrt.backend import Group, Region
-from graphrt.tensor import Tensor
-
-Pattern = Callable[[Region, int], "Group | None"]
+from graphrt.fusion import Fusion, Nodes, added_to, scaled_by_row
+from graphrt.program import Group
 
 
-def _chain(region: Region, i: int, *ops: str) -> list[Tensor] | None:
-    """The nodes from i on when they are these ops, each but the last read only by the next."""
-    nodes = region.nodes[i : i + len(ops)]
-    if [n.op for n in nodes] != list(ops):
-        return None
-    for node, following in zip(nodes, nodes[1:]):
-        if node not in following.src or not region.only_used_once(node):
-            return None
-    return nodes
-
-
-def _is_row(weight: Tensor | None, of: Tensor) -> bool:
-    """`weight` is one contiguous f32 row as long as `of`'s."""
-    return (
-        weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
-    )
-
-
-def norm_mul(region: Region, i: int) -> Group | None:
+def norm_mul(nodes: Nodes) -> Iterator[Group]:
     """RMS_NORM, then MUL with one row of weights."""
-    nodes = _chain(region, i, "RMS_NORM", "MUL")
-    if nodes is None or nodes[1].src[0] is not nodes[0] or not _is_row(nodes[1].src[1], nodes[0]):
-        return None
-    return Group(nodes, kernel="norm_mul")
+    for norm in nodes.of("RMS_NORM"):
+        scaled = scaled_by_row(nodes, norm)
+        if scaled is not None:
+            yield Group([norm, scaled], kernel="norm_mul")
 
 
-def matmul_add(region: Region, i: int) -> Group | None:
+def matmul_add(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT, then ADD of a residual of the same shape."""
-    nodes = _chain(region, i, "MUL_MAT", "ADD")
-    if nodes is None:
-        return None
-    product, total = nodes
-    residual = total.src[1] if total.src[0] is product else total.src[0]
-    fits = residual is not None and residual is not product and residual.ne == product.ne
-    return Group(nodes, kernel="matmul_add") if fits and residual.dtype.name == "f32" else None  # type: ignore[union-attr]
+    for product in nodes.of("MUL_MAT"):
+        total = nodes.only_reader(product)
+        if total is None or total.op != "ADD" or total.src[0] is total.src[1]:
+            continue
+        residual = added_to(product, total)
+        if residual.ne == product.ne and residual.dtype.name == "f32":
+            yield Group([product, total], kernel="matmul_add")
 
 
-def gate_up_glu(region: Region, i: int) -> Group | None:
+def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT of one x, then GLU of both: gate and up of a feed-forward."""
-    nodes = region.nodes[i : i + 3]
-    if [n.op for n in nodes] != ["MUL_MAT", "MUL_MAT", "GLU"]:
-        return None
-    gate, up, out = nodes
-    alone = region.only_used_once(gate) and region.only_used_once(up)
-    same_x = gate.src[1] is up.src[1] and gate.ne == up.ne
-    known = out.params.kind in ("swiglu", "geglu", "reglu")
-    return Group(nodes, kernel="gate_up_glu") if alone and same_x and known and out.src == (gate, up) else None
+    for out in nodes.of("GLU"):
+        gate, up = (*out.src, None)[:2]
+        if gate is None or up is None or gate is up or gate.op != "MUL_MAT" or up.op != "MUL_MAT":
+            continue
+        alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
+        same_x = gate.src[1] is up.src[1] and gate.ne == up.ne
+        if alone and same_x and out.params.kind in ("swiglu", "geglu", "reglu"):
+            yield Group([gate, up, out], kernel="gate_up_glu")
 
 
-def mul_mat_id_add_id(region: Region, i: int) -> Group | None:
+def mul_mat_id_add_id(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT_ID, then ADD_ID of the biases of the same experts."""
-    nodes = _chain(region, i, "MUL_MAT_ID", "ADD_ID")
-    if nodes is None:
-        return None
-    product, total = nodes
-    bias = total.src[1]
-    fits = total.src[0] is product and total.src[2] is product.src[2] and bias is not None and bias.has_contiguous_rows
-    return Group(nodes, kernel="mul_mat_id_add_id") if fits and bias.ne[1] == product.src[0].ne[2] else None  # type: ignore[union-attr]
+    for product in nodes.of("MUL_MAT_ID"):
+        total = nodes.only_reader(product)
+        if total is None or total.op != "ADD_ID" or total.src[0] is not product or total.src[2] is not product.src[2]:
+            continue
+        experts, bias = product.src[0], total.src[1]
+        assert experts is not None and bias is not None
+        if bias.has_contiguous_rows and bias.ne[1] == experts.ne[2]:
+            yield Group([product, total], kernel="mul_mat_id_add_id")
 
 
-def softcap(region: Region, i: int) -> Group | None:
+def softcap(nodes: Nodes) -> Iterator[Group]:
     """SCALE by 1/c, tanh, SCALE by c."""
-    nodes = _chain(region, i, "SCALE", "UNARY", "SCALE")
-    if nodes is None or nodes[1].params.kind != "tanh" or nodes[0].params.bias or nodes[2].params.bias:
-        return None
-    inverse = abs(nodes[0].params.scale * nodes[2].params.scale - 1.0) < 1e-6
-    return Group(nodes, kernel="softcap") if inverse else None
+    for inner in nodes.of("SCALE"):
+        bent = nodes.only_reader(inner)
+        out = nodes.only_reader(bent) if bent is not None and bent.op == "UNARY" else None
+        if bent is None or out is None or out.op != "SCALE" or bent.params.kind != "tanh":
+            continue
+        inverse = abs(inner.params.scale * out.params.scale - 1.0) < 1e-6
+        if inverse and not inner.params.bias and not out.params.bias:
+            yield Group([inner, bent, out], kernel="softcap")
 
 
-PATTERNS: tuple[Pattern, ...] = (norm_mul, gate_up_glu, matmul_add, mul_mat_id_add_id, softcap)
-
-
-def fuse(region: Region, patterns: tuple[Pattern, ...] = PATTERNS) -> list[Group]:
-    """The region cut into groups, first match first."""
-    groups: list[Group] = []
-    i = 0
-    while i < len(region.nodes):
-        found = next((g for p in patterns if (g := p(region, i)) is not None), None)
-        group = found or Group([region.nodes[i]], kernel=region.nodes[i].op)
-        groups.append(group)
-        i += len(group.nodes)
-    return groups
+#: In the order in which they are tried: a node belongs to the first group that takes it.
+FUSIONS: tuple[Fusion, ...] = (
+    Fusion("norm_mul", norm_mul),
+    Fusion("gate_up_glu", gate_up_glu),
+    Fusion("matmul_add", matmul_add),
+    Fusion("mul_mat_id_add_id", mul_mat_id_add_id),
+    Fusion("softcap", softcap),
+)

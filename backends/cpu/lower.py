@@ -26,7 +26,7 @@ from graphrt.tensor import Tensor
 
 def lower(low: Lowering, group: Group) -> Any | None:
     """Native steps that a program may join, a function, or None when the group is for the reference."""
-    method = _METHODS.get(group.kernel)
+    method = _METHODS.get(group.kernel or group.nodes[-1].op)
     return method(low, group.nodes) if method is not None else None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.backend import Place
 from graphrt.backends.cpu import fast
-from graphrt.backends.cpu.memory import CpuBuffer, strided
+from graphrt.backends.cpu.memory import CpuBuffer, strided, zeros
 from graphrt.bounds import span
 from graphrt.tensor import Tensor
 
@@ -69,7 +69,8 @@ class Lowering:
         """f32 [rows, n] that the steps of this program share for one purpose, one after the other."""
         known = self._temporaries.get((purpose, rows, n))
         if known is None:
-            known = self._temporaries[purpose, rows, n] = torch.empty((rows, n), dtype=torch.float32)
+            known = zeros(4 * rows * n).view(torch.float32).view(rows, n)
+            self._temporaries[purpose, rows, n] = known
         return known
 
     def rounds(self, kind: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import torch
 
@@ -42,20 +44,33 @@ class CpuBuffer(Buffer):
         return self.memory.numpy()
 
 
+#: From so many bytes on memory comes from the system itself. The C library would keep what is given back, in pieces
+#: that the next session's buffers don't fit into: a process that made one session after the other grew by each.
+MAPPED_BYTES = 1 << 18
+
+
 def allocate(nbytes: int, usage: Usage) -> CpuBuffer:
     """A buffer of NaN (every byte 0xFF), 64-byte aligned, so that reading what nobody wrote shows.
 
-    State starts as zeros, as llama.cpp's caches do. Raises MemoryPlanError when the system refuses.
+    State starts as zeros, as llama.cpp's caches do; its pages take memory when they are first written. Raises
+    MemoryPlanError when the system refuses.
     """
     try:
-        if usage is Usage.STATE:
-            return CpuBuffer(torch.zeros(nbytes, dtype=torch.uint8), usage)
-        return CpuBuffer(torch.full((nbytes,), 0xFF, dtype=torch.uint8), usage)
-    except RuntimeError as error:  # torch's allocator reports lack of memory that way
+        memory = zeros(nbytes)
+    except (RuntimeError, OSError, OverflowError) as error:  # torch reports lack of memory as RuntimeError
         raise MemoryPlanError(
             f"{usage.value} memory of {nbytes / 2**20:.0f} MiB can't be had on the CPU; use a shorter context (-c) "
             f"or smaller batches (-b)"
         ) from error
+    return CpuBuffer(memory if usage is Usage.STATE else memory.fill_(0xFF), usage)
+
+
+def zeros(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of zeros, 64-byte aligned, whose memory goes back to the system with the tensor if it is large.
+    Raises OSError or RuntimeError when the system refuses."""
+    if nbytes < MAPPED_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def wrap(data: Bytes) -> CpuBuffer:

@@ -7,7 +7,7 @@ A kernel's declaration stands with the kernel:
     @triton.jit
     def scaled(p_x, p_w, p_out, n, PDL: tl.constexpr): ...
 
-tests/kernel_accesses.py holds it against what the compiled kernel does.
+tests/support/kernel_accesses.py holds it against what the compiled kernel does.
 """
 
 from __future__ import annotations

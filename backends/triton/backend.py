@@ -11,7 +11,7 @@ from graphrt.backend import API_VERSION, Backend, Bytes, Device, Elsewhere, Grou
 from graphrt.backends.triton.capture import Captured
 from graphrt.backends.triton.device import Target, current, has_triton, interpreting, unusable
 from graphrt.backends.triton.device import target as target_of
-from graphrt.backends.triton.fuse import EXACT_PATTERNS, fuse
+from graphrt.backends.triton.fuse import wanted_fusions
 from graphrt.backends.triton.kernel_cache import keep_private
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
@@ -19,6 +19,7 @@ from graphrt.backends.triton.memory import TritonBuffer, allocate
 from graphrt.backends.triton.support import why_unsupported
 from graphrt.backends.triton.weights import hold_weight
 from graphrt.errors import BackendError
+from graphrt.fusion import fuse
 from graphrt.program import Program
 from graphrt.tensor import Tensor
 
@@ -55,6 +56,7 @@ class TritonBackend(Backend):
         self.number = device
         self.target = target or target_of(device)
         self.capture = capture and not interpreting()
+        self.survives_fork = interpreting()
         if self.target.is_here and not interpreting():
             keep_private()
 
@@ -121,7 +123,7 @@ class TritonBackend(Backend):
         return buffer
 
     def fuse(self, region: Region) -> list[Group]:
-        return fuse(region, EXACT_PATTERNS if self.exact else None)
+        return fuse(region, wanted_fusions(self.exact))
 
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         # Triton is imported by the first program, not by whoever lists backends.

@@ -5,21 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target, current
+from graphrt.backends.triton.segment import Segment
 from graphrt.errors import BackendError
-from graphrt.program import Group, Program, StepInfo, in_order
-
-if TYPE_CHECKING:
-    from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
-    from graphrt.backends.triton.kernels.products.forms import Stored
-    from graphrt.backends.triton.kernels.products.plan import Planned
-
+from graphrt.program import Program, StepInfo, in_order
 
 #: Captures of a process follow one another: torch keeps one state of random numbers, which a capture claims.
 _CAPTURING = threading.Lock()
@@ -27,20 +19,6 @@ _CAPTURING = threading.Lock()
 
 class CaptureWarning(UserWarning):
     """A split runs launch by launch, since capturing it as a CUDA graph failed: right, but slower."""
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """A group of nodes and the steps that do its work, in order: what a profiler runs and names by itself.
-
-    chosen: of an attention its kernel and schedule (flash_attn/chosen.py); products: of matrix products their routes
-    (kernels/products/plan.py); stored: how the last result lies in memory."""
-
-    group: Group
-    steps: Sequence[Step]
-    chosen: Chosen | None = None
-    products: Planned | None = None
-    stored: Stored | None = None
 
 
 class Captured(Program):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from graphrt.backends.triton.packing import Packed, PackedBuffer, pack, packing_
 from graphrt.backends.triton.weights import unpacked
 from graphrt.bounds import span
 from graphrt.tensor import Tensor
-
-if TYPE_CHECKING:
-    from graphrt.backends.triton.kernels.products.plan import Plan
 
 PLAIN_TYPES = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64,
@@ -63,15 +60,16 @@ class Context:
     """One split while it is compiled.
 
     place: where tensors lie; target: the device; exact: no form that rounds activations to 8 bits; plan: which kernel
-    makes each product and how what they read is stored, decided before the first launch (products/plan.py); shared:
-    what steps of several nodes have in common, by a key of its maker's (tables of rotations).
+    makes each product and how what they read is stored, decided before the first launch (products/plan.py, whose
+    plan_of() gives it with its type); shared: what steps of several nodes have in common, by a key of its maker's
+    (tables of rotations).
     """
 
     def __init__(self, place: Callable[[Tensor], Place], target: Target, exact: bool) -> None:
         self.place = place
         self.target = target
         self.exact = exact
-        self.plan: Plan
+        self.plan: object = None
         self.shared: dict[Any, Any] = {}
         self._scratch: dict[str, torch.Tensor] = {}
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graphrt.backends.triton.capture import Segment
 from graphrt.backends.triton.device import Target, current
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
+from graphrt.backends.triton.kernels.products.plan import Part, Planned
+from graphrt.backends.triton.segment import Segment
 from graphrt.program import Choice, Fact, LaunchInfo, MaskValues, Run, StepInfo, in_order
-
-if TYPE_CHECKING:
-    from graphrt.backends.triton.kernels.products.plan import Part, Planned
 
 
 def step_info(segment: Segment, target: Target) -> StepInfo:
@@ -65,11 +63,14 @@ class AttentionChoice(Choice):
     def data(self, mask: MaskValues = None) -> dict[str, Any]:
         c, plan = self.chosen, self.tiles(mask)
         config = {f.name: getattr(c.config, f.name) for f in fields(c.config)} if is_dataclass(c.config) else None
+        choice = asdict(c.choice)
+        del choice["efficiency_percent"]  # the chooser's estimate, beside which busy_percent would be a second figure
         return {"attention": {
             "kernel": c.kernel, "refused": dict(c.refused), "workers": c.workers, "stages": c.stages, "config": config,
-            "shared_bytes": c.shared, "tiling": asdict(c.tiling), "choice": asdict(c.choice), "programs": c.programs,
+            "shared_bytes": c.shared, "tiling": asdict(c.tiling), "choice": choice, "programs": c.programs,
             "at_once": plan.at_once, "join": c.join or None, "repairs": c.repairs, "k_blocks": list(plan.k_blocks),
             "mask_blocks": plan.kinds, "longest": plan.longest, "busy_percent": plan.busy_percent,
+            "idle_places": plan.idle_places,
             "fixup_tiles": [{"tile": tile, "parts": n} for tile, n in plan.shared_tiles().items()],
             "bars": [
                 [b.program, b.start, s.tile, s.start, s.stop, s.needs_fixup, s.is_fixup, s.slot]

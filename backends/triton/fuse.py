@@ -1,23 +1,20 @@
-"""The fusion pass: which nodes become one step. Patterns are small, named, and can be switched off.
+"""The fusions of this backend: small, named, and they can be switched off.
 
 GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_mul,matmul_add) leaves only those on.
-The nodes of a group need not follow one another in the graph: groups are put in an order that keeps dependencies.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from graphrt.backend import Group, Region
-from graphrt.backends.triton.fuse_experts import EXPERT_PATTERNS
-from graphrt.backends.triton.fuse_latent import LATENT_PATTERNS
-from graphrt.backends.triton.nodes import Nodes, Pattern, added_to, is_bias, looked_at, scaled_by_row
+from graphrt.backend import Group
+from graphrt.backends.triton.fuse_experts import EXPERT_FUSIONS
+from graphrt.backends.triton.fuse_latent import LATENT_FUSIONS
 from graphrt.backends.triton.packing import packing_of
 from graphrt.env import FUSE
 from graphrt.errors import BackendError
-from graphrt.op import op_spec
+from graphrt.fusion import Fusion, Nodes, added_to, is_bias, scaled_by_row
+from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 #: The longest rows of a sum whose norm is taken in the same launch (products/activations.py).
@@ -199,12 +196,12 @@ def _is_rotated_plain(t: Tensor | None) -> bool:
 def _rotations(nodes: Nodes) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """ROPE of q and of k, SET_ROWS of k and of v, that can be one launch."""
     for attention in nodes.of("FLASH_ATTN_EXT"):
-        q, k_set, v_set = (looked_at(s) for s in attention.src[:3] if s is not None)
+        q, k_set, v_set = (made_by(s) for s in attention.src[:3] if s is not None)
         if q.op != "ROPE" or k_set.op != "SET_ROWS" or v_set.op != "SET_ROWS" or k_set is v_set:
             continue
         k_rows = k_set.src[0]
         assert k_rows is not None
-        k = looked_at(k_rows)
+        k = made_by(k_rows)
         if k.op != "ROPE" or nodes.readers(k) != [k_set] or nodes.kept(k) or k.params != q.params:
             continue
         alike = k.src[1:] == q.src[1:] and k_set.src[1] is v_set.src[1] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
@@ -238,105 +235,34 @@ def _same_scores(attention: Tensor, lse: Tensor) -> bool:
     return all(x is y for x, y in zip(a[:4], b[:4]))
 
 
-#: Patterns by name, in the order in which they are tried: a node belongs to the first group that takes it.
-PATTERNS: dict[str, Pattern] = {
-    **EXPERT_PATTERNS,
-    **LATENT_PATTERNS,
-    "gate_up_glu": gate_up_glu,
-    "projections": projections,
-    "norm_rope_cache": norm_rope_cache,
-    "norm_mul_add_norm": norm_mul_add_norm,
-    "add_norm": add_norm,
-    "norm_mul": norm_mul,
-    "matmul_add": matmul_add,
-    "rope_cache": rope_cache,
-    "softcap": softcap,
-    "attention_lse": attention_lse,
-}
-#: Those that change no rounding: an exact backend has no others.
-EXACT_PATTERNS: dict[str, Pattern] = {"attention_lse": attention_lse}
+#: In the order in which they are tried: a node belongs to the first group that takes it.
+FUSIONS: tuple[Fusion, ...] = (
+    *EXPERT_FUSIONS,
+    *LATENT_FUSIONS,
+    Fusion("gate_up_glu", gate_up_glu),
+    Fusion("projections", projections),
+    Fusion("norm_rope_cache", norm_rope_cache),
+    Fusion("norm_mul_add_norm", norm_mul_add_norm),
+    Fusion("add_norm", add_norm),
+    Fusion("norm_mul", norm_mul),
+    Fusion("matmul_add", matmul_add),
+    Fusion("rope_cache", rope_cache),
+    Fusion("softcap", softcap),
+    Fusion("attention_lse", attention_lse, exact=True),
+)
 
 
-def wanted_patterns() -> dict[str, Pattern]:
-    """PATTERNS less what GRAPHRT_FUSE switches off. Raises BackendError for a name that is none of theirs."""
+def wanted_fusions(exact: bool) -> list[Fusion]:
+    """FUSIONS less what GRAPHRT_FUSE switches off; if exact, those that change no bit, all of them. Raises BackendError
+    for a name that is none of theirs."""
+    if exact:
+        return [fusion for fusion in FUSIONS if fusion.exact]
     text = (FUSE.get() or "1").strip()
     if text in ("", "1", "all"):
-        return PATTERNS
+        return list(FUSIONS)
+    known = [fusion.name for fusion in FUSIONS]
     names = [] if text == "0" else [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in PATTERNS]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(PATTERNS)}, got {unknown[0]!r}")
-    return {name: PATTERNS[name] for name in PATTERNS if name in names}
-
-
-@dataclass(frozen=True, order=True)
-class _Ready:
-    first: int
-    index: int
-
-
-def fuse(region: Region, patterns: Mapping[str, Pattern] | None = None) -> list[Group]:
-    """The region cut into groups, in an order in which every group comes after what it reads."""
-    nodes = Nodes(region)
-    groups: list[Group] = []
-    owner: dict[Tensor, int] = {}
-
-    def take(group: Group) -> None:
-        owner.update(dict.fromkeys(group.nodes, len(groups)))
-        groups.append(group)
-
-    for pattern in (wanted_patterns() if patterns is None else patterns).values():
-        for group in pattern(nodes):
-            if not any(n in owner for n in group.nodes):
-                take(group)
-    for node in region.nodes:
-        if node not in owner:
-            take(Group([node]))
-    return _ordered(region.nodes, groups, owner)
-
-
-def _by_writing(nodes: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of nodes that must keep their order because one of them writes into what the other reads or writes."""
-    touching: dict[Tensor, list[tuple[int, Tensor]]] = {}
-    for i, node in enumerate(nodes):
-        for root in dict.fromkeys(s.root for s in node.sources()):
-            touching.setdefault(root, []).append((i, node))
-    for i, node in enumerate(nodes):
-        if op_spec(node.op).writes is not None:
-            for j, other in touching[node.root]:
-                if other is not node:
-                    yield (other, node) if j < i else (node, other)
-
-
-def _ordered(nodes: Sequence[Tensor], groups: list[Group], owner: dict[Tensor, int]) -> list[Group]:
-    """The groups in a topological order, the one with the earliest node first among those that are ready.
-
-    A group that waits for itself through others (its nodes can't run together) is taken apart.
-    """
-    position = {node: i for i, node in enumerate(nodes)}
-    needs = [
-        {owner[looked_at(s)] for n in group.nodes for s in n.sources() if looked_at(s) in owner} for group in groups
-    ]
-    for earlier, later in _by_writing(nodes):
-        needs[owner[later]].add(owner[earlier])
-    needs = [wanted - {i} for i, wanted in enumerate(needs)]
-    feeds: list[list[int]] = [[] for _ in groups]
-    for i, wanted in enumerate(needs):
-        for j in wanted:
-            feeds[j].append(i)
-    ready = [_Ready(min(position[n] for n in g.nodes), i) for i, g in enumerate(groups) if not needs[i]]
-    heapq.heapify(ready)
-    left = [len(wanted) for wanted in needs]
-    order: list[Group] = []
-    while ready:
-        i = heapq.heappop(ready).index
-        order.append(groups[i])
-        for j in feeds[i]:
-            left[j] -= 1
-            if not left[j]:
-                heapq.heappush(ready, _Ready(min(position[n] for n in groups[j].nodes), j))
-    if len(order) == len(groups):
-        return order
-    stuck = next(i for i, n in enumerate(left) if n and len(groups[i].nodes) > 1)
-    apart = [g for i, g in enumerate(groups) if i != stuck] + [Group([n]) for n in groups[stuck].nodes]
-    return _ordered(nodes, apart, {n: i for i, g in enumerate(apart) for n in g.nodes})
+        raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(known)}, got {unknown[0]!r}")
+    return [fusion for fusion in FUSIONS if fusion.name in names]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphrt.backend import Group
-from graphrt.backends.triton.nodes import Nodes, Pattern, is_view, looked_at
+from graphrt.fusion import Fusion, Nodes
+from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 #: What one program of the routing's kernel holds.
@@ -32,9 +33,9 @@ def _choice(nodes: Nodes, picked: Tensor) -> tuple[list[Tensor], Tensor] | None:
     """What makes the probabilities and what changes them for the choice, if anything, and the node that orders them."""
     table, ids = picked.src
     assert table is not None and ids is not None
-    order, probs = looked_at(ids), looked_at(table)
+    order, probs = made_by(ids), made_by(table)
     select = order.src[0] if order.op in ("ARGSORT", "TOP_K") else None
-    if select is None or not _is_column(table, probs) or not _is_plain(probs) or is_view(select):
+    if select is None or not _is_column(table, probs) or not _is_plain(probs) or made_by(select) is not select:
         return None
     biased = select is not probs
     if biased and not (_is_biased(select, probs) and nodes.only_reader(select) is order):
@@ -86,7 +87,7 @@ def _only_first_are_read(nodes: Nodes, order: Tensor, ids: Tensor) -> bool:
         return bool(order.params.k == used)
     if not order.params.descending or nodes.kept(order):
         return False
-    looks = [s for n in nodes.readers(order) for s in n.sources() if looked_at(s) is order]
+    looks = [s for n in nodes.readers(order) for s in n.sources() if made_by(s) is order]
     return all(
         s.ne[0] <= used and s.ne[1:] == order.ne[1:] and s.nb[:2] == (kind, order.nb[1]) and s.view_offs == 0
         for s in looks
@@ -124,7 +125,7 @@ def _normalized(nodes: Nodes, picked: Tensor) -> list[Tensor]:
 
 def _looks_whole(t: Tensor | None, of: Tensor) -> bool:
     """All of a tensor's elements in their order, as they are or reshaped."""
-    return t is not None and looked_at(t) is of and t.n_elements == of.n_elements and t.is_contiguous
+    return t is not None and made_by(t) is of and t.n_elements == of.n_elements and t.is_contiguous
 
 
 def _reader(nodes: Nodes, t: Tensor, op: str) -> Tensor | None:
@@ -194,11 +195,13 @@ def _sums_of_slots(nodes: Nodes, weighted: Tensor) -> list[Tensor]:
 def _slot(t: Tensor, of: Tensor) -> int | None:
     """Which of dimension 1 a view [n, tokens] has; None if t is no such view."""
     n, _, tokens, _ = of.ne
-    if looked_at(t) is not of or t is of or t.ne != (n, tokens, 1, 1) or t.nb[0] != of.nb[0]:
+    if made_by(t) is not of or t is of or t.ne != (n, tokens, 1, 1) or t.nb[0] != of.nb[0]:
         return None
     return t.view_offs // of.nb[1] if (t.nb[1] == of.nb[2] or tokens == 1) and t.view_offs % of.nb[1] == 0 else None
 
 
-EXPERT_PATTERNS: dict[str, Pattern] = {
-    "expert_routing": expert_routing, "expert_gate_up": expert_gate_up, "expert_sum": expert_sum,
-}  # fmt: skip
+EXPERT_FUSIONS: tuple[Fusion, ...] = (
+    Fusion("expert_routing", expert_routing),
+    Fusion("expert_gate_up", expert_gate_up),
+    Fusion("expert_sum", expert_sum),
+)

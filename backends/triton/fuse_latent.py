@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphrt.backend import Group
-from graphrt.backends.triton.nodes import Nodes, Pattern, looked_at, scaled_by_row
+from graphrt.fusion import Fusion, Nodes, scaled_by_row
+from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 #: The longest row that one program normalizes, and elements of a block of a quantized cache.
@@ -17,7 +18,7 @@ def head_products(nodes: Nodes) -> Iterator[Group]:
     for out in nodes.of("CONT"):
         source = out.src[0]
         assert source is not None
-        product = looked_at(source)
+        product = made_by(source)
         if _is_head_product(product) and _is_by_token(source, product) and _reads_alone(nodes, out, product):
             yield Group([product, out], kernel="head_products")
 
@@ -47,7 +48,7 @@ def _reads_alone(nodes: Nodes, reader: Tensor, t: Tensor) -> bool:
 def latent_rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The query of a latent attention, its parts' product and rotation, and its row of the cache: norm and rotation."""
     for attention in nodes.of("FLASH_ATTN_EXT"):
-        q, k_set = (looked_at(s) for s in list(attention.sources())[:2])
+        q, k_set = (made_by(s) for s in list(attention.sources())[:2])
         query, row = _query(nodes, q), _row(nodes, k_set)
         if query and row and _rotate_alike(query[1], row[2]):
             yield Group([*query, *row], kernel="latent_rope_cache", results=[q, k_set])
@@ -58,7 +59,7 @@ def _query(nodes: Nodes, q: Tensor) -> tuple[Tensor, ...]:
     absorbed, rotated = _concat(q)
     if absorbed is None or rotated is None:
         return ()
-    product = looked_at(absorbed)
+    product = made_by(absorbed)
     whole = _is_head_product(product) and _is_by_token(absorbed, product) and _reads_alone(nodes, q, product)
     return (product, rotated, q) if whole and _is_rotated(nodes, rotated, q) else ()
 
@@ -69,9 +70,9 @@ def _row(nodes: Nodes, k_set: Tensor) -> tuple[Tensor, ...]:
         return ()
     rows = k_set.src[0]
     assert rows is not None
-    both = looked_at(rows)
+    both = made_by(rows)
     kv, rotated = _concat(both)
-    scaled = looked_at(kv) if kv is not None else None
+    scaled = made_by(kv) if kv is not None else None
     norm = scaled.src[0] if scaled is not None and scaled.op == "MUL" else None
     if kv is None or rotated is None or scaled is None or norm is None:
         return ()
@@ -112,4 +113,7 @@ def _is_row_a_token(k_set: Tensor, both: Tensor) -> bool:
     return tokens and (not cache.dtype.is_quantized or all(s.ne[0] % BLOCK == 0 for s in both.sources()))
 
 
-LATENT_PATTERNS: dict[str, Pattern] = {"latent_rope_cache": latent_rope_cache, "head_products": head_products}
+LATENT_FUSIONS: tuple[Fusion, ...] = (
+    Fusion("latent_rope_cache", latent_rope_cache),
+    Fusion("head_products", head_products),
+)

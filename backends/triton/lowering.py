@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphrt.backend import Group
-from graphrt.backends.triton.capture import Segment
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import copy, elementwise, fused, kq_mask, norm, rope, rows, sample, soft_max, sort
 from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products.plan import planned
-from graphrt.backends.triton.nodes import is_view
+from graphrt.backends.triton.segment import Segment
 from graphrt.tensor import Tensor
 
 Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
@@ -27,9 +26,9 @@ OPS: dict[str, Lowering] = {
 def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Segment]:
     """The steps of a split, group by group. attention: makes the launches of FLASH_ATTN_EXT and FLASH_ATTN_LSE."""
     segments: list[Segment] = []
-    ctx.plan = planned(groups, ctx)
+    plan = ctx.plan = planned(groups, ctx)
     for group in groups:
-        nodes = [n for n in group.nodes if not is_view(n)]
+        nodes = group.working
         if not nodes:
             continue
         if nodes[0].op.startswith("FLASH_ATTN"):
@@ -37,7 +36,7 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
         else:
             make = fused.LOWERINGS[group.kernel] if group.kernel else OPS[nodes[0].op]
             steps = make(nodes, ctx)
-        products = next((ctx.plan.products[n] for n in nodes if n in ctx.plan.products), None)
-        stored = ctx.plan.stored.get(group.results[-1])
+        products = next((plan.products[n] for n in nodes if n in plan.products), None)
+        stored = plan.stored.get(group.results[-1])
         segments.append(Segment(group, steps, attention.chosen.get(nodes[0]), products, stored))
     return segments

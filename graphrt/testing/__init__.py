@@ -5,7 +5,7 @@ a function of (case, seed, input name) alone, on every machine.
 """
 
 from graphrt.testing.blocks import AnyArray, dequantize, quantize, random_blocks
-from graphrt.testing.case import Case, Inputs, all_cases, grid
+from graphrt.testing.case import Case, Inputs, all_cases, grid, register_cases
 from graphrt.testing.masks import BlockMask, CausalMask, GgmlMask, GgmlSparseMask, Hiding, LengthMask, MaskValues
 from graphrt.testing.metric import nmse
 from graphrt.testing.values import (
@@ -46,4 +46,5 @@ __all__ = [
     "nmse",
     "quantize",
     "random_blocks",
+    "register_cases",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from graphrt.errors import GraphError
 from graphrt.execute import Executable
 from graphrt.graph import Graph
-from graphrt.op import registered_ops
+from graphrt.op import cases_modules, op_spec, registered_ops
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing.blocks import AnyArray, quantize
 from graphrt.testing.values import Init, Rows, Uniform
@@ -41,6 +43,10 @@ class Case:
         inputs = Inputs(str(self), seed)
         inputs.node = self.make(inputs)
         return inputs
+
+    def without_values(self) -> Tensor:
+        """The case's node; no input has values, so that it costs neither the time nor the memory for them."""
+        return self.make(_Shapes(str(self), 0))
 
 
 def _shown(value: object) -> str:
@@ -97,13 +103,40 @@ class Inputs:
             exe.write(tensor, values)
 
 
+class _Shapes(Inputs):
+    """Makes the leafs of a case alone."""
+
+    def __call__(self, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
+        return new_input(dt, *ne, name=name)
+
+
+_SETS: dict[str, dict[str, Callable[[], Iterable[Case]]]] = {}
+
+
+def register_cases(op: str, **sets: Callable[[], Iterable[Case]]) -> None:
+    """Adds sets of cases of a registered op, each a function that yields them: quick=..., full=..., ggml=...
+
+    "quick" is the set that every op has; all_cases() says what the others are. Raises GraphError for an unknown op, and
+    where the op has a set of that name already.
+    """
+    known = _SETS.setdefault(op_spec(op).name, {})
+    for which, cases in sets.items():
+        if which in known:
+            raise GraphError(f"a set of cases is registered once, {op} has {which!r} already; give it another name")
+        known[which] = cases
+
+
 def all_cases(op: str | None = None, which: str = "quick") -> Iterator[Case]:
-    """The cases of one op or of every registered op.
+    """The cases of one op or of every registered op, in the order of the ops' registration.
 
     which: "quick", the default cases; "full", the larger set where an op has one, else its default cases; any other set
-    ("ggml": the grid of ggml's own suite) where an op has it, else nothing.
+    ("ggml": the grid of ggml's own suite) where an op has it, else nothing. The modules that register cases are
+    imported first.
     """
-    for name, spec in registered_ops().items():
-        if op in (None, name):
-            otherwise: Callable[[], Iterable[Case]] = spec.cases if which in ("quick", "full") else tuple
-            yield from spec.more_cases.get(which, otherwise)()
+    for module in cases_modules():
+        importlib.import_module(module)
+    for name in registered_ops():
+        sets = _SETS.get(name, {})
+        chosen = sets.get(which) or (sets.get("quick") if which == "full" else None)
+        if op in (None, name) and chosen is not None:
+            yield from chosen()

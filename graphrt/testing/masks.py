@@ -30,9 +30,11 @@ class MaskValues:
 
 @dataclass(frozen=True)
 class CausalMask:
-    """-inf after the query's own position; the last query sees the last key. What is seen gets 0, with `distance` minus
+    """-inf for the keys after a query's own position; the last query's position is that of the last key.
 
-    its distance, as ALiBi has it. window: how many keys up to its own a query sees; 0 for all."""
+    The keys that a query sees get 0 or, with `distance`, minus their distance from it, which ALiBi multiplies by a
+    head's slope. window: how many keys a query sees, its own the last of them; 0 for all.
+    """
 
     window: int = 0
     distance: bool = False
@@ -49,9 +51,11 @@ class CausalMask:
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Blocks of queries by keys, one in `one_in` seen and the rest -inf; each row of blocks sees at least one.
+    """Blocks of `n_q` queries by `n_kv` keys: one in `one_in` is seen and the rest are -inf.
 
-    The first block of keys is never the only one seen: what sums up the leading keys meets -inf alone."""
+    Each row of blocks sees at least one, which is never the first block of keys: so kernels meet rows whose first keys
+    are all hidden.
+    """
 
     n_q: int
     n_kv: int
@@ -68,7 +72,10 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class LengthMask:
-    """Each matrix (head and sequence) of the mask sees another number of leading keys, evenly up to all of them."""
+    """The queries of each matrix (a head and sequence) see so many leading keys, in each matrix another number.
+
+    The numbers are spread evenly from few keys to all of them.
+    """
 
     def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
         count = int(np.prod(shape[:-2]))
@@ -79,7 +86,7 @@ class LengthMask:
 
 @dataclass(frozen=True)
 class Hiding:
-    """`base`, with `cells` hidden from every query, and everything hidden from `rows`: shares of n_q from and to."""
+    """`base`, with the keys `cells` hidden from all queries, and all keys from the queries `rows` (shares of n_q)."""
 
     base: Init
     cells: Sequence[int] = ()
@@ -95,9 +102,10 @@ class Hiding:
 
 @dataclass(frozen=True)
 class GgmlMask:
-    """What ggml's suite draws: -1..1, and blocks of 128 keys by 64 queries that are all -inf or all 0, where a fifth of
+    """What ggml's suite draws: values from -1 to 1, and in them blocks of 128 keys by 64 queries, all -inf or all 0.
 
-    the mask is worth at least one block."""
+    There are as many blocks as would cover a fifth of the mask if none overlapped, so that a small mask has none.
+    """
 
     def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
         mask = rng.uniform(-1.0, 1.0, shape)
@@ -110,9 +118,10 @@ class GgmlMask:
 
 @dataclass(frozen=True)
 class GgmlSparseMask:
-    """What ggml's suite draws for n_kv_max: that many seen keys in the first row and up to 16 fewer in the following
+    """What ggml's suite draws for its axis n_kv_max: few seen keys, at random places, with small negative values.
 
-    ones, at random places, with small negative values."""
+    The first row has n_kv_max of them, each following row one fewer, down to 16 fewer, and then from n_kv_max again.
+    """
 
     n_kv_max: int
 

@@ -32,9 +32,11 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal. step: rounded to its multiples. Multiples of a power of two with few bits are exact in f16 and bf16, and
+    """Normally distributed, of deviation `std` around `mean`. step: values are rounded to its multiples, 0 for none.
 
-    so are their products in f32: no rounding of sources then blurs the result, and tolerances stay sharp."""
+    Small multiples of a power of two are exact in f16 and bf16, and so are their products in f32. With such a step the
+    result has no error from the rounding of its sources, and its tolerance can be tight.
+    """
 
     std: float = 1.0
     mean: float = 0.0
@@ -93,9 +95,11 @@ class Given:
 
 @dataclass(frozen=True)
 class Spoiled:
-    """`base`, but with NaN (or infinity) where nothing may look: in `cells` along `axis`, and after `used` elements of
+    """`base`, but with NaN, or infinity if `infinite`, in places whose values must not count.
 
-    each row. NaN is bits of all ones, which is NaN as a float, and as the scale of a quantized block."""
+    These are the indices `cells` along `axis`, and of each row what comes after `used` elements. NaN is written as bits
+    that are all ones: that is NaN as a float, and as the scale of a quantized block.
+    """
 
     base: Init
     cells: Sequence[int] = ()

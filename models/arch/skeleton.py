@@ -66,11 +66,14 @@ class Decoder(Transformer):
 
     def result(self, step: StepInputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""
+        return self.logits(self.hidden(step))
+
+    def hidden(self, step: StepInputs) -> Tensor:
+        """What the logits are made of, the tokens' embeddings: f32 [n_embd, n_outputs]."""
         x = self.embed(step.tokens, step.positions)
         for il in range(self.hp.n_layer):
             x = self.layer(il, x, step, step.cache.layers[il])
-        x = self.normed(x, self.output_norm, "result_norm")
-        return self.logits(x)
+        return self.normed(x, self.output_norm, "result_norm")
 
     def layer(self, il: int, x: Tensor, step: StepInputs, cache: LayerCache) -> Tensor:
         w = self.layers[il]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from graphrt import ops
 from graphrt.models.arch.layout import Affine, Attention, Experts, Extra, FeedForward, Layer, Layout, Loader
 from graphrt.models.hparam_keys import VARIANTS
-from graphrt.models.hparam_limits import check_sizes
+from graphrt.models.hparam_sizes import check_sizes
 from graphrt.models.hparams import HParams, Keys, Traits, read_hparams, refuse_variants
 from graphrt.models.weights import Weights
 from graphrt.ops import RopeParams

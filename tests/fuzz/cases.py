@@ -24,14 +24,14 @@ from graphrt.graph import Graph
 from graphrt.tensor import Flag
 from graphrt.testing import Inputs
 from graphrt.tools import cli
-from graphrt.tools.conformance.budget import check_budget
-from graphrt.tools.conformance.guard import Guarded
-from graphrt.tools.conformance.saved import load_failure
-from graphrt.tools.conformance.step import run_inputs
-from graphrt.tools.conformance.test_file import file_cases
-from graphrt.tools.describe import describe
-from graphrt.tools.diff_file import file_side
-from graphrt.tools.graph_json import graph_of, loads, to_json
+from graphrt.tools.conformance.cases.test_file import file_cases
+from graphrt.tools.conformance.run.budget import check_budget
+from graphrt.tools.conformance.run.guard import Guarded
+from graphrt.tools.conformance.run.saved import load_failure
+from graphrt.tools.conformance.run.step import run_inputs
+from graphrt.tools.diff.file import file_side
+from graphrt.tools.inspect.describe import describe
+from graphrt.tools.inspect.graph_json import graph_of, loads, to_json
 
 NAME = "cases"
 __all__ = ["NAME", "attempt", "make", "warm"]

@@ -18,11 +18,11 @@ from graphrt.models.model import Model
 from graphrt.models.session import SessionOptions
 from graphrt.models.synthetic import synthetic
 from graphrt.testing import Inputs, all_cases
-from graphrt.tools.checked_json import plain
-from graphrt.tools.conformance.saved import FORMAT, graph_json
-from graphrt.tools.conformance.test_file import OPS
-from graphrt.tools.describe import describe
-from graphrt.tools.graph_json import to_json
+from graphrt.tools.conformance.cases.test_file import OPS
+from graphrt.tools.conformance.run.saved import FORMAT, graph_json
+from graphrt.tools.inspect.checked_json import plain
+from graphrt.tools.inspect.describe import describe
+from graphrt.tools.inspect.graph_json import to_json
 
 #: Cases of each op, spread over its list, whose inputs take at most so many bytes.
 PER_OP, MOST_BYTES = 12, 40_000

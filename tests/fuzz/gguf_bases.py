@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import tiny
-import tiny_archs
-import tiny_vocab
-from gguf_files import KV, TensorSpec, build
-from tiny_archs import Tiny
+from support import tiny, tiny_archs, tiny_vocab
+from support.gguf_files import KV, TensorSpec, build
+from support.tiny_archs import Tiny
 
 #: Those of many layers, left out for speed, and one that is over 2 MB.
 SLOW = ("deepseek2-lite", "command-r-plus", "gpt-oss")

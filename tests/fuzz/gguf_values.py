@@ -6,7 +6,7 @@ import random
 import struct
 from typing import Any
 
-from gguf_files import VALUE_TYPES
+from support.gguf_files import VALUE_TYPES
 
 Rng = random.Random
 

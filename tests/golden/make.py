@@ -1,7 +1,7 @@
-"""Regenerates tests/golden/*.npz with llama.cpp. By hand: pip install llama-cpp-python, python tests/golden/make.py
+"""Regenerates tests/golden/*.npz with llama.cpp, by hand: `pip install llama-cpp-python; python tests/golden/make.py`.
 
-Each file has llama.cpp's logits for the 40 tokens of tests/tiny.py on a tiny f32 model, with an f32 cache and without
-flash attention: the first 32 tokens in one batch, the rest one by one.
+Each file has llama.cpp's logits for the 40 tokens of tests/support/tiny.py on a tiny f32 model, with an f32 cache and
+without flash attention: the first 32 tokens in one batch, the rest one by one.
 """
 
 import sys
@@ -14,7 +14,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from tiny import MODELS, tokens, write_model  # noqa: E402
+from support.tiny import MODELS, tokens, write_model  # noqa: E402
 
 
 def decode(ctx: object, ids: list[int], past: int) -> np.ndarray:

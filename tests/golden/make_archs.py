@@ -1,7 +1,7 @@
 """Regenerates tests/golden/archs.npz with llama.cpp. By hand: pip install llama-cpp-python, and
 python tests/golden/make_archs.py [NAME ...]      (with names only those, beside what there is)
 
-Of each model of tests/tiny_archs.py, f32: a decoder's logits of 40 tokens, as make.py makes them; an encoder's
+Of each model of tests/support/tiny_archs.py, f32: a decoder's logits of 40 tokens, as make.py makes them; an encoder's
 embeddings of TEXTS, for each pooling, read in one batch. Of QUANTIZED: the logits with weights of a type.
 """
 
@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from make import decode  # noqa: E402
-from tiny import tokens, write_model  # noqa: E402
-from tiny_archs import DECODERS, ENCODERS, QUANTIZED, TEXTS  # noqa: E402
+from support.tiny import tokens, write_model  # noqa: E402
+from support.tiny_archs import DECODERS, ENCODERS, QUANTIZED, TEXTS  # noqa: E402
 
 POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3}
 

@@ -17,7 +17,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from tiny import MODELS, write_model  # noqa: E402
+from support.tiny import MODELS, write_model  # noqa: E402
 
 #: "hello the sea, he"
 IDS = [1, 327, 319, 261, 268, 262, 264, 295, 325]

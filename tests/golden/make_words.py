@@ -1,8 +1,8 @@
 """Regenerates tests/golden/words.json with llama.cpp. By hand: pip install llama-cpp-python, and
 python tests/golden/make_words.py
 
-For each pre-tokenizer of tests/tiny_vocab.py, and for WordPiece with and without normalizing, the ids of each text:
-with the tokens that the file puts around it, without special tokens in it.
+For each pre-tokenizer of tests/support/tiny_vocab.py, and for WordPiece with and without normalizing, the ids of each
+text: with the tokens that the file puts around it, without special tokens in it.
 """
 
 import json
@@ -17,8 +17,8 @@ import llama_cpp
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from tiny import _add  # noqa: E402
-from tiny_vocab import PRE, TEXTS, wordpiece, words  # noqa: E402
+from support.tiny import _add  # noqa: E402
+from support.tiny_vocab import PRE, TEXTS, wordpiece, words  # noqa: E402
 
 
 def tokenized(path: Path, keys: dict[str, Any]) -> list[list[int]]:

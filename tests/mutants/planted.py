@@ -8,7 +8,7 @@ are kernels with planted bugs that `graphrt test` must see. A bug is a table:
     file = "graphrt/schedule.py"
     find = "exact text"                  # once in the file; several lines are allowed
     replace = "text"
-    tests = ["tests/test_schedule.py"]   # files, or file::test, that should see it
+    tests = ["tests/runtime/test_schedule.py"]   # files, or file::test, that should see it
     why = "what goes wrong for a user"
     survives = "argument"                # only of a bug that is argued to change nothing that can be observed
 """

@@ -18,7 +18,7 @@ import llvmlite.binding as llvm
 
 from graphrt import private_files
 from graphrt.backends.cpu.fast.ir import Fn, Host
-from graphrt.env import KERNEL_CACHE
+from graphrt.env import KERNEL_CACHE, cache_folder
 
 _DIGEST_BYTES = 32  # SHA-256 of the code that follows it in a file
 _MOST_BYTES = 16 << 20  # of a file: the largest kernel has 31 KB
@@ -45,9 +45,10 @@ def _target_machine() -> Any:
 def cache_dir() -> Path | None:
     """Where machine code is kept: a folder that nobody else can write, made where it is missing, or None.
 
-    GRAPHRT_KERNEL_CACHE names another folder than the user's cache; "0" keeps nothing on disk.
+    GRAPHRT_KERNEL_CACHE names a folder for them alone, GRAPHRT_CACHE one for all that is kept; without either it is
+    the user's cache. "0" keeps nothing on disk.
     """
-    asked = KERNEL_CACHE.get()
+    asked = KERNEL_CACHE.get() or cache_folder("kernels")
     return None if asked == "0" else private_files.cache_folder(asked, "kernels")
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from graphrt.backends.cpu import threads
 from graphrt.backends.cpu.fast.ir import I32, I64, PTR, Fn, Val, new_module
 from graphrt.backends.cpu.fast.jit import Kernel, host, load
 
@@ -42,8 +43,6 @@ _WAIT, _CHAINED = 1, 2
 
 #: Looks at the counter before a waiting thread offers its core to others.
 _SPINS = 4000
-
-_NEEDED = ("GOMP_parallel", "omp_get_max_threads")
 
 
 def _openmp_paths() -> Iterator[str]:
@@ -68,15 +67,14 @@ def _openmp() -> Any | None:
             library = ctypes.CDLL(path)
         except OSError:
             continue
-        if all(hasattr(library, name) for name in _NEEDED):
+        if hasattr(library, "GOMP_parallel"):
             return library
     return None
 
 
 def max_threads() -> int:
     """Threads that a parallel step uses: torch.set_num_threads and OMP_NUM_THREADS set it. 1 without OpenMP."""
-    library = _openmp()
-    return int(library.omp_get_max_threads()) if library is not None else 1
+    return threads.count() if _openmp() is not None else 1
 
 
 # the native code

@@ -18,7 +18,8 @@ from graphrt.backends.triton.kernels.products.activations import (
 )
 from graphrt.backends.triton.kernels.products.emit import product
 from graphrt.backends.triton.kernels.products.forms import Form, Stored, f16_in_place, q8_copy, q8_in_place
-from graphrt.backends.triton.nodes import added_to
+from graphrt.backends.triton.kernels.products.plan import plan_of
+from graphrt.fusion import added_to
 from graphrt.tensor import Tensor
 
 Nodes = Sequence[Tensor]
@@ -26,13 +27,13 @@ Nodes = Sequence[Tensor]
 
 def lower_mul_mat(nodes: Nodes, ctx: Context) -> list[Step]:
     """MUL_MATs of one x and what is added to them, or two and the GLU that joins them."""
-    return product(ctx.plan.of(nodes), ctx)
+    return product(plan_of(ctx).of(nodes), ctx)
 
 
 def lower_norm_mul(nodes: Nodes, ctx: Context) -> list[Step]:
     """RMS_NORM and MUL, stored as planned."""
     made, scaled = nodes
-    stored = ctx.plan.stored_as(scaled)
+    stored = plan_of(ctx).stored_as(scaled)
     if stored == Stored():
         return norm.lower_norm_mul(nodes, ctx)
     x, row = ctx.view(source_of(made, 0)), ctx.view(source_of(scaled, 1))
@@ -52,7 +53,7 @@ def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
     early = all(ctx.is_constant(source_of(n, 1)) for n in (*first[1:], scaled))
     x = source_of(first[0], 0) if first else block
     lines = [ctx.view(t).data.view(-1, t.ne[0]) for t in (x, added_to(block, total), total)]
-    form = ctx.plan.stored_as(scaled).form
+    form = plan_of(ctx).stored_as(scaled).form
     whole = ctx.view(scaled).data if form is Form.AS_IS else None
     return [add_norm_quantize(
         ctx.target, lines[0], before, lines[1], lines[2], _norm_weight(made, scaled, ctx), _rounded(scaled, ctx), early,
@@ -67,7 +68,7 @@ def _norm_weight(made: Tensor, scaled: Tensor, ctx: Context) -> NormWeight:
 
 def _rounded(scaled: Tensor, ctx: Context) -> Q8Rows | torch.Tensor | None:
     """Where a norm's launch stores what it rounds: in the norm's own place, or a copy; None where it does not."""
-    stored = ctx.plan.stored_as(scaled)
+    stored = plan_of(ctx).stored_as(scaled)
     if stored.form is Form.Q8:
         return q8_in_place(scaled, ctx)
     if stored.form is not Form.AS_IS:

@@ -20,6 +20,7 @@ from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_qua
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.products.emit import head_products
+from graphrt.backends.triton.kernels.products.plan import plan_of
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
     block_elements,
@@ -158,7 +159,7 @@ def lower_latent_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]
     CONCAT and SET_ROWS of the cache's row."""
     product, q, whole, norm, scaled, k, _, k_set = nodes
     out, m = ctx.view(whole).torch()[0], product.ne[0]
-    steps = head_products(ctx.plan.of(nodes), out[:, :, :m].transpose(0, 1), ctx)
+    steps = head_products(plan_of(ctx).of(nodes), out[:, :, :m].transpose(0, 1), ctx)
     table, filling = rope_table(source_of(q, 1), q.params, (*q.src, None)[2], ctx)
     row = Row(
         ctx.view(source_of(norm, 0)), ctx.view(source_of(scaled, 1)).data, norm.params.eps, ctx.view(source_of(k, 0))
@@ -173,7 +174,7 @@ def lower_head_products(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     node, out = nodes
     m, n, heads, _ = node.ne
     by_token = ctx.view(out).data.view(n, heads, m)
-    return head_products(ctx.plan.of(nodes), by_token.transpose(0, 1), ctx)
+    return head_products(plan_of(ctx).of(nodes), by_token.transpose(0, 1), ctx)
 
 
 #: Groups of fuse_latent.py by their names.

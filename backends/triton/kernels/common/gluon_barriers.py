@@ -13,8 +13,8 @@ def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
     All of them must be used: a barrier's memory stays a barrier's until it is invalidated (PTX ISA, mbarrier), but
     Triton gives it to another buffer as soon as nothing uses the barrier any more. When processes share a GPU, a switch
-    between them then writes the barrier over what lies there (docs/mbarrier_reuse.cu). tests/aot_barriers.py looks for
-    it.
+    between them then writes the barrier over what lies there (docs/mbarrier_reuse.cu).
+    tests/support/aot_barriers.py looks for it.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):

@@ -28,23 +28,23 @@ from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, q
 from graphrt.backends.triton.kernels.products.emit import q8_scratch, with_whole_rows
 from graphrt.backends.triton.kernels.products.forms import Form, q8_copy
 from graphrt.backends.triton.kernels.products.half import Activations, Gate, in_type
-from graphrt.backends.triton.kernels.products.plan import Made, Part
+from graphrt.backends.triton.kernels.products.plan import Made, Part, plan_of
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.rows import block_rows
-from graphrt.backends.triton.nodes import looked_at
 from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 
 def lower_mul_mat_id(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """MUL_MAT_ID, with the ADD_ID after it if there is one."""
-    (part,) = ctx.plan.of(nodes).parts
+    (part,) = plan_of(ctx).of(nodes).parts
     return _part(part, nodes[-1], ctx.view(nodes[-1]).data, ctx)
 
 
 def lower_expert_gate_up(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """The MUL_MAT_IDs of a gate and an up of one x, with their biases, and last the GLU of both."""
-    glu, parts = nodes[-1], ctx.plan.of(nodes).parts
+    glu, parts = nodes[-1], plan_of(ctx).of(nodes).parts
     p, out = glu.params, ctx.view(glu).data
     if len(parts) == 1:
         return _part(parts[0], glu, out, ctx, Gate(p.kind, p.alpha, p.limit))
@@ -67,7 +67,7 @@ def lower_expert_sum(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     if product.op != "MUL_MAT_ID":
         x = ctx.view(source_of(weighted, 0))
         return [weighted_sum_launch(x.data, x.strides[1:3], factors, _lines(out, total), ctx)]
-    (part,) = ctx.plan.of(nodes).parts
+    (part,) = plan_of(ctx).of(nodes).parts
     if part.route.kernel.name == "expert_gemv":
         return _gemv(part, out, ctx, factors=factors)
     results = _scratch("results of experts", product, ctx)
@@ -133,7 +133,7 @@ def _gemv(
     rows = Rows(view.data, x.n_rows, x.ne[0], view.strides[2] if x.ne[1] == 1 else x.ne[0])
     given: Rows | Q8Rows = rows
     if part.made is Made.IN_COPY:
-        given = q8_copy(looked_at(x), ctx)
+        given = q8_copy(made_by(x), ctx)
     elif part.made is Made.BEFORE:
         given = q8_scratch(x, ctx)
         steps.append(quantize_rows(ctx.target, rows, given))

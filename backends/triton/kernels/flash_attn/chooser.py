@@ -122,8 +122,9 @@ class Device:
 class Choice:
     """A schedule and its figures.
 
-    splits: S of "split", 1 otherwise. waves: tiles / programs at once. efficiency_percent: 0 to 100, of this schedule
-    if no k-block is hidden. occupancy: programs a multiprocessor. scratch_bytes: all slots. reasons: short sentences.
+    splits: S of "split", 1 otherwise. waves: tiles / programs at once. efficiency_percent: 0 to 100, what was reckoned
+    with, for no k-block hidden and merging counted; what a mask leaves busy is TilePlan.busy_percent. occupancy:
+    programs a multiprocessor. scratch_bytes: all slots. reasons: short sentences.
     """
 
     schedule: Schedule
@@ -141,7 +142,7 @@ class Choice:
         parts = f" in {self.splits} parts each" if self.schedule == "split" else ""
         return (
             f"{self.schedule}: {_count(self.programs, 'program')} for {_count(self.tiles, 'tile')}{parts}, "
-            f"{self.waves:.2f} waves, {self.efficiency_percent} % efficient, {self.occupancy} an SM, "
+            f"{self.waves:.2f} waves, {self.occupancy} an SM, "
             f"scratch {self.scratch_bytes / 1e6:.1f} MB"
         )
 
@@ -168,14 +169,16 @@ def choose(
     tiles, blocks, at_once = problem.tiles, problem.k_blocks, device.at_once
     efficiency = _split_efficiency(problem, device, 1)
     waves = f"{_count(tiles, 'tile')}, {_count(at_once, 'program')} at once: {tiles / at_once:.2f} waves"
-    reasons = [f"{waves}, {efficiency} % efficient if no k-block is hidden"]
+    reasons = [waves]
     if blocks < 2 * MIN_BLOCKS:
         reasons.append(f"{_count(blocks, 'k-block')} a tile at most: too few to share a tile")
         return _choice(problem, device, "tile", tiles, 1, reasons)
     if problem.has_mask:
         return _masked(problem, device, efficiency, reasons)
     if efficiency >= GOOD_EFFICIENCY:
-        reasons.append(f"{efficiency} % fill the device, {GOOD_EFFICIENCY} are enough: no scratch, no fixup")
+        reasons.append(
+            f"it keeps {efficiency} % of the device busy, {GOOD_EFFICIENCY} are enough: no scratch, no fixup"
+        )
         return _choice(problem, device, "tile", tiles, 1, reasons)
     if tiles >= MANY_WAVES * at_once:
         reasons.append(f"from {MANY_WAVES} waves on little is lost in the last one: no scratch, no fixup")
@@ -185,7 +188,7 @@ def choose(
     reached = _split_efficiency(problem, device, best)
     streamed = _stream_k_efficiency(problem, device, _stream_k_programs(problem, device))
     if reached * 100 < streamed * NEAR_BEST and tiles * blocks >= MIN_BLOCKS * at_once:
-        split = f"the best split ({_count(best, 'part')} a tile) reaches {reached} %"
+        split = f"with merging counted, the best split ({_count(best, 'part')} a tile) keeps {reached} % busy"
         reasons.append(f"{split}, equal shares of all units {streamed} %")
         return _choice(problem, device, "stream_k", _stream_k_programs(problem, device), 1, reasons)
     if best == 1:

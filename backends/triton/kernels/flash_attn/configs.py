@@ -5,7 +5,7 @@ Each row was measured or, where no such GPU was at hand, compiled: no spills, sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,15 @@ _AMPERE = (
     Row(MANY, 128, ("f32",), Config(16, 32, 4, 2, per_sm=1)),
     Row(MANY, MANY, ("f32",), Config(16, 32, 16, 1, ieee=True)),
 )
+#: By rows and d, what there is room for of the rows of halves on GPUs with 99 KiB of shared memory a program (compute
+#: capability 8.6, 8.9, 12.0 and 12.1); the others of _AMPERE fit. Compiled, not measured.
+_LESS = {
+    (16, 256): Config(16, 64, 4, 2),
+    (MANY, 128): Config(64, 64, 4, 2),
+    (MANY, 256): Config(64, 32, 8, 2),
+    (MANY, MANY): Config(32, 16, 4, 2),
+}
+_AMPERE_SMALL = tuple(replace(row, config=_LESS[row.rows, row.d]) if row.kinds == ("half",) else row for row in _AMPERE)
 _CDNA3 = (
     Row(16, 128, ALL, Config(16, 32, 4, 1, per_sm=2)),
     Row(16, MANY, ALL, Config(16, 32, 4, 1, per_sm=1)),
@@ -92,12 +101,13 @@ _INTERPRETER = (
 )
 
 TABLES: dict[str, tuple[Row, ...]] = {
-    "sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _HOPPER, "gfx942": _CDNA3, "interpreter": _INTERPRETER,
+    "sm_80": _AMPERE, "sm_86": _AMPERE_SMALL, "sm_89": _AMPERE_SMALL, "sm_120": _AMPERE_SMALL,
+    "sm_90": _HOPPER, "sm_100": _HOPPER, "gfx942": _CDNA3, "interpreter": _INTERPRETER,
 }  # fmt: skip
 
 #: Tiles of too few rows for wgmma. ptxas 12.8, which Triton 3.6 brings, compiles the addresses of its operands wrong in
 #: kernels that load head sizes like 40, 72 and 90 in masked pieces: a uniform register is read that nothing wrote
-#: (12.9 does it right). tests/aot.py looks for such reads in every kernel.
+#: (12.9 does it right). tests/support/aot.py looks for such reads in every kernel.
 _NO_WGMMA = Config(32, 32, 8, 2)
 
 
@@ -111,7 +121,8 @@ def table_of(arch: str) -> tuple[Row, ...]:
     if arch in TABLES:
         return TABLES[arch]
     if arch.startswith("sm_"):
-        return TABLES["sm_100"] if int(arch[3:]) in range(100, 120) else TABLES["sm_80"]
+        capability = int(arch[3:])
+        return TABLES["sm_120" if capability >= 120 else "sm_100" if capability >= 100 else "sm_80"]
     return TABLES["gfx942"]
 
 

@@ -65,7 +65,13 @@ def _schedule(plan: AttentionPlan) -> Iterator[Fact]:
     yield "programs", per + (f"; {c.programs} persistent ones take tile after tile" if persistent else "")
     known = " if no k-block is hidden" if c.problem.mask_t is not None and plan.kinds is None else ""
     yield "programs", f"the longest visits {count_text(plan.longest, 'k-block')}{known}"
-    yield "efficiency", f"{plan.busy_percent:.0f} %: the share of places and time in which k-blocks are visited{known}"
+    yield (
+        "efficiency",
+        f"{plan.busy_percent:.0f} %: the share of the {plan.at_once} places, until the last program ends, in which "
+        f"k-blocks are visited{known}",
+    )
+    if plan.idle_places:
+        yield "efficiency", f"{plan.idle_places} of the {plan.at_once} places have no program"
 
 
 def _fixup(plan: AttentionPlan) -> Iterator[Fact]:

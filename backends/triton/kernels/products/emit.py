@@ -31,8 +31,8 @@ from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.products.route import SMALL_MMA
 from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.launch import Launch, without_early_start
-from graphrt.backends.triton.nodes import looked_at
 from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 
@@ -124,7 +124,7 @@ def _in_8_bits(part: Part, ctx: Context) -> Q8Rows:
     x = part.products[0].x
     if part.made is Made.BY_PRODUCER:
         return q8_in_place(x, ctx)
-    return q8_copy(looked_at(x), ctx) if part.made is Made.IN_COPY else q8_scratch(x, ctx)
+    return q8_copy(made_by(x), ctx) if part.made is Made.IN_COPY else q8_scratch(x, ctx)
 
 
 def q8_scratch(x: Tensor, ctx: Context) -> Q8Rows:

@@ -27,7 +27,7 @@ from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE
 from graphrt.backends.triton.kernels.products.half import MAX_WHOLE_ROW
 from graphrt.backends.triton.kernels.products.product import Product, ProductGroup, products_in
 from graphrt.backends.triton.kernels.products.route import SMALL_MMA, Route, route_of
-from graphrt.backends.triton.nodes import is_view, looked_at
+from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 #: gemv.py rounds activations in each of its programs for at most so many tokens; a launch before is cheaper for more.
@@ -84,14 +84,20 @@ class Plan:
         return self.stored.get(t, Stored())
 
 
+def plan_of(ctx: Context) -> Plan:
+    """The plan that planned() made of the split that is being compiled."""
+    assert isinstance(ctx.plan, Plan)
+    return ctx.plan
+
+
 def planned(groups: Sequence[Group], ctx: Context) -> Plan:
     """The plan of a split."""
-    found = [products_in([n for n in group.nodes if not is_view(n)]) for group in groups]
+    found = [products_in(group.working) for group in groups]
     asked = [None if made is None else with_addresses(made, ctx) for made in found]
     wishes: dict[Tensor, list[tuple[Product, Route]]] = {}
     for made in asked:
         for p in made.products if made is not None else ():
-            wishes.setdefault(looked_at(p.x), []).append((p, route_of(p, ctx)))
+            wishes.setdefault(made_by(p.x), []).append((p, route_of(p, ctx)))
     plan = Plan()
     for group, made in zip(groups, asked):
         own = plan_group(made, ctx, plan) if made is not None else None
@@ -179,7 +185,7 @@ def rounds_inside(products: Sequence[Product], x: Tensor) -> bool:
 
 def _has_copy(x: Tensor, plan: Plan) -> bool:
     """x is there in 8 bits too: the launch that made it, or what it is a view of, wrote that."""
-    whole = looked_at(x)
+    whole = made_by(x)
     return plan.stored_as(whole).q8_copy and _has_rows_of(x, whole)
 
 

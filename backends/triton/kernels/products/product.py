@@ -9,8 +9,8 @@ from graphrt.backends.triton.context import source_of
 from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadcast_of
 from graphrt.backends.triton.kernels.products.forms import Form
 from graphrt.backends.triton.kernels.products.half import Gate
-from graphrt.backends.triton.nodes import added_to, is_bias
 from graphrt.backends.triton.packing import packing_of
+from graphrt.fusion import added_to, is_bias
 from graphrt.tensor import Tensor
 
 #: Types of weights that are multiplied as they are, without a form of this backend's own.

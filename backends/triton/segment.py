@@ -1,0 +1,26 @@
+"""A group of nodes with the steps that do its work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphrt.backends.triton.accesses import Step
+from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+from graphrt.backends.triton.kernels.products.forms import Stored
+from graphrt.backends.triton.kernels.products.plan import Planned
+from graphrt.program import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A group of nodes and the steps that do its work, in order: what a profiler runs and names by itself.
+
+    chosen: of an attention its kernel and schedule (flash_attn/chosen.py); products: of matrix products their routes
+    (kernels/products/plan.py); stored: how the last result lies in memory."""
+
+    group: Group
+    steps: Sequence[Step]
+    chosen: Chosen | None = None
+    products: Planned | None = None
+    stored: Stored | None = None

@@ -1,0 +1,203 @@
+"""Grammars: which tokens may come next in a text of a GBNF grammar or a JSON schema, by llguidance."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.errors import SessionError
+from graphrt.models.gbnf import MAX_CHARS, to_lark
+from graphrt.models.tokenizer import Tokenizer
+from graphrt.printing import brief, cut
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+#: Levels of a JSON schema, and references in it: llguidance goes down both on the machine's stack.
+MAX_DEPTH, MAX_REFS = 64, 500
+#: The least common multiple of all that numbers must be multiples of: of so many states is a lexer that finds out.
+MAX_MULTIPLE = 100_000
+#: What llguidance may spend, in its own units: on a grammar 1,000,000 steps (20 ms), on a token as many (70 ms) and
+#: 2,000,000 Earley items (100 ms), and 50,000 states of its lexer (100 MB).
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 1_000_000,
+    "step_max_items": 2_000_000,
+    "max_items_in_row": 3_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+#: Between the signs of JSON, as llama.cpp has it: nothing, a space, or a new line and up to 20 spaces. With any number
+#: of them small models write spaces without end.
+_SPACE = r"( |\n[ \t]{0,20})"
+
+
+class GrammarVocab:
+    """A vocabulary as llguidance reads it; made once a model. Raises SessionError where llguidance is missing, or the
+    vocabulary has no token that ends a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        llguidance = _llguidance()
+        if not tokenizer.eog_ids:
+            raise SessionError("a grammar needs a token that ends the text, this vocabulary has none; use stop texts")
+        self.n_vocab = tokenizer.n_vocab
+        self.eog_ids = sorted(tokenizer.eog_ids)
+        wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer))
+        self.tokens: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.eog_ids)
+
+    def matcher(self, grammar: str | None, json_schema: str | Mapping[str, Any] | bool | None) -> GrammarMatcher:
+        """One for a new text. Raises SessionError for a grammar that can't be read or is too large."""
+        llguidance = _llguidance()
+        source = llguidance.LLMatcher
+        if grammar is not None:
+            made = source.grammar_from_lark(to_lark(_text("grammar", grammar)))
+        else:
+            made = source.grammar_from_json_schema(_schema(json_schema), overrides={"whitespace_pattern": _SPACE})
+        found = source(self.tokens, made, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+        if found.is_error():
+            raise SessionError(f"a grammar must be one that can be followed; llguidance says {_said(found)}")
+        return GrammarMatcher(found, self.n_vocab, self.eog_ids)
+
+
+class GrammarMatcher:
+    """Follows a text token by token."""
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int, eog_ids: list[int]) -> None:
+        self._matcher, self._n_vocab, self._eog_ids = matcher, n_vocab, eog_ids
+        self._bits = np.zeros(-(-n_vocab // 32), np.uint32)
+
+    def copy(self) -> GrammarMatcher:
+        """Another one at the same place of the text."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._n_vocab, self._eog_ids)
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """The tokens that may come next: [n_vocab]. Raises SessionError where finding them takes too much."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            allowed = np.zeros(self._n_vocab, np.bool_)
+            allowed[self._eog_ids] = True
+            return allowed
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        return np.unpackbits(self._bits.view(np.uint8), count=self._n_vocab, bitorder="little").view(np.bool_)
+
+    def accept(self, token: int) -> None:
+        """Goes on behind a token. Raises SessionError for one that may not come."""
+        if token not in self._eog_ids:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise SessionError(
+                f"a grammar must let a token through within limits; llguidance says {_said(self._matcher)}; simplify it"
+            )
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        n = tokenizer.n_vocab
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.eog_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.piece(i) for i in range(n)]
+        self.special_token_ids = [i for i in range(n) if tokenizer.is_control(i)]
+        special = set(self.special_token_ids)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if i not in special}
+        self._size = max(map(len, self._ids))
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text that stands behind other text, of the very same bytes: llguidance lets only these
+        through where a grammar leaves but one text."""
+        ids = self._tokenizer.encode(text, add_bos=False, goes_on=True)
+        wanted = text.encode("utf-8", "replace")
+        return ids if b"".join(self.tokens[i] for i in ids) == wanted else self._longest(wanted)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest token that fits, and so on; a byte that none has is left out."""
+        ids, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._size), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), start)
+            ids += [self._ids[text[start:end]]] if end > start else []
+            start = max(end, start + 1)
+        return ids
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise SessionError(
+            "grammars and JSON schemas need the package llguidance, which is not installed; "
+            "pip install 'graphrt[grammar]'"
+        ) from None
+    return llguidance
+
+
+def _said(matcher: LLMatcher) -> str:
+    return cut(" ".join(matcher.get_error().split()), 300)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise SessionError(f"{name} must be a text, got {brief(value)}")
+    return value
+
+
+def _schema(schema: object) -> str:
+    """A JSON schema as JSON. Raises SessionError for what is none, or is too large or nested too deeply."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        if len(text) > MAX_CHARS:
+            raise SessionError(f"a JSON schema may have {MAX_CHARS} characters, got {len(text)}; make it smaller")
+        found = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise SessionError(f"a JSON schema must be JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(found, dict):
+        raise SessionError(f"a JSON schema must be an object, got {cut(text)}; {{}} allows any JSON")
+    _check_schema(found)
+    return text
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Raises SessionError for what llguidance has no limit of its own for."""
+    level: list[Any] = [schema]
+    n_refs, multiple = 0, 1
+    for _ in range(MAX_DEPTH):
+        for part in level:
+            if isinstance(part, dict):
+                n_refs += "$ref" in part
+                multiple = math.lcm(multiple, _numerator(part.get("multipleOf")))
+        below = [v for part in level for v in (part.values() if isinstance(part, dict) else part)]
+        level = [v for v in below if isinstance(v, (dict, list))]
+    if level:
+        raise _too_deep()
+    if n_refs > MAX_REFS:
+        raise SessionError(f"a JSON schema may have {MAX_REFS} $ref, got {n_refs}; write what they stand for in place")
+    if multiple > MAX_MULTIPLE:
+        raise SessionError(
+            f"the least common multiple of all multipleOf of a JSON schema may be {MAX_MULTIPLE}, it is more; take "
+            f"smaller ones"
+        )
+
+
+def _numerator(number: object) -> int:
+    """That of a number as a fraction, 1 for what is no number over 0."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < 1e300:
+        return 1
+    return Fraction(str(number)).numerator
+
+
+def _too_deep() -> SessionError:
+    return SessionError(f"a JSON schema may be {MAX_DEPTH} levels deep, this one goes deeper; make it flatter")

@@ -1,0 +1,46 @@
+"""Log-probabilities of generated tokens: of the model's own distribution, before any sampler changes it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.errors import SessionError
+from graphrt.printing import brief
+
+#: The most tokens that are named beside each generated one.
+MAX_BEST = 1024
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of softmax(logits). token: of the token that was chosen; best: (id, logarithm) of the
+    likeliest, highest first, equals by id."""
+
+    token: float
+    best: tuple[tuple[int, float], ...]
+
+
+def check_best(best: object) -> int | None:
+    """How many tokens are named beside each, None for no log-probabilities at all. Raises SessionError."""
+    if best is None:
+        return None
+    if isinstance(best, bool) or not isinstance(best, int) or not 0 <= best <= MAX_BEST:
+        raise SessionError(
+            f"logprobs must be how many of the likeliest tokens are named, 0 to {MAX_BEST}, or None, got {brief(best)}"
+        )
+    return best
+
+
+def logprobs_of(logits: npt.NDArray[np.float32], token: int, best: int) -> Logprobs:
+    """Those of a token and of so many likeliest ones, in float64. logits: [n_vocab], not NaN, not all -inf."""
+    top = float(logits.max())
+    # logits of +inf share everything
+    wide = np.where(logits == top, 0.0, -np.inf) if np.isinf(top) else logits.astype(np.float64) - top
+    found = wide - np.log(np.exp(wide).sum())
+    n = min(best, len(found))
+    bound = np.partition(found, len(found) - n)[len(found) - n] if n else np.inf
+    near = np.flatnonzero(found >= bound)
+    order = near[np.argsort(-found[near], kind="stable")][:n]
+    return Logprobs(float(found[token]), tuple((int(i), float(found[i])) for i in order))

@@ -1,0 +1,84 @@
+"""What has a form in plain Triton and one in Gluon gives the same bits in both. Ranges: test_triton_ranges.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from support.gluon_emulator import Gl, Memory, Value, rebuilt
+
+from graphrt.backends.triton import device
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+from graphrt.backends.triton.kernels.common import gluon_bits
+from graphrt.backends.triton.kernels.common.bits import f16_low
+from graphrt.backends.triton.kernels.flash_attn import decode_join, decode_layouts
+from graphrt.backends.triton.kernels.flash_attn.forward import normalized
+from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
+
+
+@triton.jit
+def _f16_low(p_words, p_out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(p_out + i, f16_low(tl.load(p_words + i)))
+
+
+def test_the_f16_in_a_word() -> None:
+    """Every f16, below other bits that must not count."""
+    low = np.arange(1 << 16, dtype=np.uint32)
+    words = (low | low * 40503 << 16).view(np.int32)
+    where = device.target().device
+    out = torch.zeros(1 << 16, dtype=torch.float16, device=where)
+    _f16_low[(1,)](torch.from_numpy(words).to(where), out, 1 << 16)
+    gluon = rebuilt(gluon_bits.f16_low, {"gl": Gl(Memory({}), 4)})(Value(words)).data
+    for found in (out.cpu().numpy(), gluon):
+        np.testing.assert_array_equal(found.view(np.uint16), low.astype(np.uint16))
+
+
+@triton.jit
+def _normalized(p_m, p_l, p_sink, p_out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    lse, factor = normalized(tl.load(p_m + i), tl.load(p_l + i), tl.load(p_sink + i))
+    tl.store(p_out + i, lse)
+    tl.store(p_out + N + i, factor)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_denominator_with_its_sink() -> None:
+    """Rows without keys, without a sink, with neither; logits far apart either way."""
+    maxima, sinks = np.meshgrid([-np.inf, -300.0, -1.5, 0.0, 40.0, 1e4], [-np.inf, -2e3, 0.25, 3e3], indexing="ij")
+    m, sink = (np.resize(a.reshape(-1), 32).astype(np.float32) for a in (maxima, sinks))
+    total = np.where(m == -np.inf, 0, np.linspace(1, 70, 32)).astype(np.float32)
+    where = device.target().device
+    out = torch.zeros(2, 32, device=where)
+    _normalized[(1,)](*(torch.from_numpy(a).to(where) for a in (m, total, sink)), out, 32)
+    gluon = rebuilt(decode_join.normalized, {"gl": Gl(Memory({}), 4)})(Value(m), Value(total), Value(sink))
+    found = np.stack([x.data for x in gluon])
+    if device.interpreting():
+        np.testing.assert_array_equal(out.numpy().view(np.int32), found.view(np.int32))
+    nothing = (m == -np.inf) & (sink == -np.inf)
+    assert np.array_equal(found[:, nothing], [[-np.inf] * nothing.sum(), [0] * nothing.sum()]) and nothing.any()
+    assert np.isfinite(found[:, ~nothing]).all()
+
+
+@triton.jit
+def _slots(p_out, KIND: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(p_out + i, slot_elements(i, KIND, True))
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_the_order_of_elements_in_a_row(kind: str) -> None:
+    out = torch.zeros(256, dtype=torch.int32, device=device.target().device)
+    _slots[(1,)](out, kind, 256)
+    slots = Value(np.arange(256, dtype=np.int32))
+    gluon = rebuilt(decode_layouts.slot_elements, {"gl": Gl(Memory({}), 4)})(slots, kind).data
+    np.testing.assert_array_equal(out.cpu().numpy(), gluon)
+    assert sorted(gluon) == list(range(256))

@@ -1,0 +1,233 @@
+"""What moves, rotates and orders rows on the triton backend: conformance cases, rounding, the fused form."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from graphrt import ops
+from graphrt.backend import Group, Place, Region
+from graphrt.backends.triton import device
+from graphrt.backends.triton.backend import TritonBackend
+from graphrt.backends.triton.support import why_unsupported
+from graphrt.judge import judge, judge_written
+from graphrt.op import op_spec
+from graphrt.ops.rope import RopeParams
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, all_cases, dequantize
+from graphrt.tools.conformance.run.step import run_case
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+from support.aot_rows import context, rope_cache_nodes
+
+from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.kernels import copy, kq_mask, rope, rows, sample, sort
+from graphrt.backends.triton.launch import Launch
+from graphrt.program import Program
+
+LOWERINGS = {
+    **rows.LOWERINGS, **copy.LOWERINGS, **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS,
+}  # fmt: skip
+#: `graphrt test -b triton` runs all cases; this is every n-th of the quick ones, less what takes long interpreted.
+EVERY = {"SET_ROWS": 4, "GET_ROWS": 7, "ROPE": 5, "CPY": 4, "ARGMAX": 1, "TOP_K": 1, "SAMPLE": 4, "KQ_MASK": 3}
+SLOW = ("top_k=1024", "n_rows=700", "batch=[4,2]", "n=4096", "n=8193", "ne=[40,5,33,1]")
+QUANTIZED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+
+
+class NodeByNode(TritonBackend):
+    """The backend with this file's lowerings alone."""
+
+    def fuse(self, region: Region) -> list[Group]:
+        return [Group([node]) for node in region.nodes]
+
+    def supports(self, node: Tensor) -> str | None:
+        return None
+
+    def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
+        ctx = Context(place, self.target, self.exact)
+        nodes = [group.nodes for group in groups if not op_spec(group.nodes[0].op).is_view]
+        steps = [step for n in nodes for step in LOWERINGS[n[0].op](n, ctx)]
+
+        def run() -> None:
+            for step in steps:
+                step()
+
+        return Program(groups, run)
+
+
+def _cases() -> list[Case]:
+    found = [case for op in LOWERINGS for case in all_cases(op, "quick")]
+    some = [c for c in found if zlib.crc32(str(c).encode()) % EVERY.get(c.op, 8) == 0]
+    return [c for c in some if not any(part in str(c) for part in SLOW)]
+
+
+@pytest.mark.parametrize("case", _cases(), ids=str)
+def test_a_case(case: Case) -> None:
+    outcome = run_case(case, NodeByNode())
+    assert outcome.status == "pass", outcome.message
+
+
+def run(nodes: Sequence[Tensor], ctx: Context) -> None:
+    """Runs nodes one by one."""
+    for node in nodes:
+        if not op_spec(node.op).is_view:
+            for step in LOWERINGS[node.op]([node], ctx):
+                step()
+
+
+def fill(t: Tensor, values: np.ndarray | torch.Tensor, ctx: Context) -> None:
+    ctx.view(t).torch().copy_(torch.as_tensor(values).reshape(t.shape))
+
+
+def read(t: Tensor, ctx: Context) -> np.ndarray:
+    """The elements of a contiguous tensor as stored, in torch's shape; bytes of a quantized one, bits of bf16."""
+    data = ctx.view(t).data.cpu()
+    return (data.view(torch.uint16) if t.dtype.name == "bf16" else data).numpy().reshape(*t.shape[:3], -1)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_rounding_to_blocks_is_the_reference_codes(kind: str) -> None:
+    rng = np.random.default_rng(5)
+    x = np.concatenate([rng.normal(size=(12, 64)), rng.normal(size=(4, 64)) * 1e-6, rng.normal(size=(4, 64)) * 1e3])
+    steps = rng.integers(-16, 17, (6, 64)) / 2  # ties: of magnitudes with both signs, and halves between codes
+    x = np.concatenate([x, steps, np.zeros((1, 64)), np.full((1, 64), -3.25)]).astype(np.float32)
+    source, target = Tensor("f32", x.shape[::-1]), Tensor(kind, x.shape[::-1])
+    node, ctx = ops.cpy(source, target), context(device.target())
+    fill(source, x, ctx)
+    run([node], ctx)
+    expected = gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind.upper()])
+    assert np.array_equal(read(target, ctx)[0, 0], expected)
+
+
+def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan() -> None:
+    rng = np.random.default_rng(6)
+    bits = rng.integers(0, 2**32, 4096, dtype=np.uint32)
+    bits[:4] = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800001]  # two ties, the largest, a NaN of low bits only
+    x = torch.from_numpy(bits.view(np.float32))
+    source, target, ids = Tensor("f32", (4096, 1)), Tensor("bf16", (4096, 1)), Tensor("i32", (1,))
+    ctx = context(device.target())
+    fill(source, x, ctx)
+    run([ops.set_rows(source, ids, target)], ctx)
+    found, expected = ctx.view(target).data.cpu(), x.bfloat16()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def _filled(nodes: list[Tensor], n_tokens: int) -> Context:
+    """Memory for the nodes of a fused group, with the same random inputs every time."""
+    rng = np.random.default_rng(7)
+    ctx = context(device.target())
+    (q, k, k_set, v_set), cells = nodes, nodes[2].ne[1]
+    for t in dict.fromkeys((q.src[0], k.src[0], v_set.src[0])):
+        fill(t, rng.normal(size=t.shape).astype(np.float32), ctx)
+    fill(q.src[1], rng.integers(0, 100_000, n_tokens), ctx)
+    fill(k_set.src[1], rng.permutation(cells)[:n_tokens], ctx)
+    return ctx
+
+
+#: kind, n_tokens, mode, d, n_dims, heads: one token; heads of 40, so that blocks hold parts of two; several a program.
+FUSED = [
+    *((kind, 1, "neox", 64, 64, (4, 2)) for kind in ("f32", "f16", "bf16", *QUANTIZED)),
+    *((kind, 3, "normal", 40, 20, (5, 4)) for kind in ("f16", "bf16", *QUANTIZED)),
+    ("f16", 11, "normal", 32, 24, (3, 2)), ("q8_0", 9, "neox", 32, 32, (4, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "n_tokens", "mode", "d", "n_dims", "heads"), FUSED)
+def test_the_fused_form_is_the_single_ones(
+    kind: str, n_tokens: int, mode: str, d: int, n_dims: int, heads: tuple[int, int]
+) -> None:
+    nodes = rope_cache_nodes(kind, n_tokens, mode, d, n_dims, heads)
+    one, fused = _filled(nodes, n_tokens), _filled(nodes, n_tokens)
+    run(nodes, one)
+    steps = rope.lower_rope_cache(nodes, fused)
+    assert len(steps) == 2  # the table, and all the rest
+    for step in steps:
+        step()
+    for node in (nodes[0], nodes[2].src[2], nodes[3].src[2]):
+        found, expected = read(node, fused), read(node, one)
+        if node.dtype.is_quantized:
+            assert judge_written(node, found, expected).ok
+        else:  # sums may be rounded once or twice
+            a, e = (dequantize(x, node.dtype) for x in (found, expected))
+            assert judge(node, a, e, e).ok
+
+
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_one_memory_of_q_and_k_or_v_is_read_before_it_is_written(of: str) -> None:
+    positions, ids, x = Tensor("i32", (2,)), Tensor("i64", (2,)), Tensor("f32", (32, 3, 2))
+    q, k = (ops.rope(x, positions, RopeParams(32, "neox")) for _ in range(2))
+    caches = [Tensor("f16", (96, 8)) for _ in range(2)]
+    v = Tensor("f32", (96, 2))
+    nodes = [q, k, ops.set_rows(ops.reshape(k, 96, 2), ids, caches[0]), ops.set_rows(v, ids, caches[1])]
+    one, fused = _filled(nodes, 2), _filled(nodes, 2)
+    run(nodes, one)
+    place = fused.place
+    taken = x if of == "k" else v
+    fused.place = lambda t: place(taken if t is q else t)  # as the planner may have it: nobody reads that later
+    for step in rope.lower_rope_cache(nodes, fused):
+        step()
+    for t in (*caches, q):
+        assert np.array_equal(read(t, fused), read(t, one))
+
+
+def test_layers_share_a_table() -> None:
+    positions, ctx = Tensor("i32", (4,)), context(device.target())
+    a = [ops.rope(Tensor("f32", (32, 2, 4)), positions, RopeParams(32)) for _ in range(2)]
+    other = ops.rope(Tensor("f32", (32, 2, 4)), positions, RopeParams(16))
+    kernels = [[step.kernel for step in rope.lower_rope([n], ctx) if isinstance(step, Launch)] for n in (*a, other)]
+    assert [len(k) for k in kernels] == [2, 1, 2]
+
+
+def test_argmax_is_the_first_of_equal_ones_in_every_run() -> None:
+    n, inf, nan = 1500, float("inf"), float("nan")
+    x = torch.full((5, n), -inf)
+    x[0, 700], x[0, 1300] = 2.0, 2.0
+    x[1, 1100], x[1, 1200] = -0.0, 0.0
+    x[3, 9], x[3, 1000], x[3, 1001] = inf, nan, nan
+    x[4, :] = -torch.arange(1.0, n + 1.0)
+    a, ctx = Tensor("f32", (n, 5)), context(device.target())
+    fill(a, x, ctx)
+    node = ops.argmax(a)
+    steps = sort.lower_argmax([node], ctx)
+    for expected in ([700, 1100, 0, 1000, 0], [4, 4, 4, 4, 4]):
+        for step in steps:
+            step()
+        assert read(node, ctx).reshape(-1).tolist() == expected
+        fill(a, torch.where(torch.arange(n) == 4, -5.0, -6.0).expand(5, n), ctx)
+
+
+@pytest.mark.parametrize(("n", "k"), [(700, 40), (5000, 3), (2048, 512), (12, 12)])
+def test_what_is_drawn_from_is_the_highest_in_order_in_every_run(n: int, k: int) -> None:
+    """Whatever the rows hold before and after: falling logits lie in one block, equal ones in all."""
+    a, u, ctx = Tensor("f32", (n, 3)), Tensor("f64", (3,)), context(device.target())
+    node = ops.sample(a, u, ops.SampleParams(1.0, k, 1.0, 0.0))
+    steps = sample.lower_sample([node], ctx)
+    rng = np.random.default_rng(n)
+    for _ in range(2):
+        x = np.stack([-np.arange(n), np.zeros(n), rng.integers(-9, 9, n)]).astype(np.float32)[rng.permutation(3)]
+        fill(a, x, ctx)
+        fill(u, rng.random(3), ctx)
+        for step in steps:
+            step()
+        best = steps[-1].args["p_sorted"]
+        assert (0x7FFFFFFF - (best & 0x7FFFFFFF)).tolist() == np.argsort(-x, axis=1, kind="stable")[:, :k].tolist()
+
+
+def test_what_has_no_decoder_or_rounding_is_refused() -> None:
+    ids = Tensor("i32", (2,))
+    assert why_unsupported(ops.get_rows(Tensor("q4_K", (256, 3)), ids)) is None
+    assert "no decoder for q8_K" in (why_unsupported(ops.get_rows(Tensor("q8_K", (256, 3)), ids)) or "")
+    source = Tensor("f32", (256, 3))
+    assert why_unsupported(ops.cpy(source, Tensor("q5_1", (256, 3)))) is None
+    assert "does not round to q4_K" in (why_unsupported(ops.cpy(source, Tensor("q4_K", (256, 3)))) or "")
+    assert why_unsupported(ops.cpy(Tensor("q8_K", (256, 3)), Tensor("q8_K", (256, 3)))) is None

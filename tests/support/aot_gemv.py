@@ -1,0 +1,106 @@
+"""Launches of the products with few vectors, for compiling ahead of time (see aot.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.products.activations import (
+    NormWeight,
+    Q8Rows,
+    Rows,
+    add_norm_quantize,
+    glu_quantize,
+    norm_quantize,
+    quantize_rows,
+)
+from graphrt.backends.triton.kernels.products.gemv import Segment, gemv
+from graphrt.backends.triton.kernels.products.gemv_heads import head_gemv
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.packing import PACKED_TYPES, Packed
+from support.aot_arch import target_of
+
+
+def _weight(kind: str, m: int, k: int) -> Packed | torch.Tensor:
+    plain = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    return torch.empty(m, k, dtype=plain[kind]) if kind in plain else Packed.empty(kind, m, k, "cpu")
+
+
+def _launch(
+    target: Target, kinds: tuple[str, ...], m: int, k: int, n: int, inline: bool = False, biased: bool = False,
+    **how: Any,
+) -> Launch:  # fmt: skip
+    """A product of matrices [m, k] of those types; inline: activations are rounded in the kernel."""
+    out, bias = torch.empty(n * m), torch.empty(m) if biased else None
+    plain = kinds[0] in ("f32", "f16", "bf16")
+    x = Rows(torch.empty(n * k), n, k, k) if plain or inline else Q8Rows.empty(n, k, "cpu")
+    return gemv(target, [Segment(_weight(kind, m, k), out, m, bias) for kind in kinds], x, **how)
+
+
+def _head_launch(target: Target, kind: str, m: int, k: int, n: int, heads: int = 16) -> Launch:
+    """A matrix a head, whose results lie side by side for each token."""
+    w = _weight(kind, heads * m, k)
+    x, out = torch.empty(heads, n, k), torch.empty(n, heads, m).transpose(0, 1)
+    return head_gemv(target, w if isinstance(w, Packed) else w.view(heads, m, k), x, out)
+
+
+def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
+    for kind in (*PACKED_TYPES, "f16", "bf16", "f32"):
+        yield f"head gemv {kind} n=1", _head_launch(target, kind, 128, 512, 1)
+    for kind in ("q5_0", "q6_K", "f16"):
+        for n in (2, 8):
+            yield f"head gemv {kind} n={n}", _head_launch(target, kind, 128, 512, n)
+    for n in (1, 8):
+        yield f"head gemv q5_0, short rows n={n}", _head_launch(target, "q5_0", 512, 128, n)
+        yield f"head gemv q4_K, long rows n={n}", _head_launch(target, "q4_K", 128, 1536, n)
+    vector = torch.empty(4096)
+    for kind in (*PACKED_TYPES, "f16", "bf16", "f32"):
+        yield f"gemv {kind} n=1", _launch(target, (kind,), 4096, 4096, 1)
+    for n in (2, 4, 8):
+        for kind in ("q4_K", "q6_K", "q8_0", "q4_0", "mxfp4", "f16"):
+            yield f"gemv {kind} n={n}", _launch(target, (kind,), 4096, 4096, n)
+    yield "gemv long rows", _launch(target, ("q4_K",), 4096, 14336, 1)
+    for kind in ("q4_K", "q6_K", "q8_0", "q4_0", "mxfp4"):
+        for n in (1, 4, 8):
+            yield f"gemv {kind} in two parts n={n}", _launch(target, (kind,), 4096, 2048, n)
+    for n in (1, 2, 8):
+        yield f"gemv glu in two parts n={n}", _launch(target, ("q4_0", "q5_1"), 2048, 640, n, glu="geglu")
+    yield "gemv few rows", _launch(target, ("q4_K",), 512, 8192, 1)
+    yield "gemv rows of no whole tiles", _launch(target, ("q6_K",), 640, 2304, 1)
+    yield "gemv glu", _launch(target, ("q4_K", "q4_K"), 4096, 4096, 1, glu="reglu")
+    yield "gemv plain glu", _launch(target, ("f16", "f16"), 1536, 576, 1, glu="reglu")
+    residual = (torch.empty(512), 512)
+    for n in (1, 4, 8):
+        for k in (2048, 4096):
+            kinds = ("q4_K", "q4_K", "q6_K")
+            yield f"gemv segments n={n} k={k}", _launch(target, kinds, 512, k, n, biased=True, residual=residual)
+        yield f"gemv plain, biased n={n}", _launch(target, ("f16",), 2048, 4096, n, biased=True)
+    for n in (1, 2):
+        yield (
+            f"gemv norm inside n={n}",
+            _launch(target, ("q4_0", "q4_0"), 1536, 576, n, True, glu="swiglu", norm=(vector, 1e-6)),
+        )
+    yield "gemv rounding inside", _launch(target, ("q4_1",), 576, 1536, 1, True, residual=(torch.empty(576), 576))
+    yield "gemv rounding inside, q6_K", _launch(target, ("q6_K",), 640, 2048, 1, True)
+    for n, k in ((1, 640), (16, 640), (1, 8192)):
+        x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)
+        found = Q8Rows.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
+        for first in (norm, None):
+            yield f"add_norm {k} n={n}", add_norm_quantize(target, x, first, x, x, norm, found, True)
+        both = add_norm_quantize(target, x, None, x, x, norm, found if n == 1 else None, True, out_f32=x)
+        yield f"add_norm to f32 too {k} n={n}", both
+    for k in (576, 4096, 14336):
+        x, found = Rows(torch.empty(2 * k), 2, k, k), Q8Rows.empty(2, k, "cpu")
+        yield f"quantize {k}", quantize_rows(target, x, found)
+        yield f"norm {k}", norm_quantize(target, x, torch.empty(k), 1e-6, found, x)
+        yield f"norm to f16 {k}", norm_quantize(target, x, torch.empty(k), 1e-6, torch.empty(2, k, dtype=torch.float16))
+        yield f"glu {k}", glu_quantize(target, x, x, "reglu", found)
+
+
+def aot_cases(arch: str) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
+    """What to compile: a name, the kernel, its arguments by name, its options."""
+    for name, launch in _launches(target_of(arch)):
+        yield name, launch.kernel, launch.args, launch.options

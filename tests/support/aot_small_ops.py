@@ -1,0 +1,116 @@
+"""What the lowerings of small ops launch, shape by shape, for compiling without a GPU (see aot.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from graphrt import ops
+from graphrt.backend import Usage
+from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.kernels import elementwise, norm, soft_max
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.ops.elementwise import MAPS
+from graphrt.ops.norm import NORMS
+from graphrt.ops.unary import GLU_KINDS, UNARY_KINDS
+from graphrt.ops.view import permute, view
+from graphrt.tensor import Tensor, new_tensor
+from support.aot_arch import target_of
+
+LOWERINGS = {**elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS}
+FUSED = {**norm.FUSED, **elementwise.FUSED}
+
+Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
+
+
+def launches(nodes: list[Tensor], arch: str, fused: str = "") -> list[Launch]:
+    """The launches of a group of nodes, over memory that nobody touches."""
+    buffers: dict[Tensor, TritonBuffer] = {}
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        root = t.root
+        if root not in buffers:
+            usage = Usage.WEIGHTS if root.is_leaf and root.name.startswith("w") else Usage.COMPUTE
+            buffers[root] = TritonBuffer(torch.empty(root.nbytes, dtype=torch.uint8), usage)
+        return buffers[root], t.view_offs
+
+    ctx = Context(place, target_of(arch), exact=False)
+    steps = FUSED[fused](nodes, ctx) if fused else LOWERINGS[nodes[0].op](nodes, ctx)
+    return [step for step in steps if isinstance(step, Launch)]
+
+
+def _chain(n: int, rows: int) -> list[Tensor]:
+    """RMS_NORM, MUL by weights, ADD of a residual."""
+    scaled = ops.mul(normed := ops.rms_norm(new_tensor("f32", n, rows), 1e-6), new_tensor("f32", n, name="weight"))
+    return [normed, scaled, ops.add(scaled, new_tensor("f32", n, rows))]
+
+
+def _elementwise() -> Iterator[tuple[str, list[Tensor]]]:
+    for kind in ("f32", "f16", "bf16"):
+        x = new_tensor(kind, 4096, 512)
+        yield f"ADD {kind}", [ops.add(x, new_tensor(kind, 4096, 512))]
+        yield f"MUL row {kind}", [ops.mul(x, new_tensor("f32", 4096))]
+        yield f"GLU one source {kind}", [ops.glu(x, None, "swiglu")]
+    wide = new_tensor("f32", 14336, 4096)
+    yield "MUL large", [ops.mul(wide, new_tensor("f32", 14336, 4096))]
+    yield "ADD one row of 576", [ops.add(new_tensor("f32", 576), new_tensor("f32", 576))]
+    yield "ADD odd", [ops.add(new_tensor("f32", 577, 3), new_tensor("f32", 577, 3))]
+    yield "MUL repeats", [ops.mul(new_tensor("f32", 64, 6, 4), new_tensor("f32", 32, 3, 2))]
+    yield "MUL scalar", [ops.mul(new_tensor("f32", 64, 6, 4), new_tensor("f32", 1, 6, 4))]
+    yield "MUL gaps", [ops.mul(view(wide, (128, 4096), wide.nb[1:2]), new_tensor("f32", 128, 4096))]
+    yield "ADD permuted", [ops.add(permute(new_tensor("f32", 128, 64, 32), 1, 0, 2, 3), new_tensor("f32", 64, 128, 32))]
+    huge = new_tensor("f16", 1 << 16, 1 << 16)
+    yield "SQR 64 bits", [ops.sqr(huge)]
+    for op in ("SUB", "DIV"):
+        yield op, [op_node(op)]
+    for op in MAPS:
+        yield op, [op_node(op)]
+    x = new_tensor("f32", 4096)
+    for kind in UNARY_KINDS:
+        yield f"UNARY {kind}", [ops.unary(x, kind)]
+    for kind in GLU_KINDS:
+        yield f"GLU {kind}", [ops.glu(x, new_tensor("f32", 4096), kind)]
+
+
+def op_node(op: str) -> Tensor:
+    """A node of an elementwise op over one row."""
+    x = new_tensor("f32", 4096)
+    made: dict[str, Callable[[], Tensor]] = {
+        "SCALE": lambda: ops.scale(x, 2.0, 1.0), "CLAMP": lambda: ops.clamp(x, -1.0, 1.0),
+        "SQR": lambda: ops.sqr(x), "SQRT": lambda: ops.sqrt(x),
+        "SUB": lambda: ops.sub(x, new_tensor("f32", 4096)), "DIV": lambda: ops.div(x, new_tensor("f32", 4096)),
+    }  # fmt: skip
+    return made[op]()
+
+
+def _rows() -> Iterator[tuple[str, list[Tensor]]]:
+    for op in NORMS:
+        make = {"NORM": ops.norm, "RMS_NORM": ops.rms_norm, "L2_NORM": ops.l2_norm}[op]
+        for n, rows in ((128, 40), (576, 1), (4096, 512), (16384, 1), (20000, 3)):
+            yield f"{op} {n}x{rows}", [make(new_tensor("f32", n, rows), 1e-6)]
+    yield "SUM_ROWS", [ops.sum_rows(new_tensor("f32", 1000, 7))]
+    yield "SUM_ROWS long", [ops.sum_rows(new_tensor("f32", 100000, 7))]
+    yield "RMS_NORM permuted", [ops.rms_norm(permute(new_tensor("f32", 64, 128), 1, 0, 2, 3), 1e-6)]
+    for n in (1, 33, 1000, 4096, 16384, 200000):
+        yield f"SOFT_MAX {n}", [ops.soft_max(new_tensor("f32", n, 4, 8))]
+        for kind in ("f16", "f32"):
+            mask, sinks = new_tensor(kind, n, 32), new_tensor("f32", 8)
+            yield f"SOFT_MAX {n} {kind}", [ops.soft_max(new_tensor("f32", n, 4, 8), mask, sinks, 0.5, 8.0)]
+
+
+def aot_cases(arch: str) -> Iterator[Case]:
+    """A name, the kernel, its arguments by name, its options: of what a few nodes of each op launch."""
+    for name, nodes in (*_elementwise(), *_rows()):
+        for launch in launches(nodes, arch):
+            yield name, launch.kernel, launch.args, launch.options
+    inner = ops.scale(new_tensor("f32", 128256, 2), 0.1)
+    bent = ops.unary(inner, "tanh")
+    for launch in launches([inner, bent, ops.scale(bent, 10.0)], arch, "softcap"):
+        yield "softcap", launch.kernel, launch.args, launch.options
+    for n, rows in ((576, 1), (4096, 1), (4096, 512), (20000, 2)):
+        for fused, length in (("norm_mul", 2), ("norm_mul_add", 3)):
+            for launch in launches(_chain(n, rows)[:length], arch, fused):
+                yield f"{fused} {n}x{rows}", launch.kernel, launch.args, launch.options

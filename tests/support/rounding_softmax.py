@@ -1,0 +1,136 @@
+"""The part of rounding.py for SOFT_MAX and attention: an error of a logit is a relative error of its weight.
+
+With weights w of exp(x), x a logit less the largest, d w_i = w_i (d x_i - sum_j w_j d x_j): what all logits of a row
+have in common drops out, and so does everything where one weight is all there is. Large logits are rounded coarsely,
+and so are small ones beside a large sink, whose difference to it is what is raised to a power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.tensor import Tensor
+from support.reference64 import alibi_slope
+from support.rounding import FUNCTION, ROUNDING, of_decoding, of_products, of_sum, variance
+
+Array = npt.NDArray[np.generic]
+
+
+class Rows:
+    """What softmax makes of rows of logits [n_q, n] with the variance of each, and of that head's sink (-inf: none).
+
+    weights, of_x: [n_q, n]; the rest [n_q, 1]. of_x: the variance of x; of_total: that of the sum of powers, relative;
+    shared: that of x for all keys of a row together, as when the largest logit of all keys is found before the sink.
+    """
+
+    def __init__(self, logits: Array, of_logits: Array, sink: float) -> None:
+        seen = ~np.isneginf(logits)
+        top = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), sink)
+        top = np.where(np.isneginf(top), 0.0, top)
+        x = np.where(seen, logits - top, 0.0)
+        powers = np.where(seen, np.exp(x), 0.0)
+        total = powers.sum(-1, keepdims=True) + np.exp(sink - top)
+        total = np.where(total == 0, 1.0, total)
+        self.top, self.total, self.weights = top, total, powers / total
+        self.of_x = np.where(seen, of_logits + 2 * ROUNDING * x**2 + FUNCTION, 0.0)
+        n = seen.sum(-1, keepdims=True) + 1
+        self.of_total = of_sum((powers**2).sum(-1, keepdims=True), total, n) / total**2
+        self.kept = self.weights.sum(-1, keepdims=True)
+        self.shared = ROUNDING * (self.weights * x**2).sum(-1, keepdims=True) / np.maximum(self.kept, 1e-300)
+        self.n = n
+
+    def of_weights(self) -> Array:
+        """The variance of each weight."""
+        w, others = self.weights, (self.weights**2 * self.of_x).sum(-1, keepdims=True)
+        own = np.maximum(self.of_x * (1 - 2 * w), 0.0) + others
+        return w**2 * (own + self.of_total + self.shared * (1 - self.kept) ** 2 + 2 * ROUNDING)
+
+    def of_mean(self, v: Array, out: Array) -> Array:
+        """The variance of the values' [n, d] mean by weight, out [n_q, d]."""
+        w = self.weights
+        a = w**2 * self.of_x
+        moved = a @ v**2 - 2 * out * (a @ v) + out**2 * a.sum(-1, keepdims=True)
+        squares = w**2 @ v**2
+        common = self.of_total + self.shared * (1 - self.kept) ** 2 + 2 * ROUNDING
+        return np.maximum(moved, 0) + out**2 * common + of_sum(squares, out, self.n) + 2 * ROUNDING * squares
+
+    def of_lse(self) -> Array:
+        """The variance of the log of the sum of powers, [n_q, 1]."""
+        log = np.log(self.total)
+        inside = (self.weights**2 * self.of_x).sum(-1, keepdims=True) + self.of_total + self.shared * self.kept**2
+        return inside + FUNCTION * log**2 + ROUNDING * ((self.top + log) ** 2 + self.top**2)
+
+
+def _with_mask(logits: Array, of_logits: Array, mask: Array | None, slope: float) -> tuple[Array, Array]:
+    """Logits with slope times mask added, and their variance; -inf of the mask stays."""
+    if mask is None:
+        return logits, of_logits
+    seen = ~np.isneginf(mask)
+    bias = slope * np.where(seen, mask, 0.0)
+    total = np.where(seen, logits + bias, -np.inf)
+    return total, of_logits + ROUNDING * np.where(seen, 2 * bias**2 + (logits + bias) ** 2, 0.0)
+
+
+def _sink(sinks: Array | None, head: int) -> float:
+    return float(sinks.reshape(-1)[head]) if sinks is not None else -np.inf
+
+
+@variance("SOFT_MAX")
+def soft_max(node: Tensor, expected: Array, a: Array, mask: Array | None = None, sinks: Array | None = None) -> Array:
+    out = np.zeros_like(expected)
+    p, n_q = node.params, a.shape[2]
+    for s, h in np.ndindex(*a.shape[:2]):
+        logits = a[s, h] * p.scale
+        part = mask[s % mask.shape[0], h % mask.shape[1], :n_q] if mask is not None else None
+        slope = alibi_slope(h, a.shape[1], p.max_bias)
+        out[s, h] = Rows(*_with_mask(logits, 2 * ROUNDING * logits**2, part, slope), _sink(sinks, h)).of_weights()
+    return out
+
+
+def _attention(
+    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None
+) -> Iterator[tuple[int, int, Array, Rows]]:
+    """(sequence, head, keys that some query sees, their rows) of every head."""
+    p = node.params
+    n_head = q.shape[1]
+    group, of_k = n_head // k.shape[1], of_decoding(node.src[1], np.nan_to_num(k, nan=0.0, posinf=0.0, neginf=0.0))
+    for s, h in np.ndindex(*q.shape[:2]):
+        part = mask[s % mask.shape[0], h % mask.shape[1]] if mask is not None else None
+        keys = np.arange(k.shape[2]) if part is None else np.flatnonzero(~np.isneginf(part).all(0))
+        of_keys = of_k[s, h // group, keys]
+        logits = q[s, h] @ k[s, h // group, keys].T * p.scale
+        of_logits = p.scale**2 * of_products(k[s, h // group, keys], q[s, h], of_keys) + 2 * ROUNDING * logits**2
+        if p.softcap > 0:
+            capped = np.tanh(logits / p.softcap)
+            of_logits = (1 - capped**2) ** 2 * (of_logits + ROUNDING * logits**2)
+            logits = p.softcap * capped
+            of_logits += (FUNCTION + ROUNDING) * logits**2
+        slope = alibi_slope(h, n_head, p.max_bias)
+        masked = _with_mask(logits, of_logits, part[:, keys] if part is not None else None, slope)
+        yield s, h, keys, Rows(*masked, _sink(sinks, h))
+
+
+@variance("FLASH_ATTN_EXT")
+def flash_attn_ext(
+    node: Tensor, expected: Array, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None
+) -> Array:
+    out = np.zeros_like(expected)
+    group = q.shape[1] // v.shape[1]
+    for s, h, keys, rows in _attention(node, q, k, mask, sinks):
+        values = v[s, h // group, keys]
+        of_v = rows.weights**2 @ of_decoding(node.src[2], values)
+        out[s, :, h] = rows.of_mean(values, rows.weights @ values) + of_v
+    return out
+
+
+@variance("FLASH_ATTN_LSE")
+def flash_attn_lse(
+    node: Tensor, expected: Array, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None
+) -> Array:
+    out = np.zeros_like(expected)
+    for s, h, _, rows in _attention(node, q, k, mask, sinks):
+        out[0, s, :, h] = rows.of_lse()[:, 0]
+    return out

@@ -1,0 +1,1 @@
+"""Parts of `graphrt bench`: models and ops timed beside ceilings and peers, once their results are right."""

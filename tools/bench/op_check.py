@@ -1,0 +1,162 @@
+"""The gate before a time is reported: some rows of the result against float64, by the rule of graphrt.judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphrt.execute import Executable
+from graphrt.judge import Verdict, judge
+from graphrt.ops.soft_max import alibi_slopes
+from graphrt.tensor import Tensor
+from graphrt.testing import dequantize
+from graphrt.tools.bench.op_inputs import Program
+
+#: How many rows (head, query) of a node are judged.
+ROWS = 64
+
+Row = tuple[int, int]
+Floats = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """wrong: what is wrong, "" when nothing is. error: the largest relative error of the judged rows."""
+
+    wrong: str
+    error: float = math.inf
+
+
+def check(program: Program, exe: Executable, device: str, seed: int = 0) -> Checked:
+    """Judges what a run gives after its queries were rewritten, so that a run that computes nothing shows.
+
+    Every output must be finite throughout; of the first and the last node, ROWS rows are judged. device: torch's,
+    where the float64 rows are computed.
+    """
+    looked_at = sorted({0, len(program.nodes) - 1})
+    for i in looked_at:
+        program.new_queries(exe, i)
+    exe.run()
+    worst = 0.0
+    for i, node in enumerate(program.nodes):
+        actual = np.asarray(exe.read(node)[0])  # [n_q, n_head, d_v]
+        if not np.isfinite(actual).all():
+            return Checked(_not_finite(node, actual))
+        if i in looked_at:
+            rows = sample(node.ne[1], node.ne[2], seed + i)
+            checked = _judge_rows(program, node, actual, rows, device)
+            if checked.wrong:
+                return checked
+            worst = max(worst, checked.error)
+    return Checked("", worst)
+
+
+def _not_finite(node: Tensor, actual: Floats) -> str:
+    bad = ~np.isfinite(actual)
+    query, head, element = (int(i) for i in np.argwhere(bad)[0])
+    return f"{node.name}: {int(bad.sum())} elements are NaN or infinite, first at head {head}, query {query}, {element}"
+
+
+def sample(n_head: int, n_q: int, seed: int) -> list[Row]:
+    """ROWS different rows (head, query), or all; the first and last query of the first and last head are among them."""
+    corners = {h * n_q + i for h in (0, n_head - 1) for i in (0, n_q - 1)}
+    drawn = np.random.default_rng(seed).choice(n_head * n_q, min(ROWS, n_head * n_q), replace=False)
+    chosen = [*sorted(corners), *(int(i) for i in drawn if i not in corners)][: max(ROWS, len(corners))]
+    return [divmod(i, n_q) for i in chosen]
+
+
+def _judge_rows(program: Program, node: Tensor, actual: Floats, rows: Sequence[Row], device: str) -> Checked:
+    expected, low = expected_rows(program, node, rows, device)
+    verdict = judge(node, np.stack([actual[i, h] for h, i in rows]), expected, low)
+    error = math.sqrt(verdict.nmse) if verdict.nmse is not None else math.inf
+    return Checked(f"{node.name}: {_told(verdict, rows)}" if not verdict.ok else "", error)
+
+
+def _told(verdict: Verdict, rows: Sequence[Row]) -> str:
+    """The verdict's figures, with the place in the whole result and not in the sample."""
+    if verdict.worst is None or verdict.nmse is None or verdict.limit is None:
+        return verdict.message
+    (head, query), element = rows[verdict.worst[1]], verdict.worst[0]
+    over = f"over {verdict.limit:.3g}" if verdict.nmse > verdict.limit else "over all, and far more in a single row"
+    return f"NMSE {verdict.nmse:.3g} {over}; worst at head {head}, query {query}, element {element}"
+
+
+def expected_rows(program: Program, node: Tensor, rows: Sequence[Row], device: str) -> tuple[Floats, Floats]:
+    """Rows of a node's result, [len(rows), d_v]: in float64, and in float32 with q, k, v and p rounded to f16.
+
+    One head of k and v at a time is on the device, since all of them in float64 can be more than it has room for.
+    """
+    s = program.shape
+    expected, low = (np.zeros((len(rows), s.d_v)) for _ in range(2))
+    for group in range(s.n_head_kv):
+        mine = [j for j, (head, _) in enumerate(rows) if head * s.n_head_kv // s.n_head == group]
+        if mine:
+            sources = _Sources.of(program, node, group, [rows[j] for j in mine], device)
+            expected[mine] = sources.attend(torch.float64, lambda x: x)
+            low[mine] = sources.attend(torch.float32, lambda x: x.half().float())
+    return expected, low
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What some rows of a result are computed from, in float64 on the device.
+
+    q: [rows, d]; k: [n_kv, d]; v: [n_kv, d_v]; bias: the mask times each head's slope, [rows, n_kv], or None; sinks:
+    [rows, 1], -inf where there are none.
+    """
+
+    program: Program
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None
+    sinks: torch.Tensor
+
+    @classmethod
+    def of(cls, program: Program, node: Tensor, group: int, rows: Sequence[Row], device: str) -> _Sources:
+        s, (q, k, v, mask, sinks) = program.shape, (*node.src, None, None)[:5]
+        heads, queries = (list(x) for x in zip(*rows))
+
+        def put(values: npt.NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device).double()
+
+        def one_head(t: Tensor | None) -> torch.Tensor:
+            assert t is not None
+            raw = program.values[t].reshape(s.n_head_kv, s.n_kv, -1)[group]
+            return put(dequantize(raw, t.dtype) if t.dtype.is_quantized else raw)
+
+        assert q is not None and v is not None
+        keys = one_head(k)
+        bias = None
+        if mask is not None:
+            slopes = np.array(alibi_slopes(s.n_head, s.max_bias))[heads]
+            bias = put(program.values[mask][queries]) * put(slopes)[:, None]
+        no_sinks = np.full(len(rows), -math.inf)
+        return cls(
+            program,
+            put(program.values[q].reshape(s.n_head, s.n_q, s.d)[heads, queries]),
+            keys,
+            keys[:, : s.d_v] if s.v_in_k else one_head(v),
+            bias,
+            put(program.values[sinks][heads] if sinks is not None else no_sinks)[:, None],
+        )
+
+    def attend(self, kind: torch.dtype, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Floats:
+        """The rows computed in `kind`; `rounded` is applied to what a kernel multiplies."""
+        shape = self.program.shape
+        scores = rounded(self.q.to(kind)) @ rounded(self.k.to(kind)).T * shape.scale
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        if self.bias is not None:
+            scores = scores + self.bias.to(kind)
+        sinks = self.sinks.to(kind)
+        top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        p = torch.exp(scores - top)
+        out = rounded(p) @ rounded(self.v.to(kind)) / (p.sum(-1, keepdim=True) + torch.exp(sinks - top))
+        result: Floats = out.double().cpu().numpy()
+        return result

@@ -1,0 +1,1 @@
+"""Where cases come from: the ops' sets, models' graphs, files, random graphs."""

@@ -1,0 +1,1 @@
+"""Kernels with planted bugs in numpy, which the cases must find."""

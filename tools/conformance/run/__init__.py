@@ -1,0 +1,1 @@
+"""Running cases: each in a guarded step, in worker processes, judged and reported."""

@@ -1,0 +1,1 @@
+"""Parts of `graphrt diff`: two ways of running, node by node."""

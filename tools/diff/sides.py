@@ -1,0 +1,229 @@
+"""The two sides that `graphrt diff` holds against each other, and the low-precision run that its tolerances come from.
+
+A side is written NAME[,KEY=VALUE...]. NAME is a backend as `graphrt test -b` has it (cpu, cpu-fast, triton,
+triton-fast, MODULE:CLASS), or a .npz file of values by node name. Keys: fuse=0, every node by itself; ctk=TYPE and
+ctv=TYPE, the cache's types; model=FILE, another file of the same architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from graphrt.backend import Backend, Group, get_backend
+from graphrt.errors import GraphError, SessionError
+from graphrt.execute import plan_groups, read_tensor
+from graphrt.graph import Graph
+from graphrt.models.engine import SessionOptions
+from graphrt.models.model import Model
+from graphrt.tensor import Tensor
+from graphrt.testing import AnyArray
+from graphrt.tools.conformance.cases.sources import FAST, make_backend
+from graphrt.tools.conformance.run.low_backend import LowPrecision
+from graphrt.tools.conformance.run.lowprec import why_not_rounded
+from graphrt.tools.conformance.run.step import rounding_of
+from graphrt.tools.diff.file import FileSide, Run, file_side, node_keys
+from graphrt.tools.inspect.graph_run import GraphRun, Make, made_from
+from graphrt.tools.inspect.subject import load_subject
+from graphrt.tools.inspect.traced_step import Step, WatchedSession, steps
+
+KEYS = ("fuse", "ctk", "ctv", "model")
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """A side as the command line has it. text: all of it; name: of a backend, or a .npz file; options: by key."""
+
+    text: str
+    name: str
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_file(self) -> bool:
+        return self.name.endswith(".npz")
+
+    def session_options(self, options: SessionOptions) -> SessionOptions:
+        return replace(
+            options, type_k=self.options.get("ctk", options.type_k), type_v=self.options.get("ctv", options.type_v)
+        )
+
+
+def side_spec(text: str) -> SideSpec:
+    """Reads `NAME[,KEY=VALUE...]`. Raises SessionError."""
+    name, *parts = text.split(",")
+    pairs = [part.partition("=") for part in parts]
+    wrong = next((p for p, (key, _, value) in zip(parts, pairs) if key not in KEYS or not value), None)
+    if not name or wrong is not None or (name.endswith(".npz") and parts):
+        got = wrong if wrong is not None else text
+        raise SessionError(
+            f"a side must be a backend with {', '.join(f'{key}=...' for key in KEYS)} after commas, or a .npz file by "
+            f"itself, got {got[:80]!r}; for example -b cpu-fast,fuse=0"
+        )
+    options = {key: value for key, _, value in pairs}
+    if options.get("fuse", "0") not in ("0", "1"):
+        raise SessionError(f"fuse must be 0 (every node by itself) or 1, got {options['fuse'][:40]!r}")
+    return SideSpec(text, name, options)
+
+
+def backends_of(spec: SideSpec) -> list[Backend]:
+    """The backend of a side, and the CPU for what it refuses. Raises BackendError."""
+    first = get_backend(exact=False) if spec.name == "auto" else make_backend(spec.name)
+    found = [first]
+    if first.name != "cpu":
+        found.append(get_backend("cpu", exact=spec.name not in (*FAST, "auto")))
+    if spec.options.get("fuse") == "0":
+        for backend in found:
+            backend.fuse = partial(Backend.fuse, backend)  # type: ignore[method-assign]
+    return found
+
+
+@dataclass
+class RunSide:
+    """A side that runs. title: as the command line has it; state: what caches, and inputs that are written into, held
+    before the step, as stored, by name."""
+
+    title: str
+    run: Run
+    state: dict[str, AnyArray] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> dict[str, Tensor]:
+        """The nodes of the latest run by key."""
+        return node_keys(self.run.exe.graph)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The steps that the side takes when nothing is watched."""
+        return plan_groups(self.run.graph(), self.run.backends)
+
+    def rounds(self, node: Tensor) -> str | None:
+        """What the side rounds a node's activations to on purpose."""
+        return rounding_of(node, self.run.backends[0])
+
+
+Side = RunSide | FileSide
+
+
+# ---- what runs ----
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model's sides read. ids: the tokens, or text: to be cut by the first side's tokenizer; phase: "prefill",
+    the prompt's last batch, or "decode", the step after it."""
+
+    ids: Callable[[Model], list[int]]
+    phase: str
+
+
+@dataclass
+class Pair:
+    """reference and other: the two sides; low: the same work as the side that runs first in low precision. tokens: that
+    the sides have read, () for a graph."""
+
+    reference: Side
+    other: Side
+    low: RunSide
+    tokens: Sequence[int] = ()
+
+    @property
+    def running(self) -> list[RunSide]:
+        return [side for side in (self.reference, self.other) if isinstance(side, RunSide)]
+
+
+def graph_pair(text: str, specs: Sequence[SideSpec], seed: int) -> Pair:
+    """The sides of a saved case or a script. Raises SessionError for options that only a model has."""
+    for spec in specs:
+        others = [key for key in spec.options if key != "fuse"]
+        if others:
+            raise SessionError(f"{others[0]}= belongs to a model, {text[:200]!r} is a graph; leave it out")
+    make = made_from(text, seed)
+    sides: list[Side] = [file_side(s.name) if s.is_file else _graph_side(s, make) for s in specs]
+    low = RunSide("low precision", GraphRun(make, [_low_backend(sides)]))
+    for side in (*sides, low):
+        if isinstance(side, RunSide):
+            _check_names(side.run.run().graph)
+    return Pair(sides[0], sides[1], low)
+
+
+def _check_names(graph: Graph) -> None:
+    """Raises GraphError for names that come twice: nodes are matched by them."""
+    again = next((key for key in node_keys(graph) if key not in {t.name for t in graph.nodes}), None)
+    if again is not None:
+        raise GraphError(
+            f"two sides are matched by names, which must be used once, got {again.rpartition('#')[0]!r} twice"
+        )
+
+
+def _graph_side(spec: SideSpec, make: Make) -> RunSide:
+    run = GraphRun(make, backends_of(spec))
+    return RunSide(spec.text, run, {leaf.name: values for leaf, values in run.inputs().items()})
+
+
+def model_pair(
+    text: str,
+    specs: Sequence[SideSpec],
+    prompt: Prompt,
+    options: SessionOptions,
+    advance: Callable[[], None],
+    *,
+    synthetic: bool = False,
+) -> Pair:
+    """The sides of a model's step: all read the same tokens in the same batches. advance: called after each side."""
+    batches: list[list[int]] = []
+    sides: list[Side] = []
+
+    def read(spec: SideSpec, backends: Sequence[Backend]) -> RunSide:
+        other = spec.options.get("model")
+        model, _ = load_subject(other or text, backends, synthetic=synthetic and other is None)
+        session = WatchedSession(model.decoder, model.backends, spec.session_options(options))
+        given = list(batches)
+        todo = (Step(session, ids) for ids in given) if given else steps(session, prompt.ids(model), prompt.phase)
+        step, state = None, {}
+        for step in todo:
+            state = {} if given else _held_by(session)  # of the side that is read first, the reference if it runs
+            step.run()
+            if not given:
+                batches.append(step.ids)
+        assert step is not None  # a prompt has tokens
+        advance()
+        return RunSide(spec.text, step, state)
+
+    for spec in specs:
+        sides.append(file_side(spec.name) if spec.is_file else read(spec, backends_of(spec)))
+    first = next(spec for spec in specs if not spec.is_file)
+    low = read(replace(first, text="low precision"), [_low_backend(sides)])
+    _check_alike(sides)
+    return Pair(sides[0], sides[1], low, [token for ids in batches for token in ids])
+
+
+def _held_by(session: WatchedSession) -> dict[str, AnyArray]:
+    leafs = [leaf for layer in session.cache.layers for leaf in layer.leafs]
+    return {leaf.name: read_tensor(leaf, leaf.buffer, leaf.offset) for leaf in leafs if leaf.buffer is not None}
+
+
+def _low_backend(sides: Sequence[Side]) -> LowPrecision:
+    """It rounds activations to 8 bits where the other side does. Nothing tells how a file was made: it may have done so
+    wherever that is allowed, as llama.cpp does on a CPU."""
+    other = sides[1]
+    if isinstance(other, RunSide):
+        return LowPrecision(other.rounds)
+    return LowPrecision(lambda node: "int8" if why_not_rounded(node, "int8") is None else None)
+
+
+def _check_alike(sides: Sequence[Side]) -> None:
+    """Raises SessionError for models that have different nodes."""
+    graphs = [node_keys(side.run.exe.graph) for side in sides if isinstance(side, RunSide)]
+    if len(graphs) < 2:
+        return
+    first, second = graphs
+    for key in [*first, *second]:
+        if key not in first or key not in second or (first[key].op, first[key].ne) != (second[key].op, second[key].ne):
+            here, there = (f"{g[key].op} {g[key].describe()}" if key in g else "absent" for g in graphs)
+            if first.get(key) is not None and first[key].op == "SET_ROWS" and key in second:
+                continue
+            raise SessionError(
+                f"two sides must be of one architecture and shape, node {key!r} is {here} and {there}; "
+                f"give two files of one model"
+            )

@@ -1,0 +1,1 @@
+"""Parts of `graphrt dump`: a graph as text, a page, a picture."""

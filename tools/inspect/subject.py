@@ -1,0 +1,262 @@
+"""What a debug tool looks at: a model's step, a saved case or the graph of a script, prepared as it would run.
+
+subject("model.gguf", backends, phase="prefill", n_tokens=64)
+subject("failed.npz", backends)              # what `graphrt test --save` wrote
+subject("script.py:build", backends)         # build() returns a graphrt.Graph
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphrt.errors import GraphError, GraphrtError, SessionError
+from graphrt.tools.common import add_session_arguments, session_options, use_threads, whole
+
+if TYPE_CHECKING:
+    from graphrt.backend import Backend
+    from graphrt.execute import Executable
+    from graphrt.graph import Graph
+    from graphrt.models.arch.encoder import Encoder
+    from graphrt.models.engine import SessionOptions
+    from graphrt.models.model import Model
+    from graphrt.models.session import Session
+    from graphrt.testing import Inputs
+
+PHASES = ("prefill", "decode")
+SUBJECT_HELP = (
+    "a .gguf file, a known name or hf:OWNER/REPO[:QUANT]; a case that `graphrt test --save` wrote (.npz); or "
+    "script.py:build, a function that returns a graphrt Graph"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """title: what it is called; phase: "prefill" or "decode" of a model, else "graph"; n_tokens: that a model's step
+    reads, else 0. session: a model's, its sequence still empty; inputs: a saved case's, with their values."""
+
+    title: str
+    phase: str
+    n_tokens: int
+    executable: Executable
+    session: Session | None = None
+    inputs: Inputs | None = None
+
+
+def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --synthetic, --phase, --tokens, --exact and the options of a session."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=SUBJECT_HELP)
+    parser.add_argument(
+        "--synthetic", metavar="NAME", help="random weights in a known shape instead, as `graphrt bench` takes it"
+    )
+    parser.add_argument("--phase", choices=PHASES, help="the step of a model to look at (default: decode)")
+    parser.add_argument(
+        "--tokens",
+        type=whole(1),
+        default=0,
+        metavar="N",
+        help="tokens of a prompt that prefill reads at once (default: the batch, -b, or the context if that is less)",
+    )
+    parser.add_argument("--exact", action="store_true", help="prepare the reference forms")
+    add_session_arguments(parser)
+
+
+def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = None) -> Subject:
+    """What a command line names, on these backends or those that it names. Raises what subject() raises."""
+    from graphrt.tools.bench.model import backends_for
+
+    if (args.model is None) == (args.synthetic is None):
+        raise SessionError(
+            "there must be one thing to look at, got "
+            + ("none" if args.model is None else "two")
+            + "; give MODEL, a saved case, script.py:build or --synthetic NAME"
+        )
+    use_threads(args)
+    backends = backends_for(args.backend, args.exact) if backends is None else backends
+    options, text = session_options(args), args.synthetic or args.model
+    return subject(text, backends, args.phase, args.tokens, options, synthetic=bool(args.synthetic))
+
+
+def subject(
+    text: str,
+    backends: Sequence[Backend],
+    phase: str | None = None,
+    n_tokens: int = 0,
+    options: SessionOptions | None = None,
+    *,
+    synthetic: bool = False,
+) -> Subject:
+    """What `text` names, prepared on backends, the preferred first.
+
+    phase: of a model, None for decode, which reads one token; n_tokens: that prefill reads, 0 for a whole batch or
+    context; options: of the model's session; synthetic: `text` is a made-up model's name. Raises GraphError for a
+    script or case that gives no graph, SessionError for a phase that can't be, and what loading and preparing raise.
+    """
+    if synthetic:
+        return _of_model(text, backends, phase, n_tokens, options, synthetic)
+    if not is_graph(text):
+        return _of_model(text, backends, phase, n_tokens, options, synthetic)
+    if phase is not None or n_tokens:
+        raise SessionError(
+            f"a phase and its tokens belong to a model, {text[:200]!r} is a graph; leave --phase and --tokens out"
+        )
+    if text.endswith(".npz"):
+        return _of_case(Path(text), backends)
+    path, function = script_of(text)
+    return _of_script(path, function, backends)
+
+
+def is_graph(text: str) -> bool:
+    """A saved case or a script, and no model."""
+    return text.endswith((".npz", ".py")) or text.rpartition(":")[0].endswith(".py")
+
+
+def script_of(text: str) -> tuple[Path, str]:
+    """The file and the function of `script.py:build`. Raises GraphError."""
+    script, _, function = text.rpartition(":")
+    if not function.isidentifier() or not script:
+        raise GraphError(f"a script is given with its function, script.py:build, got {text[:200]!r}; name the function")
+    return Path(script), function
+
+
+def _of_model(
+    text: str,
+    backends: Sequence[Backend],
+    phase: str | None,
+    n_tokens: int,
+    options: SessionOptions | None,
+    synthetic: bool,
+) -> Subject:
+    from graphrt.models.arch.encoder import Encoder
+    from graphrt.models.engine import SessionOptions
+
+    if phase not in (None, *PHASES):
+        raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
+    model, title = load_subject(text, backends, synthetic=synthetic)
+    options = options or SessionOptions()
+    if isinstance(model.network, Encoder):
+        return _of_encoder(model.network, title, backends, phase, n_tokens or options.n_batch)
+    phase = phase or "decode"
+    if phase == "decode" and n_tokens > 1:
+        raise SessionError(f"decode reads one token, got --tokens {n_tokens}; give --phase prefill with it")
+    session = model.session(options)
+    n = 1 if phase == "decode" else n_tokens or session.n_batch
+    if n > session.n_batch:
+        raise SessionError(
+            f"a prefill reads at most a batch of {session.n_batch} tokens at once, got --tokens {n}; "
+            f"raise -b, and -c if the context is shorter than that"
+        )
+    return Subject(title, phase, n, session.executable(n, 1), session=session)
+
+
+def _of_encoder(encoder: Encoder, title: str, backends: Sequence[Backend], phase: str | None, n: int) -> Subject:
+    """A text of n tokens, or as many as a text may have."""
+    from graphrt.models.embed import Embedder
+
+    if phase == "decode":
+        raise SessionError(f"{encoder.hp.arch} models read texts at once and have no decode; leave --phase out")
+    n = min(n, encoder.hp.n_ctx_train)
+    return Subject(title, "prefill", n, Embedder(encoder, backends).executable(n, 1, encoder.hp.pooling or "none"))
+
+
+def load_subject(text: str, backends: Sequence[Backend], *, synthetic: bool = False) -> tuple[Model, str]:
+    """A model by its file, name or, made up, shape, and what it is called."""
+    from graphrt.models import hub
+    from graphrt.models.model import Model, load
+    from graphrt.models.synthetic import synthetic as made_up
+
+    if synthetic:
+        file = made_up(text)
+        return Model(file, backends), file.name
+    return load(hub.resolve(text), backends), text.rpartition("/")[2]
+
+
+def _of_case(path: Path, backends: Sequence[Backend]) -> Subject:
+    from graphrt.execute import prepare
+    from graphrt.tools.conformance.run.saved import load_failure
+
+    inputs = load_failure(path)
+    return Subject(inputs.case, "graph", 0, prepare(inputs.graph(), backends), inputs=inputs)
+
+
+def _of_script(path: Path, function: str, backends: Sequence[Backend]) -> Subject:
+    from graphrt.execute import prepare
+
+    return Subject(f"{path.name}:{function}", "graph", 0, prepare(script_graph(path, function), backends))
+
+
+def script_graph(path: Path, function: str) -> Graph:
+    """The graph that a function of a script returns. Raises GraphError where there is none, and for what the script
+    raises itself; errors of graphrt pass as they are."""
+    from graphrt.graph import Graph
+
+    with _importing_beside(path):
+        module = _executed(path)
+        build = getattr(module, function, None)
+        if not callable(build):
+            names = (
+                ", ".join(n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__)
+                or "none"
+            )
+            raise GraphError(
+                f"a script must have the function {function!r}, {str(path)!r} has: {names}; name one of them"
+            )
+        _check_takes_nothing(build, function)
+        made = _called(build, path)
+    if not isinstance(made, Graph):
+        raise GraphError(
+            f"{function}() must return a graphrt.Graph, got {type(made).__name__}; return graphrt.Graph(*outputs)"
+        )
+    return made
+
+
+def _executed(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"graphrt_script_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise GraphError(f"a script must be a Python file, {str(path)!r} is none; check the path")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import does: dataclasses look their module up
+    loader = spec.loader
+    _called(lambda: loader.exec_module(module), path)
+    return module
+
+
+def _called(work: Callable[[], object], path: Path) -> object:
+    """What the script's code returns; what it raises as one GraphError with the script's line."""
+    try:
+        return work()
+    except GraphrtError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        where = f"{str(path)!r}" + (f", line {line}," if line else "")
+        raise GraphError(
+            f"a script must run to its end, {where} raised {type(error).__name__}: {error}; mend it and try again"
+        ) from error
+
+
+def _check_takes_nothing(build: Callable[..., object], function: str) -> None:
+    try:
+        inspect.signature(build).bind()
+    except (TypeError, ValueError) as error:
+        raise GraphError(f"{function}() must take no arguments, and: {error}; give them defaults") from error
+
+
+@contextmanager
+def _importing_beside(path: Path) -> Iterator[None]:
+    """A script may import its neighbours, as when Python runs it."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

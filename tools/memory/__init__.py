@@ -1,0 +1,1 @@
+"""Parts of `graphrt memory`: what a prepared graph takes of memory, and when."""

@@ -1,0 +1,1 @@
+"""`graphrt run --profile`: where a run's time goes."""

@@ -1,0 +1,132 @@
+"""The flags of sampling and of where a text ends, with generate()'s names and defaults, which are llama.cpp's."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from graphrt.errors import SessionError
+from graphrt.tools.common import read_text, whole
+
+if TYPE_CHECKING:
+    from graphrt.models.sampling_params import SamplerParams
+
+#: Flags whose value may start with a dash.
+TEXT_FLAGS = ("-r", "--reverse-prompt", "--stop", "--dry-sequence-breaker", "--grammar")
+#: The most texts of one prompt.
+MAX_PARALLEL = 256
+
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "temp": ("0: always the likeliest token; higher: more varied", "--temp"),
+    "top_k": ("only the K likeliest tokens, 0: all", "--top-k"),
+    "top_p": ("only the likeliest tokens that add up to this probability, 1: all", "--top-p"),
+    "min_p": ("only tokens at least this likely, as a share of the likeliest, 0: all", "--min-p"),
+    "typical_p": ("locally typical sampling, 1: off", "--typical-p", "--typical"),
+    "top_n_sigma": (
+        "only logits so many deviations below the highest, 0 or less: all",
+        "--top-n-sigma",
+        "--top-nsigma",
+    ),
+    "xtc_probability": ("chance to drop all but the last token over the threshold, 0: off", "--xtc-probability"),
+    "xtc_threshold": ("the probability over which that drops, more than 0.5: off", "--xtc-threshold"),
+    "repeat_penalty": ("divides the logits of tokens that have come, 1: off", "--repeat-penalty"),
+    "repeat_last_n": ("how many tokens back the penalties look, 0: off, -1: all", "--repeat-last-n"),
+    "presence_penalty": ("taken off tokens that have come, 0: off", "--presence-penalty"),
+    "frequency_penalty": ("taken off tokens for each time that they have come, 0: off", "--frequency-penalty"),
+    "dry_multiplier": ("DRY: taken off tokens that go on with a repetition, 0: off", "--dry-multiplier"),
+    "dry_base": ("times this for each token that it is longer", "--dry-base"),
+    "dry_allowed_length": ("tokens that may be repeated before that", "--dry-allowed-length"),
+    "dry_penalty_last_n": ("how many tokens back DRY looks, 0: off, -1: all", "--dry-penalty-last-n"),
+    "dynatemp_range": ("the temperature moves by this with the entropy, 0: off", "--dynatemp-range"),
+    "dynatemp_exp": ("the power of the entropy", "--dynatemp-exp"),
+    "mirostat": ("1 or 2: this version in place of all samplers but --temp, 0: off", "--mirostat"),
+    "mirostat_lr": ("how fast mirostat learns (eta)", "--mirostat-lr"),
+    "mirostat_ent": ("the surprise that mirostat aims at, in bits (tau)", "--mirostat-ent"),
+    "seed": ("the same seed gives the same text, -1: a new one each time", "-s", "--seed"),
+}
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """The samplers."""
+    from graphrt.models.sampling_params import SamplerParams
+
+    defaults = SamplerParams()
+    group = parser.add_argument_group("sampling (llama.cpp's order, names and defaults)")
+    for name, (what, *names) in _NUMBERS.items():
+        value = getattr(defaults, name)
+        kind, mark = (int, "N") if isinstance(value, int) else (float, "X")
+        group.add_argument(*names, dest=name, type=kind, default=value, metavar=mark, help=f"{what} (default: {value})")
+    breaker = r"a text that DRY's repetitions end at, instead of \n : \" *; several times for several, none: no text"
+    group.add_argument("--dry-sequence-breaker", action="append", type=_unescaped, metavar="TEXT", help=breaker)
+    bias = "add to a token's logit: 15043+1, 15043-1, or 15043-inf for never; several times for several"
+    group.add_argument("-l", "--logit-bias", action="append", type=_bias, metavar="TOKEN+/-BIAS", help=bias)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where a text ends, what it may be, and what is told of it."""
+    group = parser.add_argument_group("text")
+    stop = r"end before this text, which is not shown; \n is a new line; several times for several"
+    names = ("-r", "--reverse-prompt", "--stop")
+    group.add_argument(*names, dest="stop", action="append", default=[], type=_unescaped, metavar="TEXT", help=stop)
+    stop_ids = "end at this token; several times for several"
+    group.add_argument("--stop-ids", action="append", default=[], type=whole(0), metavar="ID", help=stop_ids)
+    group.add_argument("--ignore-eos", action="store_true", help="never choose a token that ends the text")
+    rules = group.add_mutually_exclusive_group()
+    rules.add_argument("--grammar", metavar="GBNF", help="only texts of this grammar, in llama.cpp's notation")
+    rules.add_argument("--grammar-file", metavar="FILE", help="the same, read from a file")
+    rules.add_argument("-j", "--json-schema", metavar="SCHEMA", help="only JSON that fits this schema, {} for any")
+    rules.add_argument("-jf", "--json-schema-file", metavar="FILE", help="the same, read from a file")
+    best = "with --json: log-probabilities of the text's tokens, and of so many likeliest ones beside each"
+    group.add_argument("--logprobs", type=whole(0), metavar="N", help=best)
+    many = "so many texts of one prompt, which is read once; text I is that of --seed + I (default: 1)"
+    group.add_argument("-np", "--parallel", type=whole(1, MAX_PARALLEL), default=1, metavar="N", help=many)
+
+
+def sampler_params(args: argparse.Namespace) -> SamplerParams:
+    """The samplers' parameters. Raises SessionError for those that can't be."""
+    from graphrt.models.sampling_params import SamplerParams
+
+    given: dict[str, Any] = {name: getattr(args, name) for name in _NUMBERS}
+    given["logit_bias"] = dict(args.logit_bias or ())
+    if args.dry_sequence_breaker is not None:
+        given["dry_sequence_breaker"] = [text for text in args.dry_sequence_breaker if text != "none"]
+    try:
+        return SamplerParams(**given)
+    except SessionError as error:
+        raise SessionError(f"{error}\ngraphrt run --help lists the samplers and their values") from error
+
+
+def text_options(args: argparse.Namespace) -> dict[str, Any]:
+    """generate()'s keywords for where a text ends, what it may be and what is told of it. Raises SessionError for a
+    file that can't be read."""
+    if args.logprobs is not None and not args.json:
+        raise SessionError("log-probabilities (--logprobs) are part of the JSON; give --json too")
+    grammar = args.grammar if args.grammar_file is None else read_text(args.grammar_file)
+    schema = args.json_schema if args.json_schema_file is None else read_text(args.json_schema_file)
+    return {
+        "stop": args.stop,
+        "stop_ids": args.stop_ids,
+        "ignore_eos": args.ignore_eos,
+        "grammar": grammar,
+        "json_schema": schema,
+        "logprobs": args.logprobs,
+    }
+
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
+
+
+def _unescaped(text: str) -> str:
+    """With \\n, \\r, \\t, \\", \\', \\\\ and \\xHH as what they stand for, as in llama.cpp; others stay."""
+    return re.sub(
+        r"\\(?:x([0-9a-fA-F]{2})|([nrt\"'\\]))", lambda m: chr(int(m[1], 16)) if m[1] else _ESCAPES[m[2]], text
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """An argparse type: "15043+1.5" as (15043, 1.5)."""
+    found = re.fullmatch(r"(\d{1,9})([+-](?:inf|\d*\.?\d+(?:e[+-]?\d{1,2})?))", text)
+    if found is None or found[2] == "+inf":
+        raise argparse.ArgumentTypeError(f"must be as 15043+1, 15043-1.5 or 15043-inf, got {text[:40]!r}")
+    return int(found[1]), float(found[2])

@@ -1,0 +1,1 @@
+"""Parts of `graphrt trace`: what nodes hold, and where a NaN comes from."""

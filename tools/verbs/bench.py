@@ -1,0 +1,206 @@
+"""Speed of a model in llama-bench's terms: ppN reads a prompt of N tokens at once, tgN generates N tokens one by one;
+"@ dN" is the same with N tokens in the cache already.
+
+Before anything is timed, the logits of some steps are compared with the CPU reference's; a wrong result is not
+reported. The machine's ceilings are measured in the same process, and a peer in the same run: --peer-python names a
+Python that has llama-cpp-python. --synthetic makes a model up, so that no file is needed. `graphrt bench op OP`
+measures one op on a GPU instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphrt.errors import SessionError
+from graphrt.models.synthetic_recipes import RECIPES
+from graphrt.printing import human_bytes
+from graphrt.tools.bench.model import Prepared, Source, add_work, backends_for, measure, options_for
+from graphrt.tools.bench.workload import Test
+from graphrt.tools.common import (
+    add_fast_argument,
+    add_session_arguments,
+    markdown_lines,
+    print_json,
+    print_table,
+    rounding_backend,
+    session_options,
+    use_threads,
+)
+
+if TYPE_CHECKING:
+    from graphrt.backend import Backend
+    from graphrt.models.model import Model
+    from graphrt.tools.bench.llama_cpp import Peer
+    from graphrt.tools.bench.machine import Machine
+    from graphrt.tools.bench.model_check import Checked
+
+
+#: In llama-bench's order, with its names; a table has those of which there is something.
+COLUMNS = (
+    "model", "size", "params", "backend", "threads", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s",
+    "ratio",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a .gguf file, a known name or hf:OWNER/REPO[:QUANT]")
+    parser.add_argument(
+        "--synthetic",
+        metavar="NAME",
+        help=f"random weights in a known shape instead: {', '.join(RECIPES)}; with :q4_k_m, :q4_0, :q4_1, :q8_0, "
+        ":mxfp4 (experts) or :f16 behind (default: what the model is usually had in)",
+    )
+    parser.add_argument("-p", "--n-prompt", default="512", metavar="N,..", help="prompt lengths (default: 512)")
+    parser.add_argument("-n", "--n-gen", default="128", metavar="N,..", help="generated lengths (default: 128)")
+    parser.add_argument("-d", "--depth", default="0", metavar="N,..", help="tokens in the cache before (default: 0)")
+    parser.add_argument(
+        "--batch", default="1", metavar="N,..", help="sequences that generate together in one graph (default: 1)"
+    )
+    parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
+    parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
+    parser.add_argument("--exact", action="store_true", help="measure the reference forms")
+    add_fast_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("--md", action="store_true", help="print a Markdown table")
+    add_session_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    import torch
+
+    from graphrt.tools.bench.machine import machine, on_gpu
+    from graphrt.tools.bench.model_check import check, finite
+
+    tests, source = _tests(args), Source(args)
+    if args.peer_python and source.synthetic:
+        raise SessionError("a peer (--peer-python) needs a file that it can read too; give MODEL, not --synthetic")
+    use_threads(args)
+    fast = args.eight_bits
+    backends = [rounding_backend(args.backend, args.exact)] if fast else backends_for(args.backend, args.exact)
+    model, options = source.load(backends), session_options(args)
+    for test in tests:
+        options_for(test, args, model)  # what does not fit must show before the measuring
+    checked = check(source, model, backends, options, args.exact)
+    if not checked.right or not finite(model, options):
+        print(f"not measured: {_wrong(checked)}", file=sys.stderr)
+        return 1
+    before = machine(backends[0])
+    with ExitStack() as stack:
+        peer = stack.enter_context(_peer(args, source, backends[0], tests)) if args.peer_python else None
+        rows = list(_rows(args, model, tests, peer))
+    found = machine(backends[0]).best(before)
+    for row in rows:
+        row["share"] = row["gb_per_s"] / found.gb_per_s if "gb_per_s" in row else row["gflop_per_s"] / found.gflop_per_s
+    report = {
+        "model": source.label, "weight_bytes": model.weights.nbytes, "n_params": source.n_params,
+        "backend": backends[0].name, "threads": None if on_gpu(backends[0]) else torch.get_num_threads(),
+        "machine": found.report, "peer": peer.version if peer else None, "error_nmse": checked.error,
+        "checked": {"limit": checked.limit, "what": checked.what}, "results": rows,
+    }  # fmt: skip
+    if args.json:
+        print_json(report)
+    else:
+        _print(report, found, checked, markdown=args.md)
+    return 0
+
+
+def _tests(args: argparse.Namespace) -> list[Test]:
+    """Every length at every depth; several sequences only generate. Raises SessionError."""
+    lengths = [("pp", n) for n in _numbers(args.n_prompt) if n] + [("tg", n) for n in _numbers(args.n_gen) if n]
+    tests = [
+        Test(kind, n, depth, batch)
+        for depth in _numbers(args.depth)
+        for batch in _numbers(args.batch)
+        for kind, n in lengths
+        if batch == 1 or (batch > 1 and kind == "tg")
+    ]
+    if args.repetitions < 1 or not tests:
+        raise SessionError(f"there must be a test and a repetition, got {len(tests)} and -r {args.repetitions}")
+    return tests
+
+
+def _numbers(text: str) -> list[int]:
+    """Lengths; those under 0 are left out."""
+    try:
+        return [n for n in map(int, text.split(",")) if n >= 0]
+    except ValueError:
+        raise SessionError(f"lengths must be whole numbers with commas between, got {text[:40]!r}") from None
+
+
+def _rows(args: argparse.Namespace, model: Model, tests: list[Test], peer: Peer | None) -> Iterator[dict[str, Any]]:
+    """A row for each test, told on stderr as it comes, so that a run that is cut short has told something."""
+    n = max(512, *(t.end for t in tests))
+    ids = np.random.default_rng(0).integers(0, model.decoder.hp.n_vocab, n).tolist()
+    for test in tests:
+        prepared = Prepared(model, test, options_for(test, args, model), ids)
+        row = measure(prepared, args.repetitions, peer)
+        add_work(row, model, prepared)
+        print(f"{test}: {row['tokens_per_s']:.1f} t/s", file=sys.stderr, flush=True)
+        yield row
+
+
+def _peer(args: argparse.Namespace, source: Source, backend: Backend, tests: list[Test]) -> Peer:
+    import torch
+
+    from graphrt.tools.bench.llama_cpp import Peer
+    from graphrt.tools.bench.machine import on_gpu
+
+    n_ctx = args.ctx_size if args.ctx_size > 0 else max(t.end for t in tests) + 64
+    options = replace(session_options(args), n_ctx=n_ctx)
+    return Peer(args.peer_python, source.path, options, torch.get_num_threads(), on_gpu(backend))
+
+
+def _wrong(checked: Checked) -> str:
+    if checked.right:
+        return "the whole model's logits are not finite, or all the same"
+    return (
+        f"logits differ from the reference by NMSE {checked.error:.1e}, over {checked.limit:.1e} ({checked.what}); "
+        f"`graphrt test` finds the op"
+    )
+
+
+def _print(report: dict[str, Any], found: Machine, checked: Checked, markdown: bool) -> None:
+    rows = [_row(report, r) for r in report["results"]]
+    columns = [c for c in COLUMNS if any(c in row for row in rows)]
+    cells = [[row.get(c, "-") for c in columns] for row in rows]
+    if markdown:
+        print("\n".join(markdown_lines(columns, cells)))
+    else:
+        print_table(columns, cells)
+    print(
+        f"\n{report['backend']}: {found.text}; logits within NMSE {checked.error:.1e} of the reference ({checked.what})"
+        + (f"; peer: llama-cpp-python {report['peer']}" if report["peer"] else "")
+    )
+
+
+def _row(report: dict[str, Any], r: dict[str, Any]) -> dict[str, str]:
+    """A test's cells by column; what there is nothing of is left out: threads on a GPU, a peer that was not asked."""
+    row = {
+        "model": report["model"], "size": human_bytes(report["weight_bytes"]), "params": _params(report["n_params"]),
+        "backend": report["backend"], "test": r["test"], "t/s": f"{r['tokens_per_s']:.1f}",
+        "+-": f"{r['deviation']:.1f}", "rate": _rate(r), "of ceiling": f"{100 * r['share']:.0f} %",
+    }  # fmt: skip
+    if report["threads"] is not None:
+        row["threads"] = str(report["threads"])
+    if "peer" in r:
+        row |= {"llama.cpp t/s": f"{r['peer']['tokens_per_s']:.1f}", "ratio": f"{r['ratio']:.2f}"}
+    return row
+
+
+def _params(n: int) -> str:
+    """134515008 -> "134.52 M", as llama-bench has it."""
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    if "gb_per_s" in row:
+        return f"{row['gb_per_s']:.1f} GB/s"
+    rate = row["gflop_per_s"]
+    return f"{rate / 1e3:.1f} TFLOP/s" if rate >= 1e4 else f"{rate:.0f} GFLOP/s"

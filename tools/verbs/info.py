@@ -1,0 +1,134 @@
+"""What a GGUF file holds: metadata, tensors by type, the memory that it needs, and the ops that its graphs use."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphrt.printing import brief_name, human_bytes, printable
+from graphrt.tools.common import MODEL_HELP, context, print_json, print_table
+
+if TYPE_CHECKING:
+    from graphrt.execute import Executable
+    from graphrt.models.engine import SessionOptions
+    from graphrt.models.model import Model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        type=context,
+        default=0,
+        metavar="N",
+        help="context of the memory figures, 0: the model's own",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    from graphrt.models import hub
+    from graphrt.models.gguf import GGUFFile
+
+    path = hub.resolve(args.model)
+    with GGUFFile.open(path) as file:
+        facts = {
+            "path": str(path),
+            "version": file.version,
+            "byte_order": file.byte_order,
+            "metadata": {key: _shown(file.metadata[key]) for key in file.metadata},
+            "tensors": [
+                {"name": t.name, "type": t.dtype.name, "ne": list(t.ne), "bytes": t.nbytes}
+                for t in file.tensors.values()
+            ],
+            "needs": _needs(file, args.ctx_size),
+        }
+    if args.json:
+        print_json(facts)
+    else:
+        _print(facts, args.tensors)
+    return 0
+
+
+def _shown(value: Any) -> Any:
+    """A key's value as JSON; long arrays by their first elements."""
+    if isinstance(value, (np.ndarray, list)):
+        head = [v.item() if isinstance(v, np.generic) else _text(v) for v in value[:5]]
+        return head if len(value) <= 5 else {"length": len(value), "first": head}
+    return _text(value)
+
+
+def _text(value: Any) -> Any:
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+
+
+def _needs(file: Any, n_ctx: int) -> dict[str, Any]:
+    """Memory in bytes and the ops of the decode graph, or the reason why graphrt can't run the model."""
+    from graphrt.errors import GraphrtError
+    from graphrt.models.engine import SessionOptions
+    from graphrt.models.model import Model
+
+    try:
+        from graphrt.backend import get_backend
+
+        model = Model(file, [get_backend("cpu")])
+        held, size, exe = _one_token(model, SessionOptions(n_ctx=n_ctx))
+    except GraphrtError as error:
+        return {"runs": False, "reason": str(error)}
+    ops = Counter(node.op for node in exe.graph.nodes)
+    return {
+        "runs": True,
+        "n_ctx": held,
+        "weights_bytes": model.weights.nbytes,
+        "cache_bytes": size,
+        "decode_bytes": sum(arena.plan.peak for arena in exe.arenas.values()),
+        "ops": dict(sorted(ops.items())),
+    }
+
+
+def _one_token(model: Model, options: SessionOptions) -> tuple[int, int, Executable]:
+    """The context, the bytes of its cache, and the graph of one token: of a decode step, or of an encoder's text."""
+    from graphrt.models.arch.encoder import Encoder
+    from graphrt.models.embed import Embedder
+
+    if isinstance(model.network, Encoder):
+        return model.network.hp.n_ctx_train, 0, Embedder(model.network, model.backends).executable(1, 1, "none")
+    session = model.session(options)
+    return session.n_ctx, session.cache.nbytes, session.executable(1, 1)
+
+
+def _print(facts: dict[str, Any], every_tensor: bool) -> None:
+    print(f"{facts['path']}: GGUF version {facts['version']}, {facts['byte_order']}-endian\n")
+    print_table(("key", "value"), [(brief_name(key), _line(value)) for key, value in facts["metadata"].items()])
+    tensors = facts["tensors"]
+    total, counts = Counter[str](), Counter(t["type"] for t in tensors)
+    for t in tensors:
+        total[t["type"]] += t["bytes"]
+    print()
+    print_table(("type", "tensors", "size"), [(k, counts[k], human_bytes(n)) for k, n in total.most_common()])
+    if every_tensor:
+        print()
+        print_table(("tensor", "type", "shape"), [(t["name"], t["type"], t["ne"]) for t in tensors])
+    print()
+    _print_needs(facts["needs"])
+
+
+def _print_needs(needs: dict[str, Any]) -> None:
+    if not needs["runs"]:
+        print(f"graphrt can't run it: {printable(needs['reason'].replace(chr(10), ' '))}")
+        return
+    sizes = [("weights", "weights_bytes"), (f"cache of {needs['n_ctx']} tokens, f16", "cache_bytes")]
+    sizes.append(("compute, one token", "decode_bytes"))
+    print_table(("memory", "size"), [(what, human_bytes(needs[key])) for what, key in sizes])
+    print("\nops: " + ", ".join(f"{op} {n}" for op, n in needs["ops"].items()))
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, dict):  # a long array, see _shown
+        value = f"{value['length']} values: {', '.join(map(str, value['first']))}, ..."
+    return brief_name(str(value), 100)

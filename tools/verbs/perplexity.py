@@ -1,0 +1,85 @@
+"""Perplexity of a text by llama-perplexity's method: chunks of the context's size, the second half of each scored.
+
+Where the model's tokenizer adds a BOS, each chunk's first token is replaced by it before the chunk is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import numpy as np
+
+from graphrt.errors import SessionError
+from graphrt.tools.common import (
+    MODEL_HELP,
+    add_session_arguments,
+    load_model,
+    print_json,
+    progress,
+    read_text,
+    whole,
+    without_last_newline,
+)
+
+MIN_CTX = 4  # the second half of a chunk must hold a token and the next one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("-f", "--file", required=True, metavar="FILE", help="the text, - for standard input")
+    parser.add_argument(
+        "--chunks", type=whole(-1), default=-1, metavar="N", help="at most N chunks, -1: all (the default)"
+    )
+    parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add_session_arguments(parser, ctx_size=512, rope=True)
+
+
+def main(args: argparse.Namespace) -> int:
+    from graphrt.models.engine import OWN_CTX, SessionOptions
+    from graphrt.models.model import nll
+
+    n_ctx = args.ctx_size
+    if (n_ctx < MIN_CTX and n_ctx != OWN_CTX) or args.chunks == 0:
+        raise SessionError(
+            f"perplexity needs at least one chunk (--chunks) of at least {MIN_CTX} tokens (-c), got --chunks "
+            f"{args.chunks} and -c {n_ctx}"
+        )
+    text = without_last_newline(read_text(args.file))
+    model = load_model(args, exact=not args.fast)
+    n_ctx = model.network.hp.n_ctx_train if n_ctx == OWN_CTX else n_ctx
+    ids = model.tokenizer.encode(text)
+    if len(ids) < 2 * n_ctx:
+        raise SessionError(
+            f"perplexity needs a text of at least two chunks, {2 * n_ctx} tokens, got {len(ids)}; use a longer text or "
+            f"a smaller -c"
+        )
+    n_chunks = len(ids) // n_ctx if args.chunks < 0 else min(args.chunks, len(ids) // n_ctx)
+    session = model.session(SessionOptions(n_ctx, args.batch_size, args.cache_type_k, args.cache_type_v))
+    first = n_ctx // 2  # the first position whose prediction counts
+    losses: list[np.ndarray] = []
+    with progress("perplexity", n_chunks) as advance:
+        for i in range(n_chunks):
+            chunk = ids[i * n_ctx : (i + 1) * n_ctx]
+            if model.tokenizer.add_bos and model.tokenizer.bos_id is not None:
+                chunk[0] = model.tokenizer.bos_id
+            session.reset()
+            rows = session.eval_rows(chunk, first)[:-1]
+            losses.append(nll(rows, ids[i * n_ctx + first + 1 : (i + 1) * n_ctx]))
+            advance()
+    _print(np.concatenate(losses), [float(np.mean(chunk)) for chunk in losses], args.json)
+    return 0
+
+
+def _print(losses: np.ndarray, chunk_means: list[float], as_json: bool) -> None:
+    ppl = _exp(float(losses.mean()))
+    error = ppl * float(losses.std(ddof=1)) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+    if as_json:
+        print_json({"ppl": ppl, "error": error, "tokens": len(losses), "chunks": [_exp(m) for m in chunk_means]})
+    else:
+        print(f"perplexity {ppl:.4f} +- {error:.4f} ({len(losses)} tokens)")
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

@@ -1,0 +1,289 @@
+"""Generate text. It streams to stdout; figures go to stderr. Without MODEL the demo model runs, pulled when absent."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphrt.errors import ChatTemplateError, SessionError
+from graphrt.tools.common import (
+    MODEL_HELP,
+    Once,
+    add_fast_argument,
+    add_session_arguments,
+    load_model,
+    print_json,
+    read_text,
+    session_options,
+    utf8,
+    whole,
+    without_last_newline,
+)
+from graphrt.tools.sampling import flags, logprobs
+from graphrt.tools.sampling.flags import add_sampling_arguments as add_sampling_arguments
+from graphrt.tools.sampling.flags import add_text_arguments, text_options
+from graphrt.tools.sampling.flags import sampler_params as sampler_params
+
+if TYPE_CHECKING:
+    from graphrt.backend import Backend
+    from graphrt.models.gguf import GGUFFile
+    from graphrt.models.model import Model, Piece
+    from graphrt.models.session import Session
+
+
+#: Flags whose value may start with a dash.
+TEXT_FLAGS = ("-p", "--prompt", *flags.TEXT_FLAGS)
+#: Where --profile writes unless told.
+TRACE = Path("graphrt-profile.json")
+#: Decode steps that --profile measures unless told.
+PROFILE_STEPS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        action=Once,
+        type=utf8,
+        help="the prompt, - for standard input (the default when that is a pipe)",
+    )
+    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
+    parser.add_argument("-sys", "--system", metavar="TEXT", help="system message for the chat template")
+    parser.add_argument(
+        "-n",
+        "--predict",
+        type=whole(-1),
+        default=256,
+        metavar="N",
+        help="the most tokens to make, -1: no limit (default: 256)",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="the prompt as it stands, without the chat template, and only its completion"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
+    parser.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
+    add_fast_argument(parser)
+    parser.add_argument(
+        "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
+    )
+    _add_profile_arguments(parser)
+    add_session_arguments(parser, rope=True)
+    add_text_arguments(parser)
+    add_sampling_arguments(parser)
+
+
+def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
+    parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
+    times = "with --profile: write microseconds by node of a decode step, for `graphrt dump --overlay`"
+    parser.add_argument("--profile-overlay", type=Path, metavar="FILE", help=times)
+    steps = f"decode steps that are profiled (default: {PROFILE_STEPS})"
+    parser.add_argument("--profile-steps", type=whole(1, 1000), default=PROFILE_STEPS, metavar="N", help=steps)
+
+
+def _trace_path(text: str) -> Path:
+    """A file that can be made. Its ending keeps `--profile MODEL` from taking the model for it."""
+    path = Path(text)
+    if path.suffix != ".json":
+        raise argparse.ArgumentTypeError(f"must end with .json, got {text[:80]!r}; give MODEL before --profile")
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must lie in a folder that is there, got {text[:80]!r}")
+    return path
+
+
+@dataclass
+class Tally:
+    """What a run made and how long it took. Seconds are counted from `start`."""
+
+    start: float = field(default_factory=time.perf_counter)
+    tokens: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    first: float | None = None
+    last: float | None = None
+    interrupted: bool = False
+
+    def add(self, piece: Piece) -> None:
+        now = time.perf_counter()
+        self.first = self.first or now
+        self.last = now
+        self.tokens.append(piece.token)
+        self.text.append(piece.text)
+        self.pieces.append(piece)
+
+    @property
+    def finish(self) -> str:
+        """Why the text ended, "" where it did not."""
+        return self.pieces[-1].finish if self.pieces else ""
+
+    def timings(self, n_prompt: int, bytes_per_token: int) -> dict[str, float]:
+        """Prompt and generation tokens/s, time to the first token (reading the prompt), and the rate of memory read."""
+        if self.first is None or self.last is None:
+            return {}
+        prompt_s, gen_s, n = self.first - self.start, self.last - self.first, len(self.tokens) - 1
+        rate = n / gen_s if n > 0 and gen_s > 0 else 0.0
+        return {
+            "prompt_tokens_per_s": n_prompt / prompt_s,
+            "first_token_s": prompt_s,
+            "tokens_per_s": rate,
+            "gb_per_s": rate * bytes_per_token / 1e9,
+        }
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.profile_overlay is not None and not args.profile:
+        raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
+    prompt = prompt_text(args)
+    sampling, text = sampler_params(args), text_options(args)
+    loading = time.perf_counter()
+    needs: dict[str, Any] = {}
+    model = load_model(args, args.exact, partial(_before_weights, args, needs))
+    tokens = _tokens(model, prompt, args)
+    if args.parallel > 1:
+        return _many(model, tokens, args)
+    session = model.session(session_options(args))
+    for sentence in session.fallbacks():
+        print(f"fallback: {sentence}", file=sys.stderr)
+    load_s = time.perf_counter() - loading
+    tally = Tally()
+    pieces = model.generate(tokens, args.predict, sampling=sampling, session=session, **text)
+    _stream(pieces, tally, quiet=args.json, bare=args.raw)
+    timings = tally.timings(len(tokens), model.bytes_per_token)
+    if not args.json:
+        if tally.finish == "context":
+            print(_context_full(session), file=sys.stderr)
+        _report(tally, timings, len(tokens), load_s)
+    profile = _profile(session, tokens, args) if args.profile and not tally.interrupted else {}
+    if args.json:
+        timings["load_s"] = load_s
+        made = {"prompt_tokens": tokens, "tokens": tally.tokens, "text": "".join(tally.text), "finish": tally.finish}
+        told = logprobs.as_json(tally.pieces, model.tokenizer)
+        print_json(made | {"timings": timings} | told | needs | profile)
+    return 130 if tally.interrupted else 0
+
+
+def _many(model: Model, tokens: Sequence[int], args: argparse.Namespace) -> int:
+    """Several texts of one prompt."""
+    from graphrt.tools.sampling import samples
+
+    if args.profile:
+        raise SessionError("--profile measures one text, got -np; leave one of them out")
+    sampling, options, text = sampler_params(args), session_options(args), text_options(args)
+    return samples.run(
+        model, tokens, args.parallel, args.predict, sampling=sampling, options=options, text=text, quiet=args.json
+    )
+
+
+def _before_weights(
+    args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]
+) -> None:
+    """What can go on while the weights are read, and what must be known before."""
+    from graphrt.models.chat import start_soon
+
+    if not args.raw:
+        start_soon(file.metadata)
+    _check_memory(args, told, file, backends)
+
+
+def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
+    """Says what a model will take, before it does: of a GPU always, else when asked. Raises MemoryPlanError."""
+    from graphrt.models.memory import check_fits, memory_needs
+
+    if not args.memory and backends[0].name == "cpu":
+        return  # nothing to tell, and reading the header twice over takes time
+    options = session_options(args)
+    needs = memory_needs(file, backends, options)
+    if args.memory or (needs.total and not needs.in_place):
+        print(f"memory: {needs}", file=sys.stderr)
+        told["memory"] = asdict(needs)
+    check_fits(file, needs, options)
+
+
+def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    from graphrt.tools.inspect.overlay import write_overlay
+    from graphrt.tools.profile.phase import time_by_node
+    from graphrt.tools.profile.report import as_json, lines
+    from graphrt.tools.profile.session import profile_session
+
+    phases = profile_session(session, tokens, args.profile_steps, args.profile)
+    if args.profile_overlay is not None:
+        write_overlay(args.profile_overlay, time_by_node(phases[-1]))
+    if not args.json:
+        print("\n".join(lines(phases)), file=sys.stderr)
+        print(f"\ntrace: {args.profile} (open it at https://ui.perfetto.dev)", file=sys.stderr)
+    return {"profile": {"trace": str(args.profile), "phases": as_json(phases)}}
+
+
+def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> None:
+    """Writes pieces as they come. Ctrl-C ends the run, not the report. bare: nothing is added to the text."""
+    try:
+        with closing(pieces):  # type: ignore[type-var]
+            for piece in pieces:
+                tally.add(piece)
+                if not quiet:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+    except KeyboardInterrupt:
+        tally.interrupted = True
+    if not quiet and (not bare or sys.stdout.isatty()):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _tokens(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
+    from graphrt.models.engine import check_options
+
+    if args.system and (args.raw or model.chat_template is None):
+        why = "--raw leaves that out" if args.raw else "this model has none"
+        raise SessionError(f"a system message (-sys) needs the chat template, and {why}; write it into the prompt")
+    try:
+        n_ctx, _ = check_options(session_options(args), model.network.hp)
+        return model.prompt_tokens(prompt, raw=args.raw, system=args.system, n_ctx=n_ctx)
+    except ChatTemplateError as error:
+        raise ChatTemplateError(f"{error}\n--raw gives the prompt to the model without the template") from error
+
+
+def prompt_text(args: argparse.Namespace) -> str:
+    """The text of -p, -f or standard input. Raises SessionError for none."""
+    if args.prompt not in (None, "-"):
+        text: str = args.prompt
+    elif args.prompt == "-" or args.file is not None or not sys.stdin.isatty():
+        text = without_last_newline(read_text(args.file or "-"))
+    else:
+        raise SessionError("a prompt must be given: -p TEXT, -f FILE, or text on standard input")
+    if not text:
+        raise SessionError("a prompt must not be empty; give some text with -p, -f or on standard input")
+    return text
+
+
+def _context_full(session: Session) -> str:
+    longest = session.decoder.hp.n_ctx_train
+    more = f"-c gives a longer one, up to {longest}" if session.n_ctx < longest else "the model was trained on no more"
+    return f"\nstopped: the context is full ({session.n_ctx} tokens); {more}"
+
+
+def _report(tally: Tally, t: dict[str, float], n_prompt: int, load_s: float) -> None:
+    parts = [f"load {load_s:.2f} s"]
+    if t:
+        parts += [
+            f"prompt {n_prompt} tokens, {t['prompt_tokens_per_s']:.1f} tokens/s",
+            f"first token after {t['first_token_s']:.2f} s",
+            f"generated {len(tally.tokens)} tokens",
+        ]
+    else:
+        parts += [f"prompt {n_prompt} tokens", "generated none"]
+    if t.get("tokens_per_s"):
+        parts[-1] += f", {t['tokens_per_s']:.1f} tokens/s, {t['gb_per_s']:.2f} GB/s of weights"
+    if tally.interrupted:
+        parts.append("interrupted")
+    print("\n" + " | ".join(parts), file=sys.stderr)
