@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from graphrt.errors import SessionError
+from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
 from graphrt.progress import task
@@ -115,6 +115,26 @@ def add_session_arguments(
         add_rope_arguments(parser)
 
 
+def add_fast_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        dest="eight_bits",
+        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16",
+    )
+
+
+def rounding_backend(name: str, exact: bool) -> Backend:
+    """What --fast asks for. Raises BackendError beside --exact, and for another backend than the CPU by name."""
+    from graphrt.backend import get_backend
+
+    if exact:
+        raise BackendError("--fast rounds more and --exact nothing, got both; leave one out")
+    if name not in ("auto", "cpu"):
+        raise BackendError(f"--fast is for the CPU, which rounds to 16 bits else, got --backend {name}; leave one out")
+    return get_backend("cpu", exact=False, activation_bits=8)
+
+
 def load_model(
     args: argparse.Namespace, exact: bool, before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None
 ) -> Model:
@@ -123,7 +143,8 @@ def load_model(
     from graphrt.models.model import load
 
     use_threads(args)
-    return load(hub.resolve(args.model), args.backend, exact=exact, rope=rope_options(args), before=before)
+    backend = rounding_backend(args.backend, exact) if getattr(args, "eight_bits", False) else args.backend
+    return load(hub.resolve(args.model), backend, exact=exact, rope=rope_options(args), before=before)
 
 
 def use_threads(args: argparse.Namespace) -> None:

@@ -14,11 +14,14 @@ import torch
 from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage, numbered
 from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample, threads  # noqa: F401  (REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
+from graphrt.backends.cpu.experts import expert_weight
 from graphrt.backends.cpu.fuse import FUSIONS
 from graphrt.backends.cpu.lower import lower
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
+from graphrt.backends.cpu.products import matrix_weight
 from graphrt.backends.cpu.reference import REFERENCES, Reference, why_unsupported
+from graphrt.errors import BackendError
 from graphrt.fusion import fuse
 from graphrt.op import op_spec
 from graphrt.program import Program, Run, StepInfo, in_order
@@ -53,19 +56,32 @@ class CpuProgram(Program):
 class CpuBackend(Backend):
     """The reference, and its fast form.
 
-    exact: only reference functions, the default; False: native kernels and fused steps where there are any, with the
-    same float32 arithmetic in another order. dtype: the reference's compute type, torch.float32 or torch.float64
-    (results are stored in their own types). device: a number for one of several instances in one graph, which share
-    the machine and copy to each other as devices do: how work over several devices is tried without them. The
-    reference decodes constant weights once and keeps them.
+    exact: only reference functions, the default; False: native kernels and fused steps where there are any. There
+    products of quantized weights round activations to activation_bits, 16 or 8, or with 32 not at all (those of experts
+    only for up to 8 tokens); everything else is the same float32 arithmetic in another order. dtype: the reference's
+    compute type, torch.float32 or torch.float64 (results are stored in their own types). device: a number for one of
+    several instances in one graph, which share the machine and copy to each other as devices do: how work over several
+    devices is tried without them. The reference decodes constant weights once and keeps them.
     """
 
     name: ClassVar[str] = "cpu"
     api_version: ClassVar[int] = API_VERSION
 
-    def __init__(self, *, exact: bool = True, dtype: torch.dtype = torch.float32, device: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        exact: bool = True,
+        activation_bits: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: int = 0,
+    ) -> None:
+        if activation_bits not in (8, 16, 32):
+            raise BackendError(
+                f"activation_bits must be 8 or 16, or 32 for no rounding, got {activation_bits!r}; give one of these"
+            )
         threads.limit_threads()
         self.exact = exact
+        self.activation_bits = activation_bits
         self.dtype = dtype
         self.number = device
         # By buffer and not by its id, which another buffer takes over once it is gone.
@@ -91,6 +107,18 @@ class CpuBackend(Backend):
     def supports(self, node: Tensor) -> str | None:
         return why_unsupported(node)
 
+    def rounds_activations(self, node: Tensor) -> str | None:
+        """16 bits keep more than f16 would: only 8 are declared."""
+        if self._only_reference() or self.activation_bits != 8:
+            return None
+        find = {"MUL_MAT": matrix_weight, "MUL_MAT_ID": expert_weight}.get(node.op)
+        weight = find(node) if find is not None else None
+        return "int8" if weight is not None and fast.form_of(weight.dtype.name, 8).parts == 1 else None
+
+    @property
+    def logits_nmse(self) -> float:  # type: ignore[override]
+        return 1e-6 if self.exact or self.activation_bits != 8 else 1e-3
+
     def alloc(self, nbytes: int, usage: Usage) -> CpuBuffer:
         return self._owned(allocate(nbytes, usage))
 
@@ -110,7 +138,7 @@ class CpuBackend(Backend):
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         if self._only_reference():
             return CpuProgram(groups, in_order([self.bind(group, place) for group in groups]), {})
-        lowering = Lowering(place)
+        lowering = Lowering(place, self.activation_bits)
         steps: list[Run] = []
         native: list[fast.Step] = []
         found: dict[Group, Any] = {}

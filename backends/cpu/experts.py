@@ -10,9 +10,16 @@ import numpy as np
 import torch
 
 from graphrt.backends.cpu import fast
-from graphrt.backends.cpu.lowering import Lowering
+from graphrt.backends.cpu.lowering import Given, Lowering, rows_of
 from graphrt.backends.cpu.products import Slice, dense, matrix_slices
 from graphrt.tensor import Tensor
+
+
+def expert_weight(node: Tensor) -> Tensor | None:
+    """The quantized weights of a MUL_MAT_ID of few tokens, whose activations may be rounded; else None."""
+    experts, x, _ = node.sources()
+    few = node.ne[2] <= fast.MAX_TOKENS and rows_of(x) is not None and experts.has_contiguous_rows
+    return experts if few and experts.dtype.name in fast.CODE_TYPES else None
 
 
 def mul_mat_id(low: Lowering, nodes: list[Tensor]) -> Any | None:
@@ -26,13 +33,18 @@ def mul_mat_id(low: Lowering, nodes: list[Tensor]) -> Any | None:
         return None
     if out.ne[2] > fast.MAX_TOKENS:
         return _by_expert(low, out, experts, x, ids, bias)
+    given, strides = Given([], low.at(x), 0, 32), x.nb[1:3]
+    if rows_of(x) is not None:
+        given = low.activations(x, experts.dtype.name)
+        strides = (given.row_bytes, given.row_bytes * x.ne[1])
     return [
+        *given.steps,
         fast.expert_gemv(
-            experts.dtype.name, y=low.at(out), w=low.at(experts), x=low.at(x), ids=low.at(ids), n_rows=experts.ne[1],
+            experts.dtype.name, y=low.at(out), w=low.at(experts), x=given.at, ids=low.at(ids), n_rows=experts.ne[1],
             n=experts.ne[0], n_slots=out.ne[1], n_tok=out.ne[2], n_expert=experts.ne[2], w_nb=experts.nb[1],
-            expert_nb=experts.nb[2], y_nb=out.nb[1:3], x_nb=(x.nb[1] if x.ne[1] > 1 else 0, x.nb[2]),
-            ids_nb=ids.nb[:2], bias=low.at(bias), bias_nb=bias.nb[1] if bias is not None else 0,
-        )
+            expert_nb=experts.nb[2], y_nb=out.nb[1:3], x_nb=(strides[0] if x.ne[1] > 1 else 0, strides[1]),
+            ids_nb=ids.nb[:2], bias=low.at(bias), bias_nb=bias.nb[1] if bias is not None else 0, bits=given.bits,
+        ),
     ]  # fmt: skip
 
 

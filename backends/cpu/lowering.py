@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,25 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast import Step
 
 
-class Lowering:
-    """Lowers groups, given where tensors lie. keep: objects whose memory the native steps point to."""
+class Given(NamedTuple):
+    """Activations as a product of few tokens takes them. steps: what makes them, none if they are there already; at,
+    row_bytes: their rows; bits: of a value, 32 for f32."""
 
-    def __init__(self, place: Callable[[Tensor], Place]) -> None:
-        self.place = place
+    steps: list[Step]
+    at: int
+    row_bytes: int
+    bits: int
+
+
+class Lowering:
+    """Lowers groups, given where tensors lie. keep: objects whose memory the native steps point to; bits: what
+    activations of a product with quantized weights are rounded to, 32 for not at all."""
+
+    def __init__(self, place: Callable[[Tensor], Place], bits: int) -> None:
+        self.place, self.bits = place, bits
         self.keep: list[Any] = []
         self._temporaries: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._rounded: dict[int, Tensor] = {}  # by the address of what was made of it
 
     def program(self, steps: Sequence[Step]) -> Callable[[], None]:
         """Native steps as one native call."""
@@ -60,6 +72,25 @@ class Lowering:
             known = zeros(4 * rows * n).view(torch.float32).view(rows, n)
             self._temporaries[purpose, rows, n] = known
         return known
+
+    def rounds(self, kind: str) -> bool:
+        """Whether products with weights of a type round their activations."""
+        return self.bits < 32 and kind in fast.CODE_TYPES
+
+    def activations(self, x: Tensor, kind: str) -> Given:
+        """`x`, whose rows lie evenly, for weights of a type. Weights that want the same form share what was rounded."""
+        rows = rows_of(x)
+        assert rows is not None
+        if not self.rounds(kind):
+            return Given([], self.at(x), rows[1], 32)
+        form, n = fast.form_of(kind, self.bits), x.ne[0]
+        row_bytes = form.row_bytes(n)
+        target = self.temporary(f"rounded {form.key}", rows[0], row_bytes // 4).data_ptr()
+        if self._rounded.get(target) is x:
+            return Given([], target, row_bytes, self.bits)
+        self._rounded[target] = x
+        step = fast.round_rows(form, dst=target, x=self.at(x), n_rows=rows[0], n=n, x_nb=rows[1])
+        return Given([step], target, row_bytes, self.bits)
 
 
 def rows_of(t: Tensor | None) -> tuple[int, int] | None:

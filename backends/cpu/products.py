@@ -1,4 +1,5 @@
-"""MUL_MAT, alone and with what follows it: few tokens straight from the file's blocks, many through oneDNN."""
+"""MUL_MAT, alone and with what follows it: from the file's blocks where activations are rounded or tokens are few, else
+through oneDNN."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 #: First row, end, what decodes them, the f32 matrix that this leaves.
 Slice = tuple[int, int, Callable[[], None], torch.Tensor]
 
+#: Most tokens for which rows of rounded products are decoded one by one; unpacking 16 at a time pays beyond.
+ROW_BY_ROW = 4
+
 #: Decoded slices of a matrix are at most this large, so that they are still in cache when the product reads them.
 SLICE_BYTES = 4 * 2**20
 
@@ -29,6 +33,12 @@ def _product(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
     return (weight, x, rows[0]) if plain and rows is not None else None
 
 
+def matrix_weight(node: Tensor) -> Tensor | None:
+    """The quantized weights of a MUL_MAT whose activations may be rounded; else None."""
+    found = _product(node)
+    return found[0] if found is not None and found[0].dtype.name in fast.CODE_TYPES else None
+
+
 def matmul(low: Lowering, nodes: list[Tensor]) -> Any | None:
     """MUL_MAT, alone or with a residual added."""
     product, out = nodes[0], nodes[-1]
@@ -39,15 +49,32 @@ def matmul(low: Lowering, nodes: list[Tensor]) -> Any | None:
     if found is None or extra is None:
         return None
     weight, x, n_tok = found
+    if n_tok > ROW_BY_ROW and low.rounds(weight.dtype.name):
+        return _tiles(low, weight, x, low.at(out), low.at(residual), extra[1])
     if n_tok > fast.MAX_TOKENS:
         return _matmul_large(low, weight, x, out, residual)
+    given = low.activations(x, weight.dtype.name)
     return [
+        *given.steps,
         fast.gemv(
-            weight.dtype.name, y=low.at(out), w=low.at(weight), x=low.at(x), n_rows=weight.ne[1], n=weight.ne[0],
-            w_nb=weight.nb[1], n_tok=n_tok, x_nb=rows_of(x)[1], y_nb=weight.ne[1] * 4, res=low.at(residual),  # type: ignore[index]
-            res_nb=extra[1],
-        )
+            weight.dtype.name, y=low.at(out), w=low.at(weight), x=given.at, n_rows=weight.ne[1], n=weight.ne[0],
+            w_nb=weight.nb[1], n_tok=n_tok, x_nb=given.row_bytes, y_nb=weight.ne[1] * 4, res=low.at(residual),
+            res_nb=extra[1], bits=given.bits,
+        ),
     ]  # fmt: skip
+
+
+def _tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int = 0, res_nb: int = 0) -> list[fast.Step]:
+    """y = x times weights, whose codes are unpacked 16 rows at a time; rows of y lie side by side."""
+    given, n, kind = low.activations(x, weight.dtype.name), weight.ne[0], weight.dtype.name
+    n_panels = fast.max_threads()
+    panels = low.temporary("panels", n_panels, fast.panel_bytes(fast.form_of(kind, low.bits), n) // 4)
+    product = fast.gemm(
+        kind, y=y, w=low.at(weight), x=given.at, panels=panels.data_ptr(), n_panels=n_panels, n_rows=weight.ne[1], n=n,
+        n_tok=x.n_rows, w_nb=weight.nb[1], x_nb=given.row_bytes, y_nb=4 * weight.ne[1], bits=low.bits, res=res,
+        res_nb=res_nb,
+    )  # fmt: skip
+    return [*given.steps, product]
 
 
 def _matmul_large(low: Lowering, weight: Tensor, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], None]:
@@ -74,17 +101,19 @@ def _product_into(
     return run
 
 
-def _glu_large(low: Lowering, nodes: list[Tensor], act: str) -> Callable[[], None]:
+def _glu_large(low: Lowering, nodes: list[Tensor], act: str) -> Any:
     gate, up, out = nodes
-    x = gate.src[1]
-    assert gate.src[0] is not None and up.src[0] is not None and x is not None
+    (w_gate, x), (w_up, _) = gate.sources(), up.sources()
     halves = low.temporary("gate", x.n_rows, out.ne[0]), low.temporary("up", x.n_rows, out.ne[0])
-    make_gate = _product_into(low, gate.src[0], x, halves[0])
-    make_up = _product_into(low, up.src[0], x, halves[1])
     join = fast.elementwise(
         f"{act}_glu", y=low.at(out), a=halves[0].data_ptr(), b=halves[1].data_ptr(), n_rows=x.n_rows, n=out.ne[0],
         y_nb=out.nb[1], a_nb=4 * out.ne[0], b_nb=4 * out.ne[0],
     )  # fmt: skip
+
+    if low.rounds(w_gate.dtype.name) and low.rounds(w_up.dtype.name):
+        parts = [_tiles(low, w, x, half.data_ptr()) for w, half in zip((w_gate, w_up), halves)]
+        return [*parts[0], *parts[1], join]
+    make_gate, make_up = (_product_into(low, w, x, half) for w, half in zip((w_gate, w_up), halves))
 
     def run() -> None:
         make_gate()
@@ -140,12 +169,17 @@ def gate_up_glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
         return None
     (w_gate, x, n_tok), w_up = found, other[0]
     act = ACTIVATIONS[out.params.kind]
-    if n_tok > fast.MAX_TOKENS:
+    tiled = n_tok > ROW_BY_ROW and low.rounds(w_gate.dtype.name) and low.rounds(w_up.dtype.name)
+    if tiled or n_tok > fast.MAX_TOKENS:
         return _glu_large(low, nodes, act)
+    for_gate, for_up = low.activations(x, w_gate.dtype.name), low.activations(x, w_up.dtype.name)
     return [
+        *for_gate.steps,
+        *for_up.steps,
         fast.gemv_glu(
             w_gate.dtype.name, w_up.dtype.name, act, y=low.at(out), w_gate=low.at(w_gate), w_up=low.at(w_up),
-            x=low.at(x), n_rows=w_gate.ne[1], n=w_gate.ne[0], gate_nb=w_gate.nb[1], up_nb=w_up.nb[1], n_tok=n_tok,
-            x_nb=rows_of(x)[1], y_nb=target[1],  # type: ignore[index]
-        )
+            x_gate=for_gate.at, x_up=for_up.at, n_rows=w_gate.ne[1], n=w_gate.ne[0], w_nb_gate=w_gate.nb[1],
+            w_nb_up=w_up.nb[1], n_tok=n_tok, x_nb_gate=for_gate.row_bytes, x_nb_up=for_up.row_bytes, y_nb=target[1],
+            bits=(for_gate.bits, for_up.bits),
+        ),
     ]  # fmt: skip

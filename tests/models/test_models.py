@@ -59,7 +59,8 @@ def test_caches_cost_no_more_than_their_rounding(tmp_path: Path, cache: str) -> 
 def test_quantized_weights_mean_the_same_in_both_forms(tmp_path: Path, kind: str) -> None:
     path = write_model(tmp_path / "m.gguf", "llama", kind)
     exact = logits_of(path, F32_CACHE, exact=True)
-    assert nmse(logits_of(path, F32_CACHE, exact=False), exact) < 1e-9
+    # products round activations to 16 bits, which is off by about 2e-5 of their size
+    assert nmse(logits_of(path, F32_CACHE, exact=False), exact) < (1e-9 if kind in ("F16", "BF16") else 1e-8)
 
 
 def test_windowed_layers_keep_only_their_window(tmp_path: Path) -> None:

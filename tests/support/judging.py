@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 import graphrt
 from graphrt.backend import Backend
+from graphrt.backends.cpu.experts import expert_weight
+from graphrt.backends.cpu.products import matrix_weight
 from graphrt.dtypes import DType
 from graphrt.execute import Executable
 from graphrt.host import host_type
@@ -25,7 +27,7 @@ from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, dequantize, quantize
 from support import rounding_softmax  # noqa: F401  (adds its ops to VARIANCE)
 from support.reference64 import REFERENCE64
-from support.rounding import VARIANCE, largest_energies, largest_energy, of_storing
+from support.rounding import VARIANCE, largest_energies, largest_energy, of_rounded_products, of_storing
 
 Array = npt.NDArray[np.generic]
 
@@ -36,8 +38,14 @@ CEILINGS = {"f32": 2.0**-18, "f16": 2.0**-10, "bf16": 2.0**-7}
 ROW_CEILING = 8.0
 #: Sums that may cancel out: the result is no measure of its error then, so nothing but the bound limits it.
 SUMS = ("MUL_MAT", "MUL_MAT_ID", "NORM", "SUM_ROWS")
+#: Which weights' products have rounded activations on the CPU.
+ROUNDED = {"MUL_MAT": matrix_weight, "MUL_MAT_ID": expert_weight}
 #: Nothing is computed for these: their results have the sources' bits.
 MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "KQ_MASK")
+
+
+def _nothing(node: Tensor) -> None:
+    return None
 
 
 def addresses(t: Tensor) -> Array:
@@ -60,10 +68,14 @@ def rounded(values: Array, dt: DType) -> Array:
 
 @dataclass
 class Judged:
-    """A case with its inputs and its references; the latter are computed when they are asked for."""
+    """A case with its inputs and its references; the latter are computed when they are asked for.
+
+    rounds: bits of activations where the CPU's fast form rounds those of products on purpose.
+    """
 
     case: Case
     seed: int = 0
+    rounds: int | None = None
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -109,7 +121,11 @@ class Judged:
     def limits(self) -> tuple[float, Array]:
         """The largest Euclidean norms of the error: of the whole result, and of each row."""
         name = self.node.dtype.name
-        variance = VARIANCE[self.node.op](self.node, self.expected, *self.values(np.float64))
+        sources = self.values(np.float64)
+        variance = VARIANCE[self.node.op](self.node, self.expected, *sources)
+        on_purpose = self.rounds is not None and ROUNDED.get(self.node.op, _nothing)(self.node) is not None
+        if on_purpose:
+            variance = variance + of_rounded_products(self.node, self.rounds, *sources)
         variance = np.where(np.isfinite(self.expected), variance + of_storing(self.expected, self.node.dtype), 0.0)
         assert np.isfinite(variance).all() and (variance >= 0).all(), "rounding.py has no bound for this case"
         energies, norms = variance.sum(-1), np.linalg.norm(self.finite, axis=-1)

@@ -197,3 +197,27 @@ def mul_mat_id(node: Tensor, expected: Array, a: Array, b: Array, ids: Array) ->
         if 0 <= expert < a.shape[1]:
             out[0, t, slot] = of_products(a[0, expert], b[0, t, slot % b.shape[2]][None], of_a[0, expert])[0]
     return out
+
+
+#: Activations of products that a backend rounds on purpose: the largest integer of so many bits, in groups of 32.
+LARGEST = {16: 32639.0, 8: 127.0}
+
+
+def of_rounded(b: Array, bits: int) -> Array:
+    """Of the activations of a product that are rounded to integers, each evenly within half a step."""
+    groups = b.reshape(*b.shape[:-1], -1, 32)
+    step = np.abs(groups).max(-1, keepdims=True) / LARGEST[bits]
+    return np.broadcast_to(step**2 / 12, groups.shape).reshape(b.shape)
+
+
+def of_rounded_products(node: Tensor, bits: int, a: Array, b: Array, ids: Array | None = None) -> Array:
+    """What that adds to the variance of a MUL_MAT of one matrix, or of a MUL_MAT_ID."""
+    of_b = of_rounded(b, bits)
+    if ids is None:
+        return of_b @ (a[0, 0] ** 2).T
+    out = np.zeros(node.shape)
+    for t, slot in np.ndindex(*out.shape[1:3]):
+        expert = int(ids[0, 0, t, slot])
+        if 0 <= expert < a.shape[1]:
+            out[0, t, slot] = of_b[0, t, slot % b.shape[2]] @ (a[0, expert] ** 2).T
+    return out

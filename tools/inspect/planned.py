@@ -76,7 +76,7 @@ def planned(name: str) -> Planned:
     A backend that can't be used here is not set up: supports() depends on types, shapes and strides only, and answers
     nonetheless where it asks its device nothing. Raises BackendError for an unknown name.
     """
-    found, base = discover(), FAST.get(name, name)
+    found, base = discover(), FAST[name][0] if name in FAST else name
     info = found.get(next(iter(found)) if base == "auto" else base)
     if info is not None and info.cls is not None and info.reason is not None:
         return Planned(object.__new__(info.cls))

@@ -24,10 +24,12 @@ from graphrt.printing import human_bytes
 from graphrt.tools.bench.model import Prepared, Source, add_work, backends_for, measure, options_for
 from graphrt.tools.bench.workload import Test
 from graphrt.tools.common import (
+    add_fast_argument,
     add_session_arguments,
     markdown_lines,
     print_json,
     print_table,
+    rounding_backend,
     session_options,
     use_threads,
 )
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
     parser.add_argument("--exact", action="store_true", help="measure the reference forms")
+    add_fast_argument(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--md", action="store_true", help="print a Markdown table")
     add_session_arguments(parser)
@@ -79,7 +82,8 @@ def main(args: argparse.Namespace) -> int:
     if args.peer_python and source.synthetic:
         raise SessionError("a peer (--peer-python) needs a file that it can read too; give MODEL, not --synthetic")
     use_threads(args)
-    backends = backends_for(args.backend, args.exact)
+    fast = args.eight_bits
+    backends = [rounding_backend(args.backend, args.exact)] if fast else backends_for(args.backend, args.exact)
     model, options = source.load(backends), session_options(args)
     for test in tests:
         options_for(test, args, model)  # what does not fit must show before the measuring

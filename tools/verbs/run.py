@@ -19,6 +19,7 @@ from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
     MODEL_HELP,
     Once,
+    add_fast_argument,
     add_session_arguments,
     load_model,
     print_json,
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
     parser.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
+    add_fast_argument(parser)
     parser.add_argument(
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )

@@ -9,7 +9,8 @@ caller's, and must stay where it is. `Program` joins steps into one native call 
     decode = fast.Program([norm, qkv, ...])
     decode()
 
-Values are f32, sums too; weights are never rounded. Importing this package loads nothing; ask `available()` first.
+Values are f32, sums too; weights are never rounded, activations only by `round_rows`, for products of integers.
+Importing this package loads nothing; ask `available()` first.
 """
 
 from __future__ import annotations
@@ -23,28 +24,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn_decode
     from graphrt.backends.cpu.fast.blocks import TYPES
+    from graphrt.backends.cpu.fast.codes import CODE_TYPES
     from graphrt.backends.cpu.fast.experts import expert_gemv
+    from graphrt.backends.cpu.fast.integer import form_of, round_rows
     from graphrt.backends.cpu.fast.masks import kq_mask
     from graphrt.backends.cpu.fast.math_ops import argmax, elementwise
     from graphrt.backends.cpu.fast.matvec import MAX_TOKENS, gemv, gemv_glu
     from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, rms_norm, rope
     from graphrt.backends.cpu.fast.pool import Program, Step, max_threads
     from graphrt.backends.cpu.fast.rows import SET_ROWS_TYPES, dequant_rows, get_rows, set_rows
+    from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
 _WHERE = {
     "attention": ("KV_TYPES", "flash_attn_decode"),
     "blocks": ("TYPES",),
+    "codes": ("CODE_TYPES",),
     "experts": ("expert_gemv",),
+    "integer": ("form_of", "round_rows"),
     "masks": ("kq_mask",),
     "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
     "math_ops": ("argmax", "elementwise"),
     "norm_rope": ("add_rms_norm", "rms_norm", "rope"),
     "pool": ("Program", "Step", "max_threads"),
+    "tiles": ("gemm", "panel_bytes"),
     "rows": ("SET_ROWS_TYPES", "dequant_rows", "get_rows", "set_rows"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
+    "CODE_TYPES",
     "KV_TYPES",
     "MAX_TOKENS",
     "SET_ROWS_TYPES",
@@ -58,13 +66,17 @@ __all__ = [
     "elementwise",
     "expert_gemv",
     "flash_attn_decode",
+    "form_of",
+    "gemm",
     "gemv",
     "gemv_glu",
     "get_rows",
     "kq_mask",
     "max_threads",
+    "panel_bytes",
     "rms_norm",
     "rope",
+    "round_rows",
     "set_rows",
 ]
 

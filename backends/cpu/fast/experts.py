@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import math
 
-from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
 from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
-from graphrt.backends.cpu.fast.matvec import check_rows, row_dots
+from graphrt.backends.cpu.fast.matvec import F32_BITS, Rows, check_rows
 from graphrt.backends.cpu.fast.pool import Entry, Step
 from graphrt.backends.cpu.fast.rows import in_range, load_index
 
 
-def _build(f: Fn, block: BlockType) -> None:
+def _build(f: Fn, rows: Rows) -> None:
     """Pairs of a token and a slot one after the other; threads share the rows of each."""
     y, w, x, ids, n_rows, n, n_slots, n_tok = f.args("y", "w", "x", "ids", "n_rows", "n", "n_slots", "n_tok")
     n_expert, w_nb, expert_nb, bias, bias_nb = f.args("n_expert", "w_nb", "expert_nb", "bias", "bias_nb")
@@ -26,7 +25,7 @@ def _build(f: Fn, block: BlockType) -> None:
         expert = load_index(f, row_of["ids"], "i32")
         with f.if_else(in_range(f, expert, n_expert)) as (then, other):
             with then, f.range(start, stop) as r:
-                (dot,) = row_dots(f, block, w + expert * expert_nb + r * w_nb, [row_of["x"]], n)
+                (dot,) = rows.dots(f, w + expert * expert_nb + r * w_nb, [row_of["x"]], n)
                 total = f.var(dot)
                 with f.if_(bias.ne(0)):
                     total.v = dot + f.load(bias + expert * bias_nb + r * 4, F32)
@@ -36,14 +35,13 @@ def _build(f: Fn, block: BlockType) -> None:
 
 
 @functools.cache
-def expert_gemv_kernel(type_name: str) -> Kernel:
-    block = TYPES[type_name]
+def _kernel(name: str, rows: Rows) -> Kernel:
     strides = [f"{name}_{of}_nb" for name in ("y", "x", "ids") for of in ("slot", "tok")]
     return Kernel(
-        f"expert_gemv_{type_name}",
+        f"expert_gemv_{name}",
         ("y", "w", "x", "ids", "bias", "n_rows", "n", "n_slots", "n_tok", "n_expert", "w_nb", "expert_nb", "bias_nb",
          *strides),
-        lambda f: _build(f, block),
+        lambda f: _build(f, rows),
         optional=("bias", "bias_nb"),
     )  # fmt: skip
 
@@ -67,15 +65,17 @@ def expert_gemv(
     ids_nb: tuple[int, int],
     bias: int = 0,
     bias_nb: int = 0,
+    bits: int = F32_BITS,
 ) -> Step:
     """y[t, s, r] = dot(W[e][r], x[t, s]) (+ bias[e, r]), e = ids[t, s]; NaN where that is not one of 0..n_expert-1.
 
     w: n_expert matrices, expert_nb bytes apart, of n_rows rows of n values, w_nb bytes apart; bias: f32 rows, bias_nb
     bytes apart. ids: i32. y_nb, x_nb and ids_nb: bytes between slots and between tokens; 0 between slots of x for one
-    row a token. x and y: f32.
+    row a token. x and y: f32; bits: 16 or 8 where x are rows that round_rows() rounded to so many for this type.
     """
     check_rows(n, type_name)
-    kernel = expert_gemv_kernel(type_name)
+    rows = Rows(type_name, bits)
+    kernel = _kernel(rows.name, rows)
     strides = {
         f"{name}_{of}_nb": nb
         for name, pair in (("y", y_nb), ("x", x_nb), ("ids", ids_nb))

@@ -11,7 +11,7 @@ Addresses are plain i64 values in bytes. Loads and stores assume no alignment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,6 +144,10 @@ class Val:
     def trunc(self, t: Any) -> Val:
         return Val(self.f, self.f.b.trunc(self.v, _like(self.t, t)))
 
+    def shift_sign(self, n: int) -> Val:
+        """To the right by n bits, copies of the sign coming in."""
+        return Val(self.f, self.f.b.ashr(self.v, self._operand(n)))
+
     def to(self, t: Any) -> Val:
         """Converts value to a float type: from signed integers, or between float widths (round to nearest even)."""
         target, b = _like(self.t, t), self.f.b
@@ -257,6 +261,10 @@ class Fn:
             x, y = self.splat(x, n), self.splat(y, n)
         return Val(self, self.b.select(cond.v, x.v, y.v))
 
+    def unsigned_at_least(self, a: Val, n: int) -> Val:
+        """1 where a lane, as an unsigned number, is n or more, else 0."""
+        return Val(self, self.b.icmp_unsigned(">=", a.v, a._operand(n))).zext(a.t.element)
+
     def any_set(self, cond: Val) -> Val:
         """True when a lane of an i1 vector is set."""
         return cond.bits(ir.IntType(cond.lanes)).ne(0)
@@ -283,6 +291,15 @@ class Fn:
     def store(self, addr: Val, value: Val) -> None:
         self.b.store(value.v, self._pointer(addr), align=1)
 
+    def table(self, name: str, values: Sequence[int], t: Any) -> Val:
+        """The address of constants, once in a module."""
+        found = self.module.globals.get(name)
+        if found is None:
+            kind = ir.ArrayType(t, len(values))
+            found = ir.GlobalVariable(self.module, kind, name)
+            found.global_constant, found.linkage, found.initializer = True, "internal", ir.Constant(kind, list(values))
+        return Val(self, self.b.ptrtoint(found, I64))
+
     # memory that threads share, and functions
 
     def atomic_add(self, addr: Val, n: int) -> Val:
@@ -297,7 +314,7 @@ class Fn:
         """Tells the core that this is a waiting loop."""
         if self.host.triple.startswith("x86_64"):
             self.call_external("llvm.x86.sse2.pause")
-        elif self.host.triple.startswith(("aarch64", "arm64")):
+        elif self.host.is_arm:
             self.call_external("llvm.aarch64.hint", self.const(1, I32))
 
     def call_kernel(self, address: Val, args: Val, ith: Val, nth: Val) -> None:
@@ -319,6 +336,20 @@ class Fn:
         fn = self.module.globals.get(full)
         if fn is None:
             fn = ir.Function(self.module, ir.FunctionType(xs[0].t, [x.t for x in xs]), full)
+        return Val(self, self.b.call(fn, [x.v for x in xs]))
+
+    def join(self, scalars: Sequence[Val]) -> Val:
+        """Scalars as the lanes of a vector."""
+        v = ir.Constant(ir.VectorType(scalars[0].t, len(scalars)), ir.Undefined)
+        for i, x in enumerate(scalars):
+            v = self.b.insert_element(v, x.v, I32(i))
+        return Val(self, v)
+
+    def intrinsic(self, symbol: str, t: Any, *xs: Val) -> Val:
+        """One of LLVM's own functions by its whole name; t: the result's type."""
+        fn = self.module.globals.get(symbol)
+        if fn is None:
+            fn = ir.Function(self.module, ir.FunctionType(t, [x.t for x in xs]), symbol)
         return Val(self, self.b.call(fn, [x.v for x in xs]))
 
     def fma(self, a: Val, b: Any, c: Any) -> Val:
@@ -377,6 +408,18 @@ class Fn:
             step //= 2
         return rows[0]
 
+    def transpose(self, rows: Sequence[Val]) -> list[Val]:
+        """16 vectors of 16 lanes -> the same with rows and lanes exchanged."""
+        out = list(rows)
+        for step in (8, 4, 2, 1):
+            low = [i if not i & step else LANES + i - step for i in range(LANES)]
+            high = [i + step if not i & step else LANES + i for i in range(LANES)]
+            for i in range(LANES):
+                if not i & step:
+                    a, b = out[i], out[i + step]
+                    out[i], out[i + step] = a.shuffle(low, b), a.shuffle(high, b)
+        return out
+
     def exp(self, x: Val) -> Val:
         """e^x in f32 to about 1e-7; exactly 0 below -87.3, 2.4e38 above 88.3, NaN for NaN."""
         magic = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer that stands in the low mantissa bits
@@ -415,17 +458,22 @@ class Fn:
         return ((n + 0x7FFF + ((n >> 16) & 1)) >> 16).trunc(I16)
 
     def lookup16(self, table: Sequence[int], index: Val) -> Val:
-        """table[index] for 16 byte lanes with values 0..15."""
-        t = self.vconst(table, I8)
-        shuffle = self.host.byte_shuffle
-        if shuffle is not None:
-            kind = ir.FunctionType(t.t, [t.t, t.t])
-            fn = self.module.globals.get(shuffle) or ir.Function(self.module, kind, shuffle)
-            return Val(self, self.b.call(fn, [t.v, index.v]))
-        out = ir.Constant(t.t, ir.Undefined)
-        for i in range(16):
-            out = self.b.insert_element(out, self.b.extract_element(t.v, index[i].v), I32(i))
-        return Val(self, out)
+        """table[index] for byte lanes with values 0..15; lanes: 16 or a larger power of two."""
+        shuffles = self.host.byte_shuffles
+        if not shuffles:
+            t = self.vconst(table, I8)
+            return self.join([Val(self, self.b.extract_element(t.v, index[i].v)) for i in range(index.lanes)])
+
+        def part(at: int, n: int) -> Val:
+            t = self.vconst(list(table) * (n // 16), I8)
+            return self.intrinsic(shuffles[n], t.t, t, index.part(at, n))
+
+        return self.by_parts(shuffles, index.lanes, part)
+
+    def by_parts(self, widths: Iterable[int], lanes: int, make: Callable[[int, int], Val]) -> Val:
+        """Vectors of the widest of `widths` that fits, make(first lane, lanes), one after the other."""
+        width = max(w for w in widths if w <= lanes)
+        return concat([make(at, width) for at in range(0, lanes, width)])
 
     # control flow
 
@@ -486,21 +534,45 @@ class Fn:
 
 
 class Host:
-    """What the machine is, as far as code depends on it. `byte_shuffle`: LLVM's name of a 16-byte table lookup."""
+    """What the machine is, as far as code depends on it. byte_shuffles: LLVM's names of table lookups, by bytes."""
 
     def __init__(self, triple: str, cpu: str, features: dict[str, bool]) -> None:
         self.triple, self.cpu, self.features = triple, cpu, features
-        self.byte_shuffle: str | None = None
-        if features.get("ssse3"):
-            self.byte_shuffle = "llvm.x86.ssse3.pshuf.b.128"
-        elif triple.startswith(("aarch64", "arm64")):
-            self.byte_shuffle = "llvm.aarch64.neon.tbl1.v16i8"
+        self.byte_shuffles: dict[int, str] = {}
+        if self.is_arm:
+            self.byte_shuffles[16] = "llvm.aarch64.neon.tbl1.v16i8"
+        for feature, n, symbol in (
+            ("ssse3", 16, "llvm.x86.ssse3.pshuf.b.128"),
+            ("avx2", 32, "llvm.x86.avx2.pshuf.b"),
+            ("avx512bw", 64, "llvm.x86.avx512.pshuf.b.512"),
+        ):
+            if features.get(feature):
+                self.byte_shuffles[n] = symbol
+
+    def has(self, *features: str) -> bool:
+        return all(self.features.get(name) for name in features)
+
+    @property
+    def is_arm(self) -> bool:
+        return self.triple.startswith(("aarch64", "arm64"))
 
 
 def new_module(name: str, host: Host) -> ir.Module:
     module = ir.Module(name=name)
     module.triple = host.triple
     return module
+
+
+def concat(vs: Sequence[Val]) -> Val:
+    """Vectors of one length one after the other, a power of two of them."""
+    while len(vs) > 1:
+        vs = [a.shuffle(range(2 * a.lanes), b) for a, b in zip(vs[::2], vs[1::2], strict=True)]
+    return vs[0]
+
+
+def widen(v: Val, n: int = LANES) -> Val:
+    """Zeros behind, up to n lanes."""
+    return v if v.lanes == n else v.shuffle([min(i, v.lanes) for i in range(n)], v.f.zeros(v.t.element, v.lanes))
 
 
 def _element(t: Any, x: Any) -> Any:
@@ -510,5 +582,5 @@ def _element(t: Any, x: Any) -> Any:
 
 
 def _mangle(t: Any) -> str:
-    names = {F16: "f16", F32: "f32", F64: "f64", I8: "i8", I32: "i32", I64: "i64"}
+    names = {F16: "f16", F32: "f32", F64: "f64", I8: "i8", I16: "i16", I32: "i32", I64: "i64"}
     return f"v{t.count}{names[t.element]}" if isinstance(t, ir.VectorType) else names[t]

@@ -63,7 +63,7 @@ def _fingerprint() -> bytes:
     """All that machine code depends on beside the kernel's name: these sources, LLVM, the CPU."""
     digest = hashlib.sha256(repr((llvmlite.__version__, llvm.llvm_version_info, platform.python_version())).encode())
     h = host()
-    digest.update(repr((h.triple, h.cpu, sorted(h.features.items()), h.byte_shuffle)).encode())
+    digest.update(repr((h.triple, h.cpu, sorted(h.features.items()), h.byte_shuffles)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.digest()

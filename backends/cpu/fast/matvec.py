@@ -1,31 +1,59 @@
-"""Matrix times a few vectors, straight from GGUF's blocks: y[t] = W x[t] for 1 to 8 tokens, W read once."""
+"""Matrix times a few vectors, straight from GGUF's blocks: y[t] = W x[t] for 1 to 8 tokens, W read once.
+
+x is f32, or rows that `integer.round_rows` made of it for the type of W.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
+from graphrt.backends.cpu.fast.integer import Form, form_of, integer_dots
 from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.math_ops import activation
 from graphrt.backends.cpu.fast.pool import Entry, Step
 
 MAX_TOKENS = 8
+#: `bits` of activations that are not rounded.
+F32_BITS = 32
 
 #: Tokens that share one decoding of a row. A further group decodes it again, from the nearest cache: with more sums
 #: in flight than this, registers and x's cache lines run out, which costs more.
 TOKENS_AT_ONCE = 4
 
 
-def row_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
-    """dot(row, x) for each x, in f32; n: values in a row."""
-    groups = [xs[i : i + TOKENS_AT_ONCE] for i in range(0, len(xs), TOKENS_AT_ONCE)]
-    return [dot for group in groups for dot in _group_dots(f, block, row, group, n)]
+@dataclass(frozen=True)
+class Rows:
+    """How rows of a type are multiplied. bits: 32 for x in f32, 16 or 8 for rounded rows."""
+
+    type_name: str
+    bits: int
+
+    @property
+    def name(self) -> str:
+        """For the names of kernels."""
+        if self.bits == F32_BITS:
+            return self.type_name
+        return f"{self.type_name}_{self._form.dot.name}_{8 * self._form.parts}"
+
+    @property
+    def _form(self) -> Form:
+        return form_of(self.type_name, self.bits)
+
+    def dots(self, f: Fn, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
+        """dot(row, x) for each x, in f32; n: values in a row."""
+        groups = [xs[i : i + TOKENS_AT_ONCE] for i in range(0, len(xs), TOKENS_AT_ONCE)]
+        if self.bits == F32_BITS:
+            block = TYPES[self.type_name]
+            return [dot for group in groups for dot in _f32_dots(f, block, row, group, n)]
+        return [dot for group in groups for dot in integer_dots(f, self._form, row, group, n)]
 
 
-def _group_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
-    """`row_dots` for few tokens.
+def _f32_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
+    """dot(row, x) for x in f32 of few tokens.
 
     One row at a time: rows side by side are faster in cache, but three times slower from memory, where only one
     stream in address order keeps the hardware prefetcher going.
@@ -65,15 +93,16 @@ def _group_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) ->
 
 
 def _build(
-    f: Fn, matrices: Sequence[tuple[BlockType, str, str]], n_tok: int, finish: Callable[[int, Val, list[Val]], Val]
+    f: Fn, matrices: Sequence[tuple[Rows, str]], n_tok: int, finish: Callable[[int, Val, list[Val]], Val]
 ) -> None:
     """For each row r and token t: y[t, r] = finish(t, byte offset of r, [dot of each matrix]).
+
+    matrices: how rows are multiplied, and what the arguments' names end in.
 
     16 rows of one matrix, then the same of the next: each stays a long stream in address order, `finish` works on full
     vectors, and y is written a cache line at a time (token by token it would hit lines that alias one another).
     """
-    y, x, n_rows, n, x_nb, y_nb = f.args("y", "x", "n_rows", "n", "x_nb", "y_nb")
-    xs = [x + x_nb * t for t in range(n_tok)]
+    y, n_rows, n, y_nb = f.args("y", "n_rows", "n", "y_nb")
     dots = f.buffer(F32, LANES * n_tok * len(matrices))
 
     def slot(t: int, m: int) -> Val:
@@ -82,10 +111,11 @@ def _build(
     start, stop = f.share(n_rows, LANES)
     with f.range(start, stop, LANES) as r0:
         count = f.min_int(stop - r0, LANES)
-        for m, (block, w_name, nb_name) in enumerate(matrices):
-            w, nb = f.args(w_name, nb_name)
+        for m, (rows, suffix) in enumerate(matrices):
+            w, x, w_nb, x_nb = f.args(*(name + suffix for name in ("w", "x", "w_nb", "x_nb")))
+            xs = [x + x_nb * t for t in range(n_tok)]
             with f.range(0, count) as j:
-                for t, dot in enumerate(row_dots(f, block, w + (r0 + j) * nb, xs, n)):
+                for t, dot in enumerate(rows.dots(f, w + (r0 + j) * w_nb, xs, n)):
                     f.store(slot(t, m) + j * 4, dot)
 
         def write(i: Val, lanes: int) -> None:
@@ -97,7 +127,7 @@ def _build(
         f.elements(count, write)
 
 
-def _build_gemv(f: Fn, block: BlockType, n_tok: int) -> None:
+def _build_gemv(f: Fn, rows: Rows, n_tok: int) -> None:
     res, res_nb = f.args("res", "res_nb")
 
     def add_residual(t: int, offset: Val, values: list[Val]) -> Val:
@@ -106,33 +136,48 @@ def _build_gemv(f: Fn, block: BlockType, n_tok: int) -> None:
             total.v = total.v + f.load(res + res_nb * t + offset, F32, values[0].lanes)
         return total.v
 
-    _build(f, [(block, "w", "w_nb")], n_tok, add_residual)
+    _build(f, [(rows, "")], n_tok, add_residual)
 
 
-def _build_glu(f: Fn, gate: BlockType, up: BlockType, n_tok: int, act: str) -> None:
-    matrices = [(gate, "w_gate", "gate_nb"), (up, "w_up", "up_nb")]
+def _build_glu(f: Fn, gate: Rows, up: Rows, n_tok: int, act: str) -> None:
+    matrices = [(gate, "_gate"), (up, "_up")]
     _build(f, matrices, n_tok, lambda _t, _offset, gu: activation(f, act, gu[0]) * gu[1])
 
 
 @functools.cache
-def gemv_kernel(type_name: str, n_tok: int) -> Kernel:
-    block = TYPES[type_name]
+def _gemv_kernel(name: str, rows: Rows, n_tok: int) -> Kernel:
     return Kernel(
-        f"gemv_{type_name}_t{n_tok}",
+        f"gemv_{name}_t{n_tok}",
         ("y", "w", "x", "res", "n_rows", "n", "w_nb", "x_nb", "y_nb", "res_nb"),
-        lambda f: _build_gemv(f, block, n_tok),
+        lambda f: _build_gemv(f, rows, n_tok),
         optional=("res", "res_nb", "x_nb", "y_nb"),
     )
 
 
+def gemv_kernel(rows: Rows, n_tok: int) -> Kernel:
+    return _gemv_kernel(rows.name, rows, n_tok)
+
+
 @functools.cache
-def glu_gemv_kernel(gate_type: str, up_type: str, n_tok: int, act: str) -> Kernel:
-    gate, up = TYPES[gate_type], TYPES[up_type]
+def _glu_gemv_kernel(name: str, gate: Rows, up: Rows, n_tok: int, act: str) -> Kernel:
     return Kernel(
-        f"gemv_glu_{gate_type}_{up_type}_t{n_tok}_{act}",
-        ("y", "w_gate", "w_up", "x", "n_rows", "n", "gate_nb", "up_nb", "x_nb", "y_nb"),
+        f"gemv_glu_{name}_t{n_tok}_{act}",
+        (
+            "y",
+            "w_gate",
+            "w_up",
+            "x_gate",
+            "x_up",
+            "n_rows",
+            "n",
+            "w_nb_gate",
+            "w_nb_up",
+            "x_nb_gate",
+            "x_nb_up",
+            "y_nb",
+        ),
         lambda f: _build_glu(f, gate, up, n_tok, act),
-        optional=("x_nb", "y_nb"),
+        optional=("x_nb_gate", "x_nb_up", "y_nb"),
     )
 
 
@@ -164,14 +209,16 @@ def gemv(
     y_nb: int = 0,
     res: int = 0,
     res_nb: int = 0,
+    bits: int = F32_BITS,
 ) -> Step:
     """y[t, r] = dot(W[r], x[t]) (+ res[t, r]).
 
     w: n_rows rows of n values of `type_name`, w_nb bytes apart. x [n_tok, n], y and res [n_tok, n_rows]: f32, rows
-    x_nb, y_nb, res_nb bytes apart. res may be y itself; x may not be y.
+    x_nb, y_nb, res_nb bytes apart. res may be y itself; x may not be y. bits: 16 or 8 where x are rows that
+    round_rows() rounded to so many for this type.
     """
     _check(n, n_tok, type_name)
-    args = gemv_kernel(type_name, n_tok)
+    args = gemv_kernel(Rows(type_name, bits), n_tok)
     block = args.pack(y=y, w=w, x=x, res=res, n_rows=n_rows, n=n, w_nb=w_nb, x_nb=x_nb, y_nb=y_nb, res_nb=res_nb)
     return Step([Entry(args, block)], n_rows * w_nb)
 
@@ -184,19 +231,27 @@ def gemv_glu(
     y: int,
     w_gate: int,
     w_up: int,
-    x: int,
+    x_gate: int,
+    x_up: int,
     n_rows: int,
     n: int,
-    gate_nb: int,
-    up_nb: int,
+    w_nb_gate: int,
+    w_nb_up: int,
     n_tok: int = 1,
-    x_nb: int = 0,
+    x_nb_gate: int = 0,
+    x_nb_up: int = 0,
     y_nb: int = 0,
+    bits: tuple[int, int] = (F32_BITS, F32_BITS),
 ) -> Step:
-    """y[t, r] = act(dot(Wg[r], x[t])) * dot(Wu[r], x[t]); act: "silu", "gelu" (tanh form) or "relu". As `gemv`."""
+    """y[t, r] = act(dot(Wg[r], x[t])) * dot(Wu[r], x[t]); act: "silu", "gelu" (tanh form) or "relu". As `gemv`.
+
+    x_gate and x_up: the same rows, in the form that each matrix wants.
+    """
     _check(n, n_tok, gate_type, up_type)
-    kernel = glu_gemv_kernel(gate_type, up_type, n_tok, act)
+    gate, up = Rows(gate_type, bits[0]), Rows(up_type, bits[1])
+    kernel = _glu_gemv_kernel(f"{gate.name}_{up.name}", gate, up, n_tok, act)
     block = kernel.pack(
-        y=y, w_gate=w_gate, w_up=w_up, x=x, n_rows=n_rows, n=n, gate_nb=gate_nb, up_nb=up_nb, x_nb=x_nb, y_nb=y_nb
-    )
-    return Step([Entry(kernel, block)], n_rows * (gate_nb + up_nb))
+        y=y, w_gate=w_gate, w_up=w_up, x_gate=x_gate, x_up=x_up, n_rows=n_rows, n=n, w_nb_gate=w_nb_gate,
+        w_nb_up=w_nb_up, x_nb_gate=x_nb_gate, x_nb_up=x_nb_up, y_nb=y_nb,
+    )  # fmt: skip
+    return Step([Entry(kernel, block)], n_rows * (w_nb_gate + w_nb_up))

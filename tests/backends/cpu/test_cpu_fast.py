@@ -24,37 +24,9 @@ from graphrt.backends.cpu import fast  # noqa: E402
 
 if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
+from support.cpu_kernels import Memory, at, decode, encode, nmse, quant_type, rows_of, run  # noqa: E402
+
 from graphrt.backends.cpu.fast import pool  # noqa: E402
-
-GUARD = 256
-#: Where the f16 scales of a block are, for types that gguf can't quantize to.
-SCALES_AT = {
-    "q2_K": (80, 82), "q3_K": (108,), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq4_nl": (0,), "iq4_xs": (0,)
-}  # fmt: skip
-
-
-class Memory:
-    """Arrays between guard bytes; `check()` fails when a guard was written."""
-
-    def __init__(self) -> None:
-        self.whole: list[tuple[np.ndarray, int, int]] = []
-
-    def put(self, values: np.ndarray, offset: int = 0) -> np.ndarray:
-        """A copy of `values`; offset: bytes off the 64-byte alignment."""
-        raw = np.full(values.nbytes + 2 * GUARD + 64 + offset, 0xA5, np.uint8)
-        start = GUARD + (-(raw.ctypes.data + GUARD)) % 64 + offset
-        inner = raw[start : start + values.nbytes]
-        inner[:] = np.frombuffer(values.tobytes(), np.uint8)
-        self.whole.append((raw, start, values.nbytes))
-        return inner.view(values.dtype).reshape(values.shape)
-
-    def nan(self, *shape: int) -> np.ndarray:
-        return self.put(np.full(shape, np.nan, np.float32))
-
-    def check(self) -> None:
-        for raw, start, n in self.whole:
-            assert (raw[:start] == 0xA5).all(), "wrote before a buffer"
-            assert (raw[start + n :] == 0xA5).all(), "wrote past a buffer"
 
 
 @pytest.fixture(autouse=True)
@@ -75,55 +47,13 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
-def at(a: np.ndarray) -> int:
-    return int(a.ctypes.data)
-
-
-def quant_type(name: str) -> Any:
-    return gguf.GGMLQuantizationType[name.upper()]
-
-
-def encode(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Random values of a type as bytes [..., row bytes]."""
-    values = rng.standard_normal(shape).astype(np.float32)
-    if name in ("f32", "f16"):
-        return values.astype(name.replace("f", "float")).view(np.uint8)
-    if name not in SCALES_AT:
-        return np.ascontiguousarray(gguf.quants.quantize(values, quant_type(name)))
-    block = fast.TYPES[name]
-    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block.size, block.bytes), dtype=np.uint8)
-    for offset in SCALES_AT[name]:
-        scale = rng.uniform(0.001, 0.01, (*raw.shape[:-1], 1)).astype(np.float16)
-        raw[..., offset : offset + 2] = scale.view(np.uint8)
-    return raw.reshape(*shape[:-1], -1)
-
-
-def decode(name: str, data: np.ndarray) -> np.ndarray:
-    rows = np.ascontiguousarray(data)
-    return np.asarray(gguf.quants.dequantize(rows, quant_type(name)), np.float32).reshape(*data.shape[:-1], -1)
-
-
-def nmse(got: np.ndarray, want: np.ndarray) -> float:
-    assert np.isfinite(got).all(), "NaN or infinity in the result"
-    return float(((got - want) ** 2).sum() / max((want**2).sum(), 1e-300))
-
-
-def run(step: fast.Step, n_threads: int = 2) -> None:
-    """On a team, however small the step."""
-    fast.Program([step], n_threads)()
-
-
-def rows_of(rng: np.random.Generator, name: str) -> int:
-    """Values in a test row: several blocks; for plain types also a rest that fills no vector."""
-    size = fast.TYPES[name].size
-    return 3 * 64 + 16 + 5 if size == 64 else max(3 * size, 96)
-
-
 # matrix times vectors
 
 
-@pytest.mark.parametrize("n_tok", [1, 2, 4, 7, 8])
-@pytest.mark.parametrize("name", list(fast.TYPES))
+@pytest.mark.parametrize(
+    ("name", "n_tok"),
+    [(name, 1) for name in fast.TYPES] + [(name, n) for name in ("bf16", "q4_1", "q6_K") for n in (2, 4, 7, 8)],
+)
 def test_gemv(name: str, n_tok: int, mem: Memory, rng: np.random.Generator) -> None:
     n_rows, n = 37, rows_of(rng, name)
     w = encode(rng, name, (n_rows, n))
@@ -165,8 +95,8 @@ def test_gemv_glu(gate: str, up: str, act: str, n_tok: int, mem: Memory, rng: np
     wg, wu = mem.put(encode(rng, gate, (n_rows, n))), mem.put(encode(rng, up, (n_rows, n)))
     x, y = mem.put(rng.standard_normal((n_tok, n)).astype(np.float32) / 4), mem.nan(n_tok, n_rows)
     run(fast.gemv_glu(
-        gate, up, act, y=at(y), w_gate=at(wg), w_up=at(wu), x=at(x), n_rows=n_rows, n=n, gate_nb=wg.shape[1],
-        up_nb=wu.shape[1], n_tok=n_tok, x_nb=4 * n, y_nb=4 * n_rows,
+        gate, up, act, y=at(y), w_gate=at(wg), w_up=at(wu), x_gate=at(x), x_up=at(x), n_rows=n_rows, n=n,
+        w_nb_gate=wg.shape[1], w_nb_up=wu.shape[1], n_tok=n_tok, x_nb_gate=4 * n, x_nb_up=4 * n, y_nb=4 * n_rows,
     ))  # fmt: skip
     g, u = (x.astype(np.float64) @ decode(t, w).astype(np.float64).T for t, w in ((gate, wg), (up, wu)))
     assert nmse(y, act64(act, g) * u) < 1e-11
@@ -554,6 +484,22 @@ def before_a_wall(values: np.ndarray) -> np.ndarray:
     return inner.view(values.dtype).reshape(values.shape)
 
 
+def integers_up_to_the_wall(name: str, w: np.ndarray, x: np.ndarray) -> None:
+    form, n = fast.form_of(name, 16), x.shape[1]
+    rounded = before_a_wall(np.zeros((3, form.row_bytes(n)), np.uint8))
+    panels, y = (
+        before_a_wall(np.zeros((2, fast.panel_bytes(form, n)), np.uint8)),
+        before_a_wall(np.zeros((3, 17), "f4")),
+    )
+    run(fast.round_rows(form, dst=at(rounded), x=at(x), n_rows=3, n=n, x_nb=4 * n))
+    common: dict[str, Any] = {
+        "y": at(y), "w": at(w), "x": at(rounded), "n_rows": 17, "n": n, "w_nb": w.shape[1], "n_tok": 3,
+        "x_nb": rounded.shape[1], "y_nb": 68, "bits": 16,
+    }  # fmt: skip
+    run(fast.gemv(name, **common))
+    run(fast.gemm(name, panels=at(panels), n_panels=2, **common))
+
+
 def read_up_to_the_wall() -> None:
     """In a process of its own: a kernel that reads too far ends it."""
     rng = np.random.default_rng(3)
@@ -567,6 +513,8 @@ def read_up_to_the_wall() -> None:
         ))  # fmt: skip
         run(fast.dequant_rows(name, "f32", dst=at(wide), w=at(w), n_rows=17, n=n, w_nb=nb, dst_nb=4 * n))
         run(fast.rms_norm(y=at(wide), x=at(x), n_rows=3, n=n, x_nb=4 * n, y_nb=4 * n, eps=1e-6))
+        if name in fast.CODE_TYPES:
+            integers_up_to_the_wall(name, w, x)
     for name in fast.KV_TYPES:
         for n_kv, n_q in ((37, 1), (64, 3), (601, 1)):
             k = before_a_wall(encode(rng, name, (n_kv, 32)))
@@ -633,7 +581,7 @@ if sys.argv[1] == "load":
         raise AssertionError("compiled again")
     jit.compile_ir = refuse
 for name in ("q8_0", "q4_1"):
-    matvec.gemv_kernel(name, 1).address
+    matvec.gemv_kernel(matvec.Rows(name, 32), 1).address
 fast.rms_norm(y=0, x=0, n_rows=0, n=0, x_nb=0, y_nb=0, eps=0)()
 """
 

@@ -110,9 +110,9 @@ def test_small_steps_are_one_chain() -> None:
 # ---- matrices in slices ----
 
 
-def both(graph: Graph, **given: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(fast, reference) of each output, for the same random inputs but those given by name."""
-    exes = [prepare(graph, get_backend("cpu", exact=exact)) for exact in (False, True)]
+def both(graph: Graph, bits: int = 32, **given: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(fast, reference) of each output, for the same random inputs but those given by name. bits: of activations."""
+    exes = [prepare(graph, get_backend("cpu", exact=exact, activation_bits=bits)) for exact in (False, True)]
     rng = np.random.default_rng(3)
     for leaf in graph.inputs:
         values: Any = rng.standard_normal(leaf.shape).astype(np.float32)
@@ -312,10 +312,11 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.parametrize(("bits", "limit"), [(32, 1e-11), (16, 1e-8)])
 @pytest.mark.parametrize("what", OUTSIDE)
-def test_what_no_model_has_is_right_too(what: str) -> None:
-    for found, expected in both(OUTSIDE[what]()):
-        assert nmse(found, expected) < 1e-11
+def test_what_no_model_has_is_right_too(what: str, bits: int, limit: float) -> None:
+    for found, expected in both(OUTSIDE[what](), bits):
+        assert nmse(found, expected) < limit
 
 
 def _attention(n_q: int, n_kv: int, m2: int = 1, n_seq: int = 1) -> Graph:

@@ -15,8 +15,11 @@ from graphrt.errors import BackendError, GraphError
 from graphrt.op import registered_ops
 from graphrt.testing import Case, all_cases
 
-#: Names for forms of backends that are not exact: the CPU's native kernels, the GPU's that round activations to 8 bits.
-FAST = {"cpu-fast": "cpu", "triton-fast": "triton"}
+#: Names for forms of backends that are not exact, with options: the CPU's native kernels, which round activations to 16
+#: bits or (`--fast`) to 8, and the GPU's, which round some to 8.
+FAST: dict[str, tuple[str, dict[str, int]]] = {
+    "cpu-fast": ("cpu", {}), "cpu-int8": ("cpu", {"activation_bits": 8}), "triton-fast": ("triton", {})
+}  # fmt: skip
 SETS = ("quick", "full", "ggml", "broken")
 
 
@@ -116,7 +119,8 @@ def make_backend(name: str) -> Backend:
     names of backends' fast forms."""
     base, colon, rest = name.partition(":")
     if base in FAST:
-        return get_backend(FAST[base] + colon + rest, exact=False)
+        plain, options = FAST[base]
+        return get_backend(plain + colon + rest, exact=False, **options)
     if not colon or rest.isdecimal():
         return get_backend(name)
     module, _, attribute = name.partition(":")

@@ -78,7 +78,7 @@ def _to_ask(name: str, device: str | None) -> Backend:
     """A backend to ask what it takes. One that can't be used here, or any if a device is named, plans for a device that
     need not be here, which is said on stderr. Raises BackendError for an unknown name."""
     base, fast = name.partition(":")[0], name.partition(":")[0] in FAST
-    info = discover().get(FAST.get(base, base))
+    info = discover().get(FAST[base][0] if fast else base)
     if info is None or info.cls is None or (info.reason is None and device is None):
         return make_backend(name)
     known = known_device(device or "h100")

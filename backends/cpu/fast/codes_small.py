@@ -1,0 +1,60 @@
+"""Types with 32 or 64 values to a block."""
+
+from __future__ import annotations
+
+from graphrt.backends.cpu.fast.code_type import Codes, each, half_pairs, halves, nibble_chunks
+from graphrt.backends.cpu.fast.ir import F32, I1, I8, I16, I32, Fn, Val, concat
+
+
+def q4_0(f: Fn, p: Val, count: int) -> Codes:
+    return Codes(nibble_chunks(f, p + 2, 18, count), halves(f, p, 18, count))
+
+
+def q4_1(f: Fn, p: Val, count: int) -> Codes:
+    return Codes(nibble_chunks(f, p + 4, 20, count), *half_pairs(f, p, 20, count))
+
+
+def _five_bits(f: Fn, high: Val, low: Val, step: int, count: int) -> list[Val]:
+    """Nibbles with a fifth bit each, of which 16 lie together."""
+    chunks = []
+    for at, nibble in zip((0, 2), nibble_chunks(f, low, step, count), strict=True):
+        bits = f.join([f.load(high + at + step * i, I16) for i in range(count)]).bits(I1, 16 * count)
+        chunks.append(nibble | f.select(bits, f.zeros(I8, 16 * count) + 16, f.zeros(I8, 16 * count)))
+    return chunks
+
+
+def q5_0(f: Fn, p: Val, count: int) -> Codes:
+    return Codes(_five_bits(f, p + 2, p + 6, 22, count), halves(f, p, 22, count))
+
+
+def q5_1(f: Fn, p: Val, count: int) -> Codes:
+    return Codes(_five_bits(f, p + 4, p + 8, 24, count), *half_pairs(f, p, 24, count))
+
+
+def q8_0(f: Fn, p: Val, count: int) -> Codes:
+    blocks = [f.load(p + 2 + 34 * i, I8, 32) for i in range(count)]
+    return Codes([concat(blocks[i : i + 2]) for i in range(0, count, 2)], halves(f, p, 34, count))
+
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def iq4_nl(f: Fn, p: Val, count: int) -> Codes:
+    chunks = [f.lookup16(IQ4_VALUES, i) for i in nibble_chunks(f, p + 2, 18, count)]
+    return Codes(chunks, halves(f, p, 18, count))
+
+
+def mxfp4(f: Fn, p: Val, count: int) -> Codes:
+    e = f.join([f.load(p + 17 * i, I8) for i in range(count)]).zext(I32)
+    # half of 2^(e - 127), because the table holds doubled values; the two smallest are subnormal
+    bits = f.select(e < 2, (e + 1) * 0x00200000, (e - 1) << 23)
+    return Codes([f.lookup16(FP4_VALUES, i) for i in nibble_chunks(f, p + 1, 17, count)], bits.as_bits(F32))
+
+
+def nvfp4(f: Fn, p: Val, count: int) -> Codes:
+    z = each(f, p + 4, 36, count, 32)
+    e = f.join([f.load(p + 36 * i, I32) for i in range(count)]).bits(I8, 4 * count).zext(I32)
+    # three bits of mantissa and four of exponent, in an f32 whose exponent is off by 120; half of that, as for mxfp4
+    scale = ((e & 0x7F) << 20).as_bits(F32) * 2.0**119
+    return Codes([f.lookup16(FP4_VALUES, i) for i in (z & 15, z >> 4)], f.select(e.eq(0x7F), 0.0, scale))

@@ -1,0 +1,197 @@
+"""Sums of products of bytes: the one place where instruction sets differ.
+
+A dot takes the codes of weights, a vector of n bytes, and as many activations, and gives n / 4 sums of i32: each lane
+that of four neighbours' products. Activations have 16 bits, or 8 where one part is asked for, and lie in the form that
+the instruction wants:
+
+- bytes: of x = 256 * high + low, both signed, the high ones of a unit before the low ones, for vpdpbusd and sdot;
+- words: 16-bit numbers, of each chunk those of even bytes before those of odd ones, for vpmaddwd.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphrt.backends.cpu.fast.ir import I8, I16, I32, Fn, Host, Val
+
+
+@dataclass(frozen=True, eq=False)
+class Dot(ABC):
+    """One instruction set's way. bias: what is added to signed codes, for instructions that want unsigned ones."""
+
+    name: str
+    bias: int
+
+    @abstractmethod
+    def parts(self, bits: int) -> int:
+        """Bytes that an activation takes when it is to have 8 or 16 bits."""
+
+    @abstractmethod
+    def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
+        """The sums of a chunk. w: codes; x: where its unit of `unit` activations begins; at: the chunk's first byte."""
+
+    @abstractmethod
+    def start(self, f: Fn, bits: int) -> list[Val]:
+        """Sums of nothing, for 16 rows at once."""
+
+    @abstractmethod
+    def prepared(self, f: Fn, w: Val) -> list[Val]:
+        """Four codes of each of 16 rows, i32 lanes, as `add` takes them."""
+
+    @abstractmethod
+    def place(self, at: int, lane: int) -> int:
+        """Bytes from a unit's first activation to that of lane `lane` of the chunk at `at`."""
+
+    @abstractmethod
+    def add(self, f: Fn, totals: list[Val], w: list[Val], x: Val, lanes: int, unit: int) -> list[Val]:
+        """Adds the products with the four activations whose first is at x, in chunks of `lanes` bytes."""
+
+    @abstractmethod
+    def end(self, totals: list[Val]) -> Val:
+        """The sums, i32 lanes."""
+
+    @abstractmethod
+    def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
+        """Writes neighbouring activations, i32 lanes, of lanes `lane` on of a chunk of `lanes` bytes that begins at
+        byte `at` of its unit."""
+
+
+@dataclass(frozen=True, eq=False)
+class ByteDot(Dot):
+    """By an instruction for bytes. symbols: LLVM's names of it by bytes; words: its operands are vectors of i32."""
+
+    symbols: dict[int, str]
+    words: bool
+
+    def parts(self, bits: int) -> int:
+        return bits // 8
+
+    def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
+        total = f.zeros(I32, w.lanes // 4)
+        for part in range(bits // 8):
+            x_part = f.load(x + self.place(at, 0) + part * unit, I8, w.lanes)
+            total = self._dot(f, total << 8 if part else total, w, x_part)
+        return total
+
+    def _dot(self, f: Fn, total: Val, w: Val, x: Val) -> Val:
+        def part(at: int, n: int) -> Val:
+            acc, pair = total.part(at // 4, n // 4), [v.part(at, n) for v in (w, x)]
+            if self.words:
+                pair = [v.bits(I32, n // 4) for v in pair]
+            return f.intrinsic(self.symbols[n], acc.t, acc, *pair)
+
+        return f.by_parts(self.symbols, w.lanes, part)
+
+    def start(self, f: Fn, bits: int) -> list[Val]:
+        return [f.zeros(I32) for _ in range(bits // 8)]
+
+    def prepared(self, f: Fn, w: Val) -> list[Val]:
+        return [w.bits(I8, 4 * w.lanes)]
+
+    def place(self, at: int, lane: int) -> int:
+        return at + lane
+
+    def add(self, f: Fn, totals: list[Val], w: list[Val], x: Val, lanes: int, unit: int) -> list[Val]:
+        out = []
+        for part, total in enumerate(totals):
+            four = f.splat(f.load(x + part * unit, I32), total.lanes)
+            out.append(self._dot(f, total, w[0], four.bits(I8, 4 * total.lanes)))
+        return out
+
+    def end(self, totals: list[Val]) -> Val:
+        return totals[0] if len(totals) == 1 else (totals[0] << 8) + totals[1]
+
+    def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
+        if bits == 8:
+            f.store(x + at + lane, codes.trunc(I8))
+            return
+        f.store(x + at + lane, ((codes + 128) >> 8).trunc(I8))
+        f.store(x + unit + at + lane, codes.trunc(I8))  # less 256 where its highest bit is set: the part above has it
+
+
+@dataclass(frozen=True, eq=False)
+class WordDot(Dot):
+    """By an instruction for pairs of 16-bit numbers. symbols: its names by bytes; none: by LLVM's plain arithmetic."""
+
+    symbols: dict[int, str]
+
+    def parts(self, bits: int) -> int:
+        return 2
+
+    def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
+        n = w.lanes // 2
+        pairs = w.bits(I16, n)
+        even, odd = (pairs << 8).shift_sign(8), pairs.shift_sign(8)
+        x_even, x_odd = (f.load(x + self.place(at, 0) + 2 * n * i, I16, n) for i in range(2))
+        return self._dot(f, even, x_even) + self._dot(f, odd, x_odd)
+
+    def _dot(self, f: Fn, w: Val, x: Val) -> Val:
+        if not self.symbols:
+            a, b = w.bits(I32, w.lanes // 2), x.bits(I32, w.lanes // 2)
+            return (a << 16).shift_sign(16) * (b << 16).shift_sign(16) + a.shift_sign(16) * b.shift_sign(16)
+
+        def part(at: int, n: int) -> Val:
+            a, b = (v.part(at // 2, n // 2) for v in (w, x))
+            return f.intrinsic(self.symbols[n], f.zeros(I32, n // 4).t, a, b)
+
+        return f.by_parts(self.symbols, 2 * w.lanes, part)
+
+    def start(self, f: Fn, bits: int) -> list[Val]:
+        return [f.zeros(I32)]
+
+    def prepared(self, f: Fn, w: Val) -> list[Val]:
+        pairs = w.bits(I16, 2 * w.lanes)
+        return [(pairs << 8).shift_sign(8), pairs.shift_sign(8)]
+
+    def place(self, at: int, lane: int) -> int:
+        return 2 * at + lane
+
+    def add(self, f: Fn, totals: list[Val], w: list[Val], x: Val, lanes: int, unit: int) -> list[Val]:
+        (total,) = totals
+        for odd in range(2):
+            pair = f.splat(f.load(x + odd * lanes, I32), total.lanes)
+            total = total + self._dot(f, w[odd], pair.bits(I16, 2 * total.lanes))
+        return [total]
+
+    def end(self, totals: list[Val]) -> Val:
+        return totals[0]
+
+    def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
+        n = codes.lanes
+        for odd in range(2):
+            half = codes.shuffle(range(odd, n, 2)).trunc(I16)
+            f.store(x + 2 * at + odd * lanes + lane, half)
+
+
+_VPDPBUSD = {n: f"llvm.x86.avx512.vpdpbusd.{8 * n}" for n in (16, 32, 64)}
+_VPMADDWD = {16: "llvm.x86.sse2.pmadd.wd", 32: "llvm.x86.avx2.pmadd.wd", 64: "llvm.x86.avx512.pmaddw.d.512"}
+
+
+def _up_to(symbols: dict[int, str], n: int) -> dict[int, str]:
+    return {width: symbol for width, symbol in symbols.items() if width <= n}
+
+
+VNNI512 = ByteDot("vnni512", 128, _VPDPBUSD, True)
+VNNI256 = ByteDot("vnni256", 128, _up_to(_VPDPBUSD, 32), True)
+SDOT = ByteDot("sdot", 0, {16: "llvm.aarch64.neon.sdot.v4i32.v16i8"}, False)
+MADD512 = WordDot("madd512", 0, _VPMADDWD)
+MADD256 = WordDot("madd256", 0, _up_to(_VPMADDWD, 32))
+PORTABLE = WordDot("portable", 0, {})
+
+#: The fastest first: what a machine must have for each.
+CHOICES: tuple[tuple[Dot, Callable[[Host], bool]], ...] = (
+    (VNNI512, lambda host: host.has("avx512vnni", "avx512vl", "avx512bw")),
+    (VNNI256, lambda host: host.has("avxvnni", "avx2")),
+    (MADD512, lambda host: host.has("avx512bw", "avx512vl")),
+    (MADD256, lambda host: host.has("avx2")),
+    (SDOT, lambda host: host.is_arm and host.has("dotprod")),
+    (PORTABLE, lambda host: True),
+)
+DOTS = {dot.name: dot for dot, _ in CHOICES}
+
+
+def best_dot(host: Host) -> Dot:
+    """The fastest that the machine has."""
+    return next(dot for dot, has in CHOICES if has(host))
