@@ -1,17 +1,18 @@
 """The command `graphrt`, also as `python -m graphrt`. It imports little before Ctrl-C is taken care of."""
 
 import sys
+from collections.abc import Sequence
 
 from graphrt import interrupts
 
 
-def main() -> int:
-    """Runs the command line of this process and returns its exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line, this process's own unless another is given, and returns its exit code."""
     try:
         interrupts.install()
         from graphrt.tools.cli import main as run
 
-        return run()
+        return run(argv)
     except KeyboardInterrupt:
         print(interrupts.line(interrupts.command_name(sys.argv[1:])), file=sys.stderr)
         return interrupts.EXIT_CODE

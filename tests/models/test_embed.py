@@ -70,7 +70,7 @@ def test_a_json_line_a_text(graphrt: Run, folder: Path) -> None:
 def test_a_file_of_texts_as_an_array(graphrt: Run, folder: Path) -> None:
     (folder / "texts.txt").write_text("hello\n\nthe world\nis\n")
     result = graphrt("embed", "bert.gguf", "-f", "texts.txt", "-o", "v.npy", "--pooling", "mean", "--no-normalize")
-    assert result == (0, "v.npy: float32 [3, 64]\n", "")
+    assert result == (0, "v.npy: float32 [3, 64]\n", "wrote v.npy, 896 B\n")
     vectors = np.load(folder / "v.npy")
     wanted = load(folder / "bert.gguf", "cpu").embed(["hello", "the world", "is"], "mean", normalize=False)
     assert np.allclose(vectors, np.stack(wanted), atol=1e-5) and abs(np.linalg.norm(vectors, axis=1) - 1).min() > 0.1
@@ -95,7 +95,7 @@ def test_a_vector_a_token(graphrt: Run) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("mpt.gguf", "-p", "a"), "the file names no pooling; choose one with --pooling: none, mean, cls, last"),
+        (("mpt.gguf", "-p", "a"), "the file names no pooling; choose one as pooling: none, mean, cls, last"),
         (
             ("mpt.gguf", "-p", "a " * 300, "--pooling", "mean"),
             "the context holds 256 tokens, got a text of 600 characters",

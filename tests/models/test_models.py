@@ -91,7 +91,7 @@ def test_only_wanted_rows_reach_the_output(tmp_path: Path) -> None:
     ("ids", "message"),
     [
         ([], "at least one token"),
-        ([1] * 300, "this model holds no more"),
+        ([1] * 300, "the model was trained on no more"),
         ([128], "token id must be 0 to 127"),
         ([-1], "token id"),
     ],

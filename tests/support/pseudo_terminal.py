@@ -62,6 +62,12 @@ class PseudoTerminal:
         while re.search(pattern, self.output[begun:], re.DOTALL) is None:
             assert self._read(deadline), f"{pattern!r} was waited for behind {self.output[begun:]!r}"
 
+    def expect_editor(self) -> None:
+        """Waits until the line editor has the terminal: what is typed earlier, the terminal itself would take apart."""
+        deadline = time.monotonic() + self._seconds
+        while self.output.rfind("\x1b[?2004h") <= self.output.rfind("\x1b[?2004l"):
+            assert self._read(deadline), f"the editor was waited for behind {self.output!r}"
+
     def code(self) -> int:
         """Waits until the program ends."""
         deadline = time.monotonic() + self._seconds

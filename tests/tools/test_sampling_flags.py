@@ -58,7 +58,7 @@ def test_flags_are_generates_keywords() -> None:
     run.add_arguments(parser)
     keywords = {name: p.default for name, p in inspect.signature(Model.generate).parameters.items()}
     defaults = parser.parse_args([])
-    given = vars(flags.sampler_params(defaults)) | flags.text_options(defaults)
+    given = vars(flags.sampler_params(defaults)) | flags.text_options(defaults) | flags.output_options(defaults)
     assert set(keywords) - set(given) == NO_FLAGS - {"min_keep"} and set(given) <= set(keywords)
     for name in set(given) - NO_FLAGS:
         assert f"--{name.replace('_', '-')}" in parser._option_string_actions, name

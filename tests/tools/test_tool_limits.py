@@ -169,6 +169,7 @@ def test_memory_exits_1_where_no_type_of_cache_fits_or_the_plan_is_wrong(
     from graphrt.tools.memory import text as memory_text
 
     monkeypatch.setattr(memory, "subject_of", lambda args: None)
+    monkeypatch.setattr(memory, "_larger", lambda subject, args: (subject, None))
     monkeypatch.setattr(memory, "_fits", lambda subject, args: [Fit("f16", n, 9) for n in needs or ()])
     monkeypatch.setattr(memory_report, "report", lambda subject: SimpleNamespace(wrong=wrong))
     monkeypatch.setattr(memory_text, "lines", lambda *rest: [])
@@ -181,8 +182,8 @@ def test_memory_exits_1_where_no_type_of_cache_fits_or_the_plan_is_wrong(
 
 
 def test_a_step_in_several_splits_is_not_whole() -> None:
-    assert Checked("s", 3, 1, [], []).is_whole and Checked("s", 0, 0, [], []).is_whole
-    assert not Checked("s", 3, 2, [], []).is_whole
+    assert Checked("s", 3, 0, 1, [], []).is_whole and Checked("s", 0, 0, 0, [], []).is_whole
+    assert not Checked("s", 3, 0, 2, [], []).is_whole
 
 
 def test_weights_that_are_copied_once_are_no_copies_of_a_run() -> None:

@@ -68,11 +68,11 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     """graphrt trace in the folder, by the CPU or by a backend."""
     monkeypatch.chdir(folder)
 
-    def call(*argv: str, model: str = "deep.gguf", backend: Backend | None = None) -> Result:
+    def call(*argv: str, model: str = "deep.gguf", backend: Backend | None = None, text: str = TEXT) -> Result:
         if backend is not None:
             monkeypatch.setattr(trace, "load_model", lambda args, exact: load(args.model, backend, exact=exact))
         capsys.readouterr()
-        code = cli.main(["trace", model, "--backend", "cpu", "-p", TEXT, "-c", "64", *argv])
+        code = cli.main(["trace", model, "--backend", "cpu", "-p", text, "-c", "64", *argv])
         out, err = capsys.readouterr()
         return Result(code, out, err)
 
@@ -208,8 +208,8 @@ def test_the_gpu_backend_is_traced_too(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     saved = {}
     for name in ("cpu", "triton"):
-        argv = ["--backend", name, "-p", "he", "-c", "16", "--json", "-o", str(tmp_path / f"{name}.npz")]
-        found = run(*argv, model="llama.gguf").json()
+        argv = ["--backend", name, "-c", "16", "--json", "-o", str(tmp_path / f"{name}.npz")]
+        found = run(*argv, model="llama.gguf", text="he").json()
         saved[name] = np.load(tmp_path / f"{name}.npz")
     assert found["backends"] == ["triton"] and found["fusions_cut"] > 0 and found["logits"]["max_abs_change"] < 0.1
     assert list(saved["cpu"]) == list(saved["triton"])

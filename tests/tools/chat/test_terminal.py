@@ -25,39 +25,51 @@ def test_a_chat_on_a_terminal(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "graphrt", "run", str(model), "--temp", "0", "-c", "20000", "--exact"]
     with PseudoTerminal(argv, env) as chat:
         chat.expect("m.gguf: /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        chat.expect_editor()
         chat.type("/set predict 5\r")
         chat.expect("predict  5")
+        chat.expect_editor()
         chat.type("hello\r")
         chat.expect("(stopped after 5 tokens")
         chat.expect("of 20000")
 
+        chat.expect_editor()
         chat.type("/set predict -1\r")
         chat.expect("predict  -1")
+        chat.expect_editor()
         chat.type("the sea\r")
         # the editor gives the terminal back, the answer's display hides the cursor, then something is shown
         chat.expect_raw(r"\x1b\[\?2004l.*\x1b\[\?25l[^\x1b\r\n]")
         chat.type(CTRL_C)
         chat.expect("(stopped)")
         chat.expect(" of 20000")
+        chat.expect_editor()
         chat.type("/undo\r")
         chat.expect("took back 'the sea'; 1 turn left")
 
+        chat.expect_editor()
         chat.type("/set predict 1\r")
         chat.expect("predict  1")
         for typed in ('"""\ra b\rc"""\r', f"a b{ALT_ENTER}c\r", "a b\\\rc\r"):
+            chat.expect_editor()
             chat.type(typed)
             chat.expect("(stopped after 1 token")
             chat.expect(" of 20000")
+            chat.expect_editor()
             chat.type("/undo\r")
             chat.expect("took back 'a b\\nc'; 1 turn left")
 
+        chat.expect_editor()
         chat.type(f"half a question{CTRL_C}")
         chat.expect("(Ctrl-D or /exit leaves)")
+        chat.expect_editor()
         chat.type("/set seed\r/stats\r")  # typed ahead
         chat.expect("seed     -1")
         chat.expect("generated")
+        chat.expect_editor()
         chat.type(f"{UP}{UP}\r")
         chat.expect("seed     -1")
+        chat.expect_editor()
         chat.type(CTRL_D)
         assert chat.code() == 0
     history = tmp_path / "graphrt" / "chat" / "history"

@@ -226,7 +226,7 @@ def test_the_plugin_is_right(tmp_path: Path) -> None:
     """`graphrt test -b tiny`, as a backend author runs it."""
     by_hand(tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "graphrt.tools.cli", "test", "-b", "tiny", "-o", "ADD|MUL|SCALE|SQRT"]
+    command = [sys.executable, "-m", "graphrt", "test", "-b", "tiny", "-o", "ADD|MUL|SCALE|SQRT"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout and "it has ADD, MUL, SCALE, not SQRT" in done.stdout
