@@ -1,4 +1,4 @@
-"""The README's table of architectures: made of the figures that are kept, which fit what there is."""
+"""docs/models.md's table of architectures: made of the figures that are kept, which fit what there is."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TABLE = json.loads(arch_table.FIGURES.read_text())
 AGAIN = "run python tests/support/arch_table.py --write"
 
 
-def test_the_readme_has_the_table_of_the_figures() -> None:
-    readme = arch_table.README.read_text()
-    assert readme.count(arch_table.BEGIN) == readme.count(arch_table.END) == 1
-    assert arch_table.with_table(readme, TABLE) == readme, AGAIN
+def test_the_page_has_the_table_of_the_figures() -> None:
+    page = arch_table.PAGE.read_text()
+    assert page.count(arch_table.BEGIN) == page.count(arch_table.END) == 1
+    assert arch_table.with_table(page, TABLE) == page, AGAIN
 
 
 def test_every_architecture_has_a_row_and_a_model() -> None:

@@ -1,7 +1,7 @@
-"""Measures the tiny models of every architecture against llama.cpp's golden figures, and writes the README's table.
+"""Measures the tiny models of every architecture against llama.cpp's golden figures, and writes the table of docs/models.md.
 
     python tests/support/arch_table.py            what the table would be
-    python tests/support/arch_table.py --write    measure, write tests/golden/architectures.json, README.md
+    python tests/support/arch_table.py --write    measure, write tests/golden/architectures.json, docs/models.md
     python tests/support/arch_table.py --write --figures    without measuring: features anew, the kept figures
 
 A model of a new architecture belongs in tiny.py or tiny_archs.py; its features are read off its graph.
@@ -34,7 +34,7 @@ from graphrt.testing import nmse  # noqa: E402
 from support.tiny import tokens, write_model  # noqa: E402
 from support.tiny_archs import DECODERS, ENCODERS, TEXTS  # noqa: E402
 
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "models.md"
 FIGURES = HERE / "golden" / "architectures.json"
 BEGIN, END = "<!-- made by tests/support/arch_table.py -->", "<!-- end of what is made -->"
 COLUMNS = ("architecture", "features", "CPU", "GPU")
@@ -142,7 +142,7 @@ def markdown(table: dict[str, Any]) -> str:
 
 
 def with_table(readme: str, table: dict[str, Any]) -> str:
-    """The README's text with the table between its marks."""
+    """The page's text with the table between its marks."""
     head, _, rest = readme.partition(BEGIN)
     return f"{head}{BEGIN}\n{markdown(table)}\n{END}{rest.partition(END)[2]}"
 
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> None:
         print(markdown(table))
         return
     FIGURES.write_text(json.dumps(table, indent=1) + "\n")
-    README.write_text(with_table(README.read_text(), table))
+    PAGE.write_text(with_table(PAGE.read_text(), table))
 
 
 if __name__ == "__main__":
