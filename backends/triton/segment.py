@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
-from graphrt.backends.triton.kernels.products.forms import Stored
-from graphrt.backends.triton.kernels.products.plan import Planned
 from graphrt.program import Group
+
+if TYPE_CHECKING:  # they import Triton, which whoever lists backends must not wait for
+    from graphrt.backends.triton.accesses import Step
+    from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+    from graphrt.backends.triton.kernels.products.forms import Stored
+    from graphrt.backends.triton.kernels.products.plan import Planned
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Measures the tiny models of every architecture against llama.cpp's golden figures, and writes the table of docs/models.md.
+"""Measures the tiny models of every architecture against llama.cpp's golden figures, and writes docs/models.md's table.
 
     python tests/support/arch_table.py            what the table would be
     python tests/support/arch_table.py --write    measure, write tests/golden/architectures.json, docs/models.md

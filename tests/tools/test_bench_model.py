@@ -204,7 +204,7 @@ def test_each_repetition_starts_from_the_same_depth(request: pytest.FixtureReque
     for _ in range(3):
         assert prepared.once() > 0 and prepared.engine.lengths.tolist() == [26]
         got = prepared.engine.read({0: IDS[26:27]})[0]
-        assert nmse(got, expected) < 1e-9
+        assert nmse(got, expected) < 1e-8  # last bits that differ by batch move some activations by a step of 16 bits
 
 
 def test_bytes_and_operations_of_a_token(windows: str) -> None:

@@ -367,7 +367,7 @@ OUTSIDE = {
 def test_no_backend_makes_an_address_outside_a_buffer(what: str) -> None:
     t, offset = OUTSIDE[what]()
     cpu, gpu = get_backend("cpu").alloc(256, Usage.COMPUTE), device_memory(256, Usage.COMPUTE, "cpu")
-    lowering, context = Lowering(lambda t: (cpu, offset)), Context(lambda t: (gpu, offset), INTERPRETER, True)
+    lowering, context = Lowering(lambda t: (cpu, offset), 16), Context(lambda t: (gpu, offset), INTERPRETER, True)
     makers: list[Callable[[], object]] = [
         lambda: span(t, offset, 256), lambda: lowering.at(t), lambda: lowering.look(t), lambda: context.view(t),
         lambda: elements(gpu, offset, t, gpu.memory.dtype),

@@ -59,7 +59,7 @@ def test_what_swallows_an_interrupt_while_it_is_imported_does_not_go_on(tmp_path
 def test_an_ignored_signal_stays_ignored_and_the_end_of_the_work_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
     seen = []
-    monkeypatch.setattr(cli, "main", lambda: seen.append(signal.getsignal(signal.SIGINT)) or 0)
+    monkeypatch.setattr(cli, "main", lambda argv: seen.append(signal.getsignal(signal.SIGINT)) or 0)
     try:
         for start in (signal.SIG_IGN, signal.default_int_handler):
             signal.signal(signal.SIGINT, start)

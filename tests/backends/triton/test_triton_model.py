@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tiny import MODELS, gemma3, llama, tokens, write_model
+from support.tiny import OTHERS, gemma3, llama, tokens, write_model
 
 pytest.importorskip("triton")
 
@@ -49,8 +49,8 @@ def two_gemma() -> tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]:
     return arch, keys, {name: tuple({48: 64, 80: 96}.get(n, n) for n in ne) for name, ne in kept.items()}
 
 
-MODELS["one_layer"] = one_layer
-MODELS["two_gemma"] = two_gemma
+OTHERS["one_layer"] = one_layer
+OTHERS["two_gemma"] = two_gemma
 
 
 @pytest.fixture(scope="module")
