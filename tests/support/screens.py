@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 _PARTS = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|(\n)|(\r)|([^\x1b\n\r]+)|(.)", re.DOTALL)
+
+#: Categories of characters that may steer a terminal or break a line, and marks that turn a line's direction around.
+STEERING = {"Cc", "Cs", "Zl", "Zp"}
+BIDI = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 class Emulated:
@@ -26,7 +31,9 @@ class Emulated:
             elif back:
                 self._column = 0
             elif shown:
-                assert shown.isprintable(), shown
+                # Private characters, which fonts have icons at, and joiners, which emoji need, steer nothing.
+                steering = [c for c in shown if unicodedata.category(c) in STEERING or c in BIDI]
+                assert not steering, (steering, shown)
                 self._put(shown)
             else:
                 self._control(parameter, command)
