@@ -29,8 +29,8 @@ GROUP = 32
 #: The largest integer by bits. Of 16 it is the largest whose high byte, rounded to nearest, is no more than 127.
 LARGEST = {16: 127.0 * 256 + 127.0, 8: 127.0}
 SMALLEST = 2.0**-110
-#: Bytes of a cache line, and how far ahead of its reading a row is asked for. The hardware looks ahead too, but not past
-#: the end of a page of 4 KiB, which two cores read in 0.3 us.
+#: Bytes of a cache line, and how far ahead of its reading a row is asked for. The hardware looks ahead too, but not
+#: past the end of a page of 4 KiB, and a page is read in 0.3 us.
 LINE, AHEAD = 64, 4096
 
 
