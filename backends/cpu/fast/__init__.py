@@ -22,7 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn_decode
+    from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn
     from graphrt.backends.cpu.fast.blocks import TYPES
     from graphrt.backends.cpu.fast.codes import CODE_TYPES
     from graphrt.backends.cpu.fast.experts import expert_gemv
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
 _WHERE = {
-    "attention": ("KV_TYPES", "flash_attn_decode"),
+    "attention": ("KV_TYPES", "flash_attn"),
     "blocks": ("TYPES",),
     "codes": ("CODE_TYPES",),
     "experts": ("expert_gemv",),
@@ -65,7 +65,7 @@ __all__ = [
     "dequant_rows",
     "elementwise",
     "expert_gemv",
-    "flash_attn_decode",
+    "flash_attn",
     "form_of",
     "gemm",
     "gemv",
