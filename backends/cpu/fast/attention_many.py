@@ -35,7 +35,7 @@ class _Many(Task):
         super().__init__(f, shape)
         self.width = -(-shape.d_v // AT_ONCE) * AT_ONCE
         self.q_of, self.mask_of, self.out_of = (f.buffer(I64, ROWS) for _ in range(3))
-        self.slopes, self.sinks = (f.buffer(F32, ROWS) for _ in range(2))
+        self.slopes, self.sinks, self.factors = (f.buffer(F32, ROWS) for _ in range(3))
         self.queries = f.buffer(F32, shape.d_k * ROWS)
         self.keys = f.buffer(F32, TILE * shape.d_k)
         self.values = f.buffer(F32, TILE * self.width)
@@ -65,9 +65,9 @@ class _Many(Task):
 
     # rows
 
-    def _lane(self, buffer: Val, row: Val | int, half: int = 0) -> Val:
+    def _lane(self, buffer: Val, row: Val, half: Val | int) -> Val:
         """The address of 16 lanes of a buffer's row."""
-        return buffer + row * (4 * ROWS) + 4 * half
+        return buffer + row * (4 * ROWS) + half * 4
 
     def _begin(self, group: Val) -> None:
         """Where each row's data is; queries with rows and columns exchanged."""
@@ -80,8 +80,8 @@ class _Many(Task):
             f.store(self.sinks + i * 4, row.sink)
 
         def exchange(at: Val, lanes: int) -> None:
-            for half in _HALVES:
-                addresses = [f.load(self.q_of + 8 * (half + i), I64) for i in range(LANES)]
+            with f.range(0, ROWS, LANES) as half:
+                addresses = [f.load(self.q_of + (half + i) * 8, I64) for i in range(LANES)]
                 rows = [widen(f.load(q + at * 4, F32, lanes)) for q in addresses]
                 for i, column in enumerate(f.transpose(rows)[:lanes]):
                     f.store(self._lane(self.queries, at + i, half), column)
@@ -134,26 +134,26 @@ class _Many(Task):
         if not self.shape.masked:
             return f.const(1)
         live = f.var(f.const(0))
-        with f.range(0, ROWS) as i:
-            source, target = f.load(self.mask_of + i * 8, I64) + tile * 2, self.masks + i * (2 * TILE)
+        with f.range(0, ROWS) as row:
+            source, target = f.load(self.mask_of + row * 8, I64) + tile * 2, self.masks + row * (2 * TILE)
             with f.if_else(tile + TILE <= n_kv) as (whole, end):
                 with whole:
-                    for at in range(0, TILE, 32):
-                        some = f.load(source + 2 * at, I16, 32)
-                        f.store(target + 2 * at, some)
+                    for start in range(0, TILE, 32):
+                        some = f.load(source + 2 * start, I16, 32)
+                        f.store(target + 2 * start, some)
                         live.v = live.v | f.any_set(some.ne(_HIDDEN)).zext(I64)
                 with end:
-                    for at in range(0, TILE, 32):
-                        f.store(target + 2 * at, f.zeros(I16, 32) + _HIDDEN)
-                    with f.range(0, n_kv - tile) as at:
-                        one = f.load(source + at * 2, I16)
-                        f.store(target + at * 2, one)
+                    for start in range(0, TILE, 32):
+                        f.store(target + 2 * start, f.zeros(I16, 32) + _HIDDEN)
+                    with f.range(0, n_kv - tile) as key:
+                        one = f.load(source + key * 2, I16)
+                        f.store(target + key * 2, one)
                         live.v = live.v | one.ne(_HIDDEN).zext(I64)
-        with f.range(0, TILE, LANES) as at:
-            for half in _HALVES:
-                rows = [f.load(self.masks + at * 2 + 2 * TILE * (half + i), F16, LANES).to(F32) for i in range(LANES)]
-                for i, column in enumerate(f.transpose(rows)):
-                    f.store(self._lane(self.seen, at + i, half), column)
+        with f.range(0, TILE, LANES) as block, f.range(0, ROWS, LANES) as half:
+            first = self.masks + block * 2 + half * (2 * TILE)
+            rows = [f.load(first + 2 * TILE * i, F16, LANES).to(F32) for i in range(LANES)]
+            for i, column in enumerate(f.transpose(rows)):
+                f.store(self._lane(self.seen, block + i, half), column)
         return live.v
 
     # products
@@ -243,21 +243,21 @@ class _Many(Task):
     def _finish(self, most: list[Var], total: list[Var]) -> None:
         """Adds the sinks to the sums and writes acc / sum; 0 where no key was seen."""
         f = self.f
-        factors = []
         for half, biggest, of_rows in zip(_HALVES, most, total, strict=True):
             sink = f.load(self.sinks + 4 * half, F32, LANES)  # -inf where there are none, which adds nothing
             top = f.select(sink > biggest.v, sink, biggest.v)
             base = f.select(top.eq(NEG_INF), 0.0, top)
             shrink = f.exp(biggest.v - base)
             whole = f.fma(of_rows.v, shrink, f.exp(sink - base))
-            factors.append(f.select(whole.eq(0.0), 0.0, shrink / whole))
+            f.store(self.factors + 4 * half, f.select(whole.eq(0.0), 0.0, shrink / whole))
 
         def write(at: Val, lanes: int) -> None:
-            for half, factor in zip(_HALVES, factors, strict=True):
+            with f.range(0, ROWS, LANES) as half:
+                factor = f.load(self.factors + half * 4, F32, LANES)
                 columns = [f.load(self._lane(self.acc, at + i, half), F32, LANES) * factor for i in range(lanes)]
                 columns += [f.zeros()] * (LANES - lanes)
                 for i, row in enumerate(f.transpose(columns)):
-                    f.store(f.load(self.out_of + 8 * (half + i), I64) + at * 4, row.part(0, lanes))
+                    f.store(f.load(self.out_of + (half + i) * 8, I64) + at * 4, row.part(0, lanes))
 
         self._pieces(self.shape.d_v, write)
 
