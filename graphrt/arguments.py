@@ -51,8 +51,13 @@ def checked(error: type[GraphrtError]) -> Callable[[Callable[P, R]], Callable[P,
         def annotations() -> dict[str, Any]:
             return {p.name: _resolved(p.annotation, function) for p in signature.parameters.values()}
 
+        passed: set[tuple[type, ...]] = set()  # types of arguments for which nothing but types needs a look
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            kinds_given = tuple(map(type, args))
+            if kinds_given in passed and not kwargs:
+                return function(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments  # a TypeError, as Python's own, for names and numbers
             known = annotations()
             for key, value in given.items():
@@ -63,6 +68,8 @@ def checked(error: type[GraphrtError]) -> Callable[[Callable[P, R]], Callable[P,
                 for one in values:
                     if not _fits(one, known[key]):
                         raise error(f"{name}(): {key} must be {described(known[key])}, got {shown(one)}")
+            if not kwargs and all(_is_told_by_type(known[key]) for key in given):
+                passed.add(kinds_given)
             return function(*args, **kwargs)
 
         return call
@@ -93,6 +100,14 @@ def _resolved(annotation: Any, where: Any) -> Any:
         return eval(annotation, names)  # noqa: S307 (our own source)
     except (NameError, AttributeError, TypeError):
         return Any
+
+
+def _is_told_by_type(kind: Any) -> bool:
+    """Whether a value's type alone says if it is what an annotation says."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return all(map(_is_told_by_type, typing.get_args(kind)))
+    return origin is None
 
 
 def _fits(value: Any, kind: Any) -> bool:

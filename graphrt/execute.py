@@ -62,6 +62,7 @@ class Executable:
         self._steps = {id(a.buffer): a.alignment for a in arenas.values()}
         self._names: dict[str, Tensor] = {t.name: t for t in reversed([*graph.inputs, *graph.leafs, *graph.nodes])}
         self._unwritten = _read_inputs(graph)
+        self._targets: dict[Tensor | str, tuple[Tensor, Place]] = {}  # of what was written before
         self._kept = {sched.local.get(t, t).root for t in [*graph.inputs, *graph.kept]}
 
     def __repr__(self) -> str:
@@ -139,8 +140,11 @@ class Executable:
 
     def _bytes_for(self, tensor: Tensor | str, values: npt.ArrayLike) -> tuple[Buffer, int, Bytes]:
         """Where an input lies, and its bytes."""
-        target = self._named(tensor)
-        buffer, offset = self.place(target)
+        found = self._targets.get(tensor)
+        if found is None:
+            target = self._named(tensor)
+            found = self._targets[tensor] = target, self.place(target)
+        target, (buffer, offset) = found
         data = host_bytes(target, values)
         if self._unwritten:
             self._unwritten.pop(target.root, None)

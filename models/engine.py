@@ -171,7 +171,8 @@ class Engine:
                     part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
                     found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
                     advance(sum(map(len, part.values())))
-            return np.stack([found[seq] for seq in given])
+            rows = [found[seq] for seq in given]
+            return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
     def reading(self, n: int) -> AbstractContextManager[Advance]:
         """The task of reading n tokens: a prompt's, since a step of generated ones is over at once."""
@@ -193,14 +194,17 @@ class Engine:
     def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
         one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
+        done = False
         try:
             with threads.using(self.n_threads_batch if max(map(len, part.values())) > 1 else 0):
                 prepared = self.feed(part, every=every)
                 prepared.exe.run()
             for seq, ids in part.items():
                 self.lengths[seq] += len(ids)
+            done = len(part) == self.n_seq and len(set(map(len, part.values()))) == 1
         finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted
-            self.cache.forget_from(self.lengths)
+            if not done:
+                self.cache.forget_from(self.lengths)
         logits = prepared.logits()
         return logits if self.n_seq == 1 else logits[list(part)]
 

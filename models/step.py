@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -66,8 +67,8 @@ class StepInputs:
         cells, which are noted as taken, and what all cells then hold."""
         values: dict[str, Values] = {self.positions.name: positions.reshape(-1).astype(np.int32)}
         for kind, cells in self.cache.cells.items():
-            values[self.cells[kind].name] = cells.take(positions)
-            values[self.held[kind].name] = cells.positions
+            values[self.cells[kind].name] = cells.take(positions).reshape(-1)
+            values[self.held[kind].name] = cells.positions.reshape(-1)
         return values
 
 
@@ -95,6 +96,11 @@ class PreparedStep:
 
     def logits(self) -> Logits:
         """Those of the latest run: f32 [n_outputs, n_vocab], valid until the next one."""
-        found = self.exe.host_array("result_output")
+        found = self._host_logits
         rows = np.asarray(self.exe.read("result_output") if found is None else found, np.float32)
         return rows.reshape(self.inputs.rows.ne[0], -1)
+
+    @cached_property
+    def _host_logits(self) -> Values | None:
+        """The logits' own memory, which stays where it is, when the host can address it."""
+        return self.exe.host_array("result_output")

@@ -16,9 +16,7 @@ from graphrt.backend import Group
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering, rows_of
-from graphrt.backends.cpu.prefill import Attention
-from graphrt.backends.cpu.products import ACTIVATIONS, dense, gate_up_glu, matmul
-from graphrt.backends.cpu.reference import REFERENCES
+from graphrt.backends.cpu.products import ACTIVATIONS, gate_up_glu, matmul
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
@@ -159,15 +157,13 @@ def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
     q, k, v, mask, sinks = (*out.src, None, None)[:5]
     assert q is not None and k is not None and v is not None
-    if q.ne[1] > fast.MAX_TOKENS:
-        return _flash_attn_large(low, out, q, k, v, mask, sinks)
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
     if not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
     p = out.params
     slopes = low.array(alibi_slopes(q.ne[2], p.max_bias), np.float32) if p.max_bias else 0
     return [
-        fast.flash_attn_decode(
+        fast.flash_attn(
             k.dtype.name, v.dtype.name, d_k=k.ne[0], d_v=v.ne[0], n_q=q.ne[1], n_kv=k.ne[1], n_head=q.ne[2],
             n_head_kv=k.ne[2], n_seq=q.ne[3], q=low.at(q), q_nb=q.nb[1:], k=low.at(k), k_nb=k.nb[1:], v=low.at(v),
             v_nb=v.nb[1:], out=low.at(out), out_nb=out.nb[1:], scale=p.scale, mask=low.at(mask),
@@ -175,24 +171,6 @@ def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
             softcap=p.softcap, sinks=low.at(sinks), slopes=slopes,
         )
     ]  # fmt: skip
-
-
-def _flash_attn_large(
-    low: Lowering, out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
-) -> Callable[[], None] | None:
-    """Many queries. Sinks, a mask of each head's own and quantized caches are left to the reference."""
-    plain = not (k.dtype.is_quantized or v.dtype.is_quantized)
-    if sinks is not None or not plain or (mask is not None and mask.ne[2] != 1):
-        return None
-    looks = low.look(q), low.look(k), low.look(v)
-    seen = low.look(mask) if mask is not None else None
-    attention = Attention(out, looks[0], looks[1], looks[2], seen, low.look(out), dense)
-
-    def run() -> None:
-        if not attention.run():
-            attention.out.copy_(REFERENCES["FLASH_ATTN_EXT"].function(out, *(t.float() for t in looks), seen))
-
-    return run
 
 
 _METHODS: dict[str, Callable[[Lowering, list[Tensor]], Any | None]] = {

@@ -31,17 +31,18 @@ class CpuBuffer(Buffer):
 
     def __init__(self, memory: torch.Tensor, usage: Usage) -> None:
         self.memory = memory
+        self._bytes: Bytes = memory.numpy()
         self.nbytes = memory.numel()
         self.usage = usage
 
     def read(self, offset: int, nbytes: int) -> Bytes:
-        return self.memory[offset : offset + nbytes].numpy().copy()
+        return self._bytes[offset : offset + nbytes].copy()
 
     def write(self, offset: int, data: Bytes) -> None:
-        self.memory[offset : offset + data.size].numpy()[:] = data.reshape(-1)
+        self._bytes[offset : offset + data.size] = data.reshape(-1)
 
     def host_view(self) -> Bytes:
-        return self.memory.numpy()
+        return self._bytes
 
 
 #: From so many bytes on memory comes from the system itself. The C library would keep what is given back, in pieces

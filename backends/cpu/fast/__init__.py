@@ -22,7 +22,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphrt.backends.cpu.fast.attention import KV_TYPES, flash_attn_decode
+    from graphrt.backends.cpu.fast.attention import flash_attn
+    from graphrt.backends.cpu.fast.attention_task import KV_TYPES
     from graphrt.backends.cpu.fast.blocks import TYPES
     from graphrt.backends.cpu.fast.codes import CODE_TYPES
     from graphrt.backends.cpu.fast.experts import expert_gemv
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
 _WHERE = {
-    "attention": ("KV_TYPES", "flash_attn_decode"),
+    "attention": ("flash_attn",),
+    "attention_task": ("KV_TYPES",),
     "blocks": ("TYPES",),
     "codes": ("CODE_TYPES",),
     "experts": ("expert_gemv",),
@@ -65,7 +67,7 @@ __all__ = [
     "dequant_rows",
     "elementwise",
     "expert_gemv",
-    "flash_attn_decode",
+    "flash_attn",
     "form_of",
     "gemm",
     "gemv",

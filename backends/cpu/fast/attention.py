@@ -1,160 +1,45 @@
-"""FLASH_ATTN_EXT for few queries: online softmax over tiles of keys, K and V read in their cache format.
+"""FLASH_ATTN_EXT. For few queries, here: online softmax over tiles of keys, K and V read in their cache format.
 
-Rows are (query, head) pairs. Up to 4 rows that share a K/V head go through the cache together, so that each key is read
-and decoded once for all of them. A task is such a group; with too few tasks for the threads, the live part of the
-context is cut in `n_split` ranges, whose partial results a second kernel merges, always in the same order.
+Up to 4 rows that share a K/V head go through the cache together, so that each key is read and decoded once for all of
+them. A task is such a group; with too few tasks for the threads, the live part of the context is cut in `n_split`
+ranges, whose partial results a second kernel merges, always in the same order. More queries: attention_many.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.blocks import TYPES, BlockType, plain_load
-from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, LANES, Fn, Val, Var, pieces
+from graphrt.backends.cpu.fast.attention_many import ROWS, many_kernel
+from graphrt.backends.cpu.fast.attention_task import INTS, KV_TYPES, NEG_INF, Row, Shape, Task, segments_of
+from graphrt.backends.cpu.fast.blocks import TYPES
+from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, LANES, Fn, Val, Var, pieces, widen
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.pool import Entry, Step, max_threads
 
 #: Keys in a tile: one rescaling of the sums for so many keys.
 TILE = 64
 MAX_ROWS = 4
+#: More queries than these are worth a tile of K and V decoded for many rows.
+MAX_QUERIES = 8
 #: Shortest cache that is worth cutting into ranges.
 SPLIT_KEYS = 512
-NEG_INF = -math.inf
-
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
-
-_INTS = (
-    "q", "q_nb1", "q_nb2", "q_nb3", "k", "k_nb1", "k_nb2", "k_nb3", "v", "v_nb1", "v_nb2", "v_nb3",
-    "mask", "mask_nb1", "mask_nb2", "mask_nb3", "mask_ne2", "mask_ne3", "sinks", "slopes",
-    "out", "out_nb1", "out_nb2", "out_nb3", "n_q", "n_kv", "n_head_kv", "gqa_ratio", "n_seq", "n_split", "work",
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Shape:
-    """All that the code of a kernel depends on. rows: how many (query, head) rows share a pass over the cache."""
-
-    k_type: str
-    v_type: str
-    d_k: int
-    d_v: int
-    rows: int
-    masked: bool
-    softcap: bool
-    split: bool
-
-    @property
-    def name(self) -> str:
-        flags = "".join(c for c, on in (("m", self.masked), ("c", self.softcap), ("s", self.split)) if on)
-        return f"{self.k_type}_{self.v_type}_{self.d_k}_{self.d_v}_r{self.rows}{flags}"
-
-    @property
-    def partial_bytes(self) -> int:
-        """One row's partial result: max, sum, padding to 64 bytes, then d_v values."""
-        return 64 + 4 * self.d_v
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of a K or V row: `read(row address)` gives vectors of f32 for (first value, lanes) in `at`."""
-
-    at: tuple[tuple[int, int], ...]
-    read: Callable[[Val], list[Val]]
-
-
-def _segments(f: Fn, block: BlockType, n: int) -> list[Segment]:
-    if block.is_plain:
-
-        def plain(start: int, lanes: int) -> Segment:
-            width = block.value_bytes
-            return Segment(((start, lanes),), lambda row: [plain_load(f, row + start * width, block.name, lanes)])
-
-        return [plain(start, lanes) for start, lanes in pieces(n)]
-
-    def quantized(i: int) -> Segment:
-        at = tuple((i * block.size + k, LANES) for k in range(0, block.size, LANES))
-        return Segment(at, lambda row: [v for _, v in block.vectors(f, row + i * block.bytes)])
-
-    return [quantized(i) for i in range(n // block.size)]
-
-
-def _widen(f: Fn, v: Val) -> Val:
-    """Fills a short vector up to 16 lanes with zeros."""
-    if v.lanes == LANES:
-        return v
-    lanes = [*range(v.lanes), *[v.lanes] * (LANES - v.lanes)]
-    return v.shuffle(lanes, f.zeros(F32, v.lanes))
-
-
-@dataclass
-class _Row:
-    """One (query, head) row of a task: where its data is, and its running maximum and sum."""
-
-    q: Val
-    mask: Val
-    slope: Val
-    sink: Val
-    has_sink: Val
-    out: Val
-    max: Var
-    sum: Var
-
-
-class _Task:
+class _Task(Task):
     """Writes the code of one task: decode its number, walk the keys, finish."""
 
     def __init__(self, f: Fn, shape: Shape) -> None:
-        self.f, self.shape = f, shape
-        self.arg = dict(zip(_INTS, f.args(*_INTS), strict=True))
+        super().__init__(f, shape)
         self.scores = f.buffer(F32, shape.rows * TILE)
         self.flags = f.buffer(I8, TILE)
         self.mask_tail = f.buffer(F16, LANES)
         self.own_acc = f.buffer(F32, shape.rows * shape.d_v)
-        a = self.arg
-        self.n_rows = a["n_q"] * a["gqa_ratio"]
-        self.n_groups = (self.n_rows + (shape.rows - 1)) // shape.rows
-
-    def locate(self, group: Val, i: int | Val) -> _Row:
-        """Row i of a group (a number that counts seq, head_kv, group). Past the last row, the last row again."""
-        f, a = self.f, self.arg
-        seq_head, in_head = group // self.n_groups, group % self.n_groups
-        seq, head_kv = seq_head // a["n_head_kv"], seq_head % a["n_head_kv"]
-        r = f.min_int(in_head * self.shape.rows + i, self.n_rows - 1)
-        i_q, head = r // a["gqa_ratio"], head_kv * a["gqa_ratio"] + r % a["gqa_ratio"]
-        mask = f.const(0)
-        if self.shape.masked:
-            mask = a["mask"] + i_q * a["mask_nb1"] + head % a["mask_ne2"] * a["mask_nb2"]
-            mask = mask + seq % a["mask_ne3"] * a["mask_nb3"]
-        slope, sink = f.var(f.const(1.0, F32)), f.var(f.const(NEG_INF, F32))
-        has_sink = a["sinks"].ne(0)
-        with f.if_(a["slopes"].ne(0)):
-            slope.v = f.load(a["slopes"] + head * 4, F32)
-        with f.if_(has_sink):
-            sink.v = f.load(a["sinks"] + head * 4, F32)
-        return _Row(
-            q=a["q"] + i_q * a["q_nb1"] + head * a["q_nb2"] + seq * a["q_nb3"],
-            mask=mask,
-            slope=slope.v,
-            sink=sink.v,
-            has_sink=has_sink,
-            out=a["out"] + head * a["out_nb1"] + i_q * a["out_nb2"] + seq * a["out_nb3"],
-            max=f.var(f.const(NEG_INF, F32)),
-            sum=f.var(f.zeros(n=0)),
-        )
-
-    def kv_rows(self, group: Val) -> tuple[Val, Val]:
-        a = self.arg
-        seq_head = group // self.n_groups
-        seq, head = seq_head // a["n_head_kv"], seq_head % a["n_head_kv"]
-        return a["k"] + head * a["k_nb2"] + seq * a["k_nb3"], a["v"] + head * a["v_nb2"] + seq * a["v_nb3"]
 
     # the part of the context that a split takes
 
-    def key_range(self, rows: list[_Row], split: Val) -> tuple[Val, Val]:
+    def key_range(self, rows: list[Row], split: Val) -> tuple[Val, Val]:
         """[first, stop) in keys: the whole cache, or this split's share of the tiles that hold a live key."""
         f, n_kv = self.f, self.arg["n_kv"]
         if not self.shape.split:
@@ -172,7 +57,7 @@ class _Task:
 
     # masks and scores
 
-    def _mask(self, row: _Row, key: Val) -> Val:
+    def _mask(self, row: Row, key: Val) -> Val:
         """The mask of 16 keys, -inf past the end of the cache."""
         f, n_kv = self.f, self.arg["n_kv"]
         if not self.shape.masked:
@@ -195,11 +80,11 @@ class _Task:
             alive = alive | m.ne(NEG_INF)
         return self.f.any_set(alive)
 
-    def _dots(self, rows: list[_Row], k_base: Val, key: Val, at: Val) -> None:
+    def _dots(self, rows: list[Row], k_base: Val, key: Val, at: Val) -> None:
         """q.k of all rows for 16 keys from `key` on, into the score buffer at tile position `at`."""
         f, a, shape = self.f, self.arg, self.shape
         n_keys = 16 // (1 << (shape.rows - 1).bit_length())  # keys x rows fill one vector of sums
-        segments = _segments(f, TYPES[shape.k_type], shape.d_k)
+        segments = segments_of(f, TYPES[shape.k_type], shape.d_k)
         with f.range(0, LANES, n_keys) as j:
             keys = [k_base + f.min_int(key + j + i, a["n_kv"] - 1) * a["k_nb1"] for i in range(n_keys)]
             sums = [[f.zeros() for _ in keys] for _ in rows]
@@ -207,9 +92,9 @@ class _Task:
                 columns = [segment.read(k) for k in keys]
                 for piece, (start, lanes) in enumerate(segment.at):
                     for row, row_sums in zip(rows, sums, strict=True):
-                        q = _widen(f, f.load(row.q + 4 * start, F32, lanes))
+                        q = widen(f.load(row.q + 4 * start, F32, lanes))
                         for i, column in enumerate(columns):
-                            row_sums[i] = f.fma(q, _widen(f, column[piece]), row_sums[i])
+                            row_sums[i] = f.fma(q, widen(column[piece]), row_sums[i])
             dots = f.sum_each([s for row_sums in sums for s in row_sums])
             for i in range(len(rows)):
                 f.store(self._score(i, at + j), dots.part(i * n_keys, n_keys))
@@ -217,7 +102,7 @@ class _Task:
     def _score(self, row: int, position: Val) -> Val:
         return self.scores + (row * TILE * 4) + position * 4
 
-    def _chunk(self, rows: list[_Row], k_base: Val, key: Val, at: Val, tile_max: list[Var]) -> None:
+    def _chunk(self, rows: list[Row], k_base: Val, key: Val, at: Val, tile_max: list[Var]) -> None:
         """Scores of 16 keys: scaled, capped, masked; -inf where a row does not see the key."""
         f, shape = self.f, self.shape
         scale, cap = f.args("scale", "softcap")
@@ -240,7 +125,7 @@ class _Task:
 
     # softmax and values
 
-    def _weights(self, rows: list[_Row], tile_max: list[Var]) -> list[Val]:
+    def _weights(self, rows: list[Row], tile_max: list[Var]) -> list[Val]:
         """Scores -> softmax weights in place; updates max and sum. Returns what to scale earlier values by."""
         f = self.f
         shrink, bases = [], []
@@ -266,10 +151,10 @@ class _Task:
             row.sum.v = f.fma(row.sum.v, factor, f.sum(total.v))
         return shrink
 
-    def _values(self, rows: list[_Row], v_base: Val, acc: Val, tile: Val, count: Val, shrink: list[Val]) -> None:
+    def _values(self, rows: list[Row], v_base: Val, acc: Val, tile: Val, count: Val, shrink: list[Val]) -> None:
         """acc = acc * shrink + weights . V, a block of columns at a time so that its sums stay in registers."""
         f, a, shape = self.f, self.arg, self.shape
-        segments = _segments(f, TYPES[shape.v_type], shape.d_v)
+        segments = segments_of(f, TYPES[shape.v_type], shape.d_v)
         per_segment = len(segments[0].at)
         at_once = max(1, LANES // shape.rows // per_segment)
         for first in range(0, len(segments), at_once):
@@ -309,7 +194,7 @@ class _Task:
                 for (start, _), total in zip(columns, row_sums, strict=True):
                     f.store(address(i, start), total.v)
 
-    def walk(self, group: Val, split: Val, acc: Val) -> list[_Row]:
+    def walk(self, group: Val, split: Val, acc: Val) -> list[Row]:
         """All keys of one task; leaves the weighted values, not yet divided by the sum, at `acc`."""
         f, shape = self.f, self.shape
         rows = [self.locate(group, i) for i in range(shape.rows)]
@@ -334,7 +219,7 @@ class _Task:
                 self._values(rows, v_base, acc, tile, count, shrink)
         return rows
 
-    def finish(self, row: _Row, acc: Val) -> None:
+    def finish(self, row: Row, acc: Val) -> None:
         """Adds the sink to the sum and writes acc / sum; 0 where no key was seen."""
         f = self.f
         top = f.select(row.sink > row.max.v, row.sink, row.max.v)
@@ -397,12 +282,12 @@ def attention_kernels(shape: Shape) -> list[Kernel]:
     """The kernels of one shape, to run in order."""
 
     def kernel(name: str, build: Callable[[Fn, Shape], None]) -> Kernel:
-        return Kernel(f"{name}_{shape.name}", _INTS, lambda f: build(f, shape), floats=("scale", "softcap"))
+        return Kernel(f"{name}_{shape.name}", INTS, lambda f: build(f, shape), floats=("scale", "softcap"))
 
     return [kernel("attn", _build_walk)] + ([kernel("attn_merge", _build_merge)] if shape.split else [])
 
 
-def flash_attn_decode(
+def flash_attn(
     k_type: str,
     v_type: str,
     *,
@@ -429,12 +314,12 @@ def flash_attn_decode(
     sinks: int = 0,
     slopes: int = 0,
 ) -> Step:
-    """FLASH_ATTN_EXT (design.md) for few queries. Strides are bytes; the innermost dimension is contiguous.
+    """FLASH_ATTN_EXT (design.md). Strides are bytes; the innermost dimension is contiguous.
 
     q [d_k, n_q, n_head, n_seq] f32; k [d_k, n_kv, n_head_kv, n_seq] and v [d_v, ...] of KV_TYPES; each with the strides
     (nb1, nb2, nb3) of its own dimensions. mask [n_kv, n_q, *mask_ne] f16 or 0; sinks and slopes (ALiBi): f32 [n_head]
     or 0. out [d_v, n_head, n_q, n_seq] f32, !! permuted; out_nb: bytes between heads, queries, sequences.
-    Cost follows the keys that the mask leaves, not n_kv. Any n_q works; more than 8 is better done as matrix products.
+    Cost follows the keys that the mask leaves, not n_kv.
     """
     if n_head % n_head_kv:
         raise ValueError(f"n_head must be a multiple of n_head_kv, got {n_head} and {n_head_kv}")
@@ -444,11 +329,7 @@ def flash_attn_decode(
         if not TYPES[name].is_plain and width % TYPES[name].size:
             raise ValueError(f"a row of {name} must hold whole blocks of {TYPES[name].size} values, got {width}")
     gqa_ratio = n_head // n_head_kv
-    n_rows = n_q * gqa_ratio
-    n_groups = -(-n_rows // MAX_ROWS)
-    rows = -(-n_rows // n_groups)
-    tasks, wanted = n_seq * n_head_kv * n_groups, 2 * max_threads()
-    n_split = -(-wanted // tasks) if wanted > 2 and tasks < wanted and n_kv >= SPLIT_KEYS else 1
+    rows, tasks, n_split = _cut(n_q, gqa_ratio, n_head_kv * n_seq, n_kv)
     shape = Shape(k_type, v_type, d_k, d_v, rows, mask != 0, softcap != 0.0, n_split > 1)
     work = (ctypes.c_char * (shape.partial_bytes * rows * tasks * n_split if shape.split else 1))()
     values = {
@@ -458,6 +339,18 @@ def flash_attn_decode(
     }  # fmt: skip
     for name, strides in (("q", q_nb), ("k", k_nb), ("v", v_nb), ("mask", mask_nb), ("out", out_nb)):
         values |= {f"{name}_nb{i}": stride for i, stride in enumerate(strides, 1)}
-    entries = [Entry(kernel, kernel.pack(**values)) for kernel in attention_kernels(shape)]
+    kernels = [many_kernel(shape)] if rows == ROWS else attention_kernels(shape)
     row_bytes = sum(n // TYPES[t].size * TYPES[t].bytes for t, n in ((k_type, d_k), (v_type, d_v)))
-    return Step(entries, n_kv * row_bytes * n_head_kv * n_seq, keep=(work,))
+    return Step([Entry(kernel, kernel.pack(**values)) for kernel in kernels], n_kv * row_bytes * tasks, keep=(work,))
+
+
+def _cut(n_q: int, gqa_ratio: int, n_heads: int, n_kv: int) -> tuple[int, int, int]:
+    """The rows of a task, how many tasks there are, and in how many ranges of keys each is cut. n_heads: K/V heads of
+    all sequences."""
+    n_rows = n_q * gqa_ratio
+    if n_q > MAX_QUERIES:
+        return ROWS, n_heads * -(-n_rows // ROWS), 1
+    n_groups = -(-n_rows // MAX_ROWS)
+    tasks, wanted = n_heads * n_groups, 2 * max_threads()
+    cut = wanted > 2 and tasks < wanted and n_kv >= SPLIT_KEYS
+    return -(-n_rows // n_groups), tasks, -(-wanted // tasks) if cut else 1

@@ -29,6 +29,9 @@ GROUP = 32
 #: The largest integer by bits. Of 16 it is the largest whose high byte, rounded to nearest, is no more than 127.
 LARGEST = {16: 127.0 * 256 + 127.0, 8: 127.0}
 SMALLEST = 2.0**-110
+#: Bytes of a cache line, and how far ahead of its reading a row is asked for. The hardware looks ahead too, but not
+#: past the end of a page of 4 KiB, and a page is read in 0.3 us.
+LINE, AHEAD = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,10 @@ def _add_unit(
     f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: list[list[Var]], offsets: list[Var]
 ) -> None:
     t = form.type
-    decoded = t.decode(f, row + unit.block * t.bytes, unit.count)
+    blocks = row + unit.block * t.bytes
+    for line in range(0, t.bytes * unit.count, LINE):
+        f.prefetch(blocks + (AHEAD + line))
+    decoded = t.decode(f, blocks, unit.count)
     runs, size = form.runs(unit.count), t.size * unit.count
     weighted = decoded.offsets if decoded.offsets is not None else decoded.scales
     scales = []

@@ -291,6 +291,12 @@ class Fn:
     def store(self, addr: Val, value: Val) -> None:
         self.b.store(value.v, self._pointer(addr), align=1)
 
+    def prefetch(self, addr: Val) -> None:
+        """Asks for the cache line of a byte address. Reads nothing: the address need not be anyone's memory."""
+        symbol, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32])
+        fn = self.module.globals.get(symbol) or ir.Function(self.module, kind, symbol)
+        self.b.call(fn, [self._pointer(addr), I32(0), I32(3), I32(1)])  # to read, into the nearest cache, data
+
     def table(self, name: str, values: Sequence[int], t: Any) -> Val:
         """The address of constants, once in a module."""
         found = self.module.globals.get(name)

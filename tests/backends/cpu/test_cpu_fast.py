@@ -311,7 +311,7 @@ def attend(
     sink = mem.put(rng.standard_normal(n_head).astype(np.float32) * 3) if sinks else None
     slope = mem.put(rng.uniform(0.1, 1, n_head).astype(np.float32)) if alibi else None
     out = mem.nan(n_seq, n_q, n_head, d_v)
-    step = fast.flash_attn_decode(
+    step = fast.flash_attn(
         k_type, v_type, d_k=d_k, d_v=d_v, n_q=n_q, n_kv=n_kv, n_head=n_head, n_head_kv=n_head_kv, n_seq=n_seq,
         q=at(q), q_nb=(q.strides[1], q.strides[2], q.strides[0]),
         k=at(k), k_nb=(k.strides[1], k.strides[2], k.strides[0]),
@@ -335,17 +335,21 @@ def causal(n_q: int, n_kv: int, used: int, n_mask: tuple[int, int] = (1, 1)) -> 
 
 
 @pytest.mark.parametrize("k_type,v_type", [(t, t) for t in fast.KV_TYPES] + [("q8_0", "f16"), ("f32", "q4_0")])
-def test_attention_types(k_type: str, v_type: str, mem: Memory, rng: np.random.Generator) -> None:
-    out, want = attend(mem, rng, k_type=k_type, v_type=v_type, n_kv=150, mask=causal(1, 150, 131))
+@pytest.mark.parametrize("n_q", [1, 9])
+def test_attention_types(k_type: str, v_type: str, n_q: int, mem: Memory, rng: np.random.Generator) -> None:
+    out, want = attend(mem, rng, k_type=k_type, v_type=v_type, n_q=n_q, n_kv=150, mask=causal(n_q, 150, 131))
     assert nmse(out, want) < 1e-11
 
 
-@pytest.mark.parametrize("n_q,n_head,n_head_kv", [(1, 1, 1), (1, 9, 3), (1, 10, 2), (3, 8, 2), (8, 2, 2)])
-@pytest.mark.parametrize("n_kv,used", [(1, 1), (65, 50), (640, 300), (640, 640)])
+@pytest.mark.parametrize(
+    "n_q,n_head,n_head_kv",
+    [(9, 4, 2), (40, 9, 3), (33, 1, 1), (16, 40, 1), (1, 1, 1), (1, 9, 3), (1, 10, 2), (3, 8, 2), (8, 2, 2)],
+)
+@pytest.mark.parametrize("n_kv,used", [(1, 1), (65, 50), (640, 300), (640, 640), (131, 129)])
 def test_attention_groups_and_lengths(
     n_q: int, n_head: int, n_head_kv: int, n_kv: int, used: int, mem: Memory, rng: np.random.Generator
 ) -> None:
-    mask = causal(n_q, n_kv, used)
+    mask = causal(n_q, n_kv, max(used, min(n_q, n_kv)))
     out, want = attend(mem, rng, n_q=n_q, n_head=n_head, n_head_kv=n_head_kv, n_kv=n_kv, mask=mask)
     assert nmse(out, want) < 1e-11
 
@@ -358,6 +362,9 @@ def test_attention_groups_and_lengths(
         {"alibi": True, "n_q": 2, "n_seq": 2},
         {"sinks": True, "softcap": 20.0, "alibi": True, "d_k": 128, "d_v": 80, "n_q": 2},
         {"d_k": 192, "d_v": 128, "n_head": 4, "n_head_kv": 1, "k_type": "bf16"},
+        {"sinks": True, "n_q": 21},
+        {"softcap": 5.0, "d_k": 72, "d_v": 43, "n_q": 33, "k_type": "f16", "v_type": "f32"},
+        {"sinks": True, "softcap": 20.0, "alibi": True, "d_k": 96, "d_v": 80, "n_q": 12, "n_seq": 2, "n_kv": 130},
     ],
     ids=lambda f: "-".join(f),
 )
@@ -374,31 +381,33 @@ def test_attention_features(features: dict[str, Any], masked: bool, mem: Memory,
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_attention_row_that_sees_nothing_is_zero(sinks: bool, mem: Memory, rng: np.random.Generator) -> None:
-    mask = causal(3, 600, 600)
+@pytest.mark.parametrize("n_q", [3, 40])
+def test_attention_row_that_sees_nothing_is_zero(sinks: bool, n_q: int, mem: Memory, rng: np.random.Generator) -> None:
+    mask = causal(n_q, 600, 600)
     mask[0, 0, 1] = -np.inf
-    out, want = attend(mem, rng, n_q=3, n_kv=600, mask=mask, sinks=sinks)
+    out, want = attend(mem, rng, n_q=n_q, n_kv=600, mask=mask, sinks=sinks)
     assert not out[0, 1].any()
     assert nmse(out, want) < 1e-11
 
 
-def test_attention_nan_reaches_only_the_rows_that_see_it(mem: Memory, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("n_q", [2, 11])
+def test_attention_nan_reaches_only_the_rows_that_see_it(n_q: int, mem: Memory, rng: np.random.Generator) -> None:
     n_kv, d = 80, 32
-    q = mem.put(rng.standard_normal((2, 1, d)).astype(np.float32))
+    q = mem.put(rng.standard_normal((n_q, 1, d)).astype(np.float32))
     for poisoned in range(2):
         k, v = (rng.standard_normal((n_kv, d)).astype(np.float16) for _ in range(2))
         (k, v)[poisoned][40] = np.nan
         k, v = mem.put(k), mem.put(v)
-        mask = mem.put(np.zeros((2, n_kv), np.float16))
+        mask = mem.put(np.zeros((n_q, n_kv), np.float16))
         mask[0, 40] = -np.inf
-        out = mem.nan(2, d)
-        run(fast.flash_attn_decode(
-            "f16", "f16", d_k=d, d_v=d, n_q=2, n_kv=n_kv, n_head=1, n_head_kv=1, n_seq=1, q=at(q), q_nb=(4 * d, 0, 0),
+        out = mem.nan(n_q, d)
+        run(fast.flash_attn(
+            "f16", "f16", d_k=d, d_v=d, n_q=n_q, n_kv=n_kv, n_head=1, n_head_kv=1, n_seq=1, q=at(q), q_nb=(4 * d, 0, 0),
             k=at(k), k_nb=(2 * d, 0, 0), v=at(v), v_nb=(2 * d, 0, 0), out=at(out), out_nb=(0, 4 * d, 0), scale=1.0,
             mask=at(mask), mask_nb=(2 * n_kv, 0, 0),
         ))  # fmt: skip
         assert np.isfinite(out[0]).all()
-        assert np.isnan(out[1]).all()
+        assert np.isnan(out[1:]).all()
 
 
 # elementwise
@@ -516,13 +525,13 @@ def read_up_to_the_wall() -> None:
         if name in fast.CODE_TYPES:
             integers_up_to_the_wall(name, w, x)
     for name in fast.KV_TYPES:
-        for n_kv, n_q in ((37, 1), (64, 3), (601, 1)):
+        for n_kv, n_q in ((37, 1), (64, 3), (601, 1), (37, 9), (70, 34)):
             k = before_a_wall(encode(rng, name, (n_kv, 32)))
             v = before_a_wall(encode(rng, name, (n_kv, 32)))
             q = before_a_wall(rng.standard_normal((n_q, 32)).astype(np.float32))
             mask, out = before_a_wall(np.zeros((n_q, n_kv), np.float16)), np.zeros((n_q, 32), np.float32)
             nb = (k.strides[0], 0, 0)
-            run(fast.flash_attn_decode(
+            run(fast.flash_attn(
                 name, name, d_k=32, d_v=32, n_q=n_q, n_kv=n_kv, n_head=1, n_head_kv=1, n_seq=1, q=at(q),
                 q_nb=(128, 0, 0), k=at(k), k_nb=nb, v=at(v), v_nb=nb, out=at(out), out_nb=(0, 128, 0), scale=0.2,
                 mask=at(mask), mask_nb=(2 * n_kv, 0, 0),
