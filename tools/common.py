@@ -78,10 +78,8 @@ def context(text: str) -> int:
     return whole(0)(text) or -1  # OWN_CTX, whose module needs torch
 
 
-def add_session_arguments(
-    parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False, rope: bool = False
-) -> None:
-    """--backend, -c, -b, -ctk, -ctv, -t, -tb, and with `rope` those of the rotation, which load_model() honours.
+def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
+    """--backend, -c, -b, -ctk, -ctv, -t, -tb, and those of the rotation, which rope_options() reads.
 
     ctx_size: the default context, 0 for the model's own limit or 4096; own_b: the verb's -b names a backend, so that
     --backend is left out and a batch is --batch-size alone."""
@@ -111,8 +109,7 @@ def add_session_arguments(
         "-tb", "--threads-batch", type=whole(1, MAX_THREADS), default=0, metavar="N",
         help="CPU threads for reading prompts (default: as -t)",
     )  # fmt: skip
-    if rope:
-        add_rope_arguments(parser)
+    add_rope_arguments(parser)
 
 
 def add_fast_argument(parser: argparse.ArgumentParser) -> None:
@@ -198,7 +195,7 @@ def check_writable(path: str) -> None:
 
 def not_writable(path: str, reason: str | None) -> SessionError:
     """The error for an output file that can't be written."""
-    return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another with -o")
+    return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another")
 
 
 def write_text(path: str | Path, text: str) -> None:

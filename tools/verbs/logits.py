@@ -10,13 +10,13 @@ from graphrt.errors import SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
-    check_writable,
     load_model,
     not_writable,
     print_json,
     say_written,
     session_options,
 )
+from graphrt.tools.outputs import OutputFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", required=True, metavar="1,2,3", help="token ids, as `graphrt tokenize --ids` prints them"
     )
-    parser.add_argument("-o", "--output", required=True, metavar="F.npy", help="the file to write")
+    parser.add_argument("-o", "--output", required=True, type=OutputFile, metavar="F.npy", help="the file to write")
     parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser, rope=True)
+    add_session_arguments(parser)
 
 
 def parse_ids(text: str) -> list[int]:
@@ -43,7 +43,6 @@ def parse_ids(text: str) -> list[int]:
 
 def main(args: argparse.Namespace) -> int:
     ids = parse_ids(args.tokens)
-    check_writable(args.output)  # now, not after the work
     model = load_model(args, exact=not args.fast)
     logits = model.logits(ids, session_options(args))
     try:

@@ -21,7 +21,6 @@ from graphrt.tools.common import (
     MODEL_HELP,
     Once,
     add_session_arguments,
-    check_writable,
     load_model,
     print_json,
     printable,
@@ -31,6 +30,7 @@ from graphrt.tools.common import (
     utf8,
 )
 from graphrt.tools.inspect.subject import PHASES
+from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
     from graphrt.models.model import Model
@@ -72,12 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--values", action="store_true", help="values and sums, as llama-eval-callback prints them")
     first = "say which node makes the first NaN or infinity, and exit with 1 if there is one"
     parser.add_argument("--first-nan", action="store_true", help=first)
-    parser.add_argument("-o", "--output", metavar="FILE.npz", help="save the values under the nodes' names")
+    parser.add_argument(
+        "-o", "--output", type=OutputFile, metavar="FILE.npz", help="save the values under the nodes' names"
+    )
     largest = "write each node's largest magnitude, for `graphrt dump --overlay`"
-    parser.add_argument("--overlay", type=Path, metavar="FILE", help=largest)
+    parser.add_argument("--overlay", type=OutputFile, metavar="FILE", help=largest)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--exact", action="store_true", help="trace the reference forms")
-    add_session_arguments(parser, rope=True)
+    add_session_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -103,13 +105,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises SessionError, before the work, for options that can't go together and a file that can't be written."""
-    if args.output is not None:
-        if Path(args.output).suffix != ".npz":
-            raise SessionError(f"-o must end with .npz, got {args.output[:80]!r}; numpy.load() reads it by that")
-        check_writable(args.output)
-    if args.overlay is not None:
-        check_writable(str(args.overlay))
+    """Raises SessionError, before the work, for options that can't go together."""
+    if args.output is not None and Path(args.output).suffix != ".npz":
+        raise SessionError(f"-o must end with .npz, got {args.output[:80]!r}; numpy.load() reads it by that")
     if args.first_nan and args.filter and not (args.stats or args.values or args.output):
         raise SessionError(
             "--first-nan looks through every node, and --filter has no say in it; leave --filter out, or add --stats "
