@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from graphrt import whole_files
 from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
@@ -18,6 +19,8 @@ from graphrt.progress import task
 from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from graphrt.backend import Backend
     from graphrt.models.engine import SessionOptions
     from graphrt.models.gguf import GGUFFile
@@ -199,11 +202,24 @@ def not_writable(path: str, reason: str | None) -> SessionError:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a file, and says so. Raises SessionError where that can't be done."""
+    """Writes a file as a whole, and says so. Raises SessionError where that can't be done."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with whole_files.writing(path) as out:
+            out.write(text.encode())
     except OSError as error:
         raise not_writable(str(path), error.strerror) from error
+    say_written(path)
+
+
+def write_array(path: str, values: npt.NDArray[Any]) -> None:
+    """Writes a .npy file as a whole, and says so. Raises SessionError where that can't be done."""
+    import numpy as np
+
+    try:
+        with whole_files.writing(path) as out:
+            np.save(out, values)
+    except OSError as error:
+        raise not_writable(path, error.strerror) from error
     say_written(path)
 
 

@@ -13,13 +13,12 @@ from graphrt.tools.common import (
     MAX_THREADS,
     MODEL_HELP,
     load_model,
-    not_writable,
     print_json,
     print_table,
     read_text,
-    say_written,
     utf8,
     whole,
+    write_array,
 )
 from graphrt.tools.outputs import OutputFile
 from graphrt.tools.rope_flags import add_rope_arguments
@@ -70,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         )
     rows = model.embed(texts, pooling, normalize=not args.no_normalize, n_batch=args.batch_size)
     if args.output:
-        _save(args.output, np.stack(rows))
+        write_array(args.output, np.stack(rows))
     cosines = None
     if args.similarity:
         units = normalized(np.stack(rows))
@@ -102,15 +101,6 @@ def _plain(values: npt.NDArray[np.float32] | None) -> list[Any] | None:
     if values.ndim > 1:
         return [_plain(row) for row in values]
     return [float(str(v)) for v in values]
-
-
-def _save(path: str, rows: npt.NDArray[np.float32]) -> None:
-    try:
-        with open(path, "wb") as out:
-            np.save(out, rows)
-    except OSError as error:
-        raise not_writable(path, error.strerror) from error
-    say_written(path)
 
 
 def _print_similarity(texts: list[str], cosines: npt.NDArray[np.float32]) -> None:

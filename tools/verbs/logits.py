@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-import numpy as np
-
 from graphrt.errors import SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
     load_model,
-    not_writable,
     print_json,
-    say_written,
     session_options,
+    write_array,
 )
 from graphrt.tools.outputs import OutputFile
 
@@ -45,12 +42,7 @@ def main(args: argparse.Namespace) -> int:
     ids = parse_ids(args.tokens)
     model = load_model(args, exact=not args.fast)
     logits = model.logits(ids, session_options(args))
-    try:
-        with open(args.output, "wb") as out:
-            np.save(out, logits)
-    except OSError as error:
-        raise not_writable(args.output, error.strerror) from error
-    say_written(args.output)
+    write_array(args.output, logits)
     if args.json:
         print_json({"output": args.output, "shape": list(logits.shape)})
     else:

@@ -12,10 +12,11 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphrt import whole_files
 from graphrt.errors import MemoryPlanError, SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
@@ -293,18 +294,21 @@ def _read(
 
 
 class _Archive:
-    """A .npz file that is written value by value. path: None for none."""
+    """A .npz file that is written value by value, and takes its place when it is whole. path: None for none."""
 
     def __init__(self, path: str | None) -> None:
-        self._zip = None if path is None else zipfile.ZipFile(path, "w")
+        self._files = ExitStack()
+        self._zip: zipfile.ZipFile | None = None
+        if path is not None:
+            out = self._files.enter_context(whole_files.writing(path))
+            self._zip = self._files.enter_context(zipfile.ZipFile(out, "w"))
         self._names: dict[str, int] = {}
 
     def __enter__(self) -> _Archive:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._zip is not None:
-            self._zip.close()
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
 
     def add(self, name: str, values: Values, whole: bool) -> None:
         """Values as float32, whole numbers as int64. A name that comes again gets #2, #3 and so on."""
