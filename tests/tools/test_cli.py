@@ -570,7 +570,7 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "perplexity -c too large": ((*PERPLEXITY, "-c", "300"), "two chunks, 600 tokens", "or a smaller -c"),
     "no chunks": ((*PERPLEXITY, "--chunks", "0"), "got --chunks 0", "at least one chunk"),
     "split without a name": (("split", "spm.gguf", "", "--max-tensors", "5"), "must have a name", "Give one"),
-    "bench lengths": (("bench", "spm.gguf", "-p", "-1"), "whole numbers from 0 on", "got '-1'"),
+    "bench lengths": (("bench", "spm.gguf", "-p", "-1"), "must be from 0 on, whole numbers", "got '-1'"),
     "no time": (("test", "-b", "cpu", "-o", "SCALE", "--time-limit", "nan"), "must be over 0 seconds", "got nan"),
     "--save a file": (("test", "-b", "cpu", "-o", "SCALE", "--save", "spm.gguf"), "is a file", "name another"),
     "-np elsewhere": (("chat", "spm.gguf", "-np", "2"), "-np is not here", "graphrt run -np N"),

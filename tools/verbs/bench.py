@@ -130,7 +130,7 @@ def _tests(args: argparse.Namespace) -> list[Test]:
 def _numbers(text: str) -> list[int]:
     """Lengths with commas between. Raises SessionError."""
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:
-        raise SessionError(f"lengths must be whole numbers from 0 on with commas between, got {text[:40]!r}")
+        raise SessionError(f"lengths must be from 0 on, whole numbers with commas between, got {text[:40]!r}")
     return [int(n) for n in text.split(",")]
 
 
