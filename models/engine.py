@@ -86,7 +86,7 @@ def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
         raise SessionError(f"n_ctx must be 1 to {trained}, for which the model has positions, got {n_ctx}")
     log.warning(
         "a context of %d tokens is longer than the %d that the model was trained on: what it says beyond these may "
-        "make no sense, unless its rotation of positions is stretched (RopeOptions)",
+        "make no sense, unless its rotation of positions is stretched (RopeOptions, --rope-scaling on a command line)",
         n_ctx,
         trained,
     )

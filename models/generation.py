@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graphrt.errors import SessionError
 from graphrt.models.sampling import Matcher, Sampler
-from graphrt.models.sampling_dry import Breakers
+from graphrt.models.sampling_dry import Breakers, breakers_of
 from graphrt.models.sampling_logprobs import Logprobs
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.models.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class TextRules:
         if unknown is not None:
             raise SessionError(f"logit_bias must name token ids, 0 to {n_vocab - 1}, got {unknown}")
         dry = params.dry_multiplier and not params.mirostat
-        breakers = Breakers.of(tokenizer, params.dry_sequence_breaker) if dry else Breakers({})
+        breakers = breakers_of(tokenizer, params.dry_sequence_breaker) if dry else Breakers({})
         never = tokenizer.eog_ids if self.ignore_eos else ()
         return Sampler(params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs)
 

@@ -42,7 +42,9 @@ def planned_parts(file: GGUFFile, max_bytes: int = 0, max_tensors: int = 0) -> l
 
 
 def part_path(prefix: Path, i: int, count: int) -> Path:
-    """The file of part i, counted from 0."""
+    """The file of part i, counted from 0. Raises GGUFError for a prefix without a name."""
+    if not prefix.name:
+        raise GGUFError(f"a prefix must have a name that the parts' names begin with, got {str(prefix)!r}. Give one.")
     return prefix.with_name(f"{prefix.name}-{i + 1:05d}-of-{count:05d}.gguf")
 
 

@@ -7,10 +7,8 @@ file, none, or all of the new one. The byte order is the machine's.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from graphrt import whole_files
 from graphrt.dtypes import DType
 from graphrt.errors import GGUFError
 
@@ -122,27 +121,8 @@ def writing(
             raise GGUFError(f"{path}: the file to write must not be a folder. Give it a name.")
         if shutil.disk_usage(path.parent).free < needed + _SPARE_BYTES:
             raise GGUFError(f"{path}: the file will take {needed} bytes, and the disk has less free. Free some space.")
-        handle, beside = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as out:
-                yield Writer(out, keys, tensors, alignment)
-                out.flush()
-                os.fsync(out.fileno())
-            os.chmod(beside, _mode(path))
-            os.replace(beside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            raise
+        with whole_files.writing(path) as out:
+            yield Writer(out, keys, tensors, alignment)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise GGUFError(f"{path}: the file can't be written: {reason}. Check the folder and the disk.") from None
-
-
-def _mode(path: Path) -> int:
-    """The permissions of the file that is replaced, else those of a new one: a temporary file's are its owner's."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

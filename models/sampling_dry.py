@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,19 @@ class Breakers:
     def is_one(self, token: int) -> bool:
         """Whether the token alone breaks a sequence."""
         return () in self.tails.get(token, ())
+
+
+#: Of vocabularies the texts that each was searched for last, and what was found: a search takes as long as many tokens.
+_FOUND: WeakKeyDictionary[Tokenizer, tuple[tuple[str, ...], Breakers]] = WeakKeyDictionary()
+
+
+def breakers_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Breakers:
+    """Breakers.of(), searched for once."""
+    wanted = tuple(texts)
+    found = _FOUND.get(tokenizer)
+    if found is None or found[0] != wanted:
+        found = _FOUND[tokenizer] = (wanted, Breakers.of(tokenizer, wanted))
+    return found[1]
 
 
 def _tokens(tokenizer: Tokenizer, text: bytes, single: Mapping[bytes, int]) -> list[int] | None:

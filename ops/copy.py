@@ -40,19 +40,33 @@ DUP = register(OpSpec("DUP", _infer_same, elementwise_work(0)))
 
 @checked(GraphError)
 def cpy(a: Tensor, target: Tensor, name: str = "") -> Tensor:
-    """Copies `a` into `target`'s memory, converting or quantizing; returns a view of `target`."""
+    """Copies `a` into `target`'s memory, converting or quantizing, element by element in memory's order.
+
+    No formula: nothing is computed beyond the change of type, which is that of each type's definition (dtypes.py). a:
+    [a0, a1, a2, a3] of any type; target: as many elements, in any shape if its type is plain and in a's shape if it is
+    quantized; an integer type is copied to integer types only. The result is a view of `target`, of its type and shape.
+    Source: ggml_cpy. Raises GraphError for types that are not converted and for other numbers of elements.
+    """
     return build(CPY, a, target, name=name)
 
 
 @checked(GraphError)
 def cont(a: Tensor, name: str = "") -> Tensor:
-    """A contiguous copy of `a`."""
+    """A contiguous copy of `a`.
+
+    No formula: no value changes. a: any type, shape and strides; the result has its type and shape. Source: ggml_cont.
+    Raises GraphError where `a` is no tensor.
+    """
     return build(CONT, a, name=name)
 
 
 @checked(GraphError)
 def dup(a: Tensor, name: str = "") -> Tensor:
-    """A copy of `a`; contiguous too."""
+    """A copy of `a` in memory of its own, contiguous as well.
+
+    No formula: no value changes. a: any type, shape and strides; the result has its type and shape. Source: ggml_dup.
+    Raises GraphError where `a` is no tensor.
+    """
     return build(DUP, a, name=name)
 
 
@@ -80,7 +94,12 @@ CONCAT = register(OpSpec("CONCAT", _infer_concat, elementwise_work(0), n_src=(2,
 
 @checked(GraphError)
 def concat(a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:
-    """`a` followed by `b` along dimension `dim`."""
+    """`a` followed by `b` along one dimension.
+
+    No formula: no value changes. a, b: one plain type, and one shape but for dimension `dim`; dim: 0 to 3. The result
+    has their type, and along `dim` a.ne[dim] + b.ne[dim] elements. Source: ggml_concat. Raises GraphError for quantized
+    or differing types, for other shapes and dimensions.
+    """
     return build(CONCAT, a, b, params=ConcatParams(int(dim)), name=name)
 
 
@@ -105,5 +124,9 @@ REPEAT = register(OpSpec("REPEAT", _infer_repeat, elementwise_work(0), params=Re
 
 @checked(GraphError)
 def repeat(a: Tensor, *ne: int, name: str = "") -> Tensor:
-    """`a` repeated along each dimension until it fills the shape `ne`."""
+    """`a` repeated until it fills a shape: result[i, j, ...] = a[i mod a.ne[0], j mod a.ne[1], ...].
+
+    a: any plain type; ne: one to four numbers, the shape of the result, each divided by a's. The result has a's type.
+    Source: ggml_repeat. Raises GraphError for quantized types and for shapes that `a` does not divide.
+    """
     return build(REPEAT, a, params=RepeatParams(full_dims(ne)), name=name)

@@ -37,25 +37,41 @@ BINARY: dict[str, OpSpec] = {op: _binary(op) for op in ("ADD", "SUB", "MUL", "DI
 
 @checked(GraphError)
 def add(a: Tensor, b: Tensor, name: str = "") -> Tensor:
-    """a + b, b repeated over a. a, b: any plain float type; the result has a's type and shape."""
+    """Adds b, repeated over a: result = a + b.
+
+    a: any plain float type (f32, f16, bf16, f64) and shape; b: any plain float type, each of its dimensions divides
+    a's. The result has a's type and shape. Source: ggml_add. Raises GraphError for other types and shapes.
+    """
     return build(BINARY["ADD"], a, b, name=name)
 
 
 @checked(GraphError)
 def sub(a: Tensor, b: Tensor, name: str = "") -> Tensor:
-    """a - b, b repeated over a; types and shapes as add()."""
+    """Subtracts b, repeated over a: result = a - b.
+
+    a: any plain float type (f32, f16, bf16, f64) and shape; b: any plain float type, each of its dimensions divides
+    a's. The result has a's type and shape. Source: ggml_sub. Raises GraphError for other types and shapes.
+    """
     return build(BINARY["SUB"], a, b, name=name)
 
 
 @checked(GraphError)
 def mul(a: Tensor, b: Tensor, name: str = "") -> Tensor:
-    """a * b elementwise, b repeated over a; types and shapes as add()."""
+    """Multiplies element by element with b, repeated over a: result = a * b.
+
+    a: any plain float type (f32, f16, bf16, f64) and shape; b: any plain float type, each of its dimensions divides
+    a's. The result has a's type and shape. Source: ggml_mul. Raises GraphError for other types and shapes.
+    """
     return build(BINARY["MUL"], a, b, name=name)
 
 
 @checked(GraphError)
 def div(a: Tensor, b: Tensor, name: str = "") -> Tensor:
-    """a / b elementwise, b repeated over a; types and shapes as add()."""
+    """Divides element by element by b, repeated over a: result = a / b, infinite or NaN where b is 0.
+
+    a: any plain float type (f32, f16, bf16, f64) and shape; b: any plain float type, each of its dimensions divides
+    a's. The result has a's type and shape. Source: ggml_div. Raises GraphError for other types and shapes.
+    """
     return build(BINARY["DIV"], a, b, name=name)
 
 
@@ -114,29 +130,49 @@ FILL = register(
 
 @checked(GraphError)
 def scale(a: Tensor, s: float, bias: float = 0.0, name: str = "") -> Tensor:
-    """a * s + bias."""
+    """Multiplies by a number and adds one: result = a * s + bias.
+
+    a: any plain float type (f32, f16, bf16, f64) and shape, which the result has too; s, bias: numbers. Source:
+    ggml_scale_bias. Raises GraphError for other types.
+    """
     return build(MAPS["SCALE"], a, params=ScaleParams(float(s), float(bias)), name=name)
 
 
 @checked(GraphError)
 def clamp(a: Tensor, low: float, high: float, name: str = "") -> Tensor:
-    """a limited to low..high."""
+    """Limits each element: result = min(max(a, low), high).
+
+    a: any plain float type (f32, f16, bf16, f64) and shape, which the result has too; low, high: numbers, low <= high.
+    Source: ggml_clamp. Raises GraphError for other types, and where low is over high.
+    """
     return build(MAPS["CLAMP"], a, params=ClampParams(float(low), float(high)), name=name)
 
 
 @checked(GraphError)
 def fill(a: Tensor, value: float, name: str = "") -> Tensor:
-    """`value` everywhere, in a's type and shape. What `a` holds is not read."""
+    """One number everywhere: result = value.
+
+    a: any plain float type (f32, f16, bf16, f64) and shape, which the result has too; what it holds is not read. value:
+    a number, which may be infinite. Source: ggml_fill. Raises GraphError for other types.
+    """
     return build(FILL, a, params=FillParams(float(value)), name=name)
 
 
 @checked(GraphError)
 def sqr(a: Tensor, name: str = "") -> Tensor:
-    """a * a."""
+    """The square of each element: result = a * a.
+
+    a: any plain float type (f32, f16, bf16, f64) and shape, which the result has too. Source: ggml_sqr. Raises
+    GraphError for other types.
+    """
     return build(MAPS["SQR"], a, name=name)
 
 
 @checked(GraphError)
 def sqrt(a: Tensor, name: str = "") -> Tensor:
-    """The square root of each element; NaN for a negative one."""
+    """The square root of each element, NaN for a negative one: result = sqrt(a).
+
+    a: any plain float type (f32, f16, bf16, f64) and shape, which the result has too. Source: ggml_sqrt. Raises
+    GraphError for other types.
+    """
     return build(MAPS["SQRT"], a, name=name)

@@ -117,7 +117,17 @@ def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
     max_bias: float = 0.0, softcap: float = 0.0, name: str = "",
 ) -> Tensor:  # fmt: skip
-    """Attention; shapes and the formula stand in the module's docstring."""
+    """Attention in one op: result = softmax(s) v over the keys and the sink, s = scale * q.k + slope(head) * mask.
+
+    With a softcap s = softcap * tanh(scale * q.k / softcap) + slope(head) * mask. q: f32 [D_k, n_q, n_head, n_seq]; k:
+    [D_k, n_kv, n_head_kv, n_seq] any float or quantized type, any strides; v: [D_v, n_kv, n_head_kv, n_seq], its own
+    type, !! not transposed, may be a view of k; mask: f16 [n_kv, n_q, m2, m3], m2 and m3 dividing n_head and n_seq, or
+    None; sinks: f32 [n_head], one more logit without a value, or None; max_bias: ALiBi's, 0 for a slope of 1. The
+    result is f32 [D_v, n_head, n_q, n_seq], !! permuted. Keys whose mask is -inf are skipped, so that NaN in an unused
+    cell is harmless; a row with every key masked gives 0. Source: ggml_flash_attn_ext; the algorithm is
+    FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types and shapes, for ALiBi without a mask, and for
+    numbers that are not finite.
+    """
     params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
     return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, params=params, name=name)
 
@@ -127,9 +137,13 @@ def flash_attn_lse(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
     softcap: float = 0.0, name: str = "",
 ) -> Tensor:  # fmt: skip
-    """ln(sum exp(s)) of each row of flash_attn_ext(), sink included: f32 [n_head, n_q, n_seq]; -inf for an empty row.
+    """The log of the softmax denominators of flash_attn_ext(): result = ln(sum exp(s)), the sink included.
 
-    A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two.
+    s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
+    quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
+    None. The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside
+    FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
+    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext() refuses.
     """
     params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
     return build(FLASH_ATTN_LSE, q, k, mask, sinks, params=params, name=name)

@@ -42,10 +42,13 @@ KQ_MASK = register(OpSpec("KQ_MASK", _infer, elementwise_work(3), n_src=(2, 2), 
 
 @checked(GraphError)
 def kq_mask(cells: Tensor, pos: Tensor, window: int = 0, alibi: bool = False, name: str = "") -> Tensor:
-    """The mask of an attention over a cache: f16 [n_cells, n_tokens, 1, n_seq], 0 where a token sees a cell, else -inf.
+    """The mask of an attention over a cache: result[c, t] = 0 where token t sees cell c, else -inf.
 
-    cells: i32 [n_cells, n_seq], the position that each cell holds, -1 for an empty one; pos: i32 [n_tokens, n_seq].
-    A token sees the cells of positions up to its own, with a window only the last so many of these. alibi: minus the
-    distance instead of 0; !! f16 rounds distances over 2048, and those of 65520 or more become -inf, as in llama.cpp.
+    A token sees the cells of positions up to its own, with a window only the last so many of these: 0 <= cells[c] <=
+    pos[t], and pos[t] - cells[c] < window. cells: i32 [n_cells, n_seq], the position that each cell holds, -1 for an
+    empty one; pos: i32 [n_tokens, n_seq]; window: 0 for none; alibi: cells[c] - pos[t] instead of 0. The result is f16
+    [n_cells, n_tokens, 1, n_seq]. !! f16 rounds distances over 2048, and those of 65520 or more become -inf, as in
+    llama.cpp. Source: llama.cpp's llm_graph_input_attn_kv, which fills it on the CPU; ggml has no such op. Raises
+    GraphError for other types, shapes and windows.
     """
     return build(KQ_MASK, cells, pos, params=KqMaskParams(int(window), bool(alibi)), name=name)

@@ -31,9 +31,10 @@ MUL_MAT = register(OpSpec("MUL_MAT", _infer, _work, n_src=(2, 2)))
 
 @checked(GraphError)
 def mul_mat(a: Tensor, b: Tensor, name: str = "") -> Tensor:
-    """a (not transposed) times b. a: [k, m, a2, a3] any float or quantized type; b: [k, n, b2, b3] f32 or f16.
+    """Matrix product with a (not transposed): result[i, j] = sum over k of a[k, i] * b[k, j].
 
-    The result is f32 [m, n, b2, b3]; result[i, j] = sum_k a[k, i] b[k, j]. a2 divides b2 and a3 divides b3:
-    consecutive matrices of b share one of a.
+    a: [k, m, a2, a3] any float or quantized type; b: [k, n, b2, b3] f32 or f16. The result is f32 [m, n, b2, b3]. a2
+    divides b2 and a3 divides b3: consecutive matrices of b share one of a. Source: ggml_mul_mat; quantized types mean
+    what gguf's dequantization makes of them. Raises GraphError for other types and shapes.
     """
     return build(MUL_MAT, a, b, name=name)

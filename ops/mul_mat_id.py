@@ -72,21 +72,22 @@ ADD_ID = register(OpSpec("ADD_ID", _infer_add_id, _add_id_work, n_src=(3, 3), in
 
 @checked(GraphError)
 def mul_mat_id(experts: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:
-    """Each token's activations times the matrices of its experts.
+    """Products with each token's experts: result[m, i, t] = sum over k of experts[k, m, ids[i, t]] * b[k, i, t].
 
-    experts: [k, m, n_expert] any float or quantized type; b: f32 [k, n_b, n_tokens], n_b 1 or n_expert_used;
-    ids: i32 [n_expert_used, n_tokens], of any strides. The result is f32 [m, n_expert_used, n_tokens]:
-    result[:, i, t] = experts[:, :, ids[i, t]] b[:, i, t], or b[:, 0, t] where n_b is 1. An expert may come up several
-    times. !! An id outside 0..n_expert-1 makes its row NaN (ggml aborts).
+    experts: [k, m, n_expert] any float or quantized type; b: f32 [k, n_b, n_tokens], n_b 1 (then b[k, 0, t] in the
+    formula) or n_expert_used; ids: i32 [n_expert_used, n_tokens], of any strides. The result is f32 [m, n_expert_used,
+    n_tokens]. An expert may come up several times. !! An id outside 0..n_expert-1 makes its row NaN (ggml aborts).
+    Source: ggml_mul_mat_id. Raises GraphError for other types and shapes.
     """
     return build(MUL_MAT_ID, experts, b, ids, name=name)
 
 
 @checked(GraphError)
 def add_id(a: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:
-    """result[:, i, t] = a[:, i, t] + b[:, ids[i, t]]: the biases of experts.
+    """Adds the biases of experts: result[:, i, t] = a[:, i, t] + b[:, ids[i, t]].
 
     a: f32 [n, n_expert_used, n_tokens]; b: f32 [n, n_expert]; ids: i32 [n_expert_used, n_tokens]; the result has a's
-    shape. !! An id outside 0..n_expert-1 makes its row NaN (ggml aborts).
+    type and shape. !! An id outside 0..n_expert-1 makes its row NaN (ggml aborts). Source: ggml_add_id. Raises
+    GraphError for other types and shapes.
     """
     return build(ADD_ID, a, b, ids, name=name)

@@ -36,19 +36,31 @@ NORMS: dict[str, OpSpec] = {op: _norm(op) for op in ("NORM", "RMS_NORM", "L2_NOR
 
 @checked(GraphError)
 def norm(a: Tensor, eps: float, name: str = "") -> Tensor:
-    """(a - mean) / sqrt(variance + eps) over ne[0]; f32."""
+    """Layer norm without weights, over ne[0]: result = (a - mean(a)) / sqrt(mean((a - mean(a))^2) + eps).
+
+    a: f32 [n, ...], whose type and shape the result has; eps: a number from 0 on. Source: Layer Normalization (arXiv
+    1607.06450), as ggml_norm has it. Raises GraphError for other types and a negative eps.
+    """
     return build(NORMS["NORM"], a, params=NormParams(float(eps)), name=name)
 
 
 @checked(GraphError)
 def rms_norm(a: Tensor, eps: float, name: str = "") -> Tensor:
-    """a / sqrt(mean(a^2) + eps) over ne[0]; f32."""
+    """Root mean square norm without weights, over ne[0]: result = a / sqrt(mean(a^2) + eps).
+
+    a: f32 [n, ...], whose type and shape the result has; eps: a number from 0 on. Source: Root Mean Square Layer
+    Normalization (arXiv 1910.07467), as ggml_rms_norm has it. Raises GraphError for other types and a negative eps.
+    """
     return build(NORMS["RMS_NORM"], a, params=NormParams(float(eps)), name=name)
 
 
 @checked(GraphError)
 def l2_norm(a: Tensor, eps: float, name: str = "") -> Tensor:
-    """a / max(|a|_2, eps) over ne[0]; f32."""
+    """Each row divided by its length, over ne[0]: result = a / max(sqrt(sum(a^2)), eps).
+
+    a: f32 [n, ...], whose type and shape the result has; eps: a number from 0 on. Source: ggml_l2_norm. Raises
+    GraphError for other types and a negative eps.
+    """
     return build(NORMS["L2_NORM"], a, params=NormParams(float(eps)), name=name)
 
 
@@ -64,5 +76,8 @@ SUM_ROWS = register(OpSpec("SUM_ROWS", _infer_sum_rows, reduction_work(1)))
 
 @checked(GraphError)
 def sum_rows(a: Tensor, name: str = "") -> Tensor:
-    """The sum over ne[0]: [n, ...] to [1, ...]; f32."""
+    """The sum of each row: result[0, j, ...] = sum over i of a[i, j, ...].
+
+    a: f32 [n, a1, a2, a3]; the result is f32 [1, a1, a2, a3]. Source: ggml_sum_rows. Raises GraphError for other types.
+    """
     return build(SUM_ROWS, a, name=name)

@@ -105,8 +105,13 @@ ROPE = register(OpSpec("ROPE", _infer, elementwise_work(6), n_src=(2, 3), params
 
 @checked(GraphError)
 def rope(a: Tensor, positions: Tensor, params: RopeParams, factors: Tensor | None = None, name: str = "") -> Tensor:
-    """Rotates pairs of `a` by position. a: f32 or f16 [head_dim, n_head, n_tokens, n_seq]; positions: i32 [n_tokens].
+    """Rotates pairs of `a` by their token's position (rotary position embedding).
 
-    factors: f32 [n_dims/2] or None, divides each pair's angle.
+    With (x, y) a pair of a head, elements (2i, 2i + 1) in mode normal and (i, i + n_dims/2) in mode neox, and t the
+    position times the pair's angle freq_scale * freq_base^(-2i/n_dims) / factors[i]: result = attn_factor * (x cos t -
+    y sin t, x sin t + y cos t). YaRN changes the angles, see rope_frequencies(). a: f32 or f16 [head_dim, n_head,
+    n_tokens, n_seq], whose type and shape the result has; positions: i32 [n_tokens]; params: a RopeParams; factors: f32
+    [n_dims/2] or more, or None for ones. Source: RoFormer (arXiv 2104.09864) and YaRN (arXiv 2309.00071), as
+    ggml_rope_ext has them. Raises GraphError for other types, shapes and numbers.
     """
     return build(ROPE, a, positions, factors, params=params, name=name)

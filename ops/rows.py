@@ -55,20 +55,22 @@ SET_ROWS = register(OpSpec("SET_ROWS", _infer_set_rows, _set_rows_work, n_src=(3
 
 @checked(GraphError)
 def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
-    """Rows of `a` by index. a: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]; result f32 [n, n_ids, d2, d3].
+    """Rows of `a` by index: result[:, i, x, y] = a[:, ids[i, x, y], x, y].
 
-    An integer `a` keeps its type. An index outside 0..n_rows-1 is the caller's error: what its row then holds
-    depends on the backend, but no other memory is read.
+    a: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]. The result is f32 [n, n_ids, d2, d3], dequantized; an
+    integer `a` keeps its type. An index outside 0..n_rows-1 is the caller's error: what its row then holds depends on
+    the backend, but no other memory is read. Source: ggml_get_rows. Raises GraphError for other types and shapes.
     """
     return build(GET_ROWS, a, ids, name=name)
 
 
 @checked(GraphError)
 def set_rows(rows: Tensor, ids: Tensor, target: Tensor, name: str = "") -> Tensor:
-    """Writes row i of `rows` to row ids[i] of `target`, in its type; returns a view of `target`.
+    """Writes rows by index into `target`, in its type: result[:, ids[i, x, y], x, y] = rows[:, i, x, y].
 
-    rows: f32 or f16 [n, n_ids, d2, d3]; ids: i64 or i32 [n_ids, e2, e3] with e2, e3 dividing d2, d3;
-    target: [n, n_rows, d2, d3], one of WRITABLE. !! Equal indices in one call leave either row; an index outside
-    0..n_rows-1 writes nothing.
+    rows: f32 or f16 [n, n_ids, d2, d3]; ids: i64 or i32 [n_ids, e2, e3], e2 and e3 dividing d2 and d3 (then x mod e2
+    and y mod e3 in the formula); target: [n, n_rows, d2, d3], one of WRITABLE. The result is a view of `target`. !!
+    Equal indices in one call leave either row; an index outside 0..n_rows-1 writes nothing. Source: ggml_set_rows.
+    Raises GraphError for other types and shapes.
     """
     return build(SET_ROWS, rows, ids, target, name=name)

@@ -51,11 +51,14 @@ SAMPLE = register(OpSpec("SAMPLE", _infer, reduction_work(10), n_src=(2, 2), par
 
 @checked(GraphError)
 def sample(logits: Tensor, uniforms: Tensor, params: SampleParams = SampleParams(), name: str = "") -> Tensor:
-    """A token id for each row of logits: f32 [n_vocab, n] and f32 or f64 [n] in [0, 1) to i32 [n].
+    """A token id for each row of logits, drawn as llama.cpp's samplers draw it.
 
-    The first id whose running sum of probabilities is over the row's number. Probabilities are float64, in the order of
-    falling logits; what models.sampling.Sampler gives for the same numbers. A row whose largest logit is NaN or -inf
-    gives the first of the order.
+    result[j] = the first id whose running sum of probabilities, in the order of falling logits, is over uniforms[j].
+    Probabilities are softmax(logits / temp) of what the filters of `params` leave, in float64: what
+    models.sampling.Sampler gives for the same numbers. logits: f32 [n_vocab, n]; uniforms: f32 or f64 [n] in [0, 1);
+    params: a SampleParams. The result is i32 [n]. A row whose largest logit is NaN or -inf gives the first of the
+    order. Source: llama.cpp's llama-sampler; ggml has no such op. Raises GraphError for other types, shapes and
+    parameters.
     """
     given = replace(params, top_k=int(params.top_k), min_keep=int(params.min_keep))
     return build(SAMPLE, logits, uniforms, params=given, name=name)

@@ -61,9 +61,13 @@ def soft_max(
     a: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0,
     name: str = "",
 ) -> Tensor:  # fmt: skip
-    """softmax(a * scale + slope(head) * mask) over ne[0]. a: f32 [n, n_q, n_head, n_seq].
+    """Softmax over ne[0]: result = exp(x) / (sum(exp(x)) + exp(sink)) with x = a * scale + slope(head) * mask.
 
-    mask: f16 or f32 [n, >= n_q, m2, m3], m2 and m3 dividing n_head and n_seq; sinks: f32 [n_head], one more logit
-    in the sum. !! A row with every logit at -inf gives 0, as FLASH_ATTN_EXT does, not ggml's NaN.
+    a: f32 [n, n_q, n_head, n_seq], whose type and shape the result has; mask: f16 or f32 [n, >= n_q, m2, m3], m2 and m3
+    dividing n_head and n_seq, or None; sinks: f32 [n_head], or None for no sink; scale: a number; max_bias: ALiBi's,
+    from which alibi_slopes() makes each head's slope, 0 for a slope of 1. !! A row with every logit at -inf gives 0, as
+    FLASH_ATTN_EXT does, not ggml's NaN. Source: ggml_soft_max_ext and ggml_soft_max_add_sinks; ALiBi from arXiv
+    2108.12409. Raises GraphError for other types and shapes, for ALiBi without a mask, and for numbers that are not
+    finite.
     """
     return build(SOFT_MAX, a, mask, sinks, params=SoftMaxParams(float(scale), float(max_bias)), name=name)

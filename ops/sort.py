@@ -54,17 +54,28 @@ TOP_K = register(OpSpec("TOP_K", _infer_top_k, reduction_work(10), params=TopKPa
 
 @checked(GraphError)
 def argmax(a: Tensor, name: str = "") -> Tensor:
-    """The index of the largest of each row: f32 [n, m] to i32 [m]; the first of equal ones."""
+    """The index of the largest of each row, the first of equal ones: result[j] = argmax over i of a[i, j].
+
+    a: f32 [n, m]; the result is i32 [m]. Source: ggml_argmax. Raises GraphError for other types and more dimensions.
+    """
     return build(ARGMAX, a, name=name)
 
 
 @checked(GraphError)
 def argsort(a: Tensor, descending: bool = False, name: str = "") -> Tensor:
-    """The indices that sort each row; equal elements in any order."""
+    """The indices that sort each row: a[result[0], j] <= a[result[1], j] <= ..., where result means row j of it.
+
+    a: f32 [n, ...]; descending: the largest first instead. The result is i32 of a's shape; equal elements come in any
+    order. Source: ggml_argsort. Raises GraphError for other types.
+    """
     return build(ARGSORT, a, params=ArgsortParams(descending), name=name)
 
 
 @checked(GraphError)
 def top_k(a: Tensor, k: int, name: str = "") -> Tensor:
-    """The indices of the k largest of each row. !! In no particular order, as in ggml."""
+    """The indices of the k largest of each row. !! In no particular order, as in ggml.
+
+    No formula: the result is a set, of the first k indices of argsort(a, descending=True). a: f32 [n, ...]; k: 1 to n.
+    The result is i32 [k, ...]. Source: ggml_top_k. Raises GraphError for other types and numbers.
+    """
     return build(TOP_K, a, params=TopKParams(int(k)), name=name)

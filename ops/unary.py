@@ -70,7 +70,13 @@ GLU = register(OpSpec("GLU", _infer_glu, elementwise_work(10), n_src=(1, 2), par
 
 @checked(GraphError)
 def unary(a: Tensor, kind: str, name: str = "") -> Tensor:
-    """The function `kind` (see UNARY_KINDS) of each element."""
+    """One function of each element: result = f(a).
+
+    f by `kind`: silu a * sigmoid(a); gelu a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 a^3))); gelu_erf a / 2 * (1 +
+    erf(a / sqrt(2))); gelu_quick a * sigmoid(1.702 a); relu max(a, 0); tanh; sigmoid 1 / (1 + e^-a); exp e^a; softplus
+    ln(1 + e^a). a: any plain float type (f32, f16, bf16, f64) and shape, which the result has too. Source: ggml_unary;
+    GELU and its two approximations from arXiv 1606.08415. Raises GraphError for other types and kinds.
+    """
     return build(UNARY, a, params=UnaryParams(kind), name=name)
 
 
@@ -79,8 +85,12 @@ def glu(
     a: Tensor, b: Tensor | None, kind: str, *, alpha: float = 1.702, limit: float = 7.0, swapped: bool = False,
     name: str = "",
 ) -> Tensor:  # fmt: skip
-    """activation(gate) * value. a: gate, b: value, both [n, ...]; or b None and a [2n, ...] with the gate first.
+    """A gated linear unit: result = f(gate) * value, where the gate is `a` and the value is `b`.
 
-    swiglu_oai: x = min(gate, limit), y = clamp(value, -limit, limit), x * sigmoid(alpha x) * (y + 1).
+    f by `kind`: reglu relu, geglu gelu (tanh form), swiglu silu; swiglu_oai, gpt-oss's: with x = min(gate, limit) and y
+    = clamp(value, -limit, limit) result = x * sigmoid(alpha * x) * (y + 1). a, b: one plain float type (f32, f16, bf16,
+    f64) and shape [n, ...], which the result has too; or b None and a [2n, ...], whose first half is the gate, or with
+    `swapped` the second. alpha, limit: numbers, of swiglu_oai alone. Source: GLU Variants Improve Transformer (arXiv
+    2002.05202), as ggml_glu_split has it. Raises GraphError for other types, shapes and kinds.
     """
     return build(GLU, a, b, params=GluParams(kind, alpha, limit, swapped), name=name)

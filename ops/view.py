@@ -99,7 +99,12 @@ TRANSPOSE = register(OpSpec("TRANSPOSE", _infer_transpose, _no_work, is_view=Tru
 
 @checked(GraphError)
 def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, name: str = "") -> Tensor:
-    """A look at `ne` elements of `a` from byte `offs`. nb: byte strides from dimension 1 on, contiguous if left out."""
+    """A look at `ne` elements of `a` from byte `offs`: no memory of its own, nothing is moved.
+
+    No formula: nothing is computed. a: any type; ne: one to four numbers, the shape; nb: up to three strides in bytes,
+    of dimensions 1 to 3, contiguous ones if left out; offs: in bytes. Strides and offset are whole blocks of a's type,
+    which the result has. Source: ggml_view_4d. Raises GraphError for a look that ends outside of `a`, or into a block.
+    """
     dims = full_dims(ne)
     require(len(nb) < MAX_DIMS, "VIEW", f"nb has at most {MAX_DIMS - 1} strides, of dimensions 1 to 3, got {len(nb)}")
     strides = [int(s) for s in nb]
@@ -112,18 +117,31 @@ def view(a: Tensor, ne: Sequence[int], nb: Sequence[int] = (), offs: int = 0, na
 
 @checked(GraphError)
 def reshape(a: Tensor, *ne: int, name: str = "") -> Tensor:
-    """The same elements in the same order in another shape. `a` must be contiguous."""
+    """The same elements in the same order in another shape; nothing is moved.
+
+    No formula: nothing is computed. a: any type, contiguous; ne: one to four numbers with as many elements as `a` has.
+    The result has a's type. Source: ggml_reshape_4d. Raises GraphError where `a` is not contiguous (ops.cont makes it
+    so) or has another number of elements.
+    """
     return build(RESHAPE, a, params=ReshapeParams(full_dims(ne)), name=name)
 
 
 @checked(GraphError)
 def permute(a: Tensor, *axes: int, name: str = "") -> Tensor:
-    """Dimension i of `a` becomes dimension axes[i]."""
+    """Dimension i of `a` becomes dimension axes[i]: result.ne[axes[i]] = a.ne[i]. Strides change, nothing is moved.
+
+    a: any type; axes: 0, 1, 2 and 3, each once; a quantized type keeps dimension 0. !! This is ggml's order, the
+    inverse of torch's and numpy's. Source: ggml_permute. Raises GraphError for other axes.
+    """
     require(len(axes) == MAX_DIMS, "PERMUTE", f"takes {MAX_DIMS} axes, got {axes}")
     return build(PERMUTE, a, params=PermuteParams((axes[0], axes[1], axes[2], axes[3])), name=name)
 
 
 @checked(GraphError)
 def transpose(a: Tensor, name: str = "") -> Tensor:
-    """Swaps dimensions 0 and 1."""
+    """Swaps dimensions 0 and 1: result[j, i, ...] = a[i, j, ...]. Strides change, nothing is moved.
+
+    a: any plain type, [n, m, a2, a3]; the result is [m, n, a2, a3]. Source: ggml_transpose. Raises GraphError for a
+    quantized type, whose blocks lie along dimension 0.
+    """
     return build(TRANSPOSE, a, name=name)

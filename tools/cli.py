@@ -20,6 +20,7 @@ from graphrt import __version__, env, interrupts
 from graphrt.errors import GraphrtError
 from graphrt.progress import shown_by
 from graphrt.tools.foreign_flags import adapted
+from graphrt.tools.outputs import check_outputs
 
 #: verb -> what it is for. The module is graphrt.tools.verbs.<verb>, with add_arguments(parser), main(args) -> int, and
 #: where flags take free text TEXT_FLAGS.
@@ -57,15 +58,32 @@ FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
 #: The exit code that shells give to what a closed pipe ended.
 CLOSED_PIPE = 141
 #: Options of the Python API that errors name, and their flags.
-FLAGS = {"n_ctx": "-c", "n_batch": "-b", "type_k": "-ctk", "type_v": "-ctv", "pooling": "--pooling"}
+FLAGS = {
+    "GRAPHRT_FUSE": "--fuse",
+    "n_ctx": "-c",
+    "n_batch": "-b",
+    "type_k": "-ctk",
+    "type_v": "-ctv",
+    "pooling": "--pooling",
+}
 #: What to do where memory runs out.
 _LESS = "use a smaller model, a shorter context (-c) or smaller batches (-b), or free memory that others hold"
+
+
+#: What argparse says without the rule, and what is said instead.
+_RULES = {
+    r"invalid int value: (.*)": r"must be a whole number, got \1",
+    r"invalid float value: (.*)": r"must be a number, got \1",
+    r"invalid choice: (.*) \(choose from (.*)\)": r"must be one of \2, got \1",
+}
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with errors of two lines."""
 
     def error(self, message: str) -> NoReturn:
+        for theirs, ours in _RULES.items():
+            message = re.sub(theirs, ours, message)
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what it takes\n")
 
     def has_flag(self, text: str) -> bool:
@@ -161,6 +179,7 @@ def _run_verb(verb: str, argv: Sequence[str]) -> int:
     # Intermixed, for `explain MODEL --phase prefill NODE`: parse_args() wants MODEL and NODE side by side.
     args = parser.parse_intermixed_args(given)
     env.apply(args)
+    check_outputs(args)
     _check_fusions()
     from graphrt.tools.progress import on_stderr
 
@@ -205,5 +224,5 @@ def _help() -> str:
         f"usage: graphrt VERB [options]\n\n{verbs}\n\n"
         f"Environment variables, and the flags that every verb has for them:\n{settings}\n\n"
         f"graphrt VERB --help tells more of each; graphrt --version is {__version__}.\n"
-        f"Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked."
+        f"Exit codes: 0 fine, 1 the answer is no, 2 it could not be asked, 130 Ctrl-C, 141 a closed pipe."
     )

@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from graphrt import whole_files
 from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
@@ -18,6 +19,8 @@ from graphrt.progress import task
 from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from graphrt.backend import Backend
     from graphrt.models.engine import SessionOptions
     from graphrt.models.gguf import GGUFFile
@@ -78,10 +81,8 @@ def context(text: str) -> int:
     return whole(0)(text) or -1  # OWN_CTX, whose module needs torch
 
 
-def add_session_arguments(
-    parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False, rope: bool = False
-) -> None:
-    """--backend, -c, -b, -ctk, -ctv, -t, -tb, and with `rope` those of the rotation, which load_model() honours.
+def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
+    """--backend, -c, -b, -ctk, -ctv, -t, -tb, and those of the rotation, which rope_options() reads.
 
     ctx_size: the default context, 0 for the model's own limit or 4096; own_b: the verb's -b names a backend, so that
     --backend is left out and a batch is --batch-size alone."""
@@ -111,8 +112,7 @@ def add_session_arguments(
         "-tb", "--threads-batch", type=whole(1, MAX_THREADS), default=0, metavar="N",
         help="CPU threads for reading prompts (default: as -t)",
     )  # fmt: skip
-    if rope:
-        add_rope_arguments(parser)
+    add_rope_arguments(parser)
 
 
 def add_fast_argument(parser: argparse.ArgumentParser) -> None:
@@ -198,15 +198,28 @@ def check_writable(path: str) -> None:
 
 def not_writable(path: str, reason: str | None) -> SessionError:
     """The error for an output file that can't be written."""
-    return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another with -o")
+    return SessionError(f"the output file must be writable, {path!r} is not: {reason}; give another")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a file, and says so. Raises SessionError where that can't be done."""
+    """Writes a file as a whole, and says so. Raises SessionError where that can't be done."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with whole_files.writing(path) as out:
+            out.write(text.encode())
     except OSError as error:
         raise not_writable(str(path), error.strerror) from error
+    say_written(path)
+
+
+def write_array(path: str, values: npt.NDArray[Any]) -> None:
+    """Writes a .npy file as a whole, and says so. Raises SessionError where that can't be done."""
+    import numpy as np
+
+    try:
+        with whole_files.writing(path) as out:
+            np.save(out, values)
+    except OSError as error:
+        raise not_writable(path, error.strerror) from error
     say_written(path)
 
 

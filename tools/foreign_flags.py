@@ -31,7 +31,7 @@ def _instead(what: str, takes: int = 0) -> Foreign:
 _ONE_PLACE = "all layers run on the backend that --backend names, weights in a GPU's memory or mapped"
 _MAPPED = "files are mapped, and read in place on a CPU"
 _LOG = "figures go to stderr, and warnings alone are logged"
-_ROPE = "run, logits, trace, perplexity and imatrix change a rotation when they load a model; use one of these"
+_ROPE = "verbs that run a model change its rotation when they load it, as `graphrt run` does; use one of these"
 _CHAT = "`graphrt chat` is for conversations; `graphrt run -p TEXT` answers once, and with --raw completes the text"
 _THREADS = "-t gives the threads of all work"
 
@@ -78,6 +78,7 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("--override-kv",): _instead("keys can't be changed but for the rotation's, by --rope-scaling and the like", 1),
     ("--lora", "--control-vector", "--lora-scaled"): _instead("adapters can't be applied; merge one into the model", 1),
     ("-md", "--model-draft", "-hfd", "--spec-type"): _instead("there is no second model to draft tokens", 1),
+    ("-np", "--parallel"): _instead("`graphrt run -np N` gives several texts of one prompt", 1),
     ("-mu", "--model-url"): _instead("fetch the file yourself and give its path, or give hf:OWNER/REPO[:QUANT]", 1),
     ("-hff", "--hf-file"): _instead("give hf:OWNER/REPO/FILE as the model", 1),
     ("-mm", "--mmproj", "--image", "--audio"): _instead("models read text alone", 1),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphrt.tools.outputs import OutputFile
+
 if TYPE_CHECKING:
     from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model, Piece
@@ -17,14 +19,7 @@ if TYPE_CHECKING:
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
     what = "keep what the prompt leaves in this file, and read no more of a prompt than differs from what it holds"
-    parser.add_argument("--prompt-cache", type=_path, metavar="FILE", help=what)
-
-
-def _path(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file in a folder that is there, got {text[:80]!r}")
-    return path
+    parser.add_argument("--prompt-cache", type=OutputFile, metavar="FILE", help=what)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
+#: The most steps that SET_ROWS becomes, one for each of dimension 3.
+MAX_SETS = 8
+
 
 def lower(low: Lowering, group: Group) -> Any | None:
     """Native steps that a program may join, a function, or None when the group is for the reference."""
@@ -129,14 +132,18 @@ def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     rows, ids, target = out.src
     assert rows is not None and ids is not None and target is not None
     lies = rows_of(rows)
-    flat = target.ne[2] == target.ne[3] == 1 and ids.is_contiguous
-    if lies is None or not flat or target.dtype.name not in fast.SET_ROWS_TYPES:
+    n_sets, n_rows, n_idx = rows.ne[3], rows.ne[1] * rows.ne[2], ids.ne[0] * ids.ne[1]
+    known = target.dtype.name in fast.SET_ROWS_TYPES and ids.is_contiguous and n_sets <= MAX_SETS
+    if lies is None or not known:
         return None
     return [
         fast.set_rows(
-            target.dtype.name, ids.dtype.name, src=low.at(rows), idx=low.at(ids), dst=low.at(target),
-            n_rows=rows.ne[1], n=rows.ne[0], src_nb=lies[1], dst_nb=target.nb[1], n_dst=target.ne[1],
+            target.dtype.name, ids.dtype.name, src=low.at(rows) + i * n_rows * lies[1],
+            idx=low.at(ids) + i % ids.ne[2] * n_idx * ids.dtype.type_size, dst=low.at(target) + i * target.nb[3],
+            n_rows=n_rows, n=rows.ne[0], src_nb=lies[1], dst_nb=target.nb[1], n_dst=target.ne[1], n_idx=n_idx,
+            per_matrix=rows.ne[1], matrix_nb=target.nb[2],
         )
+        for i in range(n_sets)
     ]  # fmt: skip
 
 

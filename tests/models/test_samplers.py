@@ -3,7 +3,9 @@ plain float64; and what parameters are refused."""
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +19,7 @@ from support.tiny import bpe
 from graphrt.errors import SessionError
 from graphrt.models import sampling_steps as steps
 from graphrt.models.sampling import Sampler
-from graphrt.models.sampling_dry import Breakers, dry
+from graphrt.models.sampling_dry import Breakers, breakers_of, dry
 from graphrt.models.sampling_logprobs import logprobs_of
 from graphrt.models.sampling_mirostat import Mirostat, zipf_exponent
 from graphrt.models.sampling_params import SamplerOptions, SamplerParams
@@ -115,6 +117,19 @@ def test_breakers_in_a_vocabulary() -> None:
     found = Breakers.of(vocabulary, ["b:"])  # type: ignore[arg-type]
     assert found.tails == {2: ((),), 5: ((),), 4: ((3,),)}
     assert found.is_one(2) and not found.is_one(4) and not found.is_one(1)
+
+
+def test_a_vocabulary_is_searched_once() -> None:
+    """For the same texts, whatever was asked of other vocabularies; it is not kept for that."""
+    words, others = _Words(["a", ":"]), _Words([":", "a"])
+    found = breakers_of(words, [":"])  # type: ignore[arg-type]
+    assert breakers_of(others, (":",)).tails == {0: ((),)}  # type: ignore[arg-type]
+    assert breakers_of(words, (":",)) is found and found.tails == {1: ((),)}  # type: ignore[arg-type]
+    assert breakers_of(words, ["a"]).tails == {0: ((),)}  # type: ignore[arg-type]
+    kept = weakref.ref(words)
+    del words
+    gc.collect()
+    assert kept() is None
 
 
 class _Words:

@@ -382,7 +382,7 @@ def test_a_whole_model_that_gives_no_numbers_is_not_reported(bench: Bench, monke
         (("m.gguf", "--synthetic", "tiny"), "one model must be given"),
         (("--synthetic", "huge"), "a synthetic model must be one of"),
         (("--synthetic", "tiny", "-d", "x"), "whole numbers with commas between, got 'x'"),
-        (("--synthetic", "tiny", "-d", "-1"), "there must be a test"),
+        (("--synthetic", "tiny", "-d", "-1"), "must be from 0 on, whole numbers with commas between, got '-1'"),
         (("--synthetic", "tiny", "-p", "0", "-n", "0"), "there must be a test"),
         (("--synthetic", "tiny", "-r", "0"), "got 2 and -r 0"),
         (("--synthetic", "tiny", "-d", "1000"), "test pp512 @ d1000 needs a context of 1512 tokens, the model allows"),

@@ -189,8 +189,8 @@ def test_a_kept_prompt_is_read_once(graphrt: Cli, tmp_path: Path) -> None:
 def test_kept_prompts_that_can_not_be(graphrt: Cli, tmp_path: Path) -> None:
     (tmp_path / "no.session").write_text("hello")
     for path, message in (
-        (tmp_path, "must be a file in a folder that is there"),
-        (tmp_path / "none" / "x", "must be a file in a folder that is there"),
+        (tmp_path, "it is a folder; give another"),
+        (tmp_path / "none" / "x", "there is no folder"),
         (tmp_path / "no.session", "it is damaged or cut short; save the session again"),
     ):
         found = graphrt(*GREEDY, "--prompt-cache", str(path))
@@ -548,20 +548,20 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "-t 0": ((*RUN, "-t", "0"), "must be from 1 to 512, got 0", USAGE),
     "-t too large": ((*RUN, "-t", "1000000000000"), "must be from 1 to 512", USAGE),
     "--temp nan": ((*RUN, "--temp", "nan"), "must be a finite number, got nan", "--help lists the samplers"),
-    "--temp x": ((*RUN, "--temp", "x"), "invalid float value", USAGE),
+    "--temp x": ((*RUN, "--temp", "x"), "must be a number, got 'x'", USAGE),
     "--top-p 2": ((*RUN, "--top-p", "2"), "must be from 0 to 1, got 2.0", "the default is 0.95"),
     "--min-p -1": ((*RUN, "--min-p", "-1"), "must be from 0 to 1", "the default is 0.05"),
     "--repeat-penalty 0": ((*RUN, "--repeat-penalty", "0"), "must be above 0", "1.0 is no penalty"),
     "--seed -2": ((*RUN, "--seed", "-2"), "must be from -1", "the default is -1"),
-    "--top-k 1.5": ((*RUN, "--top-k", "1.5"), "invalid int value", USAGE),
+    "--top-k 1.5": ((*RUN, "--top-k", "1.5"), "must be a whole number, got '1.5'", USAGE),
     "tokens": ((*LOGITS, "1,x"), "such as 1,2,3, got '1,x'", "graphrt tokenize"),
     "no tokens": ((*LOGITS, ""), "such as 1,2,3, got ''", "graphrt tokenize"),
     "token out of range": ((*LOGITS, "1,329"), "got 329", "must be 0 to 328"),
     "negative token": ((*LOGITS, "-1"), "got -1", "must be 0 to 328"),
     "huge token": ((*LOGITS, "9" * 30), "got 999", "must be 0 to 328"),
     "too many tokens": ((*LOGITS, ",".join(["1"] * 257)), "context holds 256", "shorten the prompt"),
-    "output folder": ((*LOGITS[:3], "none/a.npy", "--tokens", "1"), "no folder 'none'", "give another with -o"),
-    "output is a folder": ((*LOGITS[:3], ".", "--tokens", "1"), "it is a folder", "give another with -o"),
+    "output folder": ((*LOGITS[:3], "none/a.npy", "--tokens", "1"), "no folder 'none'", "give another"),
+    "output is a folder": ((*LOGITS[:3], ".", "--tokens", "1"), "it is a folder", "give another"),
     "text too short": (("perplexity", "spm.gguf", "-f", "short.txt"), "two chunks, 1024 tokens", "use a longer text"),
     "no text": (("perplexity", "spm.gguf", "-f", "none.txt"), "No such file", "check the path"),
     "text not UTF-8": (("perplexity", "spm.gguf", "-f", "latin.txt"), "must be UTF-8", "convert it"),
@@ -569,6 +569,13 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "perplexity -c 3": ((*PERPLEXITY, "-c", "3"), "got --chunks -1 and -c 3", "at least 4 tokens (-c)"),
     "perplexity -c too large": ((*PERPLEXITY, "-c", "300"), "two chunks, 600 tokens", "or a smaller -c"),
     "no chunks": ((*PERPLEXITY, "--chunks", "0"), "got --chunks 0", "at least one chunk"),
+    "split without a name": (("split", "spm.gguf", "", "--max-tensors", "5"), "must have a name", "Give one"),
+    "bench lengths": (("bench", "spm.gguf", "-p", "-1"), "must be from 0 on, whole numbers", "got '-1'"),
+    "no time": (("test", "-b", "cpu", "-o", "SCALE", "--time-limit", "nan"), "must be over 0 seconds", "got nan"),
+    "--save a file": (("test", "-b", "cpu", "-o", "SCALE", "--save", "spm.gguf"), "is a file", "name another"),
+    "-np elsewhere": (("chat", "spm.gguf", "-np", "2"), "-np is not here", "graphrt run -np N"),
+    "--phase": (("dump", "spm.gguf", "--phase", "x"), "one of 'prefill', 'decode', got 'x'", "dump --help lists"),
+    "rotation of a graph": (("dump", "none.py:build", "--rope-freq-base", "5"), "of a model", "leave its flags"),
     "pull name": (("pull", "frob"), "no model named 'frob'", "Known names: smollm2-135m"),
     "pull hf name": (("pull", "hf:x"), "got 'hf:x'", "Give its full name"),
 }  # fmt: skip
@@ -588,6 +595,11 @@ def test_bad_input(graphrt: Cli, case: str) -> None:
     argv, wrong, step = BAD[case]
     judge(graphrt(*argv), wrong, step)
     assert not Path("never.npy").exists()
+
+
+def test_a_wrong_fusion_is_told_with_its_flag(graphrt: Cli) -> None:
+    result = graphrt("devices", "--fuse", "bogus")
+    assert result.code == 2 and "got 'bogus'\nhere GRAPHRT_FUSE is --fuse\n" in result.err
 
 
 def test_input_that_is_piped_in_and_not_utf8(graphrt: Cli) -> None:
@@ -631,7 +643,7 @@ def test_an_output_that_can_not_be_written_at_last(graphrt: Cli, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(np, "save", save)
-    judge(graphrt(*LOGITS[:3], "full.npy", "--tokens", "1"), "No space left", "give another with -o")
+    judge(graphrt(*LOGITS[:3], "full.npy", "--tokens", "1"), "No space left", "give another")
 
 
 def test_a_bug_is_not_hidden(graphrt: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,8 +98,8 @@ def test_a_verbs_own_flags_go_first(capsys: pytest.CaptureFixture[str], tmp_path
     )
     assert graphrt("tokenize", "-m", path, "-p", "-cnv", "--ids").code == 0, "a text that looks like a flag is a text"
     assert graphrt("info", "-m", path).code == 0
-    refused = graphrt("dump", path, "--rope-freq-base", "5")
-    assert refused.code == 2 and "run, logits, trace, perplexity and imatrix" in refused.err
+    refused = graphrt("info", path, "--rope-freq-base", "5")
+    assert refused.code == 2 and "verbs that run a model change its rotation" in refused.err
     assert graphrt("devices", "-m", path).code == 2
     for flag in (*FOREIGN, *MODEL):
         result = graphrt("tokenize", path, "-p", "x", flag, "0")

@@ -17,6 +17,7 @@ import numpy as np
 from graphrt.errors import SessionError
 from graphrt.tools.bench.workload import Test
 from graphrt.tools.common import session_options
+from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -38,6 +39,7 @@ class Source:
             raise SessionError("one model must be given: MODEL, or --synthetic NAME such as llama-8b:q4_k_m")
         self.synthetic: str | None = args.synthetic
         self.model: str | None = args.model
+        self.rope = rope_options(args)
         if self.synthetic:
             from graphrt.models.synthetic import synthetic
 
@@ -81,8 +83,11 @@ class Source:
         from graphrt.models.synthetic import synthetic
 
         if self.synthetic:
-            return Model(synthetic(self.synthetic, layers), backends)
-        return load(self.path, backends)
+            file = synthetic(self.synthetic, layers)
+            if self.rope is not None:
+                self.rope.apply(file)
+            return Model(file, backends)
+        return load(self.path, backends, rope=self.rope)
 
 
 def backends_for(name: str, exact: bool) -> list[Backend]:

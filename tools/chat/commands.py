@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ def _help(conversation: Conversation, arguments: str) -> Said:
     rows = [(f"/{name} {command.usage}".rstrip(), command.what) for name, command in COMMANDS.items()]
     width = max(len(left) for left, _ in rows)
     lines = [f"{left:<{width}}  {what}" for left, what in rows]
-    return Said("\n".join([*lines, "", *KEYS]))
+    return Said("\n".join([*lines, "", " ".join(KEYS)]))
 
 
 def _clear(conversation: Conversation, arguments: str) -> Said:
@@ -95,7 +96,7 @@ def _file(arguments: str) -> str:
 
 
 def _set(conversation: Conversation, arguments: str) -> Said:
-    name, _, value = (part.strip() for part in arguments.replace("=", " ", 1).partition(" "))
+    name, value = re.fullmatch(r"([^\s=]*)\s*=?\s*(.*?)\s*", arguments, re.DOTALL).groups()  # type: ignore[union-attr]
     if name and value:
         conversation.settings = conversation.settings.changed(name, value)
     shown = conversation.settings.values()
@@ -112,14 +113,14 @@ def _stats(conversation: Conversation, arguments: str) -> Said:
     answers, session = conversation.answers, conversation.session
     n_read, n_made = (sum(getattr(answer, name) for answer in answers) for name in ("n_read", "n_made"))
     read_s, made_s = (sum(getattr(answer, name) for answer in answers) for name in ("read_seconds", "made_seconds"))
-    behind_first = sum(max(0, answer.n_made - 1) for answer in answers)
+    n_alone = sum(answer.n_alone for answer in answers)
     left = f", of which the model no longer sees {conversation.first}" if conversation.first else ""
     rows = [
         ("model", f"{conversation.model_name} on {', '.join(b.id for b in session.backends)}"),
         ("turns", f"{len(conversation.turns)}{left}"),
         ("cache", f"{session.n_past} of {session.n_ctx} tokens, {human_bytes(session.cache.nbytes)}"),
         ("read", f"{count_text(n_read, 'token')}, {_rate(n_read, read_s)}"),
-        ("generated", f"{count_text(n_made, 'token')}, {_rate(behind_first, made_s)}"),
+        ("generated", f"{count_text(n_made, 'token')}, {_rate(n_alone, made_s)}"),
     ]
     return Said("\n".join(table_lines(("", ""), rows)[1:]))
 
@@ -140,7 +141,9 @@ COMMANDS = {
     "system": Command("[TEXT]", "set the system message, none for no message; without TEXT show it", _system),
     "save": Command("FILE", "write the conversation and the settings as JSON", _save),
     "load": Command("FILE", "go on with a conversation that was saved", _load),
-    "set": Command("[NAME [VALUE]]", "show or change how tokens are drawn: /set temp 0.5", _set),
+    "set": Command(
+        "[NAME [VALUE]]", "show or change how tokens are drawn: /set temp 0.5, /set logit_bias 5-inf 7+1", _set
+    ),
     "stats": Command("", "tokens in the cache, tokens read and generated, and how fast", _stats),
     "exit": Command("", "leave, as Ctrl-D does", _exit),
 }

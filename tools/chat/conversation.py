@@ -38,16 +38,27 @@ MAX_RENDERED = 4 << 20
 @dataclass
 class Answer:
     """Figures of one answer. n_prompt: tokens of the conversation before it; n_read: those of them that were read, with
-    those read again where the context was full; n_made: tokens of the answer; n_left: turns that left the context for
-    it; seconds: until the first token (which is reading), and from there on."""
+    those read again where the context was full; n_readings: how often something was read, once and each time that the
+    context was full; n_made: tokens of the answer; n_left: turns that left the context for it; seconds: until the first
+    token behind each reading, and of all other tokens."""
 
     n_prompt: int = 0
     n_read: int = 0
+    n_readings: int = 0
     n_made: int = 0
     n_left: int = 0
     read_seconds: float = 0.0
     made_seconds: float = 0.0
     ended: str = STOPPED
+
+    def add(self, seconds: float, reading: bool) -> None:
+        """One more token. reading: the first behind tokens that were read for it."""
+        self.n_made += 1
+        if reading:
+            self.n_readings += 1
+            self.read_seconds += seconds
+        else:
+            self.made_seconds += seconds
 
     @property
     def read_rate(self) -> float:
@@ -56,8 +67,13 @@ class Answer:
 
     @property
     def made_rate(self) -> float:
-        """Tokens/s behind the first token; 0 for a single one."""
-        return (self.n_made - 1) / self.made_seconds if self.made_seconds > 0 and self.n_made > 1 else 0.0
+        """Tokens/s of those that nothing was read for; 0 where there are none."""
+        return self.n_alone / self.made_seconds if self.made_seconds > 0 else 0.0
+
+    @property
+    def n_alone(self) -> int:
+        """Tokens that nothing was read for: all but the first behind each reading."""
+        return max(0, self.n_made - self.n_readings)
 
 
 class Conversation:
@@ -157,14 +173,12 @@ class Conversation:
             raise SessionError(f"the context holds {self.session.n_ctx} tokens, this question has more; shorten it")
         answer.n_prompt = len(prompt)
         while prompt is not None:
-            tokens, prompt = [*prompt, *made], None
+            tokens, prompt, reading = [*prompt, *made], None, True
             for token in self._behind(tokens, sampler, answer):
                 made.append(token)
-                answer.n_made = len(made)
                 now = time.perf_counter()
-                if len(made) == 1:
-                    answer.read_seconds, begun = now - begun, now
-                answer.made_seconds = now - begun
+                answer.add(now - begun, reading)
+                begun, reading = now, False
                 full = self.session.n_past >= self.session.n_ctx
                 if full and self.shifts and not self.model.tokenizer.is_eog(token):
                     prompt = self._prompt(question, len(made), answer)

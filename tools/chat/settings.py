@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -11,9 +11,17 @@ from graphrt.errors import SessionError
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.printing import brief
 from graphrt.tools.inspect.checked_json import Checked
+from graphrt.tools.sampling import spelled
 
 #: How `/set` spells true and false.
 SWITCH = {"on": True, "off": False}
+#: The samplers' parameters that are several values: how they are read, and how they are shown.
+_LISTS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
+    "logit_bias": (spelled.biases, spelled.shown_biases),
+    "dry_sequence_breaker": (spelled.texts, spelled.shown_texts),
+}
+#: Characters of one of these in a file.
+_MAX_LIST = 100_000
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Settings:
             raise SessionError(f"predict must be at least 1, or -1 for no limit, got {self.predict}")
 
     def values(self) -> dict[str, Any]:
-        """Every setting by its name: numbers, and true or false."""
+        """Every setting by its name: numbers, true or false, and lists as they are typed."""
         return {"predict": self.predict, "markdown": self.markdown} | _plain(self.sampling)
 
     def changed(self, name: str, text: str) -> Settings:
@@ -54,13 +62,14 @@ class Settings:
     def _with(self, values: Mapping[str, Any]) -> Settings:
         mine = {name: value for name, value in values.items() if name in ("predict", "markdown")}
         theirs = {name: value for name, value in values.items() if name not in mine}
+        theirs |= {name: _LISTS[name][0](value) for name, value in theirs.items() if name in _LISTS}
         return replace(self, sampling=replace(self.sampling, **theirs), **mine)
 
 
 def _plain(sampling: SamplerParams) -> dict[str, Any]:
-    """Those of the samplers' parameters that are a single number, or true or false."""
+    """The samplers' parameters: numbers, and lists as they are typed."""
     given = asdict(sampling)
-    return {f.name: given[f.name] for f in fields(sampling) if isinstance(given[f.name], (bool, int, float))}
+    return {f.name: _LISTS[f.name][1](given[f.name]) if f.name in _LISTS else given[f.name] for f in fields(sampling)}
 
 
 def _read(name: str, text: str, kind: type) -> Any:
@@ -74,4 +83,8 @@ def _read(name: str, text: str, kind: type) -> Any:
 def _checked(value: Checked, kind: type) -> Any:
     if kind is bool:
         return value.true_or_false()
+    if kind is str:
+        if not isinstance(value.value, str) or len(value.value) > _MAX_LIST:
+            value.refuse(f"a text of at most {_MAX_LIST} characters")
+        return value.value
     return value.whole(-1, 2**64 - 1) if kind is int else value.number()

@@ -55,15 +55,18 @@ class Terminal:
 
     def figures(self, answer: Answer, n_past: int, n_ctx: int) -> None:
         parts = [f"{answer.n_made} tokens, {answer.made_rate:.1f} tokens/s"]
-        parts.append(f"read {answer.n_read} of {answer.n_prompt} tokens, {answer.read_rate:.1f} tokens/s")
+        of = f"of {answer.n_prompt} tokens"
+        if answer.n_readings > 1:  # then more was read than the conversation has
+            of = f"tokens in {answer.n_readings} parts"
+        parts.append(f"read {answer.n_read} {of}, {answer.read_rate:.1f} tokens/s")
         parts.append(f"context {n_past} of {n_ctx}")
         self._console.print(Text(" | ".join(parts), style="dim"), soft_wrap=True)
 
     def say(self, text: str) -> None:
-        self._console.print(Text(terminal_text(text), style="dim"), soft_wrap=True)
+        self._console.print(Text(terminal_text(text), style="dim", overflow="fold"))
 
     def warn(self, text: str) -> None:
-        self._console.print(Text(terminal_text(text), style="red"), soft_wrap=True)
+        self._console.print(Text(terminal_text(text), style="red", overflow="fold"))
 
 
 def history_file() -> Path | None:

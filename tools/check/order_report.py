@@ -12,12 +12,13 @@ from graphrt.models.arch.encoder import Encoder
 from graphrt.models.embed import Embedder
 from graphrt.models.engine import Engine, SessionOptions
 from graphrt.models.model import Model
+from graphrt.models.rope_options import RopeOptions
 from graphrt.models.session import Session
 from graphrt.ops.sample import SampleParams
 from graphrt.tools.check.launch_order import Event, Violation, violations
 from graphrt.tools.explain.devices import known_device
 from graphrt.tools.inspect.graph_run import made_from
-from graphrt.tools.inspect.subject import is_graph, load_subject
+from graphrt.tools.inspect.subject import check_no_rope, is_graph, load_subject
 
 #: Sequences of the decode steps that are checked beside those of one.
 SEQUENCES = (2, 16)
@@ -39,15 +40,17 @@ class Ordered:
 
 
 def check_order(
-    text: str, options: SessionOptions, *, device_name: str = "h100", exact: bool = False, synthetic: bool = False
-) -> list[Ordered]:
+    text: str, options: SessionOptions, *, device_name: str = "h100", exact: bool = False, synthetic: bool = False,
+    rope: RopeOptions | None = None,
+) -> list[Ordered]:  # fmt: skip
     """The steps of what `text` names on the triton backend, planned for that device: of a model prefill, decode of one
     and of several sequences, and decode with the next token's choice. Raises BackendError without Triton."""
     planned = backend_elsewhere("triton", known_device(device_name).elsewhere, exact=exact)
     backends = [planned, get_backend("cpu", exact=exact)]
     if not synthetic and is_graph(text):
+        check_no_rope(text, rope)
         return [ordered("graph", prepare(made_from(text, 0)()[0], backends))]
-    model, _ = load_subject(text, backends, synthetic=synthetic)
+    model, _ = load_subject(text, backends, synthetic=synthetic, rope=rope)
     return [ordered(title, exe) for title, exe in steps_of(model, backends, options)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from graphrt.backend import Backend
 from graphrt.graph import Graph
 from graphrt.models.engine import SessionOptions
+from graphrt.models.rope_options import RopeOptions
 from graphrt.models.session import Session
 from graphrt.op import op_spec
 from graphrt.rules import check_graph
@@ -18,7 +19,7 @@ from graphrt.tools.inspect.describe import describe
 from graphrt.tools.inspect.fold import ranges
 from graphrt.tools.inspect.graph_run import made_from
 from graphrt.tools.inspect.planned import Planned, planned
-from graphrt.tools.inspect.subject import is_graph, load_subject
+from graphrt.tools.inspect.subject import check_no_rope, is_graph, load_subject
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,17 @@ class Checked:
         return not self.fallbacks and self.splits <= 1
 
 
-def check(text: str, backend: Planned, options: SessionOptions, *, synthetic: bool = False) -> list[Checked]:
+def check(
+    text: str, backend: Planned, options: SessionOptions, *, synthetic: bool = False, rope: RopeOptions | None = None
+) -> list[Checked]:
     """The steps of what `text` names: a prompt's batch and a decode step of a model, else its graph. What `backend`
-    refuses is for the CPU to run. Raises UnsupportedError where the CPU refuses too."""
+    refuses is for the CPU to run. rope: changes to a model's rotation. Raises UnsupportedError where the CPU refuses
+    too."""
     backends: list[Backend] = [backend, *([planned("cpu")] if backend.name != "cpu" else [])]
     if not synthetic and is_graph(text):
+        check_no_rope(text, rope)
         return [_checked("graph", made_from(text, 0)()[0], backends)]
-    model, _ = load_subject(text, backends, synthetic=synthetic)
+    model, _ = load_subject(text, backends, synthetic=synthetic, rope=rope)
     session = Session(model.decoder, backends, options)
     sizes = (session.n_batch, 1) if session.n_batch > 1 else (1,)
     titles = {n: f"prefill of {n} tokens" if n > 1 else "decode of 1 token" for n in sizes}

@@ -18,6 +18,7 @@ from graphrt.graph import Graph
 from graphrt.host import read_tensor
 from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
+from graphrt.models.rope_options import RopeOptions
 from graphrt.tensor import Tensor
 from graphrt.testing import AnyArray
 from graphrt.tools.conformance.cases.sources import FAST, make_backend
@@ -170,14 +171,16 @@ def model_pair(
     advance: Callable[[], None],
     *,
     synthetic: bool = False,
+    rope: RopeOptions | None = None,
 ) -> Pair:
-    """The sides of a model's step: all read the same tokens in the same batches. advance: called after each side."""
+    """The sides of a model's step: all read the same tokens in the same batches. rope: changes to the
+    rotations of all; advance: called after each side."""
     batches: list[list[int]] = []
     sides: list[Side] = []
 
     def read(spec: SideSpec, backends: Sequence[Backend]) -> RunSide:
         other = spec.options.get("model")
-        model, _ = load_subject(other or text, backends, synthetic=synthetic and other is None)
+        model, _ = load_subject(other or text, backends, synthetic=synthetic and other is None, rope=rope)
         session = WatchedSession(model.decoder, model.backends, spec.session_options(options))
         given = list(batches)
         todo = (Step(session, ids) for ids in given) if given else steps(session, prompt.ids(model), prompt.phase)

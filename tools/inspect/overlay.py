@@ -35,7 +35,7 @@ def overlays(info: GraphInfo, files: Sequence[Path] = ()) -> list[Overlay]:
     return [*(from_file(info, path) for path in files), *own]
 
 
-def write_overlay(path: Path, values: Mapping[str, float]) -> None:
+def write_overlay(path: str | Path, values: Mapping[str, float]) -> None:
     """Writes values by node name as from_file() reads them."""
     spelled = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
     write_text(path, json.dumps(spelled, allow_nan=False) + "\n")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import GraphError, GraphrtError, SessionError
 from graphrt.tools.common import add_session_arguments, session_options, use_threads, whole
+from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from graphrt.models.arch.encoder import Encoder
     from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model
+    from graphrt.models.rope_options import RopeOptions
     from graphrt.models.session import Session
     from graphrt.testing import Inputs
 
@@ -82,7 +84,8 @@ def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = No
     use_threads(args)
     backends = backends_for(args.backend, args.exact) if backends is None else backends
     options, text = session_options(args), args.synthetic or args.model
-    return subject(text, backends, args.phase, args.tokens, options, synthetic=bool(args.synthetic))
+    synthetic, rope = bool(args.synthetic), rope_options(args)
+    return subject(text, backends, args.phase, args.tokens, options, synthetic=synthetic, rope=rope)
 
 
 def subject(
@@ -93,17 +96,21 @@ def subject(
     options: SessionOptions | None = None,
     *,
     synthetic: bool = False,
+    rope: RopeOptions | None = None,
 ) -> Subject:
     """What `text` names, prepared on backends, the preferred first.
 
     phase: of a model, None for decode, which reads one token; n_tokens: that prefill reads, 0 for a whole batch or
-    context; options: of the model's session; synthetic: `text` is a made-up model's name. Raises GraphError for a
-    script or case that gives no graph, SessionError for a phase that can't be, and what loading and preparing raise.
+    context; options: of the model's session; synthetic: `text` is a made-up model's name; rope: changes to a model's
+    rotation of positions. Raises GraphError for a script or case that gives no graph, SessionError for a phase that
+    can't be, and what loading and preparing raise.
     """
-    if synthetic:
-        return _of_model(text, backends, phase, n_tokens, options, synthetic)
-    if not is_graph(text):
-        return _of_model(text, backends, phase, n_tokens, options, synthetic)
+    if phase not in (None, *PHASES):
+        raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
+    if synthetic or not is_graph(text):
+        model, title = load_subject(text, backends, synthetic=synthetic, rope=rope)
+        return _of_model(model, title, backends, phase, n_tokens, options)
+    check_no_rope(text, rope)
     if phase is not None or n_tokens:
         raise SessionError(
             f"a phase and its tokens belong to a model, {text[:200]!r} is a graph; leave --phase and --tokens out"
@@ -128,19 +135,16 @@ def script_of(text: str) -> tuple[Path, str]:
 
 
 def _of_model(
-    text: str,
+    model: Model,
+    title: str,
     backends: Sequence[Backend],
     phase: str | None,
     n_tokens: int,
     options: SessionOptions | None,
-    synthetic: bool,
 ) -> Subject:
     from graphrt.models.arch.encoder import Encoder
     from graphrt.models.engine import SessionOptions
 
-    if phase not in (None, *PHASES):
-        raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
-    model, title = load_subject(text, backends, synthetic=synthetic)
     options = options or SessionOptions()
     if isinstance(model.network, Encoder):
         return _of_encoder(model.network, title, backends, phase, n_tokens or options.n_batch)
@@ -167,16 +171,26 @@ def _of_encoder(encoder: Encoder, title: str, backends: Sequence[Backend], phase
     return Subject(title, "prefill", n, Embedder(encoder, backends).executable(n, 1, encoder.hp.pooling or "none"))
 
 
-def load_subject(text: str, backends: Sequence[Backend], *, synthetic: bool = False) -> tuple[Model, str]:
-    """A model by its file, name or, made up, shape, and what it is called."""
+def check_no_rope(text: str, rope: RopeOptions | None) -> None:
+    """Raises SessionError where changes to a rotation are asked for of a graph."""
+    if rope is not None:
+        raise SessionError(f"a rotation of positions is of a model, {text[:200]!r} is a graph; leave its flags out")
+
+
+def load_subject(
+    text: str, backends: Sequence[Backend], *, synthetic: bool = False, rope: RopeOptions | None = None
+) -> tuple[Model, str]:
+    """A model by its file, name or, made up, shape, and what it is called. rope: changes to its rotation."""
     from graphrt.models import hub
     from graphrt.models.model import Model, load
     from graphrt.models.synthetic import synthetic as made_up
 
     if synthetic:
         file = made_up(text)
+        if rope is not None:
+            rope.apply(file)
         return Model(file, backends), file.name
-    return load(hub.resolve(text), backends), text.rpartition("/")[2]
+    return load(hub.resolve(text), backends, rope=rope), text.rpartition("/")[2]
 
 
 def _of_case(path: Path, backends: Sequence[Backend]) -> Subject:

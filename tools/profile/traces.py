@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from graphrt import whole_files
 from graphrt.errors import BackendError
 
 Event = Mapping[str, Any]
@@ -58,7 +59,8 @@ class HostTrace(Trace):
 
     def write(self, path: Path) -> list[Event]:
         name = {"ph": "M", "name": "process_name", "pid": os.getpid(), "tid": 1, "args": {"name": "graphrt run"}}
-        path.write_text(json.dumps({"traceEvents": [name, *self.events], "displayTimeUnit": "ms"}), encoding="utf-8")
+        with whole_files.writing(path) as out:
+            out.write(json.dumps({"traceEvents": [name, *self.events], "displayTimeUnit": "ms"}).encode())
         return [*self.events]
 
 

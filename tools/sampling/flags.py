@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import SessionError
 from graphrt.tools.common import read_text, whole
+from graphrt.tools.sampling import spelled
 
 if TYPE_CHECKING:
     from graphrt.models.sampling_params import SamplerParams
@@ -58,7 +58,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         kind, mark = (int, "N") if isinstance(value, int) else (float, "X")
         group.add_argument(*names, dest=name, type=kind, default=value, metavar=mark, help=f"{what} (default: {value})")
     breaker = r"a text that DRY's repetitions end at, instead of \n : \" *; several times for several, none: no text"
-    group.add_argument("--dry-sequence-breaker", action="append", type=_unescaped, metavar="TEXT", help=breaker)
+    group.add_argument("--dry-sequence-breaker", action="append", type=spelled.unescaped, metavar="TEXT", help=breaker)
     bias = "add to a token's logit: 15043+1, 15043-1, or 15043-inf for never; several times for several"
     group.add_argument("-l", "--logit-bias", action="append", type=_bias, metavar="TOKEN+/-BIAS", help=bias)
 
@@ -68,7 +68,9 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text")
     stop = r"end before this text, which is not shown; \n is a new line; several times for several"
     names = ("-r", "--reverse-prompt", "--stop")
-    group.add_argument(*names, dest="stop", action="append", default=[], type=_unescaped, metavar="TEXT", help=stop)
+    group.add_argument(
+        *names, dest="stop", action="append", default=[], type=spelled.unescaped, metavar="TEXT", help=stop
+    )
     stop_ids = "end at this token; several times for several"
     group.add_argument("--stop-ids", action="append", default=[], type=whole(0), metavar="ID", help=stop_ids)
     group.add_argument("--ignore-eos", action="store_true", help="never choose a token that ends the text")
@@ -123,19 +125,9 @@ def output_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"logprobs": args.logprobs}
 
 
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
-
-
-def _unescaped(text: str) -> str:
-    """With \\n, \\r, \\t, \\", \\', \\\\ and \\xHH as what they stand for, as in llama.cpp; others stay."""
-    return re.sub(
-        r"\\(?:x([0-9a-fA-F]{2})|([nrt\"'\\]))", lambda m: chr(int(m[1], 16)) if m[1] else _ESCAPES[m[2]], text
-    )
-
-
 def _bias(text: str) -> tuple[int, float]:
-    """An argparse type: "15043+1.5" as (15043, 1.5)."""
-    found = re.fullmatch(r"(\d{1,9})([+-](?:inf|\d*\.?\d+(?:e[+-]?\d{1,2})?))", text)
-    if found is None or found[2] == "+inf":
-        raise argparse.ArgumentTypeError(f"must be as 15043+1, 15043-1.5 or 15043-inf, got {text[:40]!r}")
-    return int(found[1]), float(found[2])
+    """An argparse type."""
+    try:
+        return spelled.bias(text)
+    except SessionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

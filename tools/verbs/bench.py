@@ -10,6 +10,7 @@ measures one op on a GPU instead.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -127,11 +128,10 @@ def _tests(args: argparse.Namespace) -> list[Test]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Lengths; those under 0 are left out."""
-    try:
-        return [n for n in map(int, text.split(",")) if n >= 0]
-    except ValueError:
-        raise SessionError(f"lengths must be whole numbers with commas between, got {text[:40]!r}") from None
+    """Lengths with commas between. Raises SessionError."""
+    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:
+        raise SessionError(f"lengths must be from 0 on, whole numbers with commas between, got {text[:40]!r}")
+    return [int(n) for n in text.split(",")]
 
 
 def _rows(args: argparse.Namespace, model: Model, tests: list[Test], peer: Peer | None) -> Iterator[dict[str, Any]]:

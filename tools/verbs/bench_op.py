@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from graphrt.errors import BackendError, GraphError, UnsupportedError
 from graphrt.tools.bench.op_shapes import SETS, SHAPES, Shape, shapes_of, tiny
 from graphrt.tools.common import print_json, print_table, whole, write_text
+from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -46,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print a JSON object")
     add("--md", action="store_true", help="print a Markdown table")
-    add("-o", "--output-file", metavar="FILE", help="write the report there, and the plain table to the screen")
+    add(
+        "-o",
+        "--output-file",
+        type=OutputFile,
+        metavar="FILE",
+        help="write the report there, and the plain table to the screen",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

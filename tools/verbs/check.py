@@ -25,6 +25,7 @@ from graphrt.tools.common import (
     table_lines,
 )
 from graphrt.tools.inspect.subject import SUBJECT_HELP
+from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
     from graphrt.tools.check.report import Checked
@@ -57,7 +58,8 @@ def main(args: argparse.Namespace) -> int:
     if args.order:
         return _order(text, args)
     backend = planned(args.backend)
-    steps = check(text, backend, session_options(args), synthetic=bool(args.synthetic))
+    synthetic, rope = bool(args.synthetic), rope_options(args)
+    steps = check(text, backend, session_options(args), synthetic=synthetic, rope=rope)
     if args.json:
         print_json({"title": text, "backend": backend.name, "steps": [as_json(step) for step in steps]})
     else:
@@ -76,8 +78,8 @@ def _order(text: str, args: argparse.Namespace) -> int:
             f"--order checks the launches of the triton backend, got --backend {args.backend}; give triton-fast, whose "
             f"forms `graphrt run` uses, or triton, which is exact"
         )
-    options, synthetic = session_options(args), bool(args.synthetic)
-    steps = check_order(text, options, device_name=args.device, exact=exact, synthetic=synthetic)
+    options, synthetic, rope = session_options(args), bool(args.synthetic), rope_options(args)
+    steps = check_order(text, options, device_name=args.device, exact=exact, synthetic=synthetic, rope=rope)
     if args.json:
         print_json({"title": text, "device": args.device, "steps": [as_json(step) for step in steps]})
     else:

@@ -18,7 +18,6 @@ from graphrt.errors import SessionError
 from graphrt.tools.common import (
     Once,
     add_session_arguments,
-    check_writable,
     print_json,
     progress,
     say_written,
@@ -28,7 +27,9 @@ from graphrt.tools.common import (
     whole,
     write_text,
 )
-from graphrt.tools.inspect.subject import PHASES, SUBJECT_HELP, is_graph
+from graphrt.tools.inspect.subject import PHASES, SUBJECT_HELP, check_no_rope, is_graph
+from graphrt.tools.outputs import OutputFile
+from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
     from graphrt.models.model import Model
@@ -63,10 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--all", action="store_true", help="a table of every node, not only of those over their tolerance")
     add("--json", action="store_true", help="print a JSON object")
-    add("--svg", type=Path, metavar="FILE", help="draw the error by depth")
-    add("--overlay", type=Path, metavar="FILE", help="write errors by node, for `graphrt dump --overlay`")
+    add("--svg", type=OutputFile, metavar="FILE", help="draw the error by depth")
+    add("--overlay", type=OutputFile, metavar="FILE", help="write errors by node, for `graphrt dump --overlay`")
     saved = "write the first bad step with the reference's inputs, for `graphrt replay`; implies --resync"
-    add("--save", type=Path, metavar="FILE.npz", help=saved)
+    add("--save", type=OutputFile, metavar="FILE.npz", help=saved)
     add_session_arguments(parser, own_b=True)
 
 
@@ -123,22 +124,20 @@ def _check(args: argparse.Namespace, specs: list[SideSpec]) -> None:
         given = [flag for flag in ("prompt", "file", "tokens", "phase") if getattr(args, flag) is not None]
         if given:
             raise SessionError(f"--{given[0]} belongs to a model, {args.model[:200]!r} is a graph; leave it out")
-    if args.save is not None and args.save.suffix != ".npz":
+    if args.save is not None and Path(args.save).suffix != ".npz":
         raise SessionError(f"--save must end with .npz, got {str(args.save)[:80]!r}; replay reads it by that")
-    for path in (args.svg, args.overlay, args.save):
-        if path is not None:
-            check_writable(str(path))
 
 
 def _pair(args: argparse.Namespace, specs: list[SideSpec]) -> Pair:
     from graphrt.tools.diff.sides import Prompt, graph_pair, model_pair
 
     if args.model is not None and is_graph(args.model):
+        check_no_rope(args.model, rope_options(args))
         return graph_pair(args.model, specs, args.seed)
     prompt = Prompt(lambda model: _ids(model, args), args.phase or "prefill")
     with progress("reading the prompt", 3) as advance:
-        text = args.synthetic or args.model
-        return model_pair(text, specs, prompt, session_options(args), advance, synthetic=bool(args.synthetic))
+        text, synthetic, rope = args.synthetic or args.model, bool(args.synthetic), rope_options(args)
+        return model_pair(text, specs, prompt, session_options(args), advance, synthetic=synthetic, rope=rope)
 
 
 def _ids(model: Model, args: argparse.Namespace) -> list[int]:
@@ -176,7 +175,7 @@ def _save(args: argparse.Namespace, pair: Pair, report: Report) -> None:
     if first is None:
         print(f"nothing is over its tolerance: {args.save} is not written", file=sys.stderr)
         return
-    save_first(args.save, pair, first, report.title)
+    save_first(Path(args.save), pair, first, report.title)
     say_written(args.save)
     name = pair.other.title.partition(",")[0]
     print(f"saved: graphrt replay {args.save} -b {name}", file=sys.stderr)

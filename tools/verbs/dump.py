@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from graphrt.errors import SessionError
 from graphrt.tools.common import whole, write_text
 from graphrt.tools.inspect.subject import add_subject_arguments, subject_of
+from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
     from graphrt.tools.inspect.describe import GraphInfo
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=OutputFile,
         metavar="FILE",
         help="write there; with model-explorer each overlay too, FLOP and bytes among them, beside it",
     )
@@ -71,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     write_text(args.output, text)
     if args.format == "model-explorer":
-        _write_node_data(info, args.output, args.overlay)
+        _write_node_data(info, Path(args.output), args.overlay)
     return 0
 
 

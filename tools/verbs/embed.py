@@ -12,16 +12,16 @@ from graphrt.errors import SessionError
 from graphrt.tools.common import (
     MAX_THREADS,
     MODEL_HELP,
-    check_writable,
     load_model,
-    not_writable,
     print_json,
     print_table,
     read_text,
-    say_written,
     utf8,
     whole,
+    write_array,
 )
+from graphrt.tools.outputs import OutputFile
+from graphrt.tools.rope_flags import add_rope_arguments
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-p", "--prompt")
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-normalize", action="store_true", help="vectors as they are, not of length 1")
     parser.add_argument("--similarity", action="store_true", help="print the cosine of each pair of texts instead")
-    parser.add_argument("-o", "--output", metavar="F.npy", help="write the vectors, float32 [texts, n_embd], to a file")
+    parser.add_argument(
+        "-o", "--output", type=OutputFile, metavar="F.npy", help="write the vectors, float32 [texts, n_embd], to a file"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--exact", action="store_true", help="reference forms only")
     group = parser.add_argument_group("model")
@@ -52,14 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
     )
+    add_rope_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     from graphrt.models.embed import check_pooling, normalized
 
     texts = args.prompt or _lines(args.file)
-    if args.output:
-        check_writable(args.output)  # now, not after the work
     model = load_model(args, exact=args.exact)
     pooling = check_pooling(args.pooling, model.network.hp.pooling)
     if pooling == "none" and (args.similarity or args.output):
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         )
     rows = model.embed(texts, pooling, normalize=not args.no_normalize, n_batch=args.batch_size)
     if args.output:
-        _save(args.output, np.stack(rows))
+        write_array(args.output, np.stack(rows))
     cosines = None
     if args.similarity:
         units = normalized(np.stack(rows))
@@ -100,15 +101,6 @@ def _plain(values: npt.NDArray[np.float32] | None) -> list[Any] | None:
     if values.ndim > 1:
         return [_plain(row) for row in values]
     return [float(str(v)) for v in values]
-
-
-def _save(path: str, rows: npt.NDArray[np.float32]) -> None:
-    try:
-        with open(path, "wb") as out:
-            np.save(out, rows)
-    except OSError as error:
-        raise not_writable(path, error.strerror) from error
-    say_written(path)
 
 
 def _print_similarity(texts: list[str], cosines: npt.NDArray[np.float32]) -> None:

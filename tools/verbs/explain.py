@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphrt.errors import GraphError, SessionError
-from graphrt.tools.common import DEVICE_NAMES, check_writable, print_json, whole, write_text
+from graphrt.tools.common import DEVICE_NAMES, print_json, whole, write_text
 from graphrt.tools.inspect.subject import add_subject_arguments, subject_of
+from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that the cache holds before the step (default: as many as fit for decode, none for prefill)",
     )  # fmt: skip
     parser.add_argument("--device", metavar="NAME", help=f"plan for this GPU, which need not be here: {DEVICE_NAMES}")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw which program has which part of each tile")
+    parser.add_argument("--svg", type=OutputFile, metavar="FILE", help="draw which program has which part of each tile")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
@@ -45,10 +45,8 @@ def main(args: argparse.Namespace) -> int:
 
     if args.synthetic is not None and args.model is not None and args.node is None:
         args.model, args.node = None, args.model  # --synthetic took MODEL's place
-    if args.svg is not None:
-        if args.node is None:
-            raise SessionError("a picture is of one attention, got no NODE; name one, such as __fattn__-0")
-        check_writable(str(args.svg))
+    if args.svg is not None and args.node is None:
+        raise SessionError("a picture is of one attention, got no NODE; name one, such as __fattn__-0")
     device, backends = _device(args)
     found = explained(subject_of(args, backends), args.depth, device)
     node = explain_node.find_node(found, args.node) if args.node is not None else None

@@ -12,7 +12,6 @@ from graphrt.errors import SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
-    check_writable,
     load_model,
     print_json,
     progress,
@@ -21,13 +20,19 @@ from graphrt.tools.common import (
     whole,
     without_last_newline,
 )
+from graphrt.tools.outputs import OutputFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("-f", "--file", required=True, metavar="FILE", help="the text, - for standard input")
     parser.add_argument(
-        "-o", "--output", default="imatrix.gguf", metavar="FILE", help="the file to write (default: imatrix.gguf)"
+        "-o",
+        "--output",
+        type=OutputFile,
+        default="imatrix.gguf",
+        metavar="FILE",
+        help="the file to write (default: imatrix.gguf)",
     )
     parser.add_argument(
         "--chunks", type=whole(-1), default=-1, metavar="N", help="at most N chunks, -1: all (the default)"
@@ -35,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--process-output", action="store_true", help="the inputs of the output's weights too")
     parser.add_argument("--parse-special", action="store_true", help="text like <|im_start|> is a special token")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser, ctx_size=512, rope=True)
+    add_session_arguments(parser, ctx_size=512)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -44,7 +49,6 @@ def main(args: argparse.Namespace) -> int:
 
     if args.chunks == 0:
         raise SessionError("an importance matrix needs at least one chunk, got --chunks 0")
-    check_writable(args.output)  # now, not after the work
     text = without_last_newline(read_text(args.file))
     model = load_model(args, exact=False)
     options = session_options(args)

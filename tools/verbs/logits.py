@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-import numpy as np
-
 from graphrt.errors import SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
-    check_writable,
     load_model,
-    not_writable,
     print_json,
-    say_written,
     session_options,
+    write_array,
 )
+from graphrt.tools.outputs import OutputFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", required=True, metavar="1,2,3", help="token ids, as `graphrt tokenize --ids` prints them"
     )
-    parser.add_argument("-o", "--output", required=True, metavar="F.npy", help="the file to write")
+    parser.add_argument("-o", "--output", required=True, type=OutputFile, metavar="F.npy", help="the file to write")
     parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser, rope=True)
+    add_session_arguments(parser)
 
 
 def parse_ids(text: str) -> list[int]:
@@ -43,15 +40,9 @@ def parse_ids(text: str) -> list[int]:
 
 def main(args: argparse.Namespace) -> int:
     ids = parse_ids(args.tokens)
-    check_writable(args.output)  # now, not after the work
     model = load_model(args, exact=not args.fast)
     logits = model.logits(ids, session_options(args))
-    try:
-        with open(args.output, "wb") as out:
-            np.save(out, logits)
-    except OSError as error:
-        raise not_writable(args.output, error.strerror) from error
-    say_written(args.output)
+    write_array(args.output, logits)
     if args.json:
         print_json({"output": args.output, "shape": list(logits.shape)})
     else:

@@ -12,13 +12,13 @@ import argparse
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 from graphrt.errors import SessionError
 from graphrt.tools.common import print_json, session_options, write_text
 from graphrt.tools.inspect.subject import Subject, add_subject_arguments, subject_of
 from graphrt.tools.memory.limit import Fit, fits
 from graphrt.tools.memory.text import arena_bytes
+from graphrt.tools.outputs import OutputFile
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -33,9 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "backend that multiplies with the weights; exit code 1 if none does",
     )
     parser.add_argument("--cache-types", action="store_true", help="with --limit: the longest for each type of cache")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw when each tensor is alive and where it lies")
+    parser.add_argument(
+        "--svg", type=OutputFile, metavar="FILE", help="draw when each tensor is alive and where it lies"
+    )
     alive = "write the bytes alive in the arenas while each node runs, for `graphrt dump --overlay`"
-    parser.add_argument("--overlay", type=Path, metavar="FILE", help=alive)
+    parser.add_argument("--overlay", type=OutputFile, metavar="FILE", help=alive)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    add_session_arguments(parser, ctx_size=512, rope=True)
+    add_session_arguments(parser, ctx_size=512)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from graphrt.tools.common import (
     whole,
     without_last_newline,
 )
+from graphrt.tools.outputs import OutputFile
 from graphrt.tools.sampling import flags, logprobs
 from graphrt.tools.sampling.flags import add_output_arguments, add_text_arguments, output_options, text_options
 from graphrt.tools.sampling.flags import add_sampling_arguments as add_sampling_arguments
@@ -45,7 +46,7 @@ TEXT_FLAGS = ("-p", "--prompt", *flags.TEXT_FLAGS)
 #: Tokens that are made unless told.
 PREDICT = 256
 #: Where --profile writes unless told.
-TRACE = Path("graphrt-profile.json")
+TRACE = OutputFile("graphrt-profile.json")
 #: Decode steps that --profile measures unless told.
 PROFILE_STEPS = 16
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompt_cache.add_argument(parser)
     _add_profile_arguments(parser)
-    add_session_arguments(parser, rope=True)
+    add_session_arguments(parser)
     add_text_arguments(parser)
     add_output_arguments(parser)
     add_sampling_arguments(parser)
@@ -91,19 +92,19 @@ def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
     parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
     times = "with --profile: write microseconds by node of a decode step, for `graphrt dump --overlay`"
-    parser.add_argument("--profile-overlay", type=Path, metavar="FILE", help=times)
+    parser.add_argument("--profile-overlay", type=OutputFile, metavar="FILE", help=times)
     steps = f"decode steps that are profiled (default: {PROFILE_STEPS})"
     parser.add_argument("--profile-steps", type=whole(1, 1000), default=PROFILE_STEPS, metavar="N", help=steps)
 
 
-def _trace_path(text: str) -> Path:
+def _trace_path(text: str) -> OutputFile:
     """A file that can be made. Its ending keeps `--profile MODEL` from taking the model for it."""
     path = Path(text)
     if path.suffix != ".json":
         raise argparse.ArgumentTypeError(f"must end with .json, got {text[:80]!r}; give MODEL before --profile")
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"must lie in a folder that is there, got {text[:80]!r}")
-    return path
+    return OutputFile(text)
 
 
 @dataclass
@@ -161,7 +162,7 @@ def main(args: argparse.Namespace) -> int:
     tokens = _tokens(model, prompt, args)
     if args.parallel > 1:
         return _many(model, tokens, args)
-    start = prompt_cache.start(model, tokens, session_options(args), args.prompt_cache)
+    start = prompt_cache.start(model, tokens, session_options(args), args.prompt_cache and Path(args.prompt_cache))
     session = start.session
     for sentence in session.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
@@ -211,7 +212,7 @@ def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) 
     from graphrt.tools.profile.report import as_json, lines
     from graphrt.tools.profile.session import profile_session
 
-    phases = profile_session(session, tokens, args.profile_steps, args.profile)
+    phases = profile_session(session, tokens, args.profile_steps, Path(args.profile))
     if args.profile_overlay is not None:
         write_overlay(args.profile_overlay, time_by_node(phases[-1]))
     if not args.json:

@@ -17,6 +17,7 @@ from typing import Any
 from graphrt import private_files
 from graphrt.errors import GraphError, HubError
 from graphrt.tools.common import DEVICE_NAMES, progress, whole, write_text
+from graphrt.tools.outputs import OutputFile
 
 _MOST_STATE_BYTES = 64 << 20  # of the names that --rerun-failed runs again
 MODES = ("test", "perf", "grad", "support")
@@ -59,7 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--output", default="console", choices=("console", "json", "csv", "junit", "md"), help="md: support only")
     add("--json", action="store_const", dest="output", const="json", help="the same as --output json")
-    add("-O", "--output-file", metavar="FILE", help="write the report there, and the console's to the screen")
+    add(
+        "-O",
+        "--output-file",
+        type=OutputFile,
+        metavar="FILE",
+        help="write the report there, and the console's to the screen",
+    )
     add("-v", "--verbose", action="store_true", help="list what passed too")
     add("--save", metavar="DIR", help="write each failed case there, for `graphrt replay`")
 
@@ -109,8 +116,10 @@ def _test(args: argparse.Namespace) -> int:
     from graphrt.tools.conformance.run.step import BAD
 
     source = source_of(args)
-    if args.time_limit <= 0:
+    if not args.time_limit > 0:  # nor NaN
         raise GraphError(f"--time-limit must be over 0 seconds, got {args.time_limit:g}")
+    if args.save is not None and Path(args.save).exists() and not Path(args.save).is_dir():
+        raise GraphError(f"--save needs a folder, {args.save[:200]!r} is a file; name another, which is made")
     everything = list(source.cases())
     index = {id(case): i for i, case in enumerate(everything)}
     chosen = pick(everything, args.op, args.params)

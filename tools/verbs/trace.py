@@ -12,16 +12,16 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphrt import whole_files
 from graphrt.errors import MemoryPlanError, SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
     Once,
     add_session_arguments,
-    check_writable,
     load_model,
     print_json,
     printable,
@@ -31,6 +31,7 @@ from graphrt.tools.common import (
     utf8,
 )
 from graphrt.tools.inspect.subject import PHASES
+from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
     from graphrt.models.model import Model
@@ -72,12 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--values", action="store_true", help="values and sums, as llama-eval-callback prints them")
     first = "say which node makes the first NaN or infinity, and exit with 1 if there is one"
     parser.add_argument("--first-nan", action="store_true", help=first)
-    parser.add_argument("-o", "--output", metavar="FILE.npz", help="save the values under the nodes' names")
+    parser.add_argument(
+        "-o", "--output", type=OutputFile, metavar="FILE.npz", help="save the values under the nodes' names"
+    )
     largest = "write each node's largest magnitude, for `graphrt dump --overlay`"
-    parser.add_argument("--overlay", type=Path, metavar="FILE", help=largest)
+    parser.add_argument("--overlay", type=OutputFile, metavar="FILE", help=largest)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--exact", action="store_true", help="trace the reference forms")
-    add_session_arguments(parser, rope=True)
+    add_session_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -103,13 +106,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises SessionError, before the work, for options that can't go together and a file that can't be written."""
-    if args.output is not None:
-        if Path(args.output).suffix != ".npz":
-            raise SessionError(f"-o must end with .npz, got {args.output[:80]!r}; numpy.load() reads it by that")
-        check_writable(args.output)
-    if args.overlay is not None:
-        check_writable(str(args.overlay))
+    """Raises SessionError, before the work, for options that can't go together."""
+    if args.output is not None and Path(args.output).suffix != ".npz":
+        raise SessionError(f"-o must end with .npz, got {args.output[:80]!r}; numpy.load() reads it by that")
     if args.first_nan and args.filter and not (args.stats or args.values or args.output):
         raise SessionError(
             "--first-nan looks through every node, and --filter has no say in it; leave --filter out, or add --stats "
@@ -295,18 +294,21 @@ def _read(
 
 
 class _Archive:
-    """A .npz file that is written value by value. path: None for none."""
+    """A .npz file that is written value by value, and takes its place when it is whole. path: None for none."""
 
     def __init__(self, path: str | None) -> None:
-        self._zip = None if path is None else zipfile.ZipFile(path, "w")
+        self._files = ExitStack()
+        self._zip: zipfile.ZipFile | None = None
+        if path is not None:
+            out = self._files.enter_context(whole_files.writing(path))
+            self._zip = self._files.enter_context(zipfile.ZipFile(out, "w"))
         self._names: dict[str, int] = {}
 
     def __enter__(self) -> _Archive:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._zip is not None:
-            self._zip.close()
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
 
     def add(self, name: str, values: Values, whole: bool) -> None:
         """Values as float32, whole numbers as int64. A name that comes again gets #2, #3 and so on."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from graphrt.errors import GraphrtError
 from graphrt.tools.common import print_json, print_table, progress, write_text
+from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
     from graphrt.backends.triton.kernels.flash_attn.configs import Config
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-d", "--head-size", type=int, choices=HEAD_SIZES, action="append", help="only these (default: all)")
     add("--kind", choices=tuple(TYPES), action="append", help="only these kinds of K and V (default: all)")
     add("--tiny", action="store_true", help="small shapes and few configurations, to try this out")
-    add("-o", "--output-file", metavar="FILE", help="write the rows there too")
+    add("-o", "--output-file", type=OutputFile, metavar="FILE", help="write the rows there too")
     add("--json", action="store_true", help="print a JSON object")
 
 

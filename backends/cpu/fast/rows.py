@@ -135,12 +135,13 @@ def _quantize_q4_0(f: Fn, block: Val, source: Val, lo: Val, hi: Val) -> None:
 def _build_set_rows(f: Fn, to: str, index: str) -> None:
     src, idx, dst, n_rows, n = f.args("src", "idx", "dst", "n_rows", "n")
     src_nb, dst_nb, n_dst = f.args("src_nb", "dst_nb", "n_dst")
+    n_idx, per_matrix, matrix_nb = f.args("n_idx", "per_matrix", "matrix_nb")
     block = TYPES[to]
     start, stop = f.share(n_rows)
     with f.range(start, stop) as r:
-        row = load_index(f, idx + r * INDEX_BYTES[index], index)
+        row = load_index(f, idx + r % n_idx * INDEX_BYTES[index], index)
         with f.if_(in_range(f, row, n_dst)):
-            source, target = src + r * src_nb, dst + row * dst_nb
+            source, target = src + r * src_nb, dst + r // per_matrix * matrix_nb + row * dst_nb
             if block.is_plain:
                 f.elements(
                     n,
@@ -164,7 +165,7 @@ def set_rows_kernel(to: str, index: str) -> Kernel:
         raise ValueError(f"rows can be written as {', '.join(SET_ROWS_TYPES)}, got {to!r}")
     return Kernel(
         f"set_rows_{to}_{index}",
-        ("src", "idx", "dst", "n_rows", "n", "src_nb", "dst_nb", "n_dst"),
+        ("src", "idx", "dst", "n_rows", "n", "src_nb", "dst_nb", "n_dst", "n_idx", "per_matrix", "matrix_nb"),
         lambda f: _build_set_rows(f, to, index),
     )
 
@@ -181,14 +182,21 @@ def set_rows(
     src_nb: int,
     dst_nb: int,
     n_dst: int,
+    n_idx: int,
+    per_matrix: int,
+    matrix_nb: int,
 ) -> Step:
-    """dst[idx[r]] = src[r], f32 -> `to`: "f32", "f16", "bf16", "q8_0" or "q4_0", the same bytes that gguf writes.
+    """dst[m, idx[r mod n_idx]] = src[r], f32 -> `to`: "f32", "f16", "bf16", "q8_0" or "q4_0", as gguf writes them.
 
-    src: n_rows rows of n f32; idx: n_rows of type `index` ("i32" or "i64"). An index outside [0, n_dst) is skipped,
-    so that a wrong one cannot write outside the cache. Two equal indices: either may win.
+    src: n_rows rows of n f32; idx: n_idx of type `index` ("i32" or "i64"); dst: matrices of n_dst rows, matrix_nb bytes
+    apart, of which m = r div per_matrix is the one for row r. An index outside [0, n_dst) is skipped, so that a wrong
+    one cannot write outside the cache. Two equal indices: either may win.
     """
     if not TYPES[to].is_plain and n % 32:
         raise ValueError(f"a row of {to} must hold whole blocks of 32 values, got {n}")
     kernel = set_rows_kernel(to, index)
-    block = kernel.pack(src=src, idx=idx, dst=dst, n_rows=n_rows, n=n, src_nb=src_nb, dst_nb=dst_nb, n_dst=n_dst)
+    block = kernel.pack(
+        src=src, idx=idx, dst=dst, n_rows=n_rows, n=n, src_nb=src_nb, dst_nb=dst_nb, n_dst=n_dst, n_idx=n_idx,
+        per_matrix=per_matrix, matrix_nb=matrix_nb,
+    )  # fmt: skip
     return Step([Entry(kernel, block)], n_rows * n * 6)

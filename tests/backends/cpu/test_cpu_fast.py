@@ -203,7 +203,7 @@ def test_set_rows_writes_gguf_bytes(name: str, index: str, mem: Memory, rng: np.
     cache = mem.put(np.full((n_dst, want.shape[1] + 4), 0x5A, np.uint8))
     run(fast.set_rows(
         name, index, src=at(source), idx=at(idx), dst=at(cache), n_rows=5, n=n, src_nb=4 * n,
-        dst_nb=cache.shape[1], n_dst=n_dst,
+        dst_nb=cache.shape[1], n_dst=n_dst, n_idx=5, per_matrix=5, matrix_nb=0,
     ))  # fmt: skip
     expected = np.full_like(cache, 0x5A)
     for r, i in enumerate(idx):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.tiny import write_model
 
 from graphrt import Graph, Tensor, get_backend, new_input, ops, prepare
 from graphrt.backends.cpu import fast
@@ -19,6 +20,8 @@ if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
 from graphrt.backends.cpu import products
 from graphrt.backends.cpu.fast import jit, pool
+from graphrt.models import load
+from graphrt.models.engine import Engine, SessionOptions
 from graphrt.testing import dequantize, nmse, quantize
 
 SMALL, LARGE, THREADS = 1, 1 << 30, 4
@@ -415,6 +418,15 @@ def test_a_thread_that_begins_inside_a_token_rotates_by_its_angles() -> None:
         rotated(1, y.copy(), others)
         rotated(parts, y, pos)
         assert nmse(y, turned) < 1e-12
+
+
+@pytest.mark.parametrize("n_seq", [1, 3])
+def test_a_step_of_several_sequences_is_one_native_program(tmp_path: Path, n_seq: int) -> None:
+    """What is not native ends a program, and each program has to wake the threads."""
+    model = load(write_model(tmp_path / "m.gguf", "llama"), "cpu")
+    engine = Engine(model.decoder, model.backends, SessionOptions(n_ctx=64, n_batch=n_seq), n_seq)
+    (split,) = engine.executable(1, n_seq).splits
+    assert [step.runner for step in split.run.steps if not step.runner.startswith("native ")] == []
 
 
 def test_indices_that_matrices_share_are_dealt_out_in_turn() -> None:

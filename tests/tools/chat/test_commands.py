@@ -126,7 +126,7 @@ def test_set(model: Model) -> None:
     )  # fmt: skip
     assert conversation.settings == Settings(SamplerParams(temp=0.5, top_k=7), -1, False)
     assert screen.said[:5] == ["temp     0.5", "top_k    7", "markdown  off", "predict  -1", "seed     -1"]
-    shown = dict(line.split() for line in screen.said[5].splitlines())
+    shown = dict(line.split(maxsplit=1) for line in screen.said[5].splitlines())
     assert shown["temp"] == "0.5" and shown["markdown"] == "off" and shown["min_p"] == "0.05" and len(shown) > 12
     for error, words in zip(
         screen.warned,
@@ -135,6 +135,37 @@ def test_set(model: Model) -> None:
     ):  # fmt: skip
         assert words in error
     assert len(screen.warned) == 8
+
+
+def test_set_of_several_values(model: Model, tmp_path: Path) -> None:
+    conversation = talk(model)
+    screen = chat(
+        conversation, "/set logit_bias", "/set logit_bias 5+1.5 7-inf", "/set logit_bias 5", "/set logit-bias=4-2",
+        "/set dry_sequence_breaker", r"/set dry_sequence_breaker = . \n a\x20b = \x00 é",
+        f"/save {tmp_path / 'a.json'}",
+    )  # fmt: skip
+    said = [line.split(maxsplit=1)[1] for line in screen.said[:-1]]
+    assert said == ["none", "5+1.5 7-inf", "4-2.0", r'\n : " *', r". \n a\x20b = \x00 é"]
+    assert screen.warned == ["a bias must be as 15043+1, 15043-1.5 or 15043-inf, got '5'"]
+    breakers = (".", "\n", "a b", "=", "\0", "é")
+    assert conversation.settings.sampling == SamplerParams(0.0, logit_bias={4: -2.0}, dry_sequence_breaker=breakers)
+    other = talk(model)
+    chat(other, f"/load {tmp_path / 'a.json'}")
+    assert other.settings == conversation.settings
+    chat(other, "/set logit_bias none", "/set dry_sequence_breaker none")
+    assert other.settings.sampling == SamplerParams(0.0, dry_sequence_breaker=())
+    assert chat(other, r"/set dry_sequence_breaker \x6eone").said[0].split()[1] == r"\x6eone"
+    assert list(other.settings.sampling.dry_sequence_breaker) == ["none"]
+
+
+def test_a_bias_changes_the_answers(model: Model) -> None:
+    conversation = talk(model, predict=1)
+    chat(conversation, "hello")
+    (made,) = conversation.session.unread
+    chat(conversation, "/clear", f"/set logit_bias {made}-inf", "hello")
+    assert conversation.session.unread != [made]
+    screen = chat(conversation, "/set logit_bias 99999+1", "hello")
+    assert "must name token ids, 0 to 328, got 99999" in screen.warned[0]
 
 
 def test_stats(model: Model) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from support.talks import EOS, FakeScreen, answer, says, talk
 from support.tiny import CHAT, write_model
 
@@ -17,6 +21,7 @@ from graphrt.models.session import Session
 from graphrt.tools.chat.conversation import STOPPED, Conversation
 from graphrt.tools.chat.loop import converse
 from graphrt.tools.chat.saved import Turn, messages_of
+from graphrt.tools.chat.terminal import Terminal
 
 #: Leaves thinking out of older answers, as templates of models that think do.
 FORGETFUL = CHAT.replace("{{ m.content }}", "{{ m.content.split('!')[-1] }}")
@@ -180,6 +185,28 @@ def test_turns_leave_while_an_answer_is_made(model: Model, monkeypatch: pytest.M
     alone = talk(model, n_ctx=256)
     alone.turns = conversation.turns[conversation.first : -1]
     assert conversation.session.tokens == [*prompt_of(alone, "go on"), *made, EOS]
+
+
+def test_rates_where_turns_leave_while_an_answer_is_made(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read again is reading, at the tokens/s of reading; a look at this clock takes a second."""
+    conversation = talk(model, n_ctx=160, predict=6)
+    for i in range(3):
+        answer(conversation, f"sea {i}")
+    seconds = itertools.count()
+    monkeypatch.setattr("graphrt.tools.chat.conversation.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    says(monkeypatch, model, [*(300 + i % 20 for i in range(60)), EOS])
+    conversation.settings = conversation.settings.changed("predict", "-1")
+    answer(conversation, "go on")
+    figures = conversation.answers[-1]
+    assert figures.n_readings == 2
+    assert figures.read_rate == figures.n_read / 2 and figures.made_rate == 1.0 and figures.n_alone == 59
+    out = io.StringIO()
+    terminal = Terminal.__new__(Terminal)  # without its line editor, which needs a terminal
+    monkeypatch.setattr(terminal, "_console", Console(file=out, width=40), raising=False)
+    terminal.figures(figures, 100, 160)
+    assert f"read {figures.n_read} tokens in 2 parts, " in out.getvalue()
+    terminal.say("the context of 512 tokens was full: the model no longer sees 7 turns")
+    assert "\nthe context of 512 tokens was full: the \nmodel no longer sees" in out.getvalue(), "words stay whole"
 
 
 def test_an_answer_that_fills_the_context_alone_ends(model: Model) -> None:

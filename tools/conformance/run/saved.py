@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphrt import whole_files
 from graphrt.dtypes import TYPES
 from graphrt.errors import GraphError
 from graphrt.graph import Graph
@@ -61,7 +62,7 @@ def save_failure(path: Path, inputs: Inputs, expected: Array, actual: Array | No
     if actual is not None:
         arrays["actual"] = actual
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    with whole_files.writing(path) as file:
         np.savez_compressed(file, about=np.array(json.dumps(plain(about))), expected=expected, **arrays)  # type: ignore[arg-type]
 
 

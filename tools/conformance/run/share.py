@@ -132,7 +132,7 @@ class Sharing:
 
 def main(args: argparse.Namespace) -> int:
     """Exit code 1 when a run differed, a process failed, or nothing ran."""
-    if args.seconds <= 0:
+    if not args.seconds > 0:  # nor NaN
         raise GraphError(f"--seconds must be over 0, got {args.seconds:g}")
     given = [args.from_model, args.test_file, args.cases, args.graphs]
     if args.graphs:
