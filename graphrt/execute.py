@@ -190,8 +190,8 @@ def _read_inputs(graph: Graph) -> dict[Tensor, None]:
     read: dict[Tensor, None] = {}
     for node in graph.nodes:
         spec = op_spec(node.op)
-        for i, source in enumerate(node.src):
-            if source is not None and not spec.is_view and i != spec.writes:
+        for name, source in node.sources_by_name().items():
+            if not spec.is_view and name != spec.writes:
                 read[made_by(source)] = None
     read |= {made_by(output): None for output in graph.outputs}
     return {leaf: None for leaf in graph.inputs if leaf in read and leaf.buffer is None}
@@ -317,9 +317,8 @@ def _takeable(node: Tensor) -> tuple[object, ...]:
     roots = [s.root for s in node.sources()]
     return tuple(
         source.root
-        for i in op_spec(node.op).inplace
-        if i < len(node.src) and (source := node.src[i]) is not None
-        and source.nb == node.nb and source.ne == node.ne and source.view_offs == 0
+        for name, source in node.sources_by_name().items()
+        if name in op_spec(node.op).inplace and source.nb == node.nb and source.ne == node.ne and source.view_offs == 0
         and source.root.nbytes == node.nbytes and roots.count(source.root) == 1 and not source.root.flags & Flag.INPUT
     )  # fmt: skip
 

@@ -18,16 +18,12 @@ from graphrt.tensor import Tensor
 
 def added_to(t: Tensor, total: Tensor) -> Tensor:
     """What an ADD of `t` and another tensor adds to it."""
-    other = total.src[1] if total.src[0] is t else total.src[0]
-    assert other is not None
-    return other
+    return total["b"] if total["a"] is t else total["a"]
 
 
-def is_row(weight: Tensor | None, of: Tensor) -> bool:
+def is_row(weight: Tensor, of: Tensor) -> bool:
     """`weight` is one contiguous f32 row as long as `of`'s."""
-    return (
-        weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
-    )
+    return weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
 
 
 def is_bias(t: Tensor, of: Tensor) -> bool:
@@ -72,7 +68,7 @@ class Nodes:
 def scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
     """The MUL by a row of weights that alone reads a norm."""
     scaled = nodes.only_reader(norm)
-    if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not is_row(scaled.src[1], norm):
+    if scaled is None or scaled.op != "MUL" or scaled["a"] is not norm or not is_row(scaled["b"], norm):
         return None
     return scaled
 

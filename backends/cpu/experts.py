@@ -17,8 +17,8 @@ from graphrt.tensor import Tensor
 
 def expert_weight(node: Tensor) -> Tensor | None:
     """The quantized weights of a MUL_MAT_ID of few tokens, whose activations may be rounded; else None."""
-    experts, x, _ = node.sources()
-    few = node.ne[2] <= fast.MAX_TOKENS and rows_of(x) is not None and experts.has_contiguous_rows
+    experts = node["weights"]
+    few = node.ne[2] <= fast.MAX_TOKENS and rows_of(node["x"]) is not None and experts.has_contiguous_rows
     return experts if few and experts.dtype.name in fast.CODE_TYPES else None
 
 
@@ -26,8 +26,8 @@ def mul_mat_id(low: Lowering, nodes: list[Tensor]) -> Any | None:
     """MUL_MAT_ID, alone or with ADD_ID of the same experts: native steps or a function.
 
     None for types and layouts that the native kernels don't read."""
-    out, (experts, x, ids) = nodes[-1], nodes[0].sources()
-    bias = nodes[1].src[1] if len(nodes) == 2 else None
+    out, (experts, x, ids) = nodes[-1], (nodes[0][name] for name in ("weights", "x", "ids"))
+    bias = nodes[1]["bias"] if len(nodes) == 2 else None
     known = experts.dtype.name in fast.TYPES and experts.has_contiguous_rows
     if not known or not x.has_contiguous_rows:
         return None

@@ -20,7 +20,7 @@ def matmul_add(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT, then ADD of a residual of the same shape."""
     for product in nodes.of("MUL_MAT"):
         total = nodes.only_reader(product)
-        if total is None or total.op != "ADD" or total.src[0] is total.src[1]:
+        if total is None or total.op != "ADD" or total["a"] is total["b"]:
             continue
         residual = added_to(product, total)
         if residual.ne == product.ne and residual.dtype.name == "f32":
@@ -30,11 +30,11 @@ def matmul_add(nodes: Nodes) -> Iterator[Group]:
 def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT of one x, then GLU of both: gate and up of a feed-forward."""
     for out in nodes.of("GLU"):
-        gate, up = (*out.src, None)[:2]
-        if gate is None or up is None or gate is up or gate.op != "MUL_MAT" or up.op != "MUL_MAT":
+        gate, up = out["gate"], out["value"]
+        if up is None or gate is up or gate.op != "MUL_MAT" or up.op != "MUL_MAT":
             continue
         alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
-        same_x = gate.src[1] is up.src[1] and gate.ne == up.ne
+        same_x = gate["x"] is up["x"] and gate.ne == up.ne
         if alone and same_x and out.params.kind in ("swiglu", "geglu", "reglu"):
             yield Group([gate, up, out], kernel="gate_up_glu")
 
@@ -43,11 +43,10 @@ def mul_mat_id_add_id(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT_ID, then ADD_ID of the biases of the same experts."""
     for product in nodes.of("MUL_MAT_ID"):
         total = nodes.only_reader(product)
-        if total is None or total.op != "ADD_ID" or total.src[0] is not product or total.src[2] is not product.src[2]:
+        if total is None or total.op != "ADD_ID":
             continue
-        experts, bias = product.src[0], total.src[1]
-        assert experts is not None and bias is not None
-        if bias.has_contiguous_rows and bias.ne[1] == experts.ne[2]:
+        bias, same = total["bias"], total["a"] is product and total["ids"] is product["ids"]
+        if same and bias.has_contiguous_rows and bias.ne[1] == product["weights"].ne[2]:
             yield Group([product, total], kernel="mul_mat_id_add_id")
 
 

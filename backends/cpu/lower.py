@@ -32,9 +32,9 @@ def lower(low: Lowering, group: Group) -> Any | None:
 
 def norm_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
     norm, out = nodes[0], nodes[-1]
-    x, weight = norm.src[0], out.src[1] if len(nodes) == 2 else None
+    x, weight = norm["a"], out["b"] if len(nodes) == 2 else None
     source, target = rows_of(x), rows_of(out)
-    if source is None or target is None or x is None:
+    if source is None or target is None:
         return None
     return [
         fast.rms_norm(
@@ -45,12 +45,12 @@ def norm_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
 
 
 def _elementwise(
-    low: Lowering, op: str, out: Tensor, a: Tensor | None, b: Tensor | None = None, s0: float = 0.0, s1: float = 0.0
+    low: Lowering, op: str, out: Tensor, a: Tensor, b: Tensor | None = None, s0: float = 0.0, s1: float = 0.0
 ) -> Any | None:
     """op over rows; b has a's shape or is one row for all."""
     left, target = rows_of(a), rows_of(out)
     right = rows_of(b) if b is not None else (0, 0)
-    if left is None or right is None or target is None or a is None or out.ne != a.ne:
+    if left is None or right is None or target is None or out.ne != a.ne:
         return None
     if b is not None and b.ne != a.ne and b.ne != (a.ne[0], 1, 1, 1):
         return None
@@ -65,38 +65,38 @@ def _elementwise(
 
 def add_or_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    return _elementwise(low, out.op.lower(), out, out.src[0], out.src[1])
+    return _elementwise(low, out.op.lower(), out, out["a"], out["b"])
 
 
 def scale(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    return _elementwise(low, "scale", out, out.src[0], s0=out.params.scale, s1=out.params.bias)
+    return _elementwise(low, "scale", out, out["a"], s0=out.params.scale, s1=out.params.bias)
 
 
 def softcap(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    return _elementwise(low, "softcap", nodes[-1], nodes[0].src[0], s0=nodes[-1].params.scale)
+    return _elementwise(low, "softcap", nodes[-1], nodes[0]["a"], s0=nodes[-1].params.scale)
 
 
 def unary(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
     known = out.params.kind in ("silu", "gelu", "relu")
-    return _elementwise(low, out.params.kind, out, out.src[0]) if known else None
+    return _elementwise(low, out.params.kind, out, out["a"]) if known else None
 
 
 def glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    if len(out.src) < 2 or out.src[1] is None:
+    gate, value = out["gate"], out["value"]
+    if value is None:
         return None
     if out.params.kind == "swiglu_oai":
         p = out.params
-        return _elementwise(low, "swiglu_oai", out, out.src[0], out.src[1], s0=p.alpha, s1=p.limit)
-    return _elementwise(low, f"{ACTIVATIONS[out.params.kind]}_glu", out, out.src[0], out.src[1])
+        return _elementwise(low, "swiglu_oai", out, gate, value, s0=p.alpha, s1=p.limit)
+    return _elementwise(low, f"{ACTIVATIONS[out.params.kind]}_glu", out, gate, value)
 
 
 def rope(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    x, positions, factors = (*out.src, None)[:3]
-    assert x is not None and positions is not None
+    x, factors = out["a"], out["factors"]
     constant = factors is None or (factors.buffer is not None and factors.is_contiguous)
     if x.dtype.name != "f32" or x.ne[3] != 1 or not x.has_contiguous_rows or not constant:
         return None
@@ -104,7 +104,7 @@ def rope(low: Lowering, nodes: list[Tensor]) -> Any | None:
     theta, magnitude = rope_frequencies(out.params, divide_by)
     return [
         fast.rope(
-            y=low.at(out), x=low.at(x), pos=low.at(positions), freq=low.array(theta, np.float64),
+            y=low.at(out), x=low.at(x), pos=low.at(out["positions"]), freq=low.array(theta, np.float64),
             head_dim=x.ne[0], n_dims=out.params.n_dims, neox=out.params.mode == "neox", n_head=x.ne[1], n_tok=x.ne[2],
             x_nb1=x.nb[1], x_nb2=x.nb[2], y_nb1=out.nb[1], y_nb2=out.nb[2], mscale=magnitude,
         )
@@ -113,8 +113,7 @@ def rope(low: Lowering, nodes: list[Tensor]) -> Any | None:
 
 def get_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    table, ids = out.src
-    assert table is not None and ids is not None
+    table, ids = out["table"], out["ids"]
     flat = table.ne[2] == table.ne[3] == 1 and ids.is_contiguous and table.has_contiguous_rows
     if not flat or table.dtype.name not in fast.TYPES:
         return None
@@ -128,8 +127,7 @@ def get_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
 
 def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    rows, ids, target = out.src
-    assert rows is not None and ids is not None and target is not None
+    rows, ids, target = out["rows"], out["ids"], out["target"]
     lies = rows_of(rows)
     flat = target.ne[2] == target.ne[3] == 1 and ids.is_contiguous
     if lies is None or not flat or target.dtype.name not in fast.SET_ROWS_TYPES:
@@ -144,8 +142,7 @@ def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
 
 def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    cells, pos = out.src
-    assert cells is not None and pos is not None
+    cells, pos = out["cells"], out["pos"]
     return [
         fast.kq_mask(
             dst=low.at(out), cells=low.at(cells), pos=low.at(pos), n_cells=out.ne[0], n_tokens=out.ne[1],
@@ -157,10 +154,9 @@ def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
 
 def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
     (out,) = nodes
-    q, k, v, mask, sinks = (*out.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+    q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     if q.ne[1] > fast.MAX_TOKENS:
-        return _flash_attn_large(low, out, q, k, v, mask, sinks)
+        return _flash_attn_large(low, out)
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
     if not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
@@ -172,17 +168,16 @@ def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
             n_head_kv=k.ne[2], n_seq=q.ne[3], q=low.at(q), q_nb=q.nb[1:], k=low.at(k), k_nb=k.nb[1:], v=low.at(v),
             v_nb=v.nb[1:], out=low.at(out), out_nb=out.nb[1:], scale=p.scale, mask=low.at(mask),
             mask_nb=mask.nb[1:] if mask is not None else (0, 0, 0), mask_ne=mask.ne[2:] if mask is not None else (1, 1),
-            softcap=p.softcap, sinks=low.at(sinks), slopes=slopes,
+            softcap=p.softcap, sinks=low.at(out["sinks"]), slopes=slopes,
         )
     ]  # fmt: skip
 
 
-def _flash_attn_large(
-    low: Lowering, out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
-) -> Callable[[], None] | None:
+def _flash_attn_large(low: Lowering, out: Tensor) -> Callable[[], None] | None:
     """Many queries. Sinks, a mask of each head's own and quantized caches are left to the reference."""
+    q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     plain = not (k.dtype.is_quantized or v.dtype.is_quantized)
-    if sinks is not None or not plain or (mask is not None and mask.ne[2] != 1):
+    if out["sinks"] is not None or not plain or (mask is not None and mask.ne[2] != 1):
         return None
     looks = low.look(q), low.look(k), low.look(v)
     seen = low.look(mask) if mask is not None else None

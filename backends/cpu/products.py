@@ -10,6 +10,7 @@ import torch
 
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.lowering import Lowering, rows_of
+from graphrt.fusion import added_to
 from graphrt.tensor import Tensor
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -26,8 +27,7 @@ SLICE_BYTES = 4 * 2**20
 
 def _product(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
     """Weights, activations and the number of tokens of a MUL_MAT that is one matrix times rows; else None."""
-    weight, x = t.src[0], t.src[1]
-    assert weight is not None and x is not None
+    weight, x = t["weights"], t["x"]
     rows = rows_of(x)
     plain = weight.ne[2] == weight.ne[3] == 1 and weight.has_contiguous_rows and weight.dtype.name in fast.TYPES
     return (weight, x, rows[0]) if plain and rows is not None else None
@@ -44,7 +44,7 @@ def matmul(low: Lowering, nodes: list[Tensor]) -> Any | None:
     product, out = nodes[0], nodes[-1]
     residual = None
     if len(nodes) == 2:
-        residual = out.src[1] if out.src[0] is product else out.src[0]
+        residual = added_to(product, out)
     found, extra = _product(product), rows_of(residual) if residual is not None else (0, 0)
     if found is None or extra is None:
         return None
@@ -103,7 +103,7 @@ def _product_into(
 
 def _glu_large(low: Lowering, nodes: list[Tensor], act: str) -> Any:
     gate, up, out = nodes
-    (w_gate, x), (w_up, _) = gate.sources(), up.sources()
+    w_gate, w_up, x = gate["weights"], up["weights"], gate["x"]
     halves = low.temporary("gate", x.n_rows, out.ne[0]), low.temporary("up", x.n_rows, out.ne[0])
     join = fast.elementwise(
         f"{act}_glu", y=low.at(out), a=halves[0].data_ptr(), b=halves[1].data_ptr(), n_rows=x.n_rows, n=out.ne[0],

@@ -25,8 +25,7 @@ def _is_product(node: Tensor) -> bool:
     """MUL_MAT of one matrix of weights with contiguous f32 rows."""
     if node.op != "MUL_MAT":
         return False
-    w, x = node.src[0], node.src[1]
-    assert w is not None and x is not None
+    w, x = node["weights"], node["x"]
     plain = w.ne[2] == w.ne[3] == 1 and x.ne[2] == x.ne[3] == 1 and x.dtype.name == "f32" and x.is_contiguous
     return plain and w.is_leaf and w.is_contiguous
 
@@ -38,7 +37,7 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
         if scaled is None:
             continue
         total = nodes.only_reader(scaled)
-        if total is not None and total.op == "ADD" and total.ne == scaled.ne and total.src[0] is not total.src[1]:
+        if total is not None and total.op == "ADD" and total.ne == scaled.ne and total["a"] is not total["b"]:
             yield Group([norm, scaled, total], kernel="norm_mul_add")
         else:
             yield Group([norm, scaled], kernel="norm_mul", private=_private(nodes, scaled))
@@ -49,7 +48,7 @@ def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
     for norm in nodes.of("RMS_NORM"):
         scaled = scaled_by_row(nodes, norm)
         total = nodes.only_reader(scaled) if scaled is not None else None
-        if scaled is None or total is None or not _are_whole_rows(norm.src[0]):
+        if scaled is None or total is None or not _are_whole_rows(norm["a"]):
             continue
         following = _norm_of_sum(nodes, total)
         if following is not None:
@@ -70,19 +69,19 @@ def add_norm(nodes: Nodes) -> Iterator[Group]:
 
 def _norm_of_sum(nodes: Nodes, total: Tensor) -> tuple[Tensor, Tensor] | None:
     """RMS_NORM and MUL of an ADD of f32 rows without gaps."""
-    if total.op != "ADD" or total.src[0] is total.src[1] or total.ne[0] > MAX_SUM:
+    if total.op != "ADD" or total["a"] is total["b"] or total.ne[0] > MAX_SUM:
         return None
     if not all(_are_whole_rows(s) and s.ne == total.ne for s in total.sources()):
         return None
     for norm in nodes.readers(total):
-        scaled = scaled_by_row(nodes, norm) if norm.op == "RMS_NORM" and norm.src[0] is total else None
+        scaled = scaled_by_row(nodes, norm) if norm.op == "RMS_NORM" and norm["a"] is total else None
         if scaled is not None:
             return norm, scaled
     return None
 
 
-def _are_whole_rows(t: Tensor | None) -> bool:
-    return t is not None and t.dtype.name == "f32" and t.is_contiguous
+def _are_whole_rows(t: Tensor) -> bool:
+    return t.dtype.name == "f32" and t.is_contiguous
 
 
 def _private(nodes: Nodes, x: Tensor) -> list[Tensor]:
@@ -92,21 +91,21 @@ def _private(nodes: Nodes, x: Tensor) -> list[Tensor]:
     """
     readers = nodes.readers(x)
     alone = bool(readers) and nodes.only_as_it_is(x) and x.ne[0] % 32 == 0
-    private = alone and all(_is_product(n) and n.src[1] is x and _is_packed(n.src[0]) for n in readers)
+    private = alone and all(_is_product(n) and n["x"] is x and _is_packed(n["weights"]) for n in readers)
     return [x] if private else []
 
 
-def _is_packed(w: Tensor | None) -> bool:
-    return w is not None and packing_of(w.dtype.name) is not None and w.ne[1] > 1
+def _is_packed(w: Tensor) -> bool:
+    return packing_of(w.dtype.name) is not None and w.ne[1] > 1
 
 
 def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT of one x, then GLU of both."""
     for out in nodes.of("GLU"):
-        gate, up = (*out.src, None)[:2]
-        if gate is None or up is None or gate is up or not (_is_product(gate) and _is_product(up)):
+        gate, up = out["gate"], out["value"]
+        if up is None or gate is up or not (_is_product(gate) and _is_product(up)):
             continue
-        same = gate.src[1] is up.src[1] and gate.ne == up.ne
+        same = gate["x"] is up["x"] and gate.ne == up.ne
         alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
         if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
             yield Group([gate, up, out], kernel="gate_up_glu", private=_private(nodes, out))
@@ -114,9 +113,8 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
 
 def projections(nodes: Nodes) -> Iterator[Group]:
     """Two or three MUL_MATs of one x, each with the ADD of its bias if there is one: q, k and v."""
-    for x in dict.fromkeys(n.src[1] for n in nodes.of("MUL_MAT")):
-        assert x is not None
-        found = [n for n in nodes.readers(x) if _is_product(n) and n.src[1] is x]
+    for x in dict.fromkeys(n["x"] for n in nodes.of("MUL_MAT")):
+        found = [n for n in nodes.readers(x) if _is_product(n) and n["x"] is x]
         if 2 <= len(found) <= 3:
             biased = [_with_bias(nodes, n) for n in found]
             both = [n for pair in zip(found, biased) for n in dict.fromkeys(pair)]
@@ -143,7 +141,7 @@ def _with_bias(nodes: Nodes, product: Tensor) -> Tensor:
 def _sum_of(nodes: Nodes, t: Tensor) -> Tensor | None:
     """The ADD, of t's shape, of t and another tensor, if nobody else reads t."""
     total = nodes.only_reader(t)
-    same = total is not None and total.op == "ADD" and total.ne == t.ne and total.src[0] is not total.src[1]
+    same = total is not None and total.op == "ADD" and total.ne == t.ne and total["a"] is not total["b"]
     return total if same else None
 
 
@@ -156,14 +154,14 @@ def softcap(nodes: Nodes) -> Iterator[Group]:
         out = nodes.only_reader(bent)
         if out is None or out.op != "SCALE" or inner.params.bias or out.params.bias:
             continue
-        if all(t is not None and t.dtype.name == "f32" for t in (inner.src[0], inner, bent, out)):
+        if all(t.dtype.name == "f32" for t in (inner["a"], inner, bent, out)):
             yield Group([inner, bent, out], kernel="softcap")
 
 
 def rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k, and the writing of k and v into the cache that an attention reads."""
     for q, k, k_set, v_set in _rotations(nodes):
-        if all(_is_rotated_plain(s) for s in (q.src[0], k.src[0])):
+        if all(_is_rotated_plain(s) for s in (q["a"], k["a"])):
             yield Group([q, k, k_set, v_set], kernel="rope_cache", results=[q, k_set, v_set])
 
 
@@ -181,38 +179,35 @@ def norm_rope_cache(nodes: Nodes) -> Iterator[Group]:
 
 def _head_norm(nodes: Nodes, rotated: Tensor) -> tuple[Tensor, ...]:
     """RMS_NORM and MUL of what is rotated and read by nobody else; nothing, if they are not there."""
-    scaled = rotated.src[0]
-    norm = scaled.src[0] if scaled is not None and scaled.op == "MUL" else None
-    if scaled is None or norm is None or norm.op != "RMS_NORM":
+    scaled = rotated["a"]
+    norm = scaled["a"] if scaled.op == "MUL" else None
+    if norm is None or norm.op != "RMS_NORM":
         return ()
     alone = scaled_by_row(nodes, norm) is scaled and nodes.only_reader(scaled) is rotated
-    return (norm, scaled) if alone and _is_rotated_plain(norm.src[0]) else ()
+    return (norm, scaled) if alone and _is_rotated_plain(norm["a"]) else ()
 
 
-def _is_rotated_plain(t: Tensor | None) -> bool:
-    return t is not None and t.dtype.name == "f32" and t.has_contiguous_rows
+def _is_rotated_plain(t: Tensor) -> bool:
+    return t.dtype.name == "f32" and t.has_contiguous_rows
 
 
 def _rotations(nodes: Nodes) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """ROPE of q and of k, SET_ROWS of k and of v, that can be one launch."""
     for attention in nodes.of("FLASH_ATTN_EXT"):
-        q, k_set, v_set = (made_by(s) for s in attention.src[:3] if s is not None)
+        q, k_set, v_set = (made_by(attention[name]) for name in ("q", "k", "v"))
         if q.op != "ROPE" or k_set.op != "SET_ROWS" or v_set.op != "SET_ROWS" or k_set is v_set:
             continue
-        k_rows = k_set.src[0]
-        assert k_rows is not None
-        k = made_by(k_rows)
+        k = made_by(k_set["rows"])
         if k.op != "ROPE" or nodes.readers(k) != [k_set] or nodes.kept(k) or k.params != q.params:
             continue
-        alike = k.src[1:] == q.src[1:] and k_set.src[1] is v_set.src[1] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
+        alike = k.src[1:] == q.src[1:] and k_set["ids"] is v_set["ids"] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
         if alike and k_set.root is not v_set.root and _is_rope_cache_plain(k, k_set, v_set):
             yield q, k, k_set, v_set
 
 
 def _is_rope_cache_plain(k: Tensor, k_set: Tensor, v_set: Tensor) -> bool:
     """One token a row of the caches, of one sequence after the other; what is written is f32 with contiguous rows."""
-    (k_rows, ids, _), v_rows = k_set.src, v_set.src[0]
-    assert k_rows is not None and v_rows is not None and ids is not None
+    k_rows, v_rows, ids = k_set["rows"], v_set["rows"], k_set["ids"]
     n, n_seq = k_rows.ne[1:3]
     tokens = k_rows.ne[1:] == v_rows.ne[1:] == (n, n_seq, 1) and ids.ne == (n, n_seq, 1, 1)
     whole = k_rows.is_contiguous and k_rows.ne[0] == k.ne[0] * k.ne[1] and n * n_seq == k.ne[2]
@@ -228,11 +223,8 @@ def attention_lse(nodes: Nodes) -> Iterator[Group]:
 
 
 def _same_scores(attention: Tensor, lse: Tensor) -> bool:
-    if attention.params != lse.params:
-        return False
-    a = [*attention.src[:2], *attention.src[3:], None, None]
-    b = [*lse.src, None, None]
-    return all(x is y for x, y in zip(a[:4], b[:4]))
+    same = all(attention[name] is lse[name] for name in ("q", "k", "mask", "sinks"))
+    return same and attention.params == lse.params
 
 
 #: In the order in which they are tried: a node belongs to the first group that takes it.

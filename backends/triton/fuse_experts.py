@@ -31,10 +31,9 @@ def expert_routing(nodes: Nodes) -> Iterator[Group]:
 
 def _choice(nodes: Nodes, picked: Tensor) -> tuple[list[Tensor], Tensor] | None:
     """What makes the probabilities and what changes them for the choice, if anything, and the node that orders them."""
-    table, ids = picked.src
-    assert table is not None and ids is not None
+    table, ids = picked["table"], picked["ids"]
     order, probs = made_by(ids), made_by(table)
-    select = order.src[0] if order.op in ("ARGSORT", "TOP_K") else None
+    select = order["a"] if order.op in ("ARGSORT", "TOP_K") else None
     if select is None or not _is_column(table, probs) or not _is_plain(probs) or made_by(select) is not select:
         return None
     biased = select is not probs
@@ -62,20 +61,19 @@ def _is_column(table: Tensor, probs: Tensor) -> bool:
 
 def _is_biased(select: Tensor, probs: Tensor) -> bool:
     """probs and a row of f32."""
-    bias = select.src[1] if select.op == "ADD" and select.src[0] is probs else None
+    bias = select["b"] if select.op == "ADD" and select["a"] is probs else None
     return bias is not None and bias.dtype.name == "f32" and bias.ne == (probs.ne[0], 1, 1, 1)
 
 
 def _makes_probabilities(probs: Tensor) -> bool:
     if probs.op == "UNARY":
-        source = probs.src[0]
-        return probs.params.kind == "sigmoid" and source is not None and source.dtype.name == "f32"
+        return probs.params.kind == "sigmoid" and probs["a"].dtype.name == "f32"
     return probs.op == "SOFT_MAX" and _is_bare(probs)
 
 
 def _is_bare(node: Tensor) -> bool:
     """SOFT_MAX of its source alone."""
-    return all(s is None for s in node.src[1:]) and node.params.scale == 1.0 and node.params.max_bias == 0.0
+    return node["mask"] is None and node["sinks"] is None and node.params.scale == 1.0 and node.params.max_bias == 0.0
 
 
 def _only_first_are_read(nodes: Nodes, order: Tensor, ids: Tensor) -> bool:
@@ -119,51 +117,49 @@ def _normalized(nodes: Nodes, picked: Tensor) -> list[Tensor]:
     divisor = nodes.only_reader(total)
     clamp = [divisor] if divisor is not None and divisor.op == "CLAMP" and nodes.only_reader(divisor) is share else []
     by = clamp[0] if clamp else total
-    whole = share.src[1] is by and _looks_whole(share.src[0], picked) and _looks_whole(total.src[0], picked)
+    whole = share["b"] is by and _looks_whole(share["a"], picked) and _looks_whole(total["a"], picked)
     return [total, *clamp, share] if whole and (clamp or divisor is share) else []
 
 
-def _looks_whole(t: Tensor | None, of: Tensor) -> bool:
+def _looks_whole(t: Tensor, of: Tensor) -> bool:
     """All of a tensor's elements in their order, as they are or reshaped."""
-    return t is not None and made_by(t) is of and t.n_elements == of.n_elements and t.is_contiguous
+    return made_by(t) is of and t.n_elements == of.n_elements and t.is_contiguous
 
 
 def _reader(nodes: Nodes, t: Tensor, op: str) -> Tensor | None:
     """The one node that reads t or a reshape of it, if it is of that op and alone."""
     readers = nodes.readers(t)
     alone = len(readers) == 1 and readers[0].op == op and not nodes.kept(t)
-    return readers[0] if alone and _looks_whole(readers[0].src[0], t) else None
+    return readers[0] if alone and _looks_whole(readers[0]["a"], t) else None
 
 
 def _product(nodes: Nodes, t: Tensor | None) -> list[Tensor]:
     """MUL_MAT_ID, or it and the ADD_ID of the same ids whose result t is; nothing if t is neither."""
     if t is None or t.op == "MUL_MAT_ID":
         return [t] if t is not None else []
-    product, bias, ids = t.src if t.op == "ADD_ID" else (None, None, None)
-    if product is None or bias is None or product.op != "MUL_MAT_ID" or nodes.only_reader(product) is not t:
+    product = t["a"] if t.op == "ADD_ID" else t
+    if product.op != "MUL_MAT_ID" or nodes.only_reader(product) is not t:
         return []
-    return [product, t] if ids is product.src[2] and bias.has_contiguous_rows else []
+    return [product, t] if t["ids"] is product["ids"] and t["bias"].has_contiguous_rows else []
 
 
 def expert_gate_up(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT_IDs of one x and one choice of experts, ADD_ID after them or not, and GLU of both."""
     for out in nodes.of("GLU"):
-        first, second = (*out.src, None)[:2]
+        first, second = out["gate"], out["value"]
         gate, up = _product(nodes, first), _product(nodes, second)
         if not gate or not up or first is second:
             continue
         alone = all(nodes.only_reader(half[-1]) is out for half in (gate, up))
-        same = gate[0].src[1:] == up[0].src[1:] and gate[0].ne == up[0].ne
-        experts = [half[0].src[0] for half in (gate, up)]
-        if alone and same and len({w.ne for w in experts if w is not None}) == 1:
+        same = all(gate[0][name] is up[0][name] for name in ("x", "ids")) and gate[0].ne == up[0].ne
+        if alone and same and gate[0]["weights"].ne == up[0]["weights"].ne:
             yield Group([*gate, *up, out], kernel="expert_gate_up")
 
 
 def expert_sum(nodes: Nodes) -> Iterator[Group]:
     """MUL of experts' results by their weights and ADDs of a token's; MUL_MAT_ID, and ADD_ID, before that if it is."""
     for weighted in nodes.of("MUL"):
-        results, weights = weighted.src
-        assert results is not None and weights is not None
+        results, weights = weighted["a"], weighted["b"]
         sums = _sums_of_slots(nodes, weighted)
         of_slots = weights.ne == (1, *weighted.ne[1:]) and weighted.ne[3] == 1
         plain = all(t.dtype.name == "f32" for t in (results, weights)) and results.has_contiguous_rows
@@ -182,10 +178,10 @@ def _sums_of_slots(nodes: Nodes, weighted: Tensor) -> list[Tensor]:
     if nodes.kept(weighted) or len(sums) != weighted.ne[1] - 1:
         return []
     for i, total in enumerate(sums):
-        if total.op != "ADD" or total.src[0] is None or total.src[1] is None:
+        if total.op != "ADD":
             return []
-        first = _slot(total.src[0], weighted) == 0 if i == 0 else total.src[0] is sums[i - 1]
-        if not first or _slot(total.src[1], weighted) != i + 1:
+        first = _slot(total["a"], weighted) == 0 if i == 0 else total["a"] is sums[i - 1]
+        if not first or _slot(total["b"], weighted) != i + 1:
             return []
         if i and nodes.only_reader(sums[i - 1]) is not total:
             return []

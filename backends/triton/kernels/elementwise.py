@@ -284,8 +284,7 @@ def lower_scale(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 def lower_softcap(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """SCALE, tanh and SCALE of f32."""
     inner, _, out = nodes
-    assert inner.src[0] is not None
-    a = Operand.of(ctx.view(inner.src[0]))
+    a = Operand.of(ctx.view(inner["a"]))
     memory, scales = ctx.view(out).data, (inner.params.scale, out.params.scale)
     return [elementwise_launch("SOFTCAP", out.ne, a, None, memory, ctx.target, *scales)]
 
@@ -306,11 +305,11 @@ def lower_unary(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 def lower_glu(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     node = nodes[0]
     p = node.params
-    sources = [Operand.of(ctx.view(t)) for t in node.sources()]
-    if len(sources) == 2:
-        gate, value = sources
+    gate = Operand.of(ctx.view(node["gate"]))
+    if (other := node["value"]) is not None:
+        value = Operand.of(ctx.view(other))
     else:
-        gate, value = sources[0].halves()
+        gate, value = gate.halves()
         gate, value = (value, gate) if p.swapped else (gate, value)
     out = ctx.view(node).data
     return [elementwise_launch(p.kind, node.ne, gate, value, out, ctx.target, p.alpha, p.limit)]

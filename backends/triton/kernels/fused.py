@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graphrt.backends.triton.context import Context, Step, source_of
+from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import elementwise, latent, norm, rope
 from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.products.activations import (
@@ -36,7 +36,7 @@ def lower_norm_mul(nodes: Nodes, ctx: Context) -> list[Step]:
     stored = plan_of(ctx).stored_as(scaled)
     if stored == Stored():
         return norm.lower_norm_mul(nodes, ctx)
-    x, row = ctx.view(source_of(made, 0)), ctx.view(source_of(scaled, 1))
+    x, row = ctx.view(made["a"]), ctx.view(scaled["b"])
     n, k = scaled.n_rows, scaled.ne[0]
     rows = Rows(x.data, n, k, x.strides[1], x.strides[0])
     whole = Rows(ctx.view(scaled).data, n, k, k) if stored.form is Form.AS_IS else None
@@ -48,10 +48,10 @@ def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
     """ADD, and RMS_NORM and MUL of the sum, stored as planned. If there are five nodes, RMS_NORM and MUL of one of
     ADD's sources come before."""
     *first, total, made, scaled = nodes
-    block = first[1] if first else source_of(total, 0)
+    block = first[1] if first else total["a"]
     before = _norm_weight(first[0], first[1], ctx) if first else None
-    early = all(ctx.is_constant(source_of(n, 1)) for n in (*first[1:], scaled))
-    x = source_of(first[0], 0) if first else block
+    early = all(ctx.is_constant(n["b"]) for n in (*first[1:], scaled))
+    x = first[0]["a"] if first else block
     lines = [ctx.view(t).data.view(-1, t.ne[0]) for t in (x, added_to(block, total), total)]
     form = plan_of(ctx).stored_as(scaled).form
     whole = ctx.view(scaled).data if form is Form.AS_IS else None
@@ -63,7 +63,7 @@ def lower_add_norm(nodes: Nodes, ctx: Context) -> list[Step]:
 
 def _norm_weight(made: Tensor, scaled: Tensor, ctx: Context) -> NormWeight:
     """RMS_NORM and MUL by a row."""
-    return NormWeight(ctx.view(source_of(scaled, 1)).data, made.params.eps)
+    return NormWeight(ctx.view(scaled["b"]).data, made.params.eps)
 
 
 def _rounded(scaled: Tensor, ctx: Context) -> Q8Rows | torch.Tensor | None:

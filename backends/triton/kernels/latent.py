@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.context import Context, Step, View, source_of
+from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.common.reduce import over_rms
@@ -160,12 +160,10 @@ def lower_latent_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]
     product, q, whole, norm, scaled, k, _, k_set = nodes
     out, m = ctx.view(whole).torch()[0], product.ne[0]
     steps = head_products(plan_of(ctx).of(nodes), out[:, :, :m].transpose(0, 1), ctx)
-    table, filling = rope_table(source_of(q, 1), q.params, (*q.src, None)[2], ctx)
-    row = Row(
-        ctx.view(source_of(norm, 0)), ctx.view(source_of(scaled, 1)).data, norm.params.eps, ctx.view(source_of(k, 0))
-    )
-    ids, cache = (ctx.view(source_of(k_set, i)) for i in (1, 2))
-    last = rotate_and_write_launch(ctx.view(source_of(q, 0)), out[:, :, m:], row, cache, ids, table, ctx)
+    table, filling = rope_table(q, ctx)
+    row = Row(ctx.view(norm["a"]), ctx.view(scaled["b"]).data, norm.params.eps, ctx.view(k["a"]))
+    ids, cache = ctx.view(k_set["ids"]), ctx.view(k_set["target"])
+    last = rotate_and_write_launch(ctx.view(q["a"]), out[:, :, m:], row, cache, ids, table, ctx)
     return [*filling, *steps, last]
 
 

@@ -201,8 +201,7 @@ def norm_launch(
 def lower_norm(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """NORM, RMS_NORM, L2_NORM, SUM_ROWS."""
     node = nodes[0]
-    source = node.src[0]
-    assert source is not None
+    source = node["a"]
     eps = 0.0 if node.params is None else node.params.eps
     x = Operand.of(ctx.view(source))
     return [norm_launch(node.op, eps, source.ne, x, ctx.view(node).data, ctx)]
@@ -210,9 +209,7 @@ def lower_norm(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
 def _other(node: Tensor, t: Tensor) -> Tensor:
     """The source of a binary op that is not `t`."""
-    other = node.src[1] if node.src[0] is t else node.src[0]
-    assert other is not None and other is not t
-    return other
+    return node["b"] if node["a"] is t else node["a"]
 
 
 def _is_row(t: Tensor, n: int) -> bool:
@@ -233,9 +230,8 @@ def lower_norm_mul_add(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
 
 def _lower_chain(norm: Tensor, mul: Tensor, add: Tensor | None, ctx: Context) -> list[Step]:
-    source, weight = norm.src[0], _other(mul, norm)
+    source, weight = norm["a"], _other(mul, norm)
     residual = None if add is None else _other(add, mul)
-    assert source is not None
     x = Operand.of(ctx.view(source))
     out = ctx.view(mul if add is None else add).data
     if not _is_row(weight, source.ne[0]) or mul.ne != norm.ne:
@@ -251,12 +247,10 @@ def _lower_chain(norm: Tensor, mul: Tensor, add: Tensor | None, ctx: Context) ->
 
 def _lower_apart(norm: Tensor, mul: Tensor, add: Tensor | None, ctx: Context) -> list[Step]:
     """The same as a launch a node, for what a row of weights is not, with scratch between them."""
-    source = norm.src[0]
-    assert source is not None
     done: dict[Tensor, Operand] = {}
     between = ctx.scratch((norm.n_elements,), torch.float32)
     done[norm] = Operand(between, norm.ne, _contiguous(norm.ne))
-    steps: list[Step] = [norm_launch(norm.op, norm.params.eps, norm.ne, Operand.of(ctx.view(source)), between, ctx)]
+    steps: list[Step] = [norm_launch(norm.op, norm.params.eps, norm.ne, Operand.of(ctx.view(norm["a"])), between, ctx)]
     for node in (mul, add):
         if node is None:
             continue

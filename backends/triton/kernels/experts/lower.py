@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from graphrt.backends.triton.accesses import Call
-from graphrt.backends.triton.context import Context, Step, View, source_of
+from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.elementwise import Operand, elementwise_launch
 from graphrt.backends.triton.kernels.experts import hopper
@@ -62,10 +62,10 @@ def lower_expert_sum(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
     Before these come MUL_MAT_ID and ADD_ID, if there are any in the group. The last node is the last ADD."""
     total, weighted = nodes[-1], next(n for n in nodes if n.op == "MUL")
-    factors, out = ctx.view(source_of(weighted, 1)), ctx.view(total).data
+    factors, out = ctx.view(weighted["b"]), ctx.view(total).data
     product = nodes[0]
     if product.op != "MUL_MAT_ID":
-        x = ctx.view(source_of(weighted, 0))
+        x = ctx.view(weighted["a"])
         return [weighted_sum_launch(x.data, x.strides[1:3], factors, _lines(out, total), ctx)]
     (part,) = plan_of(ctx).of(nodes).parts
     if part.route.kernel.name == "expert_gemv":

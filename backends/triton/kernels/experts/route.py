@@ -79,9 +79,8 @@ def lower_expert_routing(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     order = next(n for n in nodes if n.op in ("ARGSORT", "TOP_K"))
     first, last = nodes[0], nodes[-1]
     gate = {"SOFT_MAX": "softmax", "UNARY": "sigmoid"}.get(first.op, "")
-    bias = next((n.src[1] for n in nodes[:picked] if n.op == "ADD"), None)
-    source = first.src[0]
-    assert source is not None
+    bias = next((n["b"] for n in nodes[:picked] if n.op == "ADD"), None)
+    source = first["a"]
     after = {n.op: n for n in nodes[picked + 1 :]}
     clamp = after["CLAMP"].params if "CLAMP" in after else None
     x, added, ids = ctx.view(source), ctx.view(bias) if bias is not None else None, ctx.view(order)

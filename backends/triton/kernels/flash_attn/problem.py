@@ -74,15 +74,6 @@ def operand(t: Tensor, place: Place) -> Operand:
     return Operand(data, (n, h, s), kind, aligned, by_words, dot_type(t.dtype), t.ne[0], parts)
 
 
-#: An attention's sources in their order; those at the end may be absent.
-SOURCES = {"FLASH_ATTN_EXT": ("q", "k", "v", "mask", "sinks"), "FLASH_ATTN_LSE": ("q", "k", "mask", "sinks")}
-
-
-def sources_of(node: Tensor) -> dict[str, Tensor]:
-    """An attention's sources by name, without those that it lacks."""
-    return {name: t for name, t in zip(SOURCES[node.op], node.src) if t is not None}
-
-
 class Problem:
     """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one."""
 
@@ -90,11 +81,11 @@ class Problem:
         self.nodes = list(nodes)
         self.out = next((n for n in nodes if n.op == "FLASH_ATTN_EXT"), None)
         self.lse = next((n for n in nodes if n.op == "FLASH_ATTN_LSE"), None)
-        named = sources_of(nodes[0])
-        q, k = named["q"], named["k"]
-        v, mask, sinks = (named.get(name) for name in ("v", "mask", "sinks"))
-        self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, sinks
-        self.params = nodes[0].params
+        node = nodes[0]
+        q, k, mask = node["q"], node["k"], node["mask"]
+        v = node["v"] if node.op == "FLASH_ATTN_EXT" else None
+        self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, node["sinks"]
+        self.params = node.params
         self.place = place
         self.k = operand(k, place(k))
         self.v = operand(v, place(v)) if v is not None else self.k

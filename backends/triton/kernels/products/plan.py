@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from graphrt.backend import Group
-from graphrt.backends.triton.context import Context, source_of
+from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
 from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
 from graphrt.backends.triton.kernels.products.gemm_small.arguments import MAX_SEGMENTS
@@ -206,7 +206,7 @@ def _stored(group: Group, parts: Sequence[Part], readers: Sequence[tuple[Product
         return Stored()
     if private and wishes == {Form.Q8}:
         return Stored(Form.Q8)
-    if in_f16 and _stays_in_f16(source_of(out, 1), ctx):
+    if in_f16 and _stays_in_f16(out["b"], ctx):
         return Stored(Form.F16_ORDERED if wishes == {Form.F16_ORDERED} else Form.F16)
     return Stored(q8_copy=any(route.form is Form.Q8 and _has_rows_of(p.x, out) for p, route in readers))
 
@@ -215,7 +215,7 @@ def _is_norm_of_rows(group: Group) -> bool:
     """A group whose launch can write a norm in other forms: the norm's rows lie at equal distances."""
     if group.kernel not in ("norm_mul", "add_norm", "norm_mul_add_norm"):
         return False
-    x = source_of(group.nodes[0], 0)
+    x = group.nodes[0]["a"]
     return group.kernel != "norm_mul" or x.ne[2] == x.ne[3] == 1 or x.is_contiguous
 
 

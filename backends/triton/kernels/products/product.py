@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphrt.backends.triton.context import source_of
 from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadcast_of
 from graphrt.backends.triton.kernels.products.forms import Form
 from graphrt.backends.triton.kernels.products.half import Gate
@@ -103,16 +102,16 @@ def products_in(nodes: Sequence[Tensor]) -> ProductGroup | None:
     made = [n for n in nodes if n.op in ("MUL_MAT", "MUL_MAT_ID")]
     if not made:
         return None
-    weights, x, last = [source_of(n, 0) for n in made], source_of(made[0], 1), nodes[-1]
+    weights, x, last = [n["weights"] for n in made], made[0]["x"], nodes[-1]
     gate = None
     if last.op == "GLU":
         p = last.params
         gate = Gate(p.kind, p.alpha, p.limit) if p.kind == "swiglu_oai" else Gate(p.kind)
     if made[0].op == "MUL_MAT_ID":
-        biases = {n.src[0]: n.src[1] for n in nodes if n.op == "ADD_ID"}
+        biases = {n["a"]: n["bias"] for n in nodes if n.op == "ADD_ID"}
         partners = weights[::-1] if gate is not None else [None]
         parts = zip(made, weights, partners, strict=True)
-        return ProductGroup(tuple(Product(w, x, source_of(n, 2), biases.get(n), p, gate) for n, w, p in parts))
+        return ProductGroup(tuple(Product(w, x, n["ids"], biases.get(n), p, gate) for n, w, p in parts))
     if gate is not None:
         return of_matrices(weights, x, [last], gate=gate)
     if weights[0].ne[2] > 1 and len(nodes) > 1:  # a group of latent attention
@@ -125,12 +124,12 @@ def _with_sums(made: Sequence[Tensor], nodes: Sequence[Tensor]) -> ProductGroup:
     outs, residual = list(made), None
     biases: list[Tensor | None] = [None] * len(made)
     for total in (n for n in nodes if n.op == "ADD"):
-        i = next(i for i, out in enumerate(outs) if out in total.src)
+        i = next(i for i, out in enumerate(outs) if out in total.sources())
         other = added_to(outs[i], total)
         if is_bias(other, total) and biases[i] is None:
             biases[i] = other
         else:
             residual = other
         outs[i] = total
-    weights = [source_of(n, 0) for n in made]
-    return of_matrices(weights, source_of(made[0], 1), outs, biases=biases, residual=residual)
+    weights = [n["weights"] for n in made]
+    return of_matrices(weights, made[0]["x"], outs, biases=biases, residual=residual)
