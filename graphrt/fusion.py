@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graphrt.backend import Region
 from graphrt.op import made_by, op_spec
@@ -77,12 +78,15 @@ def scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
 class Fusion:
     """One kind of step made of several nodes.
 
-    find: yields the groups of a region, in the graph's order; its docstring says which nodes. exact: the result has the
+    find: yields the groups of a region, in the graph's order, with what each captured (Group.captured); its docstring
+    says which nodes. lower: what the backend compiles such a group with; it gets what was captured, and what else it
+    gets and gives is the backend's own business. exact: the result has the
     bits of its nodes run one by one, so that an exact backend may use it too.
     """
 
     name: str
     find: Callable[[Nodes], Iterator[Group]]
+    lower: Callable[..., Any] | None = None
     exact: bool = False
 
 
@@ -106,6 +110,7 @@ def fuse(region: Region, fusions: Iterable[Fusion]) -> list[Group]:
     for fusion in fusions:
         for group in fusion.find(nodes):
             if not any(n in owner for n in group.nodes):
+                group.fusion = fusion
                 take(group)
     for node in region.nodes:
         if node not in owner:

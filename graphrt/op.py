@@ -164,10 +164,11 @@ def require(ok: bool, op: str, rule: str, *tensors: Tensor | None) -> None:
 
 def infer_result(spec: OpSpec, src: Sequence[Tensor | None], params: Any) -> Result:
     """Checks the number of sources and the parameters' class, then asks the op. Raises GraphError."""
-    low, high = len(spec.required), len(spec.names)
-    require(low <= len(src) <= high, spec.name, f"takes the sources {', '.join(spec.sources)}, got {len(src)} of them")
-    present = all(s is not None for s in src[:low])
-    require(present, spec.name, f"{' and '.join(spec.required)} must be present", *src)
+    low = len(spec.required)
+    if not low <= len(src) <= len(spec.names):
+        require(False, spec.name, f"takes the sources {', '.join(spec.sources)}, got {len(src)} of them")
+    if any(s is None for s in src[:low]):
+        require(False, spec.name, f"{' and '.join(spec.required)} must be present", *src)
     expected = spec.params or type(None)
     require(isinstance(params, expected), spec.name, f"parameters must be {expected.__name__}, got {params!r}")
     if params is not None:

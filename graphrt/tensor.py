@@ -110,7 +110,8 @@ class Tensor:
         self.buffer: Buffer | None = None
         self.offset = 0
         self.name = ""
-        self.named(name)
+        if name != "":  # most nodes that are only built to be compared have none
+            self.named(name)
 
     @checked(GraphError)
     def named(self, name: str) -> Tensor:
@@ -200,10 +201,11 @@ class Tensor:
     def __getitem__(self, name: str) -> Tensor | None:
         """The source that the op calls so (OpSpec.sources), None for an optional one that is absent. Raises GraphError
         for a name that is none of its sources'."""
-        i = _PLACES.get(self.op, {}).get(name)
-        if i is None:
+        try:
+            i = _PLACES[self.op][name]
+        except KeyError:
             known = ", ".join(_PLACES.get(self.op, {})) or "no sources"
-            raise GraphError(f"a source is asked for by its name, {self.op} has {known}; got {name!r}")
+            raise GraphError(f"a source is asked for by its name, {self.op} has {known}; got {name!r}") from None
         return self.src[i] if i < len(self.src) else None
 
     #: Without this, Python would take a tensor for a sequence because it has __getitem__.

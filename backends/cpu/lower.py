@@ -7,32 +7,77 @@ through oneDNN. Both compute in f32 from the same weights as the reference; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphrt.backend import Group
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering, rows_of
 from graphrt.backends.cpu.prefill import Attention
-from graphrt.backends.cpu.products import ACTIVATIONS, dense, gate_up_glu, matmul
+from graphrt.backends.cpu.products import ACTIVATIONS, dense, matmul
 from graphrt.backends.cpu.reference import REFERENCES
+from graphrt.fusion import Fusion, Nodes, scaled_by_row
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.soft_max import alibi_slopes
+from graphrt.program import Group
 from graphrt.tensor import Tensor
+
+
+class ScaledNorm(NamedTuple):
+    """RMS_NORM, and the MUL of it with one row of weights."""
+
+    norm: Tensor
+    scaled: Tensor
+
+
+class Softcap(NamedTuple):
+    """SCALE by 1/c, tanh, SCALE by c."""
+
+    inner: Tensor
+    bent: Tensor
+    out: Tensor
+
+
+def norm_mul(nodes: Nodes) -> Iterator[Group]:
+    """RMS_NORM, then MUL with one row of weights."""
+    for norm in nodes.of("RMS_NORM"):
+        scaled = scaled_by_row(nodes, norm)
+        if scaled is not None:
+            yield Group([norm, scaled], kernel="norm_mul", captured=ScaledNorm(norm, scaled))
+
+
+def softcap(nodes: Nodes) -> Iterator[Group]:
+    """SCALE by 1/c, tanh, SCALE by c."""
+    for inner in nodes.of("SCALE"):
+        bent = nodes.only_reader(inner)
+        out = nodes.only_reader(bent) if bent is not None and bent.op == "UNARY" else None
+        if bent is None or out is None or out.op != "SCALE" or bent.params.kind != "tanh":
+            continue
+        inverse = abs(inner.params.scale * out.params.scale - 1.0) < 1e-6
+        if inverse and not inner.params.bias and not out.params.bias:
+            yield Group([inner, bent, out], kernel="softcap", captured=Softcap(inner, bent, out))
 
 
 def lower(low: Lowering, group: Group) -> Any | None:
     """Native steps that a program may join, a function, or None when the group is for the reference."""
-    method = _METHODS.get(group.kernel or group.nodes[-1].op)
-    return method(low, group.nodes) if method is not None else None
+    if group.fusion is not None:
+        return group.fusion.lower(low, group.captured)
+    method = _METHODS.get(group.nodes[-1].op)
+    return method(low, group.nodes[-1]) if method is not None else None
 
 
-def norm_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    norm, out = nodes[0], nodes[-1]
-    x, weight = norm["a"], out["b"] if len(nodes) == 2 else None
+def rms_norm(low: Lowering, out: Tensor) -> Any | None:
+    return _norm(low, out, out, None)
+
+
+def lower_norm_mul(low: Lowering, found: ScaledNorm) -> Any | None:
+    return _norm(low, found.norm, found.scaled, found.scaled["b"])
+
+
+def _norm(low: Lowering, norm: Tensor, out: Tensor, weight: Tensor | None) -> Any | None:
+    x = norm["a"]
     source, target = rows_of(x), rows_of(out)
     if source is None or target is None:
         return None
@@ -63,28 +108,24 @@ def _elementwise(
     ]  # fmt: skip
 
 
-def add_or_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def add_or_mul(low: Lowering, out: Tensor) -> Any | None:
     return _elementwise(low, out.op.lower(), out, out["a"], out["b"])
 
 
-def scale(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def scale(low: Lowering, out: Tensor) -> Any | None:
     return _elementwise(low, "scale", out, out["a"], s0=out.params.scale, s1=out.params.bias)
 
 
-def softcap(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    return _elementwise(low, "softcap", nodes[-1], nodes[0]["a"], s0=nodes[-1].params.scale)
+def lower_softcap(low: Lowering, found: Softcap) -> Any | None:
+    return _elementwise(low, "softcap", found.out, found.inner["a"], s0=found.out.params.scale)
 
 
-def unary(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def unary(low: Lowering, out: Tensor) -> Any | None:
     known = out.params.kind in ("silu", "gelu", "relu")
     return _elementwise(low, out.params.kind, out, out["a"]) if known else None
 
 
-def glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def glu(low: Lowering, out: Tensor) -> Any | None:
     gate, value = out["gate"], out["value"]
     if value is None:
         return None
@@ -94,8 +135,7 @@ def glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
     return _elementwise(low, f"{ACTIVATIONS[out.params.kind]}_glu", out, gate, value)
 
 
-def rope(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def rope(low: Lowering, out: Tensor) -> Any | None:
     x, factors = out["a"], out["factors"]
     constant = factors is None or (factors.buffer is not None and factors.is_contiguous)
     if x.dtype.name != "f32" or x.ne[3] != 1 or not x.has_contiguous_rows or not constant:
@@ -111,8 +151,7 @@ def rope(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
-def get_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def get_rows(low: Lowering, out: Tensor) -> Any | None:
     table, ids = out["table"], out["ids"]
     flat = table.ne[2] == table.ne[3] == 1 and ids.is_contiguous and table.has_contiguous_rows
     if not flat or table.dtype.name not in fast.TYPES:
@@ -125,8 +164,7 @@ def get_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
-def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def set_rows(low: Lowering, out: Tensor) -> Any | None:
     rows, ids, target = out["rows"], out["ids"], out["target"]
     lies = rows_of(rows)
     flat = target.ne[2] == target.ne[3] == 1 and ids.is_contiguous
@@ -140,8 +178,7 @@ def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
-def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def kq_mask(low: Lowering, out: Tensor) -> Any | None:
     cells, pos = out["cells"], out["pos"]
     return [
         fast.kq_mask(
@@ -152,8 +189,7 @@ def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
-def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     if q.ne[1] > fast.MAX_TOKENS:
         return _flash_attn_large(low, out)
@@ -190,9 +226,13 @@ def _flash_attn_large(low: Lowering, out: Tensor) -> Callable[[], None] | None:
     return run
 
 
-_METHODS: dict[str, Callable[[Lowering, list[Tensor]], Any | None]] = {
-    "RMS_NORM": norm_mul, "norm_mul": norm_mul, "MUL_MAT": matmul, "matmul_add": matmul, "gate_up_glu": gate_up_glu,
-    "MUL_MAT_ID": mul_mat_id, "mul_mat_id_add_id": mul_mat_id,
-    "ADD": add_or_mul, "MUL": add_or_mul, "SCALE": scale, "softcap": softcap, "UNARY": unary, "GLU": glu, "ROPE": rope,
-    "GET_ROWS": get_rows, "SET_ROWS": set_rows, "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
+#: By op, for nodes that run by themselves.
+_METHODS: dict[str, Callable[[Lowering, Tensor], Any | None]] = {
+    "RMS_NORM": rms_norm, "MUL_MAT": matmul, "MUL_MAT_ID": mul_mat_id, "ADD": add_or_mul, "MUL": add_or_mul,
+    "SCALE": scale, "UNARY": unary, "GLU": glu, "ROPE": rope, "GET_ROWS": get_rows, "SET_ROWS": set_rows,
+    "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
 }  # fmt: skip
+
+
+NORM_MUL = Fusion("norm_mul", norm_mul, lower_norm_mul)
+SOFTCAP = Fusion("softcap", softcap, lower_softcap)

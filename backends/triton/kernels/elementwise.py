@@ -21,7 +21,9 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
 from graphrt.backends.triton.kernels.common.bits import stored_as
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.elementwise_fusions import Softcap, softcap
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.fusion import Fusion
 from graphrt.tensor import Tensor
 
 BINARY_OPS = ("ADD", "SUB", "MUL", "DIV")
@@ -281,9 +283,9 @@ def lower_scale(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return _launch(nodes[0], ctx, "SCALE", p.scale, p.bias)
 
 
-def lower_softcap(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+def lower_softcap(found: Softcap, ctx: Context) -> list[Step]:
     """SCALE, tanh and SCALE of f32."""
-    inner, _, out = nodes
+    inner, out = found.inner, found.out
     a = Operand.of(ctx.view(inner["a"]))
     memory, scales = ctx.view(out).data, (inner.params.scale, out.params.scale)
     return [elementwise_launch("SOFTCAP", out.ne, a, None, memory, ctx.target, *scales)]
@@ -323,5 +325,5 @@ LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     "UNARY": lower_unary,
     "GLU": lower_glu,
 }
-#: Groups of fuse.py by their names.
-FUSED: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"softcap": lower_softcap}
+
+SOFTCAP = Fusion("softcap", softcap, lower_softcap)

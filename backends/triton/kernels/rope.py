@@ -27,8 +27,10 @@ from graphrt.backends.triton.kernels.quantize import (
     stored,
     writing_options,
 )
+from graphrt.backends.triton.kernels.rope_fusions import RopeCache, norm_rope_cache, rope_cache
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import overlap
+from graphrt.fusion import Fusion
 from graphrt.ops.rope import RopeParams, rope_frequencies
 from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
@@ -358,20 +360,22 @@ def lower_rope_set_rows(
     return [launch] if together else [launch, _rotate_launch(q, q_out, table, ctx)]
 
 
-def lower_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """A group of fuse.rope_cache: ROPE of q and of k, SET_ROWS of k and of v; or of fuse.norm_rope_cache: before them
-    RMS_NORM and MUL of q, then of k."""
-    *before, q_out, k_out, k_set, v_set = nodes
-    q, k, norms = q_out["a"], k_out["a"], None
-    if before:
-        q_norm, q_scaled, k_norm, k_scaled = before
+def lower_rope_cache(found: RopeCache, ctx: Context) -> list[Step]:
+    """The rotation of q and of k, after their heads' norms if there are any, and k and v written into the caches."""
+    q, k, norms = found.q["a"], found.k["a"], None
+    if found.q_norm is not None and found.k_norm is not None:
+        (q_norm, q_scaled, _), (k_norm, k_scaled, _) = found.q_norm, found.k_norm
         q, k = q_norm["a"], k_norm["a"]
         norms = HeadNorms(ctx.view(q_scaled["b"]).data, ctx.view(k_scaled["b"]).data, q_norm.params.eps)
-    table, steps = rope_table(q_out, ctx)
-    k_cache, v, v_cache = (ctx.view(t) for t in (k_set["target"], v_set["rows"], v_set["target"]))
+    table, steps = rope_table(found.q, ctx)
+    k_set, v_set, look = found.k_set, found.v_set, ctx.view
     return steps + lower_rope_set_rows(
-        ctx.view(q), ctx.view(q_out), ctx.view(k), k_cache, v, v_cache, ctx.view(k_set["ids"]), table, ctx, norms
-    )
+        look(q), look(found.q), look(k), look(k_set["target"]), look(v_set["rows"]), look(v_set["target"]),
+        look(k_set["ids"]), table, ctx, norms,
+    )  # fmt: skip
 
 
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"ROPE": lower_rope}
+
+ROPE_CACHE = Fusion("rope_cache", rope_cache, lower_rope_cache)
+NORM_ROPE_CACHE = Fusion("norm_rope_cache", norm_rope_cache, lower_rope_cache)

@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, ops
 from graphrt.backends.triton import device
-from graphrt.backends.triton.fuse import FUSIONS, MAX_SUM
+from graphrt.backends.triton.fuse import FUSIONS
+from graphrt.backends.triton.kernels.norm_fusions import MAX_SUM
 from graphrt.backends.triton.launch import Launch
 from graphrt.errors import BackendError
 from graphrt.execute import Executable
