@@ -228,7 +228,7 @@ def test_large_batches_are_shared_out_in_64_bits(n_seq: int, big: bool) -> None:
     q = Tensor("f32", (64, 1, 8, n_seq))
     k, v = (Tensor("f16", (64, 640, 8, n_seq)) for _ in "kv")
     launcher = Launcher(target, ctx.place, "tile")
-    (launch,) = launcher.launches([ops.flash_attn_ext(q, k, v, None, 0.125)])
+    (launch,) = launcher.launches(attention_of(ops.flash_attn_ext(q, k, v, None, 0.125)))
     assert isinstance(launch, Launch) and launch.args["BIG"] == big
 
 
