@@ -128,7 +128,8 @@ def _is_rotated(nodes: Nodes, node: Tensor, reader: Tensor) -> bool:
 
 
 def _rotate_alike(a: Tensor, b: Tensor) -> bool:
-    return a.params == b.params and a.src[1:] == b.src[1:] and (a.ne[0], a.ne[2]) == (b.ne[0], b.ne[2])
+    same = all(a[name] is b[name] for name in ("positions", "factors"))
+    return same and a.params == b.params and (a.ne[0], a.ne[2]) == (b.ne[0], b.ne[2])
 
 
 def _are_f32_rows(t: Tensor) -> bool:

@@ -71,7 +71,8 @@ def _rotations(nodes: Nodes) -> Iterator[RopeCache]:
         k = made_by(k_set["rows"])
         if k.op != "ROPE" or nodes.readers(k) != [k_set] or nodes.kept(k) or k.params != q.params:
             continue
-        alike = k.src[1:] == q.src[1:] and k_set["ids"] is v_set["ids"] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
+        turned = k["positions"] is q["positions"] and k["factors"] is q["factors"]
+        alike = turned and k_set["ids"] is v_set["ids"] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
         if alike and k_set.root is not v_set.root and _is_rope_cache_plain(k, k_set, v_set):
             yield RopeCache(q, k, k_set, v_set)
 
