@@ -194,9 +194,8 @@ def _read_inputs(graph: Graph) -> dict[Tensor, None]:
     read: dict[Tensor, None] = {}
     for node in graph.nodes:
         spec = op_spec(node.op)
-        for i, source in enumerate(node.src):
-            if source is not None and not spec.is_view and i != spec.writes:
-                read[made_by(source)] = None
+        if not spec.is_view:
+            read |= {made_by(s): None for name, s in node.sources_by_name().items() if name != spec.writes}
     read |= {made_by(output): None for output in graph.outputs}
     return {leaf: None for leaf in graph.inputs if leaf in read and leaf.buffer is None}
 
@@ -318,12 +317,11 @@ def _requests(graph: Graph, sched: Schedule, groups: list[list[Group]]) -> dict[
 
 def _takeable(node: Tensor) -> tuple[object, ...]:
     """The sources whose block `node` may use: the op allows it, same layout, and the node reads it only once."""
-    roots = [s.root for s in node.sources()]
+    inplace, roots = op_spec(node.op).inplace, [s.root for s in node.sources()]
     return tuple(
         source.root
-        for i in op_spec(node.op).inplace
-        if i < len(node.src) and (source := node.src[i]) is not None
-        and source.nb == node.nb and source.ne == node.ne and source.view_offs == 0
+        for name, source in (node.sources_by_name() if inplace else {}).items()
+        if name in inplace and source.nb == node.nb and source.ne == node.ne and source.view_offs == 0
         and source.root.nbytes == node.nbytes and roots.count(source.root) == 1 and not source.root.flags & Flag.INPUT
     )  # fmt: skip
 

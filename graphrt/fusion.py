@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graphrt.backend import Region
 from graphrt.op import made_by, op_spec
@@ -18,16 +19,12 @@ from graphrt.tensor import Tensor
 
 def added_to(t: Tensor, total: Tensor) -> Tensor:
     """What an ADD of `t` and another tensor adds to it."""
-    other = total.src[1] if total.src[0] is t else total.src[0]
-    assert other is not None
-    return other
+    return total["b"] if total["a"] is t else total["a"]
 
 
-def is_row(weight: Tensor | None, of: Tensor) -> bool:
+def is_row(weight: Tensor, of: Tensor) -> bool:
     """`weight` is one contiguous f32 row as long as `of`'s."""
-    return (
-        weight is not None and weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
-    )
+    return weight.dtype.name == "f32" and weight.ne == (of.ne[0], 1, 1, 1) and weight.is_contiguous
 
 
 def is_bias(t: Tensor, of: Tensor) -> bool:
@@ -72,7 +69,7 @@ class Nodes:
 def scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
     """The MUL by a row of weights that alone reads a norm."""
     scaled = nodes.only_reader(norm)
-    if scaled is None or scaled.op != "MUL" or scaled.src[0] is not norm or not is_row(scaled.src[1], norm):
+    if scaled is None or scaled.op != "MUL" or scaled["a"] is not norm or not is_row(scaled["b"], norm):
         return None
     return scaled
 
@@ -81,12 +78,15 @@ def scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
 class Fusion:
     """One kind of step made of several nodes.
 
-    find: yields the groups of a region, in the graph's order; its docstring says which nodes. exact: the result has the
+    find: yields the groups of a region, in the graph's order, with what each captured (Group.captured); its docstring
+    says which nodes. lower: what the backend compiles such a group with; it gets what was captured, and what else it
+    gets and gives is the backend's own business. exact: the result has the
     bits of its nodes run one by one, so that an exact backend may use it too.
     """
 
     name: str
     find: Callable[[Nodes], Iterator[Group]]
+    lower: Callable[..., Any] | None = None
     exact: bool = False
 
 
@@ -110,6 +110,7 @@ def fuse(region: Region, fusions: Iterable[Fusion]) -> list[Group]:
     for fusion in fusions:
         for group in fusion.find(nodes):
             if not any(n in owner for n in group.nodes):
+                group.fusion = fusion
                 take(group)
     for node in region.nodes:
         if node not in owner:

@@ -47,8 +47,10 @@ PRECISIONS = {
     # between two steps that go the other way.
     "int8": Precision(2.0**-10, 2.0**-5),
 }
-#: Ops that may multiply in a source's type: indices of the sources that decide.
-_DECIDING = {"MUL_MAT": (0,), "MUL_MAT_ID": (0,), "FLASH_ATTN_EXT": (1, 2), "FLASH_ATTN_LSE": (1,)}
+#: Ops that may multiply in a source's type: the sources that decide.
+_DECIDING = {
+    "MUL_MAT": ("weights",), "MUL_MAT_ID": ("weights",), "FLASH_ATTN_EXT": ("k", "v"), "FLASH_ATTN_LSE": ("k",)
+}  # fmt: skip
 #: A row's error may be this often the worst row's of the low-precision computation, and its ceiling this much higher.
 ROW_FACTOR, ROW_CEILING = 3.0, 8.0
 #: A row's energy counts as at least this part of the mean row's: a row that cancels out is no measure of itself.
@@ -75,8 +77,7 @@ class Verdict:
 
 def precision(node: Tensor) -> str:
     """The key in PRECISIONS of what a node may compute in, which its sources' types decide."""
-    deciding = [node.src[i] for i in _DECIDING.get(node.op, ())]
-    names = {s.dtype.name for s in deciding if s is not None}
+    names = {node[source].dtype.name for source in _DECIDING.get(node.op, ())}
     if names:
         return "bf16" if "bf16" in names else "f32" if names == {"f32"} else "f16"
     return f"stored {node.dtype.name}" if node.dtype.name in ("f16", "bf16") else "f32"

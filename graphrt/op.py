@@ -1,8 +1,8 @@
 """OpSpec: what the runtime knows of an op, and the registry that ops/ fills.
 
-An op is its rule for sources, parameters and result (`infer`), its work in FLOPs and bytes, and the sources whose
-memory its result may take over. Computing is the backends' part. Conformance cases are registered apart, by modules
-that are imported only when somebody asks for cases (register_cases_module).
+An op is the names of its sources, its rule for sources, parameters and result (`infer`), its work in FLOPs and bytes,
+and the sources whose memory its result may take over. Computing is the backends' part. Conformance cases are registered
+apart, by modules that are imported only when somebody asks for cases (register_cases_module).
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from graphrt.arguments import check_fields
 from graphrt.dtypes import DType
 from graphrt.errors import GraphError
-from graphrt.tensor import Dims, Tensor
+from graphrt.tensor import Dims, Tensor, name_sources
 
-Sources = tuple["Tensor | None", ...]
 #: The largest finite f32: kernels take an op's parameters as such.
 MAX_F32 = (2.0 - 2.0**-23) * 2.0**127
 
@@ -60,25 +61,41 @@ def reduction_work(flops_per_element: int) -> Callable[[Tensor], Work]:
 class OpSpec:
     """One op.
 
-    name: ggml's name. infer(src, params): checks and returns the Result, or raises GraphError.
-    work(node): FLOPs and bytes. n_src: least and most sources. params: the dataclass of its parameters or None.
-    is_view: the result is another look at src[0] and nothing is computed. inplace: indices of sources whose memory the
-    result may take over. writes: index of the source that the op writes into and returns. mask: index of the source
-    that hides parts of the sources `masked`, which need not be read.
+    name: ggml's name. sources: what its sources are called, in order, those that may be absent last and with a question
+    mark: ("q", "k", "v", "mask?", "sinks?"). infer(params, **sources): gets a tensor for each of them, None for an
+    absent one, by these names; it checks them and returns the Result, or raises GraphError. work(node): FLOPs and
+    bytes. params: the dataclass of its parameters or None. is_view: the result is another look at its only source and
+    nothing is computed. inplace: the sources whose memory the result may take over. writes: the source that the op
+    writes into and returns. masked: sources of which the one called "mask" hides parts, which need not be read.
 
     Its conformance cases are registered by name: testing.register_cases(name, quick=...).
     """
 
     name: str
-    infer: Callable[[Sources, Any], Result]
+    infer: Callable[..., Result]
     work: Callable[[Tensor], Work]
-    n_src: tuple[int, int] = (1, 1)
+    sources: tuple[str, ...] = ("a",)
     params: type | None = None
     is_view: bool = False
-    inplace: tuple[int, ...] = ()
-    writes: int | None = None
-    mask: int | None = None
-    masked: tuple[int, ...] = ()
+    inplace: tuple[str, ...] = ()
+    writes: str | None = None
+    masked: tuple[str, ...] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The sources' names, all of them."""
+        return tuple(name.removesuffix("?") for name in self.sources)
+
+    @cached_property
+    def required(self) -> tuple[str, ...]:
+        """The names of those that are never absent."""
+        return tuple(name for name in self.sources if not name.endswith("?"))
+
+    def shares(self, src: Sequence[Tensor | None]) -> Tensor | None:
+        """The source whose memory the result of these sources uses; None if the result has memory of its own."""
+        if self.is_view:
+            return src[0]
+        return src[self.names.index(self.writes)] if self.writes is not None else None
 
 
 _REGISTRY: dict[str, OpSpec] = {}
@@ -86,11 +103,19 @@ _CASES_MODULES: list[str] = []
 
 
 def register(spec: OpSpec) -> OpSpec:
-    """Adds an op. Raises GraphError when the name is taken (a module imported under two names does that too)."""
+    """Adds an op. Raises GraphError when the name is taken (a module imported under two names does that too), and when
+    its sources' names are not as OpSpec has them."""
     if spec.name in _REGISTRY:
         raise GraphError(
             f"an op is registered once, {spec.name} is there already; import it as graphrt.ops, never as `import ops`"
         )
+    required, names = spec.required, spec.names
+    rule = f"sources have different names, those that may be absent last and with a question mark, got {spec.sources}"
+    require(spec.sources[: len(required)] == required and len(set(names)) == len(names), spec.name, rule)
+    meant = [*spec.inplace, *spec.masked, *(["mask"] if spec.masked else []), *([spec.writes] if spec.writes else [])]
+    unknown = set(meant) - set(names)
+    require(not unknown, spec.name, f"inplace, writes and masked name its sources, got {sorted(unknown)}")
+    name_sources(spec.name, names)
     _REGISTRY[spec.name] = spec
     return spec
 
@@ -106,9 +131,7 @@ def op_spec(name: str) -> OpSpec:
 def made_by(t: Tensor) -> Tensor:
     """The tensor that a chain of views looks at; `t` itself if it is no view."""
     while not t.is_leaf and op_spec(t.op).is_view:
-        source = t.src[0]
-        assert source is not None
-        t = source
+        t = next(t.sources())
     return t
 
 
@@ -141,10 +164,11 @@ def require(ok: bool, op: str, rule: str, *tensors: Tensor | None) -> None:
 
 def infer_result(spec: OpSpec, src: Sequence[Tensor | None], params: Any) -> Result:
     """Checks the number of sources and the parameters' class, then asks the op. Raises GraphError."""
-    low, high = spec.n_src
-    require(low <= len(src) <= high, spec.name, f"takes {low} to {high} sources, got {len(src)}")
-    present = all(s is not None for s in src[:low])
-    require(present, spec.name, f"its first {low} sources must be present", *src)
+    low = len(spec.required)
+    if not low <= len(src) <= len(spec.names):
+        require(False, spec.name, f"takes the sources {', '.join(spec.sources)}, got {len(src)} of them")
+    if any(s is None for s in src[:low]):
+        require(False, spec.name, f"{' and '.join(spec.required)} must be present", *src)
     expected = spec.params or type(None)
     require(isinstance(params, expected), spec.name, f"parameters must be {expected.__name__}, got {params!r}")
     if params is not None:
@@ -152,16 +176,16 @@ def infer_result(spec: OpSpec, src: Sequence[Tensor | None], params: Any) -> Res
     for name, value in getattr(params, "__dict__", {}).items():
         fits = not isinstance(value, float) or not math.isfinite(value) or abs(value) <= MAX_F32
         require(fits, spec.name, f"{name} must be a number that f32 holds, got {value}")
-    written = src[spec.writes] if spec.writes is not None else None
+    written = spec.shares(src) if spec.writes is not None else None
     rule = "what is written must have memory of its own for each element"
     require(written is None or not written.overlaps_itself, spec.name, rule, written)
-    return spec.infer(tuple(src), params)
+    return spec.infer(params, **dict(zip_longest(spec.names, src)))
 
 
 def build(spec: OpSpec, *src: Tensor | None, params: Any = None, name: str = "") -> Tensor:
     """The node `spec(src, params)`: checked, shaped and linked; nothing is computed. Raises GraphError."""
     result = infer_result(spec, src, params)
-    shares = src[0] if spec.is_view else src[spec.writes] if spec.writes is not None else None
+    shares = spec.shares(src)
     nb = shares.nb if shares is not None and result.nb is None else result.nb
     return Tensor(
         result.dtype, result.ne, nb=nb, name=name, op=spec.name, params=params, src=src, view_src=shares,

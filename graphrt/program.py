@@ -36,14 +36,18 @@ MaskValues = npt.NDArray[np.float16] | None
 class Group:
     """Nodes that run as one step. label: what runs ("RMS_NORM+MUL"). Only `results` must be in memory afterwards.
 
-    private: those of the results that nobody but nodes of the same split reads, so that the backend may keep them in a
-    form of its own; their memory is then not what the graph says."""
+    fusion: the graphrt.fusion.Fusion that found it, None for a node by itself; captured: its nodes by name, in a record
+    of the fusion's own, so that the lowering need not look for them again. private: those of the results that nobody
+    but nodes of the same split reads, so that the backend may keep them in a form of its own; their memory is then not
+    as the graph says."""
 
     nodes: list[Tensor]
     label: str = ""
     kernel: Any = None
     results: list[Tensor] = field(default_factory=list)
     private: list[Tensor] = field(default_factory=list)
+    captured: Any = None
+    fusion: Any = None
 
     def __post_init__(self) -> None:
         self.label = self.label or "+".join(n.op for n in self.nodes)

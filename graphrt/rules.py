@@ -87,10 +87,10 @@ def _inputs_have_names_of_their_own(graph: Graph) -> Violations:
 
 def _weights_are_never_written(graph: Graph) -> Violations:
     for node in graph.nodes:
-        target = node.src[writes] if (writes := op_spec(node.op).writes) is not None else None
-        buffer = target.root.buffer if target is not None else None
-        if buffer is not None and buffer.usage is Usage.WEIGHTS:
-            yield node, f"it writes into {target.root.name!r}, which lies in a weights buffer"  # type: ignore[union-attr]
+        if (writes := op_spec(node.op).writes) is not None:
+            target = node[writes].root
+            if target.buffer is not None and target.buffer.usage is Usage.WEIGHTS:
+                yield node, f"it writes into {target.name!r}, which lies in a weights buffer"
 
 
 def _leafs_fit_their_buffers(graph: Graph) -> Violations:

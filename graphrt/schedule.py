@@ -103,9 +103,10 @@ class _Scheduler:
 
     def _look(self, node: Tensor) -> None:
         """A view of a node that has a twin looks at the twin."""
-        source = self.result.local.get(node.src[0]) if node.src[0] is not None else None
-        if source is not None and source is not node.src[0]:
-            self.result.local[node] = with_sources(node, [source])
+        (source,) = node.sources()
+        twin = self.result.local.get(source, source)
+        if twin is not source:
+            self.result.local[node] = with_sources(node, [twin])
 
     def _place(self, node: Tensor) -> None:
         assignment = self._assign(node)
@@ -194,9 +195,8 @@ def _cause(owner: str | None, refused: dict[str, str]) -> str:
 def with_sources(node: Tensor, sources: Sequence[Tensor | None]) -> Tensor:
     """A twin of `node` that reads `sources`. A view's twin looks at the memory of its new source."""
     spec = op_spec(node.op)
-    shares = sources[0] if spec.is_view else sources[spec.writes] if spec.writes is not None else None
-    base = node.src[0].view_offs if spec.is_view and node.src[0] is not None else node.view_offs
+    base = next(node.sources()).view_offs if spec.is_view else node.view_offs
     return Tensor(
-        node.dtype, node.ne, name=node.name, nb=node.nb, op=node.op, params=node.params, src=sources, view_src=shares,
-        view_offs=node.view_offs - base, flags=node.flags,
+        node.dtype, node.ne, name=node.name, nb=node.nb, op=node.op, params=node.params, src=sources,
+        view_src=spec.shares(sources), view_offs=node.view_offs - base, flags=node.flags,
     )  # fmt: skip

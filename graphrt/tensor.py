@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import IntFlag
 from math import prod
-from typing import Any
+from typing import Any, Literal, overload
 
 from graphrt.arguments import checked
 from graphrt.buffer import Buffer
@@ -25,6 +25,18 @@ MAX_NAME = 64
 MAX_ELEMENTS = 2**56
 
 Dims = tuple[int, int, int, int]
+
+#: Names of sources that the ops here can do without, for type checkers: node["mask"] may be None, node["q"] never is.
+#: No op here needs a source of such a name. An op elsewhere may name its own as it likes.
+OptionalSource = Literal["mask", "sinks", "factors", "value"]
+
+#: By an op's name, where each of its sources stands in `src`, by the source's name. graphrt.op.register() fills it.
+_PLACES: dict[str, dict[str, int]] = {}
+
+
+def name_sources(op: str, names: Sequence[str]) -> None:
+    """Says what the sources of an op are called, in their order: nodes of it can then be asked by name."""
+    _PLACES[op] = {name: i for i, name in enumerate(names)}
 
 
 class Flag(IntFlag):
@@ -58,8 +70,9 @@ class Tensor:
     """One tensor: a leaf (op "NONE") or the result of an op.
 
     dtype, ne, nb: as in the module's docstring. op: the op's name; params: its frozen dataclass or None; src: its
-    sources, None where an optional one is absent. view_src, view_offs: the root whose memory it shares and the offset
-    in bytes. flags: see Flag. buffer, offset: where a leaf's data lies, in bytes from the buffer's start.
+    sources, None where an optional one is absent; node["mask"] is the one of that name. view_src, view_offs: the root
+    whose memory it shares and the offset in bytes. flags: see Flag. buffer, offset: where a leaf's data lies, in bytes
+    from the buffer's start.
     """
 
     __slots__ = (
@@ -97,7 +110,8 @@ class Tensor:
         self.buffer: Buffer | None = None
         self.offset = 0
         self.name = ""
-        self.named(name)
+        if name != "":  # most nodes that are only built to be compared have none
+            self.named(name)
 
     @checked(GraphError)
     def named(self, name: str) -> Tensor:
@@ -180,9 +194,30 @@ class Tensor:
     def is_leaf(self) -> bool:
         return self.op == "NONE"
 
+    @overload
+    def __getitem__(self, name: OptionalSource) -> Tensor | None: ...  # type: ignore[overload-overlap]
+    @overload
+    def __getitem__(self, name: str) -> Tensor: ...
+    def __getitem__(self, name: str) -> Tensor | None:
+        """The source that the op calls so (OpSpec.sources), None for an optional one that is absent. Raises GraphError
+        for a name that is none of its sources'."""
+        try:
+            i = _PLACES[self.op][name]
+        except KeyError:
+            known = ", ".join(_PLACES.get(self.op, {})) or "no sources"
+            raise GraphError(f"a source is asked for by its name, {self.op} has {known}; got {name!r}") from None
+        return self.src[i] if i < len(self.src) else None
+
+    #: Without this, Python would take a tensor for a sequence because it has __getitem__.
+    __iter__ = None
+
     def sources(self) -> Iterator[Tensor]:
         """The sources that are present, in order."""
         return (s for s in self.src if s is not None)
+
+    def sources_by_name(self) -> dict[str, Tensor]:
+        """The sources that are present, in order, by the names that the op gives them."""
+        return {name: s for name, s in zip(_PLACES.get(self.op, {}), self.src) if s is not None}
 
     def describe(self) -> str:
         """`type[ne0, ne1, ...]`, as error messages and dumps show a tensor."""

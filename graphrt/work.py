@@ -38,11 +38,10 @@ def attended(node: Tensor) -> tuple[Tensor | None, list[Tensor]]:
     """The mask of a node and the caches that it hides parts of, one that lies in another (MLA's v in k) left out; none
     for an op without a mask."""
     spec = op_spec(node.op)
-    if spec.mask is None:
+    if not spec.masked:
         return None, []
-    mask = node.src[spec.mask] if spec.mask < len(node.src) else None
-    caches = [t for i in spec.masked if (t := node.src[i]) is not None]
-    return mask, [t for i, t in enumerate(caches) if all(t.root is not other.root for other in caches[:i])]
+    caches = [node[name] for name in spec.masked]
+    return node["mask"], [t for i, t in enumerate(caches) if all(t.root is not other.root for other in caches[:i])]
 
 
 def mask_name(mask: Tensor) -> str:

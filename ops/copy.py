@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, build, elementwise_work, register, require
 from graphrt.ops.elementwise import can_repeat
 from graphrt.tensor import Dims, Tensor, full_dims
 
 
-def _infer_cpy(src: Sources, params: None) -> Result:
-    a, target = src
-    assert a is not None and target is not None
+def _infer_cpy(params: None, a: Tensor, target: Tensor) -> Result:
     require(a.n_elements == target.n_elements, "CPY", "source and target must have equally many elements", a, target)
     same = a.ne == target.ne
     require(same or not target.dtype.is_quantized, "CPY", "a quantized target must have the source's shape", a, target)
@@ -27,13 +25,11 @@ def _infer_cpy(src: Sources, params: None) -> Result:
     return Result(target.dtype, target.ne)
 
 
-def _infer_same(src: Sources, params: None) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_same(params: None, a: Tensor) -> Result:
     return Result(a.dtype, a.ne)
 
 
-CPY = register(OpSpec("CPY", _infer_cpy, elementwise_work(0), n_src=(2, 2), writes=1))
+CPY = register(OpSpec("CPY", _infer_cpy, elementwise_work(0), ("a", "target"), writes="target"))
 CONT = register(OpSpec("CONT", _infer_same, elementwise_work(0)))
 DUP = register(OpSpec("DUP", _infer_same, elementwise_work(0)))
 
@@ -77,9 +73,7 @@ class ConcatParams:
     dim: int
 
 
-def _infer_concat(src: Sources, params: ConcatParams) -> Result:
-    a, b = src
-    assert a is not None and b is not None
+def _infer_concat(params: ConcatParams, a: Tensor, b: Tensor) -> Result:
     require(0 <= params.dim <= 3, "CONCAT", f"the dimension must be 0 to 3, got {params.dim}")
     require(a.dtype == b.dtype and not a.dtype.is_quantized, "CONCAT", "both must have one plain type", a, b)
     fits = all(i == params.dim or a.ne[i] == b.ne[i] for i in range(4))
@@ -89,7 +83,7 @@ def _infer_concat(src: Sources, params: ConcatParams) -> Result:
     return Result(a.dtype, ne)
 
 
-CONCAT = register(OpSpec("CONCAT", _infer_concat, elementwise_work(0), n_src=(2, 2), params=ConcatParams))
+CONCAT = register(OpSpec("CONCAT", _infer_concat, elementwise_work(0), ("a", "b"), params=ConcatParams))
 
 
 @checked(GraphError)
@@ -110,9 +104,7 @@ class RepeatParams:
     ne: Dims
 
 
-def _infer_repeat(src: Sources, params: RepeatParams) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_repeat(params: RepeatParams, a: Tensor) -> Result:
     require(not a.dtype.is_quantized, "REPEAT", "the source must have a plain type", a)
     fits = can_repeat(a, Tensor(a.dtype, params.ne))
     require(fits, "REPEAT", f"the source must divide {list(params.ne)} along every dimension", a)

@@ -7,7 +7,7 @@ from functools import partial
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, Work, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, Work, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
 
@@ -20,16 +20,14 @@ def _float_source(op: str, *tensors: Tensor) -> None:
     require(all(t.dtype.kind == "float" for t in tensors), op, "sources must be plain float types", *tensors)
 
 
-def _infer_binary(op: str, src: Sources, params: None) -> Result:
-    a, b = src
-    assert a is not None and b is not None
+def _infer_binary(op: str, params: None, a: Tensor, b: Tensor) -> Result:
     _float_source(op, a, b)
     require(can_repeat(b, a), op, "the second source must divide the first along every dimension", a, b)
     return Result(a.dtype, a.ne)
 
 
 def _binary(op: str) -> OpSpec:
-    return register(OpSpec(op, partial(_infer_binary, op), elementwise_work(1), n_src=(2, 2), inplace=(0,)))
+    return register(OpSpec(op, partial(_infer_binary, op), elementwise_work(1), ("a", "b"), inplace=("a",)))
 
 
 BINARY: dict[str, OpSpec] = {op: _binary(op) for op in ("ADD", "SUB", "MUL", "DIV")}
@@ -98,9 +96,7 @@ class FillParams:
     value: float
 
 
-def _infer_same(op: str, src: Sources, params: object) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_same(op: str, params: object, a: Tensor) -> Result:
     _float_source(op, a)
     if isinstance(params, ClampParams):
         require(params.low <= params.high, op, f"low must not exceed high, got {params.low} and {params.high}")
@@ -108,7 +104,7 @@ def _infer_same(op: str, src: Sources, params: object) -> Result:
 
 
 def _map(op: str, flops: int, params: type | None = None) -> OpSpec:
-    spec = OpSpec(op, partial(_infer_same, op), elementwise_work(flops), params=params, inplace=(0,))
+    spec = OpSpec(op, partial(_infer_same, op), elementwise_work(flops), params=params, inplace=("a",))
     return register(spec)
 
 
@@ -123,7 +119,7 @@ MAPS: dict[str, OpSpec] = {
 FILL = register(
     OpSpec(
         "FILL", partial(_infer_same, "FILL"), lambda node: Work(0, node.data_nbytes), params=FillParams,
-        inplace=(0,),
+        inplace=("a",),
     )
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from graphrt.arguments import checked
 from graphrt.dtypes import F32
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, Work, build, moved_bytes, register, require
+from graphrt.op import OpSpec, Result, Work, build, moved_bytes, register, require
 from graphrt.tensor import Tensor
 
 
@@ -56,9 +56,9 @@ def _check_mask(op: str, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tenso
         require(fits, op, "sinks must be f32 with one value a head of q", q, sinks)
 
 
-def _infer_attn(src: Sources, params: FlashAttnParams) -> Result:
-    q, k, v, mask, sinks = (*src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+def _infer_attn(
+    params: FlashAttnParams, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Result:
     op = "FLASH_ATTN_EXT"
     _check_kv(op, q, k)
     require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
@@ -67,9 +67,7 @@ def _infer_attn(src: Sources, params: FlashAttnParams) -> Result:
     return Result(F32, (v.ne[0], q.ne[2], q.ne[1], q.ne[3]))
 
 
-def _infer_lse(src: Sources, params: FlashAttnParams) -> Result:
-    q, k, mask, sinks = (*src, None, None)[:4]
-    assert q is not None and k is not None
+def _infer_lse(params: FlashAttnParams, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Result:
     _check_kv("FLASH_ATTN_LSE", q, k)
     _check_mask("FLASH_ATTN_LSE", q, k, mask, sinks, params)
     return Result(F32, (q.ne[2], q.ne[1], q.ne[3]))
@@ -80,9 +78,8 @@ def _attn_work(node: Tensor) -> Work:
 
     A v that begins where k does, as a view of the same memory, adds no bytes.
     """
-    q, k = node.src[0], node.src[1]
-    assert q is not None and k is not None
-    v = node.src[2] if node.op == "FLASH_ATTN_EXT" else None
+    q, k = node["q"], node["k"]
+    v = node["v"] if node.op == "FLASH_ATTN_EXT" else None
     d_v = v.ne[0] if v is not None else 0
     shared = v.data_nbytes if v is not None and v is not k and v.root is k.root and v.view_offs == k.view_offs else 0
     return Work(2 * (k.ne[0] + d_v) * k.ne[1] * q.n_rows, moved_bytes(node) - shared)
@@ -93,10 +90,9 @@ FLASH_ATTN_EXT = register(
         "FLASH_ATTN_EXT",
         _infer_attn,
         _attn_work,
-        n_src=(3, 5),
+        ("q", "k", "v", "mask?", "sinks?"),
         params=FlashAttnParams,
-        mask=3,
-        masked=(1, 2),
+        masked=("k", "v"),
     )
 )
 FLASH_ATTN_LSE = register(
@@ -104,10 +100,9 @@ FLASH_ATTN_LSE = register(
         "FLASH_ATTN_LSE",
         _infer_lse,
         _attn_work,
-        n_src=(2, 4),
+        ("q", "k", "mask?", "sinks?"),
         params=FlashAttnParams,
-        mask=2,
-        masked=(1,),
+        masked=("k",),
     )
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graphrt.arguments import checked
 from graphrt.dtypes import F16
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
 #: The largest position there is.
@@ -23,9 +23,7 @@ class KqMaskParams:
     alibi: bool = False
 
 
-def _infer(src: Sources, params: KqMaskParams) -> Result:
-    cells, pos = src
-    assert cells is not None and pos is not None
+def _infer(params: KqMaskParams, cells: Tensor, pos: Tensor) -> Result:
     op = "KQ_MASK"
     for what, t in (("the cells' positions", cells), ("the tokens' positions", pos)):
         plain = t.dtype.name == "i32" and t.ne[2] == t.ne[3] == 1
@@ -37,7 +35,7 @@ def _infer(src: Sources, params: KqMaskParams) -> Result:
     return Result(F16, (cells.ne[0], pos.ne[0], 1, cells.ne[1]))
 
 
-KQ_MASK = register(OpSpec("KQ_MASK", _infer, elementwise_work(3), n_src=(2, 2), params=KqMaskParams))
+KQ_MASK = register(OpSpec("KQ_MASK", _infer, elementwise_work(3), ("cells", "pos"), params=KqMaskParams))
 
 
 @checked(GraphError)

@@ -7,7 +7,7 @@ from functools import partial
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
+from graphrt.op import OpSpec, Result, build, elementwise_work, reduction_work, register, require
 from graphrt.tensor import Tensor
 
 
@@ -18,16 +18,14 @@ class NormParams:
     eps: float
 
 
-def _infer(op: str, src: Sources, params: NormParams) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer(op: str, params: NormParams, a: Tensor) -> Result:
     require(a.dtype.name == "f32", op, "the source must be f32", a)
     require(params.eps >= 0, op, f"eps must not be negative, got {params.eps}")
     return Result(a.dtype, a.ne)
 
 
 def _norm(op: str) -> OpSpec:
-    spec = OpSpec(op, partial(_infer, op), elementwise_work(4), params=NormParams, inplace=(0,))
+    spec = OpSpec(op, partial(_infer, op), elementwise_work(4), params=NormParams, inplace=("a",))
     return register(spec)
 
 
@@ -64,9 +62,7 @@ def l2_norm(a: Tensor, eps: float, name: str = "") -> Tensor:
     return build(NORMS["L2_NORM"], a, params=NormParams(float(eps)), name=name)
 
 
-def _infer_sum_rows(src: Sources, params: None) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_sum_rows(params: None, a: Tensor) -> Result:
     require(a.dtype.name == "f32", "SUM_ROWS", "the source must be f32", a)
     return Result(a.dtype, (1, *a.ne[1:]))
 

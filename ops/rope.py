@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
 #: normal rotates the pair (2i, 2i+1), neox the pair (i, i + n_dims/2).
@@ -83,9 +83,7 @@ def _check_frequencies(p: RopeParams) -> None:
             require(sane, "ROPE", f"YaRN needs {name} over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
 
 
-def _infer(src: Sources, params: RopeParams) -> Result:
-    a, positions, factors = (*src, None)[:3]
-    assert a is not None and positions is not None
+def _infer(params: RopeParams, a: Tensor, positions: Tensor, factors: Tensor | None) -> Result:
     require(a.dtype.name in ("f32", "f16"), "ROPE", "the source must be f32 or f16", a)
     require(positions.dtype.name == "i32", "ROPE", "positions must be i32", positions)
     fits = positions.ne == (a.ne[2], 1, 1, 1)
@@ -100,7 +98,11 @@ def _infer(src: Sources, params: RopeParams) -> Result:
     return Result(a.dtype, a.ne)
 
 
-ROPE = register(OpSpec("ROPE", _infer, elementwise_work(6), n_src=(2, 3), params=RopeParams, inplace=(0,)))
+ROPE = register(
+    OpSpec(
+        "ROPE", _infer, elementwise_work(6), ("a", "positions", "factors?"), params=RopeParams, inplace=("a",)
+    )
+)  # fmt: skip
 
 
 @checked(GraphError)

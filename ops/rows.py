@@ -5,25 +5,21 @@ from __future__ import annotations
 from graphrt.arguments import checked
 from graphrt.dtypes import F32
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
+from graphrt.op import OpSpec, Result, Work, build, register, require
 from graphrt.tensor import Tensor
 
 #: Types that SET_ROWS writes.
 WRITABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 
 
-def _infer_get_rows(src: Sources, params: None) -> Result:
-    a, ids = src
-    assert a is not None and ids is not None
+def _infer_get_rows(params: None, table: Tensor, ids: Tensor) -> Result:
     require(ids.dtype.name == "i32", "GET_ROWS", "indices must be i32", ids)
-    fits = a.ne[2] == ids.ne[1] and a.ne[3] == ids.ne[2] and ids.ne[3] == 1
-    require(fits, "GET_ROWS", "indices [n, d2, d3] must match dimensions 2 and 3 of the source", a, ids)
-    return Result(a.dtype if a.dtype.kind == "int" else F32, (a.ne[0], *ids.ne[:3]))
+    fits = table.ne[2] == ids.ne[1] and table.ne[3] == ids.ne[2] and ids.ne[3] == 1
+    require(fits, "GET_ROWS", "indices [n, d2, d3] must match dimensions 2 and 3 of the source", table, ids)
+    return Result(table.dtype if table.dtype.kind == "int" else F32, (table.ne[0], *ids.ne[:3]))
 
 
-def _infer_set_rows(src: Sources, params: None) -> Result:
-    rows, ids, target = src
-    assert rows is not None and ids is not None and target is not None
+def _infer_set_rows(params: None, rows: Tensor, ids: Tensor, target: Tensor) -> Result:
     op = "SET_ROWS"
     require(rows.dtype.name in ("f32", "f16"), op, "rows must be f32 or f16", rows)
     require(ids.dtype.name in ("i64", "i32"), op, "indices must be i64 or i32", ids)
@@ -38,30 +34,28 @@ def _infer_set_rows(src: Sources, params: None) -> Result:
 
 
 def _get_rows_work(node: Tensor) -> Work:
-    source, ids = node.src[0], node.src[1]
-    assert source is not None and ids is not None
-    return Work(0, node.data_nbytes + ids.data_nbytes + ids.n_elements * source.dtype.row_size(source.ne[0]))
+    table, ids = node["table"], node["ids"]
+    return Work(0, node.data_nbytes + ids.data_nbytes + ids.n_elements * table.dtype.row_size(table.ne[0]))
 
 
 def _set_rows_work(node: Tensor) -> Work:
-    rows, ids = node.src[0], node.src[1]
-    assert rows is not None and ids is not None
+    rows, ids = node["rows"], node["ids"]
     return Work(0, rows.data_nbytes + ids.data_nbytes + rows.n_rows * node.dtype.row_size(node.ne[0]))
 
 
-GET_ROWS = register(OpSpec("GET_ROWS", _infer_get_rows, _get_rows_work, n_src=(2, 2)))
-SET_ROWS = register(OpSpec("SET_ROWS", _infer_set_rows, _set_rows_work, n_src=(3, 3), writes=2))
+GET_ROWS = register(OpSpec("GET_ROWS", _infer_get_rows, _get_rows_work, ("table", "ids")))
+SET_ROWS = register(OpSpec("SET_ROWS", _infer_set_rows, _set_rows_work, ("rows", "ids", "target"), writes="target"))
 
 
 @checked(GraphError)
-def get_rows(a: Tensor, ids: Tensor, name: str = "") -> Tensor:
-    """Rows of `a` by index: result[:, i, x, y] = a[:, ids[i, x, y], x, y].
+def get_rows(table: Tensor, ids: Tensor, name: str = "") -> Tensor:
+    """Rows of `table` by index: result[:, i, x, y] = table[:, ids[i, x, y], x, y].
 
-    a: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]. The result is f32 [n, n_ids, d2, d3], dequantized; an
-    integer `a` keeps its type. An index outside 0..n_rows-1 is the caller's error: what its row then holds depends on
+    table: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]. The result is f32 [n, n_ids, d2, d3], dequantized; an
+    integer `table` keeps its type. An index outside 0..n_rows-1 is the caller's error: what its row then holds depends on
     the backend, but no other memory is read. Source: ggml_get_rows. Raises GraphError for other types and shapes.
     """
-    return build(GET_ROWS, a, ids, name=name)
+    return build(GET_ROWS, table, ids, name=name)
 
 
 @checked(GraphError)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graphrt.arguments import checked
 from graphrt.dtypes import I32
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, reduction_work, register, require
+from graphrt.op import OpSpec, Result, build, reduction_work, register, require
 from graphrt.tensor import Tensor
 
 #: The most candidates that a draw is from.
@@ -31,9 +31,7 @@ class SampleParams:
     min_keep: int = 1
 
 
-def _infer(src: Sources, params: SampleParams) -> Result:
-    logits, uniforms = src
-    assert logits is not None and uniforms is not None
+def _infer(params: SampleParams, logits: Tensor, uniforms: Tensor) -> Result:
     plain = logits.dtype.name == "f32" and logits.ne[2] == logits.ne[3] == 1
     require(plain, "SAMPLE", "the logits must be an f32 matrix", logits)
     known = uniforms.dtype.name in ("f32", "f64") and uniforms.ne == (logits.ne[1], 1, 1, 1)
@@ -46,7 +44,7 @@ def _infer(src: Sources, params: SampleParams) -> Result:
     return Result(I32, (logits.ne[1],))
 
 
-SAMPLE = register(OpSpec("SAMPLE", _infer, reduction_work(10), n_src=(2, 2), params=SampleParams))
+SAMPLE = register(OpSpec("SAMPLE", _infer, reduction_work(10), ("logits", "uniforms"), params=SampleParams))
 
 
 @checked(GraphError)

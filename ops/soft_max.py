@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
 
@@ -32,9 +32,7 @@ class SoftMaxParams:
     max_bias: float = 0.0
 
 
-def _infer(src: Sources, params: SoftMaxParams) -> Result:
-    a, mask, sinks = (*src, None, None)[:3]
-    assert a is not None
+def _infer(params: SoftMaxParams, a: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Result:
     op = "SOFT_MAX"
     require(a.dtype.name == "f32", op, "the source must be f32", a)
     require(math.isfinite(params.scale), op, f"the scale must be finite, got {params.scale}")
@@ -53,7 +51,11 @@ def _infer(src: Sources, params: SoftMaxParams) -> Result:
     return Result(a.dtype, a.ne)
 
 
-SOFT_MAX = register(OpSpec("SOFT_MAX", _infer, elementwise_work(5), n_src=(1, 3), params=SoftMaxParams, inplace=(0,)))
+SOFT_MAX = register(
+    OpSpec(
+        "SOFT_MAX", _infer, elementwise_work(5), ("a", "mask?", "sinks?"), params=SoftMaxParams, inplace=("a",)
+    )
+)  # fmt: skip
 
 
 @checked(GraphError)

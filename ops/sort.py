@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graphrt.arguments import checked
 from graphrt.dtypes import I32
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, reduction_work, register, require
+from graphrt.op import OpSpec, Result, build, elementwise_work, reduction_work, register, require
 from graphrt.tensor import Tensor
 
 
@@ -25,23 +25,17 @@ class TopKParams:
     k: int
 
 
-def _infer_argmax(src: Sources, params: None) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_argmax(params: None, a: Tensor) -> Result:
     require(a.dtype.name == "f32" and a.ne[2] == a.ne[3] == 1, "ARGMAX", "the source must be an f32 matrix", a)
     return Result(I32, (a.ne[1],))
 
 
-def _infer_argsort(src: Sources, params: ArgsortParams) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_argsort(params: ArgsortParams, a: Tensor) -> Result:
     require(a.dtype.name == "f32", "ARGSORT", "the source must be f32", a)
     return Result(I32, a.ne)
 
 
-def _infer_top_k(src: Sources, params: TopKParams) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_top_k(params: TopKParams, a: Tensor) -> Result:
     require(a.dtype.name == "f32", "TOP_K", "the source must be f32", a)
     require(1 <= params.k <= a.ne[0], "TOP_K", f"k must be 1 to ne[0], got {params.k}", a)
     return Result(I32, (params.k, *a.ne[1:]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, build, elementwise_work, register, require
+from graphrt.op import OpSpec, Result, build, elementwise_work, register, require
 from graphrt.tensor import Tensor
 
 #: silu = x sigmoid(x); gelu: the tanh form; gelu_erf: exact; gelu_quick = x sigmoid(1.702 x); softplus = ln(1 + e^x).
@@ -46,26 +46,27 @@ class GluParams:
         _one_of("a gated activation", self.kind, GLU_KINDS)
 
 
-def _infer_unary(src: Sources, params: UnaryParams) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_unary(params: UnaryParams, a: Tensor) -> Result:
     require(a.dtype.kind == "float", "UNARY", "the source must be a plain float type", a)
     return Result(a.dtype, a.ne)
 
 
-def _infer_glu(src: Sources, params: GluParams) -> Result:
-    a, b = (*src, None)[:2]
-    assert a is not None
-    require(a.dtype.kind == "float", "GLU", "sources must be plain float types", a, b)
-    if b is None:
-        require(a.ne[0] % 2 == 0, "GLU", "without a second source ne[0] must be even: gate and value halves", a)
-        return Result(a.dtype, (a.ne[0] // 2, *a.ne[1:]))
-    require(a.ne == b.ne and a.dtype == b.dtype, "GLU", "gate and value must have one type and shape", a, b)
-    return Result(a.dtype, a.ne)
+def _infer_glu(params: GluParams, gate: Tensor, value: Tensor | None) -> Result:
+    require(gate.dtype.kind == "float", "GLU", "sources must be plain float types", gate, value)
+    if value is None:
+        require(gate.ne[0] % 2 == 0, "GLU", "without a second source ne[0] must be even: gate and value halves", gate)
+        return Result(gate.dtype, (gate.ne[0] // 2, *gate.ne[1:]))
+    fits = gate.ne == value.ne and gate.dtype == value.dtype
+    require(fits, "GLU", "gate and value must have one type and shape", gate, value)
+    return Result(gate.dtype, gate.ne)
 
 
-UNARY = register(OpSpec("UNARY", _infer_unary, elementwise_work(8), params=UnaryParams, inplace=(0,)))
-GLU = register(OpSpec("GLU", _infer_glu, elementwise_work(10), n_src=(1, 2), params=GluParams, inplace=(0, 1)))
+UNARY = register(OpSpec("UNARY", _infer_unary, elementwise_work(8), params=UnaryParams, inplace=("a",)))
+GLU = register(
+    OpSpec(
+        "GLU", _infer_glu, elementwise_work(10), ("gate", "value?"), params=GluParams, inplace=("gate", "value")
+    )
+)  # fmt: skip
 
 
 @checked(GraphError)
@@ -82,15 +83,15 @@ def unary(a: Tensor, kind: str, name: str = "") -> Tensor:
 
 @checked(GraphError)
 def glu(
-    a: Tensor, b: Tensor | None, kind: str, *, alpha: float = 1.702, limit: float = 7.0, swapped: bool = False,
+    gate: Tensor, value: Tensor | None, kind: str, *, alpha: float = 1.702, limit: float = 7.0, swapped: bool = False,
     name: str = "",
 ) -> Tensor:  # fmt: skip
-    """A gated linear unit: result = f(gate) * value, where the gate is `a` and the value is `b`.
+    """A gated linear unit: result = f(gate) * value.
 
     f by `kind`: reglu relu, geglu gelu (tanh form), swiglu silu; swiglu_oai, gpt-oss's: with x = min(gate, limit) and y
-    = clamp(value, -limit, limit) result = x * sigmoid(alpha * x) * (y + 1). a, b: one plain float type (f32, f16, bf16,
-    f64) and shape [n, ...], which the result has too; or b None and a [2n, ...], whose first half is the gate, or with
-    `swapped` the second. alpha, limit: numbers, of swiglu_oai alone. Source: GLU Variants Improve Transformer (arXiv
-    2002.05202), as ggml_glu_split has it. Raises GraphError for other types, shapes and kinds.
+    = clamp(value, -limit, limit) result = x * sigmoid(alpha * x) * (y + 1). gate, value: one plain float type (f32,
+    f16, bf16, f64) and shape [n, ...], which the result has too; or value None and gate [2n, ...], whose first half is
+    the gate, or with `swapped` the second. alpha, limit: numbers, of swiglu_oai alone. Source: GLU Variants Improve
+    Transformer (arXiv 2002.05202), as ggml_glu_split has it. Raises GraphError for other types, shapes and kinds.
     """
-    return build(GLU, a, b, params=GluParams(kind, alpha, limit, swapped), name=name)
+    return build(GLU, gate, value, params=GluParams(kind, alpha, limit, swapped), name=name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
-from graphrt.op import OpSpec, Result, Sources, Work, build, register, require
+from graphrt.op import OpSpec, Result, Work, build, register, require
 from graphrt.tensor import MAX_DIMS, Dims, Tensor, contiguous_nb, full_dims
 
 
@@ -34,9 +34,7 @@ class PermuteParams:
     axes: Dims
 
 
-def _infer_view(src: Sources, params: ViewParams) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_view(params: ViewParams, a: Tensor) -> Result:
     a.dtype.row_size(params.ne[0])
     require(params.offs >= 0 and min(params.nb) >= 0, "VIEW", f"offset and strides must not be negative, got {params}")
     whole = all(n % a.dtype.type_size == 0 for n in (params.offs, *params.nb))
@@ -47,18 +45,14 @@ def _infer_view(src: Sources, params: ViewParams) -> Result:
     return Result(a.dtype, params.ne, nb, params.offs)
 
 
-def _infer_reshape(src: Sources, params: ReshapeParams) -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_reshape(params: ReshapeParams, a: Tensor) -> Result:
     require(a.is_contiguous, "RESHAPE", "the source must be contiguous; cont() makes it so", a)
     same = a.n_elements == Tensor(a.dtype, params.ne).n_elements
     require(same, "RESHAPE", f"the number of elements must stay, {list(params.ne)} asked for", a)
     return Result(a.dtype, params.ne, contiguous_nb(a.dtype, params.ne))
 
 
-def _infer_permute(src: Sources, params: PermuteParams, op: str = "PERMUTE") -> Result:
-    a = src[0]
-    assert a is not None
+def _infer_permute(params: PermuteParams, a: Tensor, op: str = "PERMUTE") -> Result:
     require(sorted(params.axes) == [0, 1, 2, 3], op, f"axes must be 0 to 3 once each, got {params.axes}")
     if a.dtype.is_quantized:
         require(params.axes[0] == 0, op, "blocks lie along dimension 0, which must stay", a)
@@ -68,8 +62,8 @@ def _infer_permute(src: Sources, params: PermuteParams, op: str = "PERMUTE") -> 
     return Result(a.dtype, full_dims(ne), (nb[0], nb[1], nb[2], nb[3]))
 
 
-def _infer_transpose(src: Sources, params: None) -> Result:
-    return _infer_permute(src, PermuteParams((1, 0, 2, 3)), "TRANSPOSE")
+def _infer_transpose(params: None, a: Tensor) -> Result:
+    return _infer_permute(PermuteParams((1, 0, 2, 3)), a, "TRANSPOSE")
 
 
 def _no_work(node: Tensor) -> Work:

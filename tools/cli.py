@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -198,7 +199,7 @@ def verb_parser(verb: str, module: Any) -> Parser:
 
 def _check_fusions() -> None:
     """Raises BackendError for a fusion that there is none of, whoever runs the verb: the CPU backend asks for none."""
-    if env.FUSE.get():
+    if env.FUSE.get() and importlib.util.find_spec("triton") is not None:
         from graphrt.backends.triton.fuse import wanted_fusions
 
         wanted_fusions(exact=False)

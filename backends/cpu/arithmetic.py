@@ -92,15 +92,15 @@ def unary(node: Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 @reference("GLU")
-def glu(node: Tensor, a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+def glu(node: Tensor, gate: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
     p = node.params
-    if b is None:
-        first, second = a.chunk(2, dim=-1)
-        a, b = (second, first) if p.swapped else (first, second)
+    if value is None:
+        first, second = gate.chunk(2, dim=-1)
+        gate, value = (second, first) if p.swapped else (first, second)
     if p.kind == "swiglu_oai":
-        gate, value = a.clamp(max=p.limit), b.clamp(-p.limit, p.limit)
+        gate, value = gate.clamp(max=p.limit), value.clamp(-p.limit, p.limit)
         return gate * torch.sigmoid(p.alpha * gate) * (value + 1.0)
-    return GATES[p.kind](a) * b
+    return GATES[p.kind](gate) * value
 
 
 @reference("NORM")

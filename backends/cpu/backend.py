@@ -172,7 +172,7 @@ class CpuBackend(Backend):
         self, node: Tensor, place: Callable[[Tensor], Place], inside: dict[Tensor, torch.Tensor], internal: bool
     ) -> Run:
         ref = self.reference_of(node)
-        load = [self._loader(s, i in ref.stored, place, inside) for i, s in enumerate(node.src)]
+        load = [self._loader(s, name in ref.stored, place, inside) for name, s in zip(op_spec(node.op).names, node.src)]
         function = ref.function
         if op_spec(node.op).writes is not None:  # it writes into its source by itself
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,22 +12,48 @@ import torch
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.lowering import Given, Lowering, rows_of
 from graphrt.backends.cpu.products import Slice, dense, matrix_slices
+from graphrt.fusion import Fusion, Nodes
+from graphrt.program import Group
 from graphrt.tensor import Tensor
+
+
+class BiasedExperts(NamedTuple):
+    """MUL_MAT_ID, and the ADD_ID of it and of its experts' biases."""
+
+    product: Tensor
+    out: Tensor
+
+
+def mul_mat_id_add_id(nodes: Nodes) -> Iterator[Group]:
+    """MUL_MAT_ID, then ADD_ID of the biases of the same experts."""
+    for product in nodes.of("MUL_MAT_ID"):
+        total = nodes.only_reader(product)
+        if total is None or total.op != "ADD_ID":
+            continue
+        bias, same = total["bias"], total["a"] is product and total["ids"] is product["ids"]
+        if same and bias.has_contiguous_rows and bias.ne[1] == product["weights"].ne[2]:
+            yield Group([product, total], kernel="mul_mat_id_add_id", captured=BiasedExperts(product, total))
 
 
 def expert_weight(node: Tensor) -> Tensor | None:
     """The quantized weights of a MUL_MAT_ID of few tokens, whose activations may be rounded; else None."""
-    experts, x, _ = node.sources()
-    few = node.ne[2] <= fast.MAX_TOKENS and rows_of(x) is not None and experts.has_contiguous_rows
+    experts = node["weights"]
+    few = node.ne[2] <= fast.MAX_TOKENS and rows_of(node["x"]) is not None and experts.has_contiguous_rows
     return experts if few and experts.dtype.name in fast.CODE_TYPES else None
 
 
-def mul_mat_id(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    """MUL_MAT_ID, alone or with ADD_ID of the same experts: native steps or a function.
+def mul_mat_id(low: Lowering, out: Tensor) -> Any | None:
+    """MUL_MAT_ID: native steps or a function. None for types and layouts that the native kernels don't read."""
+    return _mul_mat_id(low, out, out, None)
 
-    None for types and layouts that the native kernels don't read."""
-    out, (experts, x, ids) = nodes[-1], nodes[0].sources()
-    bias = nodes[1].src[1] if len(nodes) == 2 else None
+
+def lower_mul_mat_id_add_id(low: Lowering, found: BiasedExperts) -> Any | None:
+    """The same with ADD_ID of the same experts."""
+    return _mul_mat_id(low, found.product, found.out, found.out["bias"])
+
+
+def _mul_mat_id(low: Lowering, product: Tensor, out: Tensor, bias: Tensor | None) -> Any | None:
+    experts, x, ids = (product[name] for name in ("weights", "x", "ids"))
     known = experts.dtype.name in fast.TYPES and experts.has_contiguous_rows
     if not known or not x.has_contiguous_rows:
         return None
@@ -76,3 +102,6 @@ def _by_expert(
                 target[pairs, start:stop] = y if added is None else y + added[expert, start:stop]
 
     return run
+
+
+MUL_MAT_ID_ADD_ID = Fusion("mul_mat_id_add_id", mul_mat_id_add_id, lower_mul_mat_id_add_id)

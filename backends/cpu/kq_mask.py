@@ -11,7 +11,7 @@ from graphrt.tensor import Tensor
 _ROWS = 16
 
 
-@reference("KQ_MASK", stored=(0, 1))
+@reference("KQ_MASK", stored=("cells", "pos"))
 def kq_mask(node: Tensor, cells: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     """Its sources as they are: no temporary is as large as the result."""
     out = torch.empty(node.shape, dtype=torch.float16)

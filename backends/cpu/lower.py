@@ -7,35 +7,80 @@ through oneDNN. Both compute in f32 from the same weights as the reference; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphrt.backend import Group
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering, rows_of
-from graphrt.backends.cpu.products import ACTIVATIONS, gate_up_glu, matmul
+from graphrt.backends.cpu.products import ACTIVATIONS, matmul
+from graphrt.fusion import Fusion, Nodes, scaled_by_row
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.soft_max import alibi_slopes
+from graphrt.program import Group
 from graphrt.tensor import Tensor
 
 #: The most steps that SET_ROWS becomes, one for each of dimension 3.
 MAX_SETS = 8
 
 
+class ScaledNorm(NamedTuple):
+    """RMS_NORM, and the MUL of it with one row of weights."""
+
+    norm: Tensor
+    scaled: Tensor
+
+
+class Softcap(NamedTuple):
+    """SCALE by 1/c, tanh, SCALE by c."""
+
+    inner: Tensor
+    bent: Tensor
+    out: Tensor
+
+
+def norm_mul(nodes: Nodes) -> Iterator[Group]:
+    """RMS_NORM, then MUL with one row of weights."""
+    for norm in nodes.of("RMS_NORM"):
+        scaled = scaled_by_row(nodes, norm)
+        if scaled is not None:
+            yield Group([norm, scaled], kernel="norm_mul", captured=ScaledNorm(norm, scaled))
+
+
+def softcap(nodes: Nodes) -> Iterator[Group]:
+    """SCALE by 1/c, tanh, SCALE by c."""
+    for inner in nodes.of("SCALE"):
+        bent = nodes.only_reader(inner)
+        out = nodes.only_reader(bent) if bent is not None and bent.op == "UNARY" else None
+        if bent is None or out is None or out.op != "SCALE" or bent.params.kind != "tanh":
+            continue
+        inverse = abs(inner.params.scale * out.params.scale - 1.0) < 1e-6
+        if inverse and not inner.params.bias and not out.params.bias:
+            yield Group([inner, bent, out], kernel="softcap", captured=Softcap(inner, bent, out))
+
+
 def lower(low: Lowering, group: Group) -> Any | None:
     """Native steps that a program may join, a function, or None when the group is for the reference."""
-    method = _METHODS.get(group.kernel or group.nodes[-1].op)
-    return method(low, group.nodes) if method is not None else None
+    if group.fusion is not None:
+        return group.fusion.lower(low, group.captured)
+    method = _METHODS.get(group.nodes[-1].op)
+    return method(low, group.nodes[-1]) if method is not None else None
 
 
-def norm_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    norm, out = nodes[0], nodes[-1]
-    x, weight = norm.src[0], out.src[1] if len(nodes) == 2 else None
+def rms_norm(low: Lowering, out: Tensor) -> Any | None:
+    return _norm(low, out, out, None)
+
+
+def lower_norm_mul(low: Lowering, found: ScaledNorm) -> Any | None:
+    return _norm(low, found.norm, found.scaled, found.scaled["b"])
+
+
+def _norm(low: Lowering, norm: Tensor, out: Tensor, weight: Tensor | None) -> Any | None:
+    x = norm["a"]
     source, target = rows_of(x), rows_of(out)
-    if source is None or target is None or x is None:
+    if source is None or target is None:
         return None
     return [
         fast.rms_norm(
@@ -46,12 +91,12 @@ def norm_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
 
 
 def _elementwise(
-    low: Lowering, op: str, out: Tensor, a: Tensor | None, b: Tensor | None = None, s0: float = 0.0, s1: float = 0.0
+    low: Lowering, op: str, out: Tensor, a: Tensor, b: Tensor | None = None, s0: float = 0.0, s1: float = 0.0
 ) -> Any | None:
     """op over rows; b has a's shape or is one row for all."""
     left, target = rows_of(a), rows_of(out)
     right = rows_of(b) if b is not None else (0, 0)
-    if left is None or right is None or target is None or a is None or out.ne != a.ne:
+    if left is None or right is None or target is None or out.ne != a.ne:
         return None
     if b is not None and b.ne != a.ne and b.ne != (a.ne[0], 1, 1, 1):
         return None
@@ -64,40 +109,35 @@ def _elementwise(
     ]  # fmt: skip
 
 
-def add_or_mul(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    return _elementwise(low, out.op.lower(), out, out.src[0], out.src[1])
+def add_or_mul(low: Lowering, out: Tensor) -> Any | None:
+    return _elementwise(low, out.op.lower(), out, out["a"], out["b"])
 
 
-def scale(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    return _elementwise(low, "scale", out, out.src[0], s0=out.params.scale, s1=out.params.bias)
+def scale(low: Lowering, out: Tensor) -> Any | None:
+    return _elementwise(low, "scale", out, out["a"], s0=out.params.scale, s1=out.params.bias)
 
 
-def softcap(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    return _elementwise(low, "softcap", nodes[-1], nodes[0].src[0], s0=nodes[-1].params.scale)
+def lower_softcap(low: Lowering, found: Softcap) -> Any | None:
+    return _elementwise(low, "softcap", found.out, found.inner["a"], s0=found.out.params.scale)
 
 
-def unary(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
+def unary(low: Lowering, out: Tensor) -> Any | None:
     known = out.params.kind in ("silu", "gelu", "relu")
-    return _elementwise(low, out.params.kind, out, out.src[0]) if known else None
+    return _elementwise(low, out.params.kind, out, out["a"]) if known else None
 
 
-def glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    if len(out.src) < 2 or out.src[1] is None:
+def glu(low: Lowering, out: Tensor) -> Any | None:
+    gate, value = out["gate"], out["value"]
+    if value is None:
         return None
     if out.params.kind == "swiglu_oai":
         p = out.params
-        return _elementwise(low, "swiglu_oai", out, out.src[0], out.src[1], s0=p.alpha, s1=p.limit)
-    return _elementwise(low, f"{ACTIVATIONS[out.params.kind]}_glu", out, out.src[0], out.src[1])
+        return _elementwise(low, "swiglu_oai", out, gate, value, s0=p.alpha, s1=p.limit)
+    return _elementwise(low, f"{ACTIVATIONS[out.params.kind]}_glu", out, gate, value)
 
 
-def rope(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    x, positions, factors = (*out.src, None)[:3]
-    assert x is not None and positions is not None
+def rope(low: Lowering, out: Tensor) -> Any | None:
+    x, factors = out["a"], out["factors"]
     constant = factors is None or (factors.buffer is not None and factors.is_contiguous)
     if x.dtype.name != "f32" or x.ne[3] != 1 or not x.has_contiguous_rows or not constant:
         return None
@@ -105,17 +145,15 @@ def rope(low: Lowering, nodes: list[Tensor]) -> Any | None:
     theta, magnitude = rope_frequencies(out.params, divide_by)
     return [
         fast.rope(
-            y=low.at(out), x=low.at(x), pos=low.at(positions), freq=low.array(theta, np.float64),
+            y=low.at(out), x=low.at(x), pos=low.at(out["positions"]), freq=low.array(theta, np.float64),
             head_dim=x.ne[0], n_dims=out.params.n_dims, neox=out.params.mode == "neox", n_head=x.ne[1], n_tok=x.ne[2],
             x_nb1=x.nb[1], x_nb2=x.nb[2], y_nb1=out.nb[1], y_nb2=out.nb[2], mscale=magnitude,
         )
     ]  # fmt: skip
 
 
-def get_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    table, ids = out.src
-    assert table is not None and ids is not None
+def get_rows(low: Lowering, out: Tensor) -> Any | None:
+    table, ids = out["table"], out["ids"]
     flat = table.ne[2] == table.ne[3] == 1 and ids.is_contiguous and table.has_contiguous_rows
     if not flat or table.dtype.name not in fast.TYPES:
         return None
@@ -127,10 +165,8 @@ def get_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
-def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    rows, ids, target = out.src
-    assert rows is not None and ids is not None and target is not None
+def set_rows(low: Lowering, out: Tensor) -> Any | None:
+    rows, ids, target = out["rows"], out["ids"], out["target"]
     lies = rows_of(rows)
     n_sets, n_rows, n_idx = rows.ne[3], rows.ne[1] * rows.ne[2], ids.ne[0] * ids.ne[1]
     known = target.dtype.name in fast.SET_ROWS_TYPES and ids.is_contiguous and n_sets <= MAX_SETS
@@ -147,10 +183,8 @@ def set_rows(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
-def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    cells, pos = out.src
-    assert cells is not None and pos is not None
+def kq_mask(low: Lowering, out: Tensor) -> Any | None:
+    cells, pos = out["cells"], out["pos"]
     return [
         fast.kq_mask(
             dst=low.at(out), cells=low.at(cells), pos=low.at(pos), n_cells=out.ne[0], n_tokens=out.ne[1],
@@ -160,10 +194,8 @@ def kq_mask(low: Lowering, nodes: list[Tensor]) -> Any | None:
     ]  # fmt: skip
 
 
-def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    (out,) = nodes
-    q, k, v, mask, sinks = (*out.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+def flash_attn(low: Lowering, out: Tensor) -> Any | None:
+    q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
     if not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
@@ -175,14 +207,18 @@ def flash_attn(low: Lowering, nodes: list[Tensor]) -> Any | None:
             n_head_kv=k.ne[2], n_seq=q.ne[3], q=low.at(q), q_nb=q.nb[1:], k=low.at(k), k_nb=k.nb[1:], v=low.at(v),
             v_nb=v.nb[1:], out=low.at(out), out_nb=out.nb[1:], scale=p.scale, mask=low.at(mask),
             mask_nb=mask.nb[1:] if mask is not None else (0, 0, 0), mask_ne=mask.ne[2:] if mask is not None else (1, 1),
-            softcap=p.softcap, sinks=low.at(sinks), slopes=slopes,
+            softcap=p.softcap, sinks=low.at(out["sinks"]), slopes=slopes,
         )
     ]  # fmt: skip
 
 
-_METHODS: dict[str, Callable[[Lowering, list[Tensor]], Any | None]] = {
-    "RMS_NORM": norm_mul, "norm_mul": norm_mul, "MUL_MAT": matmul, "matmul_add": matmul, "gate_up_glu": gate_up_glu,
-    "MUL_MAT_ID": mul_mat_id, "mul_mat_id_add_id": mul_mat_id,
-    "ADD": add_or_mul, "MUL": add_or_mul, "SCALE": scale, "softcap": softcap, "UNARY": unary, "GLU": glu, "ROPE": rope,
-    "GET_ROWS": get_rows, "SET_ROWS": set_rows, "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
+#: By op, for nodes that run by themselves.
+_METHODS: dict[str, Callable[[Lowering, Tensor], Any | None]] = {
+    "RMS_NORM": rms_norm, "MUL_MAT": matmul, "MUL_MAT_ID": mul_mat_id, "ADD": add_or_mul, "MUL": add_or_mul,
+    "SCALE": scale, "UNARY": unary, "GLU": glu, "ROPE": rope, "GET_ROWS": get_rows, "SET_ROWS": set_rows,
+    "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
 }  # fmt: skip
+
+
+NORM_MUL = Fusion("norm_mul", norm_mul, lower_norm_mul)
+SOFTCAP = Fusion("softcap", softcap, lower_softcap)

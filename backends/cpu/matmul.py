@@ -13,38 +13,37 @@ from graphrt.tensor import Tensor
 
 
 @reference("MUL_MAT")
-def mul_mat(node: Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a: [a3, a2, m, k], b: [b3, b2, n, k]; consecutive matrices of b share one of a."""
+def mul_mat(node: Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weights: [w3, w2, m, k], x: [x3, x2, n, k]; consecutive matrices of x share one of the weights."""
     for dim in (0, 1):
-        if a.shape[dim] not in (1, b.shape[dim]):
-            a = a.repeat_interleave(b.shape[dim] // a.shape[dim], dim)
-    if a.shape[:2] == (1, 1):
-        return torch.nn.functional.linear(b, a[0, 0])
-    return b @ a.transpose(-1, -2)
+        if weights.shape[dim] not in (1, x.shape[dim]):
+            weights = weights.repeat_interleave(x.shape[dim] // weights.shape[dim], dim)
+    if weights.shape[:2] == (1, 1):
+        return torch.nn.functional.linear(x, weights[0, 0])
+    return x @ weights.transpose(-1, -2)
 
 
-@reference("MUL_MAT_ID", stored=(0,))
-def mul_mat_id(node: Tensor, experts: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """experts: [1, n_expert, m, k]; b: [1, n_tokens, 1 or n_used, k]; ids: [1, 1, n_tokens, n_used].
+@reference("MUL_MAT_ID", stored=("weights",))
+def mul_mat_id(node: Tensor, weights: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """weights: [1, n_expert, m, k]; x: [1, n_tokens, 1 or n_used, k]; ids: [1, 1, n_tokens, n_used].
 
     Decodes only the experts that are used, one at a time: all of a model's together would fill memory many times over.
     """
-    source = node.src[0]
-    assert source is not None
-    out = b.new_full(node.shape, math.nan)
-    b = b.expand(-1, -1, node.ne[1], -1)
+    source = node["weights"]
+    out = x.new_full(node.shape, math.nan)
+    x = x.expand(-1, -1, node.ne[1], -1)
     for expert in sorted(set(ids.reshape(-1).tolist())):
         if 0 <= expert < source.ne[2]:
             chosen = ids[0] == expert
-            out[chosen] = b[chosen] @ decode(experts[0, expert], source.dtype, b.dtype).T
+            out[chosen] = x[chosen] @ decode(weights[0, expert], source.dtype, x.dtype).T
     return out
 
 
 @reference("ADD_ID")
-def add_id(node: Tensor, a: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """a: [1, n_tokens, n_used, n]; b: [1, 1, n_expert, n]; ids: [1, 1, n_tokens, n_used]."""
-    outside = (ids[0] < 0) | (ids[0] >= b.shape[2])
-    added = b[0, 0, ids[0].masked_fill(outside, 0)].masked_fill(outside[..., None], math.nan)
+def add_id(node: Tensor, a: torch.Tensor, bias: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """a: [1, n_tokens, n_used, n]; bias: [1, 1, n_expert, n]; ids: [1, 1, n_tokens, n_used]."""
+    outside = (ids[0] < 0) | (ids[0] >= bias.shape[2])
+    added = bias[0, 0, ids[0].masked_fill(outside, 0)].masked_fill(outside[..., None], math.nan)
     return a + added
 
 

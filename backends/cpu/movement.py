@@ -11,21 +11,20 @@ from graphrt.backends.cpu.reference import reference
 from graphrt.tensor import Tensor
 
 
-@reference("GET_ROWS", stored=(0,))
-def get_rows(node: Tensor, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+@reference("GET_ROWS", stored=("table",))
+def get_rows(node: Tensor, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Decodes only the rows asked for; float32 holds what a row of any type holds. A row that is not there is NaN, -1
     in integers."""
-    source = node.src[0]
-    assert source is not None
-    d3, d2 = a.shape[:2]
+    source = node["table"]
+    d3, d2 = table.shape[:2]
     i3, i2 = torch.arange(d3)[:, None, None], torch.arange(d2)[None, :, None]
     rows = ids.reshape(d3, d2, -1)
     outside = (rows < 0) | (rows >= source.ne[1])
-    picked = decode(a[i3, i2, rows.masked_fill(outside, 0)], source.dtype, torch.float32)
+    picked = decode(table[i3, i2, rows.masked_fill(outside, 0)], source.dtype, torch.float32)
     return picked.masked_fill(outside[..., None], -1 if source.dtype.kind == "int" else math.nan)
 
 
-@reference("SET_ROWS", stored=(2,))
+@reference("SET_ROWS", stored=("target",))
 def set_rows(node: Tensor, rows: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Writes into `target`, the stored elements, and returns the rows as they were given. An index outside is left
     out, so that a wrong one does not write elsewhere."""
@@ -37,12 +36,11 @@ def set_rows(node: Tensor, rows: torch.Tensor, ids: torch.Tensor, target: torch.
     return rows
 
 
-@reference("CPY", stored=(1,))
+@reference("CPY", stored=("target",))
 def cpy(node: Tensor, a: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Writes into `target`, the stored elements, and returns the values in its shape."""
     values = a.reshape(node.shape)
-    source, into = node.src
-    if source is not None and into is not None and source.root is into.root:  # what is read may be written meanwhile
+    if node["a"].root is node["target"].root:  # what is read may be written meanwhile
         values = values.clone()
     target.copy_(encode(values, node.dtype))
     return values

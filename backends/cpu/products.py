@@ -4,12 +4,14 @@ through oneDNN."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.lowering import Lowering, rows_of
+from graphrt.fusion import Fusion, Nodes, added_to
+from graphrt.program import Group
 from graphrt.tensor import Tensor
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -24,10 +26,48 @@ ROW_BY_ROW = 4
 SLICE_BYTES = 4 * 2**20
 
 
+class MatmulAdd(NamedTuple):
+    """MUL_MAT, and the ADD of it and of a residual."""
+
+    product: Tensor
+    out: Tensor
+    residual: Tensor
+
+
+class GateUpGlu(NamedTuple):
+    """Two MUL_MATs and the GLU of both."""
+
+    gate: Tensor
+    up: Tensor
+    out: Tensor
+
+
+def matmul_add(nodes: Nodes) -> Iterator[Group]:
+    """MUL_MAT, then ADD of a residual of the same shape."""
+    for product in nodes.of("MUL_MAT"):
+        total = nodes.only_reader(product)
+        if total is None or total.op != "ADD" or total["a"] is total["b"]:
+            continue
+        residual = added_to(product, total)
+        if residual.ne == product.ne and residual.dtype.name == "f32":
+            yield Group([product, total], kernel="matmul_add", captured=MatmulAdd(product, total, residual))
+
+
+def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
+    """Two MUL_MAT of one x, then GLU of both: gate and up of a feed-forward."""
+    for out in nodes.of("GLU"):
+        gate, up = out["gate"], out["value"]
+        if up is None or gate is up or gate.op != "MUL_MAT" or up.op != "MUL_MAT":
+            continue
+        alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
+        same_x = gate["x"] is up["x"] and gate.ne == up.ne
+        if alone and same_x and out.params.kind in ("swiglu", "geglu", "reglu"):
+            yield Group([gate, up, out], kernel="gate_up_glu", captured=GateUpGlu(gate, up, out))
+
+
 def _product(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
     """Weights, activations and the number of tokens of a MUL_MAT that is one matrix times rows; else None."""
-    weight, x = t.src[0], t.src[1]
-    assert weight is not None and x is not None
+    weight, x = t["weights"], t["x"]
     rows = rows_of(x)
     plain = weight.ne[2] == weight.ne[3] == 1 and weight.has_contiguous_rows and weight.dtype.name in fast.TYPES
     return (weight, x, rows[0]) if plain and rows is not None else None
@@ -39,12 +79,17 @@ def matrix_weight(node: Tensor) -> Tensor | None:
     return found[0] if found is not None and found[0].dtype.name in fast.CODE_TYPES else None
 
 
-def matmul(low: Lowering, nodes: list[Tensor]) -> Any | None:
-    """MUL_MAT, alone or with a residual added."""
-    product, out = nodes[0], nodes[-1]
-    residual = None
-    if len(nodes) == 2:
-        residual = out.src[1] if out.src[0] is product else out.src[0]
+def matmul(low: Lowering, out: Tensor) -> Any | None:
+    """MUL_MAT."""
+    return _matmul(low, out, out, None)
+
+
+def lower_matmul_add(low: Lowering, found: MatmulAdd) -> Any | None:
+    """MUL_MAT and the residual that is added."""
+    return _matmul(low, found.product, found.out, found.residual)
+
+
+def _matmul(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None) -> Any | None:
     found, extra = _product(product), rows_of(residual) if residual is not None else (0, 0)
     if found is None or extra is None:
         return None
@@ -101,9 +146,9 @@ def _product_into(
     return run
 
 
-def _glu_large(low: Lowering, nodes: list[Tensor], act: str) -> Any:
+def _glu_large(low: Lowering, nodes: GateUpGlu, act: str) -> Any:
     gate, up, out = nodes
-    (w_gate, x), (w_up, _) = gate.sources(), up.sources()
+    w_gate, w_up, x = gate["weights"], up["weights"], gate["x"]
     halves = low.temporary("gate", x.n_rows, out.ne[0]), low.temporary("up", x.n_rows, out.ne[0])
     join = fast.elementwise(
         f"{act}_glu", y=low.at(out), a=halves[0].data_ptr(), b=halves[1].data_ptr(), n_rows=x.n_rows, n=out.ne[0],
@@ -162,7 +207,7 @@ def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def gate_up_glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
+def lower_gate_up_glu(low: Lowering, nodes: GateUpGlu) -> Any | None:
     gate, up, out = nodes
     found, other, target = _product(gate), _product(up), rows_of(out)
     if found is None or other is None or target is None:
@@ -183,3 +228,7 @@ def gate_up_glu(low: Lowering, nodes: list[Tensor]) -> Any | None:
             bits=(for_gate.bits, for_up.bits),
         ),
     ]  # fmt: skip
+
+
+MATMUL_ADD = Fusion("matmul_add", matmul_add, lower_matmul_add)
+GATE_UP_GLU = Fusion("gate_up_glu", gate_up_glu, lower_gate_up_glu)

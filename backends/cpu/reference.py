@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from graphrt.backends.cpu.blocks import DECODABLE, ENCODABLE, decode
-from graphrt.dtypes import DType
+from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 
 Function = Callable[..., torch.Tensor]
@@ -21,16 +21,17 @@ Function = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """function: (node, *sources) -> result. stored: indices of sources that are passed undecoded."""
+    """function: (node, *sources) -> result, with the sources in the op's order and by its names for them. stored: the
+    sources that are passed undecoded."""
 
     function: Function
-    stored: tuple[int, ...] = ()
+    stored: tuple[str, ...] = ()
 
 
 REFERENCES: dict[str, Reference] = {}
 
 
-def reference(op: str, stored: tuple[int, ...] = ()) -> Callable[[Function], Function]:
+def reference(op: str, stored: tuple[str, ...] = ()) -> Callable[[Function], Function]:
     """Declares the reference function of an op."""
 
     def declare(function: Function) -> Function:
@@ -48,16 +49,10 @@ def evaluate(node: Tensor, sources: Sequence[torch.Tensor | None], to: torch.dty
     """
     ref = REFERENCES[node.op]
     decoded = [
-        source if source is None or i in ref.stored else decode(source, _dtype_of(node, i), to)
-        for i, source in enumerate(sources)
+        given if given is None or name in ref.stored else decode(given, node[name].dtype, to)
+        for name, given in zip(op_spec(node.op).names, sources)
     ]
     return ref.function(node, *decoded)
-
-
-def _dtype_of(node: Tensor, i: int) -> DType:
-    source = node.src[i]
-    assert source is not None
-    return source.dtype
 
 
 def why_unsupported(node: Tensor) -> str | None:

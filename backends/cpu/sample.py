@@ -11,7 +11,7 @@ from graphrt.ops.sample import SampleParams
 from graphrt.tensor import Tensor
 
 
-@reference("SAMPLE", stored=(0, 1))
+@reference("SAMPLE", stored=("logits", "uniforms"))
 def sample(node: Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Its sources as they are: a uniform number has 53 bits."""
     rows, numbers = logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1).tolist()

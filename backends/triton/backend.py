@@ -11,7 +11,6 @@ from graphrt.backend import API_VERSION, Backend, Bytes, Device, Elsewhere, Grou
 from graphrt.backends.triton.capture import Captured
 from graphrt.backends.triton.device import Target, current, has_triton, interpreting, unusable
 from graphrt.backends.triton.device import target as target_of
-from graphrt.backends.triton.fuse import wanted_fusions
 from graphrt.backends.triton.kernel_cache import keep_private
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
@@ -103,10 +102,10 @@ class TritonBackend(Backend):
     def rounds_activations(self, node: Tensor) -> str | None:
         from graphrt.backends.triton.kernels.products.activations import parts_of
         from graphrt.backends.triton.kernels.products.forms import Form
-        from graphrt.backends.triton.kernels.products.product import products_in
+        from graphrt.backends.triton.kernels.products.product import products_of
         from graphrt.backends.triton.kernels.products.route import route_of
 
-        group = products_in([node])
+        group = products_of(Group([node]))
         if group is None or parts_of(group.x.ne[0]) == 2:  # which keep more than f16 would: nothing to declare
             return None
         return "int8" if route_of(group.products[0], self).form is Form.Q8 else None
@@ -123,10 +122,12 @@ class TritonBackend(Backend):
         return buffer
 
     def fuse(self, region: Region) -> list[Group]:
+        # Triton is imported by whoever prepares a graph, not by whoever lists backends.
+        from graphrt.backends.triton.fuse import wanted_fusions
+
         return fuse(region, wanted_fusions(self.exact))
 
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
-        # Triton is imported by the first program, not by whoever lists backends.
         from graphrt.backends.triton.context import Context
         from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
         from graphrt.backends.triton.lowering import lower

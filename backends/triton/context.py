@@ -127,10 +127,3 @@ class Context:
         if found is None or found.numel() < nbytes:
             found = self._scratch[name] = self.scratch((nbytes,), torch.uint8)
         return found
-
-
-def source_of(node: Tensor, i: int) -> Tensor:
-    """A source that a node of its op always has."""
-    found = node.src[i]
-    assert found is not None
-    return found

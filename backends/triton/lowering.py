@@ -6,9 +6,21 @@ from collections.abc import Callable, Sequence
 
 from graphrt.backend import Group
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels import copy, elementwise, fused, kq_mask, norm, rope, rows, sample, soft_max, sort
+from graphrt.backends.triton.kernels import (
+    copy,
+    elementwise,
+    kq_mask,
+    norm,
+    rope,
+    rows,
+    sample,
+    soft_max,
+    sort,
+)
 from graphrt.backends.triton.kernels.experts import lower as experts
+from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.backends.triton.kernels.products import lower as products
 from graphrt.backends.triton.kernels.products.plan import planned
 from graphrt.backends.triton.segment import Segment
 from graphrt.tensor import Tensor
@@ -18,7 +30,7 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 #: By op, for nodes that run by themselves.
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
-    **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, "MUL_MAT": fused.lower_mul_mat,
+    **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, **products.LOWERINGS,
     **experts.LOWERINGS,
 }  # fmt: skip
 
@@ -32,11 +44,12 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
         if not nodes:
             continue
         if nodes[0].op.startswith("FLASH_ATTN"):
-            steps = attention.launches(nodes)
+            steps = attention.launches(group.captured or attention_of(nodes[0]))
+        elif group.fusion is not None:
+            steps = group.fusion.lower(group.captured, ctx)
         else:
-            make = fused.LOWERINGS[group.kernel] if group.kernel else OPS[nodes[0].op]
-            steps = make(nodes, ctx)
-        products = next((plan.products[n] for n in nodes if n in plan.products), None)
+            steps = OPS[nodes[0].op](nodes, ctx)
+        made = next((plan.products[n] for n in nodes if n in plan.products), None)
         stored = plan.stored.get(group.results[-1])
-        segments.append(Segment(group, steps, attention.chosen.get(nodes[0]), products, stored))
+        segments.append(Segment(group, steps, attention.chosen.get(nodes[0]), made, stored))
     return segments

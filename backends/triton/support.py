@@ -24,17 +24,16 @@ def why_unsupported(node: Tensor) -> str | None:
     if op_spec(node.op).is_view:
         return None
     if node.op == "FLASH_ATTN_EXT":
-        return _why_not_attention(node, ("k", "v"))
+        return _why_not_attention(node, {"k": node["k"], "v": node["v"]})
     if node.op == "FLASH_ATTN_LSE":
-        return _why_not_attention(node, ("k",))
+        return _why_not_attention(node, {"k": node["k"]})
     if node.op not in OPS:
         return f"it has no kernel for {node.op}"
     return _why_not_types(node) or _why_not_elements(node)
 
 
 def _why_not_types(node: Tensor) -> str | None:
-    source = node.src[0]
-    assert source is not None
+    source = next(node.sources())
     if node.op == "CPY" and source.dtype != node.dtype and node.dtype.is_quantized and node.dtype.name not in WRITABLE:
         return f"it does not round to {node.dtype.name}"
     decodes = node.op in ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS") or (node.op == "CPY" and source.dtype != node.dtype)
@@ -47,17 +46,15 @@ def _why_not_types(node: Tensor) -> str | None:
 
 
 def _why_not_elements(node: Tensor) -> str | None:
-    for i, t in enumerate(node.src):
-        plain = t is not None and not t.dtype.is_quantized
-        if t is not None and plain and any(n > 1 and step % t.dtype.type_size for n, step in zip(t.ne, t.nb)):
-            return f"source {i}'s strides must be whole elements, they are {t.nb} bytes of {t.dtype.name}"
+    for name, t in node.sources_by_name().items():
+        plain = not t.dtype.is_quantized
+        if plain and any(n > 1 and step % t.dtype.type_size for n, step in zip(t.ne, t.nb)):
+            return f"{name}'s strides must be whole elements, they are {t.nb} bytes of {t.dtype.name}"
     return None
 
 
-def _why_not_attention(node: Tensor, names: tuple[str, ...]) -> str | None:
-    q = node.src[0]
-    for name, t in zip(names, node.src[1:]):
-        assert t is not None
+def _why_not_attention(node: Tensor, caches: dict[str, Tensor]) -> str | None:
+    for name, t in caches.items():
         if t.dtype.name not in KV_TYPES:
             return f"{name} must be one of {', '.join(KV_TYPES)} for its attention kernel, this one is {t.dtype.name}"
         if t.ne[0] > MAX_HEAD_SIZE:
@@ -65,12 +62,13 @@ def _why_not_attention(node: Tensor, names: tuple[str, ...]) -> str | None:
         reason = _why_not_strides(name, t)
         if reason is not None:
             return reason
-    for i, t in enumerate(node.src):
-        if t is not None and t.dtype.name in ("f32", "f16", "bf16") and any(n % t.dtype.type_size for n in t.nb):
-            return f"source {i}'s strides must be whole elements, they are {t.nb} bytes of {t.dtype.name}"
-    assert q is not None
-    if any(t is not None and t.nb[0] != t.dtype.type_size for t in node.src):
-        return "its attention kernel reads rows whose elements lie side by side, one source's do not"
+    named = node.sources_by_name()
+    for name, t in named.items():
+        if t.dtype.name in ("f32", "f16", "bf16") and any(n % t.dtype.type_size for n in t.nb):
+            return f"{name}'s strides must be whole elements, they are {t.nb} bytes of {t.dtype.name}"
+    apart = next((name for name, t in named.items() if t.nb[0] != t.dtype.type_size), None)
+    if apart is not None:
+        return f"its attention kernel reads rows whose elements lie side by side, {apart}'s do not"
     return None
 
 

@@ -51,7 +51,7 @@ class Tap(Session):
         def make() -> PreparedStep:
             inputs = self.decoder.inputs(n, n_outputs, self.cache)
             nodes = products(Graph(self.decoder.result(inputs)), with_output=self.with_output)
-            sources = dict.fromkeys(source for node in nodes for source in node.src[1:] if source is not None)
+            sources = dict.fromkeys(s for node in nodes for s in node.sources() if s is not node["weights"])
             ends = dict.fromkeys([*sources, *(nodes[-1:])])  # the last product itself, so that all of them are nodes
             return PreparedStep(inputs, prepare(Graph(*ends), self.backends))
 
@@ -80,12 +80,11 @@ class Tap(Session):
             return values[t]
 
         for node in products(exe.graph, with_output=self.with_output):
-            weight, source, ids = node.src[0], node.src[1], node.src[2] if node.op == "MUL_MAT_ID" else None
-            assert weight is not None and source is not None
-            if ids is None:
-                sums, counts = _of_product(read(source), int(np.prod(weight.ne[2:])))
+            weight, x = node["weights"], read(node["x"])
+            if node.op == "MUL_MAT":
+                sums, counts = _of_product(x, int(np.prod(weight.ne[2:])))
             else:
-                sums, counts = _of_experts(read(source), np.asarray(exe.read(ids)), weight.ne[2])
+                sums, counts = _of_experts(x, np.asarray(exe.read(node["ids"])), weight.ne[2])
             if not np.isfinite(sums).all():
                 raise SessionError(
                     f"inputs of {brief_name(weight.name)} must be finite to be summed, they are not; "
@@ -100,8 +99,8 @@ def products(graph: Graph, *, with_output: bool) -> list[Tensor]:
     """The nodes that multiply with a layer's weights, and with the output's."""
     found = []
     for node in graph.nodes:
-        if node.op in ("MUL_MAT", "MUL_MAT_ID") and node.src[0] is not None and node.src[0].is_leaf:
-            name = node.src[0].name
+        if node.op in ("MUL_MAT", "MUL_MAT_ID") and (weight := node["weights"]).is_leaf:
+            name = weight.name
             last = name in ("output.weight", "token_embd.weight")
             if name.startswith("blk.") or (last and with_output):
                 found.append(node)

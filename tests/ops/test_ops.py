@@ -49,8 +49,9 @@ def test_case_in_float64(name: str) -> None:
     node = case.node
     sources = [_as_torch(raw, s.dtype) if s is not None else None for s, raw in zip(node.src, case.sources)]
     actual = evaluate(node, sources, torch.float64).numpy()
-    if op_spec(node.op).writes is not None:
-        written = sources[op_spec(node.op).writes].contiguous().view(torch.uint8).numpy()
+    spec = op_spec(node.op)
+    if spec.writes is not None:
+        written = sources[spec.names.index(spec.writes)].contiguous().view(torch.uint8).numpy()
         np.testing.assert_array_equal(written, case.expected_bytes.view(np.uint8))
     elif node.dtype.kind == "int":
         actual = np.sort(actual, axis=-1) if node.op == "TOP_K" else actual

@@ -31,7 +31,7 @@ WRONG: list[tuple[Callable[[], object], type[GraphrtError], str]] = [
     (
         lambda: ops.mul_mat(_a(), np.zeros((3, 4))),
         GraphError,
-        r"b must be a Tensor, got a numpy.ndarray of shape \[3, 4\]",
+        r"x must be a Tensor, got a numpy.ndarray of shape \[3, 4\]",
     ),
     (lambda: ops.scale(_a(), "2"), GraphError, r"^scale\(\): s must be a number, got str '2'$"),
     (lambda: ops.reshape(_a(), [3, 4]), GraphError, r"ne must be a whole number, got list \[3, 4\]"),

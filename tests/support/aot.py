@@ -37,6 +37,7 @@ from graphrt.backends.triton.kernels.flash_attn import (
     portable,
 )
 from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
+from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
@@ -92,7 +93,7 @@ def problem(shape: Shape) -> Problem:
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap)
     places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
-    return Problem([node], lambda t: (places[t.root][0], t.view_offs))
+    return Problem(attention_of(node), lambda t: (places[t.root][0], t.view_offs))
 
 
 def portable_launches(arch: str, shape: Shape, config: configs.Config, schedule: str) -> list[Launch]:

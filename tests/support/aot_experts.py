@@ -8,19 +8,22 @@ from typing import Any
 import torch
 
 from graphrt import ops
-from graphrt.backend import Place, Usage
+from graphrt.backend import Group, Place, Usage
 from graphrt.backends.triton.context import Context, View
 from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
+from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
+from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
 from graphrt.backends.triton.kernels.products.gemm_small.configs import table_of
 from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, packing_of
+from graphrt.graph import Graph
 from graphrt.tensor import Tensor, new_tensor
 from support.aot_arch import target_of
-from support.planned import lowered
+from support.planned import groups_in, lowered, lowered_group
 
 #: name, kernel, arguments by name, options.
 Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
@@ -48,10 +51,8 @@ def _context(arch: str) -> Context:
     return Context(place, target_of(arch), exact=False)
 
 
-def layer(
-    kind: str, tokens: int, act: str = "swiglu_oai", gating: str = "softmax", k: int = K
-) -> dict[str, list[Tensor]]:
-    """The groups of fuse_experts.py of a layer, by their names."""
+def layer(kind: str, tokens: int, act: str = "swiglu_oai", gating: str = "softmax", k: int = K) -> dict[str, Group]:
+    """The fused groups of a layer, by their kernels' names."""
     logits = new_tensor("f32", N_EXPERT, tokens)
     probs = ops.soft_max(logits) if gating == "softmax" else ops.unary(logits, "sigmoid")
     biased = ops.add(probs, new_tensor("f32", N_EXPERT))
@@ -59,7 +60,7 @@ def layer(
     ids = ops.view(order, (USED, tokens), order.nb[1:2])
     picked = ops.get_rows(ops.reshape(probs, 1, N_EXPERT, tokens), ids)
     total = ops.sum_rows(ops.reshape(picked, USED, tokens))
-    share = ops.div(ops.reshape(picked, USED, tokens), held := ops.clamp(total, 6e-5, 1e9))
+    share = ops.div(ops.reshape(picked, USED, tokens), ops.clamp(total, 6e-5, 1e9))
     x, weights = new_tensor("f32", k, 1, tokens), ops.reshape(share, 1, USED, tokens)
 
     def product(x: Tensor, m: int) -> list[Tensor]:
@@ -74,12 +75,7 @@ def layer(
     sums = [ops.add(looks[0], looks[1])]
     for look in looks[2:]:
         sums.append(ops.add(sums[-1], look))
-    return {
-        "expert_routing": [probs, biased, order, picked, total, held, share],
-        "expert_gate_up": [*gate, *up, glu],
-        "expert_down": [*down, weighted, *sums],
-        "expert_sum": [weighted, *sums],
-    }
+    return groups_in(Graph(sums[-1]), EXPERT_ROUTING, EXPERT_GATE_UP, EXPERT_SUM)
 
 
 def _launches(arch: str) -> Iterator[tuple[str, Launch]]:
@@ -88,18 +84,18 @@ def _launches(arch: str) -> Iterator[tuple[str, Launch]]:
         k = 2880 if kind in ("mxfp4", "f16") else 2048
         groups = layer(kind, 1, k=k)
         for name in ("expert_gate_up", "expert_down") if kind in ("q4_K", "mxfp4", "f16") else ("expert_gate_up",):
-            *_, step = lowered(groups[name], _context(arch), name)
+            *_, step = lowered_group(groups[name], _context(arch))
             assert isinstance(step, Launch)
             yield f"{name} {kind} {k}", step
     groups = layer("q8_0", 64)
-    for i, step in enumerate(lowered(groups["expert_down"], _context(arch), "expert_down")):
+    for i, step in enumerate(lowered_group(groups["expert_down"], _context(arch))):
         assert isinstance(step, Launch)
         yield f"expert_down q8_0, many pairs, step {i}", step
     for gating in ("softmax", "sigmoid"):
-        (step,) = lowered(layer("f16", 64, gating=gating)["expert_routing"], _context(arch), "expert_routing")
+        (step,) = lowered_group(layer("f16", 64, gating=gating)["expert_routing"], _context(arch))
         assert isinstance(step, Launch)
         yield f"expert_routing {gating}", step
-    for step in lowered([groups["expert_down"][1]], _context(arch)):
+    for step in lowered(groups["expert_down"].nodes[1], _context(arch)):
         assert isinstance(step, Launch)
         yield "ADD_ID", step
     yield from _tiles(arch)

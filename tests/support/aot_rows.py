@@ -8,16 +8,19 @@ from typing import Any
 import torch
 
 from graphrt import ops
-from graphrt.backend import Place, Usage
+from graphrt.backend import Group, Place, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels import kq_mask, rope, rows, sample, sort
+from graphrt.backends.triton.kernels import kq_mask, latent, rope, rows, sample, sort
+from graphrt.backends.triton.kernels.latent_fusions import LatentQuery, LatentRopeCache, LatentRow
+from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
+from graphrt.backends.triton.kernels.rope_fusions import RopeCache
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.ops.rope import RopeParams
 from graphrt.tensor import Tensor
 from support.aot_arch import target_of
-from support.planned import lowered
+from support.planned import lowered_group
 
 Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 
@@ -36,7 +39,7 @@ def context(target: Target) -> Context:
     return Context(place, target, exact=False)
 
 
-def rope_cache_nodes(
+def rope_cache_found(
     kind: str,
     n_tokens: int,
     mode: str,
@@ -46,25 +49,25 @@ def rope_cache_nodes(
     cells: int = 64,
     n_seq: int = 1,
     norms: bool = False,
-) -> list[Tensor]:
-    """The nodes of a group of fuse.rope_cache: heads of q and of k; kind: of both caches. norms: of norm_rope_cache."""
+) -> RopeCache:
+    """What the fusion rope_cache finds: heads: of q and of k; kind: of both caches. norms: for norm_rope_cache."""
     params, n = RopeParams(n_dims, mode), n_tokens // n_seq
     positions, ids = Tensor("i32", (n_tokens,)), Tensor("i64", (n, n_seq))
     sources = [Tensor("f32", (d, count, n_tokens)) for count in heads]
-    before = []
+    before: list[ScaledNorm | None] = [None, None]
     if norms:
         made = [ops.rms_norm(t, 1e-6) for t in sources]
         sources = [ops.mul(t, Tensor("f32", (d,))) for t in made]
-        before = [t for pair in zip(made, sources) for t in pair]
+        before = [ScaledNorm(*both) for both in zip(made, sources)]
     q, k = (ops.rope(t, positions, params) for t in sources)
     k_cache, v_cache = (Tensor(kind, (d * heads[1], cells, n_seq)) for _ in "kv")
     k_set = ops.set_rows(ops.reshape(k, d * heads[1], n, n_seq), ids, k_cache)
     v_set = ops.set_rows(Tensor("f32", (d * heads[1], n, n_seq)), ids, v_cache)
-    return [*before, q, k, k_set, v_set]
+    return RopeCache(q, k, k_set, v_set, *before)
 
 
-def latent_nodes(kind: str, n: int, mode: str, n_seq: int = 1, d: int = 64, kv: int = 512) -> list[Tensor]:
-    """The nodes of a group of fuse_latent.latent_rope_cache, for a cache of the type `kind`.
+def latent_group(kind: str, n: int, mode: str, n_seq: int = 1, d: int = 64, kv: int = 512) -> Group:
+    """A group that the fusion latent_rope_cache finds, for a cache of the type `kind`.
 
     There are 16 heads, of 128 elements before their product.
     """
@@ -80,24 +83,25 @@ def latent_nodes(kind: str, n: int, mode: str, n_seq: int = 1, d: int = 64, kv: 
     row = ops.concat(ops.reshape(scaled, kv, 1, tokens), k, 0)
     cache = Tensor(kind, (kv + d, 64, n_seq))
     k_set = ops.set_rows(ops.reshape(row, kv + d, n, n_seq), Tensor("i64", (n, n_seq)), cache)
-    return [product, q, query, norm, scaled, k, row, k_set]
+    found = LatentRopeCache(LatentQuery(product, q, query), LatentRow(ScaledNorm(norm, scaled), k, row, k_set))
+    return Group([product, q, query, norm, scaled, k, row, k_set], captured=found, fusion=latent.LATENT_ROPE_CACHE)
 
 
 def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
     for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
         for n_tokens, mode in ((1, "neox"), (512, "normal")):
-            nodes = rope_cache_nodes(kind, n_tokens, mode)
+            nodes = rope_cache_found(kind, n_tokens, mode)
             yield f"rope_cache {kind} {mode} {n_tokens}", rope.lower_rope_cache(nodes, context(target))
-    yield "rope_cache odd", rope.lower_rope_cache(rope_cache_nodes("q8_0", 33, "neox", 80, 20, (5, 2)), context(target))
+    yield "rope_cache odd", rope.lower_rope_cache(rope_cache_found("q8_0", 33, "neox", 80, 20, (5, 2)), context(target))
     for kind in ("f16", "q8_0"):
         for n_tokens, n_seq in ((1, 1), (16, 16), (512, 1)):
-            nodes = rope_cache_nodes(kind, n_tokens, "neox", 256, 256, (4, 1), n_seq=n_seq, norms=True)
+            nodes = rope_cache_found(kind, n_tokens, "neox", 256, 256, (4, 1), n_seq=n_seq, norms=True)
             yield f"norm_rope_cache {kind} {n_tokens}", rope.lower_rope_cache(nodes, context(target))
     for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
         for n, n_seq, mode in ((1, 1, "normal"), (256, 2, "neox")):
-            steps = lowered(latent_nodes(kind, n, mode, n_seq), context(target), "latent_rope_cache")
+            steps = lowered_group(latent_group(kind, n, mode, n_seq), context(target))
             yield f"latent_rope_cache {kind} {mode}", [s for s in steps if isinstance(s, Launch)][-1:]
-    steps = lowered(latent_nodes("q8_0", 3, "neox", 1, 96, 96), context(target), "latent_rope_cache")
+    steps = lowered_group(latent_group("q8_0", 3, "neox", 1, 96, 96), context(target))
     yield "latent_rope_cache odd", steps[-1:]
     for mode, kind in (("normal", "f32"), ("neox", "f16")):
         a, factors = Tensor(kind, (80, 5, 33, 2)), Tensor("f32", (10,))

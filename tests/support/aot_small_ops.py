@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphrt import ops
 from graphrt.backend import Usage
-from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import elementwise, norm, soft_max
+from graphrt.backends.triton.kernels.elementwise_fusions import Softcap
+from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.ops.elementwise import MAPS
@@ -21,13 +24,17 @@ from graphrt.tensor import Tensor, new_tensor
 from support.aot_arch import target_of
 
 LOWERINGS = {**elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS}
-FUSED = {**norm.FUSED, **elementwise.FUSED}
 
 Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 
 
-def launches(nodes: list[Tensor], arch: str, fused: str = "") -> list[Launch]:
-    """The launches of a group of nodes, over memory that nobody touches."""
+def launches(nodes: list[Tensor], arch: str) -> list[Launch]:
+    """The launches of a node, over memory that nobody touches."""
+    return made(lambda ctx: LOWERINGS[nodes[0].op](nodes, ctx), arch)
+
+
+def made(lower: Callable[[Context], list[Step]], arch: str) -> list[Launch]:
+    """The launches among steps, over memory that nobody touches."""
     buffers: dict[Tensor, TritonBuffer] = {}
 
     def place(t: Tensor) -> tuple[TritonBuffer, int]:
@@ -38,14 +45,13 @@ def launches(nodes: list[Tensor], arch: str, fused: str = "") -> list[Launch]:
         return buffers[root], t.view_offs
 
     ctx = Context(place, target_of(arch), exact=False)
-    steps = FUSED[fused](nodes, ctx) if fused else LOWERINGS[nodes[0].op](nodes, ctx)
-    return [step for step in steps if isinstance(step, Launch)]
+    return [step for step in lower(ctx) if isinstance(step, Launch)]
 
 
-def _chain(n: int, rows: int) -> list[Tensor]:
+def _chain(n: int, rows: int) -> ScaledNorm:
     """RMS_NORM, MUL by weights, ADD of a residual."""
     scaled = ops.mul(normed := ops.rms_norm(new_tensor("f32", n, rows), 1e-6), new_tensor("f32", n, name="weight"))
-    return [normed, scaled, ops.add(scaled, new_tensor("f32", n, rows))]
+    return ScaledNorm(normed, scaled, ops.add(scaled, new_tensor("f32", n, rows)))
 
 
 def _elementwise() -> Iterator[tuple[str, list[Tensor]]]:
@@ -108,9 +114,11 @@ def aot_cases(arch: str) -> Iterator[Case]:
             yield name, launch.kernel, launch.args, launch.options
     inner = ops.scale(new_tensor("f32", 128256, 2), 0.1)
     bent = ops.unary(inner, "tanh")
-    for launch in launches([inner, bent, ops.scale(bent, 10.0)], arch, "softcap"):
+    cap = Softcap(inner, bent, ops.scale(bent, 10.0))
+    for launch in made(lambda ctx: elementwise.lower_softcap(cap, ctx), arch):
         yield "softcap", launch.kernel, launch.args, launch.options
     for n, rows in ((576, 1), (4096, 1), (4096, 512), (20000, 2)):
-        for fused, length in (("norm_mul", 2), ("norm_mul_add", 3)):
-            for launch in launches(_chain(n, rows)[:length], arch, fused):
-                yield f"{fused} {n}x{rows}", launch.kernel, launch.args, launch.options
+        whole = _chain(n, rows)
+        for name, found in (("norm_mul", whole._replace(total=None)), ("norm_mul_add", whole)):
+            for launch in made(partial(norm.lower_scaled_norm, found), arch):
+                yield f"{name} {n}x{rows}", launch.kernel, launch.args, launch.options

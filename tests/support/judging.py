@@ -154,8 +154,8 @@ class Judged:
     @cached_property
     def expected_bytes(self) -> Array:
         """What the written source holds afterwards, for an op that writes."""
-        i = op_spec(self.node.op).writes
-        assert i is not None
+        spec = op_spec(self.node.op)
+        assert spec.writes is not None
         source = self.node.src[0]
         if source.dtype.kind == "int":
             return self.expected.astype(host_type(self.node.dtype))
@@ -163,7 +163,7 @@ class Judged:
         if self.node.op == "CPY":
             values = dequantize(self.sources[0], source.dtype)
             return quantize(REFERENCE64["CPY"](self.node, values, None), self.node.dtype)
-        return REFERENCE64[self.node.op](self.node, rows, self.sources[1], self.sources[i])
+        return REFERENCE64[self.node.op](self.node, rows, *self.sources[1:])
 
     def run(self, backend: Backend | str) -> Executable:
         """The case prepared on one backend and run once."""

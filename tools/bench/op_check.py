@@ -119,19 +119,17 @@ class _Sources:
 
     @classmethod
     def of(cls, program: Program, node: Tensor, group: int, rows: Sequence[Row], device: str) -> _Sources:
-        s, (q, k, v, mask, sinks) = program.shape, (*node.src, None, None)[:5]
+        s, mask, sinks = program.shape, node["mask"], node["sinks"]
         heads, queries = (list(x) for x in zip(*rows))
 
         def put(values: npt.NDArray[np.generic]) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device).double()
 
-        def one_head(t: Tensor | None) -> torch.Tensor:
-            assert t is not None
+        def one_head(t: Tensor) -> torch.Tensor:
             raw = program.values[t].reshape(s.n_head_kv, s.n_kv, -1)[group]
             return put(dequantize(raw, t.dtype) if t.dtype.is_quantized else raw)
 
-        assert q is not None and v is not None
-        keys = one_head(k)
+        keys = one_head(node["k"])
         bias = None
         if mask is not None:
             slopes = np.array(alibi_slopes(s.n_head, s.max_bias))[heads]
@@ -139,9 +137,9 @@ class _Sources:
         no_sinks = np.full(len(rows), -math.inf)
         return cls(
             program,
-            put(program.values[q].reshape(s.n_head, s.n_q, s.d)[heads, queries]),
+            put(program.values[node["q"]].reshape(s.n_head, s.n_q, s.d)[heads, queries]),
             keys,
-            keys[:, : s.d_v] if s.v_in_k else one_head(v),
+            keys[:, : s.d_v] if s.v_in_k else one_head(node["v"]),
             bias,
             put(program.values[sinks][heads] if sinks is not None else no_sinks)[:, None],
         )

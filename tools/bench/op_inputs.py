@@ -84,8 +84,7 @@ class Program:
 
     def new_queries(self, exe: Executable, i: int) -> None:
         """Other values for node `i`'s queries."""
-        q = self.nodes[i].src[0]
-        assert q is not None
+        q = self.nodes[i]["q"]
         self.values[q] = self.noise.take("f32", q.n_elements, len(self.nodes) + i).reshape(q.shape)
         exe.write(q, self.values[q])
 

@@ -187,8 +187,8 @@ def compare_all(pair: Pair, patterns: Sequence[re.Pattern[str]] = ()) -> list[No
         if expected is None or actual is None or low is None or expected.shape != actual.shape:
             continue
         order = None
-        if node.op in ORDERS and node.src[0] is not None:
-            order, theirs = (read(node.src[0].name) for read in sides[:2])
+        if node.op in ORDERS:
+            order, theirs = (read(node["a"].name) for read in sides[:2])
             if order is None or theirs is None or not np.array_equal(order, theirs, equal_nan=True):
                 continue  # of other values the order may honestly be another
         low, own = _widened(low, expected)

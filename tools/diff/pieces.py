@@ -145,8 +145,8 @@ class Resync:
         honestly = self._numbers(low.read(honest.made[twin]), twin, self.low.run)
         expected, order = self.reference.run.values(theirs), None
         assert expected is not None
-        if node.op in ORDERS and theirs.src[0] is not None:
-            order = self.reference.run.values(theirs.src[0])
+        if node.op in ORDERS:
+            order = self.reference.run.values(theirs["a"])
         return compared(node, index, node.name, actual, expected, honestly, rule, order)
 
     def _cells(self, raw: Stored, node: Tensor, run: Run | None = None) -> Stored:

@@ -127,12 +127,12 @@ def _inputs(pair: Pair, info: GraphInfo, members: tuple[str, ...]) -> list[Input
     found = dict[str, Input]()
     for name in members:
         t = tensors[name]
-        for i, s in enumerate(t.src):
-            if s is None or i == op_spec(t.op).writes:
+        for role, s in t.sources_by_name().items():
+            if role == op_spec(t.op).writes:
                 continue
             source = info.tensors[s]
-            while not source.is_leaf and op_spec(source.op).is_view and source.src[0] is not None:
-                source = info.tensors[source.src[0]]
+            while not source.is_leaf and op_spec(source.op).is_view:
+                source = info.tensors[source.sources()[0]]
             if source.name not in members and source.name not in found:
                 found[source.name] = Input(source.name, source.op, _input_nmse(pair, source.name))
     return list(found.values())

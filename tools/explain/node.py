@@ -47,11 +47,10 @@ def facts(found: Explained, node: TensorInfo) -> Iterator[Fact]:
     """All facts, in order."""
     info, step = found.info, step_of(found, node)
     yield "node", f"#{node.index} {node.name}: {node.op} {type_text(node)}, nb {nb_text(node)}"
-    for i, s in enumerate(node.src):
-        if s is not None:
-            t = info.tensors[s]
-            view = f", {view_text(info, t)}" if t.view is not None else ""
-            yield "sources", f"{_source_name(node, i)} = {t.name}: {type_text(t)}, nb {nb_text(t)}{view}"
+    for name, s in node.sources_by_name().items():
+        t = info.tensors[s]
+        view = f", {view_text(info, t)}" if t.view is not None else ""
+        yield "sources", f"{name} = {t.name}: {type_text(t)}, nb {nb_text(t)}{view}"
     if node.params:
         shown = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in node.params.items())
         yield "parameters", shown if node.op.startswith("FLASH_ATTN") else params_text(node) or "as the op has them"
@@ -71,15 +70,9 @@ def facts(found: Explained, node: TensorInfo) -> Iterator[Fact]:
 
 def _maker(info: GraphInfo, node: TensorInfo) -> TensorInfo:
     """The first in a chain of views that is none itself."""
-    while node.view is not None and node.group is None and node.src and node.src[0] is not None:
-        node = info.tensors[node.src[0]]
+    while node.view is not None and node.group is None and node.sources():
+        node = info.tensors[node.sources()[0]]
     return node
-
-
-def _source_name(node: TensorInfo, i: int) -> str:
-    if node.op == "FLASH_ATTN_EXT":
-        return ("q", "k", "v", "mask", "sinks")[i]
-    return f"src{i}"
 
 
 def _fusion(found: Explained, step: Step) -> Iterator[Fact]:

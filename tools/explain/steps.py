@@ -150,8 +150,7 @@ def _work(exe: Executable, told: StepInfo, seen: Mapping[str, tuple[float, float
     """A group's work, with weights as they lie in memory."""
     flops, moved = group_work(told.group, seen)
     for node in told.group.working:
-        weight = node.src[0]
-        if node.op == "MUL_MAT" and weight is not None:
-            buffer = exe.place(weight)[0]
+        if node.op == "MUL_MAT":
+            buffer = exe.place(node["weights"])[0]
             moved += buffer.footprint - buffer.nbytes
     return Work(flops, moved)

@@ -28,8 +28,8 @@ def weights_of(step: Step, exe: Executable) -> list[WeightInfo]:
     """The matrices that a step's products multiply with."""
     found = []
     for node in step.nodes:
-        w = node.src[0]
-        if node.op in ("MUL_MAT", "MUL_MAT_ID") and w is not None:
+        if node.op in ("MUL_MAT", "MUL_MAT_ID"):
+            w = node["weights"]
             buffer = exe.place(w)[0]
             nbytes = buffer.footprint if buffer.layout else w.nbytes
             found.append(WeightInfo(w.name, w.dtype.name, w.n_elements // w.ne[0], w.ne[0], buffer.layout, nbytes))

@@ -70,6 +70,11 @@ class TensorInfo:
         """The indices of the sources that are present, in order."""
         return [s for s in self.src if s is not None]
 
+    def sources_by_name(self) -> dict[str, int]:
+        """The same by the names that the op gives them."""
+        names = () if self.is_leaf else op_spec(self.op).names
+        return {name: s for name, s in zip(names, self.src) if s is not None}
+
 
 @dataclass(frozen=True)
 class CopyInfo:

@@ -28,9 +28,8 @@ _NO_NAME = re.compile(r"node_\d+")
 
 def llama_name(t: Tensor) -> str:
     """The name that llama.cpp gives to a node or leaf."""
-    source = t.src[0] if t.src else None
-    if t.op in _VIEWS and source is not None and _NO_NAME.fullmatch(t.name):
-        return llama_name(source).removesuffix(_VIEWS[t.op]) + _VIEWS[t.op]
+    if t.op in _VIEWS and _NO_NAME.fullmatch(t.name):
+        return llama_name(next(t.sources())).removesuffix(_VIEWS[t.op]) + _VIEWS[t.op]
     for here, there in _OTHER:
         match = here.fullmatch(t.name)
         if match:

@@ -67,8 +67,8 @@ def looked_at(graph: Graph, indices: Collection[int]) -> set[int]:
     out = set()
     for i in indices:
         node = graph.nodes[i]
-        while op_spec(node.op).is_view and node.src[0] in index:
-            node = graph.nodes[index[node.src[0]]]
+        while op_spec(node.op).is_view and (source := next(node.sources())) in index:
+            node = source
         out.add(index[node])
     return out
 

@@ -153,8 +153,9 @@ def in_place_sources(node: Tensor) -> tuple[Tensor, ...]:
     """The tensors whose bytes a node that runs by itself may overwrite: the op computes each element from the
     one in the same place, both are laid out alike and whole, it reads the source once, and the source is no input."""
     roots = [s.root for s in node.sources()]
-    slots = [node.src[i] for i in op_spec(node.op).inplace if i < len(node.src)]
-    return tuple(s.root for s in slots if s is not None and roots.count(s.root) == 1 and _same_bytes(s, node))
+    named = node.sources_by_name()
+    slots = [named[name] for name in op_spec(node.op).inplace if name in named]
+    return tuple(s.root for s in slots if roots.count(s.root) == 1 and _same_bytes(s, node))
 
 
 def _same_bytes(source: Tensor, node: Tensor) -> bool:

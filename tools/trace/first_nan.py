@@ -192,7 +192,7 @@ def _found(step: Step, node: Tensor, values: Values) -> Found:
 def _read_by(t: TensorInfo) -> list[int]:
     """The sources of a node but for the one that it writes into: that has the result by now, and was clean before."""
     writes = op_spec(t.op).writes
-    return [s for i, s in enumerate(t.src) if s is not None and i != writes]
+    return [s for name, s in t.sources_by_name().items() if name != writes]
 
 
 def _source(step: Step, t: Tensor, info: TensorInfo) -> Source:
@@ -225,7 +225,7 @@ def heads_of(t: Tensor, nodes: Sequence[Tensor], layer: int | None, hp: HParams,
         return None
     if _by_head(t, layer, hp):
         return at[:, 1]
-    for reader in (n for n in nodes if t in n.src):
+    for reader in (n for n in nodes if t in n.sources()):
         size = t.ne[0] // hp.n_head_kv[layer] if reader.op == "SET_ROWS" else reader.ne[0]
         splits = reader.op in ("RESHAPE", "VIEW") and size in (hp.d_k, hp.d_v) and size < t.ne[0]
         if reader.op == "SET_ROWS" or splits:

@@ -45,8 +45,7 @@ def _decoded(t: Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
 
 def lower_cpy(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """CPY: the same type as it is, all others through f32 or torch's conversion."""
-    a, target = nodes[0].src
-    assert a is not None and target is not None
+    a, target = nodes[0]["a"], nodes[0]["target"]
     if a.dtype == target.dtype or not (a.dtype.is_quantized or target.dtype.is_quantized):
         return [_copy(_elements(a, ctx), _elements(target, ctx))]
     values, steps = _decoded(a, ctx) if a.dtype.is_quantized else (_elements(a, ctx), [])
@@ -57,16 +56,13 @@ def lower_cpy(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
 def lower_cont(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """CONT, DUP."""
-    source = nodes[0].src[0]
-    assert source is not None
-    return [_copy(_elements(source, ctx), _elements(nodes[0], ctx))]
+    return [_copy(_elements(nodes[0]["a"], ctx), _elements(nodes[0], ctx))]
 
 
 def lower_concat(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """CONCAT: two copies into parts of the result."""
     node = nodes[0]
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node["a"], node["b"]
     out, dim = _elements(node, ctx), 3 - node.params.dim
     n, m = a.shape[dim], b.shape[dim]
     return [_copy(_elements(a, ctx), out.narrow(dim, 0, n)), _copy(_elements(b, ctx), out.narrow(dim, n, m))]
@@ -75,9 +71,7 @@ def lower_concat(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 def lower_repeat(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """REPEAT: one copy, of dimensions (times, source's) in turn."""
     node = nodes[0]
-    source = node.src[0]
-    assert source is not None
-    a = _elements(source, ctx)
+    a = _elements(node["a"], ctx)
     pairs = [n for full, own in zip(node.shape, a.shape) for n in (full // own, own)]
     return [_copy(_with_ones(a).expand(pairs), _elements(node, ctx).view(pairs))]
 

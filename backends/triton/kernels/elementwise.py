@@ -21,7 +21,9 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
 from graphrt.backends.triton.kernels.common.bits import stored_as
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.elementwise_fusions import Softcap, softcap
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.fusion import Fusion
 from graphrt.tensor import Tensor
 
 BINARY_OPS = ("ADD", "SUB", "MUL", "DIV")
@@ -281,11 +283,10 @@ def lower_scale(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return _launch(nodes[0], ctx, "SCALE", p.scale, p.bias)
 
 
-def lower_softcap(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+def lower_softcap(found: Softcap, ctx: Context) -> list[Step]:
     """SCALE, tanh and SCALE of f32."""
-    inner, _, out = nodes
-    assert inner.src[0] is not None
-    a = Operand.of(ctx.view(inner.src[0]))
+    inner, out = found.inner, found.out
+    a = Operand.of(ctx.view(inner["a"]))
     memory, scales = ctx.view(out).data, (inner.params.scale, out.params.scale)
     return [elementwise_launch("SOFTCAP", out.ne, a, None, memory, ctx.target, *scales)]
 
@@ -306,11 +307,11 @@ def lower_unary(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 def lower_glu(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     node = nodes[0]
     p = node.params
-    sources = [Operand.of(ctx.view(t)) for t in node.sources()]
-    if len(sources) == 2:
-        gate, value = sources
+    gate = Operand.of(ctx.view(node["gate"]))
+    if (other := node["value"]) is not None:
+        value = Operand.of(ctx.view(other))
     else:
-        gate, value = sources[0].halves()
+        gate, value = gate.halves()
         gate, value = (value, gate) if p.swapped else (gate, value)
     out = ctx.view(node).data
     return [elementwise_launch(p.kind, node.ne, gate, value, out, ctx.target, p.alpha, p.limit)]
@@ -324,5 +325,5 @@ LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     "UNARY": lower_unary,
     "GLU": lower_glu,
 }
-#: Groups of fuse.py by their names.
-FUSED: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"softcap": lower_softcap}
+
+SOFTCAP = Fusion("softcap", softcap, lower_softcap)

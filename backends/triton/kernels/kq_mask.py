@@ -57,8 +57,7 @@ def kq_mask(
 def lower_kq_mask(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """KQ_MASK."""
     node = nodes[0]
-    assert node.src[0] is not None and node.src[1] is not None
-    cells, pos = ctx.view(node.src[0]), ctx.view(node.src[1])
+    cells, pos = ctx.view(node["cells"]), ctx.view(node["pos"])
     n_cells, n_tokens, _, n_seq = node.ne
     tokens = 1 if n_tokens == 1 else _TOKENS
     args = {

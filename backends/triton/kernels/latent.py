@@ -7,7 +7,6 @@ rotates the queries' ends and writes the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +14,17 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.context import Context, Step, View, source_of
+from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.common.reduce import over_rms
-from graphrt.backends.triton.kernels.products.emit import head_products
+from graphrt.backends.triton.kernels.latent_fusions import (
+    HeadProducts,
+    LatentRopeCache,
+    head_products,
+    latent_rope_cache,
+)
+from graphrt.backends.triton.kernels.products import emit
 from graphrt.backends.triton.kernels.products.plan import plan_of
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
@@ -39,8 +44,8 @@ from graphrt.backends.triton.kernels.rope import (
     warps_of,
 )
 from graphrt.backends.triton.launch import Launch
+from graphrt.fusion import Fusion
 from graphrt.ops.rows import WRITABLE
-from graphrt.tensor import Tensor
 
 
 @triton.jit
@@ -154,30 +159,25 @@ def rotate_and_write_launch(
     return Launch(rotate_and_write_row, (n_tokens, q_parts + 2), args, writing_options(ctx.target, warps, cache.kind))
 
 
-def lower_latent_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """A group of fuse_latent.latent_rope_cache: a query's product, rotation and CONCAT; RMS_NORM and MUL, rotation,
-    CONCAT and SET_ROWS of the cache's row."""
-    product, q, whole, norm, scaled, k, _, k_set = nodes
-    out, m = ctx.view(whole).torch()[0], product.ne[0]
-    steps = head_products(plan_of(ctx).of(nodes), out[:, :, :m].transpose(0, 1), ctx)
-    table, filling = rope_table(source_of(q, 1), q.params, (*q.src, None)[2], ctx)
-    row = Row(
-        ctx.view(source_of(norm, 0)), ctx.view(source_of(scaled, 1)).data, norm.params.eps, ctx.view(source_of(k, 0))
-    )
-    ids, cache = (ctx.view(source_of(k_set, i)) for i in (1, 2))
-    last = rotate_and_write_launch(ctx.view(source_of(q, 0)), out[:, :, m:], row, cache, ids, table, ctx)
+def lower_latent_rope_cache(found: LatentRopeCache, ctx: Context) -> list[Step]:
+    """A query's product, rotation and CONCAT; RMS_NORM and MUL, rotation, CONCAT and SET_ROWS of the cache's row."""
+    query, row = found
+    out, m = ctx.view(query.out).torch()[0], query.product.ne[0]
+    steps = emit.head_products(plan_of(ctx).of(query.product), out[:, :, :m].transpose(0, 1), ctx)
+    table, filling = rope_table(query.rotated, ctx)
+    norm, scaled, _ = row.kv
+    made = Row(ctx.view(norm["a"]), ctx.view(scaled["b"]).data, norm.params.eps, ctx.view(row.rotated["a"]))
+    ids, cache = ctx.view(row.k_set["ids"]), ctx.view(row.k_set["target"])
+    last = rotate_and_write_launch(ctx.view(query.rotated["a"]), out[:, :, m:], made, cache, ids, table, ctx)
     return [*filling, *steps, last]
 
 
-def lower_head_products(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+def lower_head_products(found: HeadProducts, ctx: Context) -> list[Step]:
     """MUL_MAT of a matrix a head, and the CONT that puts the heads' results side by side for each token."""
-    node, out = nodes
-    m, n, heads, _ = node.ne
-    by_token = ctx.view(out).data.view(n, heads, m)
-    return head_products(plan_of(ctx).of(nodes), by_token.transpose(0, 1), ctx)
+    m, n, heads, _ = found.product.ne
+    by_token = ctx.view(found.out).data.view(n, heads, m)
+    return emit.head_products(plan_of(ctx).of(found.product), by_token.transpose(0, 1), ctx)
 
 
-#: Groups of fuse_latent.py by their names.
-FUSED: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
-    "latent_rope_cache": lower_latent_rope_cache, "head_products": lower_head_products,
-}  # fmt: skip
+LATENT_ROPE_CACHE = Fusion("latent_rope_cache", latent_rope_cache, lower_latent_rope_cache)
+HEAD_PRODUCTS = Fusion("head_products", head_products, lower_head_products)

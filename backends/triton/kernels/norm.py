@@ -26,7 +26,9 @@ from graphrt.backends.triton.kernels.elementwise import (
     elementwise_launch,
     row_offset,
 )
+from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.fusion import added_to
 from graphrt.tensor import Tensor
 
 #: Elements of the longest row that is held in registers, and what a pass over a longer one takes at a time.
@@ -201,41 +203,21 @@ def norm_launch(
 def lower_norm(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """NORM, RMS_NORM, L2_NORM, SUM_ROWS."""
     node = nodes[0]
-    source = node.src[0]
-    assert source is not None
+    source = node["a"]
     eps = 0.0 if node.params is None else node.params.eps
     x = Operand.of(ctx.view(source))
     return [norm_launch(node.op, eps, source.ne, x, ctx.view(node).data, ctx)]
-
-
-def _other(node: Tensor, t: Tensor) -> Tensor:
-    """The source of a binary op that is not `t`."""
-    other = node.src[1] if node.src[0] is t else node.src[0]
-    assert other is not None and other is not t
-    return other
 
 
 def _is_row(t: Tensor, n: int) -> bool:
     return t.dtype.name == "f32" and t.ne == (n, 1, 1, 1) and (n == 1 or t.nb[0] == t.dtype.type_size)
 
 
-def lower_norm_mul(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """RMS_NORM and MUL of its result, or NORM or L2_NORM in its place: one launch where MUL's other source is a row.
-
-    nodes: the norm, the MUL. The norm's own result is not stored.
-    """
-    return _lower_chain(nodes[0], nodes[1], None, ctx)
-
-
-def lower_norm_mul_add(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """The same and ADD of MUL's result and another tensor. nodes: the norm, the MUL, the ADD."""
-    return _lower_chain(nodes[0], nodes[1], nodes[2], ctx)
-
-
-def _lower_chain(norm: Tensor, mul: Tensor, add: Tensor | None, ctx: Context) -> list[Step]:
-    source, weight = norm.src[0], _other(mul, norm)
-    residual = None if add is None else _other(add, mul)
-    assert source is not None
+def lower_scaled_norm(found: ScaledNorm, ctx: Context) -> list[Step]:
+    """A norm, MUL, and ADD if there is one: one launch where MUL's other source is a row. Only the last is stored."""
+    norm, mul, add = found
+    source, weight = norm["a"], added_to(norm, mul)
+    residual = None if add is None else added_to(mul, add)
     x = Operand.of(ctx.view(source))
     out = ctx.view(mul if add is None else add).data
     if not _is_row(weight, source.ne[0]) or mul.ne != norm.ne:
@@ -251,12 +233,10 @@ def _lower_chain(norm: Tensor, mul: Tensor, add: Tensor | None, ctx: Context) ->
 
 def _lower_apart(norm: Tensor, mul: Tensor, add: Tensor | None, ctx: Context) -> list[Step]:
     """The same as a launch a node, for what a row of weights is not, with scratch between them."""
-    source = norm.src[0]
-    assert source is not None
     done: dict[Tensor, Operand] = {}
     between = ctx.scratch((norm.n_elements,), torch.float32)
     done[norm] = Operand(between, norm.ne, _contiguous(norm.ne))
-    steps: list[Step] = [norm_launch(norm.op, norm.params.eps, norm.ne, Operand.of(ctx.view(source)), between, ctx)]
+    steps: list[Step] = [norm_launch(norm.op, norm.params.eps, norm.ne, Operand.of(ctx.view(norm["a"])), between, ctx)]
     for node in (mul, add):
         if node is None:
             continue
@@ -275,8 +255,3 @@ def _contiguous(ne: Dims) -> Dims:
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = dict.fromkeys(
     ("NORM", "RMS_NORM", "L2_NORM", "SUM_ROWS"), lower_norm
 )
-#: Of groups, by the name of fuse.py's pattern.
-FUSED: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
-    "norm_mul": lower_norm_mul,
-    "norm_mul_add": lower_norm_mul_add,
-}

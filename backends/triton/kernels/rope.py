@@ -27,8 +27,10 @@ from graphrt.backends.triton.kernels.quantize import (
     stored,
     writing_options,
 )
+from graphrt.backends.triton.kernels.rope_fusions import RopeCache, norm_rope_cache, rope_cache
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import overlap
+from graphrt.fusion import Fusion
 from graphrt.ops.rope import RopeParams, rope_frequencies
 from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
@@ -248,10 +250,9 @@ def rotate_and_write(
             store_part(p_v + token * sv1, sv0, p_v_cache + row * s_v_cache, part - k_parts, n_v, V_KIND, SIZE)
 
 
-def rope_table(
-    positions: Tensor, params: RopeParams, factors: Tensor | None, ctx: Context
-) -> tuple[RopeTable, list[Step]]:
-    """The table of a rotation, and the steps that fill it: none if the split has them already, for an earlier node."""
+def rope_table(node: Tensor, ctx: Context) -> tuple[RopeTable, list[Step]]:
+    """The table of a ROPE's rotation, and the steps that fill it: none if they were made for an earlier node."""
+    positions, params, factors = node["positions"], node.params, node["factors"]
     key = ("rope table", positions, params, factors)
     if key in ctx.shared:
         return ctx.shared[key], []
@@ -292,10 +293,8 @@ def rotation_constants(params: RopeParams, d: int, heads: int, ctx: Context) -> 
 def lower_rope(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """ROPE."""
     node = nodes[0]
-    a, positions, factors = (*node.src, None)[:3]
-    assert a is not None and positions is not None
-    table, steps = rope_table(positions, node.params, factors, ctx)
-    return [*steps, _rotate_launch(ctx.view(a), ctx.view(node), table, ctx)]
+    table, steps = rope_table(node, ctx)
+    return [*steps, _rotate_launch(ctx.view(node["a"]), ctx.view(node), table, ctx)]
 
 
 def _rotate_launch(a: View, out: View, table: RopeTable, ctx: Context) -> Launch:
@@ -361,26 +360,22 @@ def lower_rope_set_rows(
     return [launch] if together else [launch, _rotate_launch(q, q_out, table, ctx)]
 
 
-def lower_rope_cache(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """A group of fuse.rope_cache: ROPE of q and of k, SET_ROWS of k and of v; or of fuse.norm_rope_cache: before them
-    RMS_NORM and MUL of q, then of k."""
-    *before, q_out, k_out, k_set, v_set = nodes
-    (q, positions, *factors), k = q_out.src, k_out.src[0]
-    norms = None
-    if before:
-        q_norm, q_scaled, k_norm, k_scaled = before
-        q, k = q_norm.src[0], k_norm.src[0]
-        q_row, k_row = q_scaled.src[1], k_scaled.src[1]
-        assert q_row is not None and k_row is not None
-        norms = HeadNorms(ctx.view(q_row).data, ctx.view(k_row).data, q_norm.params.eps)
-    (_, ids, k_cache), (v, _, v_cache) = k_set.src, v_set.src
-    assert q is not None and k is not None and v is not None and positions is not None
-    assert ids is not None and k_cache is not None and v_cache is not None
-    table, steps = rope_table(positions, q_out.params, (*factors, None)[0], ctx)
-    look = ctx.view
+def lower_rope_cache(found: RopeCache, ctx: Context) -> list[Step]:
+    """The rotation of q and of k, after their heads' norms if there are any, and k and v written into the caches."""
+    q, k, norms = found.q["a"], found.k["a"], None
+    if found.q_norm is not None and found.k_norm is not None:
+        (q_norm, q_scaled, _), (k_norm, k_scaled, _) = found.q_norm, found.k_norm
+        q, k = q_norm["a"], k_norm["a"]
+        norms = HeadNorms(ctx.view(q_scaled["b"]).data, ctx.view(k_scaled["b"]).data, q_norm.params.eps)
+    table, steps = rope_table(found.q, ctx)
+    k_set, v_set, look = found.k_set, found.v_set, ctx.view
     return steps + lower_rope_set_rows(
-        look(q), look(q_out), look(k), look(k_cache), look(v), look(v_cache), look(ids), table, ctx, norms
-    )
+        look(q), look(found.q), look(k), look(k_set["target"]), look(v_set["rows"]), look(v_set["target"]),
+        look(k_set["ids"]), table, ctx, norms,
+    )  # fmt: skip
 
 
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"ROPE": lower_rope}
+
+ROPE_CACHE = Fusion("rope_cache", rope_cache, lower_rope_cache)
+NORM_ROPE_CACHE = Fusion("norm_rope_cache", norm_rope_cache, lower_rope_cache)

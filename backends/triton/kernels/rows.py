@@ -109,24 +109,21 @@ def write_launch(rows: torch.Tensor, ids: View | None, out: View, ctx: Context) 
 
 def lower_set_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """SET_ROWS."""
-    rows, ids, target = nodes[0].src
-    assert rows is not None and ids is not None and target is not None
+    rows, ids, target = (nodes[0][name] for name in ("rows", "ids", "target"))
     return [write_launch(ctx.view(rows).torch(), ctx.view(ids), ctx.view(target), ctx)]
 
 
 def lower_get_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """GET_ROWS: packed rows are decoded where they lie, rows of types that are not packed are taken first."""
     node = nodes[0]
-    a, ids = node.src
-    assert a is not None and ids is not None
-    out = ctx.view(node)
-    if not a.dtype.is_quantized:
-        return [read_launch(ctx.view(a), ctx.view(ids), out, ctx)]
-    wanted = ctx.view(ids).torch()[0]
-    if packing_of(a.dtype.name) is not None:
-        packed, steps = ctx.packed(a)
+    table, ids, out = node["table"], ctx.view(node["ids"]), ctx.view(node)
+    if not table.dtype.is_quantized:
+        return [read_launch(ctx.view(table), ids, out, ctx)]
+    wanted = ids.torch()[0]
+    if packing_of(table.dtype.name) is not None:
+        packed, steps = ctx.packed(table)
         return [*steps, gather_rows(packed, wanted, out.data)]
-    return [_rare_rows(block_rows(ctx.view(a)), wanted, a.dtype.name, out.data)]
+    return [_rare_rows(block_rows(ctx.view(table)), wanted, table.dtype.name, out.data)]
 
 
 def block_rows(view: View) -> torch.Tensor:

@@ -173,9 +173,8 @@ def draw(
 def lower_sample(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """SAMPLE."""
     node = nodes[0]
-    logits, uniforms = node.src
-    assert logits is not None and uniforms is not None
-    a, u, p, (n, m) = ctx.view(logits), ctx.view(uniforms), node.params, logits.ne[:2]
+    a, u, p = ctx.view(node["logits"]), ctx.view(node["uniforms"]), node.params
+    n, m = a.ne[:2]
     k = min(p.top_k, n)
     block = min(_BLOCK, 1 << (max(1, n // (_BLOCKS_A_KEY * k)).bit_length() - 1))
     n_blocks, capacity = -(-n // block), min(n, k * block)

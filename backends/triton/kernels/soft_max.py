@@ -194,9 +194,8 @@ def _sinks(view: View, ctx: Context) -> tuple[torch.Tensor, int, list[Step]]:
 
 def lower_soft_max(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     node = nodes[0]
-    t_mask, t_sinks = (*node.src, None, None)[1:3]
-    assert node.src[0] is not None
-    x, out = ctx.view(node.src[0]), ctx.view(node).data
+    t_mask, t_sinks = node["mask"], node["sinks"]
+    x, out = ctx.view(node["a"]), ctx.view(node).data
     mask = None if t_mask is None else ctx.view(t_mask)
     sinks, s_sinks, steps = (x.data, 1, []) if t_sinks is None else _sinks(ctx.view(t_sinks), ctx)
     n0, n1, n2, n3 = node.ne

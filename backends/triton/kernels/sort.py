@@ -58,9 +58,8 @@ def argmax_rows(
 def lower_argmax(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """ARGMAX: the first of equal ones; a NaN is the largest."""
     node = nodes[0]
-    source = node.src[0]
-    assert source is not None
-    a, (n, m) = ctx.view(source), source.ne[:2]
+    a = ctx.view(node["a"])
+    n, m = a.ne[:2]
     keys = ctx.scratch((m,), torch.int64).fill_(LEAST_KEY)
     arrived = ctx.scratch((m,), torch.int32).zero_()
     wanted = max(1, ctx.target.sm_count // m)
@@ -76,9 +75,7 @@ def lower_argmax(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 def lower_argsort(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """ARGSORT, by torch."""
     node = nodes[0]
-    source = node.src[0]
-    assert source is not None
-    a, out, descending = ctx.view(source).torch(), ctx.view(node).torch(), node.params.descending
+    a, out, descending = ctx.view(node["a"]).torch(), ctx.view(node).torch(), node.params.descending
 
     def step() -> None:
         out.copy_(torch.sort(a, dim=-1, descending=descending, stable=True).indices)
@@ -89,9 +86,7 @@ def lower_argsort(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 def lower_top_k(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """TOP_K, by torch: in no particular order."""
     node = nodes[0]
-    source = node.src[0]
-    assert source is not None
-    a, out, k = ctx.view(source).torch(), ctx.view(node).torch(), node.params.k
+    a, out, k = ctx.view(node["a"]).torch(), ctx.view(node).torch(), node.params.k
 
     def step() -> None:
         out.copy_(torch.topk(a, k, dim=-1, sorted=False).indices)

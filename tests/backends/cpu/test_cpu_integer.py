@@ -31,18 +31,6 @@ from graphrt.tools.conformance.run.step import run_case  # noqa: E402
 HERE: list[dot.Dot] = [d for d, has in dot.CHOICES if has(jit.host())]
 
 
-@pytest.fixture
-def mem() -> Any:
-    memory = Memory()
-    yield memory
-    memory.check()
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(7)
-
-
 def rounded(mem: Memory, name: str, bits: int, x: np.ndarray) -> tuple[np.ndarray, int]:
     """Rounded rows of x, and bytes of each."""
     form = fast.form_of(name, bits)

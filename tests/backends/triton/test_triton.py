@@ -35,6 +35,7 @@ if device.unusable() is not None:
 from graphrt.backends.triton.kernels.flash_attn import configs, portable
 from graphrt.backends.triton.kernels.flash_attn.chooser import Device, choose
 from graphrt.backends.triton.kernels.flash_attn.chooser import Problem as Sizes
+from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling, split_head
 
@@ -203,7 +204,7 @@ def test_the_plan_of_a_mask(kind: str) -> None:
         places[t] = allocate(t.nbytes, Usage.COMPUTE, target.device)
         if t in s.values:
             places[t].write(0, s.values[t].reshape(-1).view(np.uint8))
-    p = Problem([node], lambda t: (places[t], 0))
+    p = Problem(attention_of(node), lambda t: (places[t], 0))
     t = Tiling.of(p, 32, 64)
     plan, launches = MaskPlans(target.device).plan(p, t, True)
     for launch in launches:
@@ -244,7 +245,7 @@ def test_the_plan_of_tiles_that_end_inside_a_token(heads: tuple[int, int], block
 
     places = {t: allocate(t.nbytes, Usage.COMPUTE, target.device) for t in (*s.values, node)}
     places[s.mask].write(0, s.values[s.mask].reshape(-1).view(np.uint8))
-    p = Problem([node], lambda t: (places[t], 0))
+    p = Problem(attention_of(node), lambda t: (places[t], 0))
     t = Tiling.of(p, block_m, 64)
     plan, launches = MaskPlans(target.device).plan(p, t, False)
     for launch in launches:
@@ -279,7 +280,7 @@ def test_a_repair_does_the_marked_tiles_and_no_other() -> None:
     places = {t: allocate(t.nbytes, Usage.COMPUTE, target.device) for t in (*s.values, node)}
     for t, value in s.values.items():
         places[t].write(0, value.reshape(-1).view(np.uint8))
-    p = Problem([node], lambda t: (places[t], 0))
+    p = Problem(attention_of(node), lambda t: (places[t], 0))
     t = Tiling.of(p, 32, 64, pack=1)
     config = configs.Config(32, 64, 4 if target.is_nvidia else 1, 1)
     plan, launches = MaskPlans(target.device).plan(p, t, False)

@@ -34,6 +34,7 @@ from graphrt.backends.triton import memory
 from graphrt.backends.triton.kernels import kq_mask
 from graphrt.backends.triton.kernels.experts.pairs import Pairs, listed_tiles, sorted_pairs
 from graphrt.backends.triton.kernels.flash_attn import decode_configs, decode_launch, portable
+from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
@@ -70,7 +71,7 @@ def test_what_a_step_packs_is_read_when_that_is_done() -> None:
     whole = Tensor("q8_0", (256, 64))
     ctx = with_packed(context(HOPPER), whole)
     for w, early in ((whole, True), (view(whole, (256, 32), (2 * whole.nb[1],)), False)):
-        steps = lowered([ops.mul_mat(w, Tensor("f32", (256, 2)))], ctx)
+        steps = lowered(ops.mul_mat(w, Tensor("f32", (256, 2))), ctx)
         product = steps[-1]
         assert isinstance(product, Launch) and ctx.is_constant(w)
         assert all(isinstance(step, Launch) for step in steps) == early
@@ -227,7 +228,7 @@ def test_large_batches_are_shared_out_in_64_bits(n_seq: int, big: bool) -> None:
     q = Tensor("f32", (64, 1, 8, n_seq))
     k, v = (Tensor("f16", (64, 640, 8, n_seq)) for _ in "kv")
     launcher = Launcher(target, ctx.place, "tile")
-    (launch,) = launcher.launches([ops.flash_attn_ext(q, k, v, None, 0.125)])
+    (launch,) = launcher.launches(attention_of(ops.flash_attn_ext(q, k, v, None, 0.125)))
     assert isinstance(launch, Launch) and launch.args["BIG"] == big
 
 
@@ -261,7 +262,7 @@ def attention(
     k = k if k is not None else Tensor("f16", (64, 64, 2))
     v = v if v is not None else Tensor("f16", (64, 64, 2))
     node = ops.flash_attn_ext(Tensor("f32", (64, 3, 4)), k, v, mask, 0.125)
-    return Problem([node], place or context(device.INTERPRETER).place)
+    return Problem(attention_of(node), place or context(device.INTERPRETER).place)
 
 
 def test_v_in_k_is_where_k_begins() -> None:
@@ -270,7 +271,7 @@ def test_v_in_k_is_where_k_begins() -> None:
         k = Tensor("f16", (192, 64, 2))
         v = view(k, (d, *k.ne[1:3]), k.nb[1:3], offs)
         node = ops.flash_attn_ext(Tensor("f32", (192, 3, 4)), k, v, None, 0.125)
-        assert Problem([node], context(device.INTERPRETER).place).v_in_k == inside
+        assert Problem(attention_of(node), context(device.INTERPRETER).place).v_in_k == inside
     assert not attention().v_in_k
 
 

@@ -20,7 +20,6 @@ import graphrt
 from graphrt import Graph, Tensor, get_backend, new_input, ops
 from graphrt.backend import Backend, Usage
 from graphrt.backends.triton import device
-from graphrt.backends.triton.fuse_experts import EXPERT_FUSIONS
 from graphrt.execute import Executable
 from graphrt.testing import Case, all_cases, dequantize, nmse, quantize
 from graphrt.tools.conformance.run.step import run_case
@@ -31,11 +30,12 @@ if device.unusable() is not None:
 from support.aot_arch import target_of
 from support.aot_rows import context
 from support.gluon_warps import emulate
-from support.planned import lowered, routed
+from support.planned import groups_in, lowered_group, routed
 from support.wgmma_order import wgmma_order
 
 from graphrt.backends.triton.kernels.experts import gather, pairs, wgmma
 from graphrt.backends.triton.kernels.experts.gemv import packed_expert_gemv
+from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP
 from graphrt.backends.triton.kernels.products import activations, gemm_large, route
 from graphrt.backends.triton.kernels.products.activations import MAX_TWO_PARTS
 from graphrt.backends.triton.launch import Launch
@@ -176,7 +176,7 @@ def test_the_way_of_many_pairs_on_hopper(kind: str, k: int) -> None:
         values[w] = dequantize(raw, w.dtype).reshape(n_expert, m, k).astype(np.float16).astype(np.float64)
     place = ctx.place
     ctx.place = lambda t: (packed[t], 0) if t in packed else place(t)
-    for step in lowered([made[0], sums[0], made[1], sums[1], glu], ctx, "expert_gate_up"):
+    for step in lowered_group(groups_in(Graph(glu), EXPERT_GATE_UP)["expert_gate_up"], ctx):
         assert isinstance(step, Launch)
         if step.kernel is wgmma.expert_wgmma:
             emulate(step, seed=1)
@@ -442,7 +442,7 @@ def test_routing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_pattern_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (f.name for f in EXPERT_FUSIONS):
+    for name in ("expert_routing", "expert_gate_up", "expert_sum"):
         monkeypatch.setenv("GRAPHRT_FUSE", name)
         wanted = {"expert_sum": "expert_down"}.get(name, name)
         assert formed(graphrt.prepare(MIXTRAL.graph(), [get_backend("triton", exact=False)])) == {wanted}

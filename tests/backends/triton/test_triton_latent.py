@@ -23,8 +23,7 @@ if device.unusable() is not None:
 
 from support.planned import routed
 
-from graphrt.backends.triton import fuse_latent
-from graphrt.backends.triton.fuse_latent import LATENT_FUSIONS
+from graphrt.backends.triton.kernels import latent_fusions
 from graphrt.backends.triton.kernels.products.gemv import MAX_TOKENS
 from graphrt.backends.triton.kernels.products.gemv_heads import packed_head_gemv, plain_head_gemv
 from graphrt.backends.triton.launch import Launch
@@ -278,14 +277,14 @@ def test_an_exact_backend_fuses_nothing() -> None:
 
 
 def test_each_pattern_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (f.name for f in LATENT_FUSIONS):
+    for name in ("latent_rope_cache", "head_products"):
         monkeypatch.setenv("GRAPHRT_FUSE", name)
         assert formed(Latent().graph()) == {name}
 
 
 def test_only_rows_that_a_program_holds_are_normed_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     for most, together in ((63, False), (64, True)):
-        monkeypatch.setattr(fuse_latent, "MAX_ROW", most)
+        monkeypatch.setattr(latent_fusions, "MAX_ROW", most)
         assert ("latent_rope_cache" in formed(Latent(kv=64).graph())) == together
 
 

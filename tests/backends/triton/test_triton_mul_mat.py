@@ -95,7 +95,7 @@ class Run:
     def product(self, w: Tensor, x: Tensor) -> Tensor:
         """MUL_MAT as the backend lowers it, judged."""
         node = self.node(w, x)
-        self.check(node, lowered([node], self.ctx))
+        self.check(node, lowered(node, self.ctx))
         return node
 
 
@@ -144,7 +144,7 @@ def test_activations_beyond_f16(kind: str, n: int, k: int, monkeypatch: pytest.M
     values[6] *= np.where(np.arange(k) % 2, 1e5, 1.0)
     w, x = run.leaf(kind, (k, 8), packed=kind in PACKED_TYPES), run.leaf("f32", (k, n), values)
     node = run.node(w, x)
-    run.run(lowered([node], run.ctx))
+    run.run(lowered(node, run.ctx))
     actual, rows = run.read(node)[0, 0], np.arange(n) != 4
     weights = run.values[w][0, 0].astype(np.float64)
     assert np.isinf(actual[4]).all()
@@ -291,7 +291,7 @@ def test_matrices_of_many_tokens_are_multiplied_together(
     x = permute(held, 0, 2, 1, 3)
     run.values[x] = run.values[held].transpose(0, 2, 1, 3)
     node = run.node(w, x)
-    steps = lowered([node], run.ctx)
+    steps = lowered(node, run.ctx)
     products = [s for s in steps if s.name == "multiply_each"]
     assert len(products) == (turns if dtype(kind).is_quantized else 1)
     run.check(node, steps)
@@ -354,7 +354,7 @@ def test_weights_that_a_run_writes_are_read_when_that_is_done(kind: str, tokens:
     if kind != "f16" and usage is Usage.WEIGHTS:
         buffer = PackedBuffer(Packed.empty(kind, w.n_rows, 256, "cpu"), usage)
     ctx.place = lambda t: (buffer, 0) if t is w else place(t)
-    steps = [step for step in lowered([node], ctx) if isinstance(step, Launch)]
+    steps = [step for step in lowered(node, ctx) if isinstance(step, Launch)]
     product = steps[-1]
     names = ("packed_gemv", "dense_gemv", "batch_wgmma", "packed_head_gemv")
     assert product.kernel.__name__ in names

@@ -27,10 +27,11 @@ from graphrt.tools.conformance.run.step import run_case
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from support.aot_rows import context, rope_cache_nodes
+from support.aot_rows import context, rope_cache_found
 
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels import copy, kq_mask, rope, rows, sample, sort
+from graphrt.backends.triton.kernels.rope_fusions import RopeCache
 from graphrt.backends.triton.launch import Launch
 from graphrt.program import Program
 
@@ -122,15 +123,14 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan() -> None:
     assert torch.equal(found.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
-def _filled(nodes: list[Tensor], n_tokens: int) -> Context:
+def _filled(found: RopeCache, n_tokens: int) -> Context:
     """Memory for the nodes of a fused group, with the same random inputs every time."""
     rng = np.random.default_rng(7)
     ctx = context(device.target())
-    (q, k, k_set, v_set), cells = nodes, nodes[2].ne[1]
-    for t in dict.fromkeys((q.src[0], k.src[0], v_set.src[0])):
+    for t in dict.fromkeys((found.q["a"], found.k["a"], found.v_set["rows"])):
         fill(t, rng.normal(size=t.shape).astype(np.float32), ctx)
-    fill(q.src[1], rng.integers(0, 100_000, n_tokens), ctx)
-    fill(k_set.src[1], rng.permutation(cells)[:n_tokens], ctx)
+    fill(found.q["positions"], rng.integers(0, 100_000, n_tokens), ctx)
+    fill(found.k_set["ids"], rng.permutation(found.k_set.ne[1])[:n_tokens], ctx)
     return ctx
 
 
@@ -146,14 +146,14 @@ FUSED = [
 def test_the_fused_form_is_the_single_ones(
     kind: str, n_tokens: int, mode: str, d: int, n_dims: int, heads: tuple[int, int]
 ) -> None:
-    nodes = rope_cache_nodes(kind, n_tokens, mode, d, n_dims, heads)
-    one, fused = _filled(nodes, n_tokens), _filled(nodes, n_tokens)
-    run(nodes, one)
-    steps = rope.lower_rope_cache(nodes, fused)
+    layer = rope_cache_found(kind, n_tokens, mode, d, n_dims, heads)
+    one, fused = _filled(layer, n_tokens), _filled(layer, n_tokens)
+    run(layer[:4], one)
+    steps = rope.lower_rope_cache(layer, fused)
     assert len(steps) == 2  # the table, and all the rest
     for step in steps:
         step()
-    for node in (nodes[0], nodes[2].src[2], nodes[3].src[2]):
+    for node in (layer.q, layer.k_set["target"], layer.v_set["target"]):
         found, expected = read(node, fused), read(node, one)
         if node.dtype.is_quantized:
             assert judge_written(node, found, expected).ok
@@ -168,9 +168,10 @@ def test_one_memory_of_q_and_k_or_v_is_read_before_it_is_written(of: str) -> Non
     q, k = (ops.rope(x, positions, RopeParams(32, "neox")) for _ in range(2))
     caches = [Tensor("f16", (96, 8)) for _ in range(2)]
     v = Tensor("f32", (96, 2))
-    nodes = [q, k, ops.set_rows(ops.reshape(k, 96, 2), ids, caches[0]), ops.set_rows(v, ids, caches[1])]
+    sets = ops.set_rows(ops.reshape(k, 96, 2), ids, caches[0]), ops.set_rows(v, ids, caches[1])
+    nodes = RopeCache(q, k, *sets)
     one, fused = _filled(nodes, 2), _filled(nodes, 2)
-    run(nodes, one)
+    run(nodes[:4], one)
     place = fused.place
     taken = x if of == "k" else v
     fused.place = lambda t: place(taken if t is q else t)  # as the planner may have it: nobody reads that later

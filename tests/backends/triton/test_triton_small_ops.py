@@ -29,6 +29,7 @@ from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels import elementwise, norm, soft_max
 from graphrt.backends.triton.kernels.elementwise import Layout, Operand
+from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import allocate
 from graphrt.program import Program
@@ -42,9 +43,9 @@ RNG = np.random.default_rng(5)
 
 
 class SmallOps(TritonBackend):
-    """A backend of these ops alone. fused: the name of a group that a whole graph is."""
+    """A backend of these ops alone. fused: a whole graph is a norm and what is to be one step with it."""
 
-    def __init__(self, fused: str = "") -> None:
+    def __init__(self, fused: bool = False) -> None:
         super().__init__()
         self.fused = fused
         self.launches = 0
@@ -63,7 +64,8 @@ class SmallOps(TritonBackend):
         for group in groups:
             nodes = [n for n in group.nodes if not op_spec(n.op).is_view]
             if nodes:
-                steps += norm.FUSED[self.fused](nodes, ctx) if self.fused else LOWERINGS[nodes[0].op](nodes, ctx)
+                apart = LOWERINGS[nodes[0].op]
+                steps += norm.lower_scaled_norm(ScaledNorm(*nodes), ctx) if self.fused else apart(nodes, ctx)
         self.launches = sum(isinstance(step, Launch) for step in steps)
 
         def run() -> None:
@@ -229,7 +231,7 @@ def test_a_norm_with_what_follows_it(name: str, long: bool, monkeypatch: pytest.
     one, follow = CHAINS[name]
     inputs = Inputs()
     out = follow(inputs, ops.rms_norm(inputs("x", 48, 6), 1e-5))
-    fused = SmallOps("norm_mul" if out.op == "MUL" else "norm_mul_add")
+    fused = SmallOps(fused=True)
     together, apart = inputs.run(out, fused), inputs.run(out, SmallOps())
     rtol = {"f32": 1e-6, "f16": 1e-3}[out.dtype.name]
     np.testing.assert_allclose(together, apart, rtol=rtol, atol=rtol)
@@ -240,9 +242,9 @@ def test_weights_are_read_early_only_where_nothing_writes_them() -> None:
     target = device.target()
     for usage in Usage:
         x, w = new_tensor("f32", 32, 2), new_tensor("f32", 32, name="w")
-        nodes = [normed := ops.rms_norm(x, 1e-6), ops.mul(normed, w)]
+        found = ScaledNorm(normed := ops.rms_norm(x, 1e-6), ops.mul(normed, w))
         ctx = Context(lambda t, u=usage: (allocate(t.nbytes, u, target.device), 0), target, exact=False)
-        (launch,) = norm.lower_norm_mul(nodes, ctx)
+        (launch,) = norm.lower_scaled_norm(found, ctx)
         assert isinstance(launch, Launch)
         assert launch.args["EARLY"] == (usage is Usage.WEIGHTS)
 

@@ -60,11 +60,11 @@ class TinyBackend(Backend):
     def supports(self, node: Tensor) -> str | None:
         if node.op not in OPS:
             return f"it has {', '.join(OPS)}, not {node.op}"
-        for t in (node, *node.sources()):
+        for name, t in {"the result": node, **node.sources_by_name()}.items():
             if t.dtype.name != "f32":
-                return f"it computes in f32, {t.name or t.op} is {t.dtype.name}"
+                return f"it computes in f32, {name} is {t.dtype.name}"
             if not t.is_contiguous:
-                return f"it takes contiguous tensors, {t.name or t.op} has gaps or another order"
+                return f"it takes contiguous tensors, {name} has gaps or another order"
         if any(n not in (1, full) for s in node.sources() for n, full in zip(s.ne, node.ne)):
             return "it repeats dimensions of one element only"
         return None

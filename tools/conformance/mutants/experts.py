@@ -15,11 +15,8 @@ TILE = 16
 class Chosen(Kernel):
     """What both ops know of ids: pair p is slot p % used of token p // used."""
 
-    #: Which source the ids are.
-    ids = 2
-
     def experts_of(self, token: Index, slot: Index) -> Index:
-        ids = self.need(self.ids)
+        ids = self.sources["ids"]
         return self.read_ints(ids, self.id_address(ids, slot, token))
 
     def id_address(self, ids: Operand, slot: Index, token: Index) -> Index:
@@ -40,7 +37,7 @@ class MulMatId(Chosen, BlockSums):
     op = "MUL_MAT_ID"
 
     def run(self) -> None:
-        n_expert, (used, tokens) = self.need(0).t.ne[2], self.need(2).t.ne[:2]
+        n_expert, (used, tokens) = self.sources["weights"].t.ne[2], self.sources["ids"].t.ne[:2]
         pair = np.arange(used * tokens)
         group = self.group(self.experts_of(pair // used, pair % used), n_expert)
         order = np.argsort(group, kind="stable")
@@ -55,7 +52,7 @@ class MulMatId(Chosen, BlockSums):
         return range(first, last, TILE)
 
     def tile(self, expert: int, pair: Index, place: Index, used: int, group: Index) -> None:
-        a, b = self.need(0), self.need(1)
+        a, b = self.sources["weights"], self.sources["x"]
         m = self.rows(a.t.ne[1])
         if expert == a.t.ne[2]:
             acc = self.outside(np.zeros((len(pair), len(m)), np.float32))
@@ -98,7 +95,7 @@ class AddId(Chosen):
     op = "ADD_ID"
 
     def run(self) -> None:
-        a, b = self.need(0), self.need(1)
+        a, b = self.sources["a"], self.sources["bias"]
         n, used, tokens, _ = a.t.ne
         token, slot = np.repeat(np.arange(tokens), used), np.tile(np.arange(used), tokens)
         zero, n_expert = np.asarray(0), b.t.ne[1]
@@ -120,7 +117,7 @@ class Fill(Kernel):
     op = "FILL"
 
     def run(self) -> None:
-        a = self.need(0)
+        a = self.sources["a"]
         i3, i2, i1 = last_dims(a)
         rows = self.read(a, self.start(a, i1, i2, i3), a.t.ne[0])
         self.write(self.out, self.start(self.out, i1, i2, i3), self.filled(rows))

@@ -48,7 +48,7 @@ class MulMat(BlockSums):
     op = "MUL_MAT"
 
     def run(self) -> None:
-        a, b = self.need(0), self.need(1)
+        a, b = self.sources["weights"], self.sources["x"]
         for i3 in range(b.t.ne[3]):
             for i2 in range(b.t.ne[2]):
                 j3, j2 = self.batch(i3, b.t.ne[3], a.t.ne[3]), self.batch(i2, b.t.ne[2], a.t.ne[2])
@@ -72,7 +72,7 @@ class Rope(Kernel):
     op = "ROPE"
 
     def run(self) -> None:
-        a, positions, n_dims = self.need(0), self.need(1), self.p.n_dims
+        a, positions, n_dims = self.sources["a"], self.sources["positions"], self.p.n_dims
         i3, i2, i1 = last_dims(a)
         values = self.read(a, self.start(a, i1, i2, i3), a.t.ne[0])
         token = self.position(self.read_ints(positions, positions.base + np.arange(a.t.ne[2]) * positions.t.nb[0]))
@@ -106,7 +106,7 @@ class Rope(Kernel):
         return np.asarray(-2.0 * pair / self.p.n_dims)
 
     def factors(self, n: int) -> npt.NDArray[np.float64]:
-        x = self.src[2] if len(self.src) > 2 else None
+        x = self.sources.get("factors")
         return np.ones(n) if x is None else self.read(x, np.asarray(x.base), n).astype(np.float64)
 
     def ramp(self) -> npt.NDArray[np.float64]:
@@ -139,7 +139,7 @@ class RmsNorm(Kernel):
     op = "RMS_NORM"
 
     def run(self) -> None:
-        a = self.need(0)
+        a = self.sources["a"]
         i3, i2, i1 = last_dims(a)
         values = self.read(a, self.start(a, i1, i2, i3), a.t.ne[0])
         energy = np.zeros((*values.shape[:-1], 1), np.float32)
@@ -164,7 +164,7 @@ class SetRows(Kernel):
     op = "SET_ROWS"
 
     def run(self) -> None:
-        rows, ids = self.need(0), self.need(1)
+        rows, ids = self.sources["rows"], self.sources["ids"]
         i3, i2, i1 = last_dims(rows)
         at = np.broadcast_to(self.id_address(ids, i1, i2, i3), np.broadcast_shapes(i1.shape, i2.shape, i3.shape))
         target = self.index(self.read_ints(ids, at))
@@ -206,8 +206,7 @@ class SoftMax(Kernel):
     op = "SOFT_MAX"
 
     def run(self) -> None:
-        a, mask, sinks = [*self.src, None, None][:3]
-        assert a is not None
+        a, mask, sinks = self.sources["a"], self.sources.get("mask"), self.sources.get("sinks")
         i3, i2, i1 = last_dims(a)
         s = self.read(a, self.start(a, i1, i2, i3), a.t.ne[0]) * self.scale()
         heads = np.arange(a.t.ne[2])

@@ -51,17 +51,11 @@ class Kernel:
     def __init__(self, node: Tensor, place: Place) -> None:
         self.node = node
         self.p: Any = node.params
-        self.src = [Operand(s, place) if s is not None else None for s in node.src]
+        self.sources = {name: Operand(s, place) for name, s in node.sources_by_name().items()}
         self.out = Operand(node, place)
 
     def run(self) -> None:
         raise NotImplementedError
-
-    def need(self, i: int) -> Operand:
-        """Source `i`, which must be there."""
-        operand = self.src[i]
-        assert operand is not None
-        return operand
 
     # -- pieces: addresses
 

@@ -58,10 +58,6 @@ class Mutant:
         return type(f"{correct.__name__}_{self.name}", (correct,), dict(self.pieces))
 
 
-def source(node: Tensor, i: int) -> Tensor | None:
-    return node.src[i] if i < len(node.src) else None
-
-
 # -- features of attention nodes
 
 
@@ -74,70 +70,59 @@ def alibi(node: Tensor) -> bool:
 
 
 def masked(node: Tensor) -> bool:
-    return mask_of(node) is not None
-
-
-def len_kv(node: Tensor) -> int:
-    """How many sources stand before the mask."""
-    return 3 if node.op == "FLASH_ATTN_EXT" else 2
+    return node["mask"] is not None
 
 
 def sinks(node: Tensor) -> bool:
-    return source(node, len_kv(node) + 1) is not None
-
-
-def mask_of(node: Tensor) -> Tensor | None:
-    return source(node, len_kv(node))
+    return node["sinks"] is not None
 
 
 def mask_heads(node: Tensor) -> bool:
-    mask = mask_of(node)
+    mask = node["mask"]
     return mask is not None and mask.ne[2] > 1
 
 
 def mask_heads_in_turn(node: Tensor) -> bool:
     """Several heads have a mask each, and there are more heads than masks."""
-    mask, q = mask_of(node), node.src[0]
-    return mask is not None and q is not None and 1 < mask.ne[2] < q.ne[2]
+    mask, q = node["mask"], node["q"]
+    return mask is not None and 1 < mask.ne[2] < q.ne[2]
 
 
 def mask_seqs(node: Tensor) -> bool:
-    mask = mask_of(node)
+    mask = node["mask"]
     return mask is not None and mask.ne[3] > 1
 
 
 def mask_seqs_in_turn(node: Tensor) -> bool:
-    mask, q = mask_of(node), node.src[0]
-    return mask is not None and q is not None and 1 < mask.ne[3] < q.ne[3]
+    mask, q = node["mask"], node["q"]
+    return mask is not None and 1 < mask.ne[3] < q.ne[3]
 
 
 def mask_gapped(node: Tensor) -> bool:
-    mask = mask_of(node)
+    mask = node["mask"]
     return mask is not None and not mask.is_contiguous
 
 
 def masked_queries(node: Tensor) -> bool:
     """Several queries and a mask."""
-    q = node.src[0]
-    return mask_of(node) is not None and q is not None and q.ne[1] > 1
+    return node["mask"] is not None and node["q"].ne[1] > 1
 
 
 def alibi_odd(node: Tensor) -> bool:
     """ALiBi with a number of heads that is no power of two."""
-    q = node.src[0]
-    return alibi(node) and q is not None and q.ne[2] & (q.ne[2] - 1) != 0
+    n_head = node["q"].ne[2]
+    return alibi(node) and n_head & (n_head - 1) != 0
 
 
 def ragged(node: Tensor) -> bool:
     """The last block of keys is not full."""
-    k = node.src[1]
-    return k is not None and k.ne[1] % kv_block(k.ne[1]) != 0
+    n_kv = node["k"].ne[1]
+    return n_kv % kv_block(n_kv) != 0
 
 
 def grouped(node: Tensor) -> bool:
     """Several query heads share a KV head, and there are several KV heads."""
-    q, k = node.src[0], node.src[1]
-    return q is not None and k is not None and q.ne[2] > k.ne[2]
+    return node["q"].ne[2] > node["k"].ne[2]
 
 
 def sequences(node: Tensor) -> bool:
@@ -158,7 +143,7 @@ def long_buffer(node: Tensor) -> bool:
 
 
 def _mask_values(inputs: Inputs) -> np.ndarray[Any, Any]:
-    mask = mask_of(inputs.result)
+    mask = inputs.result["mask"]
     return np.zeros(0) if mask is None else inputs.values[mask.root]
 
 
@@ -169,11 +154,11 @@ def hides(inputs: Inputs) -> bool:
 
 def has_blocks(inputs: Inputs) -> bool:
     """A block of the mask may be hidden or zeros: there is -inf or 0, or a last block of one key."""
-    values, k = _mask_values(inputs), inputs.result.src[1]
-    return bool((np.isneginf(values) | (values == 0)).any()) or (k is not None and k.ne[1] % 16 == 1)
+    values, k = _mask_values(inputs), inputs.result["k"]
+    return bool((np.isneginf(values) | (values == 0)).any()) or k.ne[1] % 16 == 1
 
 
 def unfinite(inputs: Inputs) -> bool:
     """NaN or infinity in the memory of k or v."""
-    kv = [s for s in inputs.result.src[1:3] if s is not None]
+    kv = [s for name, s in inputs.result.sources_by_name().items() if name in ("k", "v")]
     return any(not np.isfinite(dequantize(inputs.values[s.root], s.dtype)).all() for s in kv)

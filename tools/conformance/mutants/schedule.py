@@ -56,11 +56,8 @@ class StreamK(Kernel):
 
     def __init__(self, node: Tensor, place: Place) -> None:
         super().__init__(node, place)
-        with_v = node.op == "FLASH_ATTN_EXT"
-        padded = [*self.src, None, None, None][: 5 if with_v else 4]
-        self.q, self.k = self.need(0), self.need(1)
-        self.v = self.need(2) if with_v else None
-        self.mask, self.sinks = padded[-2:]
+        self.q, self.k = self.sources["q"], self.sources["k"]
+        self.v, self.mask, self.sinks = (self.sources.get(name) for name in ("v", "mask", "sinks"))
         self.d_k, self.n_q, self.n_head, self.n_seq = self.q.t.ne
         _, self.n_kv, self.n_head_kv, _ = self.k.t.ne
         self.d_v = self.v.t.ne[0] if self.v is not None else 0

@@ -15,33 +15,23 @@ from graphrt.tools.conformance.mutants.table_blocks import BLOCK_BUGS
 MMID, ADD, FILL = "MUL_MAT_ID", "ADD_ID", "FILL"
 
 
-def _source(node: Tensor, i: int) -> Tensor:
-    found = node.src[i]
-    assert found is not None
-    return found
-
-
-def _ids(node: Tensor) -> Tensor:
-    return _source(node, 2)
-
-
 def _pairs(node: Tensor) -> int:
-    return _ids(node).n_elements
+    return node["ids"].n_elements
 
 
 def _per_slot(node: Tensor) -> bool:
-    return _source(node, 1).ne[1] > 1
+    return node["x"].ne[1] > 1
 
 
 def _shared_x(node: Tensor) -> bool:
-    return _ids(node).ne[0] > 1 and not _per_slot(node)
+    return node["ids"].ne[0] > 1 and not _per_slot(node)
 
 
-def _with_gaps(i: int) -> on.Pieces:
-    """Source `i` read as if it had no gaps."""
+def _with_gaps(name: str) -> on.Pieces:
+    """A source read as if it had no gaps."""
 
     def start(k: Kernel, x: Operand, i1: Index, i2: Index, i3: Index) -> Index:
-        if x is not k.src[i]:
+        if x is not k.sources[name]:
             return Kernel.start(k, x, i1, i2, i3)
         ne, row = x.t.ne, x.t.nb[0] * (x.t.ne[0] // x.t.dtype.block_size)
         return np.asarray(x.base + ((i3 * ne[2] + i2) * ne[1] + i1) * row)
@@ -49,8 +39,8 @@ def _with_gaps(i: int) -> on.Pieces:
     return {"start": start}
 
 
-def _gapped(i: int) -> on.Condition:
-    return lambda node: not _source(node, i).is_contiguous
+def _gapped(name: str) -> on.Condition:
+    return lambda node: not node[name].is_contiguous
 
 
 def _ids_at(slot_step: str) -> on.Pieces:
@@ -104,7 +94,7 @@ EXPERT_MUTANTS = [
     *(Mutant(f"ids_{name}_{op.lower()}", op, what, _ids_at(how), active)
       for op in (MMID, ADD)
       for name, what, how, active in (
-          ("contiguous", "the ids' strides are taken from their shape", "of the shape", _gapped(2)),
+          ("contiguous", "the ids' strides are taken from their shape", "of the shape", _gapped("ids")),
           ("swapped", "ids are read as [n_tokens, n_expert_used]", "swapped", on.always),
           ("first_token", "every token has the first one's experts", "first token", on.always),
           ("first_slot", "every slot has the first one's expert", "first slot", on.always),
@@ -126,19 +116,21 @@ EXPERT_MUTANTS = [
     Mutant("unused_experts_skipped", MMID, "experts are numbered without those that nobody chose",
            {"matrix": _packed_number}),
     Mutant("next_expert", MMID, "an expert has the next one's matrix",
-           {"matrix": lambda k, expert, group: (expert + 1) % k.need(0).t.ne[2]}),
+           {"matrix": lambda k, expert, group: (expert + 1) % k.sources["weights"].t.ne[2]}),
     Mutant("experts_padded", MMID, "matrices are taken to begin at multiples of a tile's rows",
            {"matrix_start": _padded_start}, lambda node: node.ne[0] % TILE != 0),
-    Mutant("experts_contiguous", MMID, "the weights' strides are taken from their shape", _with_gaps(0), _gapped(0)),
-    Mutant("activations_contiguous", MMID, "the activations' strides are taken from their shape", _with_gaps(1),
-           _gapped(1)),
+    Mutant("experts_contiguous", MMID, "the weights' strides are taken from their shape", _with_gaps("weights"),
+           _gapped("weights")),
+    Mutant("activations_contiguous", MMID, "the activations' strides are taken from their shape", _with_gaps("x"),
+           _gapped("x")),
     Mutant("expert_k_tail", MMID, "K's last block is dropped when it is not full",
            {"k_end": lambda k, n, width: n // width * width}),
     Mutant("expert_last_row", MMID, "the last row of the weights is lost", {"rows": lambda k, m: np.arange(m - 1)}),
     Mutant("f16_accumulator_experts", MMID, "sums are kept in f16", {"kept": lambda k, acc: _to_f16(acc)}),
-    Mutant("summand_contiguous", ADD, "the first summand's strides are taken from its shape", _with_gaps(0),
-           _gapped(0)),
-    Mutant("biases_contiguous", ADD, "the biases' strides are taken from their shape", _with_gaps(1), _gapped(1)),
+    Mutant("summand_contiguous", ADD, "the first summand's strides are taken from its shape", _with_gaps("a"),
+           _gapped("a")),
+    Mutant("biases_contiguous", ADD, "the biases' strides are taken from their shape", _with_gaps("bias"),
+           _gapped("bias")),
     Mutant("bias_last_column", ADD, "the last column gets no bias",
            {"total": lambda k, rows, biases: np.concatenate((rows[:, :-1] + biases[:, :-1], rows[:, -1:]), axis=1)}),
     Mutant("bias_f16", ADD, "biases are read in f16", {"total": lambda k, rows, biases: rows + _to_f16(biases)}),

@@ -18,11 +18,11 @@ def _to_f16(x: Floats) -> Floats:
     return x.astype(np.float16).astype(np.float32)
 
 
-def _rows_close(i: int) -> on.Pieces:
-    """Source `i`, or the result for -1, read as if it had no gaps."""
+def _rows_close(name: str) -> on.Pieces:
+    """A source, or the result for "out", read as if it had no gaps."""
 
     def start(k: Kernel, x: Operand, i1: Index, i2: Index, i3: Index) -> Index:
-        if x is not (k.out if i < 0 else k.src[i]):
+        if x is not (k.out if name == "out" else k.sources[name]):
             return Kernel.start(k, x, i1, i2, i3)
         ne, row = x.t.ne, x.t.nb[0] * (x.t.ne[0] // x.t.dtype.block_size)
         return np.asarray(x.base + ((i3 * ne[2] + i2) * ne[1] + i1) * row)
@@ -90,9 +90,10 @@ OP_MUTANTS = [
     Mutant("batch_modulo", MM, "matrix i of b takes matrix i mod n of a instead of i div r",
            {"batch": lambda k, i, n_b, n_a: i % n_a}),
     Mutant("batch_first", MM, "every matrix of b takes the first of a", {"batch": lambda k, i, n_b, n_a: 0}),
-    Mutant("weights_taken_for_contiguous", MM, "the weights' strides are taken from their shape", _rows_close(0)),
+    Mutant("weights_taken_for_contiguous", MM, "the weights' strides are taken from their shape",
+           _rows_close("weights")),
     Mutant("activations_taken_for_contiguous", MM, "the activations' strides are taken from their shape",
-           _rows_close(1)),
+           _rows_close("x")),
     Mutant("last_weight_row_lost", MM, "the last row of the weights is lost", {"rows": lambda k, m: np.arange(m - 1)}),
     Mutant("f16_accumulator_matmul", MM, "sums are kept in f16", {"kept": lambda k, acc: _to_f16(acc)}),
     Mutant("weights_of_bf16_as_f16", MM, "bf16 weights are read as f16",
@@ -124,7 +125,7 @@ OP_MUTANTS = [
            {"magnitude": lambda k: k.p.attn_factor}, _yarn),
     Mutant("f32_angle", ROPE, "the angle is computed in float32",
            {"angle": lambda k, t, theta: (t[:, None].astype(np.float32) * theta.astype(np.float32)).astype(float)}),
-    Mutant("rope_taken_for_contiguous", ROPE, "the source's strides are taken from its shape", _rows_close(0)),
+    Mutant("rope_taken_for_contiguous", ROPE, "the source's strides are taken from its shape", _rows_close("a")),
     Mutant("eps_outside", RMS, "eps is added after the root",
            {"factor": lambda k, e, n: 1 / (np.sqrt(e / np.float32(n)) + np.float32(k.p.eps))}),
     Mutant("eps_ignored", RMS, "eps is not added", {"factor": lambda k, e, n: 1 / np.sqrt(e / np.float32(n))}),
@@ -137,7 +138,7 @@ OP_MUTANTS = [
     Mutant("norm_tail_lost", RMS, "columns past the last full block do not count",
            {"blocks": lambda k, n: range(0, max(n // BLOCK, 1) * BLOCK, BLOCK)}),
     Mutant("f16_energy", RMS, "squares are taken in f16", {"energy": lambda k, x: _to_f16(x * x)}),
-    Mutant("norm_taken_for_contiguous", RMS, "the source's strides are taken from its shape", _rows_close(0)),
+    Mutant("norm_taken_for_contiguous", RMS, "the source's strides are taken from its shape", _rows_close("a")),
     Mutant("index_as_i32", SET, "i64 indices are read as i32", {"read_ints": _ids_as_i32}, on.types("i64")),
     Mutant("next_row", SET, "rows go one further", {"index": lambda k, ids: ids + 1}),
     Mutant("index_first_batch", SET, "every batch uses the first batch of indices",
@@ -145,15 +146,15 @@ OP_MUTANTS = [
     Mutant("index_batch_clamped", SET, "batches past the indices' use their last batch instead of going round",
            {"id_batch": lambda k, i, n: np.minimum(i, n - 1)}),
     Mutant("last_source_row_lost", SET, "the last row is not copied",
-           {"done": lambda k, i1: i1 < k.src[0].t.ne[1] - 1}),
+           {"done": lambda k, i1: i1 < k.sources["rows"].t.ne[1] - 1}),
     Mutant("last_bytes_lost", SET, "the last element or block of a row is not copied",
            {"row_bytes": lambda k: SetRows.row_bytes(k) - k.out.t.nb[0]}),
     Mutant("truncated_floats", SET, "f16 and bf16 are rounded toward zero", {"encode": _toward_zero},
            lambda node: node.dtype.name in ("f16", "bf16")),
     Mutant("truncated_codes", SET, "q8_0's codes are rounded toward zero", {"encode": _q8_floor},
            lambda node: node.dtype.name == "q8_0"),
-    Mutant("rows_taken_for_contiguous", SET, "the rows' strides are taken from their shape", _rows_close(0)),
-    Mutant("target_taken_for_contiguous", SET, "the target's strides are taken from its shape", _rows_close(-1)),
+    Mutant("rows_taken_for_contiguous", SET, "the rows' strides are taken from their shape", _rows_close("rows")),
+    Mutant("target_taken_for_contiguous", SET, "the target's strides are taken from its shape", _rows_close("out")),
     Mutant("soft_max_scale_missing", SOFT, "the scale is left out", {"scale": lambda k: np.float32(1)}),
     Mutant("soft_max_mask_first_head", SOFT, "every head reads the first head's mask",
            {"mask_head": lambda k, h, mask: h * 0}),
@@ -171,6 +172,6 @@ OP_MUTANTS = [
     Mutant("soft_max_empty_row_nan", SOFT, "a row of -inf divides 0 by 0", {"empty": lambda k, n: np.float32(np.nan)}),
     Mutant("soft_max_empty_row_mean", SOFT, "a row of -inf gives 1/n", {"empty": lambda k, n: np.float32(1 / n)}),
     Mutant("soft_max_mask_contiguous", SOFT, "the mask's rows are taken to be as many as the queries",
-           {"start": lambda k, x, i1, i2, i3: Kernel.start(k, x, i1, i2, i3) if x is not k.src[1] else
+           {"start": lambda k, x, i1, i2, i3: Kernel.start(k, x, i1, i2, i3) if x is not k.sources.get("mask") else
             np.asarray(x.base + ((i3 * x.t.ne[2] + i2) * k.out.t.ne[1] + i1) * x.t.nb[1])}),
 ]  # fmt: skip

@@ -47,36 +47,30 @@ def _most(table: dict[str, Callable[[Tensor], int]], node: Tensor) -> int:
     return table[node.op](node) if node.op in table else 0
 
 
-def _source(node: Tensor, i: int) -> Tensor:
-    found = node.src[i]
-    assert found is not None
-    return found
-
-
 def _attention(node: Tensor) -> int:
     """Scores of all pairs, and k and v once for each head of q, which take no more than 16 bytes an element."""
-    q, k = _source(node, 0), _source(node, 1)
+    q, k = node["q"], node["k"]
     scores = q.n_rows * k.ne[1]
     return 2 * scores + q.ne[2] * q.ne[3] * k.ne[1] * (k.ne[0] + node.ne[0]) // 4
 
 
 def _repeated_weights(node: Tensor) -> int:
     """The weights once for each matrix of activations, where several share them."""
-    weights = _source(node, 0)
+    weights = node["weights"]
     return weights.ne[0] * node.ne[0] * node.ne[2] * node.ne[3] if weights.ne[2:] != node.ne[2:] else 0
 
 
 #: Elements that the reference, or the low-precision form beside it, makes beside a node's sources and result.
 _SCRATCH: dict[str, Callable[[Tensor], int]] = {
     "MUL_MAT": _repeated_weights,
-    "MUL_MAT_ID": lambda t: t.n_elements * _source(t, 0).ne[2],  # every expert for every token
+    "MUL_MAT_ID": lambda t: t.n_elements * t["weights"].ne[2],  # every expert for every token
     "FLASH_ATTN_EXT": _attention,
     "FLASH_ATTN_LSE": _attention,
     "SOFT_MAX": lambda t: 2 * t.n_elements,
-    "SET_ROWS": lambda t: _source(t, 0).n_elements,
+    "SET_ROWS": lambda t: t["rows"].n_elements,
 }
 _ROUNDS: dict[str, Callable[[Tensor], int]] = {
-    "MUL_MAT_ID": lambda t: min(_source(t, 0).ne[2], _source(t, 2).n_elements),
+    "MUL_MAT_ID": lambda t: min(t["weights"].ne[2], t["ids"].n_elements),
     "KQ_MASK": lambda t: t.ne[3] * -(-t.ne[1] // 16),
     "SAMPLE": lambda t: t.n_elements,
     "ROPE": lambda t: t.params.n_dims // 64,

@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 GUARD = 4096
 #: Memory is compared in pieces of this size.
 _PIECE = 64 * 2**20
-_WEIGHTS = {"MUL_MAT": 0, "MUL_MAT_ID": 0, "GET_ROWS": 0}
+_WEIGHTS = {"MUL_MAT": "weights", "MUL_MAT_ID": "weights", "GET_ROWS": "table"}
 
 
 def _guard_bytes(n: int) -> Bytes:
@@ -72,8 +72,8 @@ class Guarded:
     def _usage(self, leaf: Tensor) -> Usage:
         """As models have it: weights of products and tables, state what is written or cached, else compute."""
         for node in self.nodes:
-            i = _WEIGHTS.get(node.op)
-            if i is not None and (source := node.src[i]) is not None and source.root is leaf:
+            name = _WEIGHTS.get(node.op)
+            if name is not None and node[name].root is leaf:
                 return Usage.WEIGHTS
         return Usage.STATE if self.node.root is leaf else Usage.COMPUTE
 
@@ -115,9 +115,9 @@ class Guarded:
 
     def run_in_place(self) -> list[Array]:
         """The same with the result in a source's memory, for each that the op allows and whose layout agrees."""
-        sources = [self.node.src[i] for i in op_spec(self.node.op).inplace if i < len(self.node.src)]
-        roots = [s.root for s in self.node.sources()]
-        fits = [s for s in sources if s is not None and s.is_leaf and s.nb == self.node.nb and s.ne == self.node.ne]
+        named, roots = self.node.sources_by_name(), [s.root for s in self.node.sources()]
+        sources = [named[name] for name in op_spec(self.node.op).inplace if name in named]
+        fits = [s for s in sources if s.is_leaf and s.nb == self.node.nb and s.ne == self.node.ne]
         if len(self.nodes) > 1:
             return []
         return [self._run_at(self.places[s]) for s in fits if roots.count(s) == 1]

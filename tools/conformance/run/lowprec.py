@@ -43,10 +43,10 @@ def why_not_rounded(node: Tensor, rounded: str) -> str | None:
 
     It is a wider tolerance, so it is had by what it is meant for alone: products of quantized weights.
     """
-    w = node.src[0] if node.src else None
+    w = node["weights"] if node.op in ("MUL_MAT", "MUL_MAT_ID") else None
     if rounded != "int8":
         return f"the only type that activations may be rounded to on purpose is int8, got {rounded!r}"
-    if node.op not in ("MUL_MAT", "MUL_MAT_ID") or w is None or not w.dtype.is_quantized or w.ne[0] % GROUP:
+    if w is None or not w.dtype.is_quantized or w.ne[0] % GROUP:
         return "activations may be rounded on purpose in products of quantized weights, in whole groups of 32"
     return None
 

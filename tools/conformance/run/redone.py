@@ -34,13 +34,12 @@ def _calls_for_it(inputs: Inputs) -> bool:
     node = inputs.result
     if node.op != "FLASH_ATTN_EXT":
         return True  # of other results nothing is known
-    q, k, v, mask, sinks = (*node.src, None, None)[:5]
-    numbers = {t: _numbers(inputs, t) for t in (q, k, v, mask, sinks) if t is not None}
+    mask, numbers = node["mask"], {t: _numbers(inputs, t) for t in node.sources()}
     if mask is not None:
         numbers[mask] = np.where(np.isneginf(numbers[mask]), 0.0, numbers[mask])  # hidden, which is no large value
     if not all(np.isfinite(values).all() for values in numbers.values()):
         return True
-    norms = [float(np.sqrt(np.square(numbers[t]).sum(-1)).max()) for t in (q, k) if t is not None]
+    norms = [float(np.sqrt(np.square(numbers[t]).sum(-1)).max()) for t in (node["q"], node["k"])]
     bias = float(np.abs(numbers[mask]).max()) if mask is not None else 0.0  # ALiBi's slopes are 1 at most
     return bool((math.prod(norms) * abs(node.params.scale) + bias) * math.log2(math.e) >= LARGEST)
 

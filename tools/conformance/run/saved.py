@@ -112,9 +112,9 @@ def _tensor(item: Checked, made: list[Tensor]) -> Tensor:
     return t
 
 
-#: Ops that take rows by index, with the places of the table and of the indices among their sources; which row is there
-#: is the caller's to know, and kernels don't ask again.
-_INDEXED = {"GET_ROWS": (0, 1), "SET_ROWS": (2, 1)}
+#: Ops that take rows by index, with what they call the table; which row is there is the caller's to know, and kernels
+#: don't ask again.
+_INDEXED = {"GET_ROWS": "table", "SET_ROWS": "target"}
 #: Ops whose results are indices into their first source's ne[0].
 _ORDERING = ("ARGMAX", "ARGSORT", "TOP_K", "SAMPLE")
 
@@ -125,16 +125,13 @@ def _check_indices(graph: Graph, inputs: Inputs) -> None:
     for node in graph.nodes:
         if node.op not in _INDEXED:
             continue
-        table, ids = (node.src[i] for i in _INDEXED[node.op])
-        assert table is not None and ids is not None
+        table, ids = node[_INDEXED[node.op]], node["ids"]
         if ids.root.is_leaf and ids.root not in written:
             raw = np.ascontiguousarray(inputs.values[ids.root]).reshape(-1).view(np.uint8)
             found = as_stored(ids, raw, ids.view_offs)
             low, high = int(found.min()), int(found.max())
         elif ids.root.op in _ORDERING and ids.root not in written:
-            source = ids.root.src[0]
-            assert source is not None
-            low, high = 0, source.ne[0] - 1
+            low, high = 0, next(ids.root.sources()).ne[0] - 1
         else:
             raise GraphError(f"the indices of {node.op} must be an input or an order of one, {ids.name!r} is neither")
         if low < 0 or high >= table.ne[1]:

@@ -1,4 +1,4 @@
-"""The launches of planned MUL_MAT_IDs (products/plan.py), alone and with what fuse.py joins to them.
+"""The launches of planned MUL_MAT_IDs (products/plan.py), alone and with what fusions.py joins to them.
 
 gemv.py: few pairs of token and expert. wgmma.py and gemm.py: more of them, sorted by expert (pairs.py). Types that are
 not packed are dequantized before, some experts at a time. Nothing here depends on what ids hold.
@@ -12,62 +12,64 @@ from functools import partial
 import torch
 
 from graphrt.backends.triton.accesses import Call
-from graphrt.backends.triton.context import Context, Step, View, source_of
+from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.elementwise import Operand, elementwise_launch
 from graphrt.backends.triton.kernels.experts import hopper
+from graphrt.backends.triton.kernels.experts.fusions import ExpertSum, expert_gate_up, expert_sum
 from graphrt.backends.triton.kernels.experts.gather import gathered
 from graphrt.backends.triton.kernels.experts.gemm import expert_gemm
 from graphrt.backends.triton.kernels.experts.gemv import Experts, expert_gemv
 from graphrt.backends.triton.kernels.experts.hopper import Matrices
 from graphrt.backends.triton.kernels.experts.pairs import listed_tiles, sorted_pairs
-from graphrt.backends.triton.kernels.experts.route import lower_expert_routing
 from graphrt.backends.triton.kernels.experts.sums import lower_add_id, weighted_sum_launch
 from graphrt.backends.triton.kernels.products import gemm_large
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, quantize_rows
 from graphrt.backends.triton.kernels.products.emit import q8_scratch, with_whole_rows
 from graphrt.backends.triton.kernels.products.forms import Form, q8_copy
+from graphrt.backends.triton.kernels.products.fusions import Products
 from graphrt.backends.triton.kernels.products.half import Activations, Gate, in_type
 from graphrt.backends.triton.kernels.products.plan import Made, Part, plan_of
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.fusion import Fusion
 from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
 
 def lower_mul_mat_id(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """MUL_MAT_ID, with the ADD_ID after it if there is one."""
-    (part,) = plan_of(ctx).of(nodes).parts
-    return _part(part, nodes[-1], ctx.view(nodes[-1]).data, ctx)
+    """MUL_MAT_ID."""
+    (node,) = nodes
+    (part,) = plan_of(ctx).of(node).parts
+    return _part(part, node, ctx.view(node).data, ctx)
 
 
-def lower_expert_gate_up(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """The MUL_MAT_IDs of a gate and an up of one x, with their biases, and last the GLU of both."""
-    glu, parts = nodes[-1], plan_of(ctx).of(nodes).parts
+def lower_expert_gate_up(found: Products, ctx: Context) -> list[Step]:
+    """The MUL_MAT_IDs of a gate and an up of one x, with their biases, and the GLU of both."""
+    glu, parts = found.glu, plan_of(ctx).of(found.products[0].product).parts
+    assert glu is not None
     p, out = glu.params, ctx.view(glu).data
     if len(parts) == 1:
         return _part(parts[0], glu, out, ctx, Gate(p.kind, p.alpha, p.limit))
     steps: list[Step] = []
     sums = [_scratch(f"{name} of experts", glu, ctx) for name in ("gate", "up")]
     converted: dict[Form, Activations] = {}
-    for part, found in zip(parts, sums):
-        steps += _part(part, glu, found, ctx, converted=converted)
-    both = [Operand(found, glu.ne, _strides(glu)) for found in sums]
+    for part, memory in zip(parts, sums):
+        steps += _part(part, glu, memory, ctx, converted=converted)
+    both = [Operand(memory, glu.ne, _strides(glu)) for memory in sums]
     return [*steps, elementwise_launch(p.kind, glu.ne, both[0], both[1], out, ctx.target, p.alpha, p.limit)]
 
 
-def lower_expert_sum(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """The sum of a token's experts' results times their weights: MUL and ADDs.
-
-    Before these come MUL_MAT_ID and ADD_ID, if there are any in the group. The last node is the last ADD."""
-    total, weighted = nodes[-1], next(n for n in nodes if n.op == "MUL")
-    factors, out = ctx.view(source_of(weighted, 1)), ctx.view(total).data
-    product = nodes[0]
-    if product.op != "MUL_MAT_ID":
-        x = ctx.view(source_of(weighted, 0))
+def lower_expert_sum(found: ExpertSum, ctx: Context) -> list[Step]:
+    """The sum of a token's experts' results times their weights, after the product that makes these if it is here."""
+    weighted, total, summed = found
+    factors, out = ctx.view(weighted["b"]), ctx.view(total).data
+    if summed is None:
+        x = ctx.view(weighted["a"])
         return [weighted_sum_launch(x.data, x.strides[1:3], factors, _lines(out, total), ctx)]
-    (part,) = plan_of(ctx).of(nodes).parts
+    product = summed.product
+    (part,) = plan_of(ctx).of(product).parts
     if part.route.kernel.name == "expert_gemv":
         return _gemv(part, out, ctx, factors=factors)
     results = _scratch("results of experts", product, ctx)
@@ -205,8 +207,6 @@ def _rare(product: Product, x: Activations, out: torch.Tensor, ctx: Context, bia
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     "MUL_MAT_ID": lower_mul_mat_id, "ADD_ID": lower_add_id,
 }  # fmt: skip
-#: Groups of fuse.py by their names.
-FUSED: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
-    "expert_routing": lower_expert_routing, "expert_gate_up": lower_expert_gate_up,
-    "expert_down": lower_expert_sum, "expert_sum": lower_expert_sum,
-}  # fmt: skip
+
+EXPERT_GATE_UP = Fusion("expert_gate_up", expert_gate_up, lower_expert_gate_up)
+EXPERT_SUM = Fusion("expert_sum", expert_sum, lower_expert_sum)

@@ -1,9 +1,8 @@
-"""Routing in one launch: probabilities of experts, the best of them, and their weights, as fuse_experts.py finds it."""
+"""Routing in one launch: probabilities of experts, the best of them, and their weights, as fusions.py finds it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -13,9 +12,10 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.activation import clamped, exp_f32, sigmoid
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.experts.fusions import Routing, expert_routing
 from graphrt.backends.triton.kernels.sort import LEAST_KEY, order_keys
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.tensor import Tensor
+from graphrt.fusion import Fusion
 
 
 @triton.jit
@@ -73,28 +73,25 @@ def route_tokens(
     tl.store(p_weights + token * used + slot, weights * scale, mask=m_slot)
 
 
-def lower_expert_routing(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """A group of fuse_experts.expert_routing."""
-    picked = next(i for i, n in enumerate(nodes) if n.op == "GET_ROWS")
-    order = next(n for n in nodes if n.op in ("ARGSORT", "TOP_K"))
-    first, last = nodes[0], nodes[-1]
-    gate = {"SOFT_MAX": "softmax", "UNARY": "sigmoid"}.get(first.op, "")
-    bias = next((n.src[1] for n in nodes[:picked] if n.op == "ADD"), None)
-    source = first.src[0]
-    assert source is not None
-    after = {n.op: n for n in nodes[picked + 1 :]}
-    clamp = after["CLAMP"].params if "CLAMP" in after else None
-    x, added, ids = ctx.view(source), ctx.view(bias) if bias is not None else None, ctx.view(order)
-    n_expert, tokens = source.ne[:2]
-    used = nodes[picked].ne[1]
+def lower_expert_routing(found: Routing, ctx: Context) -> list[Step]:
+    """Logits or probabilities to experts and their weights."""
+    (source, order, gate, biased), shares = found.choice, found.shares
+    bias = ctx.view(biased["b"]) if biased is not None else None
+    clamp = shares.clamp.params if shares.clamp is not None else None
+    x, ids, (n_expert, tokens) = ctx.view(source), ctx.view(order), source.ne[:2]
+    used = found.picked.ne[1]
     size = max(32, triton.next_power_of_2(n_expert))
     args: dict[str, Any] = {
-        "p_x": x.data, "x0": x.strides[0], "x1": x.strides[1], "p_bias": added and added.data,
-        "bias0": added.strides[0] if added else 0, "p_ids": ids.data, "ids1": ids.strides[1],
-        "p_weights": ctx.view(last).data, "n_expert": n_expert, "used": used,
+        "p_x": x.data, "x0": x.strides[0], "x1": x.strides[1], "p_bias": bias and bias.data,
+        "bias0": bias.strides[0] if bias else 0, "p_ids": ids.data, "ids1": ids.strides[1],
+        "p_weights": ctx.view(found.last).data, "n_expert": n_expert, "used": used,
         "low": clamp.low if clamp else -math.inf, "high": clamp.high if clamp else math.inf,
-        "scale": after["SCALE"].params.scale if "SCALE" in after else 1.0, "GATE": gate,
-        "SHARE": "sum" if "SUM_ROWS" in after else "softmax" if "SOFT_MAX" in after else "", "SIZE": size,
+        "scale": shares.scaled.params.scale if shares.scaled is not None else 1.0,
+        "GATE": "" if gate is None else "softmax" if gate.op == "SOFT_MAX" else "sigmoid",
+        "SHARE": "sum" if shares.total is not None else "softmax" if shares.share is not None else "", "SIZE": size,
         "SLOTS": triton.next_power_of_2(used), "LEAST": LEAST_KEY, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     return [Launch(route_tokens, (tokens,), args, launch_options(ctx.target, max(1, min(8, size // 256))))]
+
+
+EXPERT_ROUTING = Fusion("expert_routing", expert_routing, lower_expert_routing)

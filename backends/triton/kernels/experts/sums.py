@@ -71,7 +71,7 @@ def _size(n: int) -> int:
 def lower_add_id(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """ADD_ID."""
     node = nodes[0]
-    a, b, ids = (ctx.view(s) for s in node.sources())
+    a, b, ids = (ctx.view(node[name]) for name in ("a", "bias", "ids"))
     size = _size(node.ne[0])
     args: dict[str, Any] = {
         "p_a": a.data, "a0": a.strides[0], "a1": a.strides[1], "a2": a.strides[2], "p_b": b.data, "b0": b.strides[0],

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from graphrt.backend import Place
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
+from graphrt.backends.triton.kernels.flash_attn.fusions import Attention, attention_lse
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.portable import Forward
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.fusion import Fusion
 from graphrt.tensor import Tensor
 
 
@@ -39,9 +41,9 @@ class Launcher:
         self.scratch = Scratch(target.device)
         self.chosen: dict[Tensor, Chosen] = {}
 
-    def launches(self, nodes: Sequence[Tensor]) -> list[Step]:
+    def launches(self, attention: Attention) -> list[Step]:
         """The launches of FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources."""
-        p = Problem(nodes, self.place)
+        p = Problem(attention, self.place)
         kernel, refused = self._first(p)
         plan, steps = None, list[Step]()
         if p.mask_t is not None:
@@ -64,3 +66,7 @@ class Launcher:
                 break
             refused[kernel.name] = reason
         return kernel, refused
+
+
+#: Lowered by a Launcher, as attentions by themselves are.
+ATTENTION_LSE = Fusion("attention_lse", attention_lse, exact=True)

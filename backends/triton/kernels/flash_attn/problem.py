@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from graphrt.backend import Place
 from graphrt.backends.triton.device import interpreting
+from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.memory import TORCH_TYPES, elements
 from graphrt.dtypes import DType
 from graphrt.tensor import Tensor
@@ -74,27 +75,16 @@ def operand(t: Tensor, place: Place) -> Operand:
     return Operand(data, (n, h, s), kind, aligned, by_words, dot_type(t.dtype), t.ne[0], parts)
 
 
-#: An attention's sources in their order; those at the end may be absent.
-SOURCES = {"FLASH_ATTN_EXT": ("q", "k", "v", "mask", "sinks"), "FLASH_ATTN_LSE": ("q", "k", "mask", "sinks")}
-
-
-def sources_of(node: Tensor) -> dict[str, Tensor]:
-    """An attention's sources by name, without those that it lacks."""
-    return {name: t for name, t in zip(SOURCES[node.op], node.src) if t is not None}
-
-
 class Problem:
     """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one."""
 
-    def __init__(self, nodes: Sequence[Tensor], place: Callable[[Tensor], Place]) -> None:
-        self.nodes = list(nodes)
-        self.out = next((n for n in nodes if n.op == "FLASH_ATTN_EXT"), None)
-        self.lse = next((n for n in nodes if n.op == "FLASH_ATTN_LSE"), None)
-        named = sources_of(nodes[0])
-        q, k = named["q"], named["k"]
-        v, mask, sinks = (named.get(name) for name in ("v", "mask", "sinks"))
-        self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, sinks
-        self.params = nodes[0].params
+    def __init__(self, attention: Attention, place: Callable[[Tensor], Place]) -> None:
+        self.nodes, self.out, self.lse = attention.nodes, attention.out, attention.lse
+        node = self.nodes[0]
+        q, k, mask = node["q"], node["k"], node["mask"]
+        v = self.out["v"] if self.out is not None else None
+        self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, node["sinks"]
+        self.params = node.params
         self.place = place
         self.k = operand(k, place(k))
         self.v = operand(v, place(v)) if v is not None else self.k

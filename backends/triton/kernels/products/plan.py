@@ -19,13 +19,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from graphrt.backend import Group
-from graphrt.backends.triton.context import Context, source_of
+from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.kernels.norm_fusions import NormOfSum, ScaledNorm
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
 from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
 from graphrt.backends.triton.kernels.products.gemm_small.arguments import MAX_SEGMENTS
 from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE
 from graphrt.backends.triton.kernels.products.half import MAX_WHOLE_ROW
-from graphrt.backends.triton.kernels.products.product import Product, ProductGroup, products_in
+from graphrt.backends.triton.kernels.products.product import Product, ProductGroup, products_of
 from graphrt.backends.triton.kernels.products.route import SMALL_MMA, Route, route_of
 from graphrt.op import made_by
 from graphrt.tensor import Tensor
@@ -76,9 +77,9 @@ class Plan:
     products: dict[Tensor, Planned] = field(default_factory=dict)
     stored: dict[Tensor, Stored] = field(default_factory=dict)
 
-    def of(self, nodes: Sequence[Tensor]) -> Planned:
-        """The products of a group of which these are the nodes."""
-        return self.products[next(n for n in nodes if n in self.products)]
+    def of(self, product: Tensor) -> Planned:
+        """The products of the group whose first one this is."""
+        return self.products[product]
 
     def stored_as(self, t: Tensor) -> Stored:
         return self.stored.get(t, Stored())
@@ -92,7 +93,7 @@ def plan_of(ctx: Context) -> Plan:
 
 def planned(groups: Sequence[Group], ctx: Context) -> Plan:
     """The plan of a split."""
-    found = [products_in(group.working) for group in groups]
+    found = [products_of(group) for group in groups]
     asked = [None if made is None else with_addresses(made, ctx) for made in found]
     wishes: dict[Tensor, list[tuple[Product, Route]]] = {}
     for made in asked:
@@ -202,21 +203,25 @@ def _stored(group: Group, parts: Sequence[Part], readers: Sequence[tuple[Product
     if group.kernel == "gate_up_glu":
         writes = not any(part.route.joined for part in parts) and 2 <= out.ne[0] <= MAX_WHOLE_ROW
         return Stored(Form.F16_SCALED) if in_f16 and writes else Stored()
-    if not _is_norm_of_rows(group):
+    row = _row_of_norm(group)
+    if row is None:
         return Stored()
     if private and wishes == {Form.Q8}:
         return Stored(Form.Q8)
-    if in_f16 and _stays_in_f16(source_of(out, 1), ctx):
+    if in_f16 and _stays_in_f16(row, ctx):
         return Stored(Form.F16_ORDERED if wishes == {Form.F16_ORDERED} else Form.F16)
     return Stored(q8_copy=any(route.form is Form.Q8 and _has_rows_of(p.x, out) for p, route in readers))
 
 
-def _is_norm_of_rows(group: Group) -> bool:
-    """A group whose launch can write a norm in other forms: the norm's rows lie at equal distances."""
-    if group.kernel not in ("norm_mul", "add_norm", "norm_mul_add_norm"):
-        return False
-    x = source_of(group.nodes[0], 0)
-    return group.kernel != "norm_mul" or x.ne[2] == x.ne[3] == 1 or x.is_contiguous
+def _row_of_norm(group: Group) -> Tensor | None:
+    """The weights of a group whose launch can write a norm in other forms: the norm's rows lie at equal distances."""
+    found = group.captured
+    if isinstance(found, NormOfSum):
+        return found.after.scaled["b"]
+    if not isinstance(found, ScaledNorm) or found.total is not None:
+        return None
+    x = found.norm["a"]
+    return found.scaled["b"] if x.ne[2] == x.ne[3] == 1 or x.is_contiguous else None
 
 
 def _stays_in_f16(weights: Tensor, ctx: Context) -> bool:

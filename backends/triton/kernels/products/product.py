@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphrt.backends.triton.context import source_of
+from graphrt.backend import Group
+from graphrt.backends.triton.kernels.experts.fusions import ExpertSum
+from graphrt.backends.triton.kernels.latent_fusions import HeadProducts, LatentRopeCache
 from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadcast_of
 from graphrt.backends.triton.kernels.products.forms import Form
+from graphrt.backends.triton.kernels.products.fusions import Products, Summed
 from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.packing import packing_of
-from graphrt.fusion import added_to, is_bias
 from graphrt.tensor import Tensor
 
 #: Types of weights that are multiplied as they are, without a form of this backend's own.
@@ -98,39 +100,33 @@ def of_matrices(
     return ProductGroup(tuple(products), tuple(outs), residual)
 
 
-def products_in(nodes: Sequence[Tensor]) -> ProductGroup | None:
+def products_of(group: Group) -> ProductGroup | None:
     """The products of a group of fuse.py, or of a MUL_MAT or MUL_MAT_ID by itself; None if there are none."""
-    made = [n for n in nodes if n.op in ("MUL_MAT", "MUL_MAT_ID")]
-    if not made:
-        return None
-    weights, x, last = [source_of(n, 0) for n in made], source_of(made[0], 1), nodes[-1]
-    gate = None
-    if last.op == "GLU":
-        p = last.params
+    found, nodes = group.captured, group.working
+    if len(nodes) == 1 and nodes[0].op in ("MUL_MAT", "MUL_MAT_ID"):
+        found = Products((Summed(nodes[0], nodes[0]),))
+    if isinstance(found, Products):
+        return _of_products(found)
+    if isinstance(found, ExpertSum):
+        return _of_products(Products((found.product,))) if found.product is not None else None
+    if isinstance(found, HeadProducts | LatentRopeCache):
+        product = found.product if isinstance(found, HeadProducts) else found.query.product
+        return ProductGroup((Product(product["weights"], product["x"], by_token=True),))
+    return None
+
+
+def _of_products(found: Products) -> ProductGroup:
+    """Products of one x, with what is added to each, or the GLU that joins two."""
+    made, glu, gate = found.products, found.glu, None
+    if glu is not None:
+        p = glu.params
         gate = Gate(p.kind, p.alpha, p.limit) if p.kind == "swiglu_oai" else Gate(p.kind)
-    if made[0].op == "MUL_MAT_ID":
-        biases = {n.src[0]: n.src[1] for n in nodes if n.op == "ADD_ID"}
+    weights, x = [s.product["weights"] for s in made], made[0].product["x"]
+    if made[0].product.op == "MUL_MAT_ID":
         partners = weights[::-1] if gate is not None else [None]
         parts = zip(made, weights, partners, strict=True)
-        return ProductGroup(tuple(Product(w, x, source_of(n, 2), biases.get(n), p, gate) for n, w, p in parts))
-    if gate is not None:
-        return of_matrices(weights, x, [last], gate=gate)
-    if weights[0].ne[2] > 1 and len(nodes) > 1:  # a group of latent attention
-        return ProductGroup((Product(weights[0], x, by_token=True),))
-    return _with_sums(made, nodes)
-
-
-def _with_sums(made: Sequence[Tensor], nodes: Sequence[Tensor]) -> ProductGroup:
-    """MUL_MATs of one x, after each the ADD of its bias if there is one; after a single one that of a residual too."""
-    outs, residual = list(made), None
-    biases: list[Tensor | None] = [None] * len(made)
-    for total in (n for n in nodes if n.op == "ADD"):
-        i = next(i for i, out in enumerate(outs) if out in total.src)
-        other = added_to(outs[i], total)
-        if is_bias(other, total) and biases[i] is None:
-            biases[i] = other
-        else:
-            residual = other
-        outs[i] = total
-    weights = [source_of(n, 0) for n in made]
-    return of_matrices(weights, source_of(made[0], 1), outs, biases=biases, residual=residual)
+        return ProductGroup(tuple(Product(w, x, s.product["ids"], s.bias, p, gate) for s, w, p in parts))
+    if glu is not None:
+        return of_matrices(weights, x, [glu], gate=gate)
+    residual = next((s.residual for s in made if s.residual is not None), None)
+    return of_matrices(weights, x, [s.out for s in made], biases=[s.bias for s in made], residual=residual)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from graphrt.backend import Group
-from graphrt.fusion import Fusion, Nodes
+from graphrt.backends.triton.kernels.products.fusions import Products, Summed
+from graphrt.fusion import Nodes
 from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
@@ -13,28 +15,66 @@ from graphrt.tensor import Tensor
 MAX_EXPERTS, MAX_USED = 1024, 64
 
 
+class Choice(NamedTuple):
+    """The choice of experts. source: what it begins with, logits or probabilities; order: ARGSORT or TOP_K; gate: what
+    makes probabilities of logits; biased: the ADD of a bias for the choice alone; both may be absent."""
+
+    source: Tensor
+    order: Tensor
+    gate: Tensor | None
+    biased: Tensor | None
+
+
+class Shares(NamedTuple):
+    """What follows the chosen probabilities. share: SOFT_MAX, or DIV by the SUM_ROWS `total` and perhaps its CLAMP;
+    scaled: SCALE. Each may be absent."""
+
+    total: Tensor | None = None
+    clamp: Tensor | None = None
+    share: Tensor | None = None
+    scaled: Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """picked: GET_ROWS of the chosen probabilities; last: the last node of all."""
+
+    choice: Choice
+    picked: Tensor
+    shares: Shares
+    last: Tensor
+
+
+class ExpertSum(NamedTuple):
+    """weighted: MUL of experts' results by their weights; total: the last ADD of a token's. product: MUL_MAT_ID before
+    that, None if another step makes the results."""
+
+    weighted: Tensor
+    total: Tensor
+    product: Summed | None
+
+
 def expert_routing(nodes: Nodes) -> Iterator[Group]:
     """Logits to experts and their weights: SOFT_MAX or sigmoid, perhaps ADD of a bias, ARGSORT or TOP_K, GET_ROWS of
     the chosen probabilities; then SOFT_MAX of these, or SUM_ROWS, CLAMP and DIV; then SCALE. All but the order and
     GET_ROWS may be missing."""
     for picked in nodes.of("GET_ROWS"):
-        found = _choice(nodes, picked)
-        if found is None:
+        choice = _choice(nodes, picked)
+        if choice is None:
             continue
-        before, order = found
-        after = _shares(nodes, picked)
+        before, shares = list(filter(None, (choice.gate, choice.biased))), _shares(nodes, picked)
+        after = list(filter(None, shares))
         if not before and not after:
             continue  # nothing but an order: kernels of its own do that
-        last = after[-1] if after else picked
-        yield Group([*before, order, picked, *after], kernel="expert_routing", results=[order, last])
+        found = Routing(choice, picked, shares, after[-1] if after else picked)
+        members = [*before, choice.order, picked, *after]
+        yield Group(members, kernel="expert_routing", results=[choice.order, found.last], captured=found)
 
 
-def _choice(nodes: Nodes, picked: Tensor) -> tuple[list[Tensor], Tensor] | None:
-    """What makes the probabilities and what changes them for the choice, if anything, and the node that orders them."""
-    table, ids = picked.src
-    assert table is not None and ids is not None
+def _choice(nodes: Nodes, picked: Tensor) -> Choice | None:
+    """The choice whose probabilities a GET_ROWS takes; None, if it is none that one launch makes."""
+    table, ids = picked["table"], picked["ids"]
     order, probs = made_by(ids), made_by(table)
-    select = order.src[0] if order.op in ("ARGSORT", "TOP_K") else None
+    select = order["a"] if order.op in ("ARGSORT", "TOP_K") else None
     if select is None or not _is_column(table, probs) or not _is_plain(probs) or made_by(select) is not select:
         return None
     biased = select is not probs
@@ -42,12 +82,10 @@ def _choice(nodes: Nodes, picked: Tensor) -> tuple[list[Tensor], Tensor] | None:
         return None
     if not _only_first_are_read(nodes, order, ids) or picked.ne[1] > MAX_USED or probs.ne[0] > MAX_EXPERTS:
         return None
-    before = [select] if biased else []
     readers = [select if biased else order, picked]
     whole = _makes_probabilities(probs) and not nodes.kept(probs) and set(nodes.readers(probs)) == set(readers)
-    if whole and probs in nodes.all:
-        before.insert(0, probs)
-    return (before, order) if before or not biased else None
+    gate = probs if whole and probs in nodes.all else None
+    return Choice(probs if gate is None else gate["a"], order, gate, select if biased else None)
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -62,20 +100,19 @@ def _is_column(table: Tensor, probs: Tensor) -> bool:
 
 def _is_biased(select: Tensor, probs: Tensor) -> bool:
     """probs and a row of f32."""
-    bias = select.src[1] if select.op == "ADD" and select.src[0] is probs else None
+    bias = select["b"] if select.op == "ADD" and select["a"] is probs else None
     return bias is not None and bias.dtype.name == "f32" and bias.ne == (probs.ne[0], 1, 1, 1)
 
 
 def _makes_probabilities(probs: Tensor) -> bool:
     if probs.op == "UNARY":
-        source = probs.src[0]
-        return probs.params.kind == "sigmoid" and source is not None and source.dtype.name == "f32"
+        return probs.params.kind == "sigmoid" and probs["a"].dtype.name == "f32"
     return probs.op == "SOFT_MAX" and _is_bare(probs)
 
 
 def _is_bare(node: Tensor) -> bool:
     """SOFT_MAX of its source alone."""
-    return all(s is None for s in node.src[1:]) and node.params.scale == 1.0 and node.params.max_bias == 0.0
+    return node["mask"] is None and node["sinks"] is None and node.params.scale == 1.0 and node.params.max_bias == 0.0
 
 
 def _only_first_are_read(nodes: Nodes, order: Tensor, ids: Tensor) -> bool:
@@ -94,86 +131,89 @@ def _only_first_are_read(nodes: Nodes, order: Tensor, ids: Tensor) -> bool:
     )
 
 
-def _shares(nodes: Nodes, picked: Tensor) -> list[Tensor]:
+def _shares(nodes: Nodes, picked: Tensor) -> Shares:
     """What follows the chosen probabilities and can be the same launch; nothing, if another node needs these."""
-    after: list[Tensor] = []
-    last = picked
-    if not nodes.kept(picked):
-        after = _normalized(nodes, picked)
-        last = after[-1] if after else picked
-    scaled = _reader(nodes, last, "SCALE")
-    return [*after, scaled] if scaled is not None and not scaled.params.bias else after
+    found = _normalized(nodes, picked) if not nodes.kept(picked) else Shares()
+    scaled = _reader(nodes, picked if found.share is None else found.share, "SCALE")
+    return found._replace(scaled=scaled) if scaled is not None and not scaled.params.bias else found
 
 
-def _normalized(nodes: Nodes, picked: Tensor) -> list[Tensor]:
+def _normalized(nodes: Nodes, picked: Tensor) -> Shares:
     """SOFT_MAX of the chosen ones, or SUM_ROWS, perhaps CLAMP, and DIV by that."""
     row = (picked.ne[1], picked.ne[2], 1, 1)
     share = _reader(nodes, picked, "SOFT_MAX")
     if share is not None:
-        return [share] if share.ne == row and _is_bare(share) else []
+        return Shares(share=share) if share.ne == row and _is_bare(share) else Shares()
     readers = nodes.readers(picked)
     total = next((n for n in readers if n.op == "SUM_ROWS"), None)
     share = next((n for n in readers if n.op == "DIV"), None)
     if total is None or share is None or len(readers) != 2 or share.ne != row or total.ne != (1, *row[1:]):
-        return []
+        return Shares()
     divisor = nodes.only_reader(total)
-    clamp = [divisor] if divisor is not None and divisor.op == "CLAMP" and nodes.only_reader(divisor) is share else []
-    by = clamp[0] if clamp else total
-    whole = share.src[1] is by and _looks_whole(share.src[0], picked) and _looks_whole(total.src[0], picked)
-    return [total, *clamp, share] if whole and (clamp or divisor is share) else []
+    clamped = divisor is not None and divisor.op == "CLAMP" and nodes.only_reader(divisor) is share
+    clamp = divisor if clamped else None
+    by = total if clamp is None else clamp
+    whole = share["b"] is by and _looks_whole(share["a"], picked) and _looks_whole(total["a"], picked)
+    return Shares(total, clamp, share) if whole and (clamped or divisor is share) else Shares()
 
 
-def _looks_whole(t: Tensor | None, of: Tensor) -> bool:
+def _looks_whole(t: Tensor, of: Tensor) -> bool:
     """All of a tensor's elements in their order, as they are or reshaped."""
-    return t is not None and made_by(t) is of and t.n_elements == of.n_elements and t.is_contiguous
+    return made_by(t) is of and t.n_elements == of.n_elements and t.is_contiguous
 
 
 def _reader(nodes: Nodes, t: Tensor, op: str) -> Tensor | None:
     """The one node that reads t or a reshape of it, if it is of that op and alone."""
     readers = nodes.readers(t)
     alone = len(readers) == 1 and readers[0].op == op and not nodes.kept(t)
-    return readers[0] if alone and _looks_whole(readers[0].src[0], t) else None
+    return readers[0] if alone and _looks_whole(readers[0]["a"], t) else None
 
 
-def _product(nodes: Nodes, t: Tensor | None) -> list[Tensor]:
-    """MUL_MAT_ID, or it and the ADD_ID of the same ids whose result t is; nothing if t is neither."""
+def _product(nodes: Nodes, t: Tensor | None) -> Summed | None:
+    """MUL_MAT_ID, or it and the ADD_ID of the same ids whose result t is; None if t is neither."""
     if t is None or t.op == "MUL_MAT_ID":
-        return [t] if t is not None else []
-    product, bias, ids = t.src if t.op == "ADD_ID" else (None, None, None)
-    if product is None or bias is None or product.op != "MUL_MAT_ID" or nodes.only_reader(product) is not t:
-        return []
-    return [product, t] if ids is product.src[2] and bias.has_contiguous_rows else []
+        return Summed(t, t) if t is not None else None
+    product = t["a"] if t.op == "ADD_ID" else t
+    if product.op != "MUL_MAT_ID" or nodes.only_reader(product) is not t:
+        return None
+    return Summed(product, t, t["bias"]) if t["ids"] is product["ids"] and t["bias"].has_contiguous_rows else None
+
+
+def _nodes_of(product: Summed) -> list[Tensor]:
+    return list(dict.fromkeys([product.product, product.out]))
 
 
 def expert_gate_up(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT_IDs of one x and one choice of experts, ADD_ID after them or not, and GLU of both."""
     for out in nodes.of("GLU"):
-        first, second = (*out.src, None)[:2]
+        first, second = out["gate"], out["value"]
         gate, up = _product(nodes, first), _product(nodes, second)
-        if not gate or not up or first is second:
+        if gate is None or up is None or first is second:
             continue
-        alone = all(nodes.only_reader(half[-1]) is out for half in (gate, up))
-        same = gate[0].src[1:] == up[0].src[1:] and gate[0].ne == up[0].ne
-        experts = [half[0].src[0] for half in (gate, up)]
-        if alone and same and len({w.ne for w in experts if w is not None}) == 1:
-            yield Group([*gate, *up, out], kernel="expert_gate_up")
+        alone = all(nodes.only_reader(half.out) is out for half in (gate, up))
+        a, b = gate.product, up.product
+        same = all(a[name] is b[name] for name in ("x", "ids")) and a.ne == b.ne
+        if alone and same and a["weights"].ne == b["weights"].ne:
+            members = [*_nodes_of(gate), *_nodes_of(up), out]
+            yield Group(members, kernel="expert_gate_up", captured=Products((gate, up), out))
 
 
 def expert_sum(nodes: Nodes) -> Iterator[Group]:
     """MUL of experts' results by their weights and ADDs of a token's; MUL_MAT_ID, and ADD_ID, before that if it is."""
     for weighted in nodes.of("MUL"):
-        results, weights = weighted.src
-        assert results is not None and weights is not None
+        results, weights = weighted["a"], weighted["b"]
         sums = _sums_of_slots(nodes, weighted)
         of_slots = weights.ne == (1, *weighted.ne[1:]) and weighted.ne[3] == 1
         plain = all(t.dtype.name == "f32" for t in (results, weights)) and results.has_contiguous_rows
         if not sums or not of_slots or not plain:
             continue
-        product = _product(nodes, results)
-        if product and nodes.only_reader(product[-1]) is weighted:
-            yield Group([*product, weighted, *sums], kernel="expert_down", results=[sums[-1]])
+        product, total = _product(nodes, results), sums[-1]
+        if product is not None and nodes.only_reader(product.out) is weighted:
+            members, found = [*_nodes_of(product), weighted, *sums], ExpertSum(weighted, total, product)
+            yield Group(members, kernel="expert_down", results=[total], captured=found)
         else:
-            yield Group([weighted, *sums], kernel="expert_sum", results=[sums[-1]])
+            found = ExpertSum(weighted, total, None)
+            yield Group([weighted, *sums], kernel="expert_sum", results=[total], captured=found)
 
 
 def _sums_of_slots(nodes: Nodes, weighted: Tensor) -> list[Tensor]:
@@ -182,10 +222,10 @@ def _sums_of_slots(nodes: Nodes, weighted: Tensor) -> list[Tensor]:
     if nodes.kept(weighted) or len(sums) != weighted.ne[1] - 1:
         return []
     for i, total in enumerate(sums):
-        if total.op != "ADD" or total.src[0] is None or total.src[1] is None:
+        if total.op != "ADD":
             return []
-        first = _slot(total.src[0], weighted) == 0 if i == 0 else total.src[0] is sums[i - 1]
-        if not first or _slot(total.src[1], weighted) != i + 1:
+        first = _slot(total["a"], weighted) == 0 if i == 0 else total["a"] is sums[i - 1]
+        if not first or _slot(total["b"], weighted) != i + 1:
             return []
         if i and nodes.only_reader(sums[i - 1]) is not total:
             return []
@@ -198,10 +238,3 @@ def _slot(t: Tensor, of: Tensor) -> int | None:
     if made_by(t) is not of or t is of or t.ne != (n, tokens, 1, 1) or t.nb[0] != of.nb[0]:
         return None
     return t.view_offs // of.nb[1] if (t.nb[1] == of.nb[2] or tokens == 1) and t.view_offs % of.nb[1] == 0 else None
-
-
-EXPERT_FUSIONS: tuple[Fusion, ...] = (
-    Fusion("expert_routing", expert_routing),
-    Fusion("expert_gate_up", expert_gate_up),
-    Fusion("expert_sum", expert_sum),
-)

@@ -1,0 +1,106 @@
+"""Which MUL_MATs become one step, with what is added to them or the GLU that joins two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from graphrt.backend import Group
+from graphrt.backends.triton.packing import packing_of
+from graphrt.fusion import Nodes, added_to, is_bias
+from graphrt.tensor import Tensor
+
+
+class Summed(NamedTuple):
+    """A MUL_MAT or MUL_MAT_ID, and what is added to it. out: the last of these nodes."""
+
+    product: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+
+
+class Products(NamedTuple):
+    """Products of one x. glu: joins both, if it is there."""
+
+    products: tuple[Summed, ...]
+    glu: Tensor | None = None
+
+
+def is_product(node: Tensor) -> bool:
+    """MUL_MAT of one matrix of weights with contiguous f32 rows."""
+    if node.op != "MUL_MAT":
+        return False
+    w, x = node["weights"], node["x"]
+    plain = w.ne[2] == w.ne[3] == 1 and x.ne[2] == x.ne[3] == 1 and x.dtype.name == "f32" and x.is_contiguous
+    return plain and w.is_leaf and w.is_contiguous
+
+
+def are_whole_rows(t: Tensor) -> bool:
+    return t.dtype.name == "f32" and t.is_contiguous
+
+
+def private_to_products(nodes: Nodes, x: Tensor) -> list[Tensor]:
+    """x, if nobody needs it but products of packed weights, which may have it in the form that they read; else nothing.
+
+    Plain weights are multiplied with x as it is, or rounded without a scale.
+    """
+    readers = nodes.readers(x)
+    alone = bool(readers) and nodes.only_as_it_is(x) and x.ne[0] % 32 == 0
+    private = alone and all(is_product(n) and n["x"] is x and _is_packed(n["weights"]) for n in readers)
+    return [x] if private else []
+
+
+def _is_packed(w: Tensor) -> bool:
+    return packing_of(w.dtype.name) is not None and w.ne[1] > 1
+
+
+def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
+    """Two MUL_MAT of one x, then GLU of both."""
+    for out in nodes.of("GLU"):
+        gate, up = out["gate"], out["value"]
+        if up is None or gate is up or not (is_product(gate) and is_product(up)):
+            continue
+        same = gate["x"] is up["x"] and gate.ne == up.ne
+        alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
+        if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
+            found = Products((Summed(gate, gate), Summed(up, up)), out)
+            yield Group([gate, up, out], kernel="gate_up_glu", private=private_to_products(nodes, out), captured=found)
+
+
+def projections(nodes: Nodes) -> Iterator[Group]:
+    """Two or three MUL_MATs of one x, each with the ADD of its bias if there is one: q, k and v."""
+    for x in dict.fromkeys(n["x"] for n in nodes.of("MUL_MAT")):
+        found = [n for n in nodes.readers(x) if is_product(n) and n["x"] is x]
+        if 2 <= len(found) <= 3:
+            summed = tuple(_with_bias(nodes, n) for n in found)
+            both = [n for s in summed for n in dict.fromkeys([s.product, s.out])]
+            yield Group(both, kernel="projections", results=[s.out for s in summed], captured=Products(summed))
+
+
+def matmul_add(nodes: Nodes) -> Iterator[Group]:
+    """MUL_MAT, then ADD of a bias, of a residual of the same shape, or of one after the other."""
+    for product in filter(is_product, nodes.of("MUL_MAT")):
+        biased = _with_bias(nodes, product)
+        total = _sum_of(nodes, biased.out)
+        if total is not None and are_whole_rows(residual := added_to(biased.out, total)) and residual.ne == total.ne:
+            found = biased._replace(out=total, residual=residual)
+            members = list(dict.fromkeys([product, biased.out, total]))
+            yield Group(members, kernel="matmul_add", captured=Products((found,)))
+        if biased.out is not product:  # also where another group has taken the residual
+            yield Group([product, biased.out], kernel="matmul_add", captured=Products((biased,)))
+
+
+def _with_bias(nodes: Nodes, product: Tensor) -> Summed:
+    """A product with the ADD of a bias that alone reads it; by itself, if there is none."""
+    total = _sum_of(nodes, product)
+    if total is not None and is_bias(bias := added_to(product, total), product):
+        return Summed(product, total, bias)
+    return Summed(product, product)
+
+
+def _sum_of(nodes: Nodes, t: Tensor) -> Tensor | None:
+    """The ADD, of t's shape, of t and another tensor, if nobody else reads t."""
+    total = nodes.only_reader(t)
+    same = total is not None and total.op == "ADD" and total.ne == t.ne and total["a"] is not total["b"]
+    return total if same else None
