@@ -51,9 +51,10 @@ SET_ROWS = register(OpSpec("SET_ROWS", _infer_set_rows, _set_rows_work, ("rows",
 def get_rows(table: Tensor, ids: Tensor, name: str = "") -> Tensor:
     """Rows of `table` by index: result[:, i, x, y] = table[:, ids[i, x, y], x, y].
 
-    table: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]. The result is f32 [n, n_ids, d2, d3], dequantized; an
-    integer `table` keeps its type. An index outside 0..n_rows-1 is the caller's error: what its row then holds depends on
-    the backend, but no other memory is read. Source: ggml_get_rows. Raises GraphError for other types and shapes.
+    table: [n, n_rows, d2, d3] any type; ids: i32 [n_ids, d2, d3]. The result is f32 [n, n_ids, d2, d3], dequantized;
+    an integer `table` keeps its type. An index outside 0..n_rows-1 is the caller's error: what its row then holds
+    depends on the backend, but no other memory is read. Source: ggml_get_rows. Raises GraphError for other types and
+    shapes.
     """
     return build(GET_ROWS, table, ids, name=name)
 
