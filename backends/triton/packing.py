@@ -34,10 +34,10 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class ScaleForm:
-    """How the scales of groups lie. Kernels branch on its name and on nothing else of a type's scales.
+    """How the scales of groups lie: what kernels/common/scales.py and gluon_scales.py decode by its name.
 
     dtype, count: `scales` is [rows, k / 32, count] of it; supers: `supers` is f16 [rows, k / 256, supers], 0: there are
-    none; has_min: something is taken off, or added to, scale * code. "halves": of 16 elements each.
+    none; has_min: something is taken off, or added to, scale * code; halves: each half of a group has a scale.
     """
 
     name: str
@@ -45,6 +45,7 @@ class ScaleForm:
     count: int
     supers: int = 0
     has_min: bool = False
+    halves: bool = False
 
 
 #: d.
@@ -55,11 +56,11 @@ F16_MIN = ScaleForm("f16_min", torch.float16, 2, has_min=True)
 E8M0 = ScaleForm("e8m0", torch.uint8, 1)
 #: d * scale.
 I8 = ScaleForm("i8", torch.int8, 1, supers=1)
-I8_HALVES = ScaleForm("i8_halves", torch.int8, 2, supers=1)
+I8_HALVES = ScaleForm("i8_halves", torch.int8, 2, supers=1, halves=True)
 #: A 6-bit scale and a 6-bit min: d * scale * code - dmin * min.
 U6_MIN = ScaleForm("u6_min", torch.uint8, 2, supers=2, has_min=True)
 #: The same of half groups, in a byte each: scale | min << 4.
-U4_MIN_HALVES = ScaleForm("u4_min_halves", torch.uint8, 2, supers=2, has_min=True)
+U4_MIN_HALVES = ScaleForm("u4_min_halves", torch.uint8, 2, supers=2, has_min=True, halves=True)
 
 
 @dataclass(frozen=True)
@@ -201,12 +202,39 @@ class Packed:
         assert start % 4 == 0
         return self.memory[start : start + -(-plane.nbytes // 4) * 4].view(torch.int32)
 
+    def planes(self, suffix: str | int = "") -> dict[str, torch.Tensor | None]:
+        """The planes as kernels' arguments `p_quants` and so on with a suffix, None: the type has none.
+
+        Scales and supers are integers as wide as what a group, or 256 elements, have of them.
+        """
+        named = {"quants": self.quants, "high": self.high}
+        named |= {"scales": whole_plane(self.scales), "supers": whole_plane(self.supers)}
+        return {f"p_{name}{suffix}": plane for name, plane in named.items()}
+
+    def word_planes(self) -> dict[str, torch.Tensor | None]:
+        """planes() with scales and supers as int32, however many groups' a word has."""
+        words = {"p_scales": self.words(self.scales), "p_supers": None}
+        return self.planes() | words | ({} if self.supers is None else {"p_supers": self.words(self.supers)})
+
     def part(self, first: int, last: int) -> Packed:
         """Rows first to last - 1, in the same memory."""
         high = None if self.high is None else self.high[first:last]
         supers = None if self.supers is None else self.supers[first:last]
         quants, scales = self.quants[first:last], self.scales[first:last]
         return Packed(self.kind, last - first, self.k, quants, high, scales, supers, self.memory)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def no_planes(suffix: str | int) -> dict[str, torch.Tensor | None]:
+    """Packed.planes() of no matrix."""
+    return {f"p_{name}{suffix}": None for name in ("quants", "high", "scales", "supers")}
+
+
+def whole_plane(plane: torch.Tensor | None) -> torch.Tensor | None:
+    """A plane with what it has of a group, or of a block, as one integer."""
+    return None if plane is None else plane.view(_INTEGERS[plane.shape[-1] * plane.element_size()])
 
 
 @dataclass(frozen=True)

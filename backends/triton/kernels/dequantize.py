@@ -14,19 +14,20 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.common.bits import f16_low
+from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
 from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
     codebook_half,
     has_codebook,
+    has_half_scales,
     has_min,
+    has_supers,
     high_bits,
-    scale_form,
 )
 from graphrt.backends.triton.launch import Launch
-from graphrt.backends.triton.packing import GROUP, Packed, packing_of
+from graphrt.backends.triton.packing import GROUP, Packed, packing_of, whole_plane
 
 __all__ = ["dequantize", "dequantize_rare", "gather_rows", "group_values", "plane_args"]
 
@@ -83,44 +84,20 @@ def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.
 
 
 @triton.jit
-def f16_pair(word):
-    """The two f16 of an int32, as f32."""
-    return f16_low(word).to(tl.float32), f16_low(word >> 16).to(tl.float32)
-
-
-@triton.jit
-def group_scales(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
-    """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min ("f16_min": + min)."""
+def scales_and_mins(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min."""
     group = tl.arange(0, GROUPS)
     live = group < n_live
-    scale = tl.load(p_scales + first + group, mask=live, other=0)
-    if scale_form(KIND) == "f16_min":
-        d, m = f16_pair(scale)
-        return d, d, m, m
-    elif scale_form(KIND) == "e8m0":
-        exponent = scale.to(tl.int32)  # of twice the scale; below 2 the half of it is denormal
-        bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
-        d = bits.to(tl.float32, bitcast=True)
-        return d, d, d, d
-    elif has_min(KIND):
-        d, d_min = f16_pair(tl.load(p_supers + first // 8 + group // 8, mask=live, other=0))
-        a, b = scale.to(tl.int32) & 0xFF, scale.to(tl.int32) >> 8 & 0xFF
-        if scale_form(KIND) == "u4_min_halves":
-            low, high = d * (a & 0xF).to(tl.float32), d * (b & 0xF).to(tl.float32)
-            return low, high, d_min * (a >> 4).to(tl.float32), d_min * (b >> 4).to(tl.float32)
-        else:
-            d, m = d * a.to(tl.float32), d_min * b.to(tl.float32)
-            return d, d, m, m
-    elif scale_form(KIND) == "i8_halves":
-        d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32)
-        low, high = scale.to(tl.int8), (scale >> 8).to(tl.int8)
-        return d * low.to(tl.float32), d * high.to(tl.float32), d, d
-    elif scale_form(KIND) == "i8":
-        d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32) * scale.to(tl.float32)
-        return d, d, d, d
+    scales = tl.load(p_scales + first + group, mask=live, other=0)
+    supers = scales
+    if has_supers(KIND):
+        supers = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0)
+    if has_half_scales(KIND):
+        low, high, d, m_low, m_high, d_min = half_scales(scales, supers, KIND)
+        return d * low, d * high, d_min * m_low, d_min * m_high
     else:
-        d = scale.to(tl.float32)
-        return d, d, d, d
+        scale, off = group_scale(scales, supers, KIND)
+        return scale, scale, off, off
 
 
 @triton.jit
@@ -131,11 +108,9 @@ def group_values(p_quants, p_high, p_scales, p_supers, first, n_live, KIND: tl.c
     first: a multiple of 8 for types with supers, int64 where addresses need it; n_live: at most GROUPS.
     """
     low, high = group_codes(p_quants, p_high, first, n_live, KIND, GROUPS)
-    d_low, d_high, m_low, m_high = group_scales(p_scales, p_supers, first, n_live, KIND, GROUPS)
+    d_low, d_high, m_low, m_high = scales_and_mins(p_scales, p_supers, first, n_live, KIND, GROUPS)
     low, high = d_low[:, None] * low, d_high[:, None] * high
-    if scale_form(KIND) == "f16_min":
-        low, high = low + m_low[:, None], high + m_high[:, None]
-    elif has_min(KIND):
+    if has_min(KIND):
         low, high = low - m_low[:, None], high - m_high[:, None]
     return low, high
 
@@ -187,13 +162,9 @@ def plane_args(packed: Packed) -> dict[str, Any]:
     high, scales, supers = packed.high, packed.scales, packed.supers
     if high is not None and packing.high_bits == 2:
         high = high.view(torch.int64)
-    if packing.scales == 2:
-        scales = scales.view(torch.int32 if packing.scale_type is torch.float16 else torch.int16)
-    if supers is not None and packing.supers == 2:
-        supers = supers.view(torch.int32)
     return {
-        "p_quants": quants, "p_high": quants if high is None else high, "p_scales": scales,
-        "p_supers": scales if supers is None else supers, "KIND": packed.kind,
+        "p_quants": quants, "p_high": quants if high is None else high, "p_scales": whole_plane(scales),
+        "p_supers": whole_plane(scales if supers is None else supers), "KIND": packed.kind,
     }  # fmt: skip
 
 

@@ -31,7 +31,8 @@ from graphrt.backends.triton.kernels.products.activations import (
     parts_of,
     quantize_rows,
 )
-from graphrt.backends.triton.kernels.products.gemv import GemvConfig, Segment, config_for, gemv, needs_sums
+from graphrt.backends.triton.kernels.products.gemv import GemvConfig, Segment, config_for, gemv
+from graphrt.backends.triton.kernels.products.gemv_packed import needs_sums
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, pack
 from graphrt.dtypes import dtype
 

@@ -136,12 +136,7 @@ def expert_gemm(
 
 
 def _packed_arguments(w: Packed, target: Target, c: Config) -> dict[str, Any]:
-    return {
-        "p_quants": w.quants, "p_high": w.quants if w.high is None else w.high,
-        "p_scales": w.words(w.scales.view(torch.uint8).view(-1)),
-        "p_supers": w.quants if w.supers is None else w.words(w.supers), "KIND": w.kind, "STEP": c.width // 32,
-        "PTX": target.is_nvidia,
-    }  # fmt: skip
+    return {**w.word_planes(), "KIND": w.kind, "STEP": c.width // 32, "PTX": target.is_nvidia}
 
 
 def _plain_arguments(w: View, held: range, target: Target, c: Config) -> dict[str, Any]:

@@ -22,16 +22,12 @@ from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, uses_ptx
-from graphrt.backends.triton.kernels.products.gemv import (
-    GemvConfig,
-    config_for,
-    dense_products,
-    products,
-    whole_plane,
-)
+from graphrt.backends.triton.kernels.products.gemv import GemvConfig, config_for
+from graphrt.backends.triton.kernels.products.gemv_packed import products
+from graphrt.backends.triton.kernels.products.gemv_plain import dense_products
 from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import Packed
+from graphrt.backends.triton.packing import Packed, no_planes
 
 
 @triton.jit
@@ -274,9 +270,7 @@ def _weights(i: int, e: Experts | None, first: Experts) -> dict[str, Any]:
     if isinstance(first.weight, Packed):
         w = e.weight if e else None
         assert w is None or isinstance(w, Packed)
-        planes = (None,) * 4 if w is None else (w.quants, w.high, whole_plane(w.scales), whole_plane(w.supers))
-        named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
-        return named | {f"KIND{i}": w.kind if w else ""}
+        return (no_planes(i) if w is None else w.planes(i)) | {f"KIND{i}": w.kind if w else ""}
     plain = e.weight if e else None
     assert plain is None or isinstance(plain, torch.Tensor)
     steps = (0, 0) if plain is None else (plain.stride(1), plain.stride(0))

@@ -16,16 +16,9 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.products.activations import parts_of, uses_ptx
-from graphrt.backends.triton.kernels.products.gemv import (
-    MAX_ALONE,
-    MAX_INLINE,
-    MAX_TOKENS,
-    GemvConfig,
-    config_for,
-    dense_products,
-    products,
-    whole_plane,
-)
+from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE, MAX_TOKENS, GemvConfig, config_for
+from graphrt.backends.triton.kernels.products.gemv_packed import products
+from graphrt.backends.triton.kernels.products.gemv_plain import dense_products
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed
 
@@ -120,9 +113,8 @@ def head_gemv(
         args |= {"p_w": weight, "w_row": weight.stride(1), "w_head": weight.stride(0), "K": k, "U": c.u}
         return Launch(plain_head_gemv, grid, args | {"V": 4 if kind == "f32" else 8}, options)
     assert weight.rows == heads * m and k <= MAX_INLINE
-    args |= {
-        "p_quants": weight.quants, "p_high": weight.high, "p_scales": whole_plane(weight.scales),
-        "p_supers": whole_plane(weight.supers), "KIND": kind, "PARTS": parts_of(k), "NG": k // 32,
+    args |= weight.planes() | {
+        "KIND": kind, "PARTS": parts_of(k), "NG": k // 32,
         "X_FORM": "together" if k > MAX_ALONE else "f32", "TURNS": -(-n // at_once), "PTX": uses_ptx(target),
         "U": max(c.u, 1 << (-(-k // (32 * c.g)) - 1).bit_length()),  # one tile is the row
     }  # fmt: skip
