@@ -112,7 +112,7 @@ def test_threads_of_the_command_line(
     path = write_model(tmp_path / "m.gguf", "llama", tokenizer="spm")
     seen, using = list[int](), threads.using
     monkeypatch.setattr(threads, "using", lambda n: (seen.append(n), using(n))[1])
-    options = "--raw --temp 0 --ignore-eos -n 3 -t 2 -tb 3".split()
+    options = ["--raw", "--temp", "0", "--ignore-eos", "-n", "3", "-t", "2", "-tb", "3"]
     assert cli.main(["run", str(path), "-p", "the sea", *options]) == 0
     assert threads.count() == 2 and seen == [3, 0, 0]
     with pytest.raises(SystemExit):

@@ -17,8 +17,9 @@ from graphrt.backends.triton import device
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from graphrt.backends.triton.kernels.common import gluon_bits
+from graphrt.backends.triton.kernels.common import gluon_bits, gluon_scales
 from graphrt.backends.triton.kernels.common.bits import f16_low
+from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
 from graphrt.backends.triton.kernels.flash_attn import decode_join, decode_layouts
 from graphrt.backends.triton.kernels.flash_attn.forward import normalized
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
@@ -40,6 +41,42 @@ def test_the_f16_in_a_word() -> None:
     gluon = rebuilt(gluon_bits.f16_low, {"gl": Gl(Memory({}), 4)})(Value(words)).data
     for found in (out.cpu().numpy(), gluon):
         np.testing.assert_array_equal(found.view(np.uint16), low.astype(np.uint16))
+
+
+@triton.jit
+def _scales(p_scales, p_supers, p_out, KIND: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    scales, supers = tl.load(p_scales + i), tl.load(p_supers + i)
+    if HALVES:
+        first, second, d, first_min, second_min, d_min = half_scales(scales, supers, KIND)
+        tl.store(p_out + i, first * d)
+        tl.store(p_out + N + i, second * d)
+    else:
+        scale, off = group_scale(scales, supers, KIND)
+        tl.store(p_out + i, scale)
+        tl.store(p_out + N + i, off)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of f32 that f16 has no place for
+@pytest.mark.parametrize(("kind", "halves"), [("q4_K", False), ("iq4_xs", False), ("mxfp4", False), ("q6_K", True),
+                                              ("nvfp4", True)])  # fmt: skip
+def test_scales(kind: str, halves: bool) -> None:
+    """Each byte that a scale can have; exponents alone and e4m3 have more powers of two in Gluon."""
+    scales = (np.arange(512, dtype=np.int32) * 40503 % 65521).astype(np.int32)
+    supers = np.resize(np.array([0.5, -3.25], np.float16).view(np.int32), 512)
+    where = device.target().device
+    out = torch.zeros(2, 512, device=where)
+    _scales[(1,)](torch.from_numpy(scales).to(where), torch.from_numpy(supers).to(where), out, kind, halves, 512)
+    gl, given = {"gl": Gl(Memory({}), 4)}, (Value(scales), Value(supers), kind)
+    more = 4 if kind in ("mxfp4", "nvfp4") else 0
+    if kind == "nvfp4":
+        found = [rebuilt(gluon_scales.half_ue4m3, gl)(Value(scales), at, more) for at in (0, 8)]
+    elif halves:
+        first, second, d, *_ = rebuilt(gluon_scales.half_scales, gl)(*given)
+        found = [first * d, second * d]
+    else:
+        found = list(rebuilt(gluon_scales.group_scale, gl)(*given, more))
+    np.testing.assert_array_equal(out.cpu().numpy() * np.float32(2.0**more), [x.data for x in found])
 
 
 @triton.jit

@@ -45,7 +45,8 @@ CLOSE = 5e-7
 #: Where a block has f16 scales.
 _HALF_SCALES = {
     "q4_0": [0], "q5_0": [0], "q8_0": [0], "iq4_nl": [0], "q4_1": [0, 2], "q5_1": [0, 2], "q2_K": [80, 82],
-    "q3_K": [108], "q4_K": [0, 2], "q5_K": [0, 2], "q6_K": [208], "iq4_xs": [0],
+    "q3_K": [108], "q4_K": [0, 2], "q5_K": [0, 2], "q6_K": [208], "iq4_xs": [0], "tq2_0": [64], "tq1_0": [52], "iq2_xxs": [0],
+    "iq2_xs": [0], "iq2_s": [0], "iq3_xxs": [0], "iq3_s": [0], "iq1_s": [0],
 }  # fmt: skip
 
 
@@ -69,6 +70,9 @@ class Matrix:
             blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
         if kind == "mxfp4":
             blocks[..., 0] = rng.integers(120, 134, blocks.shape[:2])
+        if kind == "iq1_m":  # an f16 in the high nibbles of four words
+            scale = rng.uniform(0.5, 1.5, blocks.shape[:2]).astype(np.float16).view(np.uint16)
+            blocks[..., 49::2] = blocks[..., 49::2] & 15 | (scale[..., None] >> [0, 4, 8, 12] & 15) << 4
         raw = blocks.reshape(m, -1)
         self.values = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])).double()
         self.packed = Packed.empty(kind, m, k, DEVICE)

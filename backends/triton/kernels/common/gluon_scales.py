@@ -5,13 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from graphrt.backends.triton.kernels.common.gluon_bits import f16_low
 from graphrt.backends.triton.kernels.kinds import has_min, scale_form
-
-
-@gluon.jit
-def f16_low(word):
-    """The f16 in the low 16 bits of an integer."""
-    return word.to(gl.int16).to(gl.float16, bitcast=True)
 
 
 @gluon.jit
@@ -27,8 +22,16 @@ def signed_byte(word, at: gl.constexpr):
 
 
 @gluon.jit
+def half_ue4m3(scales, AT: gl.constexpr, POWER: gl.constexpr):
+    """scales.half_ue4m3() times so many powers of two."""
+    byte = (scales.to(gl.int32) >> AT) & 255
+    number = ((byte & 127) << 20).to(gl.float32, bitcast=True) * (6.646139978924579e35 * (1 << POWER))
+    return gl.where(byte == 127, 0.0, number)
+
+
+@gluon.jit
 def half_scales(scales, supers, KIND: gl.constexpr):
-    """scales.half_scales()."""
+    """scales.half_scales() of types with supers."""
     gl.static_assert(scale_form(KIND) == "i8_halves")
     d = f16_low(supers).to(gl.float32)
     first = signed_byte(scales, 0)

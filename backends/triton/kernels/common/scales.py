@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.kernels.common.bits import f16_low
-from graphrt.backends.triton.kernels.kinds import has_f16_scales, has_min, scale_form
+from graphrt.backends.triton.kernels.kinds import (
+    has_f16_scales,
+    has_min,
+    number_at,
+    number_power,
+    number_width,
+    scale_form,
+)
 
 
 @triton.jit
@@ -32,6 +39,22 @@ def _signed_byte(word, at):
 
 
 @triton.jit
+def _odd(scales, HALF: tl.constexpr, KIND: tl.constexpr):
+    """Twice a half's number and one, times the form's power of two."""
+    number = _field(scales, number_at(KIND, HALF), number_width(KIND))
+    return number * (2.0 * number_power(KIND)) + number_power(KIND)
+
+
+@triton.jit
+def half_ue4m3(scales, AT: tl.constexpr):
+    """Half of the number whose exponent's 4 bits and mantissa's 3 begin at a bit; as gguf has it 0 for a byte 0x7F."""
+    byte = (scales.to(tl.int32) >> AT) & 255
+    # As an f32 the bits' exponent is off by 119, also where they are a denormal number.
+    number = ((byte & 127) << 20).to(tl.float32, bitcast=True) * 6.646139978924579e35
+    return tl.where(byte == 127, 0.0, number)
+
+
+@triton.jit
 def half_scales(scales, supers, KIND: tl.constexpr):
     """Of types with a scale for each half group: (first, second, d, first_min, second_min, d_min), f32.
 
@@ -42,6 +65,14 @@ def half_scales(scales, supers, KIND: tl.constexpr):
     if scale_form(KIND) == "i8_halves":
         first, second = _signed_byte(scales, 0), _signed_byte(scales, 8)
         first_min, second_min = first, second
+    elif scale_form(KIND) == "odd":
+        first, second = _odd(scales, 0, KIND), _odd(scales, 1, KIND)
+        first_min, second_min = first, second
+    elif scale_form(KIND) == "ue4m3_halves":
+        first, second = half_ue4m3(scales, 0), half_ue4m3(scales, 8)
+        first_min, second_min = first, second
+        d = tl.full(first.shape, 1.0, tl.float32)
+        d_min = d
     else:  # u4_min_halves
         tl.static_assert(scale_form(KIND) == "u4_min_halves")
         first, second = _field(scales, 0, 4), _field(scales, 8, 4)
@@ -66,6 +97,12 @@ def group_scale(scales, supers, KIND: tl.constexpr):
     elif scale_form(KIND) == "u6_min":
         scale = _field(scales, 0, 8) * f32_low(supers)
         off = _field(scales, 8, 8) * f32_low(supers >> 16)
+    elif scale_form(KIND) == "odd":
+        scale = _odd(scales, 0, KIND) * f32_low(supers)
+        off = scale
+    elif scale_form(KIND) == "d":
+        scale = f32_low(supers)
+        off = scale
     elif scale_form(KIND) == "i8":
         scale = _signed_byte(scales, 0) * f32_low(supers)
         off = scale

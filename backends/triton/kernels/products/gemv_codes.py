@@ -8,12 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphrt.backends.triton.kernels.common.codebook import of_bytes, of_nibbles, permuted
+from graphrt.backends.triton.kernels.common.grid import grid_words
+from graphrt.backends.triton.kernels.common.ternary import digits, powers
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     codebook_shift,
-    codebook_word,
     has_codebook,
+    has_decoded_codes,
+    has_half_scales,
     high_bits,
+    is_ternary,
 )
 
 
@@ -59,55 +64,40 @@ def eight(low, high):
 
 
 @triton.jit
-def _permuted(a, b, selector):
-    """Byte i of the result is byte n of a (n < 4) or n - 4 of b, n being nibble i of the selector (below 8)."""
-    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], dtype=tl.int32,
-                                     is_pure=True, pack=1)  # fmt: skip
-
-
-@triton.constexpr_function
-def _table_word(KIND, i):
-    """Values 4i to 4i + 3 of a codebook as an int32, shifted so that none is negative if that can be."""
-    word = codebook_word(KIND, i, codebook_shift(KIND))
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
-@triton.jit
-def _codebook_word(n, KIND: tl.constexpr):
-    """Values of four codes, given as the bytes of a word, as bytes."""
-    word = n & 0
-    for j in tl.static_range(4):
-        code = (n >> (8 * j)) & 15
-        value = word
-        for i in tl.static_range(4):
-            value = tl.where(code // 4 == i, _table_word(KIND, i), value)
-        word = word | (((value >> (8 * (code % 4))) & 255) << (8 * j))
-    return word
-
-
-@triton.jit
 def _codebook(w, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Values of a word's low and of its high nibbles as bytes."""
+    """Values of a word's low and of its high nibbles as bytes, with codebook_shift()."""
+    SHIFT: tl.constexpr = codebook_shift(KIND)
     if PTX:
-        # prmt looks 4 codes up at once in 8 values: those of codes below 8, those of the others, then one of the two.
-        T0: tl.constexpr = _table_word(KIND, 0)
-        T1: tl.constexpr = _table_word(KIND, 1)
-        T2: tl.constexpr = _table_word(KIND, 2)
-        T3: tl.constexpr = _table_word(KIND, 3)
-        if codebook_shift(KIND) != 0:
-            # A selector's fourth bit asks for the value's sign throughout, here 0: so the wrong half adds nothing.
-            flipped = w ^ -0x77777778
-            first = _permuted(T0, T1, w) | _permuted(T2, T3, flipped)
-            second = _permuted(T0, T1, w >> 16) | _permuted(T2, T3, flipped >> 16)
-        else:
-            code = w & 0x77777777
-            half = ((w >> 1) & 0x44444444) | 0x32103210
-            first = _permuted(_permuted(T0, T1, code), _permuted(T2, T3, code), half)
-            code = code >> 16
-            second = _permuted(_permuted(T0, T1, code), _permuted(T2, T3, code), half >> 16)
-        return _permuted(first, second, 0x6420), _permuted(first, second, 0x7531)
+        first, second = of_nibbles(w, KIND, SHIFT, PTX)
+        return permuted(first, second, 0x6420), permuted(first, second, 0x7531)
     else:
-        return _codebook_word(w & 0x0F0F0F0F, KIND), _codebook_word((w >> 4) & 0x0F0F0F0F, KIND)
+        return of_bytes(w & 0x0F0F0F0F, KIND, SHIFT), of_bytes((w >> 4) & 0x0F0F0F0F, KIND, SHIFT)
+
+
+@triton.jit
+def words_of_points(p_grid, quants, high, scales, KIND: tl.constexpr, PTX: tl.constexpr):
+    """A tile's codes of a type with a grid as code_sums() takes them: eight words of [G, W, R, U, 1]."""
+    if code_bits(KIND) == 2:
+        first, second = tl.split(quants[:, :, :, :, None, :])
+    else:
+        first = quants[:, :, :, :, None]
+        second = first
+    high = high[:, :, :, :, None]
+    return grid_words(p_grid, first, second, high, scales[:, :, :, :, None], KIND, codebook_shift(KIND), PTX)
+
+
+@triton.jit
+def words_of_digits(low, top):
+    """words_of_points() of digits of base 3: low, top: the words of a group's first and second 16, [G, W, R, U, 4]."""
+    group = tl.arange(0, low.shape[0])[:, None, None, None, None] % 8
+    a0, a1, a2, a3 = split4(low[:, :, :, :, None, :])
+    b0, b1, b2, b3 = split4(top[:, :, :, :, None, :])
+    power, top0 = powers(group, 0)
+    _, top1 = powers(group, 1)
+    _, top2 = powers(group, 2)
+    _, top3 = powers(group, 3)
+    return (digits(a0, power), digits(a1, power), digits(a2, power), digits(a3, power),
+            digits(b0, top0), digits(b1, top1), digits(b2, top2), digits(b3, top3))  # fmt: skip
 
 
 @triton.jit
@@ -140,19 +130,28 @@ def _three_bit_half(q0, q1, h, x0, x1, x2, x3, zero, PTX: tl.constexpr):
 def code_sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
     """Integer sums of code * activation over a group's first and second half: int32 [G, W, R, U, N].
 
-    Where a group has one scale, both are the group's sum. words: of activations, [G, W, 1, U, N] each.
+    Where a group has one scale, both are the group's sum. words: of activations, [G, W, 1, U, N] each. quants: of
+    decoded codes their eight words.
     """
     l0, l1, l2, l3, h0, h1, h2, h3 = words
-    quants = quants[:, :, :, :, None, :]
+    if not has_decoded_codes(KIND):
+        quants = quants[:, :, :, :, None, :]
     if PTX:
         zero = 0
     else:
         zero = l0 & 0
     F: tl.constexpr = 0x0F0F0F0F
-    if code_bits(KIND) == 2 and high_bits(KIND) == 0:
+    UNSIGNED: tl.constexpr = codebook_shift(KIND) != 0 or is_ternary(KIND)
+    if has_decoded_codes(KIND):
+        low = _chain(quants[0], quants[1], quants[2], quants[3], l0, l1, l2, l3, zero, UNSIGNED, PTX)
+        above = zero if has_half_scales(KIND) else low
+        total = _chain(quants[4], quants[5], quants[6], quants[7], h0, h1, h2, h3, above, UNSIGNED, PTX)
+    elif code_bits(KIND) == 2 and high_bits(KIND) == 0:
         q0, q1 = tl.split(quants)
         low = _two_bit_half(q0, q1, l0, l1, l2, l3, zero, PTX)
         total = _two_bit_half(q0 >> 2, q1 >> 2, h0, h1, h2, h3, zero, PTX)
+        if not has_half_scales(KIND):
+            total += low
     elif code_bits(KIND) == 2:
         q0, q1 = tl.split(quants)
         t = high[:, :, :, :, None]
@@ -166,14 +165,13 @@ def code_sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
             total = _chain(w4, w5, w6, w7, h0, h1, h2, h3, total, False, PTX)
             low = total
         elif has_codebook(KIND):
-            UNSIGNED: tl.constexpr = codebook_shift(KIND) != 0
             a0, b0 = _codebook(w0, KIND, PTX)
             a1, b1 = _codebook(w1, KIND, PTX)
             a2, b2 = _codebook(w2, KIND, PTX)
             a3, b3 = _codebook(w3, KIND, PTX)
-            total = _chain(a0, a1, a2, a3, l0, l1, l2, l3, zero, UNSIGNED, PTX)
-            total = _chain(b0, b1, b2, b3, h0, h1, h2, h3, total, UNSIGNED, PTX)
-            low = total
+            low = _chain(a0, a1, a2, a3, l0, l1, l2, l3, zero, UNSIGNED, PTX)
+            above = zero if has_half_scales(KIND) else low
+            total = _chain(b0, b1, b2, b3, h0, h1, h2, h3, above, UNSIGNED, PTX)
         elif high_bits(KIND) == 0:
             M: tl.constexpr = -0x0F0F0F10  # 0xF0F0F0F0: high nibbles where they are count 16 times
             total = _chain(w0 & M, w1 & M, w2 & M, w3 & M, h0, h1, h2, h3, zero, True, PTX) >> 4
@@ -206,4 +204,4 @@ def code_sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
             total = _chain(a0, a1, a2, a3, l0, l1, l2, l3, zero, True, PTX)
             total = _chain(b0, b1, b2, b3, h0, h1, h2, h3, total, True, PTX)
             low = total
-    return low, total
+    return low if has_half_scales(KIND) else total, total

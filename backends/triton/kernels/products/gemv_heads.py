@@ -47,10 +47,14 @@ def _store(y, p_out, out_row, first, i_row, m, first_token, n, G: tl.constexpr):
     tl.store(p_out + token.to(tl.int64) * out_row + row, tl.broadcast_to(y[None], (G, W, R, N)), mask=mine)
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_x", writes="p_out", early="p_quants p_high p_scales p_supers")
+@accesses(
+    reads="p_quants p_high p_scales p_supers p_grid p_x",
+    writes="p_out",
+    early="p_quants p_high p_scales p_supers p_grid",
+)
 @triton.jit(do_not_specialize=["out_row", "out_head", "m", "n"])
 def packed_head_gemv(
-    p_quants, p_high, p_scales, p_supers, p_x, x_row, x_head, p_out, out_row, out_head, m, n,
+    p_quants, p_high, p_scales, p_supers, p_grid, p_x, x_row, x_head, p_out, out_row, out_head, m, n,
     KIND: tl.constexpr, X_FORM: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr, N: tl.constexpr,
     TURNS: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,9 +69,10 @@ def packed_head_gemv(
     first, i_row = _first_rows(R, W)
     for turn in tl.static_range(TURNS):
         y, _ = products(
-            p_quants, p_high, p_scales, p_supers, None, None, None, None, tl.minimum(first + i_row, m - 1),
-            tl.minimum(turn * N + tl.arange(0, N), n - 1), n, None, None, None, p_x + head * x_head, x_row, None, 0.0,
-            KIND, "", X_FORM, PARTS, NG, U, G, PTX, PDL and turn == 0,
+            p_quants, p_high, p_scales, p_supers, p_grid, None, None, None, None, None,
+            tl.minimum(first + i_row, m - 1), tl.minimum(turn * N + tl.arange(0, N), n - 1), n,
+            None, None, None, p_x + head * x_head, x_row, None, 0.0, KIND, "", X_FORM, PARTS, NG, U, G, PTX,
+            PDL and turn == 0,
         )  # fmt: skip
         _store(y, p_out + head * out_head, out_row, first, i_row, m, turn * N, n, G)
 

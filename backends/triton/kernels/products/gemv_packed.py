@@ -22,18 +22,22 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
+from graphrt.backends.triton.kernels.common.ternary import first_words
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
     codebook_shift,
+    has_grid,
     has_half_scales,
     has_min,
+    has_scales,
     has_supers,
     high_bits,
+    is_ternary,
 )
 from graphrt.backends.triton.kernels.products.activations import FINER
 from graphrt.backends.triton.kernels.products.gemv_activations import round_x, round_x_together, x_tile
-from graphrt.backends.triton.kernels.products.gemv_codes import code_sums
+from graphrt.backends.triton.kernels.products.gemv_codes import code_sums, words_of_digits, words_of_points
 
 # --- loads ---
 
@@ -61,21 +65,35 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
         zero = 0
     four = tl.arange(0, 4)[None, None, None, None, :]
     two = tl.arange(0, 2)[None, None, None, None, :]
-    if code_bits(KIND) == 8:
+    if is_ternary(KIND):
+        block = ((row * (NG // 8) + g // 8) + (first + step) // 8)[:, :, :, :, None]
+        low_word, top_word = first_words(g[:, :, :, :, None] % 8)
+        p = p_quants + (block * 12 + low_word + four)
+    elif code_bits(KIND) == 8:
         p = (p_quants + first * 8) + at[:, :, :, :, None] * 8 + (step[:, :, :, :, None] * 8 + four)
     elif code_bits(KIND) == 2:
         p = (p_quants + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
+    elif code_bits(KIND) == 1:
+        p = (p_quants + first) + at + step
+        m_words = m
     else:
         p = (p_quants + first * 4) + at[:, :, :, :, None] * 4 + (step[:, :, :, :, None] * 4 + four)
     quants = tl.load(p, mask=m_words, eviction_policy="evict_first")
-    scales = tl.load((p_scales + first) + at + step, mask=m, other=zero, eviction_policy="evict_first")
-    supers = scales
+    if has_scales(KIND):
+        scales = tl.load((p_scales + first) + at + step, mask=m, other=zero, eviction_policy="evict_first")
     if has_supers(KIND):
         tl.static_assert(G % 8 == 0)
         p_super = (p_supers + first // 8) + (row * (NG // 8) + g // 8) + step // 8
         supers = tl.load(p_super, mask=m, other=zero, eviction_policy="evict_first")
+    else:
+        supers = scales
+    if not has_scales(KIND):
+        scales = supers
     high = scales
-    if code_bits(KIND) == 8:
+    if is_ternary(KIND):
+        p = tl.where(g[:, :, :, :, None] % 8 == 7, p_high + block, p_quants + (block * 12 + top_word + four))
+        high = tl.load(p, mask=m_words, eviction_policy="evict_first")
+    elif code_bits(KIND) == 8:
         high = tl.load(p + 4, mask=m_words, eviction_policy="evict_first")
     elif high_bits(KIND) == 2:
         p_pair = (p_high + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
@@ -132,12 +150,17 @@ def _scaled(low, high, scales, supers, d, s_low, s_high, KIND: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(acc, planes, x, KIND: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr):
+def _add_tile(acc, planes, p_grid, x, KIND: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr):
     """acc, f32 [G, W, R, N], and a tile's products summed over U. x: as round_groups() has it."""
     words, second, d, s_low, s_high = x
-    low, high = code_sums(planes[0], planes[1], words, KIND, PTX)
+    codes = planes[0]
+    if has_grid(KIND):
+        codes = words_of_points(p_grid, planes[0], planes[1], planes[2], KIND, PTX)
+    elif is_ternary(KIND):
+        codes = words_of_digits(planes[0], planes[1])
+    low, high = code_sums(codes, planes[1], words, KIND, PTX)
     if PARTS == 2:
-        low2, high2 = code_sums(planes[0], planes[1], second, KIND, PTX)
+        low2, high2 = code_sums(codes, planes[1], second, KIND, PTX)
         low = low * FINER + low2
         high = high * FINER + high2
     more, less = _scaled(low, high, planes[2], planes[3], d, s_low, s_high, KIND)
@@ -164,7 +187,7 @@ def first_sums(p_bias, row, N: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def products(
-    p_quants, p_high, p_scales, p_supers, p_quants1, p_high1, p_scales1, p_supers1, row, token, n,
+    p_quants, p_high, p_scales, p_supers, p_grid, p_quants1, p_high1, p_scales1, p_supers1, p_grid1, row, token, n,
     p_q, p_d, p_s, p_x, x_row, p_norm, eps,
     KIND: tl.constexpr, KIND1: tl.constexpr, X_FORM: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr,
     U: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, p_bias=None,
@@ -192,10 +215,10 @@ def products(
             if KIND1 != "":
                 next_planes1 = _load_planes(p_quants1, p_high1, p_scales1, p_supers1, row, i_tile, KIND1, NG, U, G)
             x = x_tile(p_q, p_d, p_s, token, n, i_tile - 1, NG, U, W, G, SUMS, PARTS)
-            acc = _add_tile(acc, planes, x, KIND, PTX, PARTS)
+            acc = _add_tile(acc, planes, p_grid, x, KIND, PTX, PARTS)
             planes = next_planes
             if KIND1 != "":
-                acc1 = _add_tile(acc1, planes1, x, KIND1, PTX, PARTS)
+                acc1 = _add_tile(acc1, planes1, p_grid1, x, KIND1, PTX, PARTS)
                 planes1 = next_planes1
         x = x_tile(p_q, p_d, p_s, token, n, TILES - 1, NG, U, W, G, SUMS, PARTS)
     else:
@@ -204,10 +227,10 @@ def products(
             x = round_x_together(p_x, x_row, token, NG, U, W, G, PARTS)
         else:
             x = round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm", PARTS)
-    y = tl.sum(_add_tile(acc, planes, x, KIND, PTX, PARTS), 0)
+    y = tl.sum(_add_tile(acc, planes, p_grid, x, KIND, PTX, PARTS), 0)
     y1 = y
     if KIND1 != "":
-        y1 = tl.sum(_add_tile(acc1, planes1, x, KIND1, PTX, PARTS), 0)
+        y1 = tl.sum(_add_tile(acc1, planes1, p_grid1, x, KIND1, PTX, PARTS), 0)
     return y, y1
 
 
@@ -236,19 +259,19 @@ GENERAL = ["out_stride0", "out_stride1", "out_stride2", "residual_stride", "m0",
 @accesses(
     reads=(
         "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
-        "p_scales2 p_supers2 p_q p_d p_s p_x p_norm p_bias0 p_bias1 p_bias2 p_residual"
+        "p_scales2 p_supers2 p_grid0 p_grid1 p_grid2 p_q p_d p_s p_x p_norm p_bias0 p_bias1 p_bias2 p_residual"
     ),
     writes="p_out0 p_out1 p_out2",
     early=(
         "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
-        "p_scales2 p_supers2 p_bias0 p_bias1 p_bias2"
+        "p_scales2 p_supers2 p_grid0 p_grid1 p_grid2 p_bias0 p_bias1 p_bias2"
     ),
 )
 @triton.jit(do_not_specialize=GENERAL)
 def packed_gemv(
-    p_quants0, p_high0, p_scales0, p_supers0, p_out0, out_stride0, m0,
-    p_quants1, p_high1, p_scales1, p_supers1, p_out1, out_stride1, m1,
-    p_quants2, p_high2, p_scales2, p_supers2, p_out2, out_stride2, m2,
+    p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_out0, out_stride0, m0,
+    p_quants1, p_high1, p_scales1, p_supers1, p_grid1, p_out1, out_stride1, m1,
+    p_quants2, p_high2, p_scales2, p_supers2, p_grid2, p_out2, out_stride2, m2,
     p_q, p_d, p_s, p_x, x_row, p_norm, eps, p_bias0, p_bias1, p_bias2, p_residual, residual_stride, n,
     KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, GLU: tl.constexpr, X_FORM: tl.constexpr,
     PARTS: tl.constexpr, NG: tl.constexpr, N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
@@ -256,7 +279,7 @@ def packed_gemv(
 ):  # fmt: skip
     """y = W x of up to three matrices with rows of NG groups. Programs: R * W rows each, matrix after matrix.
 
-    p_quants .. p_supers: planes of Packed, scales and supers as integers as wide as what they hold of a group; p_out:
+    p_quants .. p_grid: Packed.planes(); p_out:
     f32, element (token, row) at token * out_stride + row; m: rows of each; KIND: types, "" for no matrix.
     GLU: its kind: the first two matrices are a gate and an up of m0 rows, and out0 has activation(gate) * up; else "".
     X_FORM: "q8": q, d, s are Q8Rows; "f32": x, rows x_row apart, is rounded here by each warp, "together":
@@ -274,7 +297,7 @@ def packed_gemv(
     if i_program < programs0 or (KIND1 == "" or GLU != ""):
         first = i_program * (R * W)
         y, y1 = products(
-            p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1,
+            p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_quants1, p_high1, p_scales1, p_supers1, p_grid1,
             tl.minimum(first + i_row, m0 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND0, PAIR, X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias0,
         )  # fmt: skip
@@ -284,7 +307,7 @@ def packed_gemv(
     elif i_program < programs0 + programs1 or KIND2 == "":
         first = (i_program - programs0) * (R * W)
         y, y1 = products(
-            p_quants1, p_high1, p_scales1, p_supers1, None, None, None, None,
+            p_quants1, p_high1, p_scales1, p_supers1, p_grid1, None, None, None, None, None,
             tl.minimum(first + i_row, m1 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND1, "", X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias1,
         )  # fmt: skip
@@ -292,7 +315,7 @@ def packed_gemv(
     else:
         first = (i_program - programs0 - programs1) * (R * W)
         y, y1 = products(
-            p_quants2, p_high2, p_scales2, p_supers2, None, None, None, None,
+            p_quants2, p_high2, p_scales2, p_supers2, p_grid2, None, None, None, None, None,
             tl.minimum(first + i_row, m2 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND2, "", X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias2,
         )  # fmt: skip

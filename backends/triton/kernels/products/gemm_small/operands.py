@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
-from graphrt.backends.triton.kernels.common.gluon_scales import f16_scale, group_scale, half_scales
+from graphrt.backends.triton.kernels.common.gluon_scales import f16_scale, group_scale, half_scales, half_ue4m3
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
@@ -35,6 +35,10 @@ def scales_of(scales, supers, KIND: gl.constexpr):
     if has_f16_scales(KIND):
         d, m = f16_scale(scales, KIND)
         return d, m, d, m
+    elif is_e2m1(KIND) and has_half_scales(KIND):
+        s0 = half_ue4m3(scales, 0, E2M1_SHIFT + 1).to(gl.float16)
+        s1 = half_ue4m3(scales, 8, E2M1_SHIFT + 1).to(gl.float16)
+        return s0, s0, s1, s1
     elif is_e2m1(KIND):
         s, off = group_scale(scales, supers, KIND, E2M1_SHIFT + 1)  # the codebook's values are doubled ones
         s = s.to(gl.float16)

@@ -14,14 +14,17 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.scales import f16_scale, group_scale, half_scales
+from graphrt.backends.triton.kernels.common.ternary import digits, first_words, powers
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     has_f16_scales,
     has_half_scales,
     has_min,
     has_plain_nibbles,
+    has_scales,
     has_supers,
     high_bits,
+    is_ternary,
     pairs_of_supers,
     scale_bytes,
 )
@@ -95,12 +98,25 @@ def _load_supers(p_supers, at, KIND: tl.constexpr):
         return tl.load(p_supers + at // 2) >> ((at % 2) * 16).to(tl.int32)
 
 
+@triton.jit
+def _ternary_words(p_quants, p_high, i_group, GROUPS: tl.constexpr):
+    """Digits of groups' first and second halves as bytes, [rows, GROUPS, 4] each, of rows that are whole blocks."""
+    group = (i_group + tl.arange(0, GROUPS))[None, :, None]
+    i = tl.arange(0, 4)[None, None, :]
+    low_word, top_word = first_words(group % 8)
+    power, top_power = powers(group % 8, i)
+    p_words = p_quants + group // 8 * 12
+    low = tl.load(p_words + (low_word + i))
+    top = tl.load(tl.where(group % 8 == 7, p_high + group // 8, p_words + (top_word + i)))
+    return digits(low, power), digits(top, top_power)
+
+
 # ---- Kernels ----
 
 
 @triton.jit
 def packed_sums(
-    p_quants, p_high, p_scales, p_supers, row, p_x, x_row, k, first, last,
+    p_quants, p_high, p_scales, p_supers, p_grid, row, p_x, x_row, k, first, last,
     KIND: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of packed weights times rows x_row of x (f16, k elements each): f32 [rows, x's rows].
@@ -111,8 +127,12 @@ def packed_sums(
     W: tl.constexpr = code_bits(KIND)
     H: tl.constexpr = high_bits(KIND)
     n_groups = k // GROUP
-    p_quants += (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
-    if H > 0:
+    if is_ternary(KIND):
+        p_quants += (row * (n_groups // 8 * 12))[:, None, None]
+        p_high += (row * (n_groups // 8))[:, None, None]
+    else:
+        p_quants += (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
+    if H > 0 and not is_ternary(KIND):
         p_high += (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H)[None, :]
     row_groups, row_supers = row * n_groups, row * (k // 256)
     p_x += (x_row * k)[None, :]
@@ -123,27 +143,36 @@ def packed_sums(
         i_group = i_step * GROUPS
         left = n_groups - i_group  # groups up to the row's end
         m_scale = (tl.arange(0, GROUPS) < left)[None, :]
-        if EVEN:
-            words = tl.load(p_quants + i_group * W)
-            scales = _load_scales(p_scales, row_groups + i_group, KIND, ROWS, GROUPS)
+        if is_ternary(KIND):
+            words, high = _ternary_words(p_quants, p_high, i_group, GROUPS)
         else:
-            words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
-            scales = _load_scales_masked(p_scales, row_groups + i_group, m_scale, KIND, GROUPS)
-        words = words.reshape(ROWS, GROUPS, W)
-        high = words
-        if H > 0:
+            if EVEN:
+                words = tl.load(p_quants + i_group * W)
+            else:
+                words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
+            words = words.reshape(ROWS, GROUPS, W)
+            high = words
+        if has_scales(KIND):
+            if EVEN:
+                scales = _load_scales(p_scales, row_groups + i_group, KIND, ROWS, GROUPS)
+            else:
+                scales = _load_scales_masked(p_scales, row_groups + i_group, m_scale, KIND, GROUPS)
+        if H > 0 and not is_ternary(KIND):
             if EVEN:
                 high = tl.load(p_high + i_group * H)
             else:
                 high = tl.load(p_high + i_group * H, mask=(tl.arange(0, GROUPS * H) // H < left)[None, :], other=0)
             high = high.reshape(ROWS, GROUPS, H)
-        supers = scales
         if has_supers(KIND):
             # A tile of k lies in one superblock, or holds whole ones; rows of such types are whole superblocks.
             i_super = i_group // 8 + (tl.arange(0, GROUPS) // 8 if GROUPS > 8 else tl.arange(0, 1))
             supers = _load_supers(p_supers, row_supers[:, None] + i_super[None, :], KIND)
+        else:
+            supers = scales
+        if not has_scales(KIND):
+            scales = supers
         s0, a0, s1, a1 = _scales(scales, supers, KIND)
-        if W == 8:
+        if W == 8 and not is_ternary(KIND):
             i_k = i_group * GROUP + tl.arange(0, GROUPS * 32)
             if EVEN:
                 x = tl.load(p_x + i_k[:, None])
@@ -151,7 +180,7 @@ def packed_sums(
                 x = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
             acc = tl.dot(weights(words, s0, a0, KIND, False, ROWS, GROUPS * 32, PTX), x, acc)
         else:
-            low, top = halves(words, high, KIND, ROWS, GROUPS, PTX)
+            low, top = halves(words, high, scales, p_grid, KIND, ROWS, GROUPS, PTX)
             i_k = i_group * GROUP + i_half
             if EVEN:
                 x0 = tl.load(p_x + i_k[:, None])
@@ -229,10 +258,10 @@ def _store(
 _GENERAL = ("m", "n", "n_batch", "n_a2", "ratio3", "k_steps", "steps_a_split", "n_splits")
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_x p_factors p_bias p_residual", writes="p_out")
+@accesses(reads="p_quants p_high p_scales p_supers p_grid p_x p_factors p_bias p_residual", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def gemm_packed(
-    p_quants, p_high, p_scales, p_supers, p_x, p_factors, p_bias, p_residual, p_out,
+    p_quants, p_high, p_scales, p_supers, p_grid, p_x, p_factors, p_bias, p_residual, p_out,
     m, n, n_batch, n_a2, ratio3, k, k_steps, steps_a_split, n_splits,
     KIND: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -252,7 +281,7 @@ def gemm_packed(
     row = _matrix_of(i_batch, n_a2, ratio3).to(tl.int64) * m + i_row
     first, last = _range_of(k_steps, steps_a_split, i_split)
     acc = packed_sums(
-        p_quants, p_high, p_scales, p_supers, row, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last,
+        p_quants, p_high, p_scales, p_supers, p_grid, row, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last,
         KIND, GROUPS, EVEN, PTX,
     )  # fmt: skip
     _store(

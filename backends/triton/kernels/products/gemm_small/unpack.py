@@ -5,15 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphrt.backends.triton.kernels.common.codebook import of_bytes
+from graphrt.backends.triton.kernels.common.grid import grid_words
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
     codebook_word,
     has_codebook,
+    has_decoded_codes,
     has_f16_scales,
+    has_grid,
     has_min,
     high_bits,
     is_signed,
+    is_ternary,
 )
 
 
@@ -104,7 +109,13 @@ def weights(
             [words, scale[:, :, None], add[:, :, None]], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=1,
         )  # fmt: skip
-        return _in_order(b0, b1, b2, b3, ROWS, WIDTH)
+        if has_decoded_codes(KIND):
+            # For sm_100 Triton 3.6 fails at f16 of these layouts whose last step is a reshape; here that is a bitcast.
+            b0, b1 = b0.to(tl.int16, bitcast=True), b1.to(tl.int16, bitcast=True)
+            b2, b3 = b2.to(tl.int16, bitcast=True), b3.to(tl.int16, bitcast=True)
+            return _in_order(b0, b1, b2, b3, ROWS, WIDTH).to(tl.float16, bitcast=True)
+        else:
+            return _in_order(b0, b1, b2, b3, ROWS, WIDTH)
     else:
         c0 = _byte(words, 0, SIGNED, SHIFTED)
         c1 = _byte(words, 1, SIGNED, SHIFTED)
@@ -152,21 +163,9 @@ def codebook_asm(KIND):
 
 
 @triton.jit
-def _look_up(code, KIND: tl.constexpr):
-    """The codebook's byte (0..255) for each 4-bit code."""
-    word = tl.where(
-        code < 8,
-        tl.where(code < 4, codebook_word(KIND, 0), codebook_word(KIND, 1)),
-        tl.where(code < 12, codebook_word(KIND, 2), codebook_word(KIND, 3)),
-    )
-    return ((word >> (8 * (code & 3))) & 0xFF).to(tl.int32)
-
-
-@triton.jit
-def _look_up_bytes(codes, KIND: tl.constexpr):
-    """The same for the four codes in a word's bytes."""
-    found = _look_up(codes & 15, KIND) | (_look_up((codes >> 8) & 15, KIND) << 8)
-    return found | (_look_up((codes >> 16) & 15, KIND) << 16) | (_look_up((codes >> 24) & 15, KIND) << 24)
+def _four(w0, w1, w2, w3, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Words [ROWS, GROUPS] side by side."""
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, GROUPS, 4)
 
 
 @triton.jit
@@ -176,12 +175,26 @@ def _pairs(words, MASK: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, G
 
 
 @triton.jit
-def halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """Codes as the bytes of words, [ROWS, GROUPS, 4] each: of elements 0..15 of each group, and of 16..31.
+def _halves_of_points(
+    words, high, scales, p_grid, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """halves() of types with a grid."""
+    if code_bits(KIND) == 2:
+        first, second = tl.split(words)
+    else:
+        first = words.reshape(ROWS, GROUPS)
+        second = first
+    if high_bits(KIND) > 0:
+        high = high.reshape(ROWS, GROUPS)
+    else:
+        high = first
+    w0, w1, w2, w3, w4, w5, w6, w7 = grid_words(p_grid, first, second, high, scales, KIND, 0, PTX)
+    return _four(w0, w1, w2, w3, ROWS, GROUPS), _four(w4, w5, w6, w7, ROWS, GROUPS)
 
-    The latter of plain nibbles stay in the bytes' high halves. words: [ROWS, GROUPS, code_bits];
-    high: [ROWS, GROUPS, words], anything where the type has none.
-    """
+
+@triton.jit
+def _halves_of_codes(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """halves() of codes that lie in the planes."""
     if code_bits(KIND) == 2:
         low = _pairs(words, 0x03030303, 0, ROWS, GROUPS)
         top = _pairs(words, 0x03030303, 2, ROWS, GROUPS)
@@ -191,8 +204,8 @@ def halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.const
                 codebook_asm(KIND), "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
             )
         else:
-            low = _look_up_bytes(words, KIND)
-            top = _look_up_bytes(words >> 4, KIND)
+            low = of_bytes(words, KIND, 0)
+            top = of_bytes(words >> 4, KIND, 0)
     elif high_bits(KIND) == 0:
         low = words & 0x0F0F0F0F
         top = words & -0x0F0F0F10  # 0xF0F0F0F0
@@ -208,3 +221,21 @@ def halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.const
         low = low | (((high >> (2 * i_word)) & 0x01010101) << AT)
         top = top | (((high >> (2 * i_word + 1)) & 0x01010101) << AT)
     return low, top
+
+
+@triton.jit
+def halves(
+    words, high, scales, p_grid, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """Codes as the bytes of words, [ROWS, GROUPS, 4] each: of elements 0..15 of each group, and of 16..31.
+
+    The latter of plain nibbles stay in the bytes' high halves. words: [ROWS, GROUPS, code_bits];
+    high: [ROWS, GROUPS, words], anything where the type has none; scales: [ROWS, GROUPS]. Of digits of base 3 the
+    bytes are there already.
+    """
+    if has_grid(KIND):
+        return _halves_of_points(words, high, scales, p_grid, KIND, ROWS, GROUPS, PTX)
+    elif is_ternary(KIND):
+        return words, high
+    else:
+        return _halves_of_codes(words, high, KIND, ROWS, GROUPS, PTX)
