@@ -43,6 +43,7 @@ def _any_bytes(kind: str, rows: int, blocks: int) -> npt.NDArray[np.uint8]:
     rng = np.random.default_rng(zlib.crc32(kind.encode()))
     raw = rng.integers(0, 256, (rows, blocks * dtype(kind).type_size), dtype=np.uint8)
     raw[0] = 0xFF
+    raw[1:2] = 0x7F
     return raw
 
 
