@@ -538,9 +538,9 @@ class PackedBuffer(TritonBuffer):
     def layout(self) -> str:
         """What planes it has."""
         p = _PACKINGS[self.packed.kind]
-        if p.ternary:
-            return "ternary digits, float16 of 256"
-        parts = [f"{p.bits}-bit codes" if p.grid is None else f"{count_text(p.words, 'word')} of points and signs"]
+        if p.ternary or p.grid is not None:
+            return f"{'digits of base 3' if p.ternary else 'points of a grid and signs'}, float16 of 256"
+        parts = [f"{p.bits}-bit codes"]
         parts += [count_text(p.high_bits, "high bit")] if p.high_bits else []
         kind = str(p.scale_type).removeprefix("torch.")
         parts += [f"{p.scales} {kind} scale{'s' * (p.scales > 1)} of 32 elements"] if p.scales else []
