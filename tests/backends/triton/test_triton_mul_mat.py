@@ -121,9 +121,10 @@ def test_weights_that_a_run_makes(kind: str) -> None:
 
 #: Row lengths that whole blocks fill and steps of a tile don't.
 SHORT_ROWS = [(kind, k) for kind in ("q4_0", "q8_0", "mxfp4", "f16", "f32") for k in (32, 96, 544, 1280)]
+BLOCKS = [(kind, k) for kind in ("q6_K", "tq1_0", "iq3_s") for k in (256, 768, 1280)]
 
 
-@pytest.mark.parametrize(("kind", "k"), [*SHORT_ROWS, *(("q6_K", k) for k in (256, 768, 1280))])
+@pytest.mark.parametrize(("kind", "k"), [*SHORT_ROWS, *BLOCKS])
 def test_rows_that_end_inside_a_tile(kind: str, k: int) -> None:
     run = Run()
     run.product(run.leaf(kind, (k, 6), packed=kind in PACKED_TYPES), run.leaf("f32", (k, 9)))
