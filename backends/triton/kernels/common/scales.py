@@ -109,6 +109,6 @@ def group_scale(scales, supers, KIND: tl.constexpr):
     else:  # 2^(e - 128), since a codebook of e2m1 has doubled values; below the smallest normal f32 as well
         tl.static_assert(scale_form(KIND) == "e8m0")
         e = scales.to(tl.int32) & 255
-        scale = tl.where(e < 2, 0x00200000 << (e & 1), (e - 1) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(tl.float32, bitcast=True)
         off = scale
     return scale, off
