@@ -21,6 +21,7 @@ import torch
 
 from graphrt.backend import Buffer, Bytes, Comparison, Usage
 from graphrt.backends.triton.memory import TritonBuffer, empty, upload
+from graphrt.backends.triton.packing_grids import Field, Grid, bit_orders, grid_table
 from graphrt.dtypes import dtype
 from graphrt.printing import count_text
 
@@ -34,10 +35,11 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class ScaleForm:
-    """How the scales of groups lie. Kernels branch on its name and on nothing else of a type's scales.
+    """How the scales of groups lie: what kernels/common/scales.py and gluon_scales.py decode by its name.
 
     dtype, count: `scales` is [rows, k / 32, count] of it; supers: `supers` is f16 [rows, k / 256, supers], 0: there are
-    none; has_min: something is taken off, or added to, scale * code. "halves": of 16 elements each.
+    none; has_min: something is taken off, or added to, scale * code; halves: each half of a group has a scale.
+    at, width, power: of ODD.
     """
 
     name: str
@@ -45,6 +47,10 @@ class ScaleForm:
     count: int
     supers: int = 0
     has_min: bool = False
+    halves: bool = False
+    at: tuple[int, int] = (0, 0)
+    width: int = 4
+    power: int = 0
 
 
 #: d.
@@ -55,11 +61,21 @@ F16_MIN = ScaleForm("f16_min", torch.float16, 2, has_min=True)
 E8M0 = ScaleForm("e8m0", torch.uint8, 1)
 #: d * scale.
 I8 = ScaleForm("i8", torch.int8, 1, supers=1)
-I8_HALVES = ScaleForm("i8_halves", torch.int8, 2, supers=1)
+I8_HALVES = ScaleForm("i8_halves", torch.int8, 2, supers=1, halves=True)
 #: A 6-bit scale and a 6-bit min: d * scale * code - dmin * min.
 U6_MIN = ScaleForm("u6_min", torch.uint8, 2, supers=2, has_min=True)
 #: The same of half groups, in a byte each: scale | min << 4.
-U4_MIN_HALVES = ScaleForm("u4_min_halves", torch.uint8, 2, supers=2, has_min=True)
+U4_MIN_HALVES = ScaleForm("u4_min_halves", torch.uint8, 2, supers=2, has_min=True, halves=True)
+#: A number of e4m3 without a sign; half of it, for a codebook of doubled values.
+UE4M3_HALVES = ScaleForm("ue4m3_halves", torch.uint8, 2, halves=True)
+#: d of 256 elements and nothing else.
+D = ScaleForm("d", torch.uint8, 0, supers=1)
+
+
+def _odd(count: int, first: int, second: int, power: int, width: int = 4) -> ScaleForm:
+    """d * (2 * number + 1) * 2^power: numbers of `width` bits, of the halves from bits `first` and `second` on of a
+    group's `count` bytes, among which others may lie."""
+    return ScaleForm("odd", torch.uint8, count, 1, halves=first != second, at=(first, second), width=width, power=power)
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,10 @@ class Packing:
 
     A value is scale * (code - offset), or what `scale` says where that has mins. bits: of a code in `quants`;
     high_bits: of a code in `high`, above those; signed: codes are int8; codebook: values that codes stand for (int8),
-    None: the code itself.
+    None: the code itself; grid: codes are what a table has by numbers of `bits` (packing_grids.py), None: they lie in
+    the planes. high_type: of `high`'s elements. ternary: codes are digits of base 3, five in a byte, and planes are by
+    256 elements: `quants` has 12 words whose digit n of byte i is element 32n + i, or 160 + 16n + (i - 32) from byte 32
+    on, `high` one word of elements 240 + 4n + i.
     """
 
     kind: str
@@ -78,6 +97,9 @@ class Packing:
     offset: int = 0
     signed: bool = False
     codebook: tuple[int, ...] | None = None
+    grid: Grid | None = None
+    high_type: torch.dtype = torch.int32
+    ternary: bool = False
 
     @property
     def scale_type(self) -> torch.dtype:
@@ -100,7 +122,7 @@ class Packing:
 
     @property
     def high_words(self) -> int:
-        """int32 words of a group's `high`."""
+        """Elements of a group in `high`."""
         return self.high_bits * GROUP // 32
 
     @property
@@ -111,6 +133,26 @@ class Packing:
 _IQ4 = tuple(gguf.quants.IQ4_NL.kvalues)
 #: Twice e2m1's values. (gguf has them too, but not in every version that will do for the rest.)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _with_signs(*values: int) -> tuple[int, ...]:
+    """A codebook of values and then the same less than zero; of four, a code's fourth bit says nothing."""
+    both = values + tuple(-v for v in values)
+    return both * (16 // len(both))
+
+
+_IQ2 = _with_signs(8, 25, 43, 0)
+_IQ2_XXS_GRID = Grid(_IQ2[:3], signs=Field("scales"), even=True)
+_IQ2_XS_GRID = Grid(_IQ2[:3], more=Field("quants", 28), signs=Field("quants"), even=True)
+_IQ2_S_GRID = Grid(_IQ2[:3], more=Field("scales", 8, 2, 2), signs=Field("quants"))
+_IQ3_XXS = _with_signs(4, 12, 20, 28, 36, 44, 52, 62)
+_IQ3_XXS_GRID = Grid(_IQ3_XXS[:8], 4, signs=Field("scales"), even=True)
+_IQ3_S = _with_signs(1, 3, 5, 7, 9, 11, 13, 15)
+_IQ3_S_GRID = Grid(_IQ3_S[:8], 4, more=Field("scales", 8), signs=Field("high"))
+#: Eight times -1, 0 and 1, each moved by 1, or with a minus sign by -1.
+_IQ1 = (-7, 1, 9, 0, -9, -1, 7, 0) * 2
+_IQ1_S_GRID = Grid((-1, 0, 1), more=Field("scales", 0, 3, 3), sign=Field("scales", 15, step=0))
+_IQ1_M_GRID = Grid((-1, 0, 1), more=Field("high", 0, 3, 4), sign=Field("high", 3, step=4))
 
 _PACKINGS = {
     p.kind: p
@@ -128,6 +170,16 @@ _PACKINGS = {
         Packing("iq4_nl", 4, 0, F16_SCALE, codebook=_IQ4),
         Packing("iq4_xs", 4, 0, I8, codebook=_IQ4),
         Packing("mxfp4", 4, 0, E8M0, codebook=E2M1),
+        Packing("nvfp4", 4, 0, UE4M3_HALVES, codebook=E2M1),
+        Packing("tq2_0", 2, 0, D, offset=1),
+        Packing("tq1_0", 8, 8, D, offset=1, ternary=True),
+        Packing("iq2_xxs", 1, 0, _odd(4, 28, 28, -3), codebook=_IQ2, grid=_IQ2_XXS_GRID),
+        Packing("iq2_xs", 2, 0, _odd(1, 0, 4, -3), codebook=_IQ2, grid=_IQ2_XS_GRID),
+        Packing("iq2_s", 2, 0, _odd(2, 0, 4, -3), codebook=_IQ2, grid=_IQ2_S_GRID),
+        Packing("iq3_xxs", 2, 0, _odd(4, 28, 28, -2), codebook=_IQ3_XXS, grid=_IQ3_XXS_GRID),
+        Packing("iq3_s", 2, 1, _odd(2, 0, 0, 0), codebook=_IQ3_S, grid=_IQ3_S_GRID),
+        Packing("iq1_s", 1, 0, _odd(2, 12, 12, -3, 3), codebook=_IQ1, grid=_IQ1_S_GRID),
+        Packing("iq1_m", 1, 1, _odd(1, 0, 3, -3, 3), codebook=_IQ1, grid=_IQ1_M_GRID, high_type=torch.int16),
     )
 }
 
@@ -166,12 +218,15 @@ class Packed:
         packing = _PACKINGS[kind]
         dtype(kind).row_size(k)
         groups = k // GROUP
+        blocks = k // 256
         shapes = {
             "quants": (torch.int32, (rows, groups, packing.words)),
-            "high": (torch.int32, (rows, groups, packing.high_words)),
+            "high": (packing.high_type, (rows, groups, packing.high_words)),
             "scales": (packing.scale_type, (rows, groups, packing.scales)),
-            "supers": (torch.float16, (rows, k // 256, packing.supers)),
+            "supers": (torch.float16, (rows, blocks, packing.supers)),
         }
+        if packing.ternary:
+            shapes |= {"quants": (torch.int32, (rows, blocks, 12)), "high": (torch.int32, (rows, blocks, 1))}
         sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in shapes.items()}
         starts, end = {}, 0
         for name, size in sizes.items():
@@ -201,12 +256,47 @@ class Packed:
         assert start % 4 == 0
         return self.memory[start : start + -(-plane.nbytes // 4) * 4].view(torch.int32)
 
+    def planes(self, suffix: str | int = "") -> dict[str, torch.Tensor | None]:
+        """The planes as kernels' arguments `p_quants` and so on with a suffix, None: the type has none.
+
+        Scales and supers are integers as wide as what a group, or 256 elements, have of them.
+        """
+        named = {"quants": self.quants, "high": self.high, "grid": self.grid}
+        named |= {"scales": whole_plane(self.scales), "supers": whole_plane(self.supers)}
+        return {f"p_{name}{suffix}": plane for name, plane in named.items()}
+
+    def word_planes(self) -> dict[str, torch.Tensor | None]:
+        """planes() with scales and supers as int32, however many groups' a word has."""
+        wide = {"scales": self.scales if self.scales.numel() else None, "supers": self.supers}
+        return self.planes() | {f"p_{n}": None if plane is None else self.words(plane) for n, plane in wide.items()}
+
+    @property
+    def grid(self) -> torch.Tensor | None:
+        """The type's grid_table(), which all matrices on a device share; None for types without one."""
+        found = _PACKINGS[self.kind].grid
+        return None if found is None else grid_table(self.kind, found, str(self.memory.device))
+
     def part(self, first: int, last: int) -> Packed:
         """Rows first to last - 1, in the same memory."""
         high = None if self.high is None else self.high[first:last]
         supers = None if self.supers is None else self.supers[first:last]
         quants, scales = self.quants[first:last], self.scales[first:last]
         return Packed(self.kind, last - first, self.k, quants, high, scales, supers, self.memory)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def no_planes(suffix: str | int) -> dict[str, torch.Tensor | None]:
+    """Packed.planes() of no matrix."""
+    return {f"p_{name}{suffix}": None for name in ("quants", "high", "scales", "supers", "grid")}
+
+
+def whole_plane(plane: torch.Tensor | None) -> torch.Tensor | None:
+    """A plane with what it has of a group, or of a block, as one integer."""
+    if plane is None or plane.shape[-1] == 0:
+        return None
+    return plane.view(_INTEGERS[plane.shape[-1] * plane.element_size()])
 
 
 @dataclass(frozen=True)
@@ -250,6 +340,9 @@ _RAW = {
     "iq4_nl": _Raw(_Bits(2, 16, 4, 16), (0, 2)),
     "iq4_xs": _Raw(_Bits(8, 128, 4, 16), (2, 6), None, (0, 2)),
     "mxfp4": _Raw(_Bits(1, 16, 4, 16), (0, 1)),
+    "nvfp4": _Raw(_Bits(4, 32, 4, 8), (0, 4)),
+    "tq1_0": _Raw(_Bits(0, 48, 8, 1), (0, 0), _Bits(48, 4, 8, 1), (52, 2)),
+    "tq2_0": _Raw(_Bits(0, 64, 2, 32), (0, 0), None, (64, 2)),
 }
 
 
@@ -274,8 +367,12 @@ def _slices(rows: int, k: int) -> Iterator[tuple[int, int]]:
 
 
 def _pack_rows(blocks: torch.Tensor, into: Packed) -> None:
-    packing, raw, dt = _PACKINGS[into.kind], _RAW[into.kind], dtype(into.kind)
+    packing, dt = _PACKINGS[into.kind], dtype(into.kind)
     blocks = blocks.reshape(into.rows, into.k // dt.block_size, dt.type_size)
+    if packing.grid is not None:
+        _pack_bits(blocks, into)
+        return
+    raw = _RAW[into.kind]
     _copy(into.quants, _to_plane(_codes(blocks, raw.low), packing.bits))
     if into.high is not None and raw.high is not None:
         _copy(into.high, _to_plane(_codes(blocks, raw.high), packing.high_bits))
@@ -288,9 +385,13 @@ def _pack_rows(blocks: torch.Tensor, into: Packed) -> None:
 
 
 def _unpack_rows(packed: Packed, blocks: torch.Tensor) -> None:
-    packing, raw, dt = _PACKINGS[packed.kind], _RAW[packed.kind], dtype(packed.kind)
+    packing, dt = _PACKINGS[packed.kind], dtype(packed.kind)
     shape = (packed.rows, packed.k // dt.block_size)
     blocks = blocks.view(*shape, dt.type_size)
+    if packing.grid is not None:
+        _unpack_bits(packed, blocks)
+        return
+    raw = _RAW[packed.kind]
 
     def put(span: slice, data: torch.Tensor) -> None:
         blocks[..., span] = data.reshape(*shape, span.stop - span.start)
@@ -302,6 +403,23 @@ def _unpack_rows(packed: Packed, blocks: torch.Tensor) -> None:
     put(_span(raw.scales), _SCALES[packed.kind][1](scales) if packed.kind in _SCALES else scales)
     if packed.supers is not None:
         put(_span(raw.supers), packed.supers.view(torch.uint8))
+
+
+def _pack_bits(blocks: torch.Tensor, into: Packed) -> None:
+    """Raw blocks [rows, blocks, bytes] whose bits go to the planes in other orders."""
+    bits = split_bits(blocks, 1, 1)
+    bits = torch.cat([bits, torch.zeros_like(bits[..., :1])], -1)
+    for name, order in bit_orders(into.kind, str(blocks.device)).items():
+        _copy(getattr(into, name), merge_bits(bits[..., order], 1, 1))
+
+
+def _unpack_bits(packed: Packed, blocks: torch.Tensor) -> None:
+    shape = blocks.shape[:2]
+    bits = torch.empty((*shape, 8 * blocks.shape[2] + 1), dtype=torch.uint8, device=blocks.device)
+    for name, order in bit_orders(packed.kind, str(blocks.device)).items():
+        plane = getattr(packed, name).view(torch.uint8).reshape(*shape, -1)
+        bits[..., order] = split_bits(plane, 1, 1)
+    blocks.copy_(merge_bits(bits[..., :-1], 1, 1))
 
 
 def _span(part: tuple[int, int]) -> slice:
@@ -420,9 +538,12 @@ class PackedBuffer(TritonBuffer):
     def layout(self) -> str:
         """What planes it has."""
         p = _PACKINGS[self.packed.kind]
+        if p.ternary or p.grid is not None:
+            return f"{'digits of base 3' if p.ternary else 'points of a grid and signs'}, float16 of 256"
         parts = [f"{p.bits}-bit codes"]
         parts += [count_text(p.high_bits, "high bit")] if p.high_bits else []
-        parts += [f"{p.scales} {str(p.scale_type).removeprefix('torch.')} scale{'s' * (p.scales > 1)} of 32 elements"]
+        kind = str(p.scale_type).removeprefix("torch.")
+        parts += [f"{p.scales} {kind} scale{'s' * (p.scales > 1)} of 32 elements"] if p.scales else []
         parts += [f"{p.supers} float16 of 256"] if p.supers else []
         return ", ".join(parts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES
 from graphrt.backends.triton.packing import packing_of
 from graphrt.op import op_spec
 from graphrt.ops.rows import WRITABLE
@@ -38,7 +37,7 @@ def _why_not_types(node: Tensor) -> str | None:
         return f"it does not round to {node.dtype.name}"
     decodes = node.op in ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS") or (node.op == "CPY" and source.dtype != node.dtype)
     kind = source.dtype.name
-    if decodes and source.dtype.is_quantized and packing_of(kind) is None and kind not in RARE_TYPES:
+    if decodes and source.dtype.is_quantized and packing_of(kind) is None:
         return f"it has no decoder for {kind}"
     if node.op == "MUL_MAT_ID" and kind == "f64":
         return "it multiplies experts' matrices of f32 at most, not f64"

@@ -148,7 +148,7 @@ def compiled(launch: Launch, arch: str) -> Any:
 
 _POINTERS = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.int32: "i32", torch.int16: "i16", torch.uint16: "u16", torch.int8: "i8", torch.uint8: "u8",
 }  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def _hopper() -> Iterator[tuple[str, Launch]]:
         return f"expert_wgmma {kind} {k} {config.tokens} {act}", launch
 
     *small, (_, large) = hopper._CONFIGS
-    for kind in ("q4_1", "q8_0", "q5_K", "q6_K", "iq4_xs"):
+    for kind in ("q4_1", "q8_0", "q5_K", "q6_K", "iq4_xs", "nvfp4"):
         yield case(kind, 2048, large)
     for kind, act in (("mxfp4", "swiglu_oai"), ("q5_0", "")):
         yield case(kind, 2880, large, act)

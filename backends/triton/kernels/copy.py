@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
 from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.dequantize import dequantize
-from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.rows import block_rows, write_launch
-from graphrt.backends.triton.packing import packing_of
 from graphrt.tensor import Tensor
 
 
@@ -35,12 +32,8 @@ def _decoded(t: Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
     """The values of a quantized tensor as f32 in torch's shape, and the steps that make them."""
     memory = ctx.shared_scratch("decoded copy", 4 * t.n_elements)[: 4 * t.n_elements].view(torch.float32)
     values = memory.view(t.shape)
-    if packing_of(t.dtype.name) is not None:
-        packed, steps = ctx.packed(t)
-        return values, [*steps, dequantize(packed, memory)]
-    rows, kind = block_rows(ctx.view(t)), t.dtype.name
-    decode = partial(dequantize_rare, rows.flatten(0, 2), kind, memory)
-    return values, [Call("dequantize_rare", decode, [rows], [memory])]
+    packed, steps = ctx.packed(t)
+    return values, [*steps, dequantize(packed, memory)]
 
 
 def lower_cpy(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:

@@ -14,21 +14,24 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.common.bits import f16_low
-from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
+from graphrt.backends.triton.kernels.common.grid import point_codes, signs_of
+from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
+from graphrt.backends.triton.kernels.common.ternary import digits, first_words, powers
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
     codebook_half,
     has_codebook,
+    has_grid,
+    has_half_scales,
     has_min,
+    has_scales,
+    has_supers,
     high_bits,
-    scale_form,
+    is_ternary,
 )
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import GROUP, Packed, packing_of
-
-__all__ = ["dequantize", "dequantize_rare", "gather_rows", "group_values", "plane_args"]
 
 #: Groups of a program, and its warps: a group or two a thread, so that all loads of a thread are in flight at once.
 _TILE, _WARPS = 256, 4
@@ -83,59 +86,83 @@ def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.
 
 
 @triton.jit
-def f16_pair(word):
-    """The two f16 of an int32, as f32."""
-    return f16_low(word).to(tl.float32), f16_low(word >> 16).to(tl.float32)
-
-
-@triton.jit
-def group_scales(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
-    """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min ("f16_min": + min)."""
+def grid_codes(p_quants, p_high, p_scales, p_grid, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """group_codes() of types with a grid."""
     group = tl.arange(0, GROUPS)
     live = group < n_live
-    scale = tl.load(p_scales + first + group, mask=live, other=0)
-    if scale_form(KIND) == "f16_min":
-        d, m = f16_pair(scale)
-        return d, d, m, m
-    elif scale_form(KIND) == "e8m0":
-        exponent = scale.to(tl.int32)  # of twice the scale; below 2 the half of it is denormal
-        bits = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
-        d = bits.to(tl.float32, bitcast=True)
-        return d, d, d, d
-    elif has_min(KIND):
-        d, d_min = f16_pair(tl.load(p_supers + first // 8 + group // 8, mask=live, other=0))
-        a, b = scale.to(tl.int32) & 0xFF, scale.to(tl.int32) >> 8 & 0xFF
-        if scale_form(KIND) == "u4_min_halves":
-            low, high = d * (a & 0xF).to(tl.float32), d * (b & 0xF).to(tl.float32)
-            return low, high, d_min * (a >> 4).to(tl.float32), d_min * (b >> 4).to(tl.float32)
-        else:
-            d, m = d * a.to(tl.float32), d_min * b.to(tl.float32)
-            return d, d, m, m
-    elif scale_form(KIND) == "i8_halves":
-        d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32)
-        low, high = scale.to(tl.int8), (scale >> 8).to(tl.int8)
-        return d * low.to(tl.float32), d * high.to(tl.float32), d, d
-    elif scale_form(KIND) == "i8":
-        d = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0).to(tl.float32) * scale.to(tl.float32)
-        return d, d, d, d
-    else:
-        d = scale.to(tl.float32)
-        return d, d, d, d
+    BITS: tl.constexpr = code_bits(KIND)
+    p_quants += (first + group) * BITS
+    quants = tl.load(p_quants, mask=live, other=0)[:, None]
+    second = quants
+    if BITS == 2:
+        second = tl.load(p_quants + 1, mask=live, other=0)[:, None]
+    scales = tl.load(p_scales + first + group, mask=live, other=0)[:, None]
+    high = scales
+    if high_bits(KIND) > 0:
+        high = tl.load(p_high + first + group, mask=live, other=0)[:, None]
+    signs = signs_of(second, high, scales, KIND)
+    codes = point_codes(p_grid, quants, second, high, scales, signs, tl.arange(0, 4)[None, :], KIND)
+    codes = ((codes[:, :, None] >> (4 * tl.arange(0, 8)[None, None, :])) & 15).reshape(GROUPS, 32)
+    values = looked_up(codes, KIND).to(tl.float32)
+    return tl.split(tl.permute(values.reshape(GROUPS, 2, 16), (0, 2, 1)))
 
 
 @triton.jit
-def group_values(p_quants, p_high, p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+def ternary_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """group_codes() of digits of base 3, of groups of which the first begins a block."""
+    group = tl.arange(0, GROUPS)[:, None]
+    live = group < n_live
+    i = tl.arange(0, 16)[None, :]
+    low_word, top_word = first_words(group % 8)
+    power, top_power = powers(group % 8, i // 4)
+    p_quants += (first // 8 + group // 8) * 12
+    p_top = tl.where(group % 8 == 7, p_high + (first // 8 + group // 8), p_quants + (top_word + i // 4))
+    low = tl.load(p_quants + (low_word + i // 4), mask=live, other=0)
+    top = tl.load(p_top, mask=live, other=0)
+    at = 8 * (i % 4)
+    low, top = (digits(low, power) >> at) & 3, (digits(top, top_power) >> at) & 3
+    return (low - code_offset(KIND)).to(tl.float32), (top - code_offset(KIND)).to(tl.float32)
+
+
+@triton.jit
+def scales_and_mins(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min."""
+    group = tl.arange(0, GROUPS)
+    live = group < n_live
+    if has_scales(KIND):
+        scales = tl.load(p_scales + first + group, mask=live, other=0)
+    if has_supers(KIND):
+        supers = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0)
+    else:
+        supers = scales
+    if not has_scales(KIND):
+        scales = supers
+    if has_half_scales(KIND):
+        low, high, d, m_low, m_high, d_min = half_scales(scales, supers, KIND)
+        return d * low, d * high, d_min * m_low, d_min * m_high
+    else:
+        scale, off = group_scale(scales, supers, KIND)
+        return scale, scale, off, off
+
+
+@triton.jit
+def group_values(
+    p_quants, p_high, p_scales, p_supers, p_grid, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
     """Values of groups `first` to first + n_live - 1 of a packed matrix (rows one after the other).
 
     -> f32 [GROUPS, 16] of elements 0..15 and of 16..31; rows from n_live on hold no values. The pointers: plane_args().
     first: a multiple of 8 for types with supers, int64 where addresses need it; n_live: at most GROUPS.
     """
-    low, high = group_codes(p_quants, p_high, first, n_live, KIND, GROUPS)
-    d_low, d_high, m_low, m_high = group_scales(p_scales, p_supers, first, n_live, KIND, GROUPS)
+    if is_ternary(KIND):
+        low, high = ternary_codes(p_quants, p_high, first, n_live, KIND, GROUPS)
+    elif has_grid(KIND):
+        low, high = grid_codes(p_quants, p_high, p_scales, p_grid, first, n_live, KIND, GROUPS)
+    else:
+        low, high = group_codes(p_quants, p_high, first, n_live, KIND, GROUPS)
+    d_low, d_high, m_low, m_high = scales_and_mins(p_scales, p_supers, first, n_live, KIND, GROUPS)
     low, high = d_low[:, None] * low, d_high[:, None] * high
-    if scale_form(KIND) == "f16_min":
-        low, high = low + m_low[:, None], high + m_high[:, None]
-    elif has_min(KIND):
+    if has_min(KIND):
         low, high = low - m_low[:, None], high - m_high[:, None]
     return low, high
 
@@ -149,23 +176,23 @@ def store_groups(p_out, low, high, n_live, GROUPS: tl.constexpr):
     tl.store(at + 16, high.to(p_out.dtype.element_ty), mask=group < n_live)
 
 
-@accesses(reads="p_quants p_high p_scales p_supers", writes="p_out")
+@accesses(reads="p_quants p_high p_scales p_supers p_grid", writes="p_out")
 @triton.jit
 def dequantize_groups(
-    p_quants, p_high, p_scales, p_supers, p_out, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr
+    p_quants, p_high, p_scales, p_supers, p_grid, p_out, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     """Program i: groups i * GROUPS on, of all rows as one."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
     n_live = tl.minimum(n_groups - first, GROUPS).to(tl.int32)
-    low, high = group_values(p_quants, p_high, p_scales, p_supers, first, n_live, KIND, GROUPS)
+    low, high = group_values(p_quants, p_high, p_scales, p_supers, p_grid, first, n_live, KIND, GROUPS)
     store_groups(p_out + first * 32, low, high, n_live, GROUPS)
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_ids", writes="p_out")
+@accesses(reads="p_quants p_high p_scales p_supers p_grid p_ids", writes="p_out")
 @triton.jit
 def gather_groups(
-    p_quants, p_high, p_scales, p_supers, p_ids, p_out, n_ids, d2, stride_0, stride_1, stride_2, n_rows, n_groups,
-    KIND: tl.constexpr, GROUPS: tl.constexpr,
+    p_quants, p_high, p_scales, p_supers, p_grid, p_ids, p_out, n_ids, d2, stride_0, stride_1, stride_2,
+    n_rows, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): groups j * GROUPS on of the row that index i names; n_groups: of a row; n_rows: of a matrix."""
     i = tl.program_id(0)
@@ -175,7 +202,7 @@ def gather_groups(
     row = tl.load(p_id) + i_matrix.to(tl.int64) * n_rows
     start = tl.program_id(1) * GROUPS
     n_live = tl.minimum(n_groups - start, GROUPS)
-    low, high = group_values(p_quants, p_high, p_scales, p_supers, row * n_groups + start, n_live, KIND, GROUPS)
+    low, high = group_values(p_quants, p_high, p_scales, p_supers, p_grid, row * n_groups + start, n_live, KIND, GROUPS)
     store_groups(p_out + (i.to(tl.int64) * n_groups + start) * 32, low, high, n_live, GROUPS)
 
 
@@ -183,18 +210,12 @@ def plane_args(packed: Packed) -> dict[str, Any]:
     """The planes as the kernels here take them: by name, each in words that a group, or a half of it, is one of."""
     packing = packing_of(packed.kind)
     assert packing is not None
-    quants = packed.quants.view(torch.int64 if packing.bits == 2 else torch.uint8)
-    high, scales, supers = packed.high, packed.scales, packed.supers
-    if high is not None and packing.high_bits == 2:
-        high = high.view(torch.int64)
-    if packing.scales == 2:
-        scales = scales.view(torch.int32 if packing.scale_type is torch.float16 else torch.int16)
-    if supers is not None and packing.supers == 2:
-        supers = supers.view(torch.int32)
-    return {
-        "p_quants": quants, "p_high": quants if high is None else high, "p_scales": scales,
-        "p_supers": scales if supers is None else supers, "KIND": packed.kind,
-    }  # fmt: skip
+    args = packed.planes() | {"KIND": packed.kind}
+    if packing.grid is None and not packing.ternary:
+        args["p_quants"] = packed.quants.view(torch.int64 if packing.bits == 2 else torch.uint8)
+        if packed.high is not None and packing.high_bits == 2:
+            args["p_high"] = packed.high.view(torch.int64)
+    return args
 
 
 def dequantize(packed: Packed, out: torch.Tensor) -> Launch:

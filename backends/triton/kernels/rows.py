@@ -9,14 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.accesses import Call, accesses
+from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.dequantize import gather_rows
-from graphrt.backends.triton.kernels.dequantize_rare import dequantize_rare
 from graphrt.backends.triton.kernels.quantize import BLOCK, store_part, stored, writing_options
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import packing_of
 from graphrt.tensor import Tensor
 
 #: Most elements of a row that one program takes.
@@ -114,34 +112,19 @@ def lower_set_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
 
 def lower_get_rows(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """GET_ROWS: packed rows are decoded where they lie, rows of types that are not packed are taken first."""
+    """GET_ROWS: packed rows are decoded where they lie."""
     node = nodes[0]
     table, ids, out = node["table"], ctx.view(node["ids"]), ctx.view(node)
     if not table.dtype.is_quantized:
         return [read_launch(ctx.view(table), ids, out, ctx)]
-    wanted = ids.torch()[0]
-    if packing_of(table.dtype.name) is not None:
-        packed, steps = ctx.packed(table)
-        return [*steps, gather_rows(packed, wanted, out.data)]
-    return [_rare_rows(block_rows(ctx.view(table)), wanted, table.dtype.name, out.data)]
+    packed, steps = ctx.packed(table)
+    return [*steps, gather_rows(packed, ids.torch()[0], out.data)]
 
 
 def block_rows(view: View) -> torch.Tensor:
     """The rows of a quantized tensor as bytes: uint8 [ne[3], ne[2], ne[1], row bytes]."""
     t = view.tensor
     return view.data.as_strided((*t.ne[:0:-1], t.dtype.row_size(t.ne[0])), (*view.strides[:0:-1], 1))
-
-
-def _rare_rows(rows: torch.Tensor, ids: torch.Tensor, kind: str, out: torch.Tensor) -> Step:
-    """Decodes chosen rows of a type that is not packed. rows: uint8 [d3, d2, n_rows, bytes]; ids: i32 [d3, d2, n]."""
-    d3, d2, _ = ids.shape
-    i3 = torch.arange(d3, device=rows.device)[:, None, None]
-    i2 = torch.arange(d2, device=rows.device)[None, :, None]
-
-    def step() -> None:
-        dequantize_rare(rows[i3, i2, ids.long()].flatten(0, 2), kind, out)
-
-    return Call("dequantize_rare", step, [rows, ids], [out])
 
 
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {

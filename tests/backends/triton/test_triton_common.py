@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,18 +13,21 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from support.gluon_emulator import Gl, Memory, Value, rebuilt
+from support.gluon_emulator import Gl, Memory, Value, rebuilt, run_ptx
 
 from graphrt.backends.triton import device
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from graphrt.backends.triton.kernels.common import gluon_bits
+from graphrt.backends.triton.kernels.common import codebook, gluon_bits, gluon_scales
 from graphrt.backends.triton.kernels.common.bits import f16_low
+from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
 from graphrt.backends.triton.kernels.flash_attn import decode_join, decode_layouts
 from graphrt.backends.triton.kernels.flash_attn.forward import normalized
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
+from graphrt.backends.triton.kernels.kinds import codebook_shift, has_small_codebook
+from graphrt.backends.triton.packing import packing_of
 
 
 @triton.jit
@@ -40,6 +46,66 @@ def test_the_f16_in_a_word() -> None:
     gluon = rebuilt(gluon_bits.f16_low, {"gl": Gl(Memory({}), 4)})(Value(words)).data
     for found in (out.cpu().numpy(), gluon):
         np.testing.assert_array_equal(found.view(np.uint16), low.astype(np.uint16))
+
+
+@triton.jit
+def _scales(p_scales, p_supers, p_out, KIND: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    scales, supers = tl.load(p_scales + i), tl.load(p_supers + i)
+    if HALVES:
+        first, second, d, first_min, second_min, d_min = half_scales(scales, supers, KIND)
+        tl.store(p_out + i, first * d)
+        tl.store(p_out + N + i, second * d)
+    else:
+        scale, off = group_scale(scales, supers, KIND)
+        tl.store(p_out + i, scale)
+        tl.store(p_out + N + i, off)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of f32 that f16 has no place for
+@pytest.mark.parametrize(("kind", "halves"), [("q4_K", False), ("iq4_xs", False), ("mxfp4", False), ("q6_K", True),
+                                              ("nvfp4", True)])  # fmt: skip
+def test_scales(kind: str, halves: bool) -> None:
+    """Each byte that a scale can have; exponents alone and e4m3 have more powers of two in Gluon."""
+    scales = (np.arange(512, dtype=np.int32) * 40503 % 65521).astype(np.int32)
+    supers = np.resize(np.array([0.5, -3.25], np.float16).view(np.int32), 512)
+    where = device.target().device
+    out = torch.zeros(2, 512, device=where)
+    _scales[(1,)](torch.from_numpy(scales).to(where), torch.from_numpy(supers).to(where), out, kind, halves, 512)
+    gl, given = {"gl": Gl(Memory({}), 4)}, (Value(scales), Value(supers), kind)
+    more = 4 if kind in ("mxfp4", "nvfp4") else 0
+    if kind == "nvfp4":
+        found = [rebuilt(gluon_scales.half_ue4m3, gl)(Value(scales), at, more) for at in (0, 8)]
+    elif halves:
+        first, second, d, *_ = rebuilt(gluon_scales.half_scales, gl)(*given)
+        found = [first * d, second * d]
+    else:
+        found = list(rebuilt(gluon_scales.group_scale, gl)(*given, more))
+    np.testing.assert_array_equal(out.cpu().numpy() * np.float32(2.0**more), [x.data for x in found])
+
+
+def _permuted(*given: Any) -> Value:
+    inputs = [np.broadcast_to(g.data if isinstance(g, Value) else np.int32(g), 1 << 12).copy() for g in given]
+    return Value(run_ptx("prmt.b32 $0, $1, $2, $3;", [np.int32], inputs)[0])
+
+
+@pytest.mark.parametrize("kind", ["iq4_nl", "mxfp4", "iq2_xs", "iq3_xxs", "iq3_s", "iq1_s"])
+def test_codebooks_by_byte_permutations(kind: str) -> None:
+    """What NVIDIA's GPUs do with words of eight codes, with and without the shift that makes values small numbers."""
+    scope: dict[str, Any] = dict(vars(codebook))
+    for name in ("_spread", "of_bytes", "of_nibbles"):
+        scope[name] = types.FunctionType(getattr(codebook, name).fn.__code__, scope, name)
+    scope |= {"tl": Gl(Memory({}), 4), "permuted": _permuted}
+    words = np.random.default_rng(3).integers(-(1 << 31), 1 << 31, 1 << 12).astype(np.int32)
+    if has_small_codebook(kind):
+        words &= 0x77777777
+    facts = packing_of(kind)
+    assert facts is not None and facts.codebook is not None
+    codes = words[:, None] >> 4 * np.arange(8) & 15
+    for shift in {0, int(codebook_shift(kind))}:
+        for ptx in (True, False):
+            found = [x.data.view(np.int8).reshape(-1, 4) for x in scope["of_nibbles"](Value(words), kind, shift, ptx)]
+            np.testing.assert_array_equal(np.concatenate(found, 1), np.array(facts.codebook)[codes] + shift)
 
 
 @triton.jit

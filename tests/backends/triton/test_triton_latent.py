@@ -137,7 +137,7 @@ def test_what_takes_which_way() -> None:
         node = ops.mul_mat(Tensor(kind, (k, 8, *w)), Tensor("f32", (k, n, *x)))
         return routed(node, fast).kernel.name == "gemv_heads"
 
-    assert taken("q4_K") and taken("f16") and not taken("iq3_s")
+    assert taken("q4_K") and taken("f16") and taken("iq3_s") and not taken("f64")
     assert taken("q4_K", 2048) and not taken("q4_K", 2304) and taken("f16", 2304)
     assert not taken("f16", n=9) and not taken("f16", w=(1, 1)) and not taken("f16", w=(2, 1))
     assert not taken("f16", w=(4, 2), x=(4, 2))

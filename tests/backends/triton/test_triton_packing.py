@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -23,7 +24,6 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from graphrt.backends.triton.kernels.dequantize import dequantize, gather_rows
-from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, pack, packing_of, unpack
 
 #: Rows and blocks a row: one block; rows and groups that no tile divides; more than a tile of groups.
@@ -43,6 +43,7 @@ def _any_bytes(kind: str, rows: int, blocks: int) -> npt.NDArray[np.uint8]:
     rng = np.random.default_rng(zlib.crc32(kind.encode()))
     raw = rng.integers(0, 256, (rows, blocks * dtype(kind).type_size), dtype=np.uint8)
     raw[0] = 0xFF
+    raw[1:2] = 0x7F
     return raw
 
 
@@ -74,10 +75,10 @@ class _Guarded:
         return self.out.cpu().numpy()
 
 
-def test_every_type_with_values_has_a_way() -> None:
+def test_every_type_with_values_is_packed() -> None:
     # These two hold activations and are in no file; gguf can't decode the newest.
     without = {"q8_1", "q8_K", "q1_0", "q2_0"}
-    assert {*PACKED_TYPES, *RARE_TYPES} == {t.name for t in TYPES.values() if t.is_quantized} - without
+    assert {*PACKED_TYPES} == {t.name for t in TYPES.values() if t.is_quantized} - without
 
 
 @pytest.mark.parametrize("kind", PACKED_TYPES)
@@ -93,7 +94,8 @@ def test_planes(kind: str) -> None:
     """Shapes, alignment, and that no two planes share memory."""
     p, facts = Packed.empty(kind, 5, 768, DEVICE), packing_of(kind)
     assert facts is not None
-    assert p.quants.dtype == torch.int32 and p.quants.shape == (5, 24, facts.words)
+    quants = (5, 3, 12) if facts.ternary else (5, 24, facts.words)
+    assert p.quants.dtype == torch.int32 and p.quants.shape == quants
     assert p.scales.dtype == facts.scale_type and p.scales.shape == (5, 24, facts.scales)
     assert (p.high is not None) == (facts.high_bits > 0) and (p.supers is not None) == (facts.supers > 0)
     planes = [plane for plane in (p.quants, p.high, p.scales, p.supers) if plane is not None]
@@ -131,6 +133,53 @@ def _code(packed: Packed, row: int, group: int, i: int) -> int:
     return (facts.codebook[code] if facts.codebook else code) - facts.offset
 
 
+def _word(plane: torch.Tensor | None, row: int, group: int) -> int:
+    """What a group has in a plane as one number."""
+    return 0 if plane is None else int.from_bytes(plane[row, group].numpy().tobytes(), "little")
+
+
+def _point_value(packed: Packed, row: int, group: int, i: int) -> int:
+    """Element i of a group by gguf's grid, put together as packing_grids.py describes it."""
+    facts, (eight, j) = packing_of(packed.kind), divmod(i, 8)
+    assert facts is not None and facts.grid is not None
+    grid, own = facts.grid, getattr(gguf.quants, packed.kind.upper())
+    own.init_grid()
+    first, second = (int(w) & 0xFFFFFFFF for w in (packed.quants[row, group, 0], packed.quants[row, group, -1]))
+    words = {"quants": second, "high": _word(packed.high, row, group), "scales": _word(packed.scales, row, group)}
+    point, value = divmod(j, grid.size)
+    number = (second if point else first) >> 8 * eight & 255
+    if grid.more is not None:
+        at = grid.more.at + grid.more.step * eight + 4 * point
+        number |= (words[grid.more.plane] >> at & (1 << grid.more.bits) - 1) << 8
+    found = int(own.grid[0, 0, number, value])
+    if grid.sign is not None:  # eighths
+        return 8 * found + (-1 if words[grid.sign.plane] >> grid.sign.at + grid.sign.step * eight & 1 else 1)
+    assert grid.signs is not None
+    signs = [words[grid.signs.plane] >> 4 * n + eight & 1 for n in range(8)]
+    if grid.even:
+        signs[7] = sum(signs[:7]) % 2
+    return -found if signs[j] else found
+
+
+def _digit(packed: Packed, row: int, group: int, i: int) -> int:
+    """Element i of a group of digits of base 3, from -1 on."""
+    block, at = group // 8, group % 8 * 32 + i
+    quants, last = (plane[row, block].view(torch.uint8).tolist() for plane in (packed.quants, packed.high))
+    if at < 160:
+        byte, n = quants[at % 32], at // 32
+    elif at < 240:
+        byte, n = quants[32 + (at - 160) % 16], (at - 160) // 16
+    else:
+        byte, n = last[(at - 240) % 4], (at - 240) // 4
+    return (byte * 3**n % 256 * 3 >> 8) - 1
+
+
+def _odd_scale(packed: Packed, row: int, group: int, half: int) -> float:
+    """A scale of the form "odd", without that of its block."""
+    form = packing_of(packed.kind).scale  # type: ignore[union-attr]
+    return (2 * (_word(packed.scales, row, group) >> form.at[half] & (1 << form.width) - 1) + 1) * 2.0**form.power
+
+
 @pytest.mark.parametrize("kind", PACKED_TYPES)
 def test_planes_are_as_described(kind: str) -> None:
     """Other kernels read planes as packing.py says: one element at a time, by its definition."""
@@ -139,11 +188,18 @@ def test_planes_are_as_described(kind: str) -> None:
     assert facts is not None
     rng = np.random.default_rng(1)
     for row, group, i in zip(rng.integers(0, 2, 64), rng.integers(0, 16, 64), rng.integers(0, 32, 64)):
-        code, half = _code(p, row, group, i), i // 16
+        decoded_by = _point_value if facts.grid else _digit if facts.ternary else _code
+        code, half = decoded_by(p, row, group, i), i // 16
         scales = [float(s) for s in p.scales[row, group]]
         supers = [float(s) for s in p.supers[row, group // 8]] if p.supers is not None else [1.0]
         if kind == "mxfp4":
             value = 2.0 ** (scales[0] - 128) * code
+        elif kind == "nvfp4":
+            value = float(gguf.quants.NVFP4.ue4m3_to_fp32(p.scales[row, group].numpy())[half]) * code
+        elif facts.scale.name == "odd":
+            value = supers[0] * _odd_scale(p, row, group, half) * code
+        elif facts.scale.name == "d":
+            value = supers[0] * code
         elif kind == "q2_K":
             scale = int(scales[half])
             value = supers[0] * (scale & 15) * code - supers[1] * (scale >> 4)
@@ -168,16 +224,13 @@ def test_dequantized(kind: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, that sums of infinity and NaN are NaN
-@pytest.mark.parametrize("kind", [*PACKED_TYPES, *RARE_TYPES])
+@pytest.mark.parametrize("kind", PACKED_TYPES)
 def test_any_bytes_have_gguf_s_values(kind: str) -> None:
     """Denormal, infinite and NaN scales."""
     raw = _any_bytes(kind, 9, 3)
     want = _values(raw, kind)
     out = _nan(want.shape, torch.float32).fill_(123.0)
-    if kind in RARE_TYPES:
-        dequantize_rare(torch.from_numpy(raw).to(DEVICE), kind, out)
-    else:
-        dequantize(_packed(raw, kind), out)()
+    dequantize(_packed(raw, kind), out)()
     np.testing.assert_array_equal(out.cpu().numpy(), want)
 
 
@@ -193,20 +246,6 @@ def test_gathered(kind: str) -> None:
     guarded = _Guarded(want.shape, torch.float32)
     gather_rows(_packed(raw, kind), ids, guarded.out)()
     assert np.array_equal(guarded.values(), want)
-
-
-@pytest.mark.parametrize("kind", RARE_TYPES)
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_rare_types(kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphrt.backends.triton.kernels import dequantize_rare as module
-
-    monkeypatch.setattr(module, "_SLICE", 1024)
-    raw = _blocks(kind, *shape)
-    want = _values(raw, kind)
-    for to in (torch.float32, torch.float16):
-        out = _nan(want.shape, to)
-        dequantize_rare(torch.from_numpy(raw).to(DEVICE), kind, out)
-        assert np.array_equal(out.cpu().numpy(), want.astype(np.float32 if to is torch.float32 else np.float16))
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "q6_K"])

@@ -71,7 +71,7 @@ def kernels(found: Sequence[Segment]) -> dict[str, Any]:
     [
         (1, ("q4_K", "q6_K"), Form.Q8), (8, ("q4_K", "q2_K"), Form.Q8), (9, ("q4_K", "q6_K"), Form.F16_ORDERED),
         (64, ("q4_K", "q4_K"), Form.F16_ORDERED), (9, ("q4_K", "q2_K"), Form.F16), (65, ("q4_K", "q6_K"), Form.F16),
-        (9, ("q4_K", "f16"), Form.AS_IS), (9, ("q4_K", "iq2_xs"), Form.AS_IS),
+        (9, ("q4_K", "f16"), Form.AS_IS), (9, ("q4_K", "iq2_xs"), Form.F16),
     ],
 )  # fmt: skip
 def test_a_norm_has_the_form_that_its_readers_agree_on(n: int, kinds: tuple[str, str], form: Form) -> None:

@@ -50,13 +50,13 @@ def _store(
     tl.store(p_out + pair[None, :] * m + row[:, None], acc, mask=m_row[:, None] & m_pair[None, :])
 
 
-_GENERAL = ("bias_row", "m", "k_steps", "n_expert", "held_from", "n_held", "used", "x_slots")
+_GENERAL = ("bias_row", "m", "k_steps", "n_expert", "used", "x_slots")
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_x p_factors p_bias p_first p_sorted", writes="p_out")
+@accesses(reads="p_quants p_high p_scales p_supers p_grid p_x p_factors p_bias p_first p_sorted", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def expert_gemm_packed(
-    p_quants, p_high, p_scales, p_supers, p_x, p_factors, p_bias, bias_row, p_first, p_sorted, p_out,
+    p_quants, p_high, p_scales, p_supers, p_grid, p_x, p_factors, p_bias, bias_row, p_first, p_sorted, p_out,
     m, k, k_steps, n_expert, used, x_slots,
     KIND: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, SORTED: tl.constexpr,
     EVEN: tl.constexpr, HAS_FACTORS: tl.constexpr, PTX: tl.constexpr,
@@ -74,7 +74,7 @@ def expert_gemm_packed(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     matrix = tl.where(inside, expert, 0).to(tl.int64)
     acc = packed_sums(
-        p_quants, p_high, p_scales, p_supers, matrix * m + tl.minimum(row, m - 1), p_x, x_row, k, 0, k_steps,
+        p_quants, p_high, p_scales, p_supers, p_grid, matrix * m + tl.minimum(row, m - 1), p_x, x_row, k, 0, k_steps,
         KIND, STEP, EVEN, PTX,
     )  # fmt: skip
     _store(acc, p_out, p_factors, p_bias, bias_row, expert, inside, pair, x_row, m_pair, row, m, HAS_FACTORS)
@@ -84,21 +84,18 @@ def expert_gemm_packed(
 @triton.jit(do_not_specialize=_GENERAL)
 def expert_gemm_plain(
     p_w, row_step, expert_step, p_x, p_factors, p_bias, bias_row, p_first, p_sorted, p_out,
-    m, k, k_steps, n_expert, held_from, n_held, used, x_slots,
+    m, k, k_steps, n_expert, used, x_slots,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, SORTED: tl.constexpr, EVEN: tl.constexpr,
     HAS_FACTORS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same for weights of f16, bf16 or f32, x of their type; STEP: elements of k. Strides are in elements.
-
-    held_from, n_held: the experts whose weights there are; tiles of others are left out.
-    """
+    """The same for weights of f16, bf16 or f32, x of their type; STEP: elements of k. Strides are in elements."""
     expert, start, stop = tile_of(p_first, tl.program_id(1), n_expert, TOKENS, SORTED)
-    inside = (expert >= held_from) & (expert < held_from + n_held)
-    if (expert > n_expert) | (~inside & ((expert != n_expert) | (held_from != 0))):
+    if expert > n_expert:
         return
+    inside = expert < n_expert
     pair, x_row, m_pair = _pairs_of(p_sorted, start, stop, used, x_slots, TOKENS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    p_w += tl.where(inside, expert - held_from, 0).to(tl.int64) * expert_step
+    p_w += tl.where(inside, expert, 0).to(tl.int64) * expert_step
     at = tl.minimum(row, m - 1).to(tl.int64) * row_step
     acc = plain_sums(p_w, at, p_x, x_row, k, 0, k_steps, STEP, EVEN, WIDEN, PRECISION)
     _store(acc, p_out, p_factors, p_bias, bias_row, expert, inside, pair, x_row, m_pair, row, m, HAS_FACTORS)
@@ -106,15 +103,13 @@ def expert_gemm_plain(
 
 def expert_gemm(
     target: Target, weight: Packed | View, n_expert: int, x: Activations, pairs: Pairs, out: torch.Tensor,
-    bias: torch.Tensor | None = None, held: range | None = None, config: Config | None = None,
+    bias: torch.Tensor | None = None, config: Config | None = None,
 ) -> Launch:  # fmt: skip
     """Every pair's row of out, f32 [pairs, m]: its expert's matrix times its row of x, plus its bias.
 
     weight: all experts' packed rows, or a plain tensor [k, m, n_expert] whose rows' elements lie side by side, of x's
-    type. x: as many rows as tokens or as pairs. bias: f32 [n_expert, m]. held: the experts that `weight` has, if not
-    all (of plain weights); others' rows of out are left as they are, rows of no expert are NaN if it has the first.
+    type. x: as many rows as tokens or as pairs. bias: f32 [n_expert, m]. Rows of no expert are NaN.
     """
-    held = held or range(n_expert)
     m, kind = out.shape[1], weight.kind
     c = config or find_config(target.arch, kind, -(-pairs.count // n_expert))
     tokens = min(c.tokens, max(16, triton.next_power_of_2(-(-pairs.count // n_expert))))
@@ -127,27 +122,20 @@ def expert_gemm(
         "TOKENS": tokens, "SORTED": pairs.groups, "EVEN": even, "HAS_FACTORS": x.factors is not None,
     }  # fmt: skip
     if isinstance(weight, Packed):
-        assert len(held) == n_expert
         kernel, more = expert_gemm_packed, _packed_arguments(weight, target, c)
     else:
-        kernel, more = expert_gemm_plain, _plain_arguments(weight, held, target, c)
+        kernel, more = expert_gemm_plain, _plain_arguments(weight, target, c)
     grid = (-(-m // c.rows), pairs.tiles(tokens))
     return Launch(kernel, grid, args | more, {"num_warps": c.warps, "num_stages": c.stages})
 
 
 def _packed_arguments(w: Packed, target: Target, c: Config) -> dict[str, Any]:
-    return {
-        "p_quants": w.quants, "p_high": w.quants if w.high is None else w.high,
-        "p_scales": w.words(w.scales.view(torch.uint8).view(-1)),
-        "p_supers": w.quants if w.supers is None else w.words(w.supers), "KIND": w.kind, "STEP": c.width // 32,
-        "PTX": target.is_nvidia,
-    }  # fmt: skip
+    return {**w.word_planes(), "KIND": w.kind, "STEP": c.width // 32, "PTX": target.is_nvidia}
 
 
-def _plain_arguments(w: View, held: range, target: Target, c: Config) -> dict[str, Any]:
+def _plain_arguments(w: View, target: Target, c: Config) -> dict[str, Any]:
     exact = w.kind == "f32"
     return {
-        "p_w": w.data, "held_from": held.start, "n_held": len(held),
-        "row_step": w.strides[1], "expert_step": w.strides[2], "STEP": c.width,
+        "p_w": w.data, "row_step": w.strides[1], "expert_step": w.strides[2], "STEP": c.width,
         "WIDEN": exact or target.arch == "interpreter", "PRECISION": "ieee" if exact else "tf32",
     }  # fmt: skip

@@ -22,21 +22,18 @@ from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, uses_ptx
-from graphrt.backends.triton.kernels.products.gemv import (
-    GemvConfig,
-    config_for,
-    dense_products,
-    products,
-    whole_plane,
-)
+from graphrt.backends.triton.kernels.products.gemv import GemvConfig, config_for
+from graphrt.backends.triton.kernels.products.gemv_packed import products
+from graphrt.backends.triton.kernels.products.gemv_plain import dense_products
 from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import Packed
+from graphrt.backends.triton.packing import Packed, no_planes
 
 
 @triton.jit
 def _packed_rows(
-    p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1, expert, m, row, x_row, x_rows,
+    p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_quants1, p_high1, p_scales1, p_supers1, p_grid1, expert, m,
+    row, x_row, x_rows,
     p_q, p_d, p_s, KIND0: tl.constexpr, KIND1: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr, U: tl.constexpr,
     G: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -47,9 +44,9 @@ def _packed_rows(
     if KIND1 != "":
         planes1 = planes_from(p_quants1, p_high1, p_scales1, p_supers1, first, KIND1)
     return products(
-        planes[0], planes[1], planes[2], planes[3], planes1[0], planes1[1], planes1[2], planes1[3], row,
-        tl.arange(0, 1) + x_row, x_rows, p_q, p_d, p_s, None, 0, None, 0.0, KIND0, KIND1, "q8", PARTS, NG, U, G, PTX,
-        False,
+        planes[0], planes[1], planes[2], planes[3], p_grid0, planes1[0], planes1[1], planes1[2], planes1[3], p_grid1,
+        row, tl.arange(0, 1) + x_row, x_rows, p_q, p_d, p_s, None, 0, None, 0.0, KIND0, KIND1, "q8", PARTS, NG, U, G,
+        PTX, False,
     )  # fmt: skip
 
 
@@ -106,14 +103,14 @@ _GENERAL = [
 @accesses(
     reads=(
         "p_quants0 p_high0 p_scales0 p_supers0 p_bias0 p_quants1 p_high1 p_scales1 p_supers1 p_bias1 p_q "
-        "p_d p_s p_ids p_factors"
+        "p_d p_s p_ids p_factors p_grid0 p_grid1"
     ),
     writes="p_out",
 )
 @triton.jit(do_not_specialize=_GENERAL)
 def packed_expert_gemv(
-    p_quants0, p_high0, p_scales0, p_supers0, p_bias0, bias_row0,
-    p_quants1, p_high1, p_scales1, p_supers1, p_bias1, bias_row1,
+    p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_bias0, bias_row0,
+    p_quants1, p_high1, p_scales1, p_supers1, p_grid1, p_bias1, bias_row1,
     p_q, p_d, p_s, p_ids, ids0, ids1, p_factors, factor0, factor1, p_out, m, n_expert, used, x_slots, x_rows, alpha,
     limit, KIND0: tl.constexpr, KIND1: tl.constexpr, GLU: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr,
     U: tl.constexpr, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -134,7 +131,8 @@ def packed_expert_gemv(
         token, slot = pair // used, pair % used
         expert, inside = _expert_of(p_ids + token * ids1 + slot * ids0, n_expert)
         y, y1 = _packed_rows(
-            p_quants0, p_high0, p_scales0, p_supers0, p_quants1, p_high1, p_scales1, p_supers1, expert, m, row,
+            p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_quants1, p_high1, p_scales1, p_supers1, p_grid1,
+                expert, m, row,
             token * x_slots + tl.minimum(slot, x_slots - 1), x_rows, p_q, p_d, p_s, KIND0, KIND1, PARTS, NG, U, G, PTX,
         )  # fmt: skip
         y = _finished(y, y1, p_bias0, bias_row0, p_bias1, bias_row1, expert, inside, at, m_out, alpha, limit, GLU)
@@ -145,7 +143,7 @@ def packed_expert_gemv(
         for slot in range(used):
             expert, inside = _expert_of(p_ids + token * ids1 + slot * ids0, n_expert)
             y, y1 = _packed_rows(
-                p_quants0, p_high0, p_scales0, p_supers0, None, None, None, None, expert, m, row,
+                p_quants0, p_high0, p_scales0, p_supers0, p_grid0, None, None, None, None, None, expert, m, row,
                 token * x_slots + tl.minimum(slot, x_slots - 1), x_rows, p_q, p_d, p_s, KIND0, "", PARTS, NG, U, G, PTX,
             )  # fmt: skip
             y = _finished(y, y1, p_bias0, bias_row0, None, 0, expert, inside, at, m_out, alpha, limit, "")
@@ -274,9 +272,7 @@ def _weights(i: int, e: Experts | None, first: Experts) -> dict[str, Any]:
     if isinstance(first.weight, Packed):
         w = e.weight if e else None
         assert w is None or isinstance(w, Packed)
-        planes = (None,) * 4 if w is None else (w.quants, w.high, whole_plane(w.scales), whole_plane(w.supers))
-        named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
-        return named | {f"KIND{i}": w.kind if w else ""}
+        return (no_planes(i) if w is None else w.planes(i)) | {f"KIND{i}": w.kind if w else ""}
     plain = e.weight if e else None
     assert plain is None or isinstance(plain, torch.Tensor)
     steps = (0, 0) if plain is None else (plain.stride(1), plain.stride(0))

@@ -15,13 +15,13 @@ from graphrt.backends.triton.kernels.experts.gather import MAX_ROW
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.experts.wgmma import Form, expert_wgmma
 from graphrt.backends.triton.kernels.products.activations import GLU_KINDS
-from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP, scale_words
+from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP
 from graphrt.backends.triton.kernels.products.gemm_small.mma_launch import KINDS
 from graphrt.backends.triton.kernels.products.gemm_small.wgmma import x_shared
 from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import PRODUCER, ROWS, registers_of
 from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.backends.triton.packing import Packed, packing_of, whole_plane
 
 #: Gates that it joins.
 GATES = (*GLU_KINDS, "swiglu_oai")
@@ -114,11 +114,9 @@ def launch(
 def _planes(suffix: str, matrices: Matrices) -> dict[str, Any]:
     """A matrix' planes and bias by the kernel's names. For planes that aren't there stand the quants."""
     w, bias = matrices.weight, matrices.bias
-    supers = w.quants
-    if w.supers is not None:
-        supers = w.supers.view(torch.int32 if w.supers.shape[-1] == 2 else torch.int16)
+    supers = w.quants if w.supers is None else whole_plane(w.supers)
     return {
         f"p_quants{suffix}": w.quants, f"p_high{suffix}": w.quants if w.high is None else w.high,
-        f"p_scales{suffix}": scale_words(w), f"p_supers{suffix}": supers, f"p_bias{suffix}": bias,
+        f"p_scales{suffix}": whole_plane(w.scales), f"p_supers{suffix}": supers, f"p_bias{suffix}": bias,
         f"bias{suffix}_step": 0 if bias is None else bias.stride(0),
     }  # fmt: skip

@@ -1,19 +1,16 @@
 """The launches of planned MUL_MAT_IDs (products/plan.py), alone and with what fusions.py joins to them.
 
-gemv.py: few pairs of token and expert. wgmma.py and gemm.py: more of them, sorted by expert (pairs.py). Types that are
-not packed are dequantized before, some experts at a time. Nothing here depends on what ids hold.
+gemv.py: few pairs of token and expert. wgmma.py and gemm.py: more of them, sorted by expert (pairs.py). Nothing here
+depends on what ids hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
-from graphrt.backends.triton.accesses import Call
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.elementwise import Operand, elementwise_launch
 from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.fusions import ExpertSum, expert_gate_up, expert_sum
@@ -23,7 +20,6 @@ from graphrt.backends.triton.kernels.experts.gemv import Experts, expert_gemv
 from graphrt.backends.triton.kernels.experts.hopper import Matrices
 from graphrt.backends.triton.kernels.experts.pairs import listed_tiles, sorted_pairs
 from graphrt.backends.triton.kernels.experts.sums import lower_add_id, weighted_sum_launch
-from graphrt.backends.triton.kernels.products import gemm_large
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, quantize_rows
 from graphrt.backends.triton.kernels.products.emit import q8_scratch, with_whole_rows
 from graphrt.backends.triton.kernels.products.forms import Form, q8_copy
@@ -31,7 +27,6 @@ from graphrt.backends.triton.kernels.products.fusions import Products
 from graphrt.backends.triton.kernels.products.half import Activations, Gate, in_type
 from graphrt.backends.triton.kernels.products.plan import Made, Part, plan_of
 from graphrt.backends.triton.kernels.products.product import Product
-from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.fusion import Fusion
 from graphrt.op import made_by
@@ -170,38 +165,12 @@ def _gemm(part: Part, out: torch.Tensor, ctx: Context, converted: dict[Form, Act
     pairs, sorting = sorted_pairs(_ids(product), w.ne[2], ctx)
     bias = _bias(product, ctx)
     steps = [*steps, *sorting]
-    if w.dtype.name in RARE_TYPES:
-        return steps + _rare(product, x, out, ctx, bias)
     weight: Packed | View
     if packing_of(w.dtype.name) is not None:
         weight, more = ctx.packed(w)
     else:
         weight, more = with_whole_rows(w, ctx)
     return [*steps, *more, expert_gemm(ctx.target, weight, w.ne[2], x, pairs, out, bias)]
-
-
-def _rare(product: Product, x: Activations, out: torch.Tensor, ctx: Context, bias: torch.Tensor | None) -> list[Step]:
-    """Types that aren't packed: some experts at a time as f16 in scratch, all of them, whichever ids ask for."""
-    w = product.weight
-    k, m, n_expert, _ = w.ne
-    blocks, kind = block_rows(ctx.view(w))[0], w.dtype.name
-    step = max(1, gemm_large.SCRATCH // (2 * k * m))
-    pairs, _ = sorted_pairs(_ids(product), n_expert, ctx)
-    steps: list[Step] = []
-
-    def values(part: torch.Tensor, memory: torch.Tensor) -> Step:
-        decode = partial(dequantize_rare, part.flatten(0, 1), kind, memory)
-        return Call("dequantize_rare", decode, [part], [memory])
-
-    for first in range(0, n_expert, step):
-        held = range(first, min(first + step, n_expert))
-        nbytes = 2 * k * m * len(held)
-        memory = ctx.shared_scratch("weights in f16", nbytes)[:nbytes].view(torch.float16)
-        like = Tensor("f16", (k, m, len(held)))
-        weight = View(like, memory, _strides(like))
-        steps += [values(blocks[held.start : held.stop], memory.view(-1, k))]
-        steps += [expert_gemm(ctx.target, weight, n_expert, x, pairs, out, bias, held)]
-    return steps
 
 
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {

@@ -25,13 +25,11 @@ from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.kinds import has_supers
 from graphrt.backends.triton.kernels.products.gemm_small.layouts import words_layout
-from graphrt.backends.triton.kernels.products.gemm_small.mma import (
+from graphrt.backends.triton.kernels.products.gemm_small.operands import halves_of, keeps_shift, scales_of
+from graphrt.backends.triton.kernels.products.gemm_small.rings import (
     allocate_codes,
     copy_codes,
-    halves_of,
-    keeps_shift,
     rows_in_plane,
-    scales_of,
     steps_of_codes,
 )
 from graphrt.backends.triton.kernels.products.gemm_small.wgmma import (

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.kernels.dequantize_rare import RARE_TYPES, dequantize_rare
 from graphrt.backends.triton.kernels.products import gemm_large
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, quantize_rows
 from graphrt.backends.triton.kernels.products.forms import Form, f16_in_place, q8_copy, q8_in_place
@@ -29,7 +27,6 @@ from graphrt.backends.triton.kernels.products.half import (
 from graphrt.backends.triton.kernels.products.plan import Made, Part, Planned
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.products.route import SMALL_MMA
-from graphrt.backends.triton.kernels.rows import block_rows
 from graphrt.backends.triton.launch import Launch, without_early_start
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.op import made_by
@@ -253,8 +250,6 @@ class _Job:
             packed, steps = self.ctx.packed(self.w)
             sums, made = self._small_packed(packed) if small else self._large_packed(packed)
             return sums, steps + made
-        if self.w.dtype.name in RARE_TYPES:
-            return self._large_rare()
         return self._small_plain() if small else self._large_plain()
 
     def _small_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
@@ -272,16 +267,6 @@ class _Job:
     def _large_packed(self, packed: Packed) -> tuple[Sums, list[Step]]:
         m = self.w.ne[1]
         return self._each(lambda i, x, out: gemm_large.packed_steps(packed, i * m, m, x, out, self.ctx))
-
-    def _large_rare(self) -> tuple[Sums, list[Step]]:
-        """Types that aren't packed: their blocks as they are."""
-        blocks, k = block_rows(self.ctx.view(self.w)), self.w.ne[0]
-        values = partial(_rare_values, kind=self.w.dtype.name)
-
-        def steps(i: int, x: torch.Tensor, out: torch.Tensor) -> list[Step]:
-            return gemm_large.raw_steps(blocks[divmod(i, self.w.ne[2])], values, k, x, out, self.ctx)
-
-        return self._each(steps)
 
     def _large_plain(self) -> tuple[Sums, list[Step]]:
         matrices = self.ctx.view(self.w).torch()
@@ -319,13 +304,9 @@ class _Job:
 def each_steps(w: Tensor, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
     """w's matrices, which lie one after the other, each times its own of x, [count, n, k] in the type that they are
     multiplied in, to out, f32 [count, n, m]. Of x and out elements of a row lie side by side."""
-    kind, m = w.dtype.name, w.ne[1]
-    if packing_of(kind) is not None:
+    if packing_of(w.dtype.name) is not None:
         packed, steps = ctx.packed(w)
-        return [*steps, *gemm_large.packed_each_steps(packed, m, x, out, ctx)]
-    if kind in RARE_TYPES:
-        blocks = _in_a_row(block_rows(ctx.view(w)))
-        return gemm_large.raw_each_steps(blocks, partial(_rare_values, kind=kind), x, out, ctx)
+        return [*steps, *gemm_large.packed_each_steps(packed, w.ne[1], x, out, ctx)]
     return [gemm_large.multiply_each_step(x, _in_a_row(ctx.view(w).torch()), out)]
 
 
@@ -335,7 +316,3 @@ def _in_a_row(t: torch.Tensor) -> torch.Tensor:
         return t[:, 0]
     assert t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
     return t.flatten(0, 1)
-
-
-def _rare_values(blocks: torch.Tensor, out: torch.Tensor, kind: str) -> None:
-    dequantize_rare(blocks.flatten(0, -2), kind, out)

@@ -6,7 +6,7 @@ Several matrices, each with tokens of its own, are dequantized and multiplied to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -66,18 +66,6 @@ def packed_steps(packed: Packed, first: int, m: int, x: torch.Tensor, out: torch
     return steps
 
 
-def raw_steps(
-    blocks: torch.Tensor, values: Callable[[torch.Tensor, torch.Tensor], None], k: int, x: torch.Tensor,
-    out: torch.Tensor, ctx: Context,
-) -> list[Step]:  # fmt: skip
-    """The same for raw blocks, uint8 [m, row bytes], whose values(blocks, f16 [rows, k]) writes."""
-    steps: list[Step] = []
-    for a, b in _slices(blocks.shape[0], k):
-        w = _scratch(b - a, k, ctx)
-        steps += [_values_step(values, blocks[a:b], w), multiply_step(x, w, out[:, a:b])]
-    return steps
-
-
 def packed_each_steps(packed: Packed, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
     """Packed matrices of m rows each, one after the other, times x, f16 [count, n, k], to out, f32 [count, n, m]."""
     steps: list[Step] = []
@@ -89,18 +77,6 @@ def packed_each_steps(packed: Packed, m: int, x: torch.Tensor, out: torch.Tensor
     return steps
 
 
-def raw_each_steps(
-    blocks: torch.Tensor, values: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, out: torch.Tensor,
-    ctx: Context,
-) -> list[Step]:  # fmt: skip
-    """The same for raw blocks, uint8 [count, m, row bytes]; values(blocks, f16 [rows of all, k]) writes theirs."""
-    steps: list[Step] = []
-    for matrices, rows in _pieces(x.shape[0], blocks.shape[1], x.shape[-1]):
-        w = _scratch(_size(matrices) * _size(rows), x.shape[-1], ctx)
-        steps += [_values_step(values, blocks[matrices, rows], w), _each_step(x, w, out, matrices, rows)]
-    return steps
-
-
 def _each_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, matrices: slice, rows: slice) -> Step:
     """The product with some rows of some matrices: w [matrices * rows, k]."""
     each = w.view(_size(matrices), _size(rows), -1)
@@ -109,10 +85,6 @@ def _each_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, matrices: sl
 
 def multiply_each_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
     return Call("multiply_each", partial(multiply_each, x, w, out), [x, w], [out])
-
-
-def _values_step(values: Callable[[torch.Tensor, torch.Tensor], None], blocks: torch.Tensor, out: torch.Tensor) -> Step:
-    return Call("dequantize_rare", partial(values, blocks, out), [blocks], [out])
 
 
 def _size(part: slice) -> int:

@@ -16,16 +16,9 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.products.activations import parts_of, uses_ptx
-from graphrt.backends.triton.kernels.products.gemv import (
-    MAX_ALONE,
-    MAX_INLINE,
-    MAX_TOKENS,
-    GemvConfig,
-    config_for,
-    dense_products,
-    products,
-    whole_plane,
-)
+from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE, MAX_TOKENS, GemvConfig, config_for
+from graphrt.backends.triton.kernels.products.gemv_packed import products
+from graphrt.backends.triton.kernels.products.gemv_plain import dense_products
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed
 
@@ -54,10 +47,14 @@ def _store(y, p_out, out_row, first, i_row, m, first_token, n, G: tl.constexpr):
     tl.store(p_out + token.to(tl.int64) * out_row + row, tl.broadcast_to(y[None], (G, W, R, N)), mask=mine)
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_x", writes="p_out", early="p_quants p_high p_scales p_supers")
+@accesses(
+    reads="p_quants p_high p_scales p_supers p_grid p_x",
+    writes="p_out",
+    early="p_quants p_high p_scales p_supers p_grid",
+)
 @triton.jit(do_not_specialize=["out_row", "out_head", "m", "n"])
 def packed_head_gemv(
-    p_quants, p_high, p_scales, p_supers, p_x, x_row, x_head, p_out, out_row, out_head, m, n,
+    p_quants, p_high, p_scales, p_supers, p_grid, p_x, x_row, x_head, p_out, out_row, out_head, m, n,
     KIND: tl.constexpr, X_FORM: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr, N: tl.constexpr,
     TURNS: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,9 +69,10 @@ def packed_head_gemv(
     first, i_row = _first_rows(R, W)
     for turn in tl.static_range(TURNS):
         y, _ = products(
-            p_quants, p_high, p_scales, p_supers, None, None, None, None, tl.minimum(first + i_row, m - 1),
-            tl.minimum(turn * N + tl.arange(0, N), n - 1), n, None, None, None, p_x + head * x_head, x_row, None, 0.0,
-            KIND, "", X_FORM, PARTS, NG, U, G, PTX, PDL and turn == 0,
+            p_quants, p_high, p_scales, p_supers, p_grid, None, None, None, None, None,
+            tl.minimum(first + i_row, m - 1), tl.minimum(turn * N + tl.arange(0, N), n - 1), n,
+            None, None, None, p_x + head * x_head, x_row, None, 0.0, KIND, "", X_FORM, PARTS, NG, U, G, PTX,
+            PDL and turn == 0,
         )  # fmt: skip
         _store(y, p_out + head * out_head, out_row, first, i_row, m, turn * N, n, G)
 
@@ -120,9 +118,8 @@ def head_gemv(
         args |= {"p_w": weight, "w_row": weight.stride(1), "w_head": weight.stride(0), "K": k, "U": c.u}
         return Launch(plain_head_gemv, grid, args | {"V": 4 if kind == "f32" else 8}, options)
     assert weight.rows == heads * m and k <= MAX_INLINE
-    args |= {
-        "p_quants": weight.quants, "p_high": weight.high, "p_scales": whole_plane(weight.scales),
-        "p_supers": whole_plane(weight.supers), "KIND": kind, "PARTS": parts_of(k), "NG": k // 32,
+    args |= weight.planes() | {
+        "KIND": kind, "PARTS": parts_of(k), "NG": k // 32,
         "X_FORM": "together" if k > MAX_ALONE else "f32", "TURNS": -(-n // at_once), "PTX": uses_ptx(target),
         "U": max(c.u, 1 << (-(-k // (32 * c.g)) - 1).bit_length()),  # one tile is the row
     }  # fmt: skip

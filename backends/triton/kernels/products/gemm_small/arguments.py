@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.backends.triton.kernels.products.half import Activations, Gate
-from graphrt.backends.triton.packing import Packed, packing_of
+from graphrt.backends.triton.packing import Packed, packing_of, whole_plane
 
 #: Matrices of one launch.
 MAX_SEGMENTS = 3
@@ -17,7 +17,6 @@ MAX_SEGMENTS = 3
 STEP = 128
 #: Shared memory that the system takes for each program, in bytes, and registers of a multiprocessor.
 RESERVED, REGISTERS = 1024, 65536
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +61,9 @@ def arguments(
     return args
 
 
-def scale_words(w: Packed) -> torch.Tensor:
-    """The plane of scales as integers of what a group has."""
-    return w.scales.view(_INTEGERS[w.scales.shape[-1] * w.scales.element_size()])
-
-
 def _segment(i: int, w: Packed, out: torch.Tensor, bias: torch.Tensor) -> dict[str, Any]:
     """The i-th matrix. Supers: as int32; for what isn't there stand quants."""
     supers = w.quants if w.supers is None else w.words(w.supers)
-    planes = (w.quants, w.quants if w.high is None else w.high, scale_words(w), supers)
+    planes = (w.quants, w.quants if w.high is None else w.high, whole_plane(w.scales), supers)
     named = {f"p_{name}{i}": plane for name, plane in zip(("quants", "high", "scales", "supers"), planes)}
     return named | {f"p_out{i}": out, f"p_bias{i}": bias, f"m{i}": w.rows}

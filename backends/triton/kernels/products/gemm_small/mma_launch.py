@@ -26,8 +26,8 @@ from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, packing_of
 
-#: Types that it takes: 4- and 8-bit codes.
-KINDS = tuple(kind for kind in PACKED_TYPES if (packing := packing_of(kind)) is not None and packing.bits >= 4)
+#: Types that it takes: codes of 4 and 8 bits.
+KINDS = tuple(kind for kind in PACKED_TYPES if (p := packing_of(kind)) is not None and p.bits >= 4 and not p.ternary)
 MAX_TOKENS = 64
 
 

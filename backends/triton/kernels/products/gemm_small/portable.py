@@ -13,276 +13,49 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.scales import f16_scale, group_scale, half_scales
+from graphrt.backends.triton.kernels.common.ternary import digits, first_words, powers
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
-    code_offset,
-    codebook_word,
-    has_codebook,
     has_f16_scales,
+    has_half_scales,
+    has_min,
     has_plain_nibbles,
+    has_scales,
     has_supers,
     high_bits,
-    is_signed,
+    is_ternary,
     pairs_of_supers,
     scale_bytes,
-    scale_form,
 )
+from graphrt.backends.triton.kernels.products.gemm_small.unpack import halves, weights
 
 GROUP = tl.constexpr(32)
-
-
-# ---- From words of codes to f16 ----
-
-
-@triton.constexpr_function
-def _unpack_asm(SIGNED, SHIFTED, OFFSET, MODE):
-    """PTX that turns a word's four bytes into f16 weights $0..$3. $4: the word; $5 and $6: scale and what is added.
-
-    SHIFTED: codes are in the bytes' high nibbles. MODE: "d": f16 scale; "dm": f16 scale and min; "s": both f32, in the
-    latter what the codes' bias comes to; "e": f32 scale alone. A byte b under the exponent of 1024 is the f16
-    1024 + b; a code c in a high nibble under that of 64 is 64 + c.
-    """
-    base = "0x54545454" if SHIFTED else "0x64646464"
-    bits = 0x5400 + 16 * OFFSET if SHIFTED else 0x6400 + OFFSET + (128 if SIGNED else 0)  # the bias as an f16
-    both = f"0x{bits:04x}{bits:04x}"
-    lines = [".reg .b32 w, t0, t1;", "mov.b32 w, $4;"]
-    if SIGNED:
-        lines += ["xor.b32 w, w, 0x80808080;"]
-    lines += [f"prmt.b32 t0, w, {base}, 0x4140;", f"prmt.b32 t1, w, {base}, 0x4342;"]
-    if MODE != "s":
-        lines += [".reg .b32 bias;", f"mov.b32 bias, {both};", "sub.f16x2 t0, t0, bias;", "sub.f16x2 t1, t1, bias;"]
-    if MODE in ("d", "dm"):
-        lines += [".reg .b32 d;", "mov.b32 d, {$5, $5};"]
-        if MODE == "d":
-            lines += ["mul.rn.f16x2 t0, t0, d;", "mul.rn.f16x2 t1, t1, d;"]
-        else:
-            lines += [".reg .b32 m;", "mov.b32 m, {$6, $6};"]
-            lines += ["fma.rn.f16x2 t0, t0, d, m;", "fma.rn.f16x2 t1, t1, d, m;"]
-    else:
-        lines += [".reg .b16 h<4>;", ".reg .f32 f<4>;", "mov.b32 {h0, h1}, t0;", "mov.b32 {h2, h3}, t1;"]
-        for i in range(4):
-            lines += [f"cvt.f32.f16 f{i}, h{i};"]
-            lines += [f"fma.rn.f32 f{i}, f{i}, $5, $6;" if MODE == "s" else f"mul.rn.f32 f{i}, f{i}, $5;"]
-        lines += ["cvt.rn.f16x2.f32 t0, f1, f0;", "cvt.rn.f16x2.f32 t1, f3, f2;"]
-    lines += ["mov.b32 {$0, $1}, t0;", "mov.b32 {$2, $3}, t1;"]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@triton.constexpr_function
-def _bias_of(SIGNED, SHIFTED, OFFSET):
-    return (64.0 if SHIFTED else 1024.0) + OFFSET + (128.0 if SIGNED else 0.0)
-
-
-@triton.constexpr_function
-def _mode_of(KIND):
-    if scale_form(KIND) == "f16_min":
-        return "dm"
-    elif has_f16_scales(KIND):
-        return "d"
-    elif is_signed(KIND):
-        return "e"
-    else:
-        return "s"
-
-
-@triton.jit
-def _byte(words, i: tl.constexpr, SIGNED: tl.constexpr, SHIFTED: tl.constexpr):
-    code = (words >> (8 * i)) & 0xFF
-    if SIGNED:
-        code = (code ^ 0x80) - 0x80
-    if SHIFTED:
-        code = code >> 4
-    return code
-
-
-@triton.jit
-def _in_order(b0, b1, b2, b3, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Bytes 0 to 3 of words [ROWS, groups, words] side by side: [ROWS, WIDTH]."""
-    return tl.join(tl.join(b0, b2), tl.join(b1, b3)).reshape(ROWS, WIDTH)
-
-
-@triton.jit
-def _weights(
-    words, scale, add, KIND: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """f16 [ROWS, WIDTH] of codes in the bytes of words [ROWS, groups, n]: scale * (code - offset) + add.
-
-    scale, add: [ROWS, groups]; f16 where the type has f16 scales, else f32. add is for types with mins, and ignored for
-    others.
-    """
-    SIGNED: tl.constexpr = is_signed(KIND)
-    OFFSET: tl.constexpr = code_offset(KIND)
-    MODE: tl.constexpr = _mode_of(KIND)
-    if PTX:
-        if MODE == "s":
-            add = add - _bias_of(SIGNED, SHIFTED, OFFSET) * scale
-        kind: tl.constexpr = "h" if has_f16_scales(KIND) else "f"
-        b0, b1, b2, b3 = tl.inline_asm_elementwise(
-            _unpack_asm(SIGNED, SHIFTED, OFFSET, MODE), "=h,=h,=h,=h,r," + kind + "," + kind,
-            [words, scale[:, :, None], add[:, :, None]], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        return _in_order(b0, b1, b2, b3, ROWS, WIDTH)
-    else:
-        c0 = _byte(words, 0, SIGNED, SHIFTED)
-        c1 = _byte(words, 1, SIGNED, SHIFTED)
-        c2 = _byte(words, 2, SIGNED, SHIFTED)
-        c3 = _byte(words, 3, SIGNED, SHIFTED)
-        scale = scale.to(tl.float32)[:, :, None]
-        w0 = (c0 - OFFSET).to(tl.float32) * scale
-        w1 = (c1 - OFFSET).to(tl.float32) * scale
-        w2 = (c2 - OFFSET).to(tl.float32) * scale
-        w3 = (c3 - OFFSET).to(tl.float32) * scale
-        if MODE == "dm" or MODE == "s":
-            add = add.to(tl.float32)[:, :, None]
-            w0, w1, w2, w3 = w0 + add, w1 + add, w2 + add, w3 + add
-        return _in_order(w0.to(tl.float16), w1.to(tl.float16), w2.to(tl.float16), w3.to(tl.float16), ROWS, WIDTH)
-
-
-@triton.constexpr_function
-def _codebook_asm(KIND):
-    """PTX: the codebook's bytes for a word's nibbles, $0 of the low ones and $1 of the high ones. $2: the word.
-
-    prmt picks bytes by 3 bits of a nibble from 8: from each half of the codebook, then by the fourth bit between these.
-    """
-    t0, t1, t2, t3 = (f"0x{codebook_word(KIND, i):08x}" for i in range(4))
-    return f"""{{
-        .reg .b32 low, high, three, which, t0, t1, t2, t3;
-        mov.b32 t0, {t0};
-        mov.b32 t1, {t1};
-        mov.b32 t2, {t2};
-        mov.b32 t3, {t3};
-        and.b32 three, $2, 0x77777777;
-        and.b32 which, $2, 0x88888888;
-        shr.u32 which, which, 1;
-        or.b32 which, which, 0x32103210;
-        prmt.b32 low, t0, t1, three;
-        prmt.b32 high, t2, t3, three;
-        prmt.b32 low, low, high, which;
-        shr.u32 three, three, 16;
-        shr.u32 which, which, 16;
-        prmt.b32 t0, t0, t1, three;
-        prmt.b32 t2, t2, t3, three;
-        prmt.b32 high, t0, t2, which;
-        prmt.b32 $0, low, high, 0x6420;
-        prmt.b32 $1, low, high, 0x7531;
-        }}"""
-
-
-@triton.jit
-def _look_up(code, KIND: tl.constexpr):
-    """The codebook's byte (0..255) for each 4-bit code."""
-    word = tl.where(
-        code < 8,
-        tl.where(code < 4, codebook_word(KIND, 0), codebook_word(KIND, 1)),
-        tl.where(code < 12, codebook_word(KIND, 2), codebook_word(KIND, 3)),
-    )
-    return ((word >> (8 * (code & 3))) & 0xFF).to(tl.int32)
-
-
-@triton.jit
-def _look_up_bytes(codes, KIND: tl.constexpr):
-    """The same for the four codes in a word's bytes."""
-    found = _look_up(codes & 15, KIND) | (_look_up((codes >> 8) & 15, KIND) << 8)
-    return found | (_look_up((codes >> 16) & 15, KIND) << 16) | (_look_up((codes >> 24) & 15, KIND) << 24)
-
-
-@triton.jit
-def _pairs(words, MASK: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Fields of 2 bits at bits FIRST and FIRST + 4 of each byte as words of their own: [ROWS, GROUPS, 2] to 4."""
-    return tl.join((words >> FIRST) & MASK, (words >> (FIRST + 4)) & MASK).reshape(ROWS, GROUPS, 4)
-
-
-@triton.jit
-def _halves(words, high, KIND: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """Codes as the bytes of words, [ROWS, GROUPS, 4] each: of elements 0..15 of each group, and of 16..31.
-
-    The latter of plain nibbles stay in the bytes' high halves. words: [ROWS, GROUPS, code_bits];
-    high: [ROWS, GROUPS, words], anything where the type has none.
-    """
-    if code_bits(KIND) == 2:
-        low = _pairs(words, 0x03030303, 0, ROWS, GROUPS)
-        top = _pairs(words, 0x03030303, 2, ROWS, GROUPS)
-    elif has_codebook(KIND):
-        if PTX:
-            low, top = tl.inline_asm_elementwise(
-                _codebook_asm(KIND), "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-            )
-        else:
-            low = _look_up_bytes(words, KIND)
-            top = _look_up_bytes(words >> 4, KIND)
-    elif high_bits(KIND) == 0:
-        low = words & 0x0F0F0F0F
-        top = words & -0x0F0F0F10  # 0xF0F0F0F0
-    else:
-        low = words & 0x0F0F0F0F
-        top = (words >> 4) & 0x0F0F0F0F
-    if high_bits(KIND) == 2:
-        low = low | (_pairs(high, 0x03030303, 0, ROWS, GROUPS) << 4)
-        top = top | (_pairs(high, 0x03030303, 2, ROWS, GROUPS) << 4)
-    elif high_bits(KIND) == 1:
-        AT: tl.constexpr = code_bits(KIND)
-        i_word = tl.arange(0, 4)[None, None, :]
-        low = low | (((high >> (2 * i_word)) & 0x01010101) << AT)
-        top = top | (((high >> (2 * i_word + 1)) & 0x01010101) << AT)
-    return low, top
 
 
 # ---- Scales ----
 
 
 @triton.jit
-def _f16_low(bits):
-    """The f16 in the low 16 bits of an int32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _low_byte(scales):
-    """The int8 in the low byte of an integer, as f32; the next one is that of pair >> 8."""
-    return (((scales & 0xFF) ^ 0x80) - 0x80).to(tl.float32)
-
-
-@triton.jit
 def _scales(scales, supers, KIND: tl.constexpr):
-    """(scale, add) of elements 0..15 of each group, then of 16..31.
+    """(scale, add) of elements 0..15 of each group, then of 16..31: f16 where the type has f16 scales, else f32.
 
     scales: int32 [rows, groups]; supers: the same or [rows, 1].
     """
-    if scale_form(KIND) == "f16":
-        d = _f16_low(scales)
-        return d, d, d, d
-    elif scale_form(KIND) == "f16_min":
-        d = _f16_low(scales)
-        m = _f16_low(scales >> 16)
+    if has_f16_scales(KIND):
+        d, m = f16_scale(scales, KIND)
         return d, m, d, m
-    elif scale_form(KIND) == "e8m0":
-        e = scales & 0xFF
-        s = tl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(tl.float32, bitcast=True)  # 2^(e - 128)
-        return s, tl.zeros_like(s), s, tl.zeros_like(s)
-    elif scale_form(KIND) == "i8":
-        s = _low_byte(scales) * _f16_low(supers).to(tl.float32)
-        return s, tl.zeros_like(s), s, tl.zeros_like(s)
+    elif has_half_scales(KIND):
+        first, second, d, first_min, second_min, d_min = half_scales(scales, supers, KIND)
+        s0, s1 = first * d, second * d
+        a0, a1 = tl.zeros_like(s0), tl.zeros_like(s1)
+        if has_min(KIND):
+            a0, a1 = -(first_min * d_min), -(second_min * d_min)
+        return s0, a0, s1, a1
     else:
-        if scale_form(KIND) == "i8_halves":
-            d = _f16_low(supers).to(tl.float32)
-            s0 = d * _low_byte(scales)
-            s1 = d * _low_byte(scales >> 8)
-            return s0, tl.zeros_like(s0), s1, tl.zeros_like(s1)
-        else:
-            d = _f16_low(supers).to(tl.float32)
-            dmin = -_f16_low(supers >> 16).to(tl.float32)
-            if scale_form(KIND) == "u4_min_halves":
-                s0 = d * (scales & 0xF).to(tl.float32)
-                m0 = dmin * ((scales >> 4) & 0xF).to(tl.float32)
-                s1 = d * ((scales >> 8) & 0xF).to(tl.float32)
-                m1 = dmin * ((scales >> 12) & 0xF).to(tl.float32)
-                return s0, m0, s1, m1
-            else:  # u6_min
-                s0 = d * (scales & 0xFF).to(tl.float32)
-                m0 = dmin * ((scales >> 8) & 0xFF).to(tl.float32)
-                return s0, m0, s0, m0
+        s, off = group_scale(scales, supers, KIND)
+        a = -off if has_min(KIND) else tl.zeros_like(s)
+        return s, a, s, a
 
 
 @triton.constexpr_function
@@ -325,12 +98,25 @@ def _load_supers(p_supers, at, KIND: tl.constexpr):
         return tl.load(p_supers + at // 2) >> ((at % 2) * 16).to(tl.int32)
 
 
+@triton.jit
+def _ternary_words(p_quants, p_high, i_group, GROUPS: tl.constexpr):
+    """Digits of groups' first and second halves as bytes, [rows, GROUPS, 4] each, of rows that are whole blocks."""
+    group = (i_group + tl.arange(0, GROUPS))[None, :, None]
+    i = tl.arange(0, 4)[None, None, :]
+    low_word, top_word = first_words(group % 8)
+    power, top_power = powers(group % 8, i)
+    p_words = p_quants + group // 8 * 12
+    low = tl.load(p_words + (low_word + i))
+    top = tl.load(tl.where(group % 8 == 7, p_high + group // 8, p_words + (top_word + i)))
+    return digits(low, power), digits(top, top_power)
+
+
 # ---- Kernels ----
 
 
 @triton.jit
 def packed_sums(
-    p_quants, p_high, p_scales, p_supers, row, p_x, x_row, k, first, last,
+    p_quants, p_high, p_scales, p_supers, p_grid, row, p_x, x_row, k, first, last,
     KIND: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of packed weights times rows x_row of x (f16, k elements each): f32 [rows, x's rows].
@@ -341,8 +127,13 @@ def packed_sums(
     W: tl.constexpr = code_bits(KIND)
     H: tl.constexpr = high_bits(KIND)
     n_groups = k // GROUP
-    p_quants += (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
-    p_high += (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H if H > 0 else 1)[None, :]
+    if is_ternary(KIND):
+        p_quants += (row * (n_groups // 8 * 12))[:, None, None]
+        p_high += (row * (n_groups // 8))[:, None, None]
+    else:
+        p_quants += (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
+    if H > 0 and not is_ternary(KIND):
+        p_high += (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H)[None, :]
     row_groups, row_supers = row * n_groups, row * (k // 256)
     p_x += (x_row * k)[None, :]
     i_half = tl.arange(0, GROUPS * 16)
@@ -352,35 +143,44 @@ def packed_sums(
         i_group = i_step * GROUPS
         left = n_groups - i_group  # groups up to the row's end
         m_scale = (tl.arange(0, GROUPS) < left)[None, :]
-        if EVEN:
-            words = tl.load(p_quants + i_group * W)
-            scales = _load_scales(p_scales, row_groups + i_group, KIND, ROWS, GROUPS)
+        if is_ternary(KIND):
+            words, high = _ternary_words(p_quants, p_high, i_group, GROUPS)
         else:
-            words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
-            scales = _load_scales_masked(p_scales, row_groups + i_group, m_scale, KIND, GROUPS)
-        words = words.reshape(ROWS, GROUPS, W)
-        high = words
-        if H > 0:
+            if EVEN:
+                words = tl.load(p_quants + i_group * W)
+            else:
+                words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
+            words = words.reshape(ROWS, GROUPS, W)
+            high = words
+        if has_scales(KIND):
+            if EVEN:
+                scales = _load_scales(p_scales, row_groups + i_group, KIND, ROWS, GROUPS)
+            else:
+                scales = _load_scales_masked(p_scales, row_groups + i_group, m_scale, KIND, GROUPS)
+        if H > 0 and not is_ternary(KIND):
             if EVEN:
                 high = tl.load(p_high + i_group * H)
             else:
                 high = tl.load(p_high + i_group * H, mask=(tl.arange(0, GROUPS * H) // H < left)[None, :], other=0)
             high = high.reshape(ROWS, GROUPS, H)
-        supers = scales
         if has_supers(KIND):
             # A tile of k lies in one superblock, or holds whole ones; rows of such types are whole superblocks.
             i_super = i_group // 8 + (tl.arange(0, GROUPS) // 8 if GROUPS > 8 else tl.arange(0, 1))
             supers = _load_supers(p_supers, row_supers[:, None] + i_super[None, :], KIND)
+        else:
+            supers = scales
+        if not has_scales(KIND):
+            scales = supers
         s0, a0, s1, a1 = _scales(scales, supers, KIND)
-        if W == 8:
+        if W == 8 and not is_ternary(KIND):
             i_k = i_group * GROUP + tl.arange(0, GROUPS * 32)
             if EVEN:
                 x = tl.load(p_x + i_k[:, None])
             else:
                 x = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
-            acc = tl.dot(_weights(words, s0, a0, KIND, False, ROWS, GROUPS * 32, PTX), x, acc)
+            acc = tl.dot(weights(words, s0, a0, KIND, False, ROWS, GROUPS * 32, PTX), x, acc)
         else:
-            low, top = _halves(words, high, KIND, ROWS, GROUPS, PTX)
+            low, top = halves(words, high, scales, p_grid, KIND, ROWS, GROUPS, PTX)
             i_k = i_group * GROUP + i_half
             if EVEN:
                 x0 = tl.load(p_x + i_k[:, None])
@@ -388,8 +188,8 @@ def packed_sums(
             else:
                 x0 = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
                 x1 = tl.load(p_x + (i_k + 16)[:, None], mask=(i_k < k)[:, None], other=0.0)
-            acc = tl.dot(_weights(low, s0, a0, KIND, False, ROWS, GROUPS * 16, PTX), x0, acc)
-            acc = tl.dot(_weights(top, s1, a1, KIND, has_plain_nibbles(KIND), ROWS, GROUPS * 16, PTX), x1, acc)
+            acc = tl.dot(weights(low, s0, a0, KIND, False, ROWS, GROUPS * 16, PTX), x0, acc)
+            acc = tl.dot(weights(top, s1, a1, KIND, has_plain_nibbles(KIND), ROWS, GROUPS * 16, PTX), x1, acc)
     return acc
 
 
@@ -458,10 +258,10 @@ def _store(
 _GENERAL = ("m", "n", "n_batch", "n_a2", "ratio3", "k_steps", "steps_a_split", "n_splits")
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_x p_factors p_bias p_residual", writes="p_out")
+@accesses(reads="p_quants p_high p_scales p_supers p_grid p_x p_factors p_bias p_residual", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def gemm_packed(
-    p_quants, p_high, p_scales, p_supers, p_x, p_factors, p_bias, p_residual, p_out,
+    p_quants, p_high, p_scales, p_supers, p_grid, p_x, p_factors, p_bias, p_residual, p_out,
     m, n, n_batch, n_a2, ratio3, k, k_steps, steps_a_split, n_splits,
     KIND: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -481,7 +281,7 @@ def gemm_packed(
     row = _matrix_of(i_batch, n_a2, ratio3).to(tl.int64) * m + i_row
     first, last = _range_of(k_steps, steps_a_split, i_split)
     acc = packed_sums(
-        p_quants, p_high, p_scales, p_supers, row, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last,
+        p_quants, p_high, p_scales, p_supers, p_grid, row, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last,
         KIND, GROUPS, EVEN, PTX,
     )  # fmt: skip
     _store(

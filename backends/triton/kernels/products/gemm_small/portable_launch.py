@@ -33,15 +33,8 @@ def packed_product(
     different places may be unfinished at the same time.
     """
     config = config or find_config(ctx.target.arch, packed.kind, batch.tokens)
-    groups = config.width // 32
     even = packed.k % config.width == 0 and packed.k % 128 == 0
-    scales = packed.scales.view(torch.uint8).view(-1)
-    args: dict[str, Any] = {
-        "p_quants": packed.quants, "p_high": packed.quants if packed.high is None else packed.high,
-        "p_scales": packed.words(scales), "KIND": packed.kind,
-        "p_supers": packed.quants if packed.supers is None else packed.words(packed.supers),
-        "GROUPS": groups, "PTX": ctx.target.is_nvidia,
-    }  # fmt: skip
+    args = {**packed.word_planes(), "KIND": packed.kind, "GROUPS": config.width // 32, "PTX": ctx.target.is_nvidia}
     return _launch(gemm_packed, args, m, packed.k, x, batch, out, bias, residual, ctx, place, config, even)
 
 

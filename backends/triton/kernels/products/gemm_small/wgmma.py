@@ -31,18 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.products.gemm_small.mma import (
-    allocate_planes,
-    copy_weights,
+from graphrt.backends.triton.kernels.products.gemm_small.mma import matrix_of, place_of
+from graphrt.backends.triton.kernels.products.gemm_small.operands import (
     f16_weights,
     halves_of,
-    hand_over,
     keeps_shift,
-    matrix_of,
-    place_of,
     step_scales,
-    steps_of,
 )
+from graphrt.backends.triton.kernels.products.gemm_small.results import hand_over
+from graphrt.backends.triton.kernels.products.gemm_small.rings import allocate_planes, copy_weights, steps_of
 
 #: Rows of a warpgroup.
 ROWS = gl.constexpr(64)
