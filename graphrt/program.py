@@ -58,6 +58,19 @@ class Group:
         """The nodes that compute something: all but views."""
         return [n for n in self.nodes if not op_spec(n.op).is_view]
 
+    def of(self, twin: Callable[[Tensor], Tensor]) -> Group:
+        """The same group of another graph's nodes. twin: gives the tensor there that stands for one of this graph."""
+
+        def each(found: Any) -> Any:
+            if isinstance(found, Tensor):
+                return twin(found)
+            if isinstance(found, tuple) and hasattr(found, "_fields"):
+                return type(found)(*map(each, found))
+            return type(found)(map(each, found)) if isinstance(found, (tuple, list)) else found
+
+        nodes, results, private = each(self.nodes), each(self.results), each(self.private)
+        return Group(nodes, self.label, self.kernel, results, private, each(self.captured), self.fusion)
+
 
 @dataclass(frozen=True)
 class Use:

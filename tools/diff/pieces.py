@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -70,8 +70,8 @@ class Piece:
         graph = Graph(*(self.made[t] for t in results))
         if forced is not None and len(plan_groups(graph, [backend])) > 1:
             backend = copy.copy(backend)
-            nodes, ends = ([self.made[t] for t in of] for of in (self.members, results))
-            backend.fuse = lambda region: [Group(nodes, forced.label, forced.kernel, ends)]  # type: ignore[method-assign]
+            alone = replace(forced.of(self.made.__getitem__), private=[])
+            backend.fuse = lambda region: [alone]  # type: ignore[method-assign]
         exe = prepare(graph, backend)
         for leaf in self.inputs.values():
             if leaf in graph.leafs:
@@ -111,12 +111,8 @@ class Resync:
         graph = self.other.run.exe.graph
         if self.cut:
             return [Group([graph.nodes[i]]) for i in cuttable(graph)]
-        by_name = {t.name: t for t in graph.nodes}
-        found = []
-        for g in self.other.groups:
-            nodes = [by_name[n.name] for n in g.nodes]
-            found.append(Group(nodes, g.label, g.kernel, [by_name[n.name] for n in g.results]))
-        return found
+        by_name = {t.name: t for t in [*graph.leafs, *graph.nodes]}
+        return [group.of(lambda t: by_name[t.name]) for group in self.other.groups]
 
     def compare(self, group: Group) -> list[NodeDiff]:
         """What a step gives of the reference's inputs, judged. Empty where an input can't be had."""

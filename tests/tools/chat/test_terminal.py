@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from support import ROOT
 from support.pseudo_terminal import PseudoTerminal
 from support.tiny import CHAT, write_model
 
