@@ -173,7 +173,7 @@ def test_what_a_made_up_model_has_not() -> None:
     [
         ("llama-9b:q4_0", "one of llama-8b, llama-1b, .*did you mean llama-"),
         ("", "a synthetic model must be one of"),
-        ("tiny:q4_k", "a quantization of tiny must be one of q4_k_m, .*did you mean q4_k_m"),
+        ("tiny:q4_k_n", "a quantization of tiny must be one of q4_k_m, .*did you mean q4_k_m"),
         ("tiny:q4_0:x", "got 'q4_0:x'"),
     ],
 )

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic",
         metavar="NAME",
-        help=f"random weights in a known shape instead: {', '.join(RECIPES)}; with :q4_k_m, :q4_0, :q4_1, :q8_0, "
-        ":mxfp4 (experts) or :f16 behind (default: what the model is usually had in)",
+        help=f"random weights in a known shape instead: {', '.join(RECIPES)}; with :q4_k_m, :mxfp4 (experts) "
+        "or a type, as :q4_0, behind (default: what the model is usually had in)",
     )
     parser.add_argument("-p", "--n-prompt", default="512", metavar="N,..", help="prompt lengths (default: 512)")
     parser.add_argument("-n", "--n-gen", default="128", metavar="N,..", help="generated lengths (default: 128)")
