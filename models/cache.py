@@ -14,14 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Bytes, Usage
-from graphrt.dtypes import DType, dtype
+from graphrt.dtypes import CACHE_TYPES, DType, dtype
 from graphrt.errors import GraphError, SessionError
 from graphrt.models.cells import Cells, Ring
 from graphrt.models.hparams import HParams
 from graphrt.tensor import Tensor, new_tensor
 
-#: Types that a cache may have.
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 #: Cells of several sequences are a multiple of this, as kernels like it.
 CELLS = 64
 

@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.blocks import BlockType, plain_load
+from graphrt.backends.cpu.fast.blocks import TYPES, BlockType, plain_load
 from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val, pieces
+from graphrt.dtypes import CACHES
 
 NEG_INF = -math.inf
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
+#: Types of K and V.
+KV_TYPES = tuple(t for t in CACHES if t in TYPES)
 
 #: Keys in a tile: one rescaling of the sums for so many keys.
 TILE = 64
