@@ -14,14 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Bytes, Usage
-from graphrt.dtypes import DType, dtype
+from graphrt.dtypes import CACHE_TYPES, DType, dtype
 from graphrt.errors import GraphError, SessionError
 from graphrt.models.cells import Cells, Ring
 from graphrt.models.hparams import HParams
 from graphrt.tensor import Tensor, new_tensor
 
-#: Types that a cache may have.
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 #: Cells of several sequences are a multiple of this, as kernels like it.
 CELLS = 64
 
@@ -102,39 +100,29 @@ class KVCache:
             for seq, position in enumerate(positions):
                 cells.forget_from(int(position), seq)
 
-    def copy_from(self, other: KVCache) -> None:
-        """Takes over the cells and the bytes of a cache of the same size and types, both of one sequence."""
-        for kind, cells in self.cells.items():
-            cells.restore(other.cells[kind].positions)
-        for mine, theirs in zip(self.layers, other.layers):
-            taken = np.flatnonzero(self.cells[mine.kind].positions[0] >= 0)
-            for target, source in zip(mine.leafs, theirs.leafs):
-                self.put_rows(target, taken, other.rows(source, taken))
-
     def rows(self, leaf: Tensor, cells: npt.NDArray[np.int64]) -> Bytes:
         """The bytes of the first sequence's tokens in some cells of a layer: uint8 [cells, bytes of a row]."""
         n = int(cells.max(initial=-1)) + 1
         return _buffer(leaf).read(0, n * leaf.nb[1]).reshape(n, leaf.nb[1])[cells]
 
     def put_rows(self, leaf: Tensor, cells: npt.NDArray[np.int64], rows: Bytes) -> None:
-        """Writes what rows() gave; what lies in other cells is lost."""
+        """Writes what rows() gave, for every sequence alike; what lies in other cells is lost."""
         memory = np.zeros((int(cells.max(initial=-1)) + 1, leaf.nb[1]), np.uint8)
         memory[cells] = rows
-        if memory.size:
-            _buffer(leaf).write(0, memory.reshape(-1))
+        for seq in range(self.n_seq if memory.size else 0):
+            _buffer(leaf).write(seq * leaf.nb[2], memory.reshape(-1))
 
     def take_over(self, other: KVCache) -> None:
         """Every sequence gets the tokens of the only one of another cache of this model, as many as there are cells."""
-        for mine, theirs in zip(self.layers, other.layers):
-            cells, held = self.cells[mine.kind], other.cells[mine.kind].positions[0]
+        moved = {}
+        for kind, cells in self.cells.items():
+            held = other.cells[kind].positions[0]
             source = np.argsort(held)[np.count_nonzero(held < 0) :][-cells.size :]
-            target = cells.take(np.tile(held[source].astype(np.int64), (self.n_seq, 1)))[0]
+            moved[kind] = source, cells.take(np.tile(held[source].astype(np.int64), (self.n_seq, 1)))[0]
+        for mine, theirs in zip(self.layers, other.layers):
+            source, target = moved[mine.kind]
             for leaf, from_leaf in zip(mine.leafs, theirs.leafs):
-                assert leaf.buffer is not None and from_leaf.buffer is not None
-                rows = from_leaf.buffer.read(0, from_leaf.nbytes).reshape(len(held), -1)
-                copies = np.zeros((self.n_seq, cells.size, rows.shape[1]), np.uint8)
-                copies[:, target] = rows[source]
-                leaf.buffer.write(0, copies.reshape(-1))
+                self.put_rows(leaf, target, other.rows(from_leaf, source))
 
     def saved(self) -> dict[str, npt.NDArray[np.int32]]:
         """What the cells hold, for restore()."""

@@ -119,7 +119,7 @@ class Session(Engine):
         """Another session that goes on from the same tokens by itself; it prepares its own graphs."""
         other = Session(self.decoder, self.backends, self.options)
         with self.alone():
-            other.cache.copy_from(self.cache)
+            other.cache.take_over(self.cache)
             other._take(self.tokens, int(self.lengths[0]))
         return other
 
@@ -170,8 +170,7 @@ class Session(Engine):
     def eval_again(self, token: int) -> Logits:
         """The logits after the last token that was read, which was `token`, once more: f32 [n_vocab]."""
         with self.alone():
-            self.lengths[0] -= 1
-            self.cache.forget_from(self.lengths)
+            self._rewind(int(self.lengths[0]) - 1)
         return self.eval([token])
 
     @checked(SessionError)

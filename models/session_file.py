@@ -27,9 +27,10 @@ from types import TracebackType
 import numpy as np
 
 from graphrt import private_files
+from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import SessionError
 from graphrt.models.arch.skeleton import Decoder
-from graphrt.models.cache import CACHE_TYPES, KVCache
+from graphrt.models.cache import KVCache
 from graphrt.models.engine import Engine, SessionOptions, check_options
 from graphrt.models.hparam_sizes import longest_unasked
 

@@ -16,7 +16,7 @@ from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering, rows_of
 from graphrt.backends.cpu.products import ACTIVATIONS, matmul
-from graphrt.fusion import Fusion, Nodes, scaled_by_row
+from graphrt.fusion import Fusion, Nodes, Softcap, scaled_by_row, softcaps
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.program import Group
@@ -33,14 +33,6 @@ class ScaledNorm(NamedTuple):
     scaled: Tensor
 
 
-class Softcap(NamedTuple):
-    """SCALE by 1/c, tanh, SCALE by c."""
-
-    inner: Tensor
-    bent: Tensor
-    out: Tensor
-
-
 def norm_mul(nodes: Nodes) -> Iterator[Group]:
     """RMS_NORM, then MUL with one row of weights."""
     for norm in nodes.of("RMS_NORM"):
@@ -51,14 +43,9 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
 
 def softcap(nodes: Nodes) -> Iterator[Group]:
     """SCALE by 1/c, tanh, SCALE by c."""
-    for inner in nodes.of("SCALE"):
-        bent = nodes.only_reader(inner)
-        out = nodes.only_reader(bent) if bent is not None and bent.op == "UNARY" else None
-        if bent is None or out is None or out.op != "SCALE" or bent.params.kind != "tanh":
-            continue
-        inverse = abs(inner.params.scale * out.params.scale - 1.0) < 1e-6
-        if inverse and not inner.params.bias and not out.params.bias:
-            yield Group([inner, bent, out], kernel="softcap", captured=Softcap(inner, bent, out))
+    for found in softcaps(nodes):
+        if abs(found.inner.params.scale * found.out.params.scale - 1.0) < 1e-6:
+            yield Group(list(found), kernel="softcap", captured=found)
 
 
 def lower(low: Lowering, group: Group) -> Any | None:

@@ -346,6 +346,11 @@ _RAW = {
 }
 
 
+def codes_at(kind: str) -> int:
+    """The first byte of the codes in a raw block; 0 for codes of a grid, which lie here and there."""
+    return _RAW[kind].low.start if kind in _RAW else 0
+
+
 def pack(blocks: torch.Tensor, into: Packed) -> None:
     """Raw blocks, uint8 [rows, row bytes], into a packed matrix on the same device. Fit for a captured graph."""
     for first, last in _slices(into.rows, into.k):

@@ -96,6 +96,6 @@ def _fits(subject: Subject, args: argparse.Namespace) -> list[Fit]:
     options = session_options(args)
     if not args.cache_types:
         return fits(subject.session, args.limit, [options])
-    from graphrt.models.cache import CACHE_TYPES
+    from graphrt.dtypes import CACHE_TYPES
 
     return fits(subject.session, args.limit, [replace(options, type_k=t, type_v=t) for t in CACHE_TYPES])

@@ -10,21 +10,27 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from graphrt.backends.cpu.fast.attention_many import ROWS, many_kernel
-from graphrt.backends.cpu.fast.attention_task import INTS, KV_TYPES, NEG_INF, Row, Shape, Task, segments_of
+from graphrt.backends.cpu.fast.attention_task import INTS, KV_TYPES, NEG_INF, TILE, Row, Shape, Task, segments_of
 from graphrt.backends.cpu.fast.blocks import TYPES
 from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, LANES, Fn, Val, Var, pieces, widen
 from graphrt.backends.cpu.fast.jit import Kernel
+from graphrt.backends.cpu.fast.matvec import MAX_TOKENS
 from graphrt.backends.cpu.fast.pool import Entry, Step, max_threads
 
-#: Keys in a tile: one rescaling of the sums for so many keys.
-TILE = 64
 MAX_ROWS = 4
-#: More queries than these are worth a tile of K and V decoded for many rows.
-MAX_QUERIES = 8
 #: Shortest cache that is worth cutting into ranges.
 SPLIT_KEYS = 512
+
+
+@dataclass
+class _Row(Row):
+    """A row with its running maximum and sum."""
+
+    max: Var
+    sum: Var
 
 
 class _Task(Task):
@@ -37,9 +43,14 @@ class _Task(Task):
         self.mask_tail = f.buffer(F16, LANES)
         self.own_acc = f.buffer(F32, shape.rows * shape.d_v)
 
+    def row(self, group: Val, i: int | Val) -> _Row:
+        """Row i of a group, as locate() has it, before its first key."""
+        f = self.f
+        return _Row(**vars(self.locate(group, i)), max=f.var(f.const(NEG_INF, F32)), sum=f.var(f.zeros(n=0)))
+
     # the part of the context that a split takes
 
-    def key_range(self, rows: list[Row], split: Val) -> tuple[Val, Val]:
+    def key_range(self, rows: list[_Row], split: Val) -> tuple[Val, Val]:
         """[first, stop) in keys: the whole cache, or this split's share of the tiles that hold a live key."""
         f, n_kv = self.f, self.arg["n_kv"]
         if not self.shape.split:
@@ -57,7 +68,7 @@ class _Task(Task):
 
     # masks and scores
 
-    def _mask(self, row: Row, key: Val) -> Val:
+    def _mask(self, row: _Row, key: Val) -> Val:
         """The mask of 16 keys, -inf past the end of the cache."""
         f, n_kv = self.f, self.arg["n_kv"]
         if not self.shape.masked:
@@ -80,7 +91,7 @@ class _Task(Task):
             alive = alive | m.ne(NEG_INF)
         return self.f.any_set(alive)
 
-    def _dots(self, rows: list[Row], k_base: Val, key: Val, at: Val) -> None:
+    def _dots(self, rows: list[_Row], k_base: Val, key: Val, at: Val) -> None:
         """q.k of all rows for 16 keys from `key` on, into the score buffer at tile position `at`."""
         f, a, shape = self.f, self.arg, self.shape
         n_keys = 16 // (1 << (shape.rows - 1).bit_length())  # keys x rows fill one vector of sums
@@ -102,7 +113,7 @@ class _Task(Task):
     def _score(self, row: int, position: Val) -> Val:
         return self.scores + (row * TILE * 4) + position * 4
 
-    def _chunk(self, rows: list[Row], k_base: Val, key: Val, at: Val, tile_max: list[Var]) -> None:
+    def _chunk(self, rows: list[_Row], k_base: Val, key: Val, at: Val, tile_max: list[Var]) -> None:
         """Scores of 16 keys: scaled, capped, masked; -inf where a row does not see the key."""
         f, shape = self.f, self.shape
         scale, cap = f.args("scale", "softcap")
@@ -125,7 +136,7 @@ class _Task(Task):
 
     # softmax and values
 
-    def _weights(self, rows: list[Row], tile_max: list[Var]) -> list[Val]:
+    def _weights(self, rows: list[_Row], tile_max: list[Var]) -> list[Val]:
         """Scores -> softmax weights in place; updates max and sum. Returns what to scale earlier values by."""
         f = self.f
         shrink, bases = [], []
@@ -151,7 +162,7 @@ class _Task(Task):
             row.sum.v = f.fma(row.sum.v, factor, f.sum(total.v))
         return shrink
 
-    def _values(self, rows: list[Row], v_base: Val, acc: Val, tile: Val, count: Val, shrink: list[Val]) -> None:
+    def _values(self, rows: list[_Row], v_base: Val, acc: Val, tile: Val, count: Val, shrink: list[Val]) -> None:
         """acc = acc * shrink + weights . V, a block of columns at a time so that its sums stay in registers."""
         f, a, shape = self.f, self.arg, self.shape
         segments = segments_of(f, TYPES[shape.v_type], shape.d_v)
@@ -194,10 +205,10 @@ class _Task(Task):
                 for (start, _), total in zip(columns, row_sums, strict=True):
                     f.store(address(i, start), total.v)
 
-    def walk(self, group: Val, split: Val, acc: Val) -> list[Row]:
+    def walk(self, group: Val, split: Val, acc: Val) -> list[_Row]:
         """All keys of one task; leaves the weighted values, not yet divided by the sum, at `acc`."""
         f, shape = self.f, self.shape
-        rows = [self.locate(group, i) for i in range(shape.rows)]
+        rows = [self.row(group, i) for i in range(shape.rows)]
         k_base, v_base = self.kv_rows(group)
         for start, lanes in pieces(shape.rows * shape.d_v):
             f.store(acc + 4 * start, f.zeros(F32, lanes))
@@ -219,7 +230,7 @@ class _Task(Task):
                 self._values(rows, v_base, acc, tile, count, shrink)
         return rows
 
-    def finish(self, row: Row, acc: Val) -> None:
+    def finish(self, row: _Row, acc: Val) -> None:
         """Adds the sink to the sum and writes acc / sum; 0 where no key was seen."""
         f = self.f
         top = f.select(row.sink > row.max.v, row.sink, row.max.v)
@@ -257,7 +268,7 @@ def _build_merge(f: Fn, shape: Shape) -> None:
     n_groups = a["n_seq"] * a["n_head_kv"] * task.n_groups
     start, stop = f.share(n_groups)
     with f.range(start, stop) as group, f.range(0, f.const(shape.rows)) as i:
-        row, acc = task.locate(group, i), task.own_acc
+        row, acc = task.row(group, i), task.own_acc
 
         def partial(split: Val) -> Val:
             return a["work"] + ((group * a["n_split"] + split) * shape.rows + i) * shape.partial_bytes
@@ -348,7 +359,7 @@ def _cut(n_q: int, gqa_ratio: int, n_heads: int, n_kv: int) -> tuple[int, int, i
     """The rows of a task, how many tasks there are, and in how many ranges of keys each is cut. n_heads: K/V heads of
     all sequences."""
     n_rows = n_q * gqa_ratio
-    if n_q > MAX_QUERIES:
+    if n_q > MAX_TOKENS:  # worth a tile of K and V decoded for many rows
         return ROWS, n_heads * -(-n_rows // ROWS), 1
     n_groups = -(-n_rows // MAX_ROWS)
     tasks, wanted = n_heads * n_groups, 2 * max_threads()

@@ -11,15 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from graphrt.backends.cpu.fast.attention_task import INTS, NEG_INF, Shape, Task, segments_of
+from graphrt.backends.cpu.fast.attention_task import INTS, NEG_INF, TILE, Shape, Task, segments_of
 from graphrt.backends.cpu.fast.blocks import TYPES
 from graphrt.backends.cpu.fast.ir import F16, F32, I16, I64, LANES, Fn, Val, Var, pieces, widen
 from graphrt.backends.cpu.fast.jit import Kernel
 
 #: Rows of a task.
 ROWS = 32
-#: Keys in a tile.
-TILE = 64
 #: Keys whose scores, and columns of V whose sums, are in registers together, each with a vector for every 16 rows.
 AT_ONCE = 8
 
@@ -69,6 +67,13 @@ class _Many(Task):
         """The address of 16 lanes of a buffer's row."""
         return buffer + row * (4 * ROWS) + half * 4
 
+    def clear_spare(self) -> None:
+        """Zeros behind d_v, which no row of V writes: their products must be no slow denormal numbers."""
+        f, d_v = self.f, self.shape.d_v
+        for start, lanes in pieces(self.width - d_v):
+            with f.range(0, TILE) as j:
+                f.store(self.values + j * (4 * self.width) + 4 * (d_v + start), f.zeros(F32, lanes))
+
     def _begin(self, group: Val) -> None:
         """Where each row's data is; queries with rows and columns exchanged."""
         f, shape = self.f, self.shape
@@ -89,8 +94,6 @@ class _Many(Task):
         self._pieces(shape.d_k, exchange)
         with f.range(0, self.width * ROWS, LANES) as i:
             f.store(self.acc + i * 4, f.zeros())
-        with f.range(0, TILE * self.width, LANES) as i:
-            f.store(self.values + i * 4, f.zeros())
 
     def _pieces(self, n: int, body: Callable[[Val, int], None]) -> None:
         """body(first value, lanes) over n values: a loop over whole vectors, then what is left."""
@@ -265,6 +268,7 @@ class _Many(Task):
 def _build(f: Fn, shape: Shape) -> None:
     task = _Many(f, shape)
     a = task.arg
+    task.clear_spare()
     n_tasks = a["n_seq"] * a["n_head_kv"] * task.n_groups
     # in turn, since later queries see more keys
     with f.range(0, (n_tasks - f.ith + f.nth - 1) // f.nth) as i:

@@ -9,12 +9,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.blocks import BlockType, plain_load
-from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val, Var, pieces
+from graphrt.backends.cpu.fast.blocks import TYPES, BlockType, plain_load
+from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val, pieces
+from graphrt.dtypes import CACHES
 
 NEG_INF = -math.inf
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
+#: Types of K and V.
+KV_TYPES = tuple(t for t in CACHES if t in TYPES)
+
+#: Keys in a tile: one rescaling of the sums for so many keys.
+TILE = 64
 
 INTS = (
     "q", "q_nb1", "q_nb2", "q_nb3", "k", "k_nb1", "k_nb2", "k_nb3", "v", "v_nb1", "v_nb2", "v_nb3",
@@ -73,7 +78,7 @@ def segments_of(f: Fn, block: BlockType, n: int) -> list[Segment]:
 
 @dataclass
 class Row:
-    """One (query, head) row of a task: where its data is, and its running maximum and sum."""
+    """One (query, head) row of a task: where its data is."""
 
     q: Val
     mask: Val
@@ -81,8 +86,6 @@ class Row:
     sink: Val
     has_sink: Val
     out: Val
-    max: Var
-    sum: Var
 
 
 class Task:
@@ -119,8 +122,6 @@ class Task:
             sink=sink.v,
             has_sink=has_sink,
             out=a["out"] + head * a["out_nb1"] + i_q * a["out_nb2"] + seq * a["out_nb3"],
-            max=f.var(f.const(NEG_INF, F32)),
-            sum=f.var(f.zeros(n=0)),
         )
 
     def kv_rows(self, group: Val) -> tuple[Val, Val]:

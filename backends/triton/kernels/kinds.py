@@ -7,13 +7,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.packing import E2M1, PACKED_TYPES, packing_of
+from graphrt.backends.triton.packing import E2M1, PACKED_TYPES, codes_at, packing_of
 from graphrt.backends.triton.packing_grids import Grid
+from graphrt.dtypes import dtype
 
 
 class Facts(NamedTuple):
     """A Packing's features as numbers and words. scale_bytes: that a group has in the plane of scales; numbers: of
-    scales of the form "odd" the bits where the halves' begin, their width, and the power of two that they count."""
+    scales of the form "odd" the bits where the halves' begin, their width, and the power of two that they count.
+    block_bytes, codes_at: of the raw blocks, their size and where in them the codes begin (of grids: 0)."""
 
     bits: int
     high_bits: int
@@ -28,6 +30,8 @@ class Facts(NamedTuple):
     numbers: tuple[int, int, int, int]
     grid: Grid | None
     ternary: bool
+    block_bytes: int
+    codes_at: int
 
 
 def _facts_of(kind: str) -> Facts:
@@ -37,7 +41,7 @@ def _facts_of(kind: str) -> Facts:
     return Facts(
         p.bits, p.high_bits, p.offset, p.signed, p.codebook, s.name, s.count * s.dtype.itemsize, s.supers, s.has_min,
         s.halves, (*s.at, s.width, s.power), p.grid,
-        p.ternary,
+        p.ternary, dtype(kind).type_size, codes_at(kind),
     )  # fmt: skip
 
 

@@ -44,8 +44,8 @@ from graphrt.backends.triton.kernels.rope import (
     warps_of,
 )
 from graphrt.backends.triton.launch import Launch
+from graphrt.dtypes import WRITABLE
 from graphrt.fusion import Fusion
-from graphrt.ops.rows import WRITABLE
 
 
 @triton.jit

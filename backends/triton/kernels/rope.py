@@ -30,9 +30,9 @@ from graphrt.backends.triton.kernels.quantize import (
 from graphrt.backends.triton.kernels.rope_fusions import RopeCache, norm_rope_cache, rope_cache
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import overlap
+from graphrt.dtypes import WRITABLE
 from graphrt.fusion import Fusion
 from graphrt.ops.rope import RopeParams, rope_frequencies
-from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
 #: Elements of the table that one program makes, and most elements that one program of a rotation takes.

@@ -88,7 +88,7 @@ def read_launch(a: View, ids: View, out: View, ctx: Context) -> Launch:
 
 
 def write_launch(rows: torch.Tensor, ids: View | None, out: View, ctx: Context) -> Launch:
-    """Writes rows, [n3, n2, n1, n] of any strides, into a tensor of a WRITABLE type (ops/rows.py) with contiguous rows.
+    """Writes rows, [n3, n2, n1, n] of any strides, into a tensor of a WRITABLE type with contiguous rows.
 
     ids: the rows' places as SET_ROWS has them, None: in order.
     """
