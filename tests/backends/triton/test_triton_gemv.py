@@ -200,7 +200,7 @@ FORMS = (
 def _is_decoded(kind: str) -> bool:
     """Its codes are bytes in order before they meet activations: all such types are then multiplied alike."""
     facts = packing_of(kind)
-    return facts is not None and (facts.grid is not None or facts.ternary)
+    return facts is not None and facts.grid is not None
 
 
 @pytest.mark.parametrize(
