@@ -128,7 +128,7 @@ def _out(n: int, m: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", PACKED_TYPES)
 @pytest.mark.parametrize(("n", "m", "k", "config"), [
-    (1, 5, 1280, GemvConfig(1, 32, 1, 1)),  # two tiles, the second not full
+    (1, 5, 1280, GemvConfig(1, 32, 2, 1)),  # two tiles, the second not full; two rows a warp
     (3, 5, 256, GemvConfig(1, 8, 2, 1)),  # one block of a K type, odd rows, rows over lanes
     (2, 3, 2048, GemvConfig(2, 64, 1, 1)),  # warps side by side along k
 ])  # fmt: skip
