@@ -74,13 +74,11 @@ def _logits(
     return torch.where(seen, s + _slopes(n_head, p.max_bias, q) * full, NEG_INF), seen
 
 
-@reference("FLASH_ATTN_EXT")
-def flash_attn_ext(
-    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+def attend(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    n = _last_seen(mask, k.shape[2])
-    k, v, mask = k[:, :, :n], v[:, :, :n], mask[..., :n] if mask is not None else None
+    """Attention [n_seq, n_q, n_head, D_v] with the parameters of a node. mask: in q's type, [m3, m2, n_q, n_kv]."""
     logits, seen = _logits(node, q, k, mask)
     weights, _ = _softmax(logits, sinks)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -91,10 +89,26 @@ def flash_attn_ext(
     return out.transpose(1, 2)
 
 
+def log_sum_exp(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The log of the denominators of attend(), [n_seq, n_head, n_q]."""
+    return _softmax(_logits(node, q, k, mask)[0], sinks)[1]
+
+
+@reference("FLASH_ATTN_EXT")
+def flash_attn_ext(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    n = _last_seen(mask, k.shape[2])
+    return attend(node, q, k[:, :, :n], v[:, :, :n], mask[..., :n] if mask is not None else None, sinks)
+
+
 @reference("FLASH_ATTN_LSE")
 def flash_attn_lse(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     n = _last_seen(mask, k.shape[2])
-    logits, _ = _logits(node, q, k[:, :, :n], mask[..., :n] if mask is not None else None)
-    return _softmax(logits, sinks)[1].transpose(1, 2).reshape(node.shape)
+    lse = log_sum_exp(node, q, k[:, :, :n], mask[..., :n] if mask is not None else None, sinks)
+    return lse.transpose(1, 2).reshape(node.shape)
