@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from graphrt.backends.cpu.arithmetic import VECTOR
 from graphrt.backends.cpu.reference import reference
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
@@ -23,8 +24,11 @@ def _slopes(n_head: int, max_bias: float, like: torch.Tensor) -> torch.Tensor:
 def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights over the last dimension, and the log of their denominator; a row of -inf gives weights of 0.
 
-    logits: [n_seq, n_head, n_q, n]; sinks: n_head values or None.
+    logits: [n_seq, n_head, n_q, n]; sinks: n_head values or None. Whole vectors are summed, so that a row's result
+    depends on nothing but the row.
     """
+    n = logits.shape[-1]
+    logits = torch.nn.functional.pad(logits, (0, -n % VECTOR), value=NEG_INF)
     top = logits.amax(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.reshape(1, -1, 1, 1)
@@ -35,7 +39,7 @@ def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Te
     if sinks is not None:
         total = total + torch.exp(sink - top)
     lse = (top + torch.log(total)).squeeze(-1)
-    return torch.where(total == 0, 0.0, weights / total), lse
+    return torch.where(total == 0, 0.0, weights / total)[..., :n], lse
 
 
 @reference("SOFT_MAX")

@@ -42,12 +42,13 @@ class Fill(NamedTuple):
 class Held:
     """What the pool knows of a sequence. ids: its tokens, which lie in the cache; reserved: those and the ones that have
     cells and are still to be written; tables: by kind, the page of each block; nodes: of its first blocks, those that are
-    in the tree."""
+    in the tree; shares: its full pages go there."""
 
     tables: dict[str, list[int]]
     ids: list[int] = field(default_factory=list)
     reserved: int = 0
     nodes: list[Node] = field(default_factory=list)
+    shares: bool = True
 
 
 class PagePool:
@@ -92,7 +93,7 @@ class PagePool:
     def append(self, new: Mapping[int, int]) -> list[Copy]:
         """Cells for so many more tokens of some sequences, all of them or none. The copies are to be made before
         anything is written. Raises CacheFullError where pages are missing."""
-        self._check_room(new)
+        self.check_room(new)
         copies: list[Copy] = []
         for seq, n in new.items():
             held = self.of(seq)
@@ -111,8 +112,12 @@ class PagePool:
             held.reserved += n
         return copies
 
-    def _check_room(self, new: Mapping[int, int]) -> None:
+    def check_room(self, new: Mapping[int, int], *, windowed: bool = True) -> None:
+        """Raises CacheFullError where append() would. windowed: False to ask for the kinds alone whose pages are not
+        given back on the way, where tokens are appended in several parts."""
         for kind, pages in self.kinds.items():
+            if self.windows[kind] and not windowed:
+                continue
             needed = 0
             writers: dict[int, int] = {}
             for seq, n in new.items():
@@ -149,7 +154,7 @@ class PagePool:
                 f"{len(held.ids) + len(ids)}; append them first"
             )
         held.ids.extend(int(i) for i in ids)
-        if self.share:
+        if self.share and held.shares:
             while (len(held.nodes) + 1) * self.page <= len(held.ids):
                 self._enter(held)
         for kind, pages in self.kinds.items():
@@ -195,6 +200,7 @@ class PagePool:
             node.prune()
         del held.ids[n:]
         held.reserved = n
+        held.shares = held.shares or not n
         return n
 
     def free(self, seq: int) -> None:
@@ -216,6 +222,7 @@ class PagePool:
                 if page != GONE:
                     pages.use(page)
             other.tables[kind] = list(held.tables[kind])
+        other.shares = held.shares
         self._begin(other, held.ids, held.nodes)
 
     def adopt(self, seq: int, ids: Sequence[int]) -> int:
@@ -238,10 +245,11 @@ class PagePool:
         end = len(nodes) * self.page
         return all(kind in node.pages for kind in self.kinds for node in nodes[self.first_seen(kind, end) :])
 
-    def restore(self, seq: int, ids: Sequence[int]) -> list[Fill]:
+    def restore(self, seq: int, ids: Sequence[int], *, shares: bool = True) -> list[Fill]:
         """An empty sequence gets all of `ids`, and pages for what the next token sees of them: from the tree what it
-        has; the others are to be filled, and commit() then be called. Raises SessionError for one that is not empty,
-        CacheFullError where pages are missing."""
+        has; the others are to be filled, and commit() then be called. shares: False where what they are filled with is
+        a stranger's word, which nobody else is to read. Raises SessionError for one that is not empty, CacheFullError
+        where pages are missing."""
         self._empty(seq)
         n = -(-len(ids) // self.page)
         nodes = known(self.root, ids, self.page, len(ids) // self.page) if self.share else []
@@ -254,6 +262,7 @@ class PagePool:
             idle = sum(page != GONE and not pages.users[page] for page in seen)
             self._check_available(kind, seen.count(GONE) + idle, f"a sequence of {len(ids)} tokens needs")
         held = self.of(seq)
+        held.shares = shares
         self._begin(held, ids, nodes)  # pins the nodes before pages are taken
         return [Fill(kind, block, page) for kind in self.kinds for block, page in self._restored(held, kind, n)]
 
