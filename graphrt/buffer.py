@@ -42,8 +42,8 @@ class Buffer(ABC):
         return lambda: data
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
-        """(optional) Copies bytes of the buffer to another place in it, which does not overlap with theirs, in the order
-        of queued work."""
+        """(optional) Copies bytes of the buffer to another place in it, which does not overlap with theirs, in the
+        order of queued work."""
         self.write(target, self.read(source, nbytes))
 
     def comparison(self, offset: int, expected: Bytes) -> Comparison:

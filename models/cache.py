@@ -135,19 +135,6 @@ class KVCache:
         if memory.size:
             _buffer(leaf).write(0, memory.reshape(-1))
 
-    def take_over(self, other: KVCache) -> None:
-        """Every sequence gets the tokens of the only one of another cache of this model, as many as there are cells."""
-        for mine, theirs in zip(self.layers, other.layers):
-            cells, held = self.cells[mine.kind], other.cells[mine.kind].positions[0]
-            source = np.argsort(held)[np.count_nonzero(held < 0) :][-cells.size :]
-            target = cells.take(np.tile(held[source].astype(np.int64), (self.n_seq, 1)))[0]
-            for leaf, from_leaf in zip(mine.leafs, theirs.leafs):
-                assert leaf.buffer is not None and from_leaf.buffer is not None
-                rows = from_leaf.buffer.read(0, from_leaf.nbytes).reshape(len(held), -1)
-                copies = np.zeros((self.n_seq, cells.size, rows.shape[1]), np.uint8)
-                copies[:, target] = rows[source]
-                leaf.buffer.write(0, copies.reshape(-1))
-
     def saved(self) -> dict[str, npt.NDArray[np.int32]]:
         """What the cells hold, for restore()."""
         return {kind: cells.saved() for kind, cells in self.cells.items()}

@@ -1,7 +1,7 @@
 """The KV cache in pages: one buffer a layer for all sequences, which the tables of a PagePool cut up.
 
-Each layer has a k and a v tensor of [heads * head size, pages * page], or a k alone, of whose rows v is the beginning. Key
-j of a sequence lies in page table[j // page] at j % page. Layers with a sliding window have a pool of fewer pages.
+Each layer has a k and a v tensor of [heads * head size, pages * page], or a k alone, of whose rows v is the beginning.
+Key j of a sequence lies in page table[j // page] at j % page. Layers with a sliding window have a pool of fewer pages.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class PagedCache:
         return True
 
     def put_saved_rows(self, leaf: Tensor, kind: str, first: int, rows: Bytes, seq: int = 0) -> None:
-        """Writes what saved_rows() gave, of the tokens from position `first` on, into the pages that are this text's own:
-        what others read is not a file's to change."""
+        """Writes what saved_rows() gave, of the tokens from position `first` on, into the pages that are this text's
+        own: what others read is not a file's to change."""
         for start, cell, n in self._runs(kind, seq, first, first + len(rows)):
             if (kind, (first + start) // self.sizes.page) in self._filled:
                 _buffer(leaf).write(cell * leaf.nb[1], np.ascontiguousarray(rows[start : start + n]).reshape(-1))

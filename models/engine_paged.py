@@ -94,6 +94,7 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
 
     # ---- reading ----
 
+    @checked(SessionError)
     def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
         with self.alone():
             given = self.checked(tokens)
@@ -242,9 +243,9 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
 
     @checked(SessionError)
     def load(self, seq: int, path: str | os.PathLike[str]) -> list[int]:
-        """Fills an empty sequence from a file, and gives the tokens at its end that are not read yet. Raises SessionError
-        for a file that is none, of another model or of other cache types, CacheFullError where pages are missing; then
-        the sequence is empty."""
+        """Fills an empty sequence from a file, and gives the tokens at its end that are not read yet. Raises
+        SessionError for a file that is none, of another model or of other cache types, CacheFullError where pages are
+        missing; then the sequence is empty."""
         with self.alone():
             if self.lengths[self._known(seq)]:
                 raise SessionError(

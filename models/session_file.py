@@ -65,8 +65,8 @@ def fingerprint(decoder: Decoder) -> bytes:
 
 
 def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: int = 0) -> None:
-    """Writes a sequence of an engine, in one step: the file is the old or the new one. tokens: all of it, those that are
-    not read yet at the end. Raises SessionError where the file can't be written."""
+    """Writes a sequence of an engine, in one step: the file is the old or the new one. tokens: all of it, those that
+    are not read yet at the end. Raises SessionError where the file can't be written."""
     n_read = int(engine.lengths[seq])
     held = tuple(engine.cache.held(kind, seq) for kind in engine.cache.kinds)
     types = engine.options.type_k, engine.options.type_v

@@ -73,7 +73,7 @@ class Inputs(ABC):
         result: [d_v, heads, tokens of a sequence, n_seq]."""
 
 
-I = TypeVar("I", bound=Inputs)
+In = TypeVar("In", bound=Inputs)
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ class StepInputs(Inputs):
 
 
 @dataclass(frozen=True)
-class AnyStep(Generic[I]):
+class AnyStep(Generic[In]):
     """A step's inputs and the graph that reads them, prepared."""
 
-    inputs: I
+    inputs: In
     exe: Executable
 
     def logits(self) -> Logits:

@@ -11,7 +11,6 @@ from graphrt.backends.cpu.reference import reference
 from graphrt.ops.rope import rope_frequencies
 from graphrt.tensor import Tensor
 
-
 #: A product's fewest rows and columns: the library multiplies fewer of them by other kernels, which add up otherwise.
 LEAST = 16
 

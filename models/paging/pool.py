@@ -1,10 +1,10 @@
 """PagePool: which pages of a cache the tokens of which sequences lie in. No tensors: what is written where is the
 caller's work, in the order in which the pool tells it.
 
-A sequence's tokens lie in blocks of `page` tokens, a block in a page of each kind of cells, whose numbers are its tables.
-Pages are shared between sequences that were forked and, full ones, between all that begin with the same tokens; a page
-that somebody else may read is never written: the last, partly filled one is copied first. Whatever is refused has changed
-nothing.
+A sequence's tokens lie in blocks of `page` tokens, a block in a page of each kind of cells, whose numbers are its
+tables. Pages are shared between sequences that were forked and, full ones, between all that begin with the same
+tokens; a page that somebody else may read is never written: the last, partly filled one is copied first. Whatever is
+refused has changed nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Fill(NamedTuple):
 
 @dataclass
 class Held:
-    """What the pool knows of a sequence. ids: its tokens, which lie in the cache; reserved: those and the ones that have
-    cells and are still to be written; tables: by kind, the page of each block; nodes: of its first blocks, those that are
-    in the tree; shares: its full pages go there."""
+    """What the pool knows of a sequence. ids: its tokens, which lie in the cache; reserved: those and the ones that
+    have cells and are still to be written; tables: by kind, the page of each block; nodes: of its first blocks, those
+    that are in the tree; shares: its full pages go there."""
 
     tables: dict[str, list[int]]
     ids: list[int] = field(default_factory=list)
@@ -134,8 +134,8 @@ class PagePool:
         pages = self.kinds[kind]
         if needed > pages.available:
             raise CacheFullError(
-                f"a cache's tokens must fit its {pages.n} pages of {self.page} tokens, of which {pages.available} can be "
-                f"had and {who} {needed}; free a sequence, swap one out, or give the cache more pages"
+                f"a cache's tokens must fit its {pages.n} pages of {self.page} tokens, of which {pages.available} can "
+                f"be had and {who} {needed}; free a sequence, swap one out, or give the cache more pages"
             )
 
     def _take(self, kind: str) -> int:
@@ -145,8 +145,8 @@ class PagePool:
         return page
 
     def commit(self, seq: int, ids: Sequence[int] = ()) -> None:
-        """The next reserved tokens of a sequence are written, and these are they. Full pages go into the tree, those out
-        of a window are given back."""
+        """The next reserved tokens of a sequence are written, and these are they. Full pages go into the tree, those
+        out of a window are given back."""
         held = self.of(seq)
         if len(held.ids) + len(ids) > held.reserved:
             raise SessionError(
@@ -211,8 +211,8 @@ class PagePool:
     # ---- sharing ----
 
     def fork(self, seq: int, into: int) -> None:
-        """The empty sequence `into` begins with all tokens of `seq`, in the same pages. Raises SessionError for one that
-        is not empty, and where tokens of `seq` are still to be written."""
+        """The empty sequence `into` begins with all tokens of `seq`, in the same pages. Raises SessionError for one
+        that is not empty, and where tokens of `seq` are still to be written."""
         held = self.of(seq)
         if held.reserved != len(held.ids):
             raise SessionError("a sequence is forked between its steps, and this one is in the middle of one; end it")

@@ -10,8 +10,8 @@ import numpy as np
 
 
 class Node:
-    """The tokens of one block of a text, after all those of its parents. pages: by kind of cells, where they lie, as far
-    as they still do; pins: sequences that have the block."""
+    """The tokens of one block of a text, after all those of its parents. pages: by kind of cells, where they lie, as
+    far as they still do; pins: sequences that have the block."""
 
     __slots__ = ("children", "key", "pages", "parent", "pins")
 

@@ -25,7 +25,7 @@ OPTIONS = SessionOptions(n_ctx=96, n_batch=12, type_k="f32", type_v="f32", page=
 RINGS = replace(OPTIONS, page=0)
 #: One of each family, and those that differ in attention.
 FAMILIES = (
-    "llama", "gemma3", "qwen2", "qwen3", "qwen3moe", "llama-moe", "gpt-oss", "deepseek2", "deepseek2-lite", "gemma",
+    "llama", "gemma3", "qwen2", "qwen3", "qwen3moe", "llama-moe", "gpt-oss", "deepseek2", "gemma",
     "gemma2-caps", "phi3-long", "gpt2-grouped", "mpt-full", "bloom", "refact", "falcon-40b", "olmo2-window",
     "command-r", "starcoder2", "stablelm-12b",
 )  # fmt: skip

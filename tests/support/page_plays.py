@@ -23,8 +23,8 @@ def written(ids: list[int], position: int) -> tuple[int, ...]:
 
 @dataclass
 class Play:
-    """A pool, its memory and the plain model. ids: the tokens of each sequence; queued: how many at its end are appended
-    and not committed; away: texts that were swapped out."""
+    """A pool, its memory and the plain model. ids: the tokens of each sequence; queued: how many at its end are
+    appended and not committed; away: texts that were swapped out."""
 
     pool: PagePool
     random: random.Random
