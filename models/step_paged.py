@@ -99,9 +99,7 @@ class PagedInputs(Inputs):
         return values
 
 
-def _filled(
-    n: int, rest: int, parts: Sequence[npt.NDArray[np.int64]], kind: type[np.int32] | type[np.int64]
-) -> Values:
+def _filled(n: int, rest: int, parts: Sequence[npt.NDArray[np.int64]], kind: type[np.int32] | type[np.int64]) -> Values:
     """The parts one after the other, and `rest` behind them: [n]."""
     found = np.full(n, rest, kind)
     joined = np.concatenate(parts) if parts else found[:0]
