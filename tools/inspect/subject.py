@@ -81,7 +81,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a prompt that prefill reads at once (default: the batch, -b, or the context if that is less)",
     )
     parser.add_argument(
-        "--page", type=whole(1), default=0, metavar="N", help="look at an engine's step over pages of N tokens, 16 to 256"
+        "--page", type=whole(1), default=0, metavar="N", help="look at a step of an engine with pages of N tokens"
     )
     parser.add_argument(
         "--pages", type=whole(1), default=0, metavar="N", help="with --page: how many (default: all whole contexts)"
@@ -127,9 +127,9 @@ def subject(
     """What `text` names, prepared on backends, the preferred first.
 
     phase: of a model, None for decode, which reads one token; n_tokens: that prefill reads, 0 for a whole batch or
-    context; options: of the model's session or, with pages, of an engine of n_seq sequences; synthetic: `text` is a made-up model's name; rope: changes to a model's
-    rotation of positions. Raises GraphError for a script or case that gives no graph, SessionError for a phase that
-    can't be, and what loading and preparing raise.
+    context; options: of the model's session or, with pages, of an engine of n_seq sequences; synthetic: `text` is a
+    made-up model's name; rope: changes to a model's rotation of positions. Raises GraphError for a script or case that
+    gives no graph, SessionError for a phase that can't be, and what loading and preparing raise.
     """
     if phase not in (None, *PHASES):
         raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
@@ -190,9 +190,7 @@ def _of_model(
     return Subject(title, phase, n, session.executable(n, 1), session=session)
 
 
-def _of_engine(
-    model: Model, title: str, phase: str, n_tokens: int, options: SessionOptions, n_seq: int
-) -> Subject:
+def _of_engine(model: Model, title: str, phase: str, n_tokens: int, options: SessionOptions, n_seq: int) -> Subject:
     """A step over pages: a token of each sequence, or a prompt's beside them."""
     from graphrt.models.engine_paged import PagedEngine
 

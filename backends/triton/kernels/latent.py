@@ -155,7 +155,8 @@ def rotate_and_write_launch(
         "n_head": n_head, "q_parts": q_parts, "n": ids.ne[0], "sq1": q.strides[1], "sq2": q.strides[2],
         "sqo1": q_out.stride(1), "sqo2": q_out.stride(0), "s_kv": row.kv.strides[1], "s_k": row.k.strides[2],
         "s_id": ids.strides[0], "s_id_seq": ids.strides[1], "s_cache": s_cache, "s_cache_seq": s_cache_seq,
-        "n_cells": cache.ne[1], "N_KV": n_kv, "KV_SIZE": kv_size, "K_SIZE": k_size, "KIND": cache.kind, "SEQUENCES": ids.ne[1] > 1,
+        "n_cells": cache.ne[1], "N_KV": n_kv, "KV_SIZE": kv_size, "K_SIZE": k_size, "KIND": cache.kind,
+        "SEQUENCES": ids.ne[1] > 1,
         **rotation_constants(table.params, d, heads, ctx),
     }  # fmt: skip
     warps = max(warps_of(heads, d), warps_of(1, kv_size))

@@ -208,7 +208,7 @@ def rotate_and_write(
     of it where that is quantized); past k_parts more it writes SIZE elements of v into the same row of the v cache.
     q: [D, n_head, n_tokens]; k: [D, n_head_kv, n_tokens]; v: [n_v, n, n_seq]; caches: as quantize.stored() has them.
     SEQUENCES: there are several, with n tokens each, one after the other; ids, v and caches are theirs. p_q_weight,
-    p_k_weight: f32 [D] or None: heads are normalized first. A token whose id is none of the n_cells rows is not written.
+    p_k_weight: f32 [D] or None: heads are normalized first. A token whose id is none of the n_cells rows is left out.
     """
     if PDL:
         gdc_wait()
@@ -351,7 +351,8 @@ def lower_rope_set_rows(
         "sqo2": q_out.strides[2], "sk0": k.strides[0], "sk1": k.strides[1], "sk2": k.strides[2],
         "sv0": v.strides[0], "sv1": v.strides[1], "sv2": v.strides[2], "s_id": ids.strides[0],
         "s_id_seq": ids.strides[1], "s_k_cache": s_k, "s_k_seq": s_k_seq, "s_v_cache": s_v, "s_v_seq": s_v_seq,
-        "n_cells": k_cache.ne[1], "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind, "SEQUENCES": v.ne[2] > 1,
+        "n_cells": k_cache.ne[1], "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind,
+        "SEQUENCES": v.ne[2] > 1,
         **rotation_constants(table.params, d, heads, ctx),
     }  # fmt: skip
     options = launch_options(ctx.target, warps_of(heads, d))
