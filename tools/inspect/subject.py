@@ -81,11 +81,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a prompt that prefill reads at once (default: the batch, -b, or the context if that is less)",
     )
     parser.add_argument(
-        "--page",
-        type=whole(1),
-        default=0,
-        metavar="N",
-        help="look at a step over pages of N tokens, 16 to 256",
+        "--page", type=whole(1), default=0, metavar="N", help="look at a step of an engine with pages of N tokens"
     )
     parser.add_argument(
         "--pages", type=whole(1), default=0, metavar="N", help="with --page: how many (default: all whole contexts)"
