@@ -167,6 +167,15 @@ def test_steps_in_registers(u: int) -> None:
     _check(out, matrix.values, _rounded(x))
 
 
+def test_what_a_launch_touches() -> None:
+    """Each plane by itself, and nothing of planes that the type lacks or of matrices that are not there."""
+    matrix = Matrix("q4_K", 4, 512)
+    launch = gemv(TARGET, [Segment(matrix.packed, _out(1, 4), 4)], _activations(_vectors(1, 512)))
+    read = {access.name for access in launch.accesses() if access.reads}
+    assert read == {"packed0.quants", "packed0.scales", "packed0.supers", "p_q", "p_d", "p_s"}
+    assert {a.name for a in launch.accesses() if a.writes} == {"p_out0"}
+
+
 def _product(matrix: Matrix, x: torch.Tensor, form: str, config: GemvConfig | None = None) -> torch.Tensor:
     """x W^T on the CPU, x in one of the kernel's forms, which for "norm" is an RMS norm's result."""
     (n, k), m = x.shape, matrix.packed.rows
