@@ -19,7 +19,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, uses_ptx
 from graphrt.backends.triton.kernels.products.gemv import GemvConfig, config_for
@@ -115,9 +115,7 @@ def packed_expert_gemv(
     factors: element (slot, token) at slot * .0 + token * .1. With factors the second program number is a token's, and
     out[token, :] is the sum of its pairs' results times their factors. out: f32, without gaps.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row, at, m_out = _places(m, R, W, G)
     if p_factors is None:
         pair = tl.program_id(1)
@@ -155,9 +153,7 @@ def plain_expert_gemv(
 
     Element (i, row, expert) of weights is at i + row * row_step + expert * expert_step. PAIR: there are two matrices.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row, at, m_out = _places(m, R, W, G)
     if p_factors is None:
         pair = tl.program_id(1)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.flash_attn.forward import normalized
 from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
@@ -39,9 +39,7 @@ def flash_attn_fixup(
     first, last, n_units, total = fixup_range(
         tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, BIG
     )
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     if first != last:
         i_qt = tile % n_qt
         i_group = (tile // n_qt) % n_groups

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
 from graphrt.backends.triton.kernels.common.ternary import first_words
 from graphrt.backends.triton.kernels.kinds import (
@@ -206,9 +206,7 @@ def products(
         planes1 = _load_planes(packed1, row, 0, KIND1, NG, U, G)
     acc = first_sums(p_bias, row, N, G)
     acc1 = tl.zeros([G, W, R, N], tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     if X_FORM == "q8":
         for i_tile in range(1, TILES):
             next_planes = _load_planes(packed, row, i_tile, KIND, NG, U, G)
