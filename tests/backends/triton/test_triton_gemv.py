@@ -26,7 +26,6 @@ from graphrt.backends.triton.kernels.products.activations import (
     Q8Rows,
     Rows,
     add_norm_quantize,
-    glu_quantize,
     norm_quantize,
     parts_of,
     quantize_rows,
@@ -534,19 +533,6 @@ def test_add_norm_quantize(n: int, k: int, first: bool, early: bool, parts: int)
             second = NormWeight(w2.to(DEVICE), 1e-6)
             add_norm_quantize(TARGET, here, before, other, other, second, ordered, early, ordered=True)()
             assert torch.equal(ordered, found[:, wgmma_order(k)])
-
-
-@pytest.mark.parametrize("kind", GLU_KINDS)
-def test_glu_quantize(kind: str, parts: int) -> None:
-    n, k = 2, 1120
-    both = torch.cat([torch.randn(n, k) * 3, torch.randn(n, k)], 1).to(DEVICE)  # as one tensor of two halves has it
-    gate, up = Rows(both.flatten(), n, k, 2 * k), Rows(both.flatten()[k:], n, k, 2 * k)
-    expected = _gated(kind, both[:, :k].cpu().double(), both[:, k:].cpu().double())
-    found, half = Q8Rows.empty(n, k, DEVICE), torch.empty(n, k, dtype=torch.float16, device=DEVICE)
-    glu_quantize(TARGET, gate, up, kind, found)()
-    glu_quantize(TARGET, gate, up, kind, half)()
-    _check_activations(found, expected, False)
-    torch.testing.assert_close(half.cpu().double(), expected, rtol=6e-4, atol=1e-5)
 
 
 def test_configs_hold_their_shape() -> None:
