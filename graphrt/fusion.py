@@ -74,6 +74,33 @@ def scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
     return scaled
 
 
+def sum_of(nodes: Nodes, t: Tensor) -> Tensor | None:
+    """The ADD, of t's shape, of t and another tensor, if nobody else reads t."""
+    total = nodes.only_reader(t)
+    same = total is not None and total.op == "ADD" and total.ne == t.ne and total["a"] is not total["b"]
+    return total if same else None
+
+
+class GateUpGlu(NamedTuple):
+    """Two MUL_MATs of one x, and the GLU that alone reads them."""
+
+    gate: Tensor
+    up: Tensor
+    out: Tensor
+
+
+def gated_products(nodes: Nodes) -> Iterator[GateUpGlu]:
+    """Gates and ups of feed-forwards, joined by one of the GLUs that have no numbers of their own."""
+    for out in nodes.of("GLU"):
+        gate, up = out["gate"], out["value"]
+        if up is None or gate is up or gate.op != "MUL_MAT" or up.op != "MUL_MAT":
+            continue
+        alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
+        same_x = gate["x"] is up["x"] and gate.ne == up.ne
+        if alone and same_x and out.params.kind in ("swiglu", "geglu", "reglu"):
+            yield GateUpGlu(gate, up, out)
+
+
 class Softcap(NamedTuple):
     """inner: SCALE by 1/cap; bent: its tanh; out: SCALE by cap."""
 

@@ -82,6 +82,13 @@ def context(text: str) -> int:
     return whole(0)(text) or -1  # OWN_CTX, whose module needs torch
 
 
+def add_prompt_arguments(add: Callable[..., object]) -> None:
+    """A prompt's flags, in a group whose add_argument it is."""
+    given = "the prompt, - for standard input (the default when that is a pipe)"
+    add("-p", "--prompt", metavar="TEXT", action=Once, type=utf8, help=given)
+    add("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
+
+
 def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, own_b: bool = False) -> None:
     """--backend, -c, -b, -ctk, -ctv, -t, -tb, and those of the rotation, which rope_options() reads.
 

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.lowering import Lowering, rows_of
-from graphrt.fusion import Fusion, Nodes, added_to
+from graphrt.fusion import Fusion, GateUpGlu, Nodes, added_to, gated_products, sum_of
 from graphrt.program import Group
 from graphrt.tensor import Tensor
 
@@ -34,35 +34,19 @@ class MatmulAdd(NamedTuple):
     residual: Tensor
 
 
-class GateUpGlu(NamedTuple):
-    """Two MUL_MATs and the GLU of both."""
-
-    gate: Tensor
-    up: Tensor
-    out: Tensor
-
-
 def matmul_add(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT, then ADD of a residual of the same shape."""
     for product in nodes.of("MUL_MAT"):
-        total = nodes.only_reader(product)
-        if total is None or total.op != "ADD" or total["a"] is total["b"]:
-            continue
-        residual = added_to(product, total)
-        if residual.ne == product.ne and residual.dtype.name == "f32":
+        total = sum_of(nodes, product)
+        residual = added_to(product, total) if total is not None else None
+        if total is not None and residual is not None and residual.ne == product.ne and residual.dtype.name == "f32":
             yield Group([product, total], kernel="matmul_add", captured=MatmulAdd(product, total, residual))
 
 
 def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT of one x, then GLU of both: gate and up of a feed-forward."""
-    for out in nodes.of("GLU"):
-        gate, up = out["gate"], out["value"]
-        if up is None or gate is up or gate.op != "MUL_MAT" or up.op != "MUL_MAT":
-            continue
-        alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
-        same_x = gate["x"] is up["x"] and gate.ne == up.ne
-        if alone and same_x and out.params.kind in ("swiglu", "geglu", "reglu"):
-            yield Group([gate, up, out], kernel="gate_up_glu", captured=GateUpGlu(gate, up, out))
+    for found in gated_products(nodes):
+        yield Group(list(found), kernel="gate_up_glu", captured=found)
 
 
 def _product(t: Tensor) -> tuple[Tensor, Tensor, int] | None:

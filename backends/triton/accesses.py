@@ -70,7 +70,8 @@ def accesses(
     lets_go_early: bool = False,
     helper: bool = False,
 ) -> Callable[[Kernel], Kernel]:
-    """Declares what a kernel does with its pointer parameters, named with spaces between.
+    """Declares what a kernel does with its pointer parameters, named with spaces between; a parameter that is a named
+    tuple stands for all pointers in it.
 
     early: those that it reads before its gdc_wait, in launches that may begin before the one before has ended; all else
     comes after it. early_if: the same for those that are early only if a constant of the kernel is true, by the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ if interpreting():
 
 
 class Launch:
-    """kernel: a triton.jit function; args: tensors, numbers and constexprs by name; options: num_warps and the like.
+    """kernel: a triton.jit function; args: tensors, numbers and constexprs by name, or named tuples of them that the
+    kernel takes as one; options: num_warps and the like.
 
     smaller: arguments to replace, in order, where the device has too little shared memory. They change speed only.
     """
@@ -71,16 +72,26 @@ class Launch:
         """It lets the launch after it begin before it has waited itself."""
         return declaration_of(self.kernel).lets_go_early
 
+    def _declared(self, names: frozenset[str]) -> Iterator[tuple[str, str, Any]]:
+        """(parameter, name, value) of the arguments that are declared, and of named tuples of each field."""
+        for parameter in sorted(names & self.args.keys()):
+            value = self.args[parameter]
+            fields = getattr(value, "_asdict", None)
+            if fields is not None:
+                yield from ((parameter, f"{parameter}.{name}", x) for name, x in fields().items())
+            else:
+                yield parameter, parameter, value
+
     def accesses(self) -> list[Access]:
         """What its kernel declares, of the tensors that it is given; of a TMA descriptor all that it describes."""
         declared, found = declaration_of(self.kernel), []
-        for name in sorted(declared.names & self.args.keys()):
-            memory = getattr(self.args[name], "base", self.args[name])
+        for parameter, name, value in self._declared(declared.names):
+            memory = getattr(value, "base", value)
             if isinstance(memory, torch.Tensor):
-                needs = declared.early.get(name)
+                needs = declared.early.get(parameter)
                 early = self.starts_early and needs is not None and (not needs or bool(self.args[needs]))
-                reads, writes = name in declared.reads, name in declared.writes
-                found.append(Access(name, memory, reads, writes, early, name in declared.uncached))
+                reads, writes = parameter in declared.reads, parameter in declared.writes
+                found.append(Access(name, memory, reads, writes, early, parameter in declared.uncached))
         return found
 
     def info(self) -> LaunchInfo:

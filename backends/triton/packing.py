@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import gguf
 import torch
@@ -252,19 +253,16 @@ class Packed:
         assert start % 4 == 0
         return self.memory[start : start + -(-plane.nbytes // 4) * 4].view(torch.int32)
 
-    def planes(self, suffix: str | int = "") -> dict[str, torch.Tensor | None]:
-        """The planes as kernels' arguments `p_quants` and so on with a suffix, None: the type has none.
+    def planes(self) -> Planes:
+        """The planes as one argument of kernels: scales and supers as integers as wide as what a group, or 256
+        elements, have of them."""
+        return Planes(self.quants, self.high, whole_plane(self.scales), whole_plane(self.supers), self.grid)
 
-        Scales and supers are integers as wide as what a group, or 256 elements, have of them.
-        """
-        named = {"quants": self.quants, "high": self.high, "grid": self.grid}
-        named |= {"scales": whole_plane(self.scales), "supers": whole_plane(self.supers)}
-        return {f"p_{name}{suffix}": plane for name, plane in named.items()}
-
-    def word_planes(self) -> dict[str, torch.Tensor | None]:
+    def word_planes(self) -> Planes:
         """planes() with scales and supers as int32, however many groups' a word has."""
-        wide = {"scales": self.scales if self.scales.numel() else None, "supers": self.supers}
-        return self.planes() | {f"p_{n}": None if plane is None else self.words(plane) for n, plane in wide.items()}
+        scales = self.words(self.scales) if self.scales.numel() else None
+        supers = None if self.supers is None else self.words(self.supers)
+        return self.planes()._replace(scales=scales, supers=supers)
 
     @property
     def grid(self) -> torch.Tensor | None:
@@ -283,9 +281,18 @@ class Packed:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def no_planes(suffix: str | int) -> dict[str, torch.Tensor | None]:
-    """Packed.planes() of no matrix."""
-    return {f"p_{name}{suffix}": None for name in ("quants", "high", "scales", "supers", "grid")}
+class Planes(NamedTuple):
+    """A packed matrix as kernels take it; None for planes that its type lacks. In a kernel the fields are pointers."""
+
+    quants: torch.Tensor | None
+    high: torch.Tensor | None
+    scales: torch.Tensor | None
+    supers: torch.Tensor | None
+    grid: torch.Tensor | None
+
+
+#: Packed.planes() of no matrix.
+NO_PLANES = Planes(None, None, None, None, None)
 
 
 def whole_plane(plane: torch.Tensor | None) -> torch.Tensor | None:

@@ -127,22 +127,29 @@ def compiled(launch: Launch, arch: str) -> Any:
     """The kernel of a launch, compiled for an architecture with the launch's own specialization."""
     kernel, args = launch.kernel, launch.args
     options = {k: v for k, v in launch.options.items() if k in ("num_warps", "maxnreg") or arch.startswith("sm_")}
-    constants, signature, attrs = {}, {}, {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attrs: dict[tuple[int, ...], Any] = {}
     fixed = {p.name for p in kernel.params if p.is_constexpr}
     general = {p.name for p in kernel.params if p.do_not_specialize}
-    for i, name in enumerate(kernel.arg_names):
-        value = args[name]
+
+    def specialized(name: str, value: Any, path: tuple[int, ...]) -> Any:
+        """What the signature says of an argument; notes constants and alignments. A named tuple of its fields."""
+        if isinstance(value, tuple) and name not in fixed:
+            return type(value)(*(specialized(name, x, (*path, i)) for i, x in enumerate(value)))
         kind = None if name in fixed or value is None else _kind(value)
         if kind is None or (type(value) is int and value == 1 and name not in general):
-            constants[(i,)], signature[name] = value, "constexpr"
-            continue
-        signature[name] = kind
+            constants[path] = value
+            return "constexpr"
         if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0 and name not in general):
-            attrs[(i,)] = [["tt.divisibility", 16]]
+            attrs[path] = [["tt.divisibility", 16]]
+        return kind
+
+    signature = {name: specialized(name, args[name], (i,)) for i, name in enumerate(kernel.arg_names)}
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     if source is GluonASTSource:
-        constants = {kernel.arg_names[i]: value for (i,), value in constants.items()}
-    made = source(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+        made = source(kernel, signature, {kernel.arg_names[i]: value for (i,), value in constants.items()}, attrs)
+    else:
+        made = source(kernel, signature, constants, attrs)
     return triton.compile(made, target=gpu_target(arch), options=options)
 
 

@@ -128,7 +128,7 @@ def _case(
         args |= {"p_w": w, "p_x": w, "row_stride": k, "stride2": 4096 * k, "stride3": 4096 * k, "WIDTH": config.width}
         args |= {"WIDEN": kind == "f32", "PRECISION": "ieee" if kind == "f32" else "tf32"}
     else:
-        args |= {**Packed.empty(kind, 16, 1024, "cpu").word_planes(), "p_x": _F16, "KIND": kind}
+        args |= {"packed": Packed.empty(kind, 16, 1024, "cpu").word_planes(), "p_x": _F16, "KIND": kind}
         args |= {"GROUPS": config.width // 32, "PTX": arch.startswith("sm_")}
     kernel = portable.gemm_plain if kind in _PLAIN else portable.gemm_packed
     return name, kernel, args, _options(config.warps, config.stages)

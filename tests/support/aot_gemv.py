@@ -13,7 +13,6 @@ from graphrt.backends.triton.kernels.products.activations import (
     Q8Rows,
     Rows,
     add_norm_quantize,
-    glu_quantize,
     norm_quantize,
     quantize_rows,
 )
@@ -97,7 +96,6 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
         yield f"quantize {k}", quantize_rows(target, x, found)
         yield f"norm {k}", norm_quantize(target, x, torch.empty(k), 1e-6, found, x)
         yield f"norm to f16 {k}", norm_quantize(target, x, torch.empty(k), 1e-6, torch.empty(2, k, dtype=torch.float16))
-        yield f"glu {k}", glu_quantize(target, x, x, "reglu", found)
 
 
 def aot_cases(arch: str) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:

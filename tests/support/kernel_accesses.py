@@ -15,16 +15,25 @@ def differences(launch: Launch, ttgir: str, ptx: str = "") -> list[str]:
     said += ["it lets the next launch go before it waits"] if found.lets_go_early and not declared.lets_go_early else []
     said += [] if found.waits == launch.waits else [f"it waits: {found.waits}, its constants say {launch.waits}"]
     # Without a wait all is early, and the launch begins when all before it has ended.
-    done = {name: {w for w in whats if launch.waits or w in (READ, WRITE)} for name, whats in found.args.items()}
+    parameter = {name: _parameter(name, launch) for name in found.args}
+    done: dict[str, set[str]] = {name: set() for name in parameter.values()}
+    for name, whats in found.args.items():
+        done[parameter[name]] |= {w for w in whats if launch.waits or w in (READ, WRITE)}
     if launch.waits and ptx and "ttg.warp_specialize" not in ttgir:
         early = early_in_ptx(ptx, found.parameters)
         for what, names in ((EARLY_READ, early.reads), (EARLY_WRITE, early.writes), (CACHED, early.cached)):
             for name in names:
-                done[name].add(what)
+                done[parameter[name]].add(what)
     for name, whats in done.items():
         said += [] if name in declared.names else [f"{name} is not declared"]
         said += [f"{name}: {what}, which is not declared" for what in sorted(whats - _allowed(name, declared, launch))]
     return said
+
+
+def _parameter(name: str, launch: Launch) -> str:
+    """The kernel's parameter of a compiled argument. The fields of a named tuple are its name, the later ones with a
+    number behind."""
+    return name if name in launch.args else name.rpartition("_")[0]
 
 
 def _allowed(name: str, declared: Declaration, launch: Launch) -> set[str]:

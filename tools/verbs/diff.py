@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 from graphrt.errors import SessionError
 from graphrt.tools.common import (
-    Once,
+    add_prompt_arguments,
     add_session_arguments,
     print_json,
     progress,
     say_written,
     session_options,
     use_threads,
-    utf8,
     whole,
     write_text,
 )
@@ -48,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-a", "--reference", default="cpu", metavar="SIDE", help=f"what is right: {side} (default: cpu)")
     add("-b", "--other", default="auto", metavar="SIDE", help="what is asked about (default: what `run` uses)")
     add = parser.add_argument_group("what they read").add_argument
-    prompt = "the prompt, - for standard input (the default when that is a pipe)"
-    add("-p", "--prompt", metavar="TEXT", action=Once, type=utf8, help=prompt)
-    add("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
+    add_prompt_arguments(add)
     add("--tokens", metavar="1,2,3", help="token ids instead of a text")
     add("--chat", action="store_true", help="the prompt through the chat template, as `run` has it")
     add("--phase", choices=PHASES, help="the prompt's last batch, or the step after it (default: prefill)")

@@ -18,15 +18,14 @@ from graphrt.tools import prompt_cache
 from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
     MODEL_HELP,
-    Once,
     add_fast_argument,
+    add_prompt_arguments,
     add_session_arguments,
     load_model,
     print_json,
     print_text,
     read_text,
     session_options,
-    utf8,
     whole,
     without_last_newline,
 )
@@ -53,16 +52,7 @@ PROFILE_STEPS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "-p",
-        "--prompt",
-        metavar="TEXT",
-        action=Once,
-        type=utf8,
-        help="the prompt, - for standard input (the default when that is a pipe)",
-    )
-    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
+    add_prompt_arguments(parser.add_mutually_exclusive_group().add_argument)
     parser.add_argument("-sys", "--system", metavar="TEXT", help="system message for the chat template")
     parser.add_argument(
         "-n",

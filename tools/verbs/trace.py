@@ -20,7 +20,7 @@ from graphrt import whole_files
 from graphrt.errors import MemoryPlanError, SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
-    Once,
+    add_prompt_arguments,
     add_session_arguments,
     load_model,
     print_json,
@@ -28,7 +28,6 @@ from graphrt.tools.common import (
     progress,
     say_written,
     session_options,
-    utf8,
 )
 from graphrt.tools.inspect.subject import PHASES
 from graphrt.tools.outputs import OutputFile
@@ -47,16 +46,7 @@ TEXT_FLAGS = ("-p", "--prompt")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "-p",
-        "--prompt",
-        metavar="TEXT",
-        action=Once,
-        type=utf8,
-        help="the prompt, - for standard input (the default when that is a pipe)",
-    )
-    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, but for its last newline")
+    add_prompt_arguments(parser.add_mutually_exclusive_group().add_argument)
     template = parser.add_mutually_exclusive_group()
     template.add_argument("--raw", action="store_true", help="the prompt as it stands (the default here)")
     template.add_argument("--chat", action="store_true", help="the prompt through the chat template, as `run` has it")

@@ -189,7 +189,6 @@ CHOICES: tuple[tuple[Dot, Callable[[Host], bool]], ...] = (
     (SDOT, lambda host: host.is_arm and host.has("dotprod")),
     (PORTABLE, lambda host: True),
 )
-DOTS = {dot.name: dot for dot, _ in CHOICES}
 
 
 def best_dot(host: Host) -> Dot:

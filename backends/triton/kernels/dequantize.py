@@ -54,7 +54,7 @@ def two_bits(word, i):
 
 
 @triton.jit
-def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+def group_codes(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """What scales multiply, f32, halves [GROUPS, 16]: codes less their offset, or the codebook's values."""
     group = tl.arange(0, GROUPS)
     live = group < n_live
@@ -62,19 +62,19 @@ def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.
     BITS: tl.constexpr = code_bits(KIND)
     HIGH: tl.constexpr = high_bits(KIND)
     if BITS == 2:
-        low, high = two_bits(tl.load(p_quants + first + group, mask=live, other=0)[:, None], i)
+        low, high = two_bits(tl.load(packed.quants + first + group, mask=live, other=0)[:, None], i)
     elif BITS == 4:
-        byte = tl.load(p_quants + first * 16 + (group[:, None] * 16 + i), mask=live[:, None], other=0).to(tl.int32)
+        byte = tl.load(packed.quants + first * 16 + (group[:, None] * 16 + i), mask=live[:, None], other=0).to(tl.int32)
         low, high = byte & 0xF, byte >> 4
     else:
-        at = p_quants + first * 32 + (group[:, None] * 32 + i)
+        at = packed.quants + first * 32 + (group[:, None] * 32 + i)
         low = tl.load(at, mask=live[:, None], other=0).to(tl.int8, bitcast=True)
         high = tl.load(at + 16, mask=live[:, None], other=0).to(tl.int8, bitcast=True)
     if HIGH == 1:
-        word = tl.load(p_high + first + group, mask=live, other=0)[:, None] >> (8 * (i % 4) + 2 * (i // 4))
+        word = tl.load(packed.high + first + group, mask=live, other=0)[:, None] >> (8 * (i % 4) + 2 * (i // 4))
         low, high = low | (word & 1) << BITS, high | (word >> 1 & 1) << BITS
     elif HIGH == 2:
-        more_low, more_high = two_bits(tl.load(p_high + first + group, mask=live, other=0)[:, None], i)
+        more_low, more_high = two_bits(tl.load(packed.high + first + group, mask=live, other=0)[:, None], i)
         low, high = low | more_low << BITS, high | more_high << BITS
     if has_codebook(KIND):
         low, high = looked_up(low, KIND), looked_up(high, KIND)
@@ -84,36 +84,36 @@ def group_codes(p_quants, p_high, first, n_live, KIND: tl.constexpr, GROUPS: tl.
 
 
 @triton.jit
-def grid_codes(p_quants, p_high, p_scales, p_grid, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+def grid_codes(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """group_codes() of types with a grid."""
     group = tl.arange(0, GROUPS)
     live = group < n_live
     BITS: tl.constexpr = code_bits(KIND)
-    p_quants += (first + group) * BITS
+    p_quants = packed.quants + (first + group) * BITS
     quants = tl.load(p_quants, mask=live, other=0)[:, None]
     second = quants
     if BITS == 2:
         second = tl.load(p_quants + 1, mask=live, other=0)[:, None]
-    scales = tl.load(p_scales + first + group, mask=live, other=0)[:, None]
+    scales = tl.load(packed.scales + first + group, mask=live, other=0)[:, None]
     high = scales
     if high_bits(KIND) > 0:
-        high = tl.load(p_high + first + group, mask=live, other=0)[:, None]
+        high = tl.load(packed.high + first + group, mask=live, other=0)[:, None]
     signs = signs_of(second, high, scales, KIND)
-    codes = point_codes(p_grid, quants, second, high, scales, signs, tl.arange(0, 4)[None, :], KIND)
+    codes = point_codes(packed.grid, quants, second, high, scales, signs, tl.arange(0, 4)[None, :], KIND)
     codes = ((codes[:, :, None] >> (4 * tl.arange(0, 8)[None, None, :])) & 15).reshape(GROUPS, 32)
     values = looked_up(codes, KIND).to(tl.float32)
     return tl.split(tl.permute(values.reshape(GROUPS, 2, 16), (0, 2, 1)))
 
 
 @triton.jit
-def scales_and_mins(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
+def scales_and_mins(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min."""
     group = tl.arange(0, GROUPS)
     live = group < n_live
     if has_scales(KIND):
-        scales = tl.load(p_scales + first + group, mask=live, other=0)
+        scales = tl.load(packed.scales + first + group, mask=live, other=0)
     if has_supers(KIND):
-        supers = tl.load(p_supers + first // 8 + group // 8, mask=live, other=0)
+        supers = tl.load(packed.supers + first // 8 + group // 8, mask=live, other=0)
     else:
         supers = scales
     if not has_scales(KIND):
@@ -127,19 +127,18 @@ def scales_and_mins(p_scales, p_supers, first, n_live, KIND: tl.constexpr, GROUP
 
 
 @triton.jit
-def group_values(
-    p_quants, p_high, p_scales, p_supers, p_grid, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
+def group_values(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """Values of groups `first` to first + n_live - 1 of a packed matrix (rows one after the other).
 
-    -> f32 [GROUPS, 16] of elements 0..15 and of 16..31; rows from n_live on hold no values. The pointers: plane_args().
-    first: a multiple of 8 for types with supers, int64 where addresses need it; n_live: at most GROUPS.
+    -> f32 [GROUPS, 16] of elements 0..15 and of 16..31; rows from n_live on hold no values. packed: Planes as
+    plane_args() makes them; first: a multiple of 8 for types with supers, int64 where addresses need it; n_live: at
+    most GROUPS.
     """
     if has_grid(KIND):
-        low, high = grid_codes(p_quants, p_high, p_scales, p_grid, first, n_live, KIND, GROUPS)
+        low, high = grid_codes(packed, first, n_live, KIND, GROUPS)
     else:
-        low, high = group_codes(p_quants, p_high, first, n_live, KIND, GROUPS)
-    d_low, d_high, m_low, m_high = scales_and_mins(p_scales, p_supers, first, n_live, KIND, GROUPS)
+        low, high = group_codes(packed, first, n_live, KIND, GROUPS)
+    d_low, d_high, m_low, m_high = scales_and_mins(packed, first, n_live, KIND, GROUPS)
     low, high = d_low[:, None] * low, d_high[:, None] * high
     if has_min(KIND):
         low, high = low - m_low[:, None], high - m_high[:, None]
@@ -155,22 +154,20 @@ def store_groups(p_out, low, high, n_live, GROUPS: tl.constexpr):
     tl.store(at + 16, high.to(p_out.dtype.element_ty), mask=group < n_live)
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_grid", writes="p_out")
+@accesses(reads="packed", writes="p_out")
 @triton.jit
-def dequantize_groups(
-    p_quants, p_high, p_scales, p_supers, p_grid, p_out, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
+def dequantize_groups(packed, p_out, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """Program i: groups i * GROUPS on, of all rows as one."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
     n_live = tl.minimum(n_groups - first, GROUPS).to(tl.int32)
-    low, high = group_values(p_quants, p_high, p_scales, p_supers, p_grid, first, n_live, KIND, GROUPS)
+    low, high = group_values(packed, first, n_live, KIND, GROUPS)
     store_groups(p_out + first * 32, low, high, n_live, GROUPS)
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_grid p_ids", writes="p_out")
+@accesses(reads="packed p_ids", writes="p_out")
 @triton.jit
 def gather_groups(
-    p_quants, p_high, p_scales, p_supers, p_grid, p_ids, p_out, n_ids, d2, stride_0, stride_1, stride_2,
+    packed, p_ids, p_out, n_ids, d2, stride_0, stride_1, stride_2,
     n_rows, n_groups, KIND: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): groups j * GROUPS on of the row that index i names; n_groups: of a row; n_rows: of a matrix."""
@@ -181,20 +178,20 @@ def gather_groups(
     row = tl.load(p_id) + i_matrix.to(tl.int64) * n_rows
     start = tl.program_id(1) * GROUPS
     n_live = tl.minimum(n_groups - start, GROUPS)
-    low, high = group_values(p_quants, p_high, p_scales, p_supers, p_grid, row * n_groups + start, n_live, KIND, GROUPS)
+    low, high = group_values(packed, row * n_groups + start, n_live, KIND, GROUPS)
     store_groups(p_out + (i.to(tl.int64) * n_groups + start) * 32, low, high, n_live, GROUPS)
 
 
 def plane_args(packed: Packed) -> dict[str, Any]:
-    """The planes as the kernels here take them: by name, each in words that a group, or a half of it, is one of."""
+    """The planes as the kernels here take them, in words that a group, or a half of it, is one of, and their type."""
     packing = packing_of(packed.kind)
     assert packing is not None
-    args = packed.planes() | {"KIND": packed.kind}
+    planes = packed.planes()
     if packing.grid is None:
-        args["p_quants"] = packed.quants.view(torch.int64 if packing.bits == 2 else torch.uint8)
+        planes = planes._replace(quants=packed.quants.view(torch.int64 if packing.bits == 2 else torch.uint8))
         if packed.high is not None and packing.high_bits == 2:
-            args["p_high"] = packed.high.view(torch.int64)
-    return args
+            planes = planes._replace(high=packed.high.view(torch.int64))
+    return {"packed": planes, "KIND": packed.kind}
 
 
 def dequantize(packed: Packed, out: torch.Tensor) -> Launch:

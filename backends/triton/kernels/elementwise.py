@@ -20,7 +20,7 @@ from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
 from graphrt.backends.triton.kernels.common.bits import stored_as
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.elementwise_fusions import softcap
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.fusion import Fusion, Softcap
@@ -94,9 +94,7 @@ def elementwise(
     else -1. A_VEC, B_VEC: what divides the strides a1 to a3, b1 to b3. BIG: offsets need 64 bits.
     """
     pid = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     if BIG:
         pid = pid.to(tl.int64)
     n_blocks = (n0 - 1) // COLS + 1  # tl.cdiv would add before it divides, past the largest int32

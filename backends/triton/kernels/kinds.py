@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.packing import E2M1, PACKED_TYPES, codes_at, packing_of
+from graphrt.backends.triton.packing import E2M1, PACKED_TYPES, Planes, codes_at, packing_of
 from graphrt.backends.triton.packing_grids import Grid
 from graphrt.dtypes import dtype
 
@@ -247,19 +247,20 @@ def has_min(KIND):
 
 
 @triton.jit
-def planes_from(p_quants, p_high, p_scales, p_supers, group, KIND: tl.constexpr):
-    """A packed matrix's planes, in words of a group each, from a group on that begins a row.
-
-    None for planes that the type lacks; what is returned for these is the quants again.
-    """
-    quants = p_quants + group * code_bits(KIND)
+def planes_from(packed, group, KIND: tl.constexpr):
+    """A packed matrix's Planes, in words of a group each, from a group on that begins a row. Planes that the type lacks
+    are the quants again: what a function returns can't hold None."""
+    quants = packed.quants + group * code_bits(KIND)
     high = quants
-    if p_high is not None:
-        high = p_high + group * high_bits(KIND)
+    if packed.high is not None:
+        high = packed.high + group * high_bits(KIND)
     scales = quants
-    if p_scales is not None:
-        scales = p_scales + group
+    if packed.scales is not None:
+        scales = packed.scales + group
     supers = quants
-    if p_supers is not None:
-        supers = p_supers + group // 8
-    return quants, high, scales, supers
+    if packed.supers is not None:
+        supers = packed.supers + group // 8
+    grid = quants
+    if packed.grid is not None:
+        grid = packed.grid
+    return Planes(quants, high, scales, supers, grid)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
@@ -30,9 +30,7 @@ def kq_mask(
     cells: i32 [n_cells, n_seq] with stride sc; pos: i32 [n_tokens, n_seq] with stride sp; out: f16 [n_cells, n_tokens,
     n_seq], contiguous. ALIBI: what is seen holds minus its distance. EVEN: n_cells and sc are multiples of 8.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     seq = tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     j = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

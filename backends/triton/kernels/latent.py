@@ -16,7 +16,7 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.latent_fusions import (
     HeadProducts,
@@ -92,9 +92,7 @@ def rotate_and_write_row(
     SEQUENCES: there are several, with n tokens each, one after the other; ids and caches are theirs. A token whose id
     is none of the n_cells rows is not written.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     p_cos += token * (N_DIMS // 2)

@@ -17,7 +17,7 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import PLAIN_TYPES, Context, Step
 from graphrt.backends.triton.kernels.common.bits import stored_as
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.elementwise import (
     Dims,
@@ -70,9 +70,7 @@ def norm_rows(
     m_load = m_row[:, None] & (i_col < n0)
     if HAS_WEIGHT and EARLY:
         weight = tl.load(p_weight + i_col, mask=i_col < n0, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     p_xs = p_x + row_offset(i_row, n1, n2, x1, x2, x3, X_VEC)[:, None]
     if X_UNIT:
         x = tl.load(p_xs + i_col, mask=m_load, other=0.0)
@@ -122,9 +120,7 @@ def norm_long_rows(
     HAS_RESIDUAL: tl.constexpr, BIG: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for one row a program, of any length."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     i_row = tl.program_id(0)
     if BIG:
         i_row = i_row.to(tl.int64)

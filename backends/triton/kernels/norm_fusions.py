@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from graphrt.backend import Group
 from graphrt.backends.triton.kernels.products.fusions import are_whole_rows, is_product, private_to_products
-from graphrt.fusion import Nodes, scaled_by_row
+from graphrt.fusion import Nodes, scaled_by_row, sum_of
 from graphrt.tensor import Tensor
 
 #: The longest rows of a sum whose norm is taken in the same launch (products/activations.py).
@@ -37,8 +37,8 @@ def norm_mul(nodes: Nodes) -> Iterator[Group]:
         scaled = scaled_by_row(nodes, norm)
         if scaled is None:
             continue
-        total = nodes.only_reader(scaled)
-        if total is not None and total.op == "ADD" and total.ne == scaled.ne and total["a"] is not total["b"]:
+        total = sum_of(nodes, scaled)
+        if total is not None:
             yield Group([norm, scaled, total], kernel="norm_mul_add", captured=ScaledNorm(norm, scaled, total))
         else:
             private = private_to_products(nodes, scaled)

@@ -16,7 +16,7 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.common.reduce import over_rms
 from graphrt.backends.triton.kernels.quantize import (
     BLOCK,
@@ -64,9 +64,7 @@ def fill_table(
 
     Angles in f64: at position 131071 one in f32 would have an error of a hundredth.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     live = i < n_tokens * HALF
     pair = i % HALF
@@ -182,9 +180,7 @@ def rotate(
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i) rotates HEADS heads. in, out: f32 or f16 [D, n_head, n_tokens, n_seq] with strides s, so."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token, i_seq = tl.program_id(0) % n_tokens, (tl.program_id(0) // n_tokens).to(tl.int64)
     at = token.to(tl.int64) * s2 + i_seq * s3
     out_at = token.to(tl.int64) * so2 + i_seq * so3
@@ -210,9 +206,7 @@ def rotate_and_write(
     SEQUENCES: there are several, with n tokens each, one after the other; ids, v and caches are theirs. p_q_weight,
     p_k_weight: f32 [D] or None: heads are normalized first. A token whose id is none of the n_cells rows is left out.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     p_cos += token * (N_DIMS // 2)

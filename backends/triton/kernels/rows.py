@@ -11,7 +11,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.dequantize import gather_rows
 from graphrt.backends.triton.kernels.quantize import BLOCK, store_part, stored, writing_options
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -30,9 +30,7 @@ def read_rows(
 
     a: [n, rows, n2, n3] with strides s; ids: [n1, n2, n3] with strides si; out: contiguous [n, n1, n2, n3].
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0)
     i1, i2, i3 = (row % n1).to(tl.int64), ((row // n1) % n2).to(tl.int64), (row // (n1 * n2)).to(tl.int64)
     wanted = tl.load(p_ids + i1 * si0 + i2 * si1 + i3 * si2).to(tl.int64)
@@ -53,9 +51,7 @@ def write_rows(
     rows: [n, n1, n2, n3] with strides s; ids: [n1, e1, e2], whose dimensions e1 and e2 divide n2 and n3; out: as
     quantize.stored() has it, with strides so. A row whose id is none of the n_out rows is left out.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0)
     i1, i2, i3 = (row % n1).to(tl.int64), ((row // n1) % n2).to(tl.int64), (row // (n1 * n2)).to(tl.int64)
     target = i1

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.sort import LEAST_KEY, order_keys
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
@@ -44,9 +44,7 @@ def block_maxima(
 
     kept: int32 [rows], set to 0.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -62,9 +60,7 @@ def block_maxima(
 def keep_keys(p_a, p_tops, p_kept, p_keys, n, capacity, k, s0, s1, SIZE: tl.constexpr, PDL: tl.constexpr):
     """Program (row, i) keeps those of SIZE keys of a row that are not below tops[row, k - 1]. keys: [rows, capacity];
     kept: int32 [rows], how many there are."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0)
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     x = tl.load(p_a + row.to(tl.int64) * s1 + i.to(tl.int64) * s0, mask=i < n, other=0.0)
@@ -84,9 +80,7 @@ def sort_keys(
 ):  # fmt: skip
     """Program (row, i) puts every so many MINE keys of a row in their places, if these are below k: as many as there
     are larger keys. keys: [rows, capacity], of which n[row] count; sorted: [rows, k]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0)
     n = tl.load(p_n + row)
     p_row = p_keys + row.to(tl.int64) * capacity
@@ -129,9 +123,7 @@ def draw(
 
     Running sums go one by one, in order, as the host's do: equal logits have sums that meet top_p exactly.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0)
     j = tl.arange(0, SIZE)
     p_row, p_shares = p_sorted + row * k, p_shares + row * 2 * SIZE

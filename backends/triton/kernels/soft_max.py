@@ -16,7 +16,7 @@ from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.activation import exp_f32
 from graphrt.backends.triton.kernels.common.constants import NEG_INF
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.elementwise import MAX_OFFSET, row_offset
 from graphrt.backends.triton.kernels.norm import MAX_ROW, rows_a_program, warps_for
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -67,9 +67,7 @@ def soft_max_rows(
     divides the others; heads, sequences: dimensions 2 and 3 of the mask, which repeat. p_slopes, p_sinks: f32 a head,
     sinks s_sinks apart. BIG: offsets need 64 bits.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     pid = tl.program_id(0)
     if BIG:
         pid = pid.to(tl.int64)
@@ -131,9 +129,7 @@ def soft_max_long_rows(
     HAS_SINKS: tl.constexpr, BIG: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for one row a program, of any length: each lane keeps the top and the sum of what it has seen."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     i_row = tl.program_id(0)
     if BIG:
         i_row = i_row.to(tl.int64)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
@@ -37,9 +37,7 @@ def argmax_rows(
 
     keys: int64 [rows], LEAST between runs; arrived: int32 [rows], 0 between runs; out: int32 [rows].
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0)
     p_row = p_a + row.to(tl.int64) * s1
     best = tl.full([SIZE], LEAST, tl.int64)

@@ -138,15 +138,15 @@ def declared_kernels() -> list[tuple[str, Any, Declaration]]:
 
 
 def test_what_is_declared_are_the_kernels_parameters() -> None:
-    """All pointers, which are called p_ or desc, and nothing else. (That all kernels declare, and Hopper's attention
-    all its pointers, is seen where they are compiled.)"""
+    """All pointers, which are called p_ or desc, or packed where they are Planes, and nothing else. (That all kernels
+    declare, and Hopper's attention all its pointers, is seen where they are compiled.)"""
     kernels = declared_kernels()
     assert len(kernels) > 50
     for name, kernel, declared in kernels:
         parameters = set(kernel.arg_names)
         constants = {*declared.early.values()} - {""}
         assert declared.names <= parameters and constants <= parameters, name
-        pointers = {p for p in parameters if p.startswith("p_") or p.endswith("_desc")}
+        pointers = {p for p in parameters if p.startswith(("p_", "packed")) or p.endswith("_desc")}
         assert pointers <= declared.names, name
 
 

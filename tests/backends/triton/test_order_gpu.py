@@ -75,7 +75,11 @@ def moved(launch: Launch) -> tuple[Launch, torch.Tensor]:
         storage, start, stop = span_of(t)
         at = next(p + start - a for p, (s, a, b) in zip(starts, regions) if s == storage and a <= start and stop <= b)
         there = arena[at : at + stop - start].view(t.dtype).as_strided(t.shape, t.stride())
-        args[name] = replace(args[name], base=there) if hasattr(args[name], "base") else there
+        parameter, _, field = name.partition(".")
+        if field:
+            args[parameter] = args[parameter]._replace(**{field: there})
+        else:
+            args[name] = replace(args[name], base=there) if hasattr(args[name], "base") else there
     return Launch(launch.kernel, launch.grid, args, launch.options, launch.smaller), arena.view(torch.int32)
 
 

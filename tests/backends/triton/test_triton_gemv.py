@@ -26,7 +26,6 @@ from graphrt.backends.triton.kernels.products.activations import (
     Q8Rows,
     Rows,
     add_norm_quantize,
-    glu_quantize,
     norm_quantize,
     parts_of,
     quantize_rows,
@@ -165,6 +164,15 @@ def test_steps_in_registers(u: int) -> None:
     out = _out(2, 4)
     gemv(TARGET, [Segment(matrix.packed, out, 4)], _activations(x), config=GemvConfig(1, 8, 2, u))()
     _check(out, matrix.values, _rounded(x))
+
+
+def test_what_a_launch_touches() -> None:
+    """Each plane by itself, and nothing of planes that the type lacks or of matrices that are not there."""
+    matrix = Matrix("q4_K", 4, 512)
+    launch = gemv(TARGET, [Segment(matrix.packed, _out(1, 4), 4)], _activations(_vectors(1, 512)))
+    read = {access.name for access in launch.accesses() if access.reads}
+    assert read == {"packed0.quants", "packed0.scales", "packed0.supers", "p_q", "p_d", "p_s"}
+    assert {a.name for a in launch.accesses() if a.writes} == {"p_out0"}
 
 
 def _product(matrix: Matrix, x: torch.Tensor, form: str, config: GemvConfig | None = None) -> torch.Tensor:
@@ -525,19 +533,6 @@ def test_add_norm_quantize(n: int, k: int, first: bool, early: bool, parts: int)
             second = NormWeight(w2.to(DEVICE), 1e-6)
             add_norm_quantize(TARGET, here, before, other, other, second, ordered, early, ordered=True)()
             assert torch.equal(ordered, found[:, wgmma_order(k)])
-
-
-@pytest.mark.parametrize("kind", GLU_KINDS)
-def test_glu_quantize(kind: str, parts: int) -> None:
-    n, k = 2, 1120
-    both = torch.cat([torch.randn(n, k) * 3, torch.randn(n, k)], 1).to(DEVICE)  # as one tensor of two halves has it
-    gate, up = Rows(both.flatten(), n, k, 2 * k), Rows(both.flatten()[k:], n, k, 2 * k)
-    expected = _gated(kind, both[:, :k].cpu().double(), both[:, k:].cpu().double())
-    found, half = Q8Rows.empty(n, k, DEVICE), torch.empty(n, k, dtype=torch.float16, device=DEVICE)
-    glu_quantize(TARGET, gate, up, kind, found)()
-    glu_quantize(TARGET, gate, up, kind, half)()
-    _check_activations(found, expected, False)
-    torch.testing.assert_close(half.cpu().double(), expected, rtol=6e-4, atol=1e-5)
 
 
 def test_configs_hold_their_shape() -> None:

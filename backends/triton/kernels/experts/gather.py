@@ -10,7 +10,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, View
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.experts.pairs import Pairs
 from graphrt.backends.triton.kernels.products.activations import ordered_element
 from graphrt.backends.triton.kernels.products.half import Activations
@@ -35,9 +35,7 @@ def gather_rows(
     """
     i_pair = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     pair = tl.load(p_sorted + i_pair, cache_modifier=".cg").to(tl.int64)
     p_x += pair // used * stride_2 + tl.minimum(pair % used, x_slots - 1) * stride_1
     element = ordered_element(i)

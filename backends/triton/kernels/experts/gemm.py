@@ -53,17 +53,17 @@ def _store(
 _GENERAL = ("bias_row", "m", "k_steps", "n_expert", "used", "x_slots")
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_grid p_x p_factors p_bias p_first p_sorted", writes="p_out")
+@accesses(reads="packed p_x p_factors p_bias p_first p_sorted", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def expert_gemm_packed(
-    p_quants, p_high, p_scales, p_supers, p_grid, p_x, p_factors, p_bias, bias_row, p_first, p_sorted, p_out,
+    packed, p_x, p_factors, p_bias, bias_row, p_first, p_sorted, p_out,
     m, k, k_steps, n_expert, used, x_slots,
     KIND: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, SORTED: tl.constexpr,
     EVEN: tl.constexpr, HAS_FACTORS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): ROWS rows of the expert that tile j is of, times the tile's rows of x, to out f32 [pairs, m].
 
-    x: f16 [tokens * x_slots, k]; planes: of all experts, m rows each; bias: f32 or None; STEP: groups of k a step;
+    x: f16 [tokens * x_slots, k]; packed: of all experts, m rows each; bias: f32 or None; STEP: groups of k a step;
     SORTED: as tile_of()'s GROUPS; the rest as gemm_packed.
     """
     expert, start, stop = tile_of(p_first, tl.program_id(1), n_expert, TOKENS, SORTED)
@@ -74,7 +74,7 @@ def expert_gemm_packed(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     matrix = tl.where(inside, expert, 0).to(tl.int64)
     acc = packed_sums(
-        p_quants, p_high, p_scales, p_supers, p_grid, matrix * m + tl.minimum(row, m - 1), p_x, x_row, k, 0, k_steps,
+        packed, matrix * m + tl.minimum(row, m - 1), p_x, x_row, k, 0, k_steps,
         KIND, STEP, EVEN, PTX,
     )  # fmt: skip
     _store(acc, p_out, p_factors, p_bias, bias_row, expert, inside, pair, x_row, m_pair, row, m, HAS_FACTORS)
@@ -130,7 +130,7 @@ def expert_gemm(
 
 
 def _packed_arguments(w: Packed, target: Target, c: Config) -> dict[str, Any]:
-    return {**w.word_planes(), "KIND": w.kind, "STEP": c.width // 32, "PTX": target.is_nvidia}
+    return {"packed": w.word_planes(), "KIND": w.kind, "STEP": c.width // 32, "PTX": target.is_nvidia}
 
 
 def _plain_arguments(w: View, target: Target, c: Config) -> dict[str, Any]:

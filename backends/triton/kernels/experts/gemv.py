@@ -19,7 +19,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.kinds import planes_from
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, uses_ptx
 from graphrt.backends.triton.kernels.products.gemv import GemvConfig, config_for
@@ -27,26 +27,23 @@ from graphrt.backends.triton.kernels.products.gemv_packed import products
 from graphrt.backends.triton.kernels.products.gemv_plain import dense_products
 from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import Packed, no_planes
+from graphrt.backends.triton.packing import NO_PLANES, Packed
 
 
 @triton.jit
 def _packed_rows(
-    p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_quants1, p_high1, p_scales1, p_supers1, p_grid1, expert, m,
-    row, x_row, x_rows,
-    p_q, p_d, p_s, KIND0: tl.constexpr, KIND1: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr, U: tl.constexpr,
-    G: tl.constexpr, PTX: tl.constexpr,
+    packed0, packed1, expert, m, row, x_row, x_rows, p_q, p_d, p_s, KIND0: tl.constexpr, KIND1: tl.constexpr,
+    PARTS: tl.constexpr, NG: tl.constexpr, U: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of an expert's matrices, of one if KIND1 is "", times row x_row of x_rows: f32 [W, R, 1] each."""
     first = expert.to(tl.int64) * m * NG
-    planes = planes_from(p_quants0, p_high0, p_scales0, p_supers0, first, KIND0)
-    planes1 = (None, None, None, None)
+    planes = planes_from(packed0, first, KIND0)
+    planes1 = None
     if KIND1 != "":
-        planes1 = planes_from(p_quants1, p_high1, p_scales1, p_supers1, first, KIND1)
+        planes1 = planes_from(packed1, first, KIND1)
     return products(
-        planes[0], planes[1], planes[2], planes[3], p_grid0, planes1[0], planes1[1], planes1[2], planes1[3], p_grid1,
-        row, tl.arange(0, 1) + x_row, x_rows, p_q, p_d, p_s, None, 0, None, 0.0, KIND0, KIND1, "q8", PARTS, NG, U, G,
-        PTX, False,
+        planes, planes1, row, tl.arange(0, 1) + x_row, x_rows, p_q, p_d, p_s, None, 0, None, 0.0,
+        KIND0, KIND1, "q8", PARTS, NG, U, G, PTX, False,
     )  # fmt: skip
 
 
@@ -101,38 +98,31 @@ _GENERAL = [
 
 
 @accesses(
-    reads=(
-        "p_quants0 p_high0 p_scales0 p_supers0 p_bias0 p_quants1 p_high1 p_scales1 p_supers1 p_bias1 p_q "
-        "p_d p_s p_ids p_factors p_grid0 p_grid1"
-    ),
+    reads=("packed0 p_bias0 packed1 p_bias1 p_q p_d p_s p_ids p_factors"),
     writes="p_out",
 )
 @triton.jit(do_not_specialize=_GENERAL)
 def packed_expert_gemv(
-    p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_bias0, bias_row0,
-    p_quants1, p_high1, p_scales1, p_supers1, p_grid1, p_bias1, bias_row1,
+    packed0, p_bias0, bias_row0, packed1, p_bias1, bias_row1,
     p_q, p_d, p_s, p_ids, ids0, ids1, p_factors, factor0, factor1, p_out, m, n_expert, used, x_slots, x_rows, alpha,
     limit, KIND0: tl.constexpr, KIND1: tl.constexpr, GLU: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr,
     U: tl.constexpr, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair, :] = an expert's matrix times a row of x, plus its bias; or, with GLU, activation(gate) * up of two.
 
-    Planes: of all experts, m rows of NG groups each, as packed_gemv has them; bias: f32, expert e's from e * bias_row
+    packed: of all experts, m rows of NG groups each, as packed_gemv has them; bias: f32, expert e's from e * bias_row
     on. q, d, s: x_rows of Q8Rows in PARTS, x_slots a token: one for all its experts or one for each. ids,
     factors: element (slot, token) at slot * .0 + token * .1. With factors the second program number is a token's, and
     out[token, :] is the sum of its pairs' results times their factors. out: f32, without gaps.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row, at, m_out = _places(m, R, W, G)
     if p_factors is None:
         pair = tl.program_id(1)
         token, slot = pair // used, pair % used
         expert, inside = _expert_of(p_ids + token * ids1 + slot * ids0, n_expert)
         y, y1 = _packed_rows(
-            p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_quants1, p_high1, p_scales1, p_supers1, p_grid1,
-                expert, m, row,
+            packed0, packed1, expert, m, row,
             token * x_slots + tl.minimum(slot, x_slots - 1), x_rows, p_q, p_d, p_s, KIND0, KIND1, PARTS, NG, U, G, PTX,
         )  # fmt: skip
         y = _finished(y, y1, p_bias0, bias_row0, p_bias1, bias_row1, expert, inside, at, m_out, alpha, limit, GLU)
@@ -143,7 +133,7 @@ def packed_expert_gemv(
         for slot in range(used):
             expert, inside = _expert_of(p_ids + token * ids1 + slot * ids0, n_expert)
             y, y1 = _packed_rows(
-                p_quants0, p_high0, p_scales0, p_supers0, p_grid0, None, None, None, None, None, expert, m, row,
+                packed0, None, expert, m, row,
                 token * x_slots + tl.minimum(slot, x_slots - 1), x_rows, p_q, p_d, p_s, KIND0, "", PARTS, NG, U, G, PTX,
             )  # fmt: skip
             y = _finished(y, y1, p_bias0, bias_row0, None, 0, expert, inside, at, m_out, alpha, limit, "")
@@ -163,9 +153,7 @@ def plain_expert_gemv(
 
     Element (i, row, expert) of weights is at i + row * row_step + expert * expert_step. PAIR: there are two matrices.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     row, at, m_out = _places(m, R, W, G)
     if p_factors is None:
         pair = tl.program_id(1)
@@ -272,7 +260,7 @@ def _weights(i: int, e: Experts | None, first: Experts) -> dict[str, Any]:
     if isinstance(first.weight, Packed):
         w = e.weight if e else None
         assert w is None or isinstance(w, Packed)
-        return (no_planes(i) if w is None else w.planes(i)) | {f"KIND{i}": w.kind if w else ""}
+        return {f"packed{i}": w.planes() if w else NO_PLANES, f"KIND{i}": w.kind if w else ""}
     plain = e.weight if e else None
     assert plain is None or isinstance(plain, torch.Tensor)
     steps = (0, 0) if plain is None else (plain.stride(1), plain.stride(0))

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
@@ -40,9 +40,7 @@ def sort_pairs(p_ids, ids0, ids1, used, n_pairs, n_expert, p_first, p_sorted, SI
     ids: strides ids0 of slots, ids1 of tokens; first: int32 [n_expert + 2], the last element is n_pairs.
     """
     own = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     before = tl.zeros([SIZE], tl.int32)
     for start in range(0, n_pairs, SIZE):
         group = _groups_of(p_ids, ids0, ids1, used, start + tl.arange(0, SIZE), n_pairs, n_expert)
@@ -78,9 +76,7 @@ def tile_of(p_first, i_tile, n_expert, TOKENS: tl.constexpr, GROUPS: tl.constexp
 @triton.jit(do_not_specialize=["n_expert"])
 def list_tiles(p_first, n_expert, p_tiles, TOKENS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr):
     """Program i: tile_of(i) to tiles[i], int32 [tiles, 4], whose last element is 0."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     i = tl.program_id(0)
     group, start, stop = tile_of(p_first, i, n_expert, TOKENS, GROUPS)
     tl.store(p_tiles + 4 * i, group)

@@ -11,7 +11,7 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.activation import clamped, exp_f32, sigmoid
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.experts.fusions import Routing, expert_routing
 from graphrt.backends.triton.kernels.sort import LEAST_KEY, order_keys
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -41,9 +41,7 @@ def route_tokens(
     "sum": divided by their sum, held in low..high; "softmax": their softmax. ids: int32, rows ids1 apart; weights: f32
     [tokens, used], times scale. SIZE, SLOTS: powers of two from n_expert and used on.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     m_expert = i < n_expert

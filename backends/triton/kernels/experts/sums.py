@@ -11,7 +11,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
@@ -29,9 +29,7 @@ def add_id(
 
     NaN where the id is no expert's.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     pair = tl.program_id(0)
     token, slot = (pair // used).to(tl.int64), pair % used
     expert = tl.load(p_ids + token * ids1 + slot * ids0)
@@ -49,9 +47,7 @@ def weighted_sum(
     p_x, x1, x2, p_factors, factor0, factor1, p_out, n, used, SIZE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Program (token, i): SIZE elements of out[token, :] = sum over slots, in order, of x[:, slot, token] * factor."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)

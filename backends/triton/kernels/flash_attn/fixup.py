@@ -7,7 +7,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.flash_attn.forward import normalized
 from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
@@ -52,9 +52,7 @@ def flash_attn_fixup(
         n = n_q
         row0 = (tile % n_qt) * BLOCK_M
         i_group = (tile // n_qt) % n_groups
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     if (first != last) & (n_units > 0):  # a varlen attention's list of tiles ends with some that have no units
         i_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         row = row0 + i_row

@@ -63,16 +63,6 @@ def program_of_unit(unit: int, programs: int, total: int) -> int:
     return ((unit + 1) * programs - 1) // total
 
 
-def part_count(first: int, last: int, tile_units: int) -> int:
-    """How many programs share a tile of tile_units units whose first unit is program first's and last unit is last's.
-
-    With programs <= W none of them is empty, so that they are all of first..last, and at most one a unit. With more,
-    every range has 0 or 1 units, so that there is one program a unit, with empty ones between them. 1: no fixup.
-    """
-    between = last - first + 1
-    return between if between < tile_units else tile_units
-
-
 def finisher_slot(program: int) -> int:
     """stream_k's slot of a finisher that has not all of its tile: the first segment of its program."""
     return 2 * program

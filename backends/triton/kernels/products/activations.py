@@ -20,7 +20,6 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target, interpreting
-from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.launch import Launch, launch_options
 
@@ -195,16 +194,14 @@ def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
 
 
 # --- kernels ---
-@accesses(reads="p_x p_up", writes="p_q p_d p_s", helper=True)
+@accesses(reads="p_x", writes="p_q p_d p_s", helper=True)
 @triton.jit
 def round_rows(
-    p_x, x_row, x_col, p_up, up_row, up_col, p_q, p_d, p_s, k,
-    GLU: tl.constexpr, Q8: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    p_x, x_row, x_col, p_q, p_d, p_s, k, Q8: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, i) rounds elements i * BLOCK to (i + 1) * BLOCK - 1 of a row of x, or of activation(x) * up.
+    """Program (row, i) rounds elements i * BLOCK to (i + 1) * BLOCK - 1 of a row of x.
 
-    x_row, x_col: strides of x, up_row, up_col of up, in elements; GLU: its kind, "" for none; Q8: to
-    Q8Rows' q, d and s in PARTS, else to f16 in q.
+    x_row, x_col: strides of x, in elements; Q8: to Q8Rows' q, d and s in PARTS, else to f16 in q.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
@@ -213,12 +210,7 @@ def round_rows(
     if PDL:
         gdc_wait()
     x = tl.load(p_x + row * x_row + at * x_col, mask=m, other=0.0).to(tl.float32)
-    if GLU != "":
-        up = tl.load(p_up + row * up_row + at * up_col, mask=m, other=0.0).to(tl.float32)
-        if PDL:
-            gdc_launch_dependents()
-        x = glu(x, up, 0.0, 0.0, GLU, True)
-    elif PDL:
+    if PDL:
         gdc_launch_dependents()
     if Q8:
         _store_q8(x, p_q, p_d, p_s, row, group, k, PARTS)
@@ -323,14 +315,12 @@ def add_norm_rows(
 
 def quantize_rows(target: Target, x: Rows, out: Q8Rows | torch.Tensor) -> Launch:
     """Rounds rows of x. out: Q8Rows of x's n and k, or f16 [n, k]; its memory must not overlap x's."""
-    return _rounding(target, x, None, "", out)
-
-
-def glu_quantize(target: Target, gate: Rows, up: Rows, kind: str, out: Q8Rows | torch.Tensor) -> Launch:
-    """Rounds activation(gate) * up; kind: one of GLU_KINDS. out: as quantize_rows."""
-    assert kind in GLU_KINDS, kind
-    assert (gate.n, gate.k) == (up.n, up.k)
-    return _rounding(target, gate, up, kind, out)
+    block = min(_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
+    args = {
+        "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, **_outputs(out), "k": x.k,
+        "Q8": isinstance(out, Q8Rows), "BLOCK": block, "PDL": target.has_pdl,
+    }  # fmt: skip
+    return Launch(round_rows, (x.n, -(-x.k // block)), args, launch_options(target, max(1, block // 256)))
 
 
 def norm_quantize(
@@ -380,18 +370,6 @@ def add_norm_quantize(
         "TO": _form_of(out, ordered), "EARLY": early, "BLOCK": block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(add_norm_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
-
-
-def _rounding(target: Target, x: Rows, up: Rows | None, kind: str, out: Q8Rows | torch.Tensor) -> Launch:
-    block = min(_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
-    args = {
-        "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride,
-        "p_up": None if up is None else up.data, "up_row": 0 if up is None else up.row_stride,
-        "up_col": 1 if up is None else up.stride,
-        **_outputs(out), "k": x.k, "GLU": kind, "Q8": isinstance(out, Q8Rows), "BLOCK": block,
-        "PDL": target.has_pdl,
-    }  # fmt: skip
-    return Launch(round_rows, (x.n, -(-x.k // block)), args, launch_options(target, max(1, block // 256)))
 
 
 def _form_of(out: Q8Rows | torch.Tensor | None, ordered: bool) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from graphrt.backend import Group
 from graphrt.backends.triton.packing import packing_of
-from graphrt.fusion import Nodes, added_to, is_bias
+from graphrt.fusion import Nodes, added_to, gated_products, is_bias, sum_of
 from graphrt.tensor import Tensor
 
 
@@ -57,13 +57,8 @@ def _is_packed(w: Tensor) -> bool:
 
 def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT of one x, then GLU of both."""
-    for out in nodes.of("GLU"):
-        gate, up = out["gate"], out["value"]
-        if up is None or gate is up or not (is_product(gate) and is_product(up)):
-            continue
-        same = gate["x"] is up["x"] and gate.ne == up.ne
-        alone = nodes.only_reader(gate) is out and nodes.only_reader(up) is out
-        if same and alone and out.params.kind in ("swiglu", "geglu", "reglu"):
+    for gate, up, out in gated_products(nodes):
+        if is_product(gate) and is_product(up):
             found = Products((Summed(gate, gate), Summed(up, up)), out)
             yield Group([gate, up, out], kernel="gate_up_glu", private=private_to_products(nodes, out), captured=found)
 
@@ -82,7 +77,7 @@ def matmul_add(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT, then ADD of a bias, of a residual of the same shape, or of one after the other."""
     for product in filter(is_product, nodes.of("MUL_MAT")):
         biased = _with_bias(nodes, product)
-        total = _sum_of(nodes, biased.out)
+        total = sum_of(nodes, biased.out)
         if total is not None and are_whole_rows(residual := added_to(biased.out, total)) and residual.ne == total.ne:
             found = biased._replace(out=total, residual=residual)
             members = list(dict.fromkeys([product, biased.out, total]))
@@ -93,14 +88,7 @@ def matmul_add(nodes: Nodes) -> Iterator[Group]:
 
 def _with_bias(nodes: Nodes, product: Tensor) -> Summed:
     """A product with the ADD of a bias that alone reads it; by itself, if there is none."""
-    total = _sum_of(nodes, product)
+    total = sum_of(nodes, product)
     if total is not None and is_bias(bias := added_to(product, total), product):
         return Summed(product, total, bias)
     return Summed(product, product)
-
-
-def _sum_of(nodes: Nodes, t: Tensor) -> Tensor | None:
-    """The ADD, of t's shape, of t and another tensor, if nobody else reads t."""
-    total = nodes.only_reader(t)
-    same = total is not None and total.op == "ADD" and total.ne == t.ne and total["a"] is not total["b"]
-    return total if same else None

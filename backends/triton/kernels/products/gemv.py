@@ -13,7 +13,7 @@ from graphrt.backends.triton.kernels.products.activations import GLU_KINDS, Q8Ro
 from graphrt.backends.triton.kernels.products.gemv_packed import packed_gemv
 from graphrt.backends.triton.kernels.products.gemv_plain import dense_gemv
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import Packed, Packing, no_planes, packing_of
+from graphrt.backends.triton.packing import NO_PLANES, Packed, Packing, packing_of
 
 #: Tokens that one launch serves.
 MAX_TOKENS = 8
@@ -163,8 +163,7 @@ def _packed_arguments(
     for i in range(3):
         w = segments[i].weight if i < len(segments) else None
         assert w is None or isinstance(w, Packed)
-        args |= no_planes(i) if w is None else w.planes(i)
-        args[f"KIND{i}"] = "" if w is None else w.kind
+        args |= {f"packed{i}": w.planes() if w else NO_PLANES, f"KIND{i}": w.kind if w else ""}
     if isinstance(x, Q8Rows):
         assert norm is None
         form = {"X_FORM": "q8", "p_q": x.q.view(torch.int32), "p_d": x.d, "p_s": x.s, "p_x": None, "x_row": 0}

@@ -48,29 +48,28 @@ def _store(y, p_out, out_row, first, i_row, m, first_token, n, G: tl.constexpr):
 
 
 @accesses(
-    reads="p_quants p_high p_scales p_supers p_grid p_x",
+    reads="packed p_x",
     writes="p_out",
-    early="p_quants p_high p_scales p_supers p_grid",
+    early="packed",
 )
 @triton.jit(do_not_specialize=["out_row", "out_head", "m", "n"])
 def packed_head_gemv(
-    p_quants, p_high, p_scales, p_supers, p_grid, p_x, x_row, x_head, p_out, out_row, out_head, m, n,
+    packed, p_x, x_row, x_head, p_out, out_row, out_head, m, n,
     KIND: tl.constexpr, X_FORM: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr, N: tl.constexpr,
     TURNS: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, head): R * W rows of out[head, token, :] = the head's matrix times x[head, token, :].
 
-    Planes: of all heads, m rows of NG groups each, as packed_gemv has them. x, out: f32, rows x_row or out_row apart.
+    packed: of all heads, m rows of NG groups each, as packed_gemv has them. x, out: f32, rows x_row or out_row apart.
     X_FORM: "f32" or "together", as packed_gemv's. n tokens, N at a time in so many TURNS.
     """
     head = tl.program_id(1).to(tl.int64)
-    p_quants, p_high, p_scales, p_supers = planes_from(p_quants, p_high, p_scales, p_supers, head * m * NG, KIND)
+    packed = planes_from(packed, head * m * NG, KIND)
     first, i_row = _first_rows(R, W)
     for turn in tl.static_range(TURNS):
         y, _ = products(
-            p_quants, p_high, p_scales, p_supers, p_grid, None, None, None, None, None,
-            tl.minimum(first + i_row, m - 1), tl.minimum(turn * N + tl.arange(0, N), n - 1), n,
+            packed, None, tl.minimum(first + i_row, m - 1), tl.minimum(turn * N + tl.arange(0, N), n - 1), n,
             None, None, None, p_x + head * x_head, x_row, None, 0.0, KIND, "", X_FORM, PARTS, NG, U, G, PTX,
             PDL and turn == 0,
         )  # fmt: skip
@@ -118,8 +117,8 @@ def head_gemv(
         args |= {"p_w": weight, "w_row": weight.stride(1), "w_head": weight.stride(0), "K": k, "U": c.u}
         return Launch(plain_head_gemv, grid, args | {"V": 4 if kind == "f32" else 8}, options)
     assert weight.rows == heads * m and k <= MAX_INLINE
-    args |= weight.planes() | {
-        "KIND": kind, "PARTS": parts_of(k), "NG": k // 32,
+    args |= {
+        "packed": weight.planes(), "KIND": kind, "PARTS": parts_of(k), "NG": k // 32,
         "X_FORM": "together" if k > MAX_ALONE else "f32", "TURNS": -(-n // at_once), "PTX": uses_ptx(target),
         "U": max(c.u, 1 << (-(-k // (32 * c.g)) - 1).bit_length()),  # one tile is the row
     }  # fmt: skip

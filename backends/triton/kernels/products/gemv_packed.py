@@ -20,7 +20,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
@@ -41,8 +41,9 @@ from graphrt.backends.triton.kernels.products.gemv_codes import code_sums, words
 
 
 @triton.jit
-def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.constexpr, NG: tl.constexpr,
-                 U: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def _load_planes(
+    packed, row, i_tile, KIND: tl.constexpr, NG: tl.constexpr, U: tl.constexpr, G: tl.constexpr
+):  # fmt: skip
     """A tile's (quants [G, W, R, U, words], high or further quants, scales, supers [G, W, R, U]), all as integers.
 
     row: int32 [1, W, R, 1]. Past a row's last group scales are 0 and quants anything. What a kind lacks is its scales
@@ -64,20 +65,20 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
     four = tl.arange(0, 4)[None, None, None, None, :]
     two = tl.arange(0, 2)[None, None, None, None, :]
     if code_bits(KIND) == 8:
-        p = (p_quants + first * 8) + at[:, :, :, :, None] * 8 + (step[:, :, :, :, None] * 8 + four)
+        p = (packed.quants + first * 8) + at[:, :, :, :, None] * 8 + (step[:, :, :, :, None] * 8 + four)
     elif code_bits(KIND) == 2:
-        p = (p_quants + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
+        p = (packed.quants + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
     elif code_bits(KIND) == 1:
-        p = (p_quants + first) + at + step
+        p = (packed.quants + first) + at + step
         m_words = m
     else:
-        p = (p_quants + first * 4) + at[:, :, :, :, None] * 4 + (step[:, :, :, :, None] * 4 + four)
+        p = (packed.quants + first * 4) + at[:, :, :, :, None] * 4 + (step[:, :, :, :, None] * 4 + four)
     quants = tl.load(p, mask=m_words, eviction_policy="evict_first")
     if has_scales(KIND):
-        scales = tl.load((p_scales + first) + at + step, mask=m, other=zero, eviction_policy="evict_first")
+        scales = tl.load((packed.scales + first) + at + step, mask=m, other=zero, eviction_policy="evict_first")
     if has_supers(KIND):
         tl.static_assert(G % 8 == 0)
-        p_super = (p_supers + first // 8) + (row * (NG // 8) + g // 8) + step // 8
+        p_super = (packed.supers + first // 8) + (row * (NG // 8) + g // 8) + step // 8
         supers = tl.load(p_super, mask=m, other=zero, eviction_policy="evict_first")
     else:
         supers = scales
@@ -87,10 +88,10 @@ def _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND: tl.con
     if code_bits(KIND) == 8:
         high = tl.load(p + 4, mask=m_words, eviction_policy="evict_first")
     elif high_bits(KIND) == 2:
-        p_pair = (p_high + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
+        p_pair = (packed.high + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
         high = tl.load(p_pair, mask=m_words, eviction_policy="evict_first")
     elif high_bits(KIND) != 0:
-        high = tl.load((p_high + first) + at + step, mask=m, eviction_policy="evict_first")
+        high = tl.load((packed.high + first) + at + step, mask=m, eviction_policy="evict_first")
     return quants, high, scales, supers
 
 
@@ -176,8 +177,7 @@ def first_sums(p_bias, row, N: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def products(
-    p_quants, p_high, p_scales, p_supers, p_grid, p_quants1, p_high1, p_scales1, p_supers1, p_grid1, row, token, n,
-    p_q, p_d, p_s, p_x, x_row, p_norm, eps,
+    packed, packed1, row, token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
     KIND: tl.constexpr, KIND1: tl.constexpr, X_FORM: tl.constexpr, PARTS: tl.constexpr, NG: tl.constexpr,
     U: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, p_bias=None,
 ):  # fmt: skip
@@ -190,24 +190,22 @@ def products(
     R: tl.constexpr = row.shape[2]
     TILES: tl.constexpr = (NG + U * G - 1) // (U * G)
     SUMS: tl.constexpr = needs_sums(KIND) or (KIND1 != "" and needs_sums(KIND1))
-    planes = _load_planes(p_quants, p_high, p_scales, p_supers, row, 0, KIND, NG, U, G)
+    planes = _load_planes(packed, row, 0, KIND, NG, U, G)
     if KIND1 != "":
-        planes1 = _load_planes(p_quants1, p_high1, p_scales1, p_supers1, row, 0, KIND1, NG, U, G)
+        planes1 = _load_planes(packed1, row, 0, KIND1, NG, U, G)
     acc = first_sums(p_bias, row, N, G)
     acc1 = tl.zeros([G, W, R, N], tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     if X_FORM == "q8":
         for i_tile in range(1, TILES):
-            next_planes = _load_planes(p_quants, p_high, p_scales, p_supers, row, i_tile, KIND, NG, U, G)
+            next_planes = _load_planes(packed, row, i_tile, KIND, NG, U, G)
             if KIND1 != "":
-                next_planes1 = _load_planes(p_quants1, p_high1, p_scales1, p_supers1, row, i_tile, KIND1, NG, U, G)
+                next_planes1 = _load_planes(packed1, row, i_tile, KIND1, NG, U, G)
             x = x_tile(p_q, p_d, p_s, token, n, i_tile - 1, NG, U, W, G, SUMS, PARTS)
-            acc = _add_tile(acc, planes, p_grid, x, KIND, PTX, PARTS)
+            acc = _add_tile(acc, planes, packed.grid, x, KIND, PTX, PARTS)
             planes = next_planes
             if KIND1 != "":
-                acc1 = _add_tile(acc1, planes1, p_grid1, x, KIND1, PTX, PARTS)
+                acc1 = _add_tile(acc1, planes1, packed1.grid, x, KIND1, PTX, PARTS)
                 planes1 = next_planes1
         x = x_tile(p_q, p_d, p_s, token, n, TILES - 1, NG, U, W, G, SUMS, PARTS)
     else:
@@ -216,10 +214,10 @@ def products(
             x = round_x_together(p_x, x_row, token, NG, U, W, G, PARTS)
         else:
             x = round_x(p_x, x_row, p_norm, eps, token, NG, U, W, G, X_FORM == "norm", PARTS)
-    y = tl.sum(_add_tile(acc, planes, p_grid, x, KIND, PTX, PARTS), 0)
+    y = tl.sum(_add_tile(acc, planes, packed.grid, x, KIND, PTX, PARTS), 0)
     y1 = y
     if KIND1 != "":
-        y1 = tl.sum(_add_tile(acc1, planes1, p_grid1, x, KIND1, PTX, PARTS), 0)
+        y1 = tl.sum(_add_tile(acc1, planes1, packed1.grid, x, KIND1, PTX, PARTS), 0)
     return y, y1
 
 
@@ -246,21 +244,15 @@ GENERAL = ["out_stride0", "out_stride1", "out_stride2", "residual_stride", "m0",
 
 
 @accesses(
-    reads=(
-        "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
-        "p_scales2 p_supers2 p_grid0 p_grid1 p_grid2 p_q p_d p_s p_x p_norm p_bias0 p_bias1 p_bias2 p_residual"
-    ),
+    reads=("packed0 packed1 packed2 p_q p_d p_s p_x p_norm p_bias0 p_bias1 p_bias2 p_residual"),
     writes="p_out0 p_out1 p_out2",
-    early=(
-        "p_quants0 p_high0 p_scales0 p_supers0 p_quants1 p_high1 p_scales1 p_supers1 p_quants2 p_high2 "
-        "p_scales2 p_supers2 p_grid0 p_grid1 p_grid2 p_bias0 p_bias1 p_bias2"
-    ),
+    early=("packed0 packed1 packed2 p_bias0 p_bias1 p_bias2"),
 )
 @triton.jit(do_not_specialize=GENERAL)
 def packed_gemv(
-    p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_out0, out_stride0, m0,
-    p_quants1, p_high1, p_scales1, p_supers1, p_grid1, p_out1, out_stride1, m1,
-    p_quants2, p_high2, p_scales2, p_supers2, p_grid2, p_out2, out_stride2, m2,
+    packed0, p_out0, out_stride0, m0,
+    packed1, p_out1, out_stride1, m1,
+    packed2, p_out2, out_stride2, m2,
     p_q, p_d, p_s, p_x, x_row, p_norm, eps, p_bias0, p_bias1, p_bias2, p_residual, residual_stride, n,
     KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, GLU: tl.constexpr, X_FORM: tl.constexpr,
     PARTS: tl.constexpr, NG: tl.constexpr, N: tl.constexpr, U: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
@@ -268,8 +260,8 @@ def packed_gemv(
 ):  # fmt: skip
     """y = W x of up to three matrices with rows of NG groups. Programs: R * W rows each, matrix after matrix.
 
-    p_quants .. p_grid: Packed.planes(); p_out:
-    f32, element (token, row) at token * out_stride + row; m: rows of each; KIND: types, "" for no matrix.
+    packed: Packed.planes() of each; p_out: f32, element (token, row) at token * out_stride + row; m: rows of each;
+    KIND: types, "" for no matrix.
     GLU: its kind: the first two matrices are a gate and an up of m0 rows, and out0 has activation(gate) * up; else "".
     X_FORM: "q8": q, d, s are Q8Rows; "f32": x, rows x_row apart, is rounded here by each warp, "together":
     by all of them; "norm": as "f32", after an RMS norm with weights p_norm and eps (a tile holds the row but for "q8").
@@ -286,8 +278,7 @@ def packed_gemv(
     if i_program < programs0 or (KIND1 == "" or GLU != ""):
         first = i_program * (R * W)
         y, y1 = products(
-            p_quants0, p_high0, p_scales0, p_supers0, p_grid0, p_quants1, p_high1, p_scales1, p_supers1, p_grid1,
-            tl.minimum(first + i_row, m0 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
+            packed0, packed1, tl.minimum(first + i_row, m0 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND0, PAIR, X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias0,
         )  # fmt: skip
         if GLU != "":
@@ -296,16 +287,14 @@ def packed_gemv(
     elif i_program < programs0 + programs1 or KIND2 == "":
         first = (i_program - programs0) * (R * W)
         y, y1 = products(
-            p_quants1, p_high1, p_scales1, p_supers1, p_grid1, None, None, None, None, None,
-            tl.minimum(first + i_row, m1 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
+            packed1, None, tl.minimum(first + i_row, m1 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND1, "", X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias1,
         )  # fmt: skip
         finish(y, p_out1, out_stride1, None, 0, first, m1, n, G)
     else:
         first = (i_program - programs0 - programs1) * (R * W)
         y, y1 = products(
-            p_quants2, p_high2, p_scales2, p_supers2, p_grid2, None, None, None, None, None,
-            tl.minimum(first + i_row, m2 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
+            packed2, None, tl.minimum(first + i_row, m2 - 1), token, n, p_q, p_d, p_s, p_x, x_row, p_norm, eps,
             KIND2, "", X_FORM, PARTS, NG, U, G, PTX, PDL, p_bias2,
         )  # fmt: skip
         finish(y, p_out2, out_stride2, None, 0, first, m2, n, G)

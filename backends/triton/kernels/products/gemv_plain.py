@@ -7,7 +7,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.products.gemv_packed import GENERAL, finish, first_sums
 
 
@@ -70,9 +70,7 @@ def dense_products(
         w1 = _load_dense(p_w1, stride1, row, 0, K, U, G, V)
     acc = first_sums(p_bias, row, token.shape[0], G)
     acc1 = tl.zeros(acc.shape, tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     for i_tile in range(1, TILES):
         next_w = _load_dense(p_w, stride, row, i_tile, K, U, G, V)
         if PAIR:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
-from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.products.activations import ordered_element
 
 
@@ -48,9 +48,7 @@ def round_rows(
     p_x += i_1.to(tl.int64) * stride_1 + i_2.to(tl.int64) * stride_2 + i_3.to(tl.int64) * stride_3
     p_out += i_row.to(tl.int64) * k
     i_block = tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(PDL)
     if WHOLE:
         element = ordered_element(i_block) if ORDERED else i_block
         x = tl.load(p_x + element.to(tl.int64) * stride_0, mask=i_block < k, other=0.0)

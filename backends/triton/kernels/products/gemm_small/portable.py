@@ -101,7 +101,7 @@ def _load_supers(p_supers, at, KIND: tl.constexpr):
 
 @triton.jit
 def packed_sums(
-    p_quants, p_high, p_scales, p_supers, p_grid, row, p_x, x_row, k, first, last,
+    packed, row, p_x, x_row, k, first, last,
     KIND: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of packed weights times rows x_row of x (f16, k elements each): f32 [rows, x's rows].
@@ -112,9 +112,9 @@ def packed_sums(
     W: tl.constexpr = code_bits(KIND)
     H: tl.constexpr = high_bits(KIND)
     n_groups = k // GROUP
-    p_quants += (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
+    p_quants = packed.quants + (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
     if H > 0:
-        p_high += (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H)[None, :]
+        p_high = packed.high + (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H)[None, :]
     row_groups, row_supers = row * n_groups, row * (k // 256)
     p_x += (x_row * k)[None, :]
     i_half = tl.arange(0, GROUPS * 16)
@@ -132,9 +132,9 @@ def packed_sums(
         high = words
         if has_scales(KIND):
             if EVEN:
-                scales = _load_scales(p_scales, row_groups + i_group, KIND, ROWS, GROUPS)
+                scales = _load_scales(packed.scales, row_groups + i_group, KIND, ROWS, GROUPS)
             else:
-                scales = _load_scales_masked(p_scales, row_groups + i_group, m_scale, KIND, GROUPS)
+                scales = _load_scales_masked(packed.scales, row_groups + i_group, m_scale, KIND, GROUPS)
         if H > 0:
             if EVEN:
                 high = tl.load(p_high + i_group * H)
@@ -144,7 +144,7 @@ def packed_sums(
         if has_supers(KIND):
             # A tile of k lies in one superblock, or holds whole ones; rows of such types are whole superblocks.
             i_super = i_group // 8 + (tl.arange(0, GROUPS) // 8 if GROUPS > 8 else tl.arange(0, 1))
-            supers = _load_supers(p_supers, row_supers[:, None] + i_super[None, :], KIND)
+            supers = _load_supers(packed.supers, row_supers[:, None] + i_super[None, :], KIND)
         else:
             supers = scales
         if not has_scales(KIND):
@@ -158,7 +158,7 @@ def packed_sums(
                 x = tl.load(p_x + i_k[:, None], mask=(i_k < k)[:, None], other=0.0)
             acc = tl.dot(weights(words, s0, a0, KIND, False, ROWS, GROUPS * 32, PTX), x, acc)
         else:
-            low, top = halves(words, high, scales, p_grid, KIND, ROWS, GROUPS, PTX)
+            low, top = halves(words, high, scales, packed.grid, KIND, ROWS, GROUPS, PTX)
             i_k = i_group * GROUP + i_half
             if EVEN:
                 x0 = tl.load(p_x + i_k[:, None])
@@ -236,19 +236,17 @@ def _store(
 _GENERAL = ("m", "n", "n_batch", "n_a2", "ratio3", "k_steps", "steps_a_split", "n_splits")
 
 
-@accesses(reads="p_quants p_high p_scales p_supers p_grid p_x p_factors p_bias p_residual", writes="p_out")
+@accesses(reads="packed p_x p_factors p_bias p_residual", writes="p_out")
 @triton.jit(do_not_specialize=_GENERAL)
 def gemm_packed(
-    p_quants, p_high, p_scales, p_supers, p_grid, p_x, p_factors, p_bias, p_residual, p_out,
+    packed, p_x, p_factors, p_bias, p_residual, p_out,
     m, n, n_batch, n_a2, ratio3, k, k_steps, steps_a_split, n_splits,
     KIND: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     SPLIT: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """x: f16 [n_batch, n, k]; weights: planes of [matrices * m, k]; out: f32 [n_batch, n, m], or parts before that.
-
-    bias: f32 [m], of all matrices; residual: like out. All planes but x as int32. EVEN: k is a multiple of 32 * GROUPS
-    and of 128.
+    """x: f16 [n_batch, n, k]; packed: Packed.word_planes() of [matrices * m, k]; out: f32 [n_batch, n, m], or parts
+    before that; bias: f32 [m], of all matrices; residual: like out. EVEN: k is a multiple of 32 * GROUPS and of 128.
     """
     i_split = tl.program_id(1) % n_splits
     first_token = tl.program_id(1) // n_splits * TOKENS
@@ -259,7 +257,7 @@ def gemm_packed(
     row = _matrix_of(i_batch, n_a2, ratio3).to(tl.int64) * m + i_row
     first, last = _range_of(k_steps, steps_a_split, i_split)
     acc = packed_sums(
-        p_quants, p_high, p_scales, p_supers, p_grid, row, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last,
+        packed, row, p_x, i_batch.to(tl.int64) * n + i_token, k, first, last,
         KIND, GROUPS, EVEN, PTX,
     )  # fmt: skip
     _store(

@@ -34,7 +34,12 @@ def packed_product(
     """
     config = config or find_config(ctx.target.arch, packed.kind, batch.tokens)
     even = packed.k % config.width == 0 and packed.k % 128 == 0
-    args = {**packed.word_planes(), "KIND": packed.kind, "GROUPS": config.width // 32, "PTX": ctx.target.is_nvidia}
+    args = {
+        "packed": packed.word_planes(),
+        "KIND": packed.kind,
+        "GROUPS": config.width // 32,
+        "PTX": ctx.target.is_nvidia,
+    }
     return _launch(gemm_packed, args, m, packed.k, x, batch, out, bias, residual, ctx, place, config, even)
 
 
