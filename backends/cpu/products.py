@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from graphrt.backends.cpu import fast
@@ -91,6 +92,8 @@ def lower_matmul_add(low: Lowering, found: MatmulAdd) -> Any | None:
 
 def _matmul(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None) -> Any | None:
     found, extra = _product(product), rows_of(residual) if residual is not None else (0, 0)
+    if found is None and residual is None:
+        return _side_by_side(low, out)
     if found is None or extra is None:
         return None
     weight, x, n_tok = found
@@ -106,6 +109,24 @@ def _matmul(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None
             w_nb=weight.nb[1], n_tok=n_tok, x_nb=given.row_bytes, y_nb=weight.ne[1] * 4, res=low.at(residual),
             res_nb=extra[1], bits=given.bits,
         ),
+    ]  # fmt: skip
+
+
+def _side_by_side(low: Lowering, out: Tensor) -> list[fast.Step] | None:
+    """Several matrices, each times few tokens of its own rows: as experts that all tokens have, one after the other."""
+    weight, x = out["weights"], out["x"]
+    n_matrices, n_tok, n_x = weight.ne[2], x.ne[1], x.ne[2]
+    known = weight.dtype.name in fast.TYPES and weight.has_contiguous_rows and x.dtype.name == "f32"
+    plain = weight.ne[3] == x.ne[3] == 1 and x.has_contiguous_rows and out.has_contiguous_rows
+    if not known or not plain or n_tok > fast.MAX_TOKENS:
+        return None
+    matrices = np.arange(n_x, dtype=np.int32) // (n_x // n_matrices)
+    return [
+        fast.expert_gemv(
+            weight.dtype.name, y=low.at(out), w=low.at(weight), x=low.at(x), ids=low.array(matrices.tolist(), np.int32),
+            n_rows=weight.ne[1], n=weight.ne[0], n_slots=n_x, n_tok=n_tok, n_expert=n_matrices, w_nb=weight.nb[1],
+            expert_nb=weight.nb[2], y_nb=(out.nb[2], out.nb[1]), x_nb=(x.nb[2], x.nb[1]), ids_nb=(4, 0),
+        )
     ]  # fmt: skip
 
 

@@ -50,10 +50,12 @@ class Decoder(Transformer):
         """The graph of such a step. Output: result_output, f32 [n_vocab, n_outputs]."""
         return Graph(self.result(self.inputs(n, n_outputs, cache)))
 
-    def chained(self, tokens: Tensor, cache: KVCache, sampling: SampleParams | None = None) -> tuple[StepInputs, Graph]:
+    def chained(
+        self, tokens: Tensor, cache: KVCache, sampling: SampleParams | None = None, *, keep_logits: bool = False
+    ) -> tuple[StepInputs, Graph]:
         """A step that reads its tokens, one a sequence, from `tokens`, a leaf i32 [n_seq] with a buffer, and writes the
         next ones there, the likeliest or, with `sampling`, drawn ones: the next step can be queued before the host
-        knows them."""
+        knows them. keep_logits: these are an output too."""
         alibi, draws = self.hp.max_alibi_bias > 0, sampling is not None
         inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws)
         logits = self.result(inputs)
@@ -62,7 +64,8 @@ class Decoder(Transformer):
         else:
             assert inputs.uniform is not None
             chosen = ops.sample(logits, inputs.uniform, sampling)
-        return inputs, Graph(ops.cpy(chosen, tokens, name="next_token"))
+        ends = [ops.cpy(chosen, tokens, name="next_token"), *([logits] if keep_logits else [])]
+        return inputs, Graph(*ends)
 
     def result(self, step: StepInputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.experts import expert_gemv
     from graphrt.backends.cpu.fast.integer import form_of, round_rows
     from graphrt.backends.cpu.fast.masks import kq_mask
-    from graphrt.backends.cpu.fast.math_ops import argmax, elementwise
+    from graphrt.backends.cpu.fast.math_ops import elementwise
     from graphrt.backends.cpu.fast.matvec import MAX_TOKENS, gemv, gemv_glu
-    from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, rms_norm, rope
+    from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, layer_norm, rms_norm, rope
     from graphrt.backends.cpu.fast.pool import Program, Step, max_threads
+    from graphrt.backends.cpu.fast.reduce import MAX_ORDERED, PIECES, argmax, order, soft_max, sum_rows
     from graphrt.backends.cpu.fast.rows import SET_ROWS_TYPES, dequant_rows, get_rows, set_rows
     from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
@@ -45,9 +46,10 @@ _WHERE = {
     "integer": ("form_of", "round_rows"),
     "masks": ("kq_mask",),
     "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
-    "math_ops": ("argmax", "elementwise"),
-    "norm_rope": ("add_rms_norm", "rms_norm", "rope"),
+    "math_ops": ("elementwise",),
+    "norm_rope": ("add_rms_norm", "layer_norm", "rms_norm", "rope"),
     "pool": ("Program", "Step", "max_threads"),
+    "reduce": ("MAX_ORDERED", "PIECES", "argmax", "order", "soft_max", "sum_rows"),
     "tiles": ("gemm", "panel_bytes"),
     "rows": ("SET_ROWS_TYPES", "dequant_rows", "get_rows", "set_rows"),
 }
@@ -56,7 +58,9 @@ _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names
 __all__ = [
     "CODE_TYPES",
     "KV_TYPES",
+    "MAX_ORDERED",
     "MAX_TOKENS",
+    "PIECES",
     "SET_ROWS_TYPES",
     "TYPES",
     "Program",
@@ -74,12 +78,16 @@ __all__ = [
     "gemv_glu",
     "get_rows",
     "kq_mask",
+    "layer_norm",
     "max_threads",
+    "order",
     "panel_bytes",
     "rms_norm",
     "rope",
     "round_rows",
     "set_rows",
+    "soft_max",
+    "sum_rows",
 ]
 
 
