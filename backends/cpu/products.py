@@ -133,14 +133,20 @@ def _side_by_side(low: Lowering, out: Tensor) -> list[fast.Step] | None:
 def _tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int = 0, res_nb: int = 0) -> list[fast.Step]:
     """y = x times weights, whose codes are unpacked 16 rows at a time; rows of y lie side by side."""
     given, n, kind = low.activations(x, weight.dtype.name), weight.ne[0], weight.dtype.name
-    n_panels = fast.max_threads()
-    panels = low.temporary("panels", n_panels, fast.panel_bytes(fast.form_of(kind, low.bits), n) // 4)
+    panels, n_panels = panels_for(low, weight)
     product = fast.gemm(
-        kind, y=y, w=low.at(weight), x=given.at, panels=panels.data_ptr(), n_panels=n_panels, n_rows=weight.ne[1], n=n,
+        kind, y=y, w=low.at(weight), x=given.at, panels=panels, n_panels=n_panels, n_rows=weight.ne[1], n=n,
         n_tok=x.n_rows, w_nb=weight.nb[1], x_nb=given.row_bytes, y_nb=4 * weight.ne[1], bits=low.bits, res=res,
         res_nb=res_nb,
     )  # fmt: skip
     return [*given.steps, product]
+
+
+def panels_for(low: Lowering, weight: Tensor) -> tuple[int, int]:
+    """The address of panels that rows of a matrix are unpacked into, and how many there are: one a thread."""
+    n_panels = fast.max_threads()
+    n_bytes = fast.panel_bytes(fast.form_of(weight.dtype.name, low.bits), weight.ne[0])
+    return low.temporary("panels", n_panels, n_bytes // 4).data_ptr(), n_panels
 
 
 def _matmul_large(low: Lowering, weight: Tensor, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], None]:

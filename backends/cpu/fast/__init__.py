@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention_task import KV_TYPES
     from graphrt.backends.cpu.fast.blocks import TYPES
     from graphrt.backends.cpu.fast.codes import CODE_TYPES
-    from graphrt.backends.cpu.fast.experts import expert_gemv
+    from graphrt.backends.cpu.fast.experts import expert_gemm, expert_gemv, expert_order, order_bytes
     from graphrt.backends.cpu.fast.integer import form_of, round_rows
     from graphrt.backends.cpu.fast.masks import kq_mask
     from graphrt.backends.cpu.fast.math_ops import elementwise
@@ -42,7 +42,7 @@ _WHERE = {
     "attention_task": ("KV_TYPES",),
     "blocks": ("TYPES",),
     "codes": ("CODE_TYPES",),
-    "experts": ("expert_gemv",),
+    "experts": ("expert_gemm", "expert_gemv", "expert_order", "order_bytes"),
     "integer": ("form_of", "round_rows"),
     "masks": ("kq_mask",),
     "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
@@ -70,7 +70,9 @@ __all__ = [
     "available",
     "dequant_rows",
     "elementwise",
+    "expert_gemm",
     "expert_gemv",
+    "expert_order",
     "flash_attn",
     "form_of",
     "gemm",
@@ -81,6 +83,7 @@ __all__ = [
     "layer_norm",
     "max_threads",
     "order",
+    "order_bytes",
     "panel_bytes",
     "rms_norm",
     "rope",
