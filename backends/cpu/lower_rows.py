@@ -113,32 +113,41 @@ def order(low: Lowering, out: Tensor) -> Any | None:
     ]  # fmt: skip
 
 
+def _stride(t: Tensor, low: int, high: int) -> int | None:
+    """Bytes between pieces of a tensor that dimensions `low` and `high` count, where all are equally far apart."""
+    if t.ne[high] == 1:
+        return t.nb[low]
+    if t.ne[low] == 1:
+        return t.nb[high]
+    return t.nb[low] if t.nb[high] == t.nb[low] * t.ne[low] else None
+
+
 def get_rows(low: Lowering, out: Tensor) -> Any | None:
     table, ids = out["table"], out["ids"]
-    known = table.ne[3] == 1 and ids.is_contiguous and table.has_contiguous_rows and out.is_contiguous
-    if not known or table.dtype.name not in fast.TYPES:
+    matrix_nb, ids_nb = _stride(table, 2, 3), _stride(ids, 1, 2)
+    known = table.has_contiguous_rows and ids.has_contiguous_rows and out.is_contiguous
+    if not known or matrix_nb is None or ids_nb is None or table.dtype.name not in fast.TYPES:
         return None
     return [
         fast.get_rows(
             table.dtype.name, "i32", dst=low.at(out), w=low.at(table), idx=low.at(ids), n_rows=ids.n_elements,
             n=table.ne[0], w_nb=table.nb[1], dst_nb=4 * out.ne[0], n_src=table.ne[1], per_matrix=ids.ne[0],
-            matrix_nb=table.nb[2],
+            matrix_nb=matrix_nb, idx_nb=ids_nb,
         )
     ]  # fmt: skip
 
 
 def set_rows(low: Lowering, out: Tensor) -> Any | None:
     rows, ids, target = out["rows"], out["ids"], out["target"]
-    lies = rows_of(rows)
-    n_sets, n_rows, n_idx = rows.ne[3], rows.ne[1] * rows.ne[2], ids.ne[0] * ids.ne[1]
+    n_sets, n_rows, n_idx, row_nb = rows.ne[3], rows.ne[1] * rows.ne[2], ids.ne[0] * ids.ne[1], _stride(rows, 1, 2)
     known = target.dtype.name in fast.SET_ROWS_TYPES and ids.is_contiguous and n_sets <= MAX_SETS
-    if lies is None or not known:
+    if not known or row_nb is None or rows.dtype.name != "f32" or not rows.has_contiguous_rows:
         return None
     return [
         fast.set_rows(
-            target.dtype.name, ids.dtype.name, src=low.at(rows) + i * n_rows * lies[1],
+            target.dtype.name, ids.dtype.name, src=low.at(rows) + i * rows.nb[3],
             idx=low.at(ids) + i % ids.ne[2] * n_idx * ids.dtype.type_size, dst=low.at(target) + i * target.nb[3],
-            n_rows=n_rows, n=rows.ne[0], src_nb=lies[1], dst_nb=target.nb[1], n_dst=target.ne[1], n_idx=n_idx,
+            n_rows=n_rows, n=rows.ne[0], src_nb=row_nb, dst_nb=target.nb[1], n_dst=target.ne[1], n_idx=n_idx,
             per_matrix=rows.ne[1], matrix_nb=target.nb[2],
         )
         for i in range(n_sets)

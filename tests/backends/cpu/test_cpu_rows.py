@@ -120,9 +120,10 @@ def test_values_that_lie_in_any_way(mem: Memory, rng: np.random.Generator) -> No
 
 def test_rows_of_several_matrices(mem: Memory, rng: np.random.Generator) -> None:
     table = mem.put(rng.standard_normal((3, 5, 21)).astype(np.float32))
-    ids, dst = mem.put(rng.integers(0, 4, (3, 2)).astype(np.int32)), mem.nan(3, 2, 19)
+    held, dst = mem.put(rng.integers(0, 4, (3, 5)).astype(np.int32)), mem.nan(3, 2, 19)
+    ids = held[:, :2]
     run(fast.get_rows(
         "f32", "i32", dst=at(dst), w=at(table), idx=at(ids), n_rows=6, n=19, w_nb=84, dst_nb=76, n_src=4,
-        per_matrix=2, matrix_nb=420,
+        per_matrix=2, matrix_nb=420, idx_nb=20,
     ))  # fmt: skip
     assert np.array_equal(dst, np.take_along_axis(table[..., :19], ids[..., None], 1))
