@@ -20,6 +20,7 @@ from graphrt.models import Model, SamplerParams, load
 from graphrt.models.choices import choices
 from graphrt.models.engine import SessionOptions
 from graphrt.models.sampling import Sampler
+from graphrt.models.step import PreparedStep
 
 if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
@@ -77,13 +78,16 @@ def test_a_token_takes_few_steps_of_python(model: Model) -> None:
     assert each(together) < 2000, "about 1400; 4300 with inputs that are written one by one"
 
 
-def test_a_step_begins_where_the_cells_are(model: Model) -> None:
-    """What else moves them between two steps: other lengths of prompts, going back, a step that was cut short."""
+def test_a_step_begins_where_the_cells_are(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs written where they lie are those that write_all() writes, after what else moves cells between two steps:
+    other lengths of prompts, going back, tokens that are yet to be read."""
     options = SessionOptions(n_ctx=64, type_k="f32", type_v="f32")
     session, ids = model.session(options), [5, 9, 11, 3, 7, 2, 8, 1]
 
     def fresh(tokens: list[int]) -> np.ndarray:
-        return model.session(options).eval(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(PreparedStep, "_memory", None)
+            return model.session(options).eval(tokens)
 
     session.eval(ids[:3])
     assert np.allclose(session.next_logits(ids[3]), fresh(ids[:4]), atol=1e-4)

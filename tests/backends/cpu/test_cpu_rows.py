@@ -78,7 +78,7 @@ def ranks(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.float64(1e300), np.clip(x.astype(np.float64), -1e299, 1e299))
 
 
-@pytest.mark.parametrize("n", [*SIZES, 4099])
+@pytest.mark.parametrize("n", [*SIZES, 4096, 4099])
 def test_argmax(n: int, mem: Memory, rng: np.random.Generator) -> None:
     x = mem.put(hard_to_order(rng, n))
     out, found = mem.put(np.full(8, -1, np.int32)), mem.put(np.zeros((8, fast.PIECES), np.int64))
