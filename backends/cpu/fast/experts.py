@@ -137,7 +137,7 @@ def _build_order(f: Fn) -> None:
 
 
 @functools.cache
-def _order_kernel() -> Kernel:
+def order_kernel() -> Kernel:
     names = ("starts", "ids", "n_slots", "n_tok", "n_expert", "ids_slot_nb", "ids_tok_nb")
     return Kernel("expert_order", names, _build_order)
 
@@ -145,11 +145,11 @@ def _order_kernel() -> Kernel:
 def expert_order(*, starts: int, ids: int, n_slots: int, n_tok: int, n_expert: int, ids_nb: tuple[int, int]) -> Step:
     """Puts pairs of a token and a slot in order by their expert, for expert_gemm(). ids: i32, ids_nb bytes between
     slots and between tokens; starts: order_bytes() of memory."""
-    block = _order_kernel().pack(
+    block = order_kernel().pack(
         starts=starts, ids=ids, n_slots=n_slots, n_tok=n_tok, n_expert=n_expert, ids_slot_nb=ids_nb[0],
         ids_tok_nb=ids_nb[1],
     )  # fmt: skip
-    return Step([Entry(_order_kernel(), block)], 16 * n_slots * n_tok)
+    return Step([Entry(order_kernel(), block)], 16 * n_slots * n_tok)
 
 
 class _Pairs:
@@ -214,7 +214,7 @@ def _build_gemm(f: Fn, form: Form) -> None:
 
 
 @functools.cache
-def _gemm_kernel(type_name: str, form: Form) -> Kernel:
+def gemm_kernel(type_name: str, form: Form) -> Kernel:
     strides = [f"{name}_{of}_nb" for name in ("y", "x") for of in ("slot", "tok")]
     return Kernel(
         f"expert_gemm_{type_name}_{form.dot.name}_{8 * form.parts}",
@@ -252,7 +252,7 @@ def expert_gemm(
     threads may work."""
     check_rows(n, type_name)
     form = form_of(type_name, bits)
-    kernel = _gemm_kernel(type_name, form)
+    kernel = gemm_kernel(type_name, form)
     block = kernel.pack(
         y=y, w=w, x=x, starts=starts, bias=bias, panels=panels, n_panels=n_panels, n_rows=n_rows, n=n, n_slots=n_slots,
         n_expert=n_expert, w_nb=w_nb, expert_nb=expert_nb, bias_nb=bias_nb, y_slot_nb=y_nb[0], y_tok_nb=y_nb[1],

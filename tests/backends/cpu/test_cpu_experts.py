@@ -23,6 +23,8 @@ IDS = np.array(
     [[4, 1], [2, 4], [-1, 4], [4, 2], [3, 5], [4, 4], [2**31 - 1, 3], [4, 3], [4, 4], [4, -(2**31)]], np.int32
 )
 N_EXPERT = 5
+#: Nibbles, rest blocks, signed codes, offsets, two runs to 32 values, points of a grid.
+TYPES = ("q4_0", "q8_0", "q4_K", "q6_K", "nvfp4", "mxfp4", "iq3_s")
 HERE = [d for d, has in dot.CHOICES if has(jit.host())]
 
 
@@ -46,7 +48,7 @@ def test_pairs_in_order(mem: Memory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "name"), [(by, name) for by in HERE for name in (fast.CODE_TYPES if by is HERE[0] else ("q4_K", "mxfp4"))],
+    ("by", "name"), [(by, name) for by in HERE for name in (TYPES if by is HERE[0] else ("q4_K",))],
     ids=lambda v: getattr(v, "name", v),
 )  # fmt: skip
 @pytest.mark.parametrize(("own_x", "biased"), [(False, True), (True, False)])
