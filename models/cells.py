@@ -21,6 +21,7 @@ class Cells(ABC):
         self.size = size
         self.window = window
         self.positions = np.full((n_seq, size), -1, np.int32)
+        self._rows = np.arange(n_seq)[:, None]
 
     @abstractmethod
     def take(self, positions: Positions) -> Positions:
@@ -59,7 +60,7 @@ class Ring(Cells):
 
     def take(self, positions: Positions) -> Positions:
         cells = self.where(positions)
-        np.put_along_axis(self.positions, cells, positions, 1)
+        self.positions[self._rows, cells] = positions
         return cells
 
     def where(self, positions: Positions) -> Positions:

@@ -66,4 +66,4 @@ def _chosen(session: Session, tokens: list[int], n: int, sampler: Sampler, choos
             yield from session.drawn(token, rest, params, sampler.uniforms)
             return
         else:
-            logits = session.eval([token])
+            logits = session.next_logits(token)

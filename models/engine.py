@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -51,6 +51,8 @@ OWN_CTX = -1
 MAX_SEQ = 1 << 16
 #: Steps that are queued on a device beyond the tokens that the host waits for.
 MAX_AHEAD = 4
+#: The wanted rows of a step of one token.
+_FIRST = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,23 @@ def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
     )
 
 
+class _Alone(AbstractContextManager[None]):
+    """See Engine.alone()."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise SessionError(
+                "a session serves one thread at a time, and another one is using it; open one for each thread: "
+                "sessions of a model share its weights"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class AnyEngine(ABC, Generic[C, S]):
     """The state of n_seq sequences. lengths: tokens of each in the cache, int64 [n_seq]; n_batch: the most tokens of a
     sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
@@ -133,6 +152,7 @@ class AnyEngine(ABC, Generic[C, S]):
         self.cache = self._new_cache()
         self.lengths = np.zeros(n_seq, np.int64)
         self._busy = threading.Lock()
+        self._alone = _Alone(self._busy)
         self._tokens = new_tensor("i32", n_seq, name="inp_tokens")
         self._chained = Recent[SampleParams | None, S](MAX_CHAINED)
 
@@ -177,18 +197,9 @@ class AnyEngine(ABC, Generic[C, S]):
         """The task of reading n tokens: a prompt's, since a step of generated ones is over at once."""
         return task("reading the prompt", n, "tokens") if n > self.n_seq else nullcontext(ignore)
 
-    @contextmanager
-    def alone(self) -> Generator[None, None, None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Nothing else runs steps meanwhile. Raises SessionError where another thread does."""
-        if not self._busy.acquire(blocking=False):
-            raise SessionError(
-                "a session serves one thread at a time, and another one is using it; open one for each thread: "
-                "sessions of a model share its weights"
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
+        return self._alone
 
     @abstractmethod
     def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
@@ -202,15 +213,15 @@ class AnyEngine(ABC, Generic[C, S]):
         drawn, each by a number taken from `uniforms`; what steps queued ahead will need is only looked at.
 
         Steps are queued ahead of what the caller takes; those it never takes count as not read, so that a caller may
-        stop anywhere. lengths are right whenever tokens are given. Raises SessionError as read() does. !! Logits that
-        are NaN raise nothing where tokens are drawn.
+        stop anywhere. lengths are right whenever tokens are given. Raises SessionError as read() does, and for logits
+        that are no numbers. !! A backend that queues its work doesn't look at these.
         """
         self.checked(dict(enumerate(tokens[:, None])))
         step = self.chained(sampling)
         buffer, offset = step.exe.place(self._tokens)
         step.exe.write(self._tokens, tokens.astype(np.int32))
-        start, given, queued = self.lengths.copy(), 0, 0
-        ahead = min(MAX_AHEAD, self.n_batch)
+        start, given, queued, nbytes = self.lengths.copy(), 0, 0, self._tokens.nbytes
+        ahead = min(MAX_AHEAD, self.n_batch) if self.home.asynchronous else 1
         most = min(n, int(self.n_ctx - start.max()))
         answers: deque[Callable[[], npt.NDArray[np.uint8]]] = deque()
         try:
@@ -220,9 +231,10 @@ class AnyEngine(ABC, Generic[C, S]):
                         uniform = None if uniforms is None else np.array([uniforms.peek(queued - given)])
                         self._queue(step, start + queued, uniform)
                         step.exe.run()
-                        answers.append(buffer.read_later(offset, self._tokens.nbytes))
+                        answers.append(buffer.read_later(offset, nbytes))
                         queued += 1
                     answer = answers.popleft()().view(np.int32)
+                step.check_chosen(answer)
                 given += 1
                 self.lengths[:] = start + given
                 self._took(tokens)
@@ -247,13 +259,15 @@ class AnyEngine(ABC, Generic[C, S]):
 
     @property
     def runs_ahead(self) -> bool:
-        """run_ahead() gains over read() and a choice by the host: one asynchronous backend runs the whole step."""
-        splits = self.executable(1, self.n_seq).splits
-        return len(splits) == 1 and splits[0].backend.asynchronous
+        """run_ahead() gains over read() and a choice by the host: one backend runs the whole step, and queues its work
+        or leaves the logits where the host sees them."""
+        (first, *others) = self.chained().exe.splits
+        return not others and (first.backend.asynchronous or self.chained().logits_stay)
 
     def draws_ahead(self, sampling: SampleParams) -> bool:
-        """So it does where tokens are drawn: the backend draws too."""
-        return self.runs_ahead and len(self.chained(sampling).exe.splits) == 1
+        """So it does where tokens are drawn: the backend queues its work and draws too."""
+        queues = self.runs_ahead and self.chained().exe.splits[0].backend.asynchronous
+        return queues and len(self.chained(sampling).exe.splits) == 1
 
     def fallbacks(self) -> list[str]:
         """What of a decode step the preferred backend does not run, a sentence for each op, and how often it is cut."""
@@ -290,9 +304,9 @@ class AnyEngine(ABC, Generic[C, S]):
                 f"the prompt is too long: the context holds {self.n_ctx} tokens{each}, got {len(ids)}{held}; "
                 f"shorten the prompt, {more}"
             )
-        bad = next((t for t in ids if not 0 <= t < n_vocab), None)
-        if bad is not None:
-            raise SessionError(f"a token id must be 0 to {n_vocab - 1}, got {bad}")
+        bad = [t for t in ids if not 0 <= t < n_vocab]
+        if bad:
+            raise SessionError(f"a token id must be 0 to {n_vocab - 1}, got {bad[0]}")
 
 
 class Engine(AnyEngine[KVCache, PreparedStep]):
@@ -334,7 +348,8 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         return self.prepared(n, n_outputs).exe
 
     def _prepare_chained(self, sampling: SampleParams | None) -> PreparedStep:
-        inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling)
+        keep_logits = not self.home.asynchronous
+        inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling, keep_logits=keep_logits)
         exe = prepare(graph, self.backends)
         exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
         return PreparedStep(inputs, exe)
@@ -342,6 +357,8 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
     def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
         with self.alone():
             given = self.checked(tokens)
+            if len(given) == self.n_seq == sum(map(len, given.values())):  # a token of each
+                return self.step(given).copy()
             found: dict[int, Logits] = {}
             with self.reading(sum(map(len, given.values()))) as advance:
                 for start in range(0, max(map(len, given.values())), self.n_batch):
@@ -355,18 +372,26 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
         one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
         done = False
+        most = max(map(len, part.values()))
         try:
-            with threads.using(self.n_threads_batch if max(map(len, part.values())) > 1 else 0):
-                prepared = self.feed(part, every=every)
-                prepared.exe.run()
+            if self.n_threads_batch and most > 1:
+                with threads.using(self.n_threads_batch):
+                    prepared = self._run(part, every)
+            else:
+                prepared = self._run(part, every)
             for seq, ids in part.items():
                 self.lengths[seq] += len(ids)
-            done = len(part) == self.n_seq and len(set(map(len, part.values()))) == 1
+            done = sum(map(len, part.values())) == most * self.n_seq  # as many of each
         finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted
             if not done:
                 self._forget()
         logits = prepared.logits()
         return logits if self.n_seq == 1 else logits[list(part)]
+
+    def _run(self, part: Mapping[int, Ids], every: bool) -> PreparedStep:
+        prepared = self.feed(part, every=every)
+        prepared.exe.run()
+        return prepared
 
     def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PreparedStep:
         """A step with its inputs filled, ready to run; its tokens don't count as read yet.
@@ -374,6 +399,10 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         A sequence that has fewer tokens than others, or none, reads tokens 0 beyond its own, in cells to be forgotten.
         """
         n = max(map(len, part.values()))
+        if n == self.n_seq == 1:
+            prepared = self.prepared(1, 1)
+            prepared.write(self.lengths[:, None], part[0], _FIRST)
+            return prepared
         ids = np.zeros((self.n_seq, n), np.int32)
         last = np.zeros(self.n_seq, np.int32)
         for seq, mine in part.items():

@@ -151,7 +151,7 @@ class Sampler:
         logits: float [n_vocab], a tensor or an array; history: prompt and generated tokens, oldest first. Raises
         SessionError for NaN logits, or if no token is left (all logits are -inf, or biases and grammar leave none).
         """
-        given = _checked(logits)
+        given = check_logits(logits)
         token = self._choose(self._allowed(given), history)
         if self.best is not None:
             self.logprobs = logprobs_of(given, token, self.best)
@@ -202,7 +202,8 @@ def _last(history: Sequence[int], n: int) -> Sequence[int]:
     return history[len(history) - n_recent :]
 
 
-def _checked(logits: Logits) -> npt.NDArray[np.float32]:
+def check_logits(logits: Logits) -> npt.NDArray[np.float32]:
+    """One token's, as they are chosen by: f32 [n_vocab]. Raises SessionError as Sampler.sample() does."""
     if logits.ndim != 1 or not len(logits):
         raise SessionError(f"logits must have shape [n_vocab], got {list(logits.shape)}.")
     array = logits if isinstance(logits, np.ndarray) else logits.detach().cpu().float().numpy()

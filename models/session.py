@@ -167,6 +167,15 @@ class Session(Engine):
         return last
 
     @checked(SessionError)
+    def next_logits(self, token: int) -> Logits:
+        """As eval([token]), but the logits are valid until the next step only: they are no copy."""
+        if self.unread:
+            return self.eval([token])
+        with self.alone():
+            last: Logits = self.step(self.checked({0: [token]}))[0]
+            return last
+
+    @checked(SessionError)
     def eval_again(self, token: int) -> Logits:
         """The logits after the last token that was read, which was `token`, once more: f32 [n_vocab]."""
         with self.alone():
@@ -214,8 +223,9 @@ class Session(Engine):
         self._ids[self.lengths[0] : self.lengths[0] + 1] = token
         with closing(self.run_ahead(np.array([token], np.int32), n, sampling, uniforms)) as steps:
             for found in steps:
-                self._ids[self.lengths[0] : self.lengths[0] + 1] = found[0]  # read with the next step, if there is one
-                yield int(found[0])
+                token = int(found[0])
+                self._ids[self.lengths[0] : self.lengths[0] + 1] = token  # read with the next step, if there is one
+                yield token
 
 
 def _batches(first: int, n: int, without: int, with_logits: int) -> Iterator[tuple[int, int]]:

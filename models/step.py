@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.execute import Executable
 from graphrt.models.cache import KVCache, LayerCache
+from graphrt.models.cells import Cells
+from graphrt.models.sampling import check_logits
 from graphrt.tensor import Tensor, new_input
 
 Values = npt.NDArray[np.generic]
@@ -146,6 +149,14 @@ class StepInputs(Inputs):
         return values
 
 
+class _Places(NamedTuple):
+    """Memory of the inputs that say where tokens stand. positions: int32 [n_seq, n]; cells: of each kind the cells that
+    tell, where the tokens are written, int64 [n_seq, n], and the position in each cell, int32 [n_seq, size]."""
+
+    positions: Values
+    cells: list[tuple[Cells, Values, Values]]
+
+
 @dataclass(frozen=True)
 class AnyStep(Generic[In]):
     """A step's inputs and the graph that reads them, prepared."""
@@ -156,17 +167,40 @@ class AnyStep(Generic[In]):
     def logits(self) -> Logits:
         """Those of the latest run: f32 [n_outputs, n_vocab], valid until the next one."""
         found = self._host_logits
-        rows = np.asarray(self.exe.read("result_output") if found is None else found, np.float32)
-        return rows.reshape(self.inputs.rows.ne[0], -1)
+        return self._by_row(self.exe.read("result_output")) if found is None else found
+
+    def _by_row(self, logits: Values) -> Logits:
+        return np.asarray(logits, np.float32).reshape(self.inputs.rows.ne[0], -1)
+
+    def check_chosen(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Raises SessionError where the latest run's logits are no numbers, so that its choice, int32 [n_seq], is none:
+        a NaN is the likeliest. Looks only at logits that stay."""
+        if not self.logits_stay:
+            return
+        logits = self.logits()
+        for row, token in zip(logits, tokens):
+            if not row[token] > -math.inf:
+                check_logits(row)
 
     @cached_property
-    def _host_logits(self) -> Values | None:
+    def logits_stay(self) -> bool:
+        """The logits are an output, and the host can address them."""
+        kept = any(output.name == "result_output" for output in self.exe.graph.outputs)
+        return kept and self._host_logits is not None
+
+    @cached_property
+    def _host_logits(self) -> Logits | None:
         """The logits' own memory, which stays where it is, when the host can address it."""
-        return self.exe.host_array("result_output")
+        found = self.exe.host_array("result_output")
+        return None if found is None else self._by_row(found)
 
 
 class PreparedStep(AnyStep[StepInputs]):
     """One over rings."""
+
+    @cached_property
+    def _flat(self) -> dict[Tensor, Values]:
+        return {}
 
     def write(
         self,
@@ -177,8 +211,43 @@ class PreparedStep(AnyStep[StepInputs]):
     ) -> None:
         """Fills the inputs; what is left out stays as it is. positions: int64 [n_seq, n]; tokens: as many; rows: int32
         [n_outputs]; uniform: float64 [n_seq]."""
-        values = self.inputs.places(positions)
-        for leaf, value in ((self.inputs.tokens, tokens), (self.inputs.rows, rows), (self.inputs.uniform, uniform)):
+        given = ((self.inputs.tokens, tokens), (self.inputs.rows, rows), (self.inputs.uniform, uniform))
+        memory = self._memory
+        if memory is None:
+            values = self.inputs.places(positions)
+            for leaf, value in given:
+                if leaf is not None and value is not None:
+                    values[leaf.name] = value.reshape(-1)
+            self.exe.write_all(values)
+            return
+        memory.positions[:] = positions
+        for cells, taken, held in memory.cells:
+            taken[:] = cells.take(positions)
+            held[:] = cells.positions
+        for leaf, value in given:
             if leaf is not None and value is not None:
-                values[leaf.name] = value.reshape(-1)
-        self.exe.write_all(values)
+                self._own(leaf)[:] = value.reshape(-1)
+
+    def _own(self, leaf: Tensor) -> Values:
+        """An input's own memory, flat."""
+        found = self._flat.get(leaf)
+        if found is None:
+            array = self.exe.host_array(leaf)
+            assert array is not None
+            found = self._flat[leaf] = array.reshape(-1)
+        return found
+
+    @cached_property
+    def _memory(self) -> _Places | None:
+        """Where the places of tokens are written, when the host can address all inputs: then a step's are written where
+        they lie, which is a sixth of what write_all() does for them."""
+        inputs, exe = self.inputs, self.exe
+        leafs = [inputs.positions, inputs.tokens, inputs.rows, *inputs.cells.values(), *inputs.held.values()]
+        if any(exe.place(leaf)[0].host_view() is None for leaf in leafs):
+            return None
+        n_seq = inputs.cache.n_seq
+        kinds = [
+            (cells, self._own(inputs.cells[kind]).reshape(n_seq, -1), self._own(inputs.held[kind]).reshape(n_seq, -1))
+            for kind, cells in inputs.cache.cells.items()
+        ]
+        return _Places(self._own(inputs.positions).reshape(n_seq, -1), kinds)

@@ -113,14 +113,20 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
         flag, long = f"-ct{side}", f"--cache-type-{side}"
         kinds = f"the cache's type of {what}: {', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]} (default: f16)"
         group.add_argument(flag, long, default="f16", metavar="TYPE", help=kinds)
+    add_threads_argument(group)
     group.add_argument(
-        "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
-    )
-    group.add_argument(
-        "-tb", "--threads-batch", type=whole(1, MAX_THREADS), default=0, metavar="N",
-        help="CPU threads for reading prompts (default: as -t)",
+        "-tb", "--threads-batch", type=whole(-1, MAX_THREADS), default=0, metavar="N",
+        help="CPU threads for reading prompts, 0 or -1 for as many as -t says (default)",
     )  # fmt: skip
     add_rope_arguments(parser)
+
+
+def add_threads_argument(parser: Any) -> None:
+    """-t: as llama.cpp has it, where numbers below 1 are the default."""
+    parser.add_argument(
+        "-t", "--threads", type=whole(-1, MAX_THREADS), default=0, metavar="N",
+        help="CPU threads, 0 or -1 for as many as there are cores (default)",
+    )  # fmt: skip
 
 
 def add_fast_argument(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +163,7 @@ def load_model(
 
 def use_threads(args: argparse.Namespace) -> None:
     """The number of CPU threads that -t asks for."""
-    if args.threads:
+    if args.threads > 0:
         from graphrt.backends.cpu import threads
 
         threads.use(args.threads)
@@ -166,7 +172,7 @@ def use_threads(args: argparse.Namespace) -> None:
 def session_options(args: argparse.Namespace) -> SessionOptions:
     from graphrt.models.engine import SessionOptions
 
-    threads = getattr(args, "threads_batch", 0)  # a verb that runs nothing has no such flag
+    threads = max(0, getattr(args, "threads_batch", 0))  # a verb that runs nothing has no such flag
     return SessionOptions(args.ctx_size, args.batch_size, args.cache_type_k, args.cache_type_v, threads)
 
 

@@ -67,8 +67,8 @@ class CpuBackend(Backend):
     """The reference, and its fast form.
 
     exact: only reference functions, the default; False: native kernels and fused steps where there are any. There
-    products of quantized weights round activations to activation_bits, 16 or 8, or with 32 not at all (those of experts
-    only for up to 8 tokens); everything else is the same float32 arithmetic in another order. dtype: the reference's
+    products of quantized weights round activations to activation_bits, 16 or 8, or with 32 not at all; everything else
+    is the same float32 arithmetic in another order. dtype: the reference's
     compute type, torch.float32 or torch.float64 (results are stored in their own types). device: a number for one of
     several instances in one graph, which share the machine and copy to each other as devices do: how work over several
     devices is tried without them. The reference decodes constant weights once and keeps them.

@@ -1,4 +1,5 @@
-"""MUL_MAT_ID, with ADD_ID or without: few tokens straight from the file's blocks, many expert by expert."""
+"""MUL_MAT_ID, with ADD_ID or without: straight from the file's blocks; many tokens of experts that are not quantized
+expert by expert, through oneDNN."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.lowering import Given, Lowering, rows_of
-from graphrt.backends.cpu.products import Slice, dense, matrix_slices
+from graphrt.backends.cpu.products import Slice, dense, matrix_slices, panels_for
 from graphrt.fusion import Fusion, Nodes
 from graphrt.program import Group
 from graphrt.tensor import Tensor
@@ -36,10 +37,10 @@ def mul_mat_id_add_id(nodes: Nodes) -> Iterator[Group]:
 
 
 def expert_weight(node: Tensor) -> Tensor | None:
-    """The quantized weights of a MUL_MAT_ID of few tokens, whose activations may be rounded; else None."""
+    """The quantized weights of a MUL_MAT_ID whose activations may be rounded; else None."""
     experts = node["weights"]
-    few = node.ne[2] <= fast.MAX_TOKENS and rows_of(node["x"]) is not None and experts.has_contiguous_rows
-    return experts if few and experts.dtype.name in fast.CODE_TYPES else None
+    plain = rows_of(node["x"]) is not None and experts.has_contiguous_rows
+    return experts if plain and experts.dtype.name in fast.CODE_TYPES else None
 
 
 def mul_mat_id(low: Lowering, out: Tensor) -> Any | None:
@@ -58,7 +59,8 @@ def _mul_mat_id(low: Lowering, product: Tensor, out: Tensor, bias: Tensor | None
     if not known or not x.has_contiguous_rows:
         return None
     if out.ne[2] > fast.MAX_TOKENS:
-        return _by_expert(low, out, experts, x, ids, bias)
+        tiled = rows_of(x) is not None and low.rounds(experts.dtype.name)
+        return (_tiles if tiled else _by_expert)(low, out, experts, x, ids, bias)
     given, strides = Given([], low.at(x), 0, 32), x.nb[1:3]
     if rows_of(x) is not None:
         given = low.activations(x, experts.dtype.name)
@@ -70,6 +72,24 @@ def _mul_mat_id(low: Lowering, product: Tensor, out: Tensor, bias: Tensor | None
             n=experts.ne[0], n_slots=out.ne[1], n_tok=out.ne[2], n_expert=experts.ne[2], w_nb=experts.nb[1],
             expert_nb=experts.nb[2], y_nb=out.nb[1:3], x_nb=(strides[0] if x.ne[1] > 1 else 0, strides[1]),
             ids_nb=ids.nb[:2], bias=low.at(bias), bias_nb=bias.nb[1] if bias is not None else 0, bits=given.bits,
+        ),
+    ]  # fmt: skip
+
+
+def _tiles(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor, bias: Tensor | None) -> list[fast.Step]:
+    """Each used expert's rows unpacked once for its pairs of a token and a slot."""
+    n_slots, n_tok, n_expert = *out.ne[1:3], experts.ne[2]
+    given, (panels, n_panels) = low.activations(x, experts.dtype.name), panels_for(low, experts)
+    starts, order = low.experts_in_order(ids, n_expert, n_slots, n_tok)
+    x_nb = given.row_bytes if x.ne[1] > 1 else 0, given.row_bytes * x.ne[1]
+    return [
+        *given.steps,
+        *order,
+        fast.expert_gemm(
+            experts.dtype.name, y=low.at(out), w=low.at(experts), x=given.at, starts=starts, panels=panels,
+            n_panels=n_panels, n_rows=experts.ne[1], n=experts.ne[0], n_slots=n_slots, n_tok=n_tok, n_expert=n_expert,
+            w_nb=experts.nb[1], expert_nb=experts.nb[2], y_nb=out.nb[1:3], x_nb=x_nb, bits=low.bits, bias=low.at(bias),
+            bias_nb=bias.nb[1] if bias is not None else 0,
         ),
     ]  # fmt: skip
 

@@ -37,6 +37,7 @@ class Lowering:
         self.keep: list[Any] = []
         self._temporaries: dict[tuple[str, int, int], torch.Tensor] = {}
         self._rounded: dict[int, Tensor] = {}  # by the address of what was made of it
+        self._ordered: dict[int, Tensor] = {}  # likewise
 
     def program(self, steps: Sequence[Step]) -> Callable[[], None]:
         """Native steps as one native call."""
@@ -91,6 +92,19 @@ class Lowering:
         self._rounded[target] = x
         step = fast.round_rows(form, dst=target, x=self.at(x), n_rows=rows[0], n=n, x_nb=rows[1])
         return Given([step], target, row_bytes, self.bits)
+
+    def experts_in_order(self, ids: Tensor, n_expert: int, n_slots: int, n_tok: int) -> tuple[int, list[Step]]:
+        """Where pairs of a token and a slot lie in order by their expert, and the step that puts them so, none where
+        the products of the same experts before have."""
+        n_bytes = fast.order_bytes(n_expert, n_slots * n_tok)
+        starts = self.temporary("experts in order", 1, n_bytes // 4).data_ptr()
+        if self._ordered.get(starts) is ids:
+            return starts, []
+        self._ordered[starts] = ids
+        step = fast.expert_order(
+            starts=starts, ids=self.at(ids), n_slots=n_slots, n_tok=n_tok, n_expert=n_expert, ids_nb=ids.nb[:2]
+        )
+        return starts, [step]
 
 
 def rows_of(t: Tensor | None) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from graphrt.backends.cpu import fast
@@ -75,6 +76,8 @@ def lower_matmul_add(low: Lowering, found: MatmulAdd) -> Any | None:
 
 def _matmul(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None) -> Any | None:
     found, extra = _product(product), rows_of(residual) if residual is not None else (0, 0)
+    if found is None and residual is None:
+        return _side_by_side(low, out)
     if found is None or extra is None:
         return None
     weight, x, n_tok = found
@@ -93,17 +96,41 @@ def _matmul(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None
     ]  # fmt: skip
 
 
+def _side_by_side(low: Lowering, out: Tensor) -> list[fast.Step] | None:
+    """Several matrices, each times few tokens of its own rows: as experts that all tokens have, one after the other."""
+    weight, x = out["weights"], out["x"]
+    n_matrices, n_tok, n_x = weight.ne[2], x.ne[1], x.ne[2]
+    known = weight.dtype.name in fast.TYPES and weight.has_contiguous_rows and x.dtype.name == "f32"
+    plain = weight.ne[3] == x.ne[3] == 1 and x.has_contiguous_rows and out.has_contiguous_rows
+    if not known or not plain or n_tok > fast.MAX_TOKENS:
+        return None
+    matrices = np.arange(n_x, dtype=np.int32) // (n_x // n_matrices)
+    return [
+        fast.expert_gemv(
+            weight.dtype.name, y=low.at(out), w=low.at(weight), x=low.at(x), ids=low.array(matrices.tolist(), np.int32),
+            n_rows=weight.ne[1], n=weight.ne[0], n_slots=n_x, n_tok=n_tok, n_expert=n_matrices, w_nb=weight.nb[1],
+            expert_nb=weight.nb[2], y_nb=(out.nb[2], out.nb[1]), x_nb=(x.nb[2], x.nb[1]), ids_nb=(4, 0),
+        )
+    ]  # fmt: skip
+
+
 def _tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int = 0, res_nb: int = 0) -> list[fast.Step]:
     """y = x times weights, whose codes are unpacked 16 rows at a time; rows of y lie side by side."""
     given, n, kind = low.activations(x, weight.dtype.name), weight.ne[0], weight.dtype.name
-    n_panels = fast.max_threads()
-    panels = low.temporary("panels", n_panels, fast.panel_bytes(fast.form_of(kind, low.bits), n) // 4)
+    panels, n_panels = panels_for(low, weight)
     product = fast.gemm(
-        kind, y=y, w=low.at(weight), x=given.at, panels=panels.data_ptr(), n_panels=n_panels, n_rows=weight.ne[1], n=n,
+        kind, y=y, w=low.at(weight), x=given.at, panels=panels, n_panels=n_panels, n_rows=weight.ne[1], n=n,
         n_tok=x.n_rows, w_nb=weight.nb[1], x_nb=given.row_bytes, y_nb=4 * weight.ne[1], bits=low.bits, res=res,
         res_nb=res_nb,
     )  # fmt: skip
     return [*given.steps, product]
+
+
+def panels_for(low: Lowering, weight: Tensor) -> tuple[int, int]:
+    """The address of panels that rows of a matrix are unpacked into, and how many there are: one a thread."""
+    n_panels = fast.max_threads()
+    n_bytes = fast.panel_bytes(fast.form_of(weight.dtype.name, low.bits), weight.ne[0])
+    return low.temporary("panels", n_panels, n_bytes // 4).data_ptr(), n_panels
 
 
 def _matmul_large(low: Lowering, weight: Tensor, x: Tensor, out: Tensor, residual: Tensor | None) -> Callable[[], None]:

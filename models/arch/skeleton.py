@@ -56,13 +56,15 @@ class Decoder(Transformer):
         """The graph of such a step over rings. Output: result_output, f32 [n_vocab, n_outputs]."""
         return Graph(self.result(self.inputs(n, n_outputs, cache)))
 
-    def chained(self, tokens: Tensor, cache: KVCache, sampling: SampleParams | None = None) -> tuple[StepInputs, Graph]:
+    def chained(
+        self, tokens: Tensor, cache: KVCache, sampling: SampleParams | None = None, *, keep_logits: bool = False
+    ) -> tuple[StepInputs, Graph]:
         """A step that reads its tokens, one a sequence, from `tokens`, a leaf i32 [n_seq] with a buffer, and writes the
         next ones there, the likeliest or, with `sampling`, drawn ones: the next step can be queued before the host
-        knows them."""
+        knows them. keep_logits: these are an output too."""
         alibi, draws = self.hp.max_alibi_bias > 0, sampling is not None
         inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws)
-        return inputs, self._choosing(inputs, sampling)
+        return inputs, self._choosing(inputs, sampling, keep_logits)
 
     def paged_chained(
         self, tokens: Tensor, cache: PagedCache, sampling: SampleParams | None = None
@@ -72,14 +74,15 @@ class Decoder(Transformer):
         inputs = PagedInputs.of(cache, tokens, n, n, draws=sampling is not None)
         return inputs, self._choosing(inputs, sampling)
 
-    def _choosing(self, inputs: Inputs, sampling: SampleParams | None) -> Graph:
+    def _choosing(self, inputs: Inputs, sampling: SampleParams | None, keep_logits: bool = False) -> Graph:
         logits = self.result(inputs)
         if sampling is None:
             chosen = ops.argmax(logits)
         else:
             assert inputs.uniform is not None
             chosen = ops.sample(logits, inputs.uniform, sampling)
-        return Graph(ops.cpy(chosen, inputs.tokens, name="next_token"))
+        ends = [ops.cpy(chosen, inputs.tokens, name="next_token"), *([logits] if keep_logits else [])]
+        return Graph(*ends)
 
     def result(self, step: Inputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""

@@ -156,7 +156,7 @@ class Prepared:
     def once(self) -> float:
         """Seconds of the test, from its depth on. Ends with a result on the host, so nothing is left queued.
 
-        Tokens are generated as `run` does it: each the likeliest after the one before where steps are queued ahead.
+        Tokens are generated as `run` does it: each the likeliest after the one before.
         """
         engine, test = self.engine, self.test
         self._put_back()

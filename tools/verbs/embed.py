@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from graphrt.errors import SessionError
 from graphrt.tools.common import (
-    MAX_THREADS,
     MODEL_HELP,
+    add_threads_argument,
     load_model,
     print_json,
     print_table,
@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-b", "--batch-size", type=whole(1), default=512, metavar="N", help="tokens read at once (default: 512)"
     )
-    group.add_argument(
-        "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
-    )
+    add_threads_argument(group)
     add_rope_arguments(parser)
 
 

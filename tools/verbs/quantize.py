@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import GGUFError
 from graphrt.printing import human_bytes
-from graphrt.tools.common import MAX_THREADS, MODEL_HELP, print_json, print_table, progress, whole
+from graphrt.tools.common import MODEL_HELP, add_threads_argument, print_json, print_table, progress
 
 if TYPE_CHECKING:
     from graphrt.models.gguf import GGUFFile
@@ -39,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, and how large it would be")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.add_argument(
-        "-t", "--threads", type=whole(1, MAX_THREADS), default=0, metavar="N", help="CPU threads (default: all cores)"
-    )
+    add_threads_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -54,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     if args.output is None and not args.dry_run:
         raise GGUFError("a file to write must be given: graphrt quantize MODEL OUT TYPE. --dry-run needs none.")
     importance = imatrix.load(args.imatrix) if args.imatrix else None
-    if args.threads:
+    if args.threads > 0:
         import torch
 
         torch.set_num_threads(args.threads)

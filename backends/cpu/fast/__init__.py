@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention_varlen import flash_attn_varlen
     from graphrt.backends.cpu.fast.blocks import TYPES
     from graphrt.backends.cpu.fast.codes import CODE_TYPES
-    from graphrt.backends.cpu.fast.experts import expert_gemv
+    from graphrt.backends.cpu.fast.experts import expert_gemm, expert_gemv, expert_order, order_bytes
     from graphrt.backends.cpu.fast.integer import form_of, round_rows
     from graphrt.backends.cpu.fast.masks import kq_mask
-    from graphrt.backends.cpu.fast.math_ops import argmax, elementwise
+    from graphrt.backends.cpu.fast.math_ops import elementwise
     from graphrt.backends.cpu.fast.matvec import MAX_TOKENS, gemv, gemv_glu
-    from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, rms_norm, rope
+    from graphrt.backends.cpu.fast.norm_rope import add_rms_norm, layer_norm, rms_norm, rope
     from graphrt.backends.cpu.fast.pool import Program, Step, max_threads
+    from graphrt.backends.cpu.fast.reduce import MAX_ORDERED, PIECES, argmax, order, soft_max, sum_rows
     from graphrt.backends.cpu.fast.rows import SET_ROWS_TYPES, dequant_rows, get_rows, set_rows
     from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
@@ -43,13 +44,14 @@ _WHERE = {
     "attention_varlen": ("flash_attn_varlen",),
     "blocks": ("TYPES",),
     "codes": ("CODE_TYPES",),
-    "experts": ("expert_gemv",),
+    "experts": ("expert_gemm", "expert_gemv", "expert_order", "order_bytes"),
     "integer": ("form_of", "round_rows"),
     "masks": ("kq_mask",),
     "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
-    "math_ops": ("argmax", "elementwise"),
-    "norm_rope": ("add_rms_norm", "rms_norm", "rope"),
+    "math_ops": ("elementwise",),
+    "norm_rope": ("add_rms_norm", "layer_norm", "rms_norm", "rope"),
     "pool": ("Program", "Step", "max_threads"),
+    "reduce": ("MAX_ORDERED", "PIECES", "argmax", "order", "soft_max", "sum_rows"),
     "tiles": ("gemm", "panel_bytes"),
     "rows": ("SET_ROWS_TYPES", "dequant_rows", "get_rows", "set_rows"),
 }
@@ -58,7 +60,9 @@ _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names
 __all__ = [
     "CODE_TYPES",
     "KV_TYPES",
+    "MAX_ORDERED",
     "MAX_TOKENS",
+    "PIECES",
     "SET_ROWS_TYPES",
     "TYPES",
     "Program",
@@ -68,7 +72,9 @@ __all__ = [
     "available",
     "dequant_rows",
     "elementwise",
+    "expert_gemm",
     "expert_gemv",
+    "expert_order",
     "flash_attn",
     "flash_attn_varlen",
     "form_of",
@@ -77,12 +83,17 @@ __all__ = [
     "gemv_glu",
     "get_rows",
     "kq_mask",
+    "layer_norm",
     "max_threads",
+    "order",
+    "order_bytes",
     "panel_bytes",
     "rms_norm",
     "rope",
     "round_rows",
     "set_rows",
+    "soft_max",
+    "sum_rows",
 ]
 
 

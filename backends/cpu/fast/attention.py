@@ -18,8 +18,11 @@ from graphrt.backends.cpu.fast.blocks import TYPES
 from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, LANES, Fn, Val, Var, pieces, widen
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import MAX_TOKENS
-from graphrt.backends.cpu.fast.pool import Entry, Step, max_threads
+from graphrt.backends.cpu.fast.pool import LINE, Entry, Step, max_threads
 
+#: Rows of a cache that are no longer than this are asked for a tile ahead: rows of one head lie apart, with those of
+#: other heads between, and the hardware looks ahead in one piece only.
+MAX_ASKED = 512
 MAX_ROWS = 4
 #: Shortest cache that is worth cutting into ranges.
 SPLIT_KEYS = 512
@@ -99,6 +102,8 @@ class FewQueries(Task):
         first, last = self.row_of("k", k_base, key), self.n_keys - 1 - key
         with f.range(0, LANES, n_keys) as j:
             keys = [first + f.min_int(j + i, last) * a["k_nb1"] for i in range(n_keys)]
+            for k in keys:
+                self._ask_ahead(k, shape.k_type, shape.d_k, a["k_nb1"])
             sums = [[f.zeros() for _ in keys] for _ in rows]
             for segment in segments:
                 columns = [segment.read(k) for k in keys]
@@ -110,6 +115,13 @@ class FewQueries(Task):
             dots = f.sum_each([s for row_sums in sums for s in row_sums])
             for i in range(len(rows)):
                 f.store(self._score(i, at + j), dots.part(i * n_keys, n_keys))
+
+    def _ask_ahead(self, row: Val, kind: str, n: int, nb: Val) -> None:
+        """Asks for the lines of the row of K or V that the next tile has where this one has `row`."""
+        block = TYPES[kind]
+        n_bytes = n // block.size * block.bytes
+        for line in range(0, n_bytes if n_bytes <= MAX_ASKED else 0, LINE):
+            self.f.prefetch(row + nb * TILE + line)
 
     def _score(self, row: int, position: Val) -> Val:
         return self.scores + (row * TILE * 4) + position * 4
@@ -198,6 +210,8 @@ class FewQueries(Task):
                 flag = f.load(self.flags + j, I8)
                 with f.if_(flag.ne(0)):
                     row = self.value_row(v_base, tile, j)
+                    if first == 0:
+                        self._ask_ahead(row, shape.v_type, shape.d_v, self.arg["v_nb1"])
                     v = [x for segment in block for x in segment.read(row)]
                     if len(rows) == 1:
                         accumulate(v, 0, j)

@@ -37,7 +37,9 @@ def q8_0(f: Fn, p: Val, count: int) -> Codes:
 
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+#: Doubled values of four bits, plus FP4_ZERO.
+FP4_ZERO = 12
+FP4_CODES = tuple(FP4_ZERO + v for v in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 
 
 def iq4_nl(f: Fn, p: Val, count: int) -> Codes:
@@ -49,7 +51,7 @@ def mxfp4(f: Fn, p: Val, count: int) -> Codes:
     e = f.join([f.load(p + 17 * i, I8) for i in range(count)]).zext(I32)
     # half of 2^(e - 127), because the table holds doubled values; the two smallest are subnormal
     bits = f.select(e < 2, (e + 1) * 0x00200000, (e - 1) << 23)
-    return Codes([f.lookup16(FP4_VALUES, i) for i in nibble_chunks(f, p + 1, 17, count)], bits.as_bits(F32))
+    return Codes([f.lookup16(FP4_CODES, i) for i in nibble_chunks(f, p + 1, 17, count)], bits.as_bits(F32))
 
 
 def nvfp4(f: Fn, p: Val, count: int) -> Codes:
@@ -57,4 +59,4 @@ def nvfp4(f: Fn, p: Val, count: int) -> Codes:
     e = f.join([f.load(p + 36 * i, I32) for i in range(count)]).bits(I8, 4 * count).zext(I32)
     # three bits of mantissa and four of exponent, in an f32 whose exponent is off by 120; half of that, as for mxfp4
     scale = ((e & 0x7F) << 20).as_bits(F32) * 2.0**119
-    return Codes([f.lookup16(FP4_VALUES, i) for i in (z & 15, z >> 4)], f.select(e.eq(0x7F), 0.0, scale))
+    return Codes([f.lookup16(FP4_CODES, i) for i in (z & 15, z >> 4)], f.select(e.eq(0x7F), 0.0, scale))

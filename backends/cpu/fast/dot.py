@@ -11,7 +11,7 @@ the instruction wants:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphrt.backends.cpu.fast.ir import I8, I16, I32, Fn, Host, Val
@@ -29,8 +29,9 @@ class Dot(ABC):
         """Bytes that an activation takes when it is to have 8 or 16 bits."""
 
     @abstractmethod
-    def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
-        """The sums of a chunk. w: codes; x: where its unit of `unit` activations begins; at: the chunk's first byte."""
+    def chunks(self, f: Fn, ws: Sequence[Val], x: Val, ats: Sequence[int], unit: int, bits: int) -> Val:
+        """The sums of some chunks, lane by lane together. ws: their codes; x: where their unit of `unit` activations
+        begins; ats: each one's first byte."""
 
     @abstractmethod
     def start(self, f: Fn, bits: int) -> list[Val]:
@@ -68,11 +69,12 @@ class ByteDot(Dot):
     def parts(self, bits: int) -> int:
         return bits // 8
 
-    def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
-        total = f.zeros(I32, w.lanes // 4)
+    def chunks(self, f: Fn, ws: Sequence[Val], x: Val, ats: Sequence[int], unit: int, bits: int) -> Val:
+        total = f.zeros(I32, ws[0].lanes // 4)
         for part in range(bits // 8):
-            x_part = f.load(x + self.place(at, 0) + part * unit, I8, w.lanes)
-            total = self._dot(f, total << 8 if part else total, w, x_part)
+            total = total << 8 if part else total
+            for w, at in zip(ws, ats, strict=True):
+                total = self._dot(f, total, w, f.load(x + self.place(at, 0) + part * unit, I8, w.lanes))
         return total
 
     def _dot(self, f: Fn, total: Val, w: Val, x: Val) -> Val:
@@ -120,12 +122,16 @@ class WordDot(Dot):
     def parts(self, bits: int) -> int:
         return 2
 
-    def chunk(self, f: Fn, w: Val, x: Val, at: int, unit: int, bits: int) -> Val:
-        n = w.lanes // 2
-        pairs = w.bits(I16, n)
-        even, odd = (pairs << 8).shift_sign(8), pairs.shift_sign(8)
-        x_even, x_odd = (f.load(x + self.place(at, 0) + 2 * n * i, I16, n) for i in range(2))
-        return self._dot(f, even, x_even) + self._dot(f, odd, x_odd)
+    def chunks(self, f: Fn, ws: Sequence[Val], x: Val, ats: Sequence[int], unit: int, bits: int) -> Val:
+        total, n = None, ws[0].lanes // 2
+        for w, at in zip(ws, ats, strict=True):
+            pairs = w.bits(I16, n)
+            even, odd = (pairs << 8).shift_sign(8), pairs.shift_sign(8)
+            x_even, x_odd = (f.load(x + self.place(at, 0) + 2 * n * i, I16, n) for i in range(2))
+            dot = self._dot(f, even, x_even) + self._dot(f, odd, x_odd)
+            total = dot if total is None else total + dot
+        assert total is not None
+        return total
 
     def _dot(self, f: Fn, w: Val, x: Val) -> Val:
         if not self.symbols:

@@ -1,15 +1,25 @@
-"""Rows of experts' matrices times vectors, straight from GGUF's blocks: each token's own experts, found at run time."""
+"""Rows of experts' matrices times vectors, straight from GGUF's blocks: each token's own experts, found at run time.
+
+For few tokens pairs of a token and a slot go one after the other. For many they are put in order by expert first, so
+that each expert's rows are unpacked once for all its pairs, as `tiles.py` does it for a matrix that all tokens share.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
-from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
+from graphrt.backends.cpu.fast.integer import Form, form_of, integer_dots
+from graphrt.backends.cpu.fast.ir import F32, I32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import F32_BITS, Rows, check_rows
 from graphrt.backends.cpu.fast.pool import Entry, Step
 from graphrt.backends.cpu.fast.rows import in_range, load_index
+from graphrt.backends.cpu.fast.tiles import TOKENS, dots, own_panel, put_rows, unpack_rows
+
+#: Most pairs of an expert whose rows are decoded one by one: unpacking 16 rows pays beyond.
+ROW_BY_ROW = 2
 
 
 def _build(f: Fn, rows: Rows) -> None:
@@ -84,5 +94,168 @@ def expert_gemv(
     block = kernel.pack(
         y=y, w=w, x=x, ids=ids, n_rows=n_rows, n=n, n_slots=n_slots, n_tok=n_tok, n_expert=n_expert, w_nb=w_nb,
         expert_nb=expert_nb, bias=bias, bias_nb=bias_nb, **strides,
+    )  # fmt: skip
+    return Step([Entry(kernel, block)], n_slots * n_tok * n_rows * w_nb)
+
+
+# many tokens
+
+
+def order_bytes(n_expert: int, n_pairs: int) -> int:
+    """What expert_order() needs: where each expert's pairs begin, and the pairs' numbers."""
+    return 4 * (n_expert + 3 + n_pairs)
+
+
+def _build_order(f: Fn) -> None:
+    """Counts, adds up, places: an expert's pairs stay in order. Experts that don't exist are one behind the last."""
+    ids, slot_nb, tok_nb, starts = f.args("ids", "ids_slot_nb", "ids_tok_nb", "starts")
+    n_slots, n_tok, n_expert = f.args("n_slots", "n_tok", "n_expert")
+    pairs = starts + (n_expert + 3) * 4
+
+    def count(expert: Val, by: int) -> Val:
+        """Adds to the number `by` behind an expert's, and gives what it was."""
+        at = starts + (expert + by) * 4
+        before = f.load(at, I32)
+        f.store(at, before + 1)
+        return before
+
+    def each(body: Callable[[Val, Val], None]) -> None:
+        with f.range(0, n_tok) as t, f.range(0, n_slots) as slot:
+            expert = load_index(f, ids + slot * slot_nb + t * tok_nb, "i32")
+            body(t * n_slots + slot, f.select(in_range(f, expert, n_expert), expert, n_expert))
+
+    def place(pair: Val, expert: Val) -> None:
+        f.store(pairs + count(expert, 1).sext(pair.t) * 4, pair.trunc(I32))
+
+    with f.if_(f.ith.eq(0)):
+        with f.range(0, n_expert + 3) as e:
+            f.store(starts + e * 4, f.const(0, I32))
+        each(lambda _, expert: (count(expert, 2), None)[1])
+        with f.range(1, n_expert + 3) as e:
+            f.store(starts + e * 4, f.load(starts + e * 4, I32) + f.load(starts + e * 4 - 4, I32))
+        each(place)  # each start moves up to its end, which is the next one's start
+
+
+@functools.cache
+def order_kernel() -> Kernel:
+    names = ("starts", "ids", "n_slots", "n_tok", "n_expert", "ids_slot_nb", "ids_tok_nb")
+    return Kernel("expert_order", names, _build_order)
+
+
+def expert_order(*, starts: int, ids: int, n_slots: int, n_tok: int, n_expert: int, ids_nb: tuple[int, int]) -> Step:
+    """Puts pairs of a token and a slot in order by their expert, for expert_gemm(). ids: i32, ids_nb bytes between
+    slots and between tokens; starts: order_bytes() of memory."""
+    block = order_kernel().pack(
+        starts=starts, ids=ids, n_slots=n_slots, n_tok=n_tok, n_expert=n_expert, ids_slot_nb=ids_nb[0],
+        ids_tok_nb=ids_nb[1],
+    )  # fmt: skip
+    return Step([Entry(order_kernel(), block)], 16 * n_slots * n_tok)
+
+
+class _Pairs:
+    """Pairs in order, and where their rows of x and y are."""
+
+    def __init__(self, f: Fn) -> None:
+        self.f = f
+        self.starts, self.n_slots, n_expert = f.args("starts", "n_slots", "n_expert")
+        self.pairs = self.starts + (n_expert + 3) * 4
+
+    def of(self, expert: Val) -> tuple[Val, Val]:
+        """Where an expert's begin and end."""
+        first, last = (load_index(self.f, self.starts + (expert + i) * 4, "i32") for i in range(2))
+        return first, last
+
+    def row(self, name: str, place: Val) -> Val:
+        """The address of the row of x or y of the pair at a place."""
+        base, slot_nb, tok_nb = self.f.args(name, f"{name}_slot_nb", f"{name}_tok_nb")
+        pair = load_index(self.f, self.pairs + place * 4, "i32")
+        return base + pair % self.n_slots * slot_nb + pair // self.n_slots * tok_nb
+
+
+def _build_gemm(f: Fn, form: Form) -> None:
+    """Experts one after the other; threads share the rows of each."""
+    w, panels, n_panels, n_rows, n, n_expert = f.args("w", "panels", "n_panels", "n_rows", "n", "n_expert")
+    w_nb, expert_nb, bias, bias_nb = f.args("w_nb", "expert_nb", "bias", "bias_nb")
+    f.nth = f.min_int(f.nth, n_panels)  # further threads find no rows
+    panel, pairs = own_panel(f, form, panels, n), _Pairs(f)
+    start, stop = f.share(n_rows, LANES)
+    with f.range(0, n_expert) as e:
+        first, last = pairs.of(e)
+        matrix, added = w + e * expert_nb, bias + e * bias_nb
+
+        def few(count: int) -> None:
+            with f.range(start, stop) as r:
+                found = integer_dots(f, form, matrix + r * w_nb, [pairs.row("x", first + i) for i in range(count)], n)
+                for i, dot in enumerate(found):
+                    total = f.var(dot)
+                    with f.if_(bias.ne(0)):
+                        total.v = dot + f.load(added + r * 4, F32)
+                    f.store(pairs.row("y", first + i) + r * 4, total.v)
+
+        def tokens(at: Val, count: int, r0: Val, rows: Val) -> None:
+            found = dots(f, form, panel, n, [pairs.row("x", at + i) for i in range(count)])
+            for i, total in enumerate(found):
+                put_rows(f, total, rows, pairs.row("y", at + i) + r0 * 4, added + r0 * 4, bias)
+
+        for count in range(1, ROW_BY_ROW + 1):
+            with f.if_((last - first).eq(count)):
+                few(count)
+        with f.if_(last - first > ROW_BY_ROW), f.range(start, stop, LANES) as r0:
+            rows = f.min_int(stop - r0, LANES)
+            unpack_rows(f, form, n, matrix + r0 * w_nb, rows, w_nb, panel)
+            whole = first + (last - first) // TOKENS * TOKENS
+            with f.range(first, whole, TOKENS) as at:
+                tokens(at, TOKENS, r0, rows)
+            with f.range(whole, last) as at:
+                tokens(at, 1, r0, rows)
+    first, last = pairs.of(n_expert)
+    with f.range(first, last) as at, f.range(start, stop) as r:
+        f.store(pairs.row("y", at) + r * 4, f.const(math.nan, F32))
+
+
+@functools.cache
+def gemm_kernel(type_name: str, form: Form) -> Kernel:
+    strides = [f"{name}_{of}_nb" for name in ("y", "x") for of in ("slot", "tok")]
+    return Kernel(
+        f"expert_gemm_{type_name}_{form.dot.name}_{8 * form.parts}",
+        ("y", "w", "x", "starts", "bias", "panels", "n_panels", "n_rows", "n", "n_slots", "n_expert", "w_nb",
+         "expert_nb", "bias_nb", *strides),
+        lambda f: _build_gemm(f, form),
+        optional=("bias", "bias_nb"),
+    )  # fmt: skip
+
+
+def expert_gemm(
+    type_name: str,
+    *,
+    y: int,
+    w: int,
+    x: int,
+    starts: int,
+    panels: int,
+    n_panels: int,
+    n_rows: int,
+    n: int,
+    n_slots: int,
+    n_tok: int,
+    n_expert: int,
+    w_nb: int,
+    expert_nb: int,
+    y_nb: tuple[int, int],
+    x_nb: tuple[int, int],
+    bits: int,
+    bias: int = 0,
+    bias_nb: int = 0,
+) -> Step:
+    """As expert_gemv(), for any number of tokens. starts: what expert_order() made of their experts; x: rows that
+    round_rows() rounded to `bits` (16 or 8) for this type; panels: n_panels times panel_bytes() of memory, so many
+    threads may work."""
+    check_rows(n, type_name)
+    form = form_of(type_name, bits)
+    kernel = gemm_kernel(type_name, form)
+    block = kernel.pack(
+        y=y, w=w, x=x, starts=starts, bias=bias, panels=panels, n_panels=n_panels, n_rows=n_rows, n=n, n_slots=n_slots,
+        n_expert=n_expert, w_nb=w_nb, expert_nb=expert_nb, bias_nb=bias_nb, y_slot_nb=y_nb[0], y_tok_nb=y_nb[1],
+        x_slot_nb=x_nb[0], x_tok_nb=x_nb[1],
     )  # fmt: skip
     return Step([Entry(kernel, block)], n_slots * n_tok * n_rows * w_nb)

@@ -14,6 +14,7 @@ f32. A unit is the blocks that are decoded together; blocks that are left over a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -206,15 +207,16 @@ def _add_unit(
         scales.append(decoded.scales * steps)
         lanes = offset.t.count
         offset.v = f.fma(widen(weighted, lanes), widen(x_sums, lanes), offset.v)
-    at = 0
-    for i, (codes, indices) in enumerate(zip(decoded.chunks, t.layout(unit.count), strict=True)):
-        w = form.biased(codes)
-        lanes = [index // t.sub for index in indices[::4]]
+    at, chunks = 0, list[tuple[list[int], int, Val]]()  # the runs of a chunk's lanes, its first byte, its codes
+    for codes, indices in zip(decoded.chunks, t.layout(unit.count), strict=True):
+        chunks.append(([index // t.sub for index in indices[::4]], at, form.biased(codes)))
+        at += len(indices)
+    for i, (lanes, group) in enumerate(itertools.groupby(chunks, lambda chunk: chunk[0])):
+        _, ats, ws = zip(*group)  # chunks whose lanes have the same scales are summed up as integers
         for x, scale, acc in zip(xs, scales, sums, strict=True):
-            dot = form.dot.chunk(f, w, x + unit.integers, at, size, 8 * form.parts)
+            dot = form.dot.chunks(f, ws, x + unit.integers, ats, size, 8 * form.parts)
             total = acc[i % len(acc)]
             if dot.lanes == LANES:
                 total.v = f.fma(dot.to(F32), scale.shuffle(lanes), total.v)
             else:
                 total.v = total.v + widen(dot.to(F32) * scale.shuffle(lanes))
-        at += len(indices)

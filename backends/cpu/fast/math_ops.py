@@ -1,20 +1,23 @@
-"""Elementwise kernels: activations and gated units, add, multiply, scale, and argmax."""
+"""Elementwise kernels: activations and gated units, arithmetic of two tensors, functions of one, copies."""
 
 from __future__ import annotations
 
 import functools
-import math
 
-from graphrt.backends.cpu.fast.ir import F32, I32, I64, LANES, Fn, Val
+from graphrt.backends.cpu.fast.ir import F32, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.pool import Entry, Step
 
 ACTIVATIONS = ("silu", "gelu", "relu")
-UNARY = (*ACTIVATIONS, "scale", "softcap")
-BINARY = ("add", "mul", "swiglu_oai", *(f"{name}_glu" for name in ACTIVATIONS))
+UNARY = (*ACTIVATIONS, "gelu_quick", "sigmoid", "tanh", "scale", "clamp", "softcap", "sqr", "sqrt", "copy", "fill")
+BINARY = ("add", "sub", "mul", "div", "swiglu_oai", *(f"{name}_glu" for name in ACTIVATIONS))
 
 #: Rows are cut in pieces of so many values to be shared between threads.
 _PIECE = 1024
+
+#: How many rows there are along dimensions 1 to 3, and the bytes between them; one number is that of rows that lie
+#: evenly.
+Rows = int | tuple[int, int, int]
 
 
 def activation(f: Fn, name: str, x: Val) -> Val:
@@ -29,50 +32,78 @@ def activation(f: Fn, name: str, x: Val) -> Val:
     raise ValueError(f"an activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
 
 
-def _apply(f: Fn, op: str, a: Val, b: Val | None) -> Val:
+def _apply_unary(f: Fn, op: str, a: Val) -> Val:
     s0, s1 = f.args("s0", "s1")
     if op == "scale":
         return f.fma(a, s0, s1)
+    if op == "clamp":
+        return f.select(a < s0, s0, f.select(a > s1, s1, a))
     if op == "softcap":
         return f.tanh(a / s0) * s0
-    if b is None:
-        return activation(f, op, a)
-    if op == "add":
-        return a + b
+    if op == "gelu_quick":
+        return a * f.sigmoid(a * 1.702)
+    if op == "sqr":
+        return a * a
+    if op == "copy":
+        return a
+    plain = {"sigmoid": f.sigmoid, "tanh": f.tanh, "sqrt": f.sqrt}
+    return plain[op](a) if op in plain else activation(f, op, a)
+
+
+def _apply_binary(f: Fn, op: str, a: Val, b: Val) -> Val:
     if op == "swiglu_oai":
+        s0, s1 = f.args("s0", "s1")
         gate, up = f.select(a > s1, s1, a), f.select(b > s1, s1, f.select(b < -s1, -s1, b))
         return gate * f.sigmoid(gate * s0) * (up + 1.0)
-    return a * b if op == "mul" else activation(f, op.removesuffix("_glu"), a) * b
+    plain = {"add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b, "div": lambda: a / b}
+    return plain[op]() if op in plain else activation(f, op.removesuffix("_glu"), a) * b
 
 
-def _build_map(f: Fn, op: str) -> None:
-    y, a, b, n_rows, n, y_nb, a_nb, b_nb = f.args("y", "a", "b", "n_rows", "n", "y_nb", "a_nb", "b_nb")
+def _build_map(f: Fn, op: str, one_each: bool) -> None:
+    y, a, b, n, ne1, ne2, ne3 = f.args("y", "a", "b", "n", "ne1", "ne2", "ne3")
     per_row = (n + (_PIECE - 1)) // _PIECE
-    start, stop = f.share(n_rows * per_row)
+    start, stop = f.share(ne1 * ne2 * ne3 * per_row)
     with f.range(start, stop) as item:
         r, first = item // per_row, item % per_row * _PIECE
+        where = r % ne1, r // ne1 % ne2, r // (ne1 * ne2)
+        y_row, a_row, b_row = (
+            base + sum(i * nb for i, nb in zip(where, f.args(*(f"{name}_nb{k}" for k in (1, 2, 3)))))
+            for name, base in (("y", y), ("a", a), ("b", b))
+        )
         offset = first * 4
 
         def one(i: Val, lanes: int) -> None:
             at = offset + i * 4
-            left = f.load(a + r * a_nb + at, F32, lanes)
-            right = f.load(b + r * b_nb + at, F32, lanes) if op in BINARY else None
-            f.store(y + r * y_nb + at, _apply(f, op, left, right))
+            if op == "fill":
+                (value,) = f.args("s0")
+                f.store(y_row + at, f.splat(value, lanes))
+                return
+            left = f.load(a_row + at, F32, lanes)
+            if op in UNARY:
+                f.store(y_row + at, _apply_unary(f, op, left))
+                return
+            right = f.splat(f.load(b_row, F32), lanes) if one_each else f.load(b_row + at, F32, lanes)
+            f.store(y_row + at, _apply_binary(f, op, left, right))
 
         f.elements(f.min_int(n - first, _PIECE), one)
 
 
 @functools.cache
-def map_kernel(op: str) -> Kernel:
+def map_kernel(op: str, one_each: bool = False) -> Kernel:
     if op not in UNARY + BINARY:
         raise ValueError(f"an elementwise op must be one of {', '.join(UNARY + BINARY)}, got {op!r}")
+    strides = tuple(f"{name}_nb{k}" for name in "yab" for k in (1, 2, 3))
     return Kernel(
-        f"map_{op}",
-        ("y", "a", "b", "n_rows", "n", "y_nb", "a_nb", "b_nb"),
-        lambda f: _build_map(f, op),
+        f"map_{op}{'_one' if one_each else ''}",
+        ("y", "a", "b", "n", "ne1", "ne2", "ne3", *strides),
+        lambda f: _build_map(f, op, one_each),
         floats=("s0", "s1"),
-        optional=("b", "b_nb", "s0", "s1"),
+        optional=("b", "b_nb1", "b_nb2", "b_nb3", "s0", "s1"),
     )
+
+
+def _each(rows: Rows, rest: int) -> tuple[int, int, int]:
+    return (rows, rest, rest) if isinstance(rows, int) else rows
 
 
 def elementwise(
@@ -80,68 +111,29 @@ def elementwise(
     *,
     y: int,
     a: int,
-    n_rows: int,
+    n_rows: Rows,
     n: int,
-    y_nb: int,
-    a_nb: int,
+    y_nb: Rows,
+    a_nb: Rows,
     b: int = 0,
-    b_nb: int = 0,
+    b_nb: Rows = 0,
+    one_each: bool = False,
     s0: float = 0.0,
     s1: float = 0.0,
 ) -> Step:
-    """y[r] = op(a[r], b[r]) over n_rows rows of n f32, nb bytes apart; b_nb = 0 repeats one row of b. y may be a or b.
+    """y[r] = op(a[r], b[r]) over rows of n f32. b_nb = 0 repeats one row of b; one_each: a row of b is one value, for
+    all of a's. y may be a or b.
 
-    silu, gelu, relu; scale: a * s0 + s1; softcap: s0 * tanh(a / s0); add; mul; silu_glu (or gelu, relu): silu(a) * b;
-    swiglu_oai: with alpha s0 and limit s1 (graphrt.ops.unary.glu).
+    Of one: silu, gelu, relu, gelu_quick, sigmoid, tanh, sqr, sqrt; copy, of any 4 bytes; scale: a * s0 + s1; clamp: to
+    s0 to s1; softcap: s0 * tanh(a / s0); fill: s0, and a is not read. Of two: add, sub, mul, div; silu_glu (or gelu,
+    relu): silu(a) * b; swiglu_oai: with alpha s0 and limit s1 (graphrt.ops.unary.glu).
     """
-    kernel = map_kernel(op)
-    block = kernel.pack(y=y, a=a, b=b, n_rows=n_rows, n=n, y_nb=y_nb, a_nb=a_nb, b_nb=b_nb, s0=s0, s1=s1)
-    values = n_rows * n
-    return Step([Entry(kernel, block)], values * 12)
-
-
-# argmax
-
-
-def _build_argmax(f: Fn) -> None:
-    out, x, n_rows, n, x_nb = f.args("out", "x", "n_rows", "n", "x_nb")
-    start, stop = f.share(n_rows)
-    with f.range(start, stop) as r:
-        row = x + r * x_nb
-        best = [f.var(f.zeros() - math.inf) for _ in range(2)]
-        where = [f.var(f.zeros(I32)) for _ in range(2)]
-        lanes = f.vconst(range(LANES), I32)
-        whole = n // (2 * LANES) * (2 * LANES)
-        with f.range(0, whole, 2 * LANES) as i:
-            for k in range(2):
-                v = f.load(row + (i + k * LANES) * 4, F32, LANES)
-                bigger = v > best[k].v  # false for NaN
-                best[k].v = f.select(bigger, v, best[k].v)
-                where[k].v = f.select(bigger, f.splat((i + k * LANES).trunc(I32)) + lanes, where[k].v)
-        top, at = f.var(f.const(-math.inf, F32)), f.var(f.zeros(I32, 0))
-
-        def offer(value: Val, index: Val) -> None:
-            # the lowest index among equals; lanes are not visited in order of their indices
-            tie = value.eq(top.v) & (index < at.v)
-            better = (value > top.v) | tie
-            top.v, at.v = f.select(better, value, top.v), f.select(better, index, at.v)
-
-        for k in range(2):
-            values, indices = best[k].v, where[k].v
-            for lane in range(LANES):
-                offer(values[lane], indices[lane])
-        with f.range(whole, n) as i:
-            offer(f.load(row + i * 4, F32), i.trunc(I32))
-        f.store(out + r * 8, at.v.sext(I64))
-
-
-@functools.cache
-def argmax_kernel() -> Kernel:
-    return Kernel("argmax", ("out", "x", "n_rows", "n", "x_nb"), _build_argmax)
-
-
-def argmax(*, out: int, x: int, n_rows: int, n: int, x_nb: int) -> Step:
-    """out[r] (int64) = index of the largest of n f32; the first of equals. NaN is never chosen; 0 if all are NaN."""
-    kernel = argmax_kernel()
-    block = kernel.pack(out=out, x=x, n_rows=n_rows, n=n, x_nb=x_nb)
-    return Step([Entry(kernel, block)], n_rows * n * 4)
+    kernel = map_kernel(op, one_each)
+    rows = _each(n_rows, 1)
+    strides = {
+        f"{name}_nb{k}": nb
+        for name, each in (("y", y_nb), ("a", a_nb), ("b", b_nb))
+        for k, nb in enumerate(_each(each, 0), 1)
+    }
+    block = kernel.pack(y=y, a=a, b=b, n=n, ne1=rows[0], ne2=rows[1], ne3=rows[2], s0=s0, s1=s1, **strides)
+    return Step([Entry(kernel, block)], rows[0] * rows[1] * rows[2] * n * 12)

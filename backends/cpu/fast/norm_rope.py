@@ -1,8 +1,9 @@
-"""RMS norm, alone or with the residual add before it, and rotary position embedding."""
+"""RMS norm, alone or with the residual add before it, layer norm, and rotary position embedding."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from graphrt.backends.cpu.fast.ir import F32, F64, I32, I64, LANES, Fn, Val, pieces
 from graphrt.backends.cpu.fast.jit import Kernel
@@ -89,6 +90,61 @@ def add_rms_norm(
         x_nb=x_nb, y_nb=y_nb, other_nb=other_nb, total_nb=total_nb, eps=eps,
     )  # fmt: skip
     return Step([Entry(kernel, block)], n_rows * n * 16)
+
+
+# layer norm
+
+
+def _build_layer_norm(f: Fn, weighted: bool, biased: bool) -> None:
+    y, x, w, bias, n_rows, n, x_nb, y_nb = f.args("y", "x", "w", "bias", "n_rows", "n", "x_nb", "y_nb")
+    (eps,) = f.args("eps")
+    start, stop = f.share(n_rows)
+    with f.range(start, stop) as r:
+        row, out = x + r * x_nb, y + r * y_nb
+
+        def total(value: Callable[[Val], Val]) -> Val:
+            sums, rest = [f.var(f.zeros()) for _ in range(2)], f.var(f.zeros(n=1))
+            unrolled = n // (2 * LANES) * (2 * LANES)
+            with f.range(0, unrolled, 2 * LANES) as i:
+                for k, acc in enumerate(sums):
+                    acc.v = acc.v + value(f.load(row + (i + k * LANES) * 4, F32, LANES))
+            with f.range(unrolled, n) as i:
+                rest.v = rest.v + value(f.load(row + i * 4, F32, 1))
+            return f.sum(sums[0].v + sums[1].v) + rest.v[0]
+
+        def square(v: Val) -> Val:
+            return (v - mean) * (v - mean)
+
+        mean = total(lambda v: v) / n.to(F32)
+        scale = 1.0 / f.sqrt(total(square) / n.to(F32) + eps)
+
+        def write(i: Val, lanes: int) -> None:
+            v = (f.load(row + i * 4, F32, lanes) - mean) * scale
+            v = v * f.load(w + i * 4, F32, lanes) if weighted else v
+            f.store(out + i * 4, v + f.load(bias + i * 4, F32, lanes) if biased else v)
+
+        f.elements(n, write)
+
+
+@functools.cache
+def layer_norm_kernel(weighted: bool, biased: bool) -> Kernel:
+    return Kernel(
+        f"layer_norm{'_w' if weighted else ''}{'_b' if biased else ''}",
+        ("y", "x", "w", "bias", "n_rows", "n", "x_nb", "y_nb"),
+        lambda f: _build_layer_norm(f, weighted, biased),
+        floats=("eps",),
+        optional=("w", "bias"),
+    )
+
+
+def layer_norm(
+    *, y: int, x: int, n_rows: int, n: int, x_nb: int, y_nb: int, eps: float, w: int = 0, bias: int = 0
+) -> Step:
+    """y[r] = (x[r] - mean) / sqrt(mean((x[r] - mean)^2) + eps) (* w) (+ bias). All f32; w, bias: n values, 0 for none.
+    y may be x."""
+    kernel = layer_norm_kernel(w != 0, bias != 0)
+    block = kernel.pack(y=y, x=x, w=w, bias=bias, n_rows=n_rows, n=n, x_nb=x_nb, y_nb=y_nb, eps=eps)
+    return Step([Entry(kernel, block)], n_rows * n * 8)
 
 
 # rotary position embedding

@@ -24,7 +24,7 @@ def load_index(f: Fn, address: Val, type_name: str) -> Val:
 
 def _build_dequant(f: Fn, block: BlockType, to: str, index: str | None) -> None:
     dst, w, idx, n_rows, n, w_nb, dst_nb = f.args("dst", "w", "idx", "n_rows", "n", "w_nb", "dst_nb")
-    (n_src,) = f.args("n_src")
+    n_src, per_matrix, matrix_nb, idx_nb = f.args("n_src", "per_matrix", "matrix_nb", "idx_nb")
     width = 4 if to == "f32" else 2
 
     def put(address: Val, v: Val) -> None:
@@ -45,9 +45,10 @@ def _build_dequant(f: Fn, block: BlockType, to: str, index: str | None) -> None:
         if index is None:
             one_row(w + r * w_nb, dst + r * dst_nb)
         else:
-            row = load_index(f, idx + r * INDEX_BYTES[index], index)
+            matrix, i = r // per_matrix, r % per_matrix
+            row = load_index(f, idx + matrix * idx_nb + i * INDEX_BYTES[index], index)
             with f.if_(in_range(f, row, n_src)):
-                one_row(w + row * w_nb, dst + r * dst_nb)
+                one_row(w + matrix * matrix_nb + row * w_nb, dst + r * dst_nb)
 
 
 def in_range(f: Fn, i: Val, n: Val) -> Val:
@@ -61,9 +62,9 @@ def dequant_kernel(type_name: str, to: str, index: str | None) -> Kernel:
     block = TYPES[type_name]
     return Kernel(
         f"dequant_{type_name}_{to}_{index}",
-        ("dst", "w", "idx", "n_rows", "n", "w_nb", "dst_nb", "n_src"),
+        ("dst", "w", "idx", "n_rows", "n", "w_nb", "dst_nb", "n_src", "per_matrix", "matrix_nb", "idx_nb"),
         lambda f: _build_dequant(f, block, to, index),
-        optional=("idx", "n_src"),
+        optional=("idx", "n_src", "per_matrix", "matrix_nb", "idx_nb"),
     )
 
 
@@ -86,10 +87,20 @@ def get_rows(
     w_nb: int,
     dst_nb: int,
     n_src: int,
+    per_matrix: int = 0,
+    matrix_nb: int = 0,
+    idx_nb: int = 0,
 ) -> Step:
-    """dst[r] = W[idx[r]] in f32; idx: n_rows of type `index` ("i32" or "i64"), below n_src or the row is left alone."""
+    """dst[r] = W[m, idx[m, r mod per_matrix]] in f32, m = r div per_matrix; one matrix for all where per_matrix is 0.
+
+    idx: of type `index` ("i32" or "i64"), idx_nb bytes between those of two matrices, below n_src or the row is left
+    alone. W: matrices of n_src rows, matrix_nb bytes apart.
+    """
     kernel = dequant_kernel(type_name, "f32", index)
-    block = kernel.pack(dst=dst, w=w, idx=idx, n_rows=n_rows, n=n, w_nb=w_nb, dst_nb=dst_nb, n_src=n_src)
+    block = kernel.pack(
+        dst=dst, w=w, idx=idx, n_rows=n_rows, n=n, w_nb=w_nb, dst_nb=dst_nb, n_src=n_src,
+        per_matrix=per_matrix or n_rows, matrix_nb=matrix_nb, idx_nb=idx_nb,
+    )  # fmt: skip
     return Step([Entry(kernel, block)], n_rows * (w_nb + dst_nb))
 
 

@@ -27,7 +27,7 @@ def panel_bytes(form: Form, n: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
     """Where 16 rows lie unpacked. codes: 64 bytes for four codes; scales, offsets: 16 f32 for each run."""
 
     codes: Val
@@ -62,7 +62,7 @@ def _by_run(form: Form, count: int) -> list[list[_Place]]:
     return words
 
 
-def _unpack(f: Fn, form: Form, unit: Unit, rows: Val, last: Val, w_nb: Val, panel: _Panel) -> None:
+def _unpack(f: Fn, form: Form, unit: Unit, rows: Val, last: Val, w_nb: Val, panel: Panel) -> None:
     """One unit of 16 rows, of which those past the last repeat it; run by run."""
     t = form.type
     size = t.size * unit.count
@@ -97,7 +97,7 @@ def _segments(words: list[list[_Place]]) -> int:
     return n
 
 
-def _add_unit(f: Fn, form: Form, unit: Unit, panel: _Panel, xs: Sequence[Val], sums: list[Var]) -> None:
+def _add_unit(f: Fn, form: Form, unit: Unit, panel: Panel, xs: Sequence[Val], sums: list[Var]) -> None:
     """One unit of 16 rows times some tokens: a run of values after the other."""
     t, dot, words = form.type, form.dot, _by_run(form, unit.count)
     size, runs, bits = t.size * unit.count, form.runs(unit.count), 8 * form.parts
@@ -121,45 +121,60 @@ def _add_unit(f: Fn, form: Form, unit: Unit, panel: _Panel, xs: Sequence[Val], s
             acc.v = f.fma(offset, x_sum, f.fma(dot.end(total).to(F32) * step, scale, acc.v))
 
 
-def _tokens(f: Fn, form: Form, panel: _Panel, first: Val, count: int, r0: Val, rows: Val) -> None:
-    """16 rows times `count` tokens from `first` on; rows: how many of the 16 there are."""
-    y, x, res, n, y_nb, x_nb, res_nb = f.args("y", "x", "res", "n", "y_nb", "x_nb", "res_nb")
-    xs = [x + (first + i) * x_nb for i in range(count)]
+def dots(f: Fn, form: Form, panel: Panel, n: Val, xs: Sequence[Val]) -> list[Val]:
+    """16 rows times each rounded row x: vectors with a lane a row."""
     sums = [f.var(f.zeros()) for _ in xs]
     for_units(f, form, n, lambda unit: _add_unit(f, form, unit, panel, xs, sums))
+    return [total.v for total in sums]
+
+
+def put_rows(f: Fn, total: Val, rows: Val, target: Val, added: Val, adds: Val) -> None:
+    """Writes the first `rows` lanes to target, with what is at `added` where `adds` is not 0."""
     whole = f.buffer(F32, LANES)
-    for i, total in enumerate(sums):
-        target, added = y + (first + i) * y_nb + r0 * 4, res + (first + i) * res_nb + r0 * 4
-        f.store(whole, total.v)
+    f.store(whole, total)
 
-        def put(j: Val, lanes: int, target: Val = target, added: Val = added) -> None:
-            value = f.var(f.load(whole + j * 4, F32, lanes if lanes > 1 else 0))
-            with f.if_(res.ne(0)):
-                value.v = value.v + f.load(added + j * 4, F32, lanes if lanes > 1 else 0)
-            f.store(target + j * 4, value.v)
+    def put(j: Val, lanes: int) -> None:
+        value = f.var(f.load(whole + j * 4, F32, lanes if lanes > 1 else 0))
+        with f.if_(adds.ne(0)):
+            value.v = value.v + f.load(added + j * 4, F32, lanes if lanes > 1 else 0)
+        f.store(target + j * 4, value.v)
 
-        f.elements(rows, put)
+    f.elements(rows, put)
+
+
+def own_panel(f: Fn, form: Form, panels: Val, n: Val) -> Panel:
+    """This thread's memory for 16 rows of n values, of those at `panels`."""
+    runs = n // form.type.sub
+    mine = panels + f.ith * (n * LANES + runs * (2 * LANES * 4))
+    return Panel(mine, mine + n * LANES, mine + n * LANES + runs * (LANES * 4))
+
+
+def unpack_rows(f: Fn, form: Form, n: Val, first: Val, rows: Val, w_nb: Val, panel: Panel) -> None:
+    """`rows` rows of weights, at most 16, whose first is at `first`, into a panel."""
+    for_units(f, form, n, lambda unit: _unpack(f, form, unit, first, rows - 1, w_nb, panel))
 
 
 def _build(f: Fn, form: Form) -> None:
     w, w_nb, panels, n_panels, n_rows, n, n_tok = f.args("w", "w_nb", "panels", "n_panels", "n_rows", "n", "n_tok")
+    y, x, res, y_nb, x_nb, res_nb = f.args("y", "x", "res", "y_nb", "x_nb", "res_nb")
     f.nth = f.min_int(f.nth, n_panels)  # further threads find no rows
-    runs = n // form.type.sub
-    mine = panels + f.ith * (n * LANES + runs * (2 * LANES * 4))
-    panel = _Panel(mine, mine + n * LANES, mine + n * LANES + runs * (LANES * 4))
+    panel = own_panel(f, form, panels, n)
     start, stop = f.share(n_rows, LANES)
     with f.range(start, stop, LANES) as r0:
         rows = f.min_int(stop - r0, LANES)
+        unpack_rows(f, form, n, w + r0 * w_nb, rows, w_nb, panel)
 
-        def unpack(unit: Unit) -> None:
-            _unpack(f, form, unit, w + r0 * w_nb, rows - 1, w_nb, panel)
+        def tokens(first: Val, count: int) -> None:
+            found = dots(f, form, panel, n, [x + (first + i) * x_nb for i in range(count)])
+            for i, total in enumerate(found):
+                t = first + i
+                put_rows(f, total, rows, y + t * y_nb + r0 * 4, res + t * res_nb + r0 * 4, res)
 
-        for_units(f, form, n, unpack)
         whole = n_tok // TOKENS * TOKENS
         with f.range(0, whole, TOKENS) as t:
-            _tokens(f, form, panel, t, TOKENS, r0, rows)
+            tokens(t, TOKENS)
         with f.range(whole, n_tok) as t:
-            _tokens(f, form, panel, t, 1, r0, rows)
+            tokens(t, 1)
 
 
 @functools.cache

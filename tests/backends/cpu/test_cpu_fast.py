@@ -253,19 +253,27 @@ def _oai64(gate: np.ndarray, up: np.ndarray, alpha: float, limit: float) -> np.n
 
 
 @pytest.mark.parametrize(
-    "op", ["silu", "gelu", "relu", "scale", "softcap", "add", "mul", "silu_glu", "gelu_glu", "relu_glu", "swiglu_oai"]
-)
+    "op",
+    ["silu", "gelu", "gelu_quick", "relu", "sigmoid", "tanh", "scale", "clamp", "softcap", "sqr", "sqrt", "copy",
+     "fill", "add", "sub", "mul", "div", "silu_glu", "gelu_glu", "relu_glu", "swiglu_oai"],
+)  # fmt: skip
 def test_elementwise(op: str, mem: Memory, rng: np.random.Generator) -> None:
     n_rows, n = 3, 1051
     a, b = (mem.put((rng.standard_normal((n_rows, n)) * 6).astype(np.float32)) for _ in range(2))
+    if op == "sqrt":
+        a[:] = np.abs(a)
+    s0, s1 = (-2.0, 3.0) if op == "clamp" else (7.0, 0.25)
     y = mem.nan(n_rows, n)
     repeated = op == "mul"
     run(fast.elementwise(
         op, y=at(y), a=at(a), b=at(b), n_rows=n_rows, n=n, y_nb=4 * n, a_nb=4 * n, b_nb=0 if repeated else 4 * n,
-        s0=7.0, s1=0.25,
+        s0=s0, s1=s1,
     ))  # fmt: skip
     a64, b64 = a.astype(np.float64), (b[:1] if repeated else b).astype(np.float64)
     plain = {"scale": a64 * 7 + 0.25, "softcap": 7 * np.tanh(a64 / 7), "add": a64 + b64, "mul": a64 * b64}
+    plain |= {"sub": a64 - b64, "div": a64 / b64, "clamp": a64.clip(-2, 3), "sqr": a64 * a64, "copy": a64}
+    plain |= {"sqrt": np.sqrt(np.abs(a64)), "tanh": np.tanh(a64), "sigmoid": 1 / (1 + np.exp(-a64))}
+    plain |= {"gelu_quick": a64 / (1 + np.exp(-1.702 * a64)), "fill": np.full_like(a64, 7.0)}
     plain["swiglu_oai"] = _oai64(a64, b64, 7.0, 0.25)
     want = plain[op] if op in plain else act64(op.removesuffix("_glu"), a64) * (b64 if op.endswith("_glu") else 1)
     assert nmse(y, want) < 1e-13
@@ -280,17 +288,6 @@ def test_activations_at_the_edges(mem: Memory) -> None:
             want = exact(op, x.astype(np.float64)) if exact else 30 * np.tanh(x.astype(np.float64) / 30)
         assert np.allclose(y[:-1], want[:-1], rtol=2e-6, atol=1e-30)
         assert np.isnan(y[-1])
-
-
-@pytest.mark.parametrize("n", [1, 31, 32, 100, 4099])
-def test_argmax(n: int, mem: Memory, rng: np.random.Generator) -> None:
-    x = rng.integers(0, 50, (8, n)).astype(np.float32)  # many equals
-    x[1, rng.random(n) < 0.5] = np.nan
-    x[2], x[3], x[4] = np.nan, -np.inf, -5.0
-    x[5, -1] = 99.0
-    values, out = mem.put(x), mem.put(np.full(8, -1, np.int64))
-    run(fast.argmax(out=at(out), x=at(values), n_rows=8, n=n, x_nb=4 * n))
-    assert out.tolist() == np.argmax(np.where(np.isnan(x), -np.inf, x), axis=1).tolist()
 
 
 @pytest.mark.parametrize("window", [0, 1, 40, 2**31 - 1])

@@ -3,6 +3,7 @@ for those that it lacks."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -18,7 +19,19 @@ from support.cpu_kernels import Memory, at, decode, encode, run  # noqa: E402
 from support.rounding import ROUNDING, largest_energy, of_products, of_rounded  # noqa: E402
 
 from graphrt import get_backend, new_input, ops  # noqa: E402
-from graphrt.backends.cpu.fast import dot, integer, jit, matvec  # noqa: E402
+from graphrt.backends.cpu.fast import (  # noqa: E402
+    attention,
+    dot,
+    experts,
+    integer,
+    jit,
+    math_ops,
+    matvec,
+    norm_rope,
+    reduce,
+)
+from graphrt.backends.cpu.fast import rows as rows_kernels  # noqa: E402
+from graphrt.backends.cpu.fast.attention_task import Shape  # noqa: E402
 from graphrt.backends.cpu.fast.ir import Host  # noqa: E402
 from graphrt.backends.cpu.fast.tiles import gemm_kernel  # noqa: E402
 from graphrt.errors import BackendError  # noqa: E402
@@ -142,6 +155,7 @@ def test_types_with_one_layout_share_what_was_rounded() -> None:
 # code for machines that are not here
 
 TARGETS = {
+    "vnni512-amx": ("x86_64-unknown-linux-gnu", "sapphirerapids", ("avx512vnni",), ("vpdpbusd", "zmm")),
     "vnni512": ("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512vnni",), ("vpdpbusd", "zmm")),
     "vnni256": ("x86_64-unknown-linux-gnu", "x86-64-v3", ("avxvnni",), ("vpdpbusd", "ymm")),
     "madd512": ("x86_64-unknown-linux-gnu", "x86-64-v4", (), ("vpmaddwd", "zmm")),
@@ -153,40 +167,70 @@ OF_CPU = {
     "x86-64-v3": ("ssse3", "avx2", "f16c", "fma"),
     "x86-64-v4": ("ssse3", "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl"),
 }
+OF_CPU["sapphirerapids"] = (*OF_CPU["x86-64-v4"], "amx-tile", "amx-int8", "amx-bf16")
 
 
-def assembly(way: str, name: str, n_tok: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a product of few tokens, of one of many, and of rounding."""
+def elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are made for such a machine from now on."""
     triple, cpu, extra, _ = TARGETS[way]
-    features = dict.fromkeys((*OF_CPU.get(cpu, ()), *extra), True)
-    elsewhere = Host(triple, cpu, features)
-    assert dot.best_dot(elsewhere).name == way
+    there = Host(triple, cpu, dict.fromkeys((*OF_CPU.get(cpu, ()), *extra), True))
+    assert dot.best_dot(there).name == way.partition("-")[0]
     for module in (jit, integer):
-        monkeypatch.setattr(module, "host", lambda: elsewhere)
+        monkeypatch.setattr(module, "host", lambda: there)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    form = fast.form_of(name, 16)
-    made = []
-    kernels = (
-        matvec.gemv_kernel(matvec.Rows(name, 16), n_tok),
-        gemm_kernel(name, form),
-        integer.rounding_kernel(form.key, form),
-    )
-    for kernel in kernels:
-        module = llvm.parse_assembly(kernel.ir())
-        module.verify()
-        target = llvm.Target.from_triple(triple)
-        machine = target.create_target_machine(cpu=cpu, features=",".join(f"+{f}" for f in features), opt=3)
-        made.append(str(machine.emit_assembly(module)))
-    return made
+
+
+def assembly(kernel: jit.Kernel) -> str:
+    there = jit.host()
+    module = llvm.parse_assembly(kernel.ir())
+    module.verify()
+    features = ",".join(f"+{name}" for name in there.features)
+    machine = llvm.Target.from_triple(there.triple).create_target_machine(cpu=there.cpu, features=features, opt=3)
+    return str(machine.emit_assembly(module))
 
 
 @pytest.mark.parametrize("name", ["q4_K", "q8_0", "iq4_nl"])
 @pytest.mark.parametrize("way", TARGETS)
 def test_code_for_other_machines(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many, _ = assembly(way, name, 1, monkeypatch)
-    for code in (few, many):
-        assert any(all(word in line for word in TARGETS[way][3]) for line in code.splitlines())
+    """Products of few tokens and of many, also of experts, are sums by the machine's own instruction; rounding is made
+    too."""
+    elsewhere(way, monkeypatch)
+    form = fast.form_of(name, 16)
+    assembly(integer.rounding_kernel(form.key, form))
+    for kernel in (
+        matvec.gemv_kernel(matvec.Rows(name, 16), 1),
+        gemm_kernel(name, form),
+        *([experts.gemm_kernel(name, form)] if name == "q4_K" else []),
+    ):
+        lines = assembly(kernel).splitlines()
+        assert any(all(word in line for word in TARGETS[way][3]) for line in lines)
+
+
+#: What isn't a product, one of each kind.
+OTHERS = {
+    "norms": lambda: [norm_rope.rms_norm_kernel(False, True), norm_rope.layer_norm_kernel(True, True)],
+    "rope": lambda: [norm_rope.rope_kernel(64, 64, True), norm_rope.rope_kernel(48, 32, False)],
+    "maps": lambda: [math_ops.map_kernel(op) for op in ("add", "silu_glu", "gelu_glu", "softcap", "clamp", "copy")],
+    "rows": lambda: [reduce.sum_kernel(), reduce.soft_max_kernel(), reduce.order_kernel(True)],
+    "argmax": lambda: [reduce.largest_kernel(), reduce.chosen_kernel()],
+    "cache": lambda: [rows_kernels.set_rows_kernel(kind, "i64") for kind in ("f16", "bf16", "q8_0", "q4_0")],
+    "experts": lambda: [experts.order_kernel()],
+    "attention": lambda: attention.attention_kernels(Shape("f16", "f16", 64, 64, 4, True, True, True)),
+    "attention of q8_0": lambda: attention.attention_kernels(Shape("q8_0", "q8_0", 64, 64, 1, True, False, False)),
+    "f32 rows": lambda: [matvec.gemv_kernel(matvec.Rows(kind, 32), 2) for kind in ("f32", "f16", "bf16", "q6_K")],
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("way", ["madd256", "sdot"])
+def test_nothing_else_is_called_on_other_machines(way: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is whole by itself: where a machine lacks an instruction, LLVM may call a library's function for each value
+    (exp, a conversion of f16), which nobody would find at run time, or which would take a hundred times as long."""
+    elsewhere(way, monkeypatch)
+    for kernel in OTHERS[what]():
+        called = re.findall(r"^\s+(?:callq?|bl)\s+(\S+)", assembly(kernel), re.MULTILINE)
+        assert set(called) <= {"memset", "memcpy", "memset@PLT", "memcpy@PLT"}, called
 
 
 # what is declared

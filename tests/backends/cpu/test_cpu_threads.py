@@ -114,10 +114,13 @@ def test_threads_of_the_command_line(
     monkeypatch.setattr(threads, "using", lambda n: (seen.append(n), using(n))[1])
     options = ["--raw", "--temp", "0", "--ignore-eos", "-n", "3", "-t", "2", "-tb", "3"]
     assert cli.main(["run", str(path), "-p", "the sea", *options]) == 0
-    assert threads.count() == 2 and seen == [3, 0, 0]
+    assert threads.count() == 2 and seen == [3]
+    monkeypatch.setattr(threads, "use", lambda n: seen.append(-n))
+    assert cli.main(["run", str(path), "-p", "the sea", *options[:6], "-t", "-1", "-tb", "0"]) == 0
+    assert seen == [3], "numbers below 1 are the defaults, as llama.cpp has it"
     with pytest.raises(SystemExit):
-        cli.main(["run", str(path), "-p", "the sea", "-tb", "0"])
-    assert "must be from 1 to 512, got 0" in capsys.readouterr().err
+        cli.main(["run", str(path), "-p", "the sea", "-tb", "-2"])
+    assert "must be from -1 to 512, got -2" in capsys.readouterr().err
 
 
 # ---- the environment ----

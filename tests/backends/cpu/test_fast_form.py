@@ -64,9 +64,27 @@ def test_experts_change_between_runs(kind: str, biased: bool, tokens: int) -> No
         expert = np.where(known, chosen, 0)
         expected = np.einsum("tsmk,tk->tsm", w[expert].astype(np.float64), values[:, 0]) + biased * bias[expert]
         found = exe.read(out).reshape(expected.shape)
-        # q8_0's activations are rounded to 16 bits where tokens are few
+        # q8_0's activations are rounded to 16 bits
         assert nmse(found[known], expected[known]) < (1e-8 if kind == "q8_0" else 1e-12)
         assert np.isnan(found[~known]).all()
+
+
+def test_experts_of_two_layers() -> None:
+    """Each product takes its own experts, whatever the one before was given; two with the same ones too."""
+    tokens, rng = 11, np.random.default_rng(3)
+    x, w = new_input("f32", 32, 1, tokens, name="x"), new_input("q8_0", 32, 5, 4, name="w")
+    first, second = (new_input("i32", 2, tokens, name=name) for name in ("first", "second"))
+    graph = Graph(*(ops.mul_mat_id(w, x, ids, name=f"y{i}") for i, ids in enumerate((first, first, second, first))))
+    values = {"x": rng.standard_normal((tokens, 32)), "w": quantize(rng.standard_normal((4, 5, 32)), dtype("q8_0"))}
+    values |= {name: rng.integers(0, 4, (tokens, 2)) for name in ("first", "second")}
+    found = []
+    for exact in (False, True):
+        exe = prepare(graph, get_backend("cpu", exact=exact))
+        exe.write_all(values)
+        exe.run()
+        found.append([exe.read(t) for t in graph.outputs])
+    for got, wanted in zip(*found):
+        assert nmse(got, wanted) < 1e-8
 
 
 @pytest.mark.parametrize("tokens", [2, 11])
