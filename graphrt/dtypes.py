@@ -86,6 +86,39 @@ TYPES: dict[str, DType] = _table(
     ("q2_0", 42, 64, 18, "quant"),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class CacheType:
+    """A type of which attention reads keys and values.
+
+    written: ops round floats to it, which SET_ROWS and CPY do. steps: of a block's scale from zero to the largest
+    value, 0 for a plain type; from_least: from the least to the largest. logits_nmse: what rounding into a cache adds
+    to the NMSE of a model's logits where two backends round another way, a tenth of what the rounding itself costs;
+    None: sessions don't offer it.
+    """
+
+    written: bool = True
+    steps: float = 0.0
+    from_least: bool = False
+    logits_nmse: float | None = None
+
+
+#: What can be in a cache. A new type is a row here and, where its codes are packed as no other's, what encodes them.
+CACHES: dict[str, CacheType] = {
+    "f32": CacheType(logits_nmse=0.0),
+    "f16": CacheType(logits_nmse=1e-7),
+    "bf16": CacheType(logits_nmse=1e-5),
+    "q8_0": CacheType(steps=127.0, logits_nmse=1e-4),
+    "q4_0": CacheType(steps=8.0, logits_nmse=1e-2),
+    "q4_1": CacheType(steps=15.0, from_least=True),
+    "q5_0": CacheType(steps=16.0),
+    "q5_1": CacheType(steps=31.0, from_least=True),
+    "iq4_nl": CacheType(written=False),
+}
+#: Types that floats are rounded to by SET_ROWS and CPY, and those of a session's cache.
+WRITABLE = tuple(name for name, cache in CACHES.items() if cache.written)
+CACHE_TYPES = tuple(name for name, cache in CACHES.items() if cache.logits_nmse is not None)
+
 #: Ids that ggml once used and removed; a file that holds one is too old.
 REMOVED_IDS = {
     4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8",

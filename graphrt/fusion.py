@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphrt.backend import Region
 from graphrt.op import made_by, op_spec
@@ -49,8 +49,8 @@ class Nodes:
                 if seen is not source:
                     self._viewed.add(seen)
 
-    def of(self, op: str) -> Iterator[Tensor]:
-        return (n for n in self.all if n.op == op)
+    def of(self, *ops: str) -> Iterator[Tensor]:
+        return (n for n in self.all if n.op in ops)
 
     def readers(self, t: Tensor) -> list[Tensor]:
         """Who reads `t` or a view of it, in order."""
@@ -72,6 +72,25 @@ def scaled_by_row(nodes: Nodes, norm: Tensor) -> Tensor | None:
     if scaled is None or scaled.op != "MUL" or scaled["a"] is not norm or not is_row(scaled["b"], norm):
         return None
     return scaled
+
+
+class Softcap(NamedTuple):
+    """inner: SCALE by 1/cap; bent: its tanh; out: SCALE by cap."""
+
+    inner: Tensor
+    bent: Tensor
+    out: Tensor
+
+
+def softcaps(nodes: Nodes) -> Iterator[Softcap]:
+    """SCALE, tanh and SCALE, without biases, as logits are capped; the scales may be any."""
+    for inner in nodes.of("SCALE"):
+        bent = nodes.only_reader(inner)
+        if bent is None or bent.op != "UNARY" or bent.params.kind != "tanh":
+            continue
+        out = nodes.only_reader(bent)
+        if out is not None and out.op == "SCALE" and not inner.params.bias and not out.params.bias:
+            yield Softcap(inner, bent, out)
 
 
 @dataclass(frozen=True)

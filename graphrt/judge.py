@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.dtypes import CACHES, CacheType
 from graphrt.host import host_type
 from graphrt.patterns import describe, place
 from graphrt.tensor import Tensor
@@ -49,7 +50,8 @@ PRECISIONS = {
 }
 #: Ops that may multiply in a source's type: the sources that decide.
 _DECIDING = {
-    "MUL_MAT": ("weights",), "MUL_MAT_ID": ("weights",), "FLASH_ATTN_EXT": ("k", "v"), "FLASH_ATTN_LSE": ("k",)
+    "MUL_MAT": ("weights",), "MUL_MAT_ID": ("weights",), "FLASH_ATTN_EXT": ("k", "v"), "FLASH_ATTN_LSE": ("k",),
+    "FLASH_ATTN_VARLEN": ("k", "v"), "FLASH_ATTN_VARLEN_LSE": ("k",),
 }  # fmt: skip
 #: A row's error may be this often the worst row's of the low-precision computation, and its ceiling this much higher.
 ROW_FACTOR, ROW_CEILING = 3.0, 8.0
@@ -59,8 +61,6 @@ ROW_FLOOR = 2.0**-8
 OFF_BY_ONE_SHARE = 0.01
 #: Differences under this part of a block's largest value come from the rounding of its f16 scale, not of an element.
 SCALE_ROUNDING = 2.0**-9
-#: Steps from zero to the largest value of a block (for types with an offset: from the least to the largest).
-_LEVELS = {"q8_0": 127.0, "q4_0": 8.0, "q5_0": 16.0, "q4_1": 15.0, "q5_1": 31.0}
 
 
 @dataclass(frozen=True)
@@ -257,19 +257,20 @@ def judge_order(node: Tensor, actual: Array, expected: Array, values: Floats) ->
 def judge_written(node: Tensor, actual: Array, expected: Array) -> Verdict:
     """Judges what was written in a quantized type, both as stored: at most one step off, in few elements.
 
-    A step is the block's largest value over its type's levels (see _LEVELS); OFF_BY_ONE_SHARE says what few is.
+    A step is the block's largest value over its type's steps (CacheType); OFF_BY_ONE_SHARE says what few is.
     """
     if np.array_equal(actual, expected):
         return Verdict(True, "", 0.0, 0.0, 0.0)
-    if node.dtype.name not in _LEVELS:
+    kind = CACHES.get(node.dtype.name, CacheType())
+    if not kind.steps:
         return judge_equal(node, actual, expected)
     size = node.dtype.block_size
     a, e = (
         np.asarray(dequantize(np.ascontiguousarray(x), node.dtype), np.float64).reshape(-1, size)
         for x in (actual, expected)
     )
-    span = np.ptp(e, axis=1) if node.dtype.name in ("q4_1", "q5_1") else np.abs(e).max(1)
-    step = (span / _LEVELS[node.dtype.name])[:, None]
+    span = np.ptp(e, axis=1) if kind.from_least else np.abs(e).max(1)
+    step = (span / kind.steps)[:, None]
     error = np.where(np.isnan(a) & np.isnan(e), 0.0, np.abs(a - e))
     off = ~((error <= SCALE_ROUNDING * np.abs(e).max(1, keepdims=True)) | (error == 0.0))  # NaN for a number is off
     far = off & ~(error <= step * 1.01 + SCALE_ROUNDING * np.abs(e).max(1, keepdims=True))

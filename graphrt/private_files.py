@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from graphrt import whole_files
+
 log = logging.getLogger(__name__)
 
 _POSIX = os.name == "posix"
@@ -248,17 +250,8 @@ def write(path: Path, data: bytes | Iterable[bytes], mode: int = 0o600) -> None:
     all of it or what was there before. A link in its place is replaced. data: in one piece, or in several as they come.
     Raises OSError.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix="writing-", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
-            if mode != 0o600:  # what mkstemp gives
-                os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with whole_files.replacing(path, mode, prefix="writing-") as file:
+        file.writelines([data] if isinstance(data, bytes) else data)
 
 
 def sweep(folder: Path) -> None:

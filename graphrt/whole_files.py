@@ -20,14 +20,27 @@ def writing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
         with open(target, "wb") as out:
             yield out
         return
-    handle, beside = tempfile.mkstemp(prefix=f".{target.name[:50]}.", suffix=".part", dir=target.parent)
+    prefix = f".{target.name[:50]}."
+    with replacing(target, _mode(target), prefix=prefix, suffix=".part", lasting=True) as out:
+        yield out
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path, mode: int, *, prefix: str, suffix: str = "", lasting: bool = False
+) -> Generator[BinaryIO, None, None]:
+    """A file to write beside `path`, which takes its place with these permissions when the block ends well, also that
+    of a link; where something is raised it is deleted. prefix, suffix: of its own name; lasting: on the disk before it
+    takes the place. Raises OSError."""
+    handle, beside = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
             yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(beside, _mode(target))
-        os.replace(beside, target)
+            if lasting:
+                out.flush()
+                os.fsync(out.fileno())
+        os.chmod(beside, mode)
+        os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(beside)

@@ -179,8 +179,7 @@ class Session(Engine):
     def eval_again(self, token: int) -> Logits:
         """The logits after the last token that was read, which was `token`, once more: f32 [n_vocab]."""
         with self.alone():
-            self.lengths[0] -= 1
-            self.cache.forget_from(self.lengths)
+            self._rewind(int(self.lengths[0]) - 1)
         return self.eval([token])
 
     @checked(SessionError)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from graphrt.arguments import checked
-from graphrt.dtypes import F32
+from graphrt.dtypes import F32, WRITABLE
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, register, require
 from graphrt.tensor import Tensor
-
-#: Types that SET_ROWS writes.
-WRITABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 
 
 def _infer_get_rows(params: None, table: Tensor, ids: Tensor) -> Result:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from graphrt import whole_files
+from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
@@ -103,7 +104,7 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
     )
     for side, what in (("k", "keys"), ("v", "values")):
         flag, long = f"-ct{side}", f"--cache-type-{side}"
-        kinds = f"the cache's type of {what}: f32, f16 (default), bf16, q8_0 or q4_0"
+        kinds = f"the cache's type of {what}: {', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]} (default: f16)"
         group.add_argument(flag, long, default="f16", metavar="TYPE", help=kinds)
     add_threads_argument(group)
     group.add_argument(

@@ -10,12 +10,12 @@ import gguf
 import torch
 
 from graphrt.backends.cpu.memory import torch_type
-from graphrt.dtypes import DType, dtype_by_id
+from graphrt.dtypes import WRITABLE, DType, dtype_by_id
 
 #: What gguf turns into floats, and what it turns floats into.
 _BY_GGUF = {t.name for kind in gguf.quants._type_traits if (t := dtype_by_id(kind)) is not None}
 DECODABLE = _BY_GGUF | {"f32", "f16", "bf16", "f64"}
-ENCODABLE = {"f32", "f16", "bf16", "f64", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"}
+ENCODABLE = {*WRITABLE, "f64"}
 
 
 def decode(stored: torch.Tensor, dt: DType, to: torch.dtype) -> torch.Tensor:

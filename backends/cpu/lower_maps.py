@@ -8,31 +8,18 @@ from typing import Any, NamedTuple
 from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.products import ACTIVATIONS
-from graphrt.fusion import Fusion, Nodes
+from graphrt.fusion import Fusion, Nodes, Softcap, softcaps
 from graphrt.program import Group
 from graphrt.tensor import Tensor
 
 Shape = tuple[int, int, int, int]
 
 
-class Softcap(NamedTuple):
-    """SCALE by 1/c, tanh, SCALE by c."""
-
-    inner: Tensor
-    bent: Tensor
-    out: Tensor
-
-
 def softcap(nodes: Nodes) -> Iterator[Group]:
     """SCALE by 1/c, tanh, SCALE by c."""
-    for inner in nodes.of("SCALE"):
-        bent = nodes.only_reader(inner)
-        out = nodes.only_reader(bent) if bent is not None and bent.op == "UNARY" else None
-        if bent is None or out is None or out.op != "SCALE" or bent.params.kind != "tanh":
-            continue
-        inverse = abs(inner.params.scale * out.params.scale - 1.0) < 1e-6
-        if inverse and not inner.params.bias and not out.params.bias:
-            yield Group([inner, bent, out], kernel="softcap", captured=Softcap(inner, bent, out))
+    for found in softcaps(nodes):
+        if abs(found.inner.params.scale * found.out.params.scale - 1.0) < 1e-6:
+            yield Group(list(found), kernel="softcap", captured=found)
 
 
 class Lies(NamedTuple):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from graphrt.backends.triton.packing import packing_of
+from graphrt.backends.triton.packing import F16_MIN, F16_SCALE, packing_of
+from graphrt.dtypes import CACHES, WRITABLE
 from graphrt.op import op_spec
-from graphrt.ops.rows import WRITABLE
 from graphrt.tensor import Tensor
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+#: Types of K and V: attention's kernels read blocks whose scales are f16.
+KV_TYPES = tuple(t for t in CACHES if (p := packing_of(t)) is None or p.scale in (F16_SCALE, F16_MIN))
 MAX_HEAD_SIZE = 576
 #: Ops beside attention and views.
 OPS = {
@@ -22,9 +23,9 @@ def why_unsupported(node: Tensor) -> str | None:
     """None when the backend runs a node, else a sentence why not."""
     if op_spec(node.op).is_view:
         return None
-    if node.op == "FLASH_ATTN_EXT":
+    if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         return _why_not_attention(node, {"k": node["k"], "v": node["v"]})
-    if node.op == "FLASH_ATTN_LSE":
+    if node.op in ("FLASH_ATTN_LSE", "FLASH_ATTN_VARLEN_LSE"):
         return _why_not_attention(node, {"k": node["k"]})
     if node.op not in OPS:
         return f"it has no kernel for {node.op}"

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from graphrt.dtypes import CACHES
 from graphrt.ops.cases.flash_attn_axes import IMPOSSIBLE, MASKS, ROWS, SINKS, SPOILS, VALUES, Axes, as_case
 from graphrt.testing import Case, grid, register_cases
 
 Choices = Mapping[str, Sequence[object]]
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+TYPES = tuple(CACHES)
 OTHERS = tuple(t for t in TYPES if t != "f16")
 HEAD_SIZES = (
     (32, 32), (40, 40), (64, 128), (65, 67), (72, 72), (80, 80), (96, 64), (112, 112), (128, 128), (192, 128),

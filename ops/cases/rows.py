@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from graphrt.dtypes import dtype
+from graphrt.dtypes import WRITABLE, dtype
 from graphrt.ops.cases.gaps import gapped
-from graphrt.ops.rows import WRITABLE, get_rows, set_rows
+from graphrt.ops.rows import get_rows, set_rows
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Rows, grid, register_cases
 

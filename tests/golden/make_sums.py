@@ -1,5 +1,6 @@
-"""Regenerates tests/golden/eval_callback.json with llama.cpp. By hand: pip install llama-cpp-python, and
-python tests/golden/make_sums.py
+"""Regenerates tests/golden/eval_callback.json with llama.cpp.
+
+By hand: pip install llama-cpp-python, and python tests/golden/make_sums.py
 
 For each tiny model (with tokenizer="spm") and the prompt of IDS: what llama-eval-callback is given of every node, as
 [name, op, ne, sum of the values, sum of their magnitudes]; an f16 cache, flash attention.

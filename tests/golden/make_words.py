@@ -1,5 +1,6 @@
-"""Regenerates tests/golden/words.json with llama.cpp. By hand: pip install llama-cpp-python, and
-python tests/golden/make_words.py
+"""Regenerates tests/golden/words.json with llama.cpp.
+
+By hand: pip install llama-cpp-python, and python tests/golden/make_words.py
 
 For each pre-tokenizer of tests/support/tiny_vocab.py, and for WordPiece with and without normalizing, the ids of each
 text: with the tokens that the file puts around it, without special tokens in it.

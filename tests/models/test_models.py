@@ -9,6 +9,7 @@ import pytest
 from support import GOLDEN
 from support.tiny import MODELS, tokens, write_model
 
+from graphrt.dtypes import CACHE_TYPES, CACHES
 from graphrt.errors import ArchError, SessionError
 from graphrt.models import load
 from graphrt.models.engine import SessionOptions
@@ -44,15 +45,15 @@ def test_how_a_prompt_is_cut_does_not_matter(tmp_path: Path, name: str, batch: i
     assert nmse(logits_of(path, cut, exact=False), whole) < 1e-9
 
 
-@pytest.mark.parametrize("cache", ["f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("cache", [name for name in CACHE_TYPES if name != "f32"])
 def test_caches_cost_no_more_than_their_rounding(tmp_path: Path, cache: str) -> None:
     """bf16 keeps 8 bits of mantissa, f16 11, q8_0 about 7.5, q4_0 about 3.5; the two forms must agree on each."""
     path = write_model(tmp_path / "m.gguf", "gemma3")
     options = SessionOptions(type_k=cache, type_v=cache)
     exact = logits_of(path, options, exact=True)
-    limit = {"f16": 1e-6, "bf16": 1e-4, "q8_0": 1e-3, "q4_0": 1e-1}[cache]
-    assert nmse(exact, logits_of(path, F32_CACHE, exact=True)) < limit
-    assert nmse(logits_of(path, options, exact=False), exact) < limit / 10
+    limit = CACHES[cache].logits_nmse
+    assert limit is not None and nmse(exact, logits_of(path, F32_CACHE, exact=True)) < 10 * limit
+    assert nmse(logits_of(path, options, exact=False), exact) < limit
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from graphrt import new_input, ops
-from graphrt.dtypes import dtype
+from graphrt.dtypes import CACHES, WRITABLE, dtype
 from graphrt.judge import PRECISIONS, ROW_CEILING, judge, judge_equal, judge_order, judge_written, precision
 from graphrt.patterns import describe
-from graphrt.testing import nmse, quantize
+from graphrt.testing import dequantize, nmse, quantize
 
 F32 = PRECISIONS["f32"]
 
@@ -119,6 +119,17 @@ def test_what_is_moved_keeps_the_sign_of_zero_and_any_nan() -> None:
     other_nan.view(np.uint32)[..., 1] = 0x7FC12345
     assert judge_equal(node, right, right).ok and judge_equal(node, other_nan, right).ok
     assert not judge_equal(node, np.abs(right), right).ok
+
+
+@pytest.mark.parametrize("name", [name for name in WRITABLE if dtype(name).is_quantized])
+def test_the_steps_of_a_cache_type(name: str) -> None:
+    """Among 32 normal values two are neighbours in most blocks: their distance is a step."""
+    values = np.random.default_rng(0).normal(size=(200, 32)).astype(np.float32)
+    stored = dequantize(quantize(values, dtype(name)), dtype(name)).reshape(values.shape).astype(np.float64)
+    gaps = np.diff(np.sort(stored, axis=1), axis=1)
+    step = np.where(gaps > 0, gaps, np.inf).min(1)
+    span = np.ptp(stored, axis=1) if CACHES[name].from_least else np.abs(stored).max(1)
+    assert float(np.median(span / step)) == pytest.approx(CACHES[name].steps, rel=0.01)
 
 
 @pytest.mark.parametrize("steps, ok", [(1, True), (2, False)])

@@ -12,10 +12,10 @@ from graphrt import ops
 from graphrt.backend import Usage
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import elementwise, norm, soft_max
-from graphrt.backends.triton.kernels.elementwise_fusions import Softcap
 from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.fusion import Softcap
 from graphrt.ops.elementwise import MAPS
 from graphrt.ops.norm import NORMS
 from graphrt.ops.unary import GLU_KINDS, UNARY_KINDS

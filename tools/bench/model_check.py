@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphrt.dtypes import CACHES
+
 if TYPE_CHECKING:
     from graphrt.backend import Backend
     from graphrt.models.engine import SessionOptions
@@ -19,9 +21,6 @@ if TYPE_CHECKING:
 
 #: A backend whose logits are to be within this NMSE of the reference's is compared with caches in f32.
 LIMIT = 1e-6
-#: What rounding into a cache adds to that where the two round here and there another way: a tenth of what the rounding
-#: itself costs (tests/models/test_models.py).
-CACHE_LIMITS = {"f32": 0.0, "f16": 1e-7, "bf16": 1e-5, "q8_0": 1e-4, "q4_0": 1e-2}
 #: Bytes of weights over which the whole model is too slow for the reference.
 WHOLE = 2_000_000_000
 LAYERS = 2
@@ -58,7 +57,7 @@ def check(source: Source, model: Model, backends: Sequence[Backend], options: Se
     limit = backend.logits_nmse
     if limit <= LIMIT:
         options = replace(options, type_k="f32", type_v="f32")
-    limit += CACHE_LIMITS.get(options.type_k, 0.0) + CACHE_LIMITS.get(options.type_v, 0.0)
+    limit += sum(CACHES[kind.lower()].logits_nmse or 0.0 for kind in (options.type_k, options.type_v))
     large = source.nbytes > WHOLE
     layers = LAYERS if large and source.synthetic else None
     # A GPU's kernels for long prompts are others than those for short ones: a whole batch shows them.

@@ -28,8 +28,6 @@ PREFILL_NODES = 2
 _DRAWN = 2**21
 #: Leafs begin so many blocks apart in the noise: odd, so that no two have their rows on the same values.
 _APART = 4099
-#: The byte of a block that has the sign of its value, or for a quantized one of its scale.
-_SIGN_BYTE = {"f32": 3, "f16": 1, "q8_0": 1, "q4_0": 1}
 
 
 class Noise:
@@ -60,7 +58,8 @@ class Noise:
         pool = np.empty((count, dt.type_size), np.uint8)
         for i in range(0, count, period):
             pool[i : i + period] = pattern[: count - i]
-        pool[:, _SIGN_BYTE[dt.name]] ^= np.frombuffer(rng.bytes(count), np.uint8) & 0x80
+        sign = 1 if dt.is_quantized else dt.type_size - 1  # the byte with a scale's sign, or with the value's
+        pool[:, sign] ^= np.frombuffer(rng.bytes(count), np.uint8) & 0x80
         return pool
 
 

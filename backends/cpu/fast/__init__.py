@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention import flash_attn
     from graphrt.backends.cpu.fast.attention_task import KV_TYPES
+    from graphrt.backends.cpu.fast.attention_varlen import flash_attn_varlen
     from graphrt.backends.cpu.fast.blocks import TYPES
     from graphrt.backends.cpu.fast.codes import CODE_TYPES
     from graphrt.backends.cpu.fast.experts import expert_gemm, expert_gemv, expert_order, order_bytes
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attention": ("flash_attn",),
     "attention_task": ("KV_TYPES",),
+    "attention_varlen": ("flash_attn_varlen",),
     "blocks": ("TYPES",),
     "codes": ("CODE_TYPES",),
     "experts": ("expert_gemm", "expert_gemv", "expert_order", "order_bytes"),
@@ -74,6 +76,7 @@ __all__ = [
     "expert_gemv",
     "expert_order",
     "flash_attn",
+    "flash_attn_varlen",
     "form_of",
     "gemm",
     "gemv",

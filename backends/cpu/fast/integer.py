@@ -23,16 +23,16 @@ from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.dot import Dot, best_dot
 from graphrt.backends.cpu.fast.ir import F32, I32, LANES, Fn, Val, Var, widen
 from graphrt.backends.cpu.fast.jit import Kernel, host
-from graphrt.backends.cpu.fast.pool import Entry, Step
+from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 
 #: Values that share a step.
 GROUP = 32
 #: The largest integer by bits. Of 16 it is the largest whose high byte, rounded to nearest, is no more than 127.
 LARGEST = {16: 127.0 * 256 + 127.0, 8: 127.0}
 SMALLEST = 2.0**-110
-#: Bytes of a cache line, and how far ahead of its reading a row is asked for. The hardware looks ahead too, but not
-#: past the end of a page of 4 KiB, and a page is read in 0.3 us.
-LINE, AHEAD = 64, 4096
+#: How many bytes ahead of its reading a row is asked for. The hardware looks ahead too, but not past the end of a page
+#: of 4 KiB, and a page is read in 0.3 us.
+AHEAD = 4096
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,14 @@ FORK_BYTES = 128 * 1024
 #: hardware prefetcher, which cost a tenth of a token's time.
 CHUNK_BYTES = 64 * 1024
 
+#: Bytes of a cache line.
+LINE = 64
+
 # A program's words, in cache lines of 8: first a header, then the items.
-_LINE = 64
 _N_THREADS, _N_ITEMS, _DONE = 0, 8, 64  # in bytes; what all threads write has a line of its own
-_ITEMS = 2 * _LINE
-_KERNEL, _ARGS, _N_CHUNKS, _TARGET, _FLAGS, _NEXT = 0, 8, 16, 24, 32, _LINE
-_ITEM = 2 * _LINE
+_ITEMS = 2 * LINE
+_KERNEL, _ARGS, _N_CHUNKS, _TARGET, _FLAGS, _NEXT = 0, 8, 16, 24, 32, LINE
+_ITEM = 2 * LINE
 _WAIT, _CHAINED = 1, 2
 
 #: Looks at the counter before a waiting thread offers its core to others.
@@ -223,8 +225,8 @@ class _Words:
     """8-byte words from a cache line's start on."""
 
     def __init__(self, n_bytes: int) -> None:
-        self._raw = (ctypes.c_char * (n_bytes + _LINE))()
-        self.address = ctypes.addressof(self._raw) + -ctypes.addressof(self._raw) % _LINE
+        self._raw = (ctypes.c_char * (n_bytes + LINE))()
+        self.address = ctypes.addressof(self._raw) + -ctypes.addressof(self._raw) % LINE
 
     def __setitem__(self, offset: int, value: int) -> None:
         ctypes.c_int64.from_address(self.address + offset).value = value

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
 from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, I64, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.pool import Entry, Step
+from graphrt.dtypes import WRITABLE
 
 INDEX_BYTES = {"i32": 4, "i64": 8}
 DEQUANT_TARGETS = ("f32", "bf16")
-SET_ROWS_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 def load_index(f: Fn, address: Val, type_name: str) -> Val:
@@ -115,7 +116,7 @@ def _inverse(f: Fn, d: Val) -> Val:
     return f.select(d.eq(0.0), 0.0, 1.0 / d)
 
 
-def _quantize_q8_0(f: Fn, block: Val, lo: Val, hi: Val) -> None:
+def _quantize_q8_0(f: Fn, block: Val, source: Val, lo: Val, hi: Val) -> None:
     biggest = f.fold(f.max_or_nan(f.abs(lo), f.abs(hi)), f.max_or_nan)
     d = biggest / 127.0
     scale = _inverse(f, d)
@@ -143,6 +144,12 @@ def _quantize_q4_0(f: Fn, block: Val, source: Val, lo: Val, hi: Val) -> None:
     f.store(block + 2, (q[0] | (q[1] << 4)).trunc(I8))
 
 
+#: What rounds 32 values: (where the block lies, where its values do, the first 16 of them, the last 16).
+_QUANTIZERS: dict[str, Callable[[Fn, Val, Val, Val, Val], None]] = {"q8_0": _quantize_q8_0, "q4_0": _quantize_q4_0}
+#: Of the types that SET_ROWS writes those with a native form.
+SET_ROWS_TYPES = tuple(t for t in WRITABLE if t in _QUANTIZERS or TYPES[t].is_plain)
+
+
 def _build_set_rows(f: Fn, to: str, index: str) -> None:
     src, idx, dst, n_rows, n = f.args("src", "idx", "dst", "n_rows", "n")
     src_nb, dst_nb, n_dst = f.args("src_nb", "dst_nb", "n_dst")
@@ -164,10 +171,7 @@ def _build_set_rows(f: Fn, to: str, index: str) -> None:
                 with f.range(0, n // 32) as i:
                     at, cell = source + i * 128, target + i * block.bytes
                     lo, hi = f.load(at, F32, LANES), f.load(at + 64, F32, LANES)
-                    if to == "q8_0":
-                        _quantize_q8_0(f, cell, lo, hi)
-                    else:
-                        _quantize_q4_0(f, cell, at, lo, hi)
+                    _QUANTIZERS[to](f, cell, at, lo, hi)
 
 
 @functools.cache
@@ -197,7 +201,7 @@ def set_rows(
     per_matrix: int,
     matrix_nb: int,
 ) -> Step:
-    """dst[m, idx[r mod n_idx]] = src[r], f32 -> `to`: "f32", "f16", "bf16", "q8_0" or "q4_0", as gguf writes them.
+    """dst[m, idx[r mod n_idx]] = src[r], f32 -> `to`, one of SET_ROWS_TYPES, as gguf writes them.
 
     src: n_rows rows of n f32; idx: n_idx of type `index` ("i32" or "i64"); dst: matrices of n_dst rows, matrix_nb bytes
     apart, of which m = r div per_matrix is the one for row r. An index outside [0, n_dst) is skipped, so that a wrong

@@ -21,9 +21,9 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
 from graphrt.backends.triton.kernels.common.bits import stored_as
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.elementwise_fusions import Softcap, softcap
+from graphrt.backends.triton.kernels.elementwise_fusions import softcap
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.fusion import Fusion
+from graphrt.fusion import Fusion, Softcap
 from graphrt.tensor import Tensor
 
 BINARY_OPS = ("ADD", "SUB", "MUL", "DIV")

@@ -7,13 +7,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.packing import E2M1, PACKED_TYPES, packing_of
+from graphrt.backends.triton.packing import E2M1, PACKED_TYPES, codes_at, packing_of
 from graphrt.backends.triton.packing_grids import Grid
+from graphrt.dtypes import dtype
 
 
 class Facts(NamedTuple):
     """A Packing's features as numbers and words. scale_bytes: that a group has in the plane of scales; numbers: of
-    scales of the form "odd" the bits where the halves' begin, their width, and the power of two that they count."""
+    scales of the form "odd" the bits where the halves' begin, their width, and the power of two that they count.
+    block_bytes, codes_at: of the raw blocks, their size and where in them the codes begin (of grids: 0)."""
 
     bits: int
     high_bits: int
@@ -27,7 +29,8 @@ class Facts(NamedTuple):
     half_scales: bool
     numbers: tuple[int, int, int, int]
     grid: Grid | None
-    ternary: bool
+    block_bytes: int
+    codes_at: int
 
 
 def _facts_of(kind: str) -> Facts:
@@ -36,8 +39,7 @@ def _facts_of(kind: str) -> Facts:
     s = p.scale
     return Facts(
         p.bits, p.high_bits, p.offset, p.signed, p.codebook, s.name, s.count * s.dtype.itemsize, s.supers, s.has_min,
-        s.halves, (*s.at, s.width, s.power), p.grid,
-        p.ternary,
+        s.halves, (*s.at, s.width, s.power), p.grid, dtype(kind).type_size, codes_at(kind),
     )  # fmt: skip
 
 
@@ -118,18 +120,6 @@ def codebook_half(KIND, half):
     """Values 8 * half to 8 * half + 7 of a codebook as the bytes of an int64."""
     values = bytes(v & 255 for v in FACTS.value[KIND].codebook[8 * half : 8 * half + 8])
     return int.from_bytes(values, "little", signed=True)
-
-
-@triton.constexpr_function
-def is_ternary(KIND):
-    """Codes are digits of base 3, in planes by 256 elements."""
-    return FACTS.value[KIND].ternary
-
-
-@triton.constexpr_function
-def has_decoded_codes(KIND):
-    """Codes are decoded to bytes in order before anything else is done with them."""
-    return has_grid(KIND) or is_ternary(KIND)
 
 
 # ---- grids ----
@@ -262,14 +252,10 @@ def planes_from(p_quants, p_high, p_scales, p_supers, group, KIND: tl.constexpr)
 
     None for planes that the type lacks; what is returned for these is the quants again.
     """
-    if is_ternary(KIND):
-        quants = p_quants + group // 8 * 12
-        high = p_high + group // 8
-    else:
-        quants = p_quants + group * code_bits(KIND)
-        high = quants
-        if p_high is not None:
-            high = p_high + group * high_bits(KIND)
+    quants = p_quants + group * code_bits(KIND)
+    high = quants
+    if p_high is not None:
+        high = p_high + group * high_bits(KIND)
     scales = quants
     if p_scales is not None:
         scales = p_scales + group

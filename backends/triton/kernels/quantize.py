@@ -27,8 +27,8 @@ BLOCK = 32
 
 
 def stored(view: View) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """A tensor of a WRITABLE type (ops/rows.py) with contiguous rows as kernels write it: its memory and the strides of
-    ne[1] to ne[3] in elements of that; int16 for bf16 and for blocks."""
+    """A tensor of a WRITABLE type with contiguous rows as kernels write it: its memory and the strides of ne[1] to
+    ne[3] in elements of that; int16 for bf16 and for blocks."""
     data, (_, s1, s2, s3) = view.data, view.strides
     if view.kind in ("f32", "f16"):
         return data, (s1, s2, s3)
@@ -117,7 +117,7 @@ def block_codes(x, KIND: tl.constexpr):
         codes = (x * _inverse(d) + (MIDDLE + 0.5)).to(tl.int32)
         codes = tl.minimum(tl.maximum(codes, 0), 2 * MIDDLE - 1)
     else:
-        LAST: tl.constexpr = 15 if high_bits(KIND) == 0 else 31
+        LAST: tl.constexpr = (1 << (code_bits(KIND) + high_bits(KIND))) - 1
         m = _over_block(x, False)
         d = tl.div_rn(_over_block(x, True) - m, tl.full([x.shape[0], 1, 1], LAST, tl.float32))
         codes = ((x - m) * _inverse(d) + 0.5).to(tl.int32)

@@ -17,6 +17,15 @@ import triton.language as tl
 
 from graphrt.backends.triton.kernels.common.bits import f16_low
 from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized, values_at, words_a_block
+from graphrt.backends.triton.kernels.kinds import (
+    code_bits,
+    code_offset,
+    codebook_half,
+    has_codebook,
+    has_min,
+    has_plain_nibbles,
+    high_bits,
+)
 
 
 @triton.jit
@@ -25,7 +34,7 @@ def slot_elements(i_slot, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     if is_quantized(KIND):
         i_block = i_slot // 32
         turned = (i_block % 2 == 0) & (ALIGNED and halves_a_block(KIND) % 2 == 1)
-        if KIND == "q8_0":
+        if code_bits(KIND) == 8:
             i = i_slot % 32
             return i_block * 32 + tl.where(turned, (i + 2) % 32, i)
         else:
@@ -39,7 +48,7 @@ def same_order(kind: str, aligned: bool) -> tuple[str, bool]:
     """One (KIND, ALIGNED) for all that have an order of elements in common, so that less is compiled."""
     if not is_quantized(kind):
         return "f32", True
-    return "q8_0" if kind == "q8_0" else "q4_0", aligned and halves_a_block(kind) % 2 == 1
+    return "q8_0" if code_bits(kind) == 8 else "q4_0", aligned and halves_a_block(kind) % 2 == 1
 
 
 @triton.jit
@@ -69,14 +78,14 @@ def _load_blocks_aligned(p_rows, i_block, m_block, KIND: tl.constexpr):
         head = tl.load(p_2d + first[None, :], mask=m_block, other=0)
         words = tl.load(p_3d + at[None, :, None] + i_word[None, None, :], mask=m_block[:, :, None], other=0)
         # Of an even block the two values before its first whole word: in the word before `at`.
-        if values_at(KIND) == 1:
+        if high_bits(KIND) == 0:
             second = head
-        else:  # q5_0: d0 qh | qh v v; ...; v v d1; qh
+        else:  # as q5_0: d0 qh | qh v v; ...; v v d1; qh
             second = tl.load(p_2d + (at - 1)[None, :], mask=m_block, other=0)
         turned = (odd[None, :, None] == 0) & (i_word[None, None, :] == J - 1)
         words = tl.where(turned, (words & 0xFFFF) | (second[:, :, None] & -65536), words)
         d = tl.where(odd[None, :] == 0, head, head >> 16)
-        if KIND == "q5_0":
+        if high_bits(KIND) != 0:
             high = ((head >> 16) & 0xFFFF) | (second << 16)
             second = tl.where(odd[None, :] == 0, high, second)
         return words, d, second
@@ -84,7 +93,7 @@ def _load_blocks_aligned(p_rows, i_block, m_block, KIND: tl.constexpr):
         first = i_block * (HALVES // 2)
         head = tl.load(p_2d + first[None, :], mask=m_block, other=0)
         second = head
-        if KIND == "q5_1":
+        if high_bits(KIND) != 0:
             second = tl.load(p_2d + first[None, :] + 1, mask=m_block, other=0)
         at = first + values_at(KIND) // 2
         words = tl.load(p_3d + at[None, :, None] + i_word[None, None, :], mask=m_block[:, :, None], other=0)
@@ -99,12 +108,12 @@ def _load_blocks_any(p_rows, i_block, m_block, KIND: tl.constexpr):
     i_word = tl.arange(0, words_a_block(KIND))
     p_2d = p_rows[:, None]
     first = (i_block * HALVES)[None, :]
-    if KIND == "q4_1" or KIND == "q5_1":
+    if has_min(KIND):
         head = _word(p_2d, first, m_block)
     else:
         head = tl.load(p_2d + first, mask=m_block, other=0).to(tl.int32)
     second = head
-    if KIND == "q5_0" or KIND == "q5_1":
+    if high_bits(KIND) != 0:
         second = _word(p_2d, first + FIRST - 2, m_block)
     words = _word(p_rows[:, None, None], first[:, :, None] + FIRST + 2 * i_word[None, None, :], m_block[:, :, None])
     return words, head, second
@@ -200,31 +209,24 @@ def _nibbles_ptx(words, d, m):
 
 
 @triton.jit
-def _iq4_nl(n):
-    """The 16 values of IQ4_NL (ggml-common.h) for 4-bit numbers, from two 8-byte tables."""
-    low = tl.full([], -127 & 0xFF, tl.int64)
-    low = low | ((-104 & 0xFF) << 8) | ((-83 & 0xFF) << 16) | ((-65 & 0xFF) << 24)
-    low = low | ((-49 & 0xFF) << 32) | ((-35 & 0xFF) << 40) | ((-22 & 0xFF) << 48)
-    low = low | (tl.full([], -10, tl.int64) << 56)
-    high = tl.full([], 1, tl.int64)
-    high = high | (13 << 8) | (25 << 16) | (38 << 24) | (53 << 32) | (69 << 40) | (89 << 48)
-    high = high | (tl.full([], 113, tl.int64) << 56)
+def _of_codebook(n, KIND: tl.constexpr):
+    """The values that 4-bit numbers stand for, from the halves of a codebook."""
+    low = tl.full([], codebook_half(KIND, 0), tl.int64)
+    high = tl.full([], codebook_half(KIND, 1), tl.int64)
     shift = ((n & 7) * 8).to(tl.int64)
     return (tl.where(n < 8, low, high) >> shift).to(tl.int8)
 
 
 @triton.jit
 def _nibble_values(n, i_byte, high_half, second, d, m, KIND: tl.constexpr):
-    """f16 of 4-bit numbers. i_byte: which of the block's 16 bytes; second: the fifth bits of q5."""
-    if KIND == "iq4_nl":
-        return _iq4_nl(n).to(tl.float16) * d
-    if KIND == "q5_0" or KIND == "q5_1":
+    """f16 of 4-bit numbers. i_byte: which of the block's 16 bytes; second: the fifth bits, if any."""
+    if has_codebook(KIND):
+        return _of_codebook(n, KIND).to(tl.float16) * d
+    if high_bits(KIND) != 0:
         n = n | (((second >> (i_byte + high_half)) & 1) << 4)
     x = n.to(tl.float16)
-    if KIND == "q4_0":
-        return (x - 8.0) * d
-    elif KIND == "q5_0":
-        return (x - 16.0) * d
+    if not has_min(KIND):
+        return (x - 1.0 * code_offset(KIND)) * d
     else:  # one rounding, as a fused multiply-add has
         return (x.to(tl.float32) * d.to(tl.float32) + m.to(tl.float32)).to(tl.float16)
 
@@ -246,16 +248,17 @@ def load_quantized(p_rows, i_block, m_block, KIND: tl.constexpr, ALIGNED: tl.con
     d = f16_low(head)
     m = f16_low(head >> 16)
     d3 = tl.broadcast_to(d[:, :, None], (N, NB, J))
-    if KIND == "q8_0":
+    if code_bits(KIND) == 8:
         if PTX:
             a, b, c, e = _byte_values_ptx(words, d3)
         else:
             a, b, c, e = _byte_values(words, d3)
         tile = tl.join(tl.join(a, c), tl.join(b, e))
     else:
-        if PTX and (KIND == "q4_0" or KIND == "q4_1"):
-            if KIND == "q4_0":
-                m = d * -8.0
+        tl.static_assert(code_bits(KIND) == 4)
+        if PTX and has_plain_nibbles(KIND):
+            if not has_min(KIND):
+                m = d * (-1.0 * code_offset(KIND))
             m3 = tl.broadcast_to(m[:, :, None], (N, NB, J))
             a, a1, b, b1, c, c1, e, e1 = _nibbles_ptx(words, d3, m3)
         else:
