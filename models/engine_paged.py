@@ -87,7 +87,8 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
         return self.prepared(*self.sizes(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
 
     def _prepare_chained(self, sampling: SampleParams | None) -> PagedStep:
-        inputs, graph = self.decoder.paged_chained(self._tokens, self.cache, sampling)
+        keep_logits = not self.home.asynchronous
+        inputs, graph = self.decoder.paged_chained(self._tokens, self.cache, sampling, keep_logits=keep_logits)
         exe = prepare(graph, self.backends)
         exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
         return PagedStep(inputs, exe)

@@ -67,12 +67,12 @@ class Decoder(Transformer):
         return inputs, self._choosing(inputs, sampling, keep_logits)
 
     def paged_chained(
-        self, tokens: Tensor, cache: PagedCache, sampling: SampleParams | None = None
+        self, tokens: Tensor, cache: PagedCache, sampling: SampleParams | None = None, *, keep_logits: bool = False
     ) -> tuple[PagedInputs, Graph]:
         """The same over pages."""
         n = tokens.ne[0]
         inputs = PagedInputs.of(cache, tokens, n, n, draws=sampling is not None)
-        return inputs, self._choosing(inputs, sampling)
+        return inputs, self._choosing(inputs, sampling, keep_logits)
 
     def _choosing(self, inputs: Inputs, sampling: SampleParams | None, keep_logits: bool = False) -> Graph:
         logits = self.result(inputs)

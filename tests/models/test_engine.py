@@ -75,9 +75,10 @@ def test_likeliest_tokens_of_each(model: Model) -> None:
 
 
 @pytest.mark.parametrize("n_batch", [2, 12])
-def test_steps_that_nobody_takes_are_forgotten(model: Model, n_batch: int) -> None:
+def test_steps_that_nobody_takes_are_forgotten(model: Model, n_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each sequence; and they overwrite nothing that a window still sees, of which a ring has n_batch / n_seq cells
     to spare."""
+    monkeypatch.setattr(type(model.backends[0]), "asynchronous", True)  # only such a backend's steps are queued
     options = SessionOptions(n_ctx=96, n_batch=n_batch, type_k="f32", type_v="f32")
     plain, ahead = (model.engine(2, options) for _ in range(2))
     ids = prompts(2, 30)

@@ -158,7 +158,8 @@ def test_likeliest_tokens_of_each(model: Model) -> None:
     assert engine.lengths.tolist() == [len(ids) + 20 for ids in texts]
 
 
-def test_steps_that_nobody_takes_are_forgotten(model: Model) -> None:
+def test_steps_that_nobody_takes_are_forgotten(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(model.backends[0]), "asynchronous", True)  # only such a backend's steps are queued
     texts = texts_of(2, 9)
     plain, ahead = paged(model, 2), paged(model, 2)
     first = plain.read(dict(enumerate(texts))).argmax(1).astype(np.int32)
