@@ -41,6 +41,11 @@ class Buffer(ABC):
         data = self.read(offset, nbytes)
         return lambda: data
 
+    def copy(self, source: int, target: int, nbytes: int) -> None:
+        """(optional) Copies bytes of the buffer to another place in it, which does not overlap with theirs, in the
+        order of queued work."""
+        self.write(target, self.read(source, nbytes))
+
     def comparison(self, offset: int, expected: Bytes) -> Comparison:
         """What looks, as often as it is told to, whether the bytes from `offset` on are `expected`. A backend whose
         work is queued compares on its device, in its turn, so that many runs can be queued at once."""

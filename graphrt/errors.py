@@ -11,6 +11,7 @@
         TokenizerError           the vocabulary can't be used
         ChatTemplateError        the chat template fails, or breaks its limits
       SessionError               a prompt or a setting that the model can't serve (empty, too long, ...)
+        CacheFullError           a cache has no pages for more tokens; nothing was changed
       HubError                   a model can't be fetched or stored
 
 A message states the rule, the actual value and the next step, in that order. Whatever a file's text in it holds, it is
@@ -67,6 +68,10 @@ class ChatTemplateError(ModelError):
 
 class SessionError(GraphrtError):
     """The model can't serve this request: an empty or too long prompt, a bad setting."""
+
+
+class CacheFullError(SessionError):
+    """The pages of a cache are in use; what was asked for would need more of them. Nothing was changed."""
 
 
 class HubError(GraphrtError):

@@ -49,8 +49,8 @@ class Nodes:
                 if seen is not source:
                     self._viewed.add(seen)
 
-    def of(self, op: str) -> Iterator[Tensor]:
-        return (n for n in self.all if n.op == op)
+    def of(self, *ops: str) -> Iterator[Tensor]:
+        return (n for n in self.all if n.op in ops)
 
     def readers(self, t: Tensor) -> list[Tensor]:
         """Who reads `t` or a view of it, in order."""

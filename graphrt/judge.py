@@ -50,7 +50,8 @@ PRECISIONS = {
 }
 #: Ops that may multiply in a source's type: the sources that decide.
 _DECIDING = {
-    "MUL_MAT": ("weights",), "MUL_MAT_ID": ("weights",), "FLASH_ATTN_EXT": ("k", "v"), "FLASH_ATTN_LSE": ("k",)
+    "MUL_MAT": ("weights",), "MUL_MAT_ID": ("weights",), "FLASH_ATTN_EXT": ("k", "v"), "FLASH_ATTN_LSE": ("k",),
+    "FLASH_ATTN_VARLEN": ("k", "v"), "FLASH_ATTN_VARLEN_LSE": ("k",),
 }  # fmt: skip
 #: A row's error may be this often the worst row's of the low-precision computation, and its ceiling this much higher.
 ROW_FACTOR, ROW_CEILING = 3.0, 8.0

@@ -12,6 +12,8 @@ GENERAL_WORDS = ("column", "row", "matrix", "batch")
 DIMENSION_WORDS: dict[str, tuple[str, str, str, str]] = {
     "FLASH_ATTN_EXT": ("column", "head", "query row", "sequence"),
     "FLASH_ATTN_LSE": ("head", "query row", "sequence", "batch"),
+    "FLASH_ATTN_VARLEN": ("column", "head", "token", "batch"),
+    "FLASH_ATTN_VARLEN_LSE": ("head", "token", "matrix", "batch"),
     "SOFT_MAX": ("key", "query row", "head", "sequence"),
     "ROPE": ("column", "head", "token", "sequence"),
 }

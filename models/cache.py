@@ -55,11 +55,7 @@ class KVCache:
         type_v: str,
         n_seq: int = 1,
     ) -> None:
-        sides = [("k", _cache_type("k", type_k, hp.d_k), hp.d_k)]
-        if hp.latent is None:
-            sides.append(("v", _cache_type("v", type_v, hp.d_v), hp.d_v))
-        elif hp.d_v % sides[0][1].block_size:
-            raise SessionError(f"v lies in k, whose first {hp.d_v} elements must be whole blocks; use type_k f16")
+        sides = cache_sides(hp, type_k, type_v)
         self.type_k = type_k
         self.n_seq = n_seq
         self.n_ctx = n_ctx
@@ -68,26 +64,19 @@ class KVCache:
         self.cells: dict[str, Cells] = {"full": Ring(longest, 0, n_seq)}
         if any(windowed):
             self.cells["swa"] = Ring(min(longest, hp.window + n_batch), hp.window, n_seq)
-        self.layers = [self._layer(hp, backend, il, swa, sides) for il, swa in enumerate(windowed)]
+        sizes = {kind: (cells.size, n_seq) for kind, cells in self.cells.items()}
+        self.layers = cache_layers(hp, backend, windowed, sizes, sides)
         if all(windowed):
             del self.cells["full"]
-
-    def _layer(
-        self, hp: HParams, backend: Backend, il: int, swa: bool, sides: Sequence[tuple[str, DType, int]]
-    ) -> LayerCache:
-        """sides: "k" and, where it has memory of its own, "v", each with its type and the size of a head."""
-        kind = "swa" if swa else "full"
-        cells = self.cells[kind].size
-        leafs = []
-        for side, dt, head_size in sides:
-            leaf = new_tensor(dt, head_size * hp.n_head_kv[il], cells, self.n_seq, name=f"cache_{side}_l{il}")
-            leaf.buffer = backend.alloc(leaf.nbytes, Usage.STATE)
-            leafs.append(leaf)
-        return LayerCache(leafs[0], leafs[1] if len(leafs) > 1 else None, kind)
 
     @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for layer in self.layers for leaf in layer.leafs)
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The kinds of cells that layers have."""
+        return list(self.cells)
 
     def clear(self) -> None:
         """Forgets every token. The cells keep their bytes: nobody sees them any more."""
@@ -100,29 +89,49 @@ class KVCache:
             for seq, position in enumerate(positions):
                 cells.forget_from(int(position), seq)
 
+    def copy_from(self, other: KVCache) -> None:
+        """Takes over the cells and the bytes of a cache of the same size and types, both of one sequence."""
+        for kind, cells in self.cells.items():
+            cells.restore(other.cells[kind].positions)
+        for mine, theirs in zip(self.layers, other.layers):
+            taken = np.flatnonzero(self.cells[mine.kind].positions[0] >= 0)
+            for target, source in zip(mine.leafs, theirs.leafs):
+                self.put_rows(target, taken, other.rows(source, taken))
+
+    def held(self, kind: str, seq: int = 0) -> int:
+        """How many of a sequence's last tokens the cells of a kind hold."""
+        return int((self.cells[kind].positions[seq] >= 0).sum())
+
+    def saved_rows(self, leaf: Tensor, kind: str, first: int, stop: int, seq: int = 0) -> Bytes:
+        """What a file has of the tokens at these positions of the only sequence: see rows()."""
+        return self.rows(leaf, self.cells[kind].where(np.arange(first, stop)))
+
+    def take_back(self, ids: Sequence[int], held: Mapping[str, int], seq: int = 0) -> bool:
+        """Cells for a text from a file, empty before, which has the rows of so many of its last tokens; False where a
+        window needs more of them."""
+        for kind, cells in self.cells.items():
+            n = min(held[kind], cells.size)  # a smaller ring keeps the last ones
+            cells.take(np.arange(len(ids) - n, len(ids))[None])
+        return all(cells.holds(len(ids), seq) for cells in self.cells.values())
+
+    def put_saved_rows(self, leaf: Tensor, kind: str, first: int, rows: Bytes, seq: int = 0) -> None:
+        """Writes what saved_rows() gave, of the tokens from position `first` on."""
+        cells = self.cells[kind]
+        n = min(len(rows), cells.size)
+        end = first + len(rows)
+        self.put_rows(leaf, cells.where(np.arange(end - n, end)), rows[len(rows) - n :])
+
     def rows(self, leaf: Tensor, cells: npt.NDArray[np.int64]) -> Bytes:
         """The bytes of the first sequence's tokens in some cells of a layer: uint8 [cells, bytes of a row]."""
         n = int(cells.max(initial=-1)) + 1
         return _buffer(leaf).read(0, n * leaf.nb[1]).reshape(n, leaf.nb[1])[cells]
 
     def put_rows(self, leaf: Tensor, cells: npt.NDArray[np.int64], rows: Bytes) -> None:
-        """Writes what rows() gave, for every sequence alike; what lies in other cells is lost."""
+        """Writes what rows() gave, what lies in other cells is lost."""
         memory = np.zeros((int(cells.max(initial=-1)) + 1, leaf.nb[1]), np.uint8)
         memory[cells] = rows
-        for seq in range(self.n_seq if memory.size else 0):
-            _buffer(leaf).write(seq * leaf.nb[2], memory.reshape(-1))
-
-    def take_over(self, other: KVCache) -> None:
-        """Every sequence gets the tokens of the only one of another cache of this model, as many as there are cells."""
-        moved = {}
-        for kind, cells in self.cells.items():
-            held = other.cells[kind].positions[0]
-            source = np.argsort(held)[np.count_nonzero(held < 0) :][-cells.size :]
-            moved[kind] = source, cells.take(np.tile(held[source].astype(np.int64), (self.n_seq, 1)))[0]
-        for mine, theirs in zip(self.layers, other.layers):
-            source, target = moved[mine.kind]
-            for leaf, from_leaf in zip(mine.leafs, theirs.leafs):
-                self.put_rows(leaf, target, other.rows(from_leaf, source))
+        if memory.size:
+            _buffer(leaf).write(0, memory.reshape(-1))
 
     def saved(self) -> dict[str, npt.NDArray[np.int32]]:
         """What the cells hold, for restore()."""
@@ -132,6 +141,37 @@ class KVCache:
         """What the cells held, whatever was written into them since: where a window lost tokens, other text stands."""
         for kind, cells in self.cells.items():
             cells.restore(saved[kind])
+
+
+#: "k" and, where it has memory of its own, "v", each with its type and the size of a head.
+Sides = Sequence[tuple[str, DType, int]]
+
+
+def cache_sides(hp: HParams, type_k: str, type_v: str) -> Sides:
+    """What each layer of a model's cache has. Raises SessionError for a type that can't hold it."""
+    sides = [("k", _cache_type("k", type_k, hp.d_k), hp.d_k)]
+    if hp.latent is None:
+        sides.append(("v", _cache_type("v", type_v, hp.d_v), hp.d_v))
+    elif hp.d_v % sides[0][1].block_size:
+        raise SessionError(f"v lies in k, whose first {hp.d_v} elements must be whole blocks; use type_k f16")
+    return sides
+
+
+def cache_layers(
+    hp: HParams, backend: Backend, windowed: Sequence[bool], sizes: Mapping[str, tuple[int, ...]], sides: Sides
+) -> list[LayerCache]:
+    """The memory of all layers. windowed: by layer, whether it has a window; sizes: by kind of cells, the dimensions
+    behind a row."""
+    layers = []
+    for il, swa in enumerate(windowed):
+        kind = "swa" if swa else "full"
+        leafs = []
+        for side, dt, head_size in sides:
+            leaf = new_tensor(dt, head_size * hp.n_head_kv[il], *sizes[kind], name=f"cache_{side}_l{il}")
+            leaf.buffer = backend.alloc(leaf.nbytes, Usage.STATE)
+            leafs.append(leaf)
+        layers.append(LayerCache(leafs[0], leafs[1] if len(leafs) > 1 else None, kind))
+    return layers
 
 
 def _buffer(leaf: Tensor) -> Buffer:

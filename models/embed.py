@@ -1,4 +1,4 @@
-"""Embeddings of texts by an encoder: several texts a run, as many as a batch has room for."""
+"""Embeddings of texts by an encoder: several texts a run, one after the other, as many as a batch has room for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.engine import MAX_PREPARED
+from graphrt.models.paging.ladder import close_rung, rung
 from graphrt.models.recent import Recent
 
 Floats = npt.NDArray[np.float32]
@@ -55,7 +56,7 @@ class Embedder:
         return [normalized(row) for row in found] if normalize else found
 
     def executable(self, n_tokens: int, n_texts: int, pooling: str) -> Executable:
-        """The prepared graph for so many tokens and texts; made on first use."""
+        """The prepared graph for up to so many tokens and texts; made on first use."""
         key = (n_tokens, n_texts, pooling)
         return self._prepared.made(key, lambda: prepare(self.encoder.graph(*key), self.backends))
 
@@ -71,26 +72,27 @@ class Embedder:
             raise SessionError(f"a token id must be 0 to {hp.n_vocab - 1}, got {bad}")
 
     def _run(self, texts: Sequence[Ids], pooling: str) -> list[Floats]:
-        lengths = np.array([len(ids) for ids in texts])
+        lengths = np.array([len(ids) for ids in texts], np.int32)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        n_tokens, n_texts = close_rung(int(starts[-1])), rung(len(texts))
+        exe = self.executable(n_tokens, n_texts, pooling)
         owner = np.repeat(np.arange(len(texts)), lengths)
-        positions = np.concatenate([np.arange(n) for n in lengths])
-        sees = owner[:, None] == owner
-        if self.encoder.hp.causal:  # llama.cpp's default where a file is silent
-            sees &= positions[:, None] >= positions
-        exe = self.executable(len(owner), len(texts), pooling)
-        values: dict[str, npt.NDArray[np.generic]] = {
-            "inp_tokens": np.concatenate([np.asarray(ids, np.int32) for ids in texts]),
-            "attn_inp_kq_mask": np.where(sees, 0.0, -np.inf).astype(np.float16),
-            "inp_pos": positions.astype(np.int32),
-            "inp_mean": ((owner == np.arange(len(texts))[:, None]) / lengths[:, None]).astype(np.float32),
-            "inp_cls": (np.cumsum(lengths) - (lengths if pooling == "cls" else 1)).astype(np.int32),
+        mean = np.zeros((n_texts, n_tokens), np.float32)
+        mean[owner, np.arange(len(owner))] = 1 / lengths[owner]
+        parts: dict[str, tuple[int, npt.NDArray[np.generic]]] = {
+            "inp_tokens": (n_tokens, np.concatenate([np.asarray(ids, np.int32) for ids in texts])),
+            "inp_pos": (n_tokens, np.arange(len(owner), dtype=np.int32) - starts[owner]),
+            "inp_cls": (n_texts, (starts[:-1] if pooling == "cls" else starts[1:] - 1)),
         }
+        values = {name: np.pad(value, (0, n - len(value))) for name, (n, value) in parts.items()}
+        values["attn_inp_q_starts"] = np.pad(starts, (0, n_texts - len(texts)), "edge")
+        values["inp_mean"] = mean
         asked = {leaf.name for leaf in exe.graph.inputs}
         exe.write_all({name: value for name, value in values.items() if name in asked})
         exe.run()
         name = "result_embd" if pooling == "none" else "result_embd_pooled"
         rows = np.array(exe.read(name), np.float32).reshape(-1, self.encoder.hp.n_embd)
-        return list(np.split(rows, np.cumsum(lengths)[:-1])) if pooling == "none" else list(rows)
+        return np.split(rows[: starts[-1]], starts[1:-1]) if pooling == "none" else list(rows[: len(texts)])
 
 
 def normalized(rows: Floats) -> Floats:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +22,14 @@ from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
+from graphrt.models.cache_paged import PagedCache
 from graphrt.models.hparam_sizes import default_ctx
 from graphrt.models.hparams import HParams
 from graphrt.models.key_reader import INT32_MAX
 from graphrt.models.placement import for_cache
 from graphrt.models.recent import Recent
 from graphrt.models.sampling import Uniforms
-from graphrt.models.step import Logits, PreparedStep
+from graphrt.models.step import AnyStep, Logits, PreparedStep
 from graphrt.ops import SampleParams
 from graphrt.progress import Advance, ignore, task
 from graphrt.tensor import new_tensor
@@ -34,6 +37,9 @@ from graphrt.tensor import new_tensor
 log = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int32]
+
+C = TypeVar("C", bound="KVCache | PagedCache")
+S = TypeVar("S", bound=AnyStep[Any])
 
 #: Prepared steps that an engine keeps: one for each number of tokens it has lately been given.
 MAX_PREPARED = 8
@@ -52,13 +58,20 @@ class SessionOptions:
     """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096,
     OWN_CTX for as many as the model was trained on; more are allowed where positions are computed, and warned of;
     n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types;
-    n_threads_batch: CPU threads of a step that reads several tokens of a sequence, 0 for as many as others have."""
+    n_threads_batch: CPU threads of a step that reads several tokens of a sequence, 0 for as many as others have.
+
+    Of engines: page, the tokens of a page of the cache, 16 to 256, 0 for a ring of n_ctx cells for each sequence;
+    n_pages: pages of the layers that see all tokens, 0 for as many as whole contexts of all sequences take; share: full
+    pages stay for other sequences that begin with the same tokens."""
 
     n_ctx: int = 0
     n_batch: int = 512
     type_k: str = "f16"
     type_v: str = "f16"
     n_threads_batch: int = 0
+    page: int = 0
+    n_pages: int = 0
+    share: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, SessionError)
@@ -92,7 +105,7 @@ def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
     )
 
 
-class Engine:
+class AnyEngine(ABC, Generic[C, S]):
     """The state of n_seq sequences. lengths: tokens of each in the cache, int64 [n_seq]; n_batch: the most tokens of a
     sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
     for options that can't be, and for n_seq."""
@@ -114,48 +127,44 @@ class Engine:
         if self.n_ctx > hp.n_ctx_train:
             _check_past_training(decoder, self.n_ctx)
         self.options = replace(options, n_ctx=self.n_ctx, n_batch=n_batch)
-        self.n_batch = max(1, n_batch // n_seq)
+        self.n_batch = self._most_at_once(n_batch)
         self.n_threads_batch = options.n_threads_batch
         self.home = for_cache(self.backends, options.type_k)
-        types = options.type_k, options.type_v
-        self.cache = KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=n_seq)
+        self.cache = self._new_cache()
         self.lengths = np.zeros(n_seq, np.int64)
         self._busy = threading.Lock()
         self._tokens = new_tensor("i32", n_seq, name="inp_tokens")
-        self._prepared = Recent[tuple[int, int], PreparedStep](MAX_PREPARED)
-        self._chained = Recent[SampleParams | None, PreparedStep](MAX_CHAINED)
+        self._chained = Recent[SampleParams | None, S](MAX_CHAINED)
+
+    @abstractmethod
+    def _most_at_once(self, n_batch: int) -> int:
+        """Of one sequence's tokens."""
+
+    @abstractmethod
+    def _new_cache(self) -> C:
+        """An empty cache."""
 
     def reset(self) -> None:
         """Forgets the sequences; what was prepared stays."""
         self.cache.clear()
         self.lengths[:] = 0
 
-    def prepared(self, n: int, n_outputs: int) -> PreparedStep:
-        """The step of n tokens of each sequence and so many wanted rows; made on first use."""
-
-        def make() -> PreparedStep:
-            inputs = self.decoder.inputs(n, n_outputs, self.cache)
-            return PreparedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
-
-        return self._prepared.made((n, n_outputs), make)
-
+    @abstractmethod
     def executable(self, n: int, n_outputs: int) -> Executable:
-        """The graph of that step."""
-        return self.prepared(n, n_outputs).exe
+        """The graph of a step that reads n tokens of each sequence and has so many wanted rows."""
 
-    def chained(self, sampling: SampleParams | None = None) -> PreparedStep:
+    def chained(self, sampling: SampleParams | None = None) -> S:
         """The step that reads a token of each sequence and writes the next ones where the next step reads them: the
         likeliest, or ones that are drawn. Made on first use."""
-        return self._chained.made(sampling, lambda: self._prepare_chained(sampling))
-
-    def _prepare_chained(self, sampling: SampleParams | None) -> PreparedStep:
         if self._tokens.buffer is None:
             self._tokens.buffer = self.home.alloc(self._tokens.nbytes, Usage.STATE)
-        inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling)
-        exe = prepare(graph, self.backends)
-        exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
-        return PreparedStep(inputs, exe)
+        return self._chained.made(sampling, lambda: self._prepare_chained(sampling))
 
+    @abstractmethod
+    def _prepare_chained(self, sampling: SampleParams | None) -> S:
+        """Makes it."""
+
+    @abstractmethod
     def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
         """Reads tokens of some sequences, by their numbers, and gives the logits after each one's last: f32
         [sequences, n_vocab], in the order given.
@@ -163,16 +172,6 @@ class Engine:
         Raises SessionError when there are none, a sequence is unknown, or tokens are none, unknown, or do not fit the
         context; then nothing was read.
         """
-        with self.alone():
-            given = self.checked(tokens)
-            found: dict[int, Logits] = {}
-            with self.reading(sum(map(len, given.values()))) as advance:
-                for start in range(0, max(map(len, given.values())), self.n_batch):
-                    part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
-                    found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
-                    advance(sum(map(len, part.values())))
-            rows = [found[seq] for seq in given]
-            return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
     def reading(self, n: int) -> AbstractContextManager[Advance]:
         """The task of reading n tokens: a prompt's, since a step of generated ones is over at once."""
@@ -191,38 +190,9 @@ class Engine:
         finally:
             self._busy.release()
 
+    @abstractmethod
     def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
-        """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
-        one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
-        done = False
-        try:
-            with threads.using(self.n_threads_batch if max(map(len, part.values())) > 1 else 0):
-                prepared = self.feed(part, every=every)
-                prepared.exe.run()
-            for seq, ids in part.items():
-                self.lengths[seq] += len(ids)
-            done = len(part) == self.n_seq and len(set(map(len, part.values()))) == 1
-        finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted
-            if not done:
-                self.cache.forget_from(self.lengths)
-        logits = prepared.logits()
-        return logits if self.n_seq == 1 else logits[list(part)]
-
-    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PreparedStep:
-        """A step with its inputs filled, ready to run; its tokens don't count as read yet.
-
-        A sequence that has fewer tokens than others, or none, reads tokens 0 beyond its own, in cells to be forgotten.
-        """
-        n = max(map(len, part.values()))
-        ids = np.zeros((self.n_seq, n), np.int32)
-        last = np.zeros(self.n_seq, np.int32)
-        for seq, mine in part.items():
-            ids[seq, : len(mine)] = mine
-            last[seq] = len(mine) - 1
-        rows = np.arange(n, dtype=np.int32) if every else (np.arange(self.n_seq, dtype=np.int32) * n + last)
-        prepared = self.prepared(n, len(rows))
-        prepared.write(self.lengths[:, None] + np.arange(n), ids, rows)
-        return prepared
+        """One step. The logits after each sequence's last token, f32 [sequences, n_vocab]."""
 
     def run_ahead(
         self, tokens: Ids, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
@@ -248,18 +218,32 @@ class Engine:
                 with self.alone():
                     while queued < min(most, given + ahead):
                         uniform = None if uniforms is None else np.array([uniforms.peek(queued - given)])
-                        step.write((start + queued)[:, None], uniform=uniform)
+                        self._queue(step, start + queued, uniform)
                         step.exe.run()
                         answers.append(buffer.read_later(offset, self._tokens.nbytes))
                         queued += 1
                     answer = answers.popleft()().view(np.int32)
                 given += 1
                 self.lengths[:] = start + given
+                self._took(tokens)
+                tokens = answer
                 if uniforms is not None:
                     uniforms.take()
                 yield answer
         finally:  # what was queued beyond is forgotten: no later step sees those cells before they are written again
-            self.cache.forget_from(self.lengths)
+            self._forget()
+
+    @abstractmethod
+    def _queue(self, step: S, positions: npt.NDArray[np.int64], uniform: npt.NDArray[np.float64] | None) -> None:
+        """Fills the inputs of a chained step: the next token of each sequence stands at these positions, [n_seq]."""
+
+    @abstractmethod
+    def _took(self, tokens: Ids) -> None:
+        """These are the tokens that the last step but those queued behind it has read, [n_seq]."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Nothing stays of tokens beyond `lengths`."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -309,3 +293,104 @@ class Engine:
         bad = next((t for t in ids if not 0 <= t < n_vocab), None)
         if bad is not None:
             raise SessionError(f"a token id must be 0 to {n_vocab - 1}, got {bad}")
+
+
+class Engine(AnyEngine[KVCache, PreparedStep]):
+    """Sequences that have a ring of cells each."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backends: Sequence[Backend],
+        options: SessionOptions = SessionOptions(),
+        n_seq: int = 1,
+    ) -> None:
+        super().__init__(decoder, backends, options, n_seq)
+        self._prepared = Recent[tuple[int, int], PreparedStep](MAX_PREPARED)
+
+    def _most_at_once(self, n_batch: int) -> int:
+        return max(1, n_batch // self.n_seq)
+
+    def _new_cache(self) -> KVCache:
+        hp, options = self.decoder.hp, self.options
+        if options.page:
+            raise SessionError(
+                f"sessions have a ring of cells, so page must be 0, got {options.page}; engines have pages: "
+                f"Model.engine()"
+            )
+        types = options.type_k, options.type_v
+        return KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=self.n_seq)
+
+    def prepared(self, n: int, n_outputs: int) -> PreparedStep:
+        """The step of n tokens of each sequence and so many wanted rows; made on first use."""
+
+        def make() -> PreparedStep:
+            inputs = self.decoder.inputs(n, n_outputs, self.cache)
+            return PreparedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
+
+        return self._prepared.made((n, n_outputs), make)
+
+    def executable(self, n: int, n_outputs: int) -> Executable:
+        return self.prepared(n, n_outputs).exe
+
+    def _prepare_chained(self, sampling: SampleParams | None) -> PreparedStep:
+        inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling)
+        exe = prepare(graph, self.backends)
+        exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
+        return PreparedStep(inputs, exe)
+
+    def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
+        with self.alone():
+            given = self.checked(tokens)
+            found: dict[int, Logits] = {}
+            with self.reading(sum(map(len, given.values()))) as advance:
+                for start in range(0, max(map(len, given.values())), self.n_batch):
+                    part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
+                    found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+                    advance(sum(map(len, part.values())))
+            rows = [found[seq] for seq in given]
+            return rows[0][None] if len(rows) == 1 else np.stack(rows)
+
+    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+        """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
+        one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
+        done = False
+        try:
+            with threads.using(self.n_threads_batch if max(map(len, part.values())) > 1 else 0):
+                prepared = self.feed(part, every=every)
+                prepared.exe.run()
+            for seq, ids in part.items():
+                self.lengths[seq] += len(ids)
+            done = len(part) == self.n_seq and len(set(map(len, part.values()))) == 1
+        finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted
+            if not done:
+                self._forget()
+        logits = prepared.logits()
+        return logits if self.n_seq == 1 else logits[list(part)]
+
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PreparedStep:
+        """A step with its inputs filled, ready to run; its tokens don't count as read yet.
+
+        A sequence that has fewer tokens than others, or none, reads tokens 0 beyond its own, in cells to be forgotten.
+        """
+        n = max(map(len, part.values()))
+        ids = np.zeros((self.n_seq, n), np.int32)
+        last = np.zeros(self.n_seq, np.int32)
+        for seq, mine in part.items():
+            ids[seq, : len(mine)] = mine
+            last[seq] = len(mine) - 1
+        rows = np.arange(n, dtype=np.int32) if every else (np.arange(self.n_seq, dtype=np.int32) * n + last)
+        prepared = self.prepared(n, len(rows))
+        prepared.write(self.lengths[:, None] + np.arange(n), ids, rows)
+        return prepared
+
+    def _queue(
+        self, step: PreparedStep, positions: npt.NDArray[np.int64], uniform: npt.NDArray[np.float64] | None
+    ) -> None:
+        step.write(positions[:, None], uniform=uniform)
+
+    def _took(self, tokens: Ids) -> None:
+        return None  # cells know positions, not tokens
+
+    def _forget(self) -> None:
+        self.cache.forget_from(self.lengths)

@@ -25,6 +25,7 @@ from graphrt.models.choices import text
 from graphrt.models.embed import Embedder, check_pooling
 from graphrt.models.embed_decoder import embed
 from graphrt.models.engine import Engine, SessionOptions, check_options
+from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece as Piece
 from graphrt.models.generation import Pieces, TextRules
 from graphrt.models.gguf import GGUFFile
@@ -134,9 +135,10 @@ class Model:
         return Session.from_file(path, self.decoder, self.backends, options)
 
     @checked(SessionError)
-    def engine(self, n_seq: int, options: SessionOptions = SessionOptions()) -> Engine:
-        """So many new, empty sequences, which are read together."""
-        return Engine(self.decoder, self.backends, options, n_seq)
+    def engine(self, n_seq: int, options: SessionOptions = SessionOptions()) -> Engine | PagedEngine:
+        """So many new, empty sequences, which are read together: over pages where options.page names their size."""
+        kind = PagedEngine if options.page else Engine
+        return kind(self.decoder, self.backends, options, n_seq)
 
     @checked(SessionError)
     def prompt_tokens(

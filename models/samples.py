@@ -1,4 +1,4 @@
-"""Several texts after one prompt: it is read once, and what it left in the cache is copied for each of them."""
+"""Several texts after one prompt: it is read once, and all of them go on from its pages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import replace
 from graphrt.backend import Backend
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.choices import Choose
-from graphrt.models.engine import Engine, SessionOptions, check_options
+from graphrt.models.engine import SessionOptions, check_options
+from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece, Pieces
 from graphrt.models.sampling import Sampler
-from graphrt.models.session import Session
 
 #: The most texts of one prompt.
 MAX_SAMPLES = 256
+#: Tokens of a page: each text copies at most one.
+PAGE = 64
 
 
 def samples(
@@ -32,12 +34,10 @@ def samples(
     n_ctx, _ = check_options(options, decoder.hp)
     if n >= 0:
         options = replace(options, n_ctx=min(n_ctx, len(tokens) + max(n, 1)))
-    session = Session(decoder, backends, options)
-    first = session.eval(tokens)
-    engine = Engine(decoder, backends, replace(options, n_batch=len(texts)), len(texts))
-    engine.cache.take_over(session.cache)
-    engine.lengths[:] = session.n_past
-    del session
+    engine = PagedEngine(decoder, backends, replace(options, page=PAGE), len(texts))
+    first = engine.read({0: tokens})[0]
+    for i in range(1, len(texts)):
+        engine.fork(0, i)
     histories = [list(tokens) for _ in texts]
     rows = dict.fromkeys(range(len(texts) if n else 0), first)
     while rows:

@@ -119,7 +119,7 @@ class Session(Engine):
         """Another session that goes on from the same tokens by itself; it prepares its own graphs."""
         other = Session(self.decoder, self.backends, self.options)
         with self.alone():
-            other.cache.take_over(self.cache)
+            other.cache.copy_from(self.cache)
             other._take(self.tokens, int(self.lengths[0]))
         return other
 

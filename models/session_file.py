@@ -18,11 +18,12 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,8 @@ from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import SessionError
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache import KVCache
-from graphrt.models.engine import Engine, SessionOptions, check_options
+from graphrt.models.cache_paged import PagedCache
+from graphrt.models.engine import AnyEngine, SessionOptions, check_options
 from graphrt.models.hparam_sizes import longest_unasked
 
 MAGIC = b"graphrt session\1"
@@ -63,36 +65,35 @@ def fingerprint(decoder: Decoder) -> bytes:
     return hashlib.sha256(decoder.weights.fingerprint + repr(decoder.hp).encode()).digest()
 
 
-def write(path: Path, engine: Engine, tokens: Sequence[int]) -> None:
-    """Writes the sequence of an engine of one, in one step: the file is the old or the new one. tokens: all of it,
-    those that are not read yet at the end. Raises SessionError where the file can't be written."""
-    n_read = int(engine.lengths[0])
-    held = tuple(int((cells.positions[0] >= 0).sum()) for cells in engine.cache.cells.values())
+def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: int = 0) -> None:
+    """Writes a sequence of an engine, in one step: the file is the old or the new one. tokens: all of it, those that
+    are not read yet at the end. Raises SessionError where the file can't be written."""
+    n_read = int(engine.lengths[seq])
+    held = tuple(engine.cache.held(kind, seq) for kind in engine.cache.kinds)
     types = engine.options.type_k, engine.options.type_v
     header = Header(fingerprint(engine.decoder), types, engine.n_ctx, len(tokens), n_read, held)
     try:
-        private_files.write(path, _pieces(header, engine.cache, tokens))
+        private_files.write(path, _pieces(header, engine.cache, tokens, seq))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise SessionError(
             f"a session's file must be writable, {_named(path)} is not: {error}; give another"
         ) from error
 
 
-def _pieces(header: Header, cache: KVCache, tokens: Sequence[int]) -> Iterator[bytes]:
+def _pieces(header: Header, cache: KVCache | PagedCache, tokens: Sequence[int], seq: int) -> Iterator[bytes]:
     check = 0
-    for piece in (header.packed(), np.array(tokens, "<i4").tobytes(), *_rows(header, cache)):
+    for piece in (header.packed(), np.array(tokens, "<i4").tobytes(), *_rows(header, cache, seq)):
         check = zlib.crc32(piece, check)
         yield piece
     yield struct.pack("<I", check)
 
 
-def _rows(header: Header, cache: KVCache) -> Iterator[bytes]:
-    held = dict(zip(cache.cells, header.held))
+def _rows(header: Header, cache: KVCache | PagedCache, seq: int) -> Iterator[bytes]:
+    held = dict(zip(cache.kinds, header.held))
     for layer in cache.layers:
-        positions = np.arange(header.n_read - held[layer.kind], header.n_read)
-        cells = cache.cells[layer.kind].where(positions)
+        first = header.n_read - held[layer.kind]
         for leaf in layer.leafs:
-            yield cache.rows(leaf, cells).tobytes()
+            yield cache.saved_rows(leaf, layer.kind, first, header.n_read, seq).tobytes()
 
 
 class SessionFile:
@@ -150,40 +151,33 @@ class SessionFile:
             raise self._refused(f"this model rotates otherwise in its context of {header.n_ctx}", "give that as n_ctx")
         return asked
 
-    def fill(self, engine: Engine) -> list[int]:
-        """Puts the cache into an empty engine of one sequence with these options, and gives the tokens, of which the
-        first header.n_read are in the cache. Raises SessionError."""
+    def fill(self, engine: AnyEngine[Any, Any], seq: int = 0) -> list[int]:
+        """Puts the cache into an empty sequence of an engine with these options, and gives the tokens, of which the
+        first header.n_read are in the cache. Raises SessionError; then the sequence holds anything."""
         header, cache = self.header, engine.cache
         if header.n_tokens > engine.n_ctx:
             raise self._refused(
                 f"it has {header.n_tokens} tokens, the context holds {engine.n_ctx}", "give a larger n_ctx"
             )
-        if len(header.held) != len(cache.cells) or max(header.held) > header.n_read:
+        if len(header.held) != len(cache.kinds) or max(header.held) > header.n_read:
             raise self._damaged()
-        held = dict(zip(cache.cells, header.held))
+        held = dict(zip(cache.kinds, header.held))
         rows = sum(held[layer.kind] * leaf.nb[1] for layer in cache.layers for leaf in layer.leafs)
         expected = self._file.tell() + 4 * header.n_tokens + rows + 4
         if os.fstat(self._file.fileno()).st_size != expected:
             raise self._damaged()
         tokens = np.frombuffer(self._bytes(4 * header.n_tokens), "<i4")
-        self._fill(cache, held)
+        whole = cache.take_back(tokens[: header.n_read].tolist(), held, seq)
+        for layer in cache.layers if whole else ():
+            n = held[layer.kind]
+            for leaf in layer.leafs:
+                data = np.frombuffer(self._bytes(n * leaf.nb[1]), np.uint8).reshape(-1, leaf.nb[1])
+                cache.put_saved_rows(leaf, layer.kind, header.n_read - n, data, seq)
         (check,) = struct.unpack("<I", self._bytes(4, counted=False))
         outside = (tokens < 0) | (tokens >= engine.decoder.hp.n_vocab)
-        whole = all(cells.holds(header.n_read) for cells in cache.cells.values())
         if check != self._check or outside.any() or not whole:
             raise self._damaged()
         return [int(token) for token in tokens]
-
-    def _fill(self, cache: KVCache, held: Mapping[str, int]) -> None:
-        taken = {}
-        for kind, cells in cache.cells.items():
-            n = min(held[kind], cells.size)  # a smaller ring keeps the last ones
-            taken[kind] = cells.take(np.arange(self.header.n_read - n, self.header.n_read)[None])[0]
-        for layer in cache.layers:
-            cells_of = taken[layer.kind]
-            for leaf in layer.leafs:
-                data = np.frombuffer(self._bytes(held[layer.kind] * leaf.nb[1]), np.uint8).reshape(-1, leaf.nb[1])
-                cache.put_rows(leaf, cells_of, data[len(data) - len(cells_of) :])
 
     def _bytes(self, n: int, *, counted: bool = True) -> bytes:
         with self._answering():

@@ -22,7 +22,7 @@ from graphrt.errors import SessionError
 from graphrt.models.arch import architecture
 from graphrt.models.gguf import GGUFFile, Metadata, TensorInfo
 from graphrt.models.hparams import Keys
-from graphrt.models.synthetic_blocks import Bytes, cut, pool
+from graphrt.models.synthetic_blocks import TYPES, Bytes, cut, pool
 from graphrt.models.synthetic_recipes import RECIPES, Recipe
 from graphrt.models.weights import Weights
 from graphrt.tensor import Tensor, new_tensor
@@ -59,14 +59,13 @@ def more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-#: llama.cpp's mixes (the same file), without an importance matrix.
+#: llama.cpp's mixes (the same file), without an importance matrix; then all matrices in one type, to compare types.
 MIXES = {
     "q4_k_m": Mix("q4_K", "q6_K", "q6_K", ("attn_v", "ffn_down", "ffn_down_exps", "ffn_down_shexp")),
     "q4_0": Mix("q4_0", "q6_K"),
     "q4_1": Mix("q4_1", "q6_K"),
-    "q8_0": Mix("q8_0", "q8_0"),
     "mxfp4": Mix("q8_0", "q8_0", experts="mxfp4"),
-    "f16": Mix("f16", "f16"),
+    **{name.lower(): Mix(name, name) for name in TYPES if name not in ("q4_0", "q4_1", "mxfp4")},
 }
 _ROUTER = "ffn_gate_inp.weight"  # never quantized
 #: What takes a type's place where a row is no whole number of its blocks (the same file); f16 where that fails too.

@@ -9,19 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.dtypes import DType
+from graphrt.dtypes import DType, dtype
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
+#: Finishes blocks of random bytes: (uint8 [blocks, bytes a block], standard deviation, rng).
+Fill = Callable[[Bytes, float, np.random.Generator], None]
 
 POOL_BYTES = 4 * 2**20
+#: Where the one f16 scale of a block lies.
+SCALE_AT = {
+    "q3_K": 108, "iq4_nl": 0, "iq4_xs": 0, "iq3_xxs": 0, "iq3_s": 0, "iq2_xxs": 0, "iq2_xs": 0, "iq2_s": 0, "iq1_s": 0,
+    "tq1_0": 52,
+}  # fmt: skip
 #: Scales are up to this part larger or smaller than their mean.
 JITTER = 0.25
-#: 6-bit scales of q4_K, and 8-bit ones of q6_K in either sign: the upper half of what the bits allow.
-Q4_K_SCALES, Q6_K_SCALES = (32, 64), (64, 128)
+#: Blocks whose spread is looked at, of the types where nothing shorter tells it.
+LOOKED_AT = 1024
+#: 6-bit scales of q4_K and q5_K, and 8-bit ones of q6_K in either sign: the upper half of what the bits allow.
+K_SCALES, Q6_K_SCALES = (32, 64), (64, 128)
 
 
 def pool(dtype: DType, std: float, rng: np.random.Generator) -> Bytes:
@@ -73,7 +83,7 @@ def _f16(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
     _put_f16(blocks, 0, std * rng.standard_normal(len(blocks)))
 
 
-def _centred(bits: int) -> Callable[[Bytes, float, np.random.Generator], None]:
+def _centred(bits: int) -> Fill:
     """q4_0, q5_0: an f16 scale, then codes less half their range."""
     codes = np.arange(2**bits) - 2 ** (bits - 1)
 
@@ -83,10 +93,15 @@ def _centred(bits: int) -> Callable[[Bytes, float, np.random.Generator], None]:
     return fill
 
 
-def _q4_1(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
-    """A scale, and a minimum of minus the mean code."""
-    d = _put_f16(blocks, 0, _scales(len(blocks), std / _rms(np.arange(16) - 7.5), rng))
-    _put_f16(blocks, 2, -7.5 * d)
+def _added_minimum(bits: int) -> Fill:
+    """q4_1, q5_1: an f16 scale, and an f16 minimum of minus the mean code."""
+    mean = (2**bits - 1) / 2
+
+    def fill(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+        d = _put_f16(blocks, 0, _scales(len(blocks), std / _rms(np.arange(2**bits) - mean), rng))
+        _put_f16(blocks, 2, -mean * d)
+
+    return fill
 
 
 def _q8_0(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
@@ -95,16 +110,29 @@ def _q8_0(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
     _put_f16(blocks, 0, _signed_scales(len(blocks), std / _rms(np.arange(-127, 128)), rng))
 
 
-def _q4_k(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
-    """d, dmin, eight 6-bit scales and minimums in 12 bytes; each minimum is that of its scale's mean code."""
-    unit = _rms(np.arange(*Q4_K_SCALES)) * _rms(np.arange(16) - 7.5)
-    d = _put_f16(blocks, 0, _scales(len(blocks), std / unit, rng))
-    _put_f16(blocks, 2, 7.5 * d)
-    scales = rng.integers(*Q4_K_SCALES, (len(blocks), 8), np.uint8)
-    first, last = scales[:, :4], scales[:, 4:]
-    low, high = last & 15, last >> 4
-    blocks[:, 4:8] = blocks[:, 8:12] = first | high << 6
-    blocks[:, 12:16] = low | low << 4
+def _of_super_blocks(codes: int) -> Fill:
+    """q4_K, q5_K: d, dmin, eight 6-bit scales and minimums in 12 bytes; a minimum is that of its scale's mean code."""
+    mean = (codes - 1) / 2
+
+    def fill(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+        unit = _rms(np.arange(*K_SCALES)) * _rms(np.arange(codes) - mean)
+        d = _put_f16(blocks, 0, _scales(len(blocks), std / unit, rng))
+        _put_f16(blocks, 2, mean * d)
+        scales = rng.integers(*K_SCALES, (len(blocks), 8), np.uint8)
+        first, last = scales[:, :4], scales[:, 4:]
+        low, high = last & 15, last >> 4
+        blocks[:, 4:8] = blocks[:, 8:12] = first | high << 6
+        blocks[:, 12:16] = low | low << 4
+
+    return fill
+
+
+def _q2_k(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+    """Sixteen bytes of a 4-bit scale and a 4-bit minimum, here that of the scale's mean code; codes, d, dmin."""
+    scales = rng.integers(8, 16, (len(blocks), 16), np.uint8)
+    blocks[:, :16] = scales | scales << 4
+    d = _put_f16(blocks, 80, _scales(len(blocks), std / (_rms(np.arange(8, 16)) * _rms(np.arange(4) - 1.5)), rng))
+    _put_f16(blocks, 82, 1.5 * d)
 
 
 def _q6_k(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
@@ -123,14 +151,63 @@ def _mxfp4(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
     blocks[:, 0] = 127 + low + (rng.random(len(blocks)) < larger)
 
 
+def _spread(name: str, blocks: Bytes) -> float:
+    values = gguf.quants.dequantize(blocks[:LOOKED_AT], gguf.GGMLQuantizationType(dtype(name).id))
+    return _rms(values)
+
+
+def _looked_at(name: str, offset: int) -> Fill:
+    """A type whose spread gguf's decoding of random codes tells. offset: of its f16 scale, here of either sign."""
+
+    def fill(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+        _put_f16(blocks, offset, np.ones(len(blocks)))
+        _put_f16(blocks, offset, _signed_scales(len(blocks), std / _spread(name, blocks), rng))
+
+    return fill
+
+
+def _tq2_0(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+    """Codes 0 to 2, of two bits: each 3 becomes the middle one. Then a scale."""
+    codes = blocks[:, :64]
+    codes &= ~((codes & codes << 1) & 0xAA)
+    _looked_at("tq2_0", 64)(blocks, std, rng)
+
+
+def _iq1_m(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+    """The f16 scale's four quarters are the upper bits of the last four 16-bit words."""
+    words = blocks[:, 48:].view("<u2")
+
+    def put(scales: Floats) -> None:
+        bits = scales.astype(np.float16).view(np.uint16)[:, None] >> np.array([0, 4, 8, 12], np.uint16)
+        words[:] = words & 0x0FFF | (bits & 15) << 12
+
+    put(np.ones(len(blocks)))
+    put(_signed_scales(len(blocks), std / _spread("iq1_m", blocks), rng))
+
+
+def _nvfp4(blocks: Bytes, std: float, rng: np.random.Generator) -> None:
+    """Four scales of 8 bits without a sign: the one that comes nearest. They are a third larger at most."""
+    some = blocks[: 64 * 127].copy().reshape(127, 64, -1)
+    some[:, :, :4] = np.arange(127, dtype=np.uint8)[:, None, None]
+    spreads = [_spread("nvfp4", of_one) for of_one in some]
+    blocks[:, :4] = int(np.argmin(np.abs(np.array(spreads) - std)))
+
+
 #: What finishes blocks of random bytes: type -> function(blocks, standard deviation, rng).
-TYPES: dict[str, Callable[[Bytes, float, np.random.Generator], None]] = {
+TYPES: dict[str, Fill] = {
     "f16": _f16,
     "q4_0": _centred(4),
-    "q4_1": _q4_1,
+    "q4_1": _added_minimum(4),
+    "q5_1": _added_minimum(5),
     "q5_0": _centred(5),
     "q8_0": _q8_0,
-    "q4_K": _q4_k,
+    "q4_K": _of_super_blocks(16),
+    "q5_K": _of_super_blocks(32),
+    "q2_K": _q2_k,
     "q6_K": _q6_k,
     "mxfp4": _mxfp4,
+    "tq2_0": _tq2_0,
+    "iq1_m": _iq1_m,
+    "nvfp4": _nvfp4,
+    **{name: _looked_at(name, offset) for name, offset in SCALE_AT.items()},
 }

@@ -102,3 +102,22 @@ def _nan_in_unwritten_memory() -> Iterator[None]:
             patch.setattr(torch, name, _poisoned(getattr(torch, name), torch.Tensor.is_floating_point))
             patch.setattr(np, name, _poisoned(getattr(np, name), lambda a: a.dtype.kind == "f"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _pages_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After whatever an engine does with its pages, each is owned as often as tables and the tree say."""
+    if "graphrt.models.engine_paged" not in sys.modules:
+        return
+    from graphrt.models.engine_paged import PagedEngine
+    from graphrt.models.paging.check import check
+
+    plain = PagedEngine.alone
+
+    @contextlib.contextmanager
+    def alone(engine: PagedEngine) -> Iterator[None]:
+        with plain(engine):
+            yield
+            check(engine.cache.pool)
+
+    monkeypatch.setattr(PagedEngine, "alone", alone)

@@ -86,9 +86,19 @@ UNARY: dict[str, Unary] = {
 GATES: dict[str, Unary] = {"reglu": UNARY["relu"], "geglu": UNARY["gelu"], "swiglu": UNARY["silu"]}
 
 
+#: Elements that torch computes together. It takes what is left over at a tensor's end one by one, by other functions.
+VECTOR = 64
+
+
+def by_rows(function: Unary, a: torch.Tensor) -> torch.Tensor:
+    """A function of each element, whose results for a row don't depend on how many rows there are."""
+    width = a.shape[-1]
+    return function(torch.nn.functional.pad(a, (0, -width % VECTOR)))[..., :width]
+
+
 @reference("UNARY")
 def unary(node: Tensor, a: torch.Tensor) -> torch.Tensor:
-    return UNARY[node.params.kind](a)
+    return by_rows(UNARY[node.params.kind], a)
 
 
 @reference("GLU")
@@ -99,8 +109,8 @@ def glu(node: Tensor, gate: torch.Tensor, value: torch.Tensor | None = None) -> 
         gate, value = (second, first) if p.swapped else (first, second)
     if p.kind == "swiglu_oai":
         gate, value = gate.clamp(max=p.limit), value.clamp(-p.limit, p.limit)
-        return gate * torch.sigmoid(p.alpha * gate) * (value + 1.0)
-    return GATES[p.kind](gate) * value
+        return gate * by_rows(torch.sigmoid, p.alpha * gate) * (value + 1.0)
+    return by_rows(GATES[p.kind], gate) * value
 
 
 @reference("NORM")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from graphrt.backends.cpu.arithmetic import VECTOR
 from graphrt.backends.cpu.reference import reference
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
@@ -23,8 +24,11 @@ def _slopes(n_head: int, max_bias: float, like: torch.Tensor) -> torch.Tensor:
 def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights over the last dimension, and the log of their denominator; a row of -inf gives weights of 0.
 
-    logits: [n_seq, n_head, n_q, n]; sinks: n_head values or None.
+    logits: [n_seq, n_head, n_q, n]; sinks: n_head values or None. Whole vectors are summed, so that a row's result
+    depends on nothing but the row.
     """
+    n = logits.shape[-1]
+    logits = torch.nn.functional.pad(logits, (0, -n % VECTOR), value=NEG_INF)
     top = logits.amax(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.reshape(1, -1, 1, 1)
@@ -35,7 +39,7 @@ def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Te
     if sinks is not None:
         total = total + torch.exp(sink - top)
     lse = (top + torch.log(total)).squeeze(-1)
-    return torch.where(total == 0, 0.0, weights / total), lse
+    return torch.where(total == 0, 0.0, weights / total)[..., :n], lse
 
 
 @reference("SOFT_MAX")
@@ -74,13 +78,11 @@ def _logits(
     return torch.where(seen, s + _slopes(n_head, p.max_bias, q) * full, NEG_INF), seen
 
 
-@reference("FLASH_ATTN_EXT")
-def flash_attn_ext(
-    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+def attend(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    n = _last_seen(mask, k.shape[2])
-    k, v, mask = k[:, :, :n], v[:, :, :n], mask[..., :n] if mask is not None else None
+    """Attention [n_seq, n_q, n_head, D_v] with the parameters of a node. mask: in q's type, [m3, m2, n_q, n_kv]."""
     logits, seen = _logits(node, q, k, mask)
     weights, _ = _softmax(logits, sinks)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -91,10 +93,26 @@ def flash_attn_ext(
     return out.transpose(1, 2)
 
 
+def log_sum_exp(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The log of the denominators of attend(), [n_seq, n_head, n_q]."""
+    return _softmax(_logits(node, q, k, mask)[0], sinks)[1]
+
+
+@reference("FLASH_ATTN_EXT")
+def flash_attn_ext(
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    n = _last_seen(mask, k.shape[2])
+    return attend(node, q, k[:, :, :n], v[:, :, :n], mask[..., :n] if mask is not None else None, sinks)
+
+
 @reference("FLASH_ATTN_LSE")
 def flash_attn_lse(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     n = _last_seen(mask, k.shape[2])
-    logits, _ = _logits(node, q, k[:, :, :n], mask[..., :n] if mask is not None else None)
-    return _softmax(logits, sinks)[1].transpose(1, 2).reshape(node.shape)
+    lse = log_sum_exp(node, q, k[:, :, :n], mask[..., :n] if mask is not None else None, sinks)
+    return lse.transpose(1, 2).reshape(node.shape)

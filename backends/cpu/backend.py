@@ -12,7 +12,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, Region, Usage, numbered
-from graphrt.backends.cpu import arithmetic, attention, fast, kq_mask, matmul, movement, sample, threads  # noqa: F401  (REFERENCES)
+from graphrt.backends.cpu import (  # noqa: F401  (REFERENCES)
+    arithmetic,
+    attention,
+    attention_varlen,
+    fast,
+    kq_mask,
+    matmul,
+    movement,
+    sample,
+    threads,
+)
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.experts import expert_weight
 from graphrt.backends.cpu.fuse import FUSIONS

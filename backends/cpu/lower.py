@@ -17,6 +17,7 @@ from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering, rows_of
 from graphrt.backends.cpu.products import ACTIVATIONS, matmul
 from graphrt.fusion import Fusion, Nodes, Softcap, scaled_by_row, softcaps
+from graphrt.ops.flash_attn_varlen import longest
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.program import Group
@@ -199,11 +200,31 @@ def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     ]  # fmt: skip
 
 
+def flash_attn_varlen(low: Lowering, out: Tensor) -> Any | None:
+    q, k, v, table = out["q"], out["k"], out["v"], out["block_table"]
+    known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
+    if not known or not all(t.has_contiguous_rows for t in (q, k, v)):
+        return None
+    p, kv = out.params, out["lengths"] if table is not None else out["k_starts"]
+    slopes = low.array(alibi_slopes(q.ne[2], p.max_bias), np.float32) if p.max_bias else 0
+    return [
+        fast.flash_attn_varlen(
+            k.dtype.name, v.dtype.name, d_k=k.ne[0], d_v=v.ne[0], n_tokens=q.ne[1], most_keys=longest(out),
+            n_head=q.ne[2], n_head_kv=k.ne[2], n_seq=out["q_starts"].ne[0] - 1, q=low.at(q), q_nb=q.nb[1:3],
+            k=low.at(k), k_nb=k.nb[1:], v=low.at(v), v_nb=v.nb[1:], out=low.at(out), out_nb=out.nb[1:3],
+            q_starts=low.at(out["q_starts"]), kv=low.at(kv), scale=p.scale, page=k.ne[1] if table is not None else 0,
+            n_pages=k.ne[3], table=low.at(table), table_nb=table.nb[1] if table is not None else 0, causal=p.causal,
+            window=p.window, softcap=p.softcap, sinks=low.at(out["sinks"]), slopes=slopes,
+        )
+    ]  # fmt: skip
+
+
 #: By op, for nodes that run by themselves.
 _METHODS: dict[str, Callable[[Lowering, Tensor], Any | None]] = {
     "RMS_NORM": rms_norm, "MUL_MAT": matmul, "MUL_MAT_ID": mul_mat_id, "ADD": add_or_mul, "MUL": add_or_mul,
     "SCALE": scale, "UNARY": unary, "GLU": glu, "ROPE": rope, "GET_ROWS": get_rows, "SET_ROWS": set_rows,
     "KQ_MASK": kq_mask, "FLASH_ATTN_EXT": flash_attn,
+    "FLASH_ATTN_VARLEN": flash_attn_varlen,
 }  # fmt: skip
 
 

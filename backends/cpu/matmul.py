@@ -11,6 +11,19 @@ from graphrt.backends.cpu.reference import reference
 from graphrt.ops.rope import rope_frequencies
 from graphrt.tensor import Tensor
 
+#: A product's fewest rows and columns: the library multiplies fewer of them by other kernels, which add up otherwise.
+LEAST = 16
+
+
+def product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """x times the transposed weights: [..., n, k] and [..., m, k] to [..., n, m]. A row's result does not depend on how
+    many others there are, so that a sequence's tokens are the same bits whoever is read with it."""
+    n, m = x.shape[-2], weights.shape[-2]
+    x = torch.nn.functional.pad(x, (0, 0, 0, max(0, LEAST - n)))
+    weights = torch.nn.functional.pad(weights, (0, 0, 0, max(0, LEAST - m)))
+    found = torch.nn.functional.linear(x, weights) if weights.ndim == 2 else x @ weights.transpose(-1, -2)
+    return found[..., :n, :m]
+
 
 @reference("MUL_MAT")
 def mul_mat(node: Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -18,9 +31,7 @@ def mul_mat(node: Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tenso
     for dim in (0, 1):
         if weights.shape[dim] not in (1, x.shape[dim]):
             weights = weights.repeat_interleave(x.shape[dim] // weights.shape[dim], dim)
-    if weights.shape[:2] == (1, 1):
-        return torch.nn.functional.linear(x, weights[0, 0])
-    return x @ weights.transpose(-1, -2)
+    return product(x, weights[0, 0] if weights.shape[:2] == (1, 1) else weights)
 
 
 @reference("MUL_MAT_ID", stored=("weights",))
@@ -35,7 +46,7 @@ def mul_mat_id(node: Tensor, weights: torch.Tensor, x: torch.Tensor, ids: torch.
     for expert in sorted(set(ids.reshape(-1).tolist())):
         if 0 <= expert < source.ne[2]:
             chosen = ids[0] == expert
-            out[chosen] = x[chosen] @ decode(weights[0, expert], source.dtype, x.dtype).T
+            out[chosen] = product(x[chosen], decode(weights[0, expert], source.dtype, x.dtype))
     return out
 
 

@@ -41,6 +41,9 @@ class CpuBuffer(Buffer):
     def write(self, offset: int, data: Bytes) -> None:
         self._bytes[offset : offset + data.size] = data.reshape(-1)
 
+    def copy(self, source: int, target: int, nbytes: int) -> None:
+        self._bytes[target : target + nbytes] = self._bytes[source : source + nbytes]
+
     def host_view(self) -> Bytes:
         return self._bytes
 

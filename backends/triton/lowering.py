@@ -36,7 +36,7 @@ OPS: dict[str, Lowering] = {
 
 
 def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Segment]:
-    """The steps of a split, group by group. attention: makes the launches of FLASH_ATTN_EXT and FLASH_ATTN_LSE."""
+    """The steps of a split, group by group. attention: makes the launches of all FLASH_ATTN ops."""
     segments: list[Segment] = []
     plan = ctx.plan = planned(groups, ctx)
     for group in groups:

@@ -106,6 +106,9 @@ class TritonBuffer(Buffer):
     def write(self, offset: int, data: Bytes) -> None:
         upload(data, self.memory[offset : offset + data.size])
 
+    def copy(self, source: int, target: int, nbytes: int) -> None:
+        self.memory[target : target + nbytes].copy_(self.memory[source : source + nbytes])
+
 
 class DeviceComparison(Comparison):
     """Compares on the device and keeps there how often bytes differed, and the last that did: no look waits."""

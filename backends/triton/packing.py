@@ -7,7 +7,8 @@ quants: int32 words; byte b of word i of 4-bit codes holds c[4i + b] in its low 
 high: further bits of the codes. One bit: bit 2i of byte b belongs to c[4i + b], the next to c[16 + 4i + b]. Two bits:
   as 2-bit codes.
 scales, supers: see Packing.
-A packed matrix holds the bits of the raw blocks and no others: unpack() gives back every byte, of NaN scales too.
+A packed matrix holds the bits of the raw blocks and no others: unpack() gives back every byte, of NaN scales too. Only
+of tq1_0, whose digits of base 3 lie as tq2_0's codes (2 bits where the file has 1.6), it holds the digits.
 """
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ class Packing:
     A value is scale * (code - offset), or what `scale` says where that has mins. bits: of a code in `quants`;
     high_bits: of a code in `high`, above those; signed: codes are int8; codebook: values that codes stand for (int8),
     None: the code itself; grid: codes are what a table has by numbers of `bits` (packing_grids.py), None: they lie in
-    the planes. high_type: of `high`'s elements. ternary: codes are digits of base 3, five in a byte, and planes are by
-    256 elements: `quants` has 12 words whose digit n of byte i is element 32n + i, or 160 + 16n + (i - 32) from byte 32
-    on, `high` one word of elements 240 + 4n + i.
+    the planes. high_type: of `high`'s elements.
     """
 
     kind: str
@@ -100,7 +99,6 @@ class Packing:
     codebook: tuple[int, ...] | None = None
     grid: Grid | None = None
     high_type: torch.dtype = torch.int32
-    ternary: bool = False
 
     @property
     def scale_type(self) -> torch.dtype:
@@ -173,7 +171,7 @@ _PACKINGS = {
         Packing("mxfp4", 4, 0, E8M0, codebook=E2M1),
         Packing("nvfp4", 4, 0, UE4M3_HALVES, codebook=E2M1),
         Packing("tq2_0", 2, 0, D, offset=1),
-        Packing("tq1_0", 8, 8, D, offset=1, ternary=True),
+        Packing("tq1_0", 2, 0, D, offset=1),
         Packing("iq2_xxs", 1, 0, _odd(4, 28, 28, -3), codebook=_IQ2, grid=_IQ2_XXS_GRID),
         Packing("iq2_xs", 2, 0, _odd(1, 0, 4, -3), codebook=_IQ2, grid=_IQ2_XS_GRID),
         Packing("iq2_s", 2, 0, _odd(2, 0, 4, -3), codebook=_IQ2, grid=_IQ2_S_GRID),
@@ -226,8 +224,6 @@ class Packed:
             "scales": (packing.scale_type, (rows, groups, packing.scales)),
             "supers": (torch.float16, (rows, blocks, packing.supers)),
         }
-        if packing.ternary:
-            shapes |= {"quants": (torch.int32, (rows, blocks, 12)), "high": (torch.int32, (rows, blocks, 1))}
         sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in shapes.items()}
         starts, end = {}, 0
         for name, size in sizes.items():
@@ -348,7 +344,7 @@ _RAW = {
     "iq4_xs": _Raw(_Bits(8, 128, 4, 16), (2, 6), None, (0, 2)),
     "mxfp4": _Raw(_Bits(1, 16, 4, 16), (0, 1)),
     "nvfp4": _Raw(_Bits(4, 32, 4, 8), (0, 4)),
-    "tq1_0": _Raw(_Bits(0, 48, 8, 1), (0, 0), _Bits(48, 4, 8, 1), (52, 2)),
+    "tq1_0": _Raw(_Bits(0, 52, 8, 1), (0, 0), None, (52, 2)),
     "tq2_0": _Raw(_Bits(0, 64, 2, 32), (0, 0), None, (64, 2)),
 }
 
@@ -365,7 +361,10 @@ def pack(blocks: torch.Tensor, into: Packed) -> None:
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """The raw blocks again: uint8 [rows, row bytes], byte for byte what pack() was given."""
+    """The raw blocks again: uint8 [rows, row bytes], byte for byte what pack() was given.
+
+    Of tq1_0 those that quantizers write, where several bytes mean the same digits.
+    """
     blocks = torch.empty((packed.rows, packed.row_bytes), dtype=torch.uint8, device=packed.memory.device)
     for first, last in _slices(packed.rows, packed.k):
         _unpack_rows(packed.part(first, last), blocks[first:last])
@@ -385,7 +384,8 @@ def _pack_rows(blocks: torch.Tensor, into: Packed) -> None:
         _pack_bits(blocks, into)
         return
     raw = _RAW[into.kind]
-    _copy(into.quants, _to_plane(_codes(blocks, raw.low), packing.bits))
+    codes = _codes(blocks, raw.low)
+    _copy(into.quants, _to_plane(digits(codes) if into.kind == "tq1_0" else codes, packing.bits))
     if into.high is not None and raw.high is not None:
         _copy(into.high, _to_plane(_codes(blocks, raw.high), packing.high_bits))
     scales = blocks[..., _span(raw.scales)]
@@ -408,7 +408,8 @@ def _unpack_rows(packed: Packed, blocks: torch.Tensor) -> None:
     def put(span: slice, data: torch.Tensor) -> None:
         blocks[..., span] = data.reshape(*shape, span.stop - span.start)
 
-    put(raw.low.span, _merged(_from_plane(packed.quants, packing.bits).view(*shape, -1), raw.low))
+    codes = _from_plane(packed.quants, packing.bits).view(*shape, -1)
+    put(raw.low.span, _merged(of_digits(codes) if packed.kind == "tq1_0" else codes, raw.low))
     if packed.high is not None and raw.high is not None:
         put(raw.high.span, _merged(_from_plane(packed.high, packing.high_bits).view(*shape, -1), raw.high))
     scales = packed.scales.view(torch.uint8).reshape(*shape, -1)
@@ -489,6 +490,33 @@ def merge_bits(codes: torch.Tensor, bits: int, lanes: int) -> torch.Tensor:
     return data.flatten(-2)
 
 
+#: tq1_0: (first byte, bytes, digits of base 3 that each of them has), whose elements follow one another.
+_DIGITS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
+
+
+def digits(data: torch.Tensor) -> torch.Tensor:
+    """tq1_0's 52 bytes [..., 52] as codes 0 to 2, uint8 [..., 256]: of all bytes of a part their first digits, then
+    their second ones. A byte times a power of 3, modulo 256, has the next digit on top."""
+    found = []
+    for first, size, count in _DIGITS:
+        part = data[..., first : first + size].to(torch.int32)
+        found += [((part * 3**n & 255) * 3) >> 8 for n in range(count)]
+    return torch.cat(found, -1).to(torch.uint8)
+
+
+def of_digits(codes: torch.Tensor) -> torch.Tensor:
+    """Inverse of digits(): the bytes that quantizers write, of several with the same digits."""
+    parts, at = [], 0
+    for _, size, count in _DIGITS:
+        part = codes[..., at : at + size * count].to(torch.int32)
+        rows = part.reshape(*part.shape[:-1], count, size)
+        powers = 3 ** torch.arange(4, 4 - count, -1, dtype=torch.int32, device=codes.device)
+        number = (rows * powers[:, None]).sum(-2)
+        parts.append((number * 256 + 242) // 243)
+        at += size * count
+    return torch.cat(parts, -1).to(torch.uint8)
+
+
 def _k4_scales(raw: torch.Tensor) -> torch.Tensor:
     """q4_K's and q5_K's 12 bytes [..., 12] as 8 pairs of 6-bit scale and min: uint8 [..., 16]."""
     scale, low_min, nibbles = raw[..., 0:4], raw[..., 4:8], raw[..., 8:12]
@@ -550,8 +578,8 @@ class PackedBuffer(TritonBuffer):
     def layout(self) -> str:
         """What planes it has."""
         p = _PACKINGS[self.packed.kind]
-        if p.ternary or p.grid is not None:
-            return f"{'digits of base 3' if p.ternary else 'points of a grid and signs'}, float16 of 256"
+        if p.grid is not None:
+            return "points of a grid and signs, float16 of 256"
         parts = [f"{p.bits}-bit codes"]
         parts += [count_text(p.high_bits, "high bit")] if p.high_bits else []
         kind = str(p.scale_type).removeprefix("torch.")

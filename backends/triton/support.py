@@ -23,9 +23,9 @@ def why_unsupported(node: Tensor) -> str | None:
     """None when the backend runs a node, else a sentence why not."""
     if op_spec(node.op).is_view:
         return None
-    if node.op == "FLASH_ATTN_EXT":
+    if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         return _why_not_attention(node, {"k": node["k"], "v": node["v"]})
-    if node.op == "FLASH_ATTN_LSE":
+    if node.op in ("FLASH_ATTN_LSE", "FLASH_ATTN_VARLEN_LSE"):
         return _why_not_attention(node, {"k": node["k"]})
     if node.op not in OPS:
         return f"it has no kernel for {node.op}"

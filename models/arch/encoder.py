@@ -18,12 +18,12 @@ from graphrt.tensor import Tensor, new_input
 
 @dataclass(frozen=True)
 class Texts:
-    """The inputs of one graph. tokens, positions: i32 [n_tokens]; mask: f16 [n_tokens, n_tokens], which row sees which
-    column: those of its own text."""
+    """The inputs of one graph. tokens, positions: i32 [n_tokens], one text after the other; starts: i32 [n_texts + 1],
+    the first token of each text. Tokens from the last start on belong to none."""
 
     tokens: Tensor
     positions: Tensor
-    mask: Tensor
+    starts: Tensor
 
 
 class Encoder(Transformer):
@@ -58,14 +58,14 @@ class Encoder(Transformer):
         return {"attn_output_norm": norm, "layer_output_norm": norm}
 
     def graph(self, n_tokens: int, n_texts: int, pooling: str) -> Graph:
-        """The graph of n_texts texts of n_tokens tokens together. Inputs: inp_tokens, inp_pos, attn_inp_kq_mask; for
-        the pooling "mean" inp_mean, f32 [n_tokens, n_texts], the weight of each token; for "cls" and "last" inp_cls,
-        i32 [n_texts], the token of each text. Output: result_embd, f32 [n_embd, n_tokens], with the pooling "none", and
-        else result_embd_pooled, f32 [n_embd, n_texts]."""
+        """The graph of up to n_texts texts of up to n_tokens tokens together. Inputs: inp_tokens, inp_pos,
+        attn_inp_q_starts; for the pooling "mean" inp_mean, f32 [n_tokens, n_texts], the weight of each token; for "cls"
+        and "last" inp_cls, i32 [n_texts], the token of each text. Output: result_embd, f32 [n_embd, n_tokens], with
+        the pooling "none", and else result_embd_pooled, f32 [n_embd, n_texts]."""
         texts = Texts(
             new_input("i32", n_tokens, name="inp_tokens"),
             new_input("i32", n_tokens, name="inp_pos"),
-            new_input("f16", n_tokens, n_tokens, name="attn_inp_kq_mask"),
+            new_input("i32", n_texts + 1, name="attn_inp_q_starts"),
         )
         return Graph(_pooled(self.result(texts), n_texts, pooling))
 
@@ -98,7 +98,10 @@ class Encoder(Transformer):
         k = self.rotated(il, k, texts.positions, hp.n_ctx_train, f"Kcur_rope-{il}")
         heads = ops.view(v, (hp.d_v, hp.n_head_kv[il], n_tokens), (v.dtype.row_size(hp.d_v), v.nb[1]))
         q, k, v = (ops.permute(t, 0, 2, 1, 3) for t in (q, k, heads))
-        attn = ops.flash_attn_ext(q, k, v, texts.mask, hp.attn_scale, name=f"__fattn__-{il}")
+        starts, causal = texts.starts, hp.causal  # causal is llama.cpp's default where a file is silent
+        attn = ops.flash_attn_varlen(
+            q, k, v, starts, hp.attn_scale, k_starts=starts, causal=causal, name=f"__fattn__-{il}"
+        )
         merged = ops.reshape(attn, hp.d_v * hp.n_head[il], n_tokens, name=f"kqv_out-{il}")
         return linear(w.out, merged, f"attn_out-{il}")
 

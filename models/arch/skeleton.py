@@ -10,10 +10,12 @@ from graphrt import ops
 from graphrt.errors import ArchError
 from graphrt.graph import Graph
 from graphrt.models.arch.layout import Loader
-from graphrt.models.arch.transformer import Transformer, heads_view, linear
+from graphrt.models.arch.transformer import Transformer, linear
 from graphrt.models.cache import KVCache, LayerCache
+from graphrt.models.cache_paged import PagedCache
 from graphrt.models.hparams import HParams, Keys
-from graphrt.models.step import StepInputs
+from graphrt.models.step import AttentionParams, Inputs, StepInputs
+from graphrt.models.step_paged import PagedInputs
 from graphrt.ops import SampleParams
 from graphrt.tensor import Tensor, new_input
 
@@ -46,8 +48,12 @@ class Decoder(Transformer):
         tokens = new_input("i32", n * cache.n_seq, name="inp_tokens")
         return StepInputs.of(cache, tokens, n_outputs, self.hp.max_alibi_bias > 0)
 
+    def paged_inputs(self, n_tokens: int, n_seq: int, n_outputs: int, cache: PagedCache) -> PagedInputs:
+        """The same of a step that reads up to n_tokens tokens of up to n_seq sequences over pages."""
+        return PagedInputs.of(cache, new_input("i32", n_tokens, name="inp_tokens"), n_seq, n_outputs)
+
     def graph(self, n: int, n_outputs: int, cache: KVCache) -> Graph:
-        """The graph of such a step. Output: result_output, f32 [n_vocab, n_outputs]."""
+        """The graph of such a step over rings. Output: result_output, f32 [n_vocab, n_outputs]."""
         return Graph(self.result(self.inputs(n, n_outputs, cache)))
 
     def chained(self, tokens: Tensor, cache: KVCache, sampling: SampleParams | None = None) -> tuple[StepInputs, Graph]:
@@ -56,26 +62,37 @@ class Decoder(Transformer):
         knows them."""
         alibi, draws = self.hp.max_alibi_bias > 0, sampling is not None
         inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws)
+        return inputs, self._choosing(inputs, sampling)
+
+    def paged_chained(
+        self, tokens: Tensor, cache: PagedCache, sampling: SampleParams | None = None
+    ) -> tuple[PagedInputs, Graph]:
+        """The same over pages."""
+        n = tokens.ne[0]
+        inputs = PagedInputs.of(cache, tokens, n, n, draws=sampling is not None)
+        return inputs, self._choosing(inputs, sampling)
+
+    def _choosing(self, inputs: Inputs, sampling: SampleParams | None) -> Graph:
         logits = self.result(inputs)
         if sampling is None:
             chosen = ops.argmax(logits)
         else:
             assert inputs.uniform is not None
             chosen = ops.sample(logits, inputs.uniform, sampling)
-        return inputs, Graph(ops.cpy(chosen, tokens, name="next_token"))
+        return Graph(ops.cpy(chosen, inputs.tokens, name="next_token"))
 
-    def result(self, step: StepInputs) -> Tensor:
+    def result(self, step: Inputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""
         return self.logits(self.hidden(step))
 
-    def hidden(self, step: StepInputs) -> Tensor:
+    def hidden(self, step: Inputs) -> Tensor:
         """What the logits are made of, the tokens' embeddings: f32 [n_embd, n_outputs]."""
         x = self.embed(step.tokens, step.positions)
         for il in range(self.hp.n_layer):
-            x = self.layer(il, x, step, step.cache.layers[il])
+            x = self.layer(il, x, step, step.layers[il])
         return self.normed(x, self.output_norm, "result_norm")
 
-    def layer(self, il: int, x: Tensor, step: StepInputs, cache: LayerCache) -> Tensor:
+    def layer(self, il: int, x: Tensor, step: Inputs, cache: LayerCache) -> Tensor:
         w = self.layers[il]
         before = self.normed(x, w.attn_norm, f"attn_norm-{il}")
         attn = self.attention(il, self.attention_source(il, x, before), step, cache)
@@ -97,7 +114,7 @@ class Decoder(Transformer):
     def after_feed_forward(self, il: int, x: Tensor) -> Tensor:
         return x
 
-    def attention(self, il: int, x: Tensor, step: StepInputs, cache: LayerCache) -> Tensor:
+    def attention(self, il: int, x: Tensor, step: Inputs, cache: LayerCache) -> Tensor:
         """[n_embd, n_tokens] to the same; writes the tokens into the cache."""
         w = self.layers[il].attention
         assert w is not None
@@ -108,30 +125,21 @@ class Decoder(Transformer):
         merged = self.attend(il, q, k, v, step, cache)
         return linear(w.out, merged, f"attn_out-{il}")
 
-    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, step: StepInputs, cache: LayerCache) -> Tensor:
+    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, step: Inputs, cache: LayerCache) -> Tensor:
         """Attention over the cache, after k and v are written there, v unless it lies in k: [d_v * heads, n_tokens]."""
-        hp = self.hp
-        n_head_kv, n_seq, cells = hp.n_head_kv[il], cache.k.ne[2], step.cells[cache.kind]
+        hp, n_seq = self.hp, step.n_seq
+        n_head_kv, cells = hp.n_head_kv[il], step.cells[cache.kind]
         k_cache = ops.set_rows(_rows(k, hp.d_k * n_head_kv, n_seq), cells, cache.k, name=f"cache_k_l{il} (set)")
-        keys = heads_view(k_cache, hp.d_k, n_head_kv)
+        keys = step.heads(k_cache, hp.d_k, n_head_kv)
         if cache.v is None:
             values = ops.view(keys, (hp.d_v, *keys.ne[1:]), keys.nb[1:])
         else:
             v = v if n_seq == 1 else _rows(v, hp.d_v * n_head_kv, n_seq)
             v_cache = ops.set_rows(v, cells, cache.v, name=f"cache_v_l{il} (set)")
-            values = heads_view(v_cache, hp.d_v, n_head_kv)
-        attn = ops.flash_attn_ext(
-            ops.permute(q if n_seq == 1 else _by_sequence(q, n_seq), 0, 2, 1, 3),
-            keys,
-            values,
-            step.masks[cache.kind],
-            hp.attn_scale,
-            sinks=self.sinks(il),
-            max_bias=hp.max_alibi_bias,
-            softcap=hp.attn_softcap,
-            name=f"__fattn__-{il}",
-        )
-        return self.merged(il, attn)
+            values = step.heads(v_cache, hp.d_v, n_head_kv)
+        params = AttentionParams(hp.attn_scale, hp.max_alibi_bias, hp.attn_softcap, self.sinks(il))
+        q = q if n_seq == 1 else _by_sequence(q, n_seq)
+        return self.merged(il, step.attended(q, keys, values, cache.kind, params, f"__fattn__-{il}"))
 
     def merged(self, il: int, attn: Tensor) -> Tensor:
         """What the heads found, [d_v, heads, n, n_seq], side by side: [d_v * heads, n_tokens]."""

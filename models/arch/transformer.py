@@ -184,9 +184,3 @@ def linear(w: Affine, x: Tensor, name: str, product: str = "") -> Tensor:
     if w.bias is None:
         return ops.mul_mat(w.weight, x, name=product or name)
     return ops.add(ops.mul_mat(w.weight, x, name=product), w.bias, name=name)
-
-
-def heads_view(cache: Tensor, head_size: int, n_head: int) -> Tensor:
-    """A cache [heads * head size, cells, n_seq] as attention reads it: [head size, cells, heads, n_seq]."""
-    ne = (head_size, cache.ne[1], n_head, cache.ne[2])
-    return ops.view(cache, ne, (cache.nb[1], cache.dtype.row_size(head_size), cache.nb[2]))

@@ -29,6 +29,8 @@ from graphrt.errors import GraphrtError
 from graphrt.host import host_type
 from graphrt.models import Model, load
 from graphrt.models.engine import SessionOptions
+from graphrt.models.engine_paged import PagedEngine
+from graphrt.models.paging.check import check
 from graphrt.models.session import Session
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
@@ -300,6 +302,34 @@ def _step(rng: random.Random, session: Session) -> None:
     rng.choice(calls)()
 
 
+def _in_an_engine(rng: random.Random) -> None:
+    """Some calls on an engine over pages, whose sequences stay whole whatever is refused."""
+    model, _ = _models()
+    options = SessionOptions(24, 8, "f32", "f32", page=16, n_pages=rng.choice((0, 2)))
+    engine = PagedEngine(model.decoder, model.backends, options, 3)
+    engine.read({0: [1, 5, 9, 7]})
+    away = engine.swap_out(0)
+    engine.swap_in(1, away)
+    for _ in range(4):
+        held = [engine.tokens(seq) for seq in range(3)]
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: _finite(engine.read(*_spoiled(rng, {0: [1, 2], 2: [3]}))),
+            lambda: engine.truncate(*_spoiled(rng, 1, 2)),
+            lambda: engine.fork(*_spoiled(rng, 1, 2)),
+            lambda: engine.free(*_spoiled(rng, 1)),
+            lambda: engine.swap_out(*_spoiled(rng, 1)),
+            lambda: engine.swap_in(*_spoiled(rng, 2, away)),
+            lambda: engine.save(*_spoiled(rng, 1, "/nowhere/at/all")),
+            lambda: engine.load(*_spoiled(rng, 0, "nowhere.session")),
+        )
+        try:
+            rng.choice(calls)()
+        except GraphrtError:
+            assert [engine.tokens(seq) for seq in range(3)] == held, "what is refused changes nothing"
+        check(engine.cache.pool)
+        assert engine.lengths.tolist() == [len(engine.tokens(seq)) for seq in range(3)]
+
+
 def _finite(rows: np.ndarray) -> None:
     assert np.isfinite(rows).all()
 
@@ -320,5 +350,5 @@ def _list(tokens: Iterator[int]) -> None:
 
 _CALLS: tuple[Call, ...] = (
     *(_built,) * 12, _leaf, _leaf, _backend_named, _type_named, _graph, _graph, *(_prepared,) * 4, _text_of, _answer,
-    _numbers_of, _tokens_of, _loaded, _in_a_session, _in_a_session,
+    _numbers_of, _tokens_of, _loaded, _in_a_session, _in_a_session, _in_an_engine,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from support import (
 )
 
 from graphrt.models import load
-from graphrt.models.embed import _batches
+from graphrt.models.embed import Embedder, _batches
 from graphrt.tools import cli
 
 
@@ -47,6 +47,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tiny.write_model(folder / f"{name}.gguf", name, tokenizer="wordpiece")
     tiny.write_model(folder / "mpt.gguf", "mpt", tokenizer="spm")
     return folder
+
+
+@pytest.mark.parametrize("name", ["bert", "nomic-bert"])
+@pytest.mark.parametrize("pooling", ["none", "mean", "cls", "last"])
+def test_texts_together_are_bit_for_bit_as_alone(folder: Path, name: str, pooling: str) -> None:
+    """Of any lengths, in steps that are larger than they are."""
+    model = load(folder / f"{name}.gguf", "cpu", exact=True)
+    r = np.random.default_rng(4)
+    texts = [r.integers(5, 60, n).tolist() for n in (9, 1, 17, 3, 1, 30, 25)]
+    embedder = Embedder(model.encoder, model.backends, n_batch=64)
+    found = embedder.embed(texts, pooling)
+    assert set(embedder._prepared) == {(64, 6, pooling), (26, 1, pooling)}, "sizes are rounded up"
+    for text, rows in zip(texts, found):
+        (alone,) = embedder.embed([text], pooling)
+        assert np.array_equal(rows, alone) and np.isfinite(rows).all()
+    assert not any(
+        node.op == "KQ_MASK" or "mask" in node.name for node in embedder.executable(64, 6, pooling).graph.nodes
+    )
 
 
 @pytest.fixture
@@ -115,7 +133,7 @@ def test_what_can_not_be_done_is_said(graphrt: Run, folder: Path, argv: tuple[st
 
 def test_other_verbs_on_an_encoder(graphrt: Run) -> None:
     info = json.loads(graphrt("info", "bert.gguf", "--json").out)["needs"]
-    assert info["runs"] and info["cache_bytes"] == 0 and info["ops"]["FLASH_ATTN_EXT"] == 2
+    assert info["runs"] and info["cache_bytes"] == 0 and info["ops"]["FLASH_ATTN_VARLEN"] == 2
     assert "prefill of 9 tokens" in graphrt("dump", "bert.gguf", "--tokens", "9").out
     assert "have no decode" in graphrt("dump", "bert.gguf", "--phase", "decode").err
     assert "the plan is sound" in graphrt("memory", "nomic-bert.gguf").out

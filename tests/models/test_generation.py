@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import IM_START, tokens, write_model
 
-import graphrt
 from graphrt.errors import SessionError
 from graphrt.models import Model, Piece, SamplerParams, load
 from graphrt.models.choices import choices
 from graphrt.models.engine import SessionOptions
+from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import StopFilter
 from graphrt.models.sampling import Sampler
 from graphrt.models.sampling_logprobs import logprobs_of
@@ -270,9 +269,9 @@ def test_logprobs_are_those_of_the_models_logits(queued: Model) -> None:
 def test_several_texts_are_those_of_their_seeds(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to rounding, which these models' margins are far from; some end before others."""
     prompt, read = tokens(40), []
-    step = graphrt.models.engine.Engine.step
+    step = PagedEngine.step
     monkeypatch.setattr(
-        graphrt.models.engine.Engine, "step",
+        PagedEngine, "step",
         lambda self, part, **how: read.append(sum(map(len, part.values()))) or step(self, part, **how),
     )  # fmt: skip
     options = {"temp": 2.0, "stop": ["e"], "logprobs": 1}
@@ -303,7 +302,7 @@ def test_numbers_of_texts_that_cannot_be(model: Model, count: Any) -> None:
 
 
 def test_a_prompt_that_is_too_long_for_several_texts(model: Model) -> None:
-    with pytest.raises(SessionError, match="the context holds 16 tokens, got 20"):
+    with pytest.raises(SessionError, match="the context holds 16 tokens of each sequence, got 20"):
         list(model.samples(tokens(20), 2, 5, options=SessionOptions(n_ctx=16)))
 
 
@@ -333,19 +332,3 @@ def test_a_grammar_and_biases_that_leave_nothing(model: Model) -> None:
     (h,) = model.tokenizer.encode("h", add_bos=False, goes_on=True)
     with pytest.raises(SessionError, match="the grammar and logit biases leave none"):
         list(model.generate("a", 5, grammar='root ::= "h"', logit_bias={h: -math.inf}))
-
-
-def test_a_cache_is_copied_into_larger_and_smaller_windows(tmp_path: Path) -> None:
-    """The logits after the next token are those of a session that read all itself."""
-    windowed = load(write_model(tmp_path / "m.gguf", "gemma3"), "cpu")
-    prompt = tokens(37)
-    session = windowed.session(SessionOptions(n_ctx=64, n_batch=16, type_k="f32", type_v="f32"))
-    session.eval(prompt)
-    engine = windowed.engine(3, SessionOptions(n_ctx=50, n_batch=3, type_k="f32", type_v="f32"))
-    engine.cache.take_over(session.cache)
-    engine.lengths[:] = len(prompt)
-    rows = engine.read({0: [7], 2: [9]})
-    for row, token in zip(rows, (7, 9)):
-        alone = windowed.session(F32)
-        alone.eval(prompt)
-        np.testing.assert_allclose(row, alone.eval([token]), rtol=2e-4, atol=2e-4)

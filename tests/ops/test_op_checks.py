@@ -35,6 +35,15 @@ def _attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **rest: o
     return ops.flash_attn_ext(q, k, v, mask, 1.0, **rest)  # type: ignore[arg-type]
 
 
+def _varlen(**given: object) -> Tensor:
+    """Two sequences of three tokens over five pages of 16, but for what is given."""
+    sources: dict[str, object] = {
+        "q": f32(8, 3, 4), "k": f32(8, 16, 2, 5), "v": f32(8, 16, 2, 5), "q_starts": t("i32", 3),
+        "lengths": t("i32", 2), "block_table": t("i32", 7, 2), **given,
+    }  # fmt: skip
+    return ops.flash_attn_varlen(scale=1.0, **sources)  # type: ignore[arg-type]
+
+
 #: (op, what is built, what the message must hold)
 REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("ADD", lambda: ops.add(f32(4, 3), f32(3)), ("must divide", "f32[4, 3]", "f32[3]")),
@@ -306,6 +315,62 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("FLASH_ATTN_EXT", lambda: _attn(f32(8, 1), f32(8, 4), f32(8, 4), softcap=-1.0), ("not negative", "-1.0")),
     ("FLASH_ATTN_EXT", lambda: _attn(f32(8, 1), f32(8, 4), f32(8, 4), sinks=f32(2)), ("one value a head", "f32[2]")),
     ("FLASH_ATTN_LSE", lambda: ops.flash_attn_lse(f32(8, 1), f32(4, 4), None, 1.0), ("equal head size", "f32[4, 4]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(q=t("f16", 8, 3, 4)), ("q must be f32", "f16[8, 3, 4]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(q=f32(8, 3, 4, 2)), ("q must be [D_k, n_tokens, n_head]",)),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(q=f32(8, 3, 3)), ("heads of k must divide", "f32[8, 3, 3]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(k=f32(4, 16, 2, 5)), ("equal head size", "f32[4, 16, 2, 5]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(k=t("i32", 8, 16, 2, 5)), ("k must be a float", "i32[8, 16, 2, 5]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(v=t("i8", 8, 16, 2, 5)), ("v must be a float", "i8[8, 16, 2, 5]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(v=f32(8, 16, 2, 4)), ("keys, heads and pages", "f32[8, 16, 2, 4]")),
+    (
+        "FLASH_ATTN_VARLEN",
+        lambda: _varlen(k=f32(8, 24, 2, 5), v=f32(8, 24, 2, 5)),
+        ("one of 16, 32, 64, 128, 256 tokens", "f32[8, 24, 2, 5]"),
+    ),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(q_starts=t("i32", 1)), ("for each sequence and one more", "i32[1]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(q_starts=t("i64", 3)), ("q_starts must be i32 [3]", "i64[3]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(lengths=t("i32", 3)), ("lengths must be i32 [2]", "i32[3]")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(block_table=t("i32", 7)), ("block_table must be i32 [7, 2]", "i32[7]")),
+    (
+        "FLASH_ATTN_VARLEN",
+        lambda: _varlen(block_table=ops.transpose(t("i32", 2, 7))),
+        ("block_table must lie side by side", "ops.cont"),
+    ),
+    (
+        "FLASH_ATTN_VARLEN",
+        lambda: _varlen(block_table=None),
+        ("in pages, with lengths and block_table, or packed", "none"),
+    ),
+    (
+        "FLASH_ATTN_VARLEN",
+        lambda: _varlen(k_starts=t("i32", 3)),
+        ("in pages, with lengths and block_table, or packed",),
+    ),
+    (
+        "FLASH_ATTN_VARLEN",
+        lambda: _varlen(lengths=None, block_table=None, k_starts=t("i32", 3)),
+        ("packed k must be [D_k, n_keys, n_head_kv]", "f32[8, 16, 2, 5]"),
+    ),
+    (
+        "FLASH_ATTN_VARLEN",
+        lambda: _varlen(k=f32(8, 9, 2), v=f32(8, 9, 2), lengths=None, block_table=None, k_starts=t("i32", 2)),
+        ("k_starts must be i32 [3]", "i32[2]"),
+    ),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(softcap=-1.0), ("not negative", "-1.0")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(max_bias=-1.0), ("not negative", "-1.0")),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(window=-1), ("window must be 0, for all, to 2147483647, got -1",)),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(window=2**31), ("window must be 0, for all, to 2147483647",)),
+    ("FLASH_ATTN_VARLEN", lambda: _varlen(sinks=f32(2)), ("one value a head", "f32[2]")),
+    (
+        "FLASH_ATTN_VARLEN_LSE",
+        lambda: ops.flash_attn_varlen_lse(f32(8, 3, 4), f32(4, 16, 2, 5), t("i32", 3), 1.0),
+        ("equal head size", "f32[4, 16, 2, 5]"),
+    ),
+    (
+        "FLASH_ATTN_VARLEN_LSE",
+        lambda: ops.flash_attn_varlen_lse(f32(8, 3, 4), f32(8, 16, 2, 5), t("i32", 3), 1.0),
+        ("in pages, with lengths and block_table, or packed",),
+    ),
 ]
 
 
@@ -325,6 +390,9 @@ TAKEN: list[Callable[[], Tensor]] = [
     lambda: ops.sample(f32(4), f32(1), ops.SampleParams(top_p=0.0, min_p=0.0, min_keep=0)),
     lambda: ops.kq_mask(t("i32", 4), t("i32", 2), 2**31 - 1),
     lambda: ops.top_k(f32(4), 4),
+    lambda: _varlen(window=2**31 - 1),
+    lambda: _varlen(k=f32(8, 256, 2, 5), v=f32(4, 256, 2, 5), block_table=t("i32", 1, 2)),
+    lambda: _varlen(k=f32(8, 9, 2), v=f32(8, 9, 2), lengths=None, block_table=None, k_starts=t("i32", 3)),
     lambda: ops.rope(f32(4, 2, 3), t("i32", 3), RopeParams(4), f32(2)),
     lambda: ops.norm(f32(4), 0.0),
     lambda: ops.view(f32(4, 2), (4,), offs=16),
@@ -415,6 +483,22 @@ WORK: list[tuple[Tensor, int, int]] = [
         64 + 2 * 128 + 64,
     ),
     (ops.flash_attn_lse(f32(16, 3, 4), t("f16", 16, 7, 2), None, 1.0), 2 * 16 * 7 * 12, 768 + 448 + 48),
+    (_varlen(), 2 * (8 + 8) * 7 * 16 * 12, 2 * 12 * 32 + 2 * 5 * 2 * 16 * 32 + 12 + 8 + 56),
+    (  # of many pages a table can name so many
+        _varlen(k=t("f16", 8, 16, 2, 99), v=t("q8_0", 32, 16, 2, 99)),
+        2 * (8 + 32) * 7 * 16 * 12,
+        12 * 32 + 12 * 128 + 14 * 32 * (16 + 34) + 12 + 8 + 56,
+    ),
+    (  # a v that lies in k
+        _varlen(k=(pages := f32(8, 16, 2, 5)), v=ops.view(pages, (4, 16, 2, 5), pages.nb[1:])),
+        2 * (8 + 4) * 7 * 16 * 12,
+        12 * 32 + 12 * 16 + 5 * 2 * 16 * 32 + 12 + 8 + 56,
+    ),
+    (
+        ops.flash_attn_varlen_lse(f32(8, 3, 4), f32(8, 9, 2), t("i32", 3), 1.0, k_starts=t("i32", 3)),
+        2 * 8 * 9 * 12,
+        12 * 32 + 48 + 9 * 2 * 32 + 12 + 12,
+    ),
     (ops.mul((x := f32(4)), x), 4, 16 + 16),
 ]
 

@@ -89,7 +89,7 @@ def test_inputs_depend_on_case_seed_and_name_alone() -> None:
 def test_integer_inputs_are_not_all_equal() -> None:
     for case in CASES.values():
         for t, values in case.build().values.items():
-            if t.dtype.kind == "int" and values.size > 2:
+            if t.dtype.kind == "int" and values.size > 2 and (values >= 0).any():  # else a table without pages
                 assert np.ptp(values) != 0, f"{case}: input {t.name} holds one value only"
 
 

@@ -18,10 +18,11 @@ PUBLIC = {
     "new_input", "new_tensor", "prepare", "register_backend",
 }  # fmt: skip
 OPS = {
-    "FlashAttnParams", "RopeParams", "SampleParams", "add", "add_id", "argmax", "argsort", "clamp", "concat",
-    "cont", "cpy", "div", "dup", "fill", "flash_attn_ext", "flash_attn_lse", "get_rows", "glu", "kq_mask",
-    "l2_norm", "mul", "mul_mat", "mul_mat_id", "norm", "permute", "repeat", "reshape", "rms_norm", "rope", "sample",
-    "scale", "set_rows", "soft_max", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "view",
+    "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams", "add", "add_id", "argmax",
+    "argsort", "clamp", "concat", "cont", "cpy", "div", "dup", "fill", "flash_attn_ext", "flash_attn_lse",
+    "flash_attn_varlen", "flash_attn_varlen_lse", "get_rows", "glu", "kq_mask", "l2_norm", "mul", "mul_mat",
+    "mul_mat_id", "norm", "permute", "repeat", "reshape", "rms_norm", "rope", "sample", "scale", "set_rows",
+    "soft_max", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "view",
 }  # fmt: skip
 ERRORS = {
     "GraphrtError": "Exception", "GraphError": "GraphrtError", "BackendError": "GraphrtError",
@@ -48,7 +49,7 @@ def test_the_exception_tree() -> None:
 
 
 def test_every_op_has_a_builder() -> None:
-    other = {"FlashAttnParams", "RopeParams", "SampleParams"}
+    other = {"FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams"}
     registered = {name.lower() for name in graphrt.op.registered_ops()}
     assert registered == OPS - other
 

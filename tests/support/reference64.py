@@ -411,3 +411,68 @@ def flash_attn_lse(node: Tensor, q: Array, k: Array, mask: Array | None = None, 
     for s, h, _, _, _, lse in _attention_heads(node, q, k, mask, sinks):
         out[0, s, :, h] = lse
     return out
+
+
+def varlen_sequences(
+    node: Tensor, q: Array, q_starts: Array, lengths: Array | None, table: Array | None, k_starts: Array | None
+) -> Iterator[tuple[list[int], list[tuple[int, int]], Array]]:
+    """(its queries, where each of its keys lies, mask) of every sequence that has both.
+
+    A key lies at (page, slot), a packed one at (0, row). mask: [1, 1, queries, keys], -inf where a query does not see a
+    key, minus the distance with ALiBi, else 0.
+    """
+    p = node.params
+    owner = [bisect.bisect_right(q_starts.reshape(-1).tolist(), t) - 1 for t in range(q.shape[2])]
+    for s in range(q_starts.size - 1):
+        queries = [t for t, of in enumerate(owner) if of == s]
+        if table is not None:
+            size = node["k"].ne[1]
+            places = [(int(table[0, 0, s, j // size]), j % size) for j in range(int(lengths.reshape(-1)[s]))]
+        else:
+            first, end = k_starts.reshape(-1)[s : s + 2].tolist()
+            places = [(0, j) for j in range(first, end)]
+        if not queries or not places:
+            continue
+        mask = np.full((1, 1, len(queries), len(places)), -np.inf, q.dtype)
+        for i, j in np.ndindex(*mask.shape[2:]):
+            behind = len(places) - len(queries) + i - j
+            if (behind >= 0 or not p.causal) and (p.window == 0 or behind < p.window):
+                mask[0, 0, i, j] = -abs(behind) if p.max_bias > 0 else 0
+        yield queries, places, mask
+
+
+def gathered(cache: Array, places: list[tuple[int, int]], seen: Array) -> Array:
+    """The rows at `places`, [1, n_head_kv, n, D]; of those that nobody sees, which may be nowhere, zeros."""
+    rows = [cache[page, :, slot] if some else np.zeros_like(cache[0, :, 0]) for (page, slot), some in zip(places, seen)]
+    return np.stack(rows, axis=1)[None]
+
+
+@reference64("FLASH_ATTN_VARLEN")
+def flash_attn_varlen(
+    node: Tensor, q: Array, k: Array, v: Array, q_starts: Array, lengths: Array | None = None,
+    table: Array | None = None, k_starts: Array | None = None, sinks: Array | None = None,
+) -> Array:  # fmt: skip
+    out = np.zeros(node.shape, dtype=q.dtype)
+    group = q.shape[1] // v.shape[1]
+    for queries, places, mask in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
+        shown = ~np.isneginf(mask).all((0, 1, 2))
+        keys, values = gathered(k, places, shown), gathered(v, places, shown)
+        for _, h, used, seen, weights, _ in _attention_heads(node, q[:, :, queries], keys, mask, sinks):
+            for i, row in enumerate(seen):
+                out[0, queries[i], h] = weights[i, row] @ values[0, h // group, used][row]
+    return out
+
+
+@reference64("FLASH_ATTN_VARLEN_LSE")
+def flash_attn_varlen_lse(
+    node: Tensor, q: Array, k: Array, q_starts: Array, lengths: Array | None = None, table: Array | None = None,
+    k_starts: Array | None = None, sinks: Array | None = None,
+) -> Array:  # fmt: skip
+    out = np.full(node.shape, -np.inf, dtype=q.dtype)
+    if sinks is not None:  # all that a query of a sequence without keys sees
+        out[0, 0, : int(q_starts.reshape(-1)[-1])] = sinks.reshape(-1)
+    for queries, places, mask in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
+        keys = gathered(k, places, ~np.isneginf(mask).all((0, 1, 2)))
+        for _, h, _, _, _, lse in _attention_heads(node, q[:, :, queries], keys, mask, sinks):
+            out[0, 0, queries, h] = lse
+    return out

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.tensor import Tensor
-from support.reference64 import alibi_slope
+from support.reference64 import alibi_slope, gathered, varlen_sequences
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_products, of_sum, variance
 
 Array = npt.NDArray[np.generic]
@@ -133,4 +133,24 @@ def flash_attn_lse(
     out = np.zeros_like(expected)
     for s, h, _, rows in _attention(node, q, k, mask, sinks):
         out[0, s, :, h] = rows.of_lse()[:, 0]
+    return out
+
+
+@variance("FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE")
+def flash_attn_varlen(node: Tensor, expected: Array, *sources: Array | None) -> Array:
+    """Of each sequence what it has as an attention by itself."""
+    given = dict(zip(node.sources_by_name(), (s for s in sources if s is not None)))
+    q, k, v, sinks = given["q"], given["k"], given.get("v"), given.get("sinks")
+    out, at = np.zeros_like(expected), (given["q_starts"], given.get("lengths"), given.get("block_table"))
+    for queries, places, mask in varlen_sequences(node, q, *at, given.get("k_starts")):
+        shown = ~np.isneginf(mask).all((0, 1, 2))
+        part, keys = q[:, :, queries], gathered(k, places, shown)
+        if v is None:
+            alone = np.empty((1, len(queries), q.shape[1], 1))
+            for _, h, _, rows in _attention(node, part, keys, mask, sinks):
+                alone[0, :, h] = rows.of_lse()
+            out[0, 0, queries] = alone[0, ..., 0]
+        else:
+            like = np.empty((1, len(queries), q.shape[1], v.shape[-1]))
+            out[0, queries] = flash_attn_ext(node, like, part, keys, gathered(v, places, shown), mask, sinks)[0]
     return out

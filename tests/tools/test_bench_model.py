@@ -32,6 +32,7 @@ from graphrt.tools.bench import machine as bench_model_machine
 from graphrt.tools.bench import model_check as bench_model_check
 from graphrt.tools.bench.model import Prepared, add_work
 from graphrt.tools.bench.model_check import median_nmse
+from graphrt.tools.bench.workload import DISTRIBUTIONS, Batch
 from graphrt.tools.bench.workload import Test as Timed
 
 Bench = Callable[..., tuple[int, str, str]]
@@ -173,7 +174,7 @@ def test_what_a_made_up_model_has_not() -> None:
     [
         ("llama-9b:q4_0", "one of llama-8b, llama-1b, .*did you mean llama-"),
         ("", "a synthetic model must be one of"),
-        ("tiny:q4_k", "a quantization of tiny must be one of q4_k_m, .*did you mean q4_k_m"),
+        ("tiny:q4_k_n", "a quantization of tiny must be one of q4_k_m, .*did you mean q4_k_m"),
         ("tiny:q4_0:x", "got 'q4_0:x'"),
     ],
 )
@@ -205,6 +206,43 @@ def test_each_repetition_starts_from_the_same_depth(request: pytest.FixtureReque
         assert prepared.once() > 0 and prepared.engine.lengths.tolist() == [26]
         got = prepared.engine.read({0: IDS[26:27]})[0]
         assert nmse(got, expected) < 1e-8  # last bits that differ by batch move some activations by a step of 16 bits
+
+
+def test_lengths_of_sequences(tmp_path: Path) -> None:
+    """The same in each run, around their mean; from a file as they stand there."""
+    (tmp_path / "lengths").write_text("5, 7\n100\n")
+    assert Batch.of(str(tmp_path / "lengths")).lengths == (5, 7, 100) and Batch.of("16") == Batch(16)
+    for name in DISTRIBUTIONS:
+        batch = Batch.of(f"{name}:400:100")
+        assert batch == Batch.of(f"{name}:400:100") and batch.n == 400
+        assert 80 < np.mean(batch.lengths) < 120 and min(batch.lengths) >= 1 and max(batch.lengths) > 180
+    assert str(Timed("tg", 3, 4, Batch(2, (5, 7), "ragged"))) == "tg3 x 2 ragged 6 @ d4"
+    test = Timed("tg", 3, 4, Batch(2, (5, 7)))
+    assert (test.starts, test.ends, test.n_timed) == ([9, 11], [12, 14], 6)
+    test = Timed("pp", 0, 4, Batch(2, (5, 7), "f"))
+    assert (test.starts, test.ends, test.n_timed, str(test)) == ([4, 4], [9, 11], 12, "pp x 2 f 6 @ d4")
+    (tmp_path / "wrong").write_text("5 x")
+    for text, message in (
+        ("ragged:4", "given as ragged:SEQUENCES:MEAN, got 'ragged:4'"),
+        ("ragged:0:5", "1 to 65536 sequences of 1 to 1000000 tokens, got 0"),
+        (str(tmp_path / "wrong"), "or a file of whole numbers"),
+        ("nowhere", "a number, one of uniform:N:MEAN, ragged:N:MEAN, or a file"),
+    ):
+        with pytest.raises(SessionError, match=message):
+            Batch.of(text)
+
+
+@pytest.mark.parametrize("name", ["tiny", "windows"])
+@pytest.mark.parametrize("kind", ["pp", "tg"])
+def test_sequences_of_different_lengths_are_put_back(request: pytest.FixtureRequest, name: str, kind: str) -> None:
+    model = a_model(request.getfixturevalue(name) if name == "windows" else name)
+    test = Timed(kind, 0 if kind == "pp" else 6, 0, Batch(3, (20, 3, 33)))
+    prepared = Prepared(model, test, SessionOptions(64, 16, "f32", "f32"), IDS)
+    for _ in range(2):
+        assert prepared.once() > 0 and prepared.engine.lengths.tolist() == test.ends
+    row: dict[str, Any] = {"tokens_per_s": 1e9}
+    add_work(row, model, prepared)
+    assert row.get("kv_bytes_per_token", 1) > 0
 
 
 def test_bytes_and_operations_of_a_token(windows: str) -> None:

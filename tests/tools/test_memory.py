@@ -266,7 +266,7 @@ def test_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("script.py:build", "--limit", "1G"), "a limit is for a model's context, 'script.py:build' is a graph"),
+        (("script.py:build", "--limit", "1G"), "a limit is for a session's context, 'script.py:build' is a graph"),
         (("llama.gguf", "--cache-types"), "--cache-types belongs to a limit, got no --limit"),
         (("llama.gguf", "--limit", "1G", "-ctk", "q8_0"), "needs heads of whole blocks"),
     ],

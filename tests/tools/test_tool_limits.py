@@ -17,6 +17,7 @@ from graphrt.judge import Verdict
 from graphrt.printing import human_bytes
 from graphrt.schedule import schedule
 from graphrt.tools.bench.model import _seen, measure
+from graphrt.tools.bench.workload import Batch
 from graphrt.tools.bench.workload import Test as Timed
 from graphrt.tools.check.report import Checked, _copies
 from graphrt.tools.common import whole
@@ -243,7 +244,7 @@ def test_whole_numbers_on_the_command_line_have_both_ends() -> None:
 @pytest.mark.parametrize("batch, rate", [(1, 20.0), (4, 80.0)])
 def test_the_tokens_of_all_sequences_count(batch: int, rate: float) -> None:
     prepared: Any = SimpleNamespace(
-        test=Timed("tg", 10, batch=batch), ids=[], once=lambda: 0.5,
+        test=Timed("tg", 10, batch=Batch(batch)), ids=[], once=lambda: 0.5,
         engine=SimpleNamespace(backends=[SimpleNamespace(name="cpu")], n_batch=8),
     )  # fmt: skip
     row = measure(prepared, 3, None)

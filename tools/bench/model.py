@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
     from graphrt.backend import Backend
-    from graphrt.models.engine import SessionOptions
+    from graphrt.models.engine import Engine, SessionOptions
+    from graphrt.models.engine_paged import PagedEngine
     from graphrt.models.model import Model
     from graphrt.tools.bench.llama_cpp import Peer
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 3
 #: Room in the cache after a test's last token, where the model allows it.
 SPARE = 64
+#: Tokens of a page of sequences that have different lengths.
+PAGE = 64
 
 
 class Source:
@@ -120,19 +123,35 @@ def options_for(test: Test, args: argparse.Namespace, model: Model) -> SessionOp
 
 class Prepared:
     """Sequences with a test's depth in their cache, which each repetition starts from. ids: of test.end tokens; each
-    sequence has others of them."""
+    sequence has others of them. Sequences of different lengths lie in pages."""
 
     def __init__(self, model: Model, test: Test, options: SessionOptions, ids: Sequence[int]) -> None:
         self.test, self.ids = test, ids[: test.end]
-        self.engine = model.engine(test.batch, options)
-        shifted = [np.roll(np.asarray(ids, np.int32), 7 * seq)[: test.end] for seq in range(test.batch)]
+        if test.ragged:
+            n_pages = sum(-(-(end + SPARE) // PAGE) for end in test.ends)
+            options = replace(options, page=PAGE, n_pages=n_pages, share=False)
+        self.engine = model.engine(test.batch.n, options)
+        shifted = [np.roll(np.asarray(ids, np.int32), 7 * seq)[: test.end] for seq in range(test.batch.n)]
         self.tokens = np.stack(shifted)
-        if test.start:
-            self._read(0, test.start)
-        self._cells = self.engine.cache.saved()
+        self._read([0] * test.batch.n, test.starts)
+        self._cells = None if test.ragged else cast("Engine", self.engine).cache.saved()
 
-    def _read(self, start: int, stop: int) -> None:
-        self.engine.read(dict(enumerate(self.tokens[:, start:stop])))
+    def _read(self, starts: Sequence[int], stops: Sequence[int]) -> None:
+        spans = zip(self.tokens, starts, stops)
+        parts = {seq: ids[start:stop] for seq, (ids, start, stop) in enumerate(spans) if stop > start}
+        if parts:
+            self.engine.read(parts)
+
+    def _put_back(self) -> None:
+        """The sequences are as they were at first."""
+        engine, starts = self.engine, self.test.starts
+        if self._cells is not None:
+            cast("Engine", engine).cache.restore(self._cells)
+            engine.lengths[:] = starts
+        else:
+            engine = cast("PagedEngine", engine)
+            have = [engine.truncate(seq, min(start, int(engine.lengths[seq]))) for seq, start in enumerate(starts)]
+            self._read(have, starts)
 
     def once(self) -> float:
         """Seconds of the test, from its depth on. Ends with a result on the host, so nothing is left queued.
@@ -140,16 +159,16 @@ class Prepared:
         Tokens are generated as `run` does it: each the likeliest after the one before where steps are queued ahead.
         """
         engine, test = self.engine, self.test
-        engine.cache.restore(self._cells)
-        engine.lengths[:] = test.start
+        self._put_back()
+        first = self.tokens[np.arange(test.batch.n), [min(start, test.end - 1) for start in test.starts]]
         start = time.perf_counter()
         if test.kind == "pp":
-            self._read(test.start, test.end)
-        elif engine.runs_ahead or test.batch > 1:
-            deque(engine.run_ahead(self.tokens[:, test.start], test.n), maxlen=0)
+            self._read(test.starts, test.ends)
+        elif engine.runs_ahead or test.batch.n > 1:
+            deque(engine.run_ahead(first, test.n), maxlen=0)
         else:
             for i in range(test.start, test.end):
-                self._read(i, i + 1)
+                self._read([i], [i + 1])
         return time.perf_counter() - start
 
 
@@ -159,12 +178,12 @@ def measure(prepared: Prepared, repetitions: int, peer: Peer | None) -> dict[str
     warm_ups = 1 if engine.backends[0].name == "cpu" else math.ceil(WARM_UP_STEPS / test.steps(engine.n_batch))
     for _ in range(warm_ups):
         prepared.once()
-    if peer and test.batch == 1:
+    if peer and test.batch.n == 1 and not test.ragged:
         peer.seconds(test, prepared.ids)
     ours, theirs = [], []
     for _ in range(repetitions):  # in turn, so that both meet the same machine
-        ours.append(test.batch * test.n / prepared.once())
-        if peer and test.batch == 1:
+        ours.append(test.n_timed / prepared.once())
+        if peer and test.batch.n == 1 and not test.ragged:
             theirs.append(test.n / peer.seconds(test, prepared.ids))
     row: dict[str, Any] = {"test": str(test), "kind": test.kind, "n": test.n, "depth": test.depth, **_summary(ours)}
     if theirs:
@@ -183,7 +202,7 @@ def add_work(row: dict[str, Any], model: Model, prepared: Prepared) -> None:
     rate = row["tokens_per_s"]
     if prepared.test.kind == "tg":
         row["kv_bytes_per_token"] = _kv_bytes(prepared)
-        row["bytes_per_token"] = model.bytes_per_token / prepared.test.batch + row["kv_bytes_per_token"]
+        row["bytes_per_token"] = model.bytes_per_token / prepared.test.batch.n + row["kv_bytes_per_token"]
         row["gb_per_s"] = rate * row["bytes_per_token"] / 1e9
     else:
         row["gflop_per_s"] = rate * (_product_flops(model) + _attention_flops(prepared)) / 1e9
@@ -216,7 +235,8 @@ def _kv_bytes(prepared: Prepared) -> float:
 
 def _seen(test: Test, window: int) -> float:
     """How many tokens one of the test's sees, itself included, on average."""
-    return statistics.fmean(min(p + 1, window or p + 1) for p in range(test.start, test.end))
+    each = (range(start, end) for start, end in zip(test.starts, test.ends))
+    return statistics.fmean(min(p + 1, window or p + 1) for positions in each for p in positions)
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphrt.graph import Graph
     from graphrt.models.arch.encoder import Encoder
     from graphrt.models.engine import SessionOptions
+    from graphrt.models.engine_paged import PagedEngine
     from graphrt.models.model import Model
     from graphrt.models.rope_options import RopeOptions
     from graphrt.models.session import Session
@@ -43,7 +44,8 @@ SUBJECT_HELP = (
 @dataclass(frozen=True, eq=False)
 class Subject:
     """title: what it is called; phase: "prefill" or "decode" of a model, else "graph"; n_tokens: that a model's step
-    reads, else 0. session: a model's, its sequence still empty; inputs: a saved case's, with their values."""
+    reads, else 0. session: a model's, its sequence still empty, or engine: one over pages; inputs: a saved case's, with
+    their values."""
 
     title: str
     phase: str
@@ -51,10 +53,21 @@ class Subject:
     executable: Executable
     session: Session | None = None
     inputs: Inputs | None = None
+    engine: PagedEngine | None = None
+
+    @property
+    def pages(self) -> list[str]:
+        """What an engine's cache is cut into: how many pages of each kind of cells, and the tables of a step."""
+        if self.engine is None:
+            return []
+        sizes = self.engine.cache.sizes
+        cut = ", ".join(f"{n} {kind}" for kind, n in sizes.n_pages.items())
+        table = f"each sequence's table has {sizes.max_blocks} entries"
+        return [f"pages of {sizes.page} tokens: {cut}; {table}" + (" a kind" if len(sizes.n_pages) > 1 else "")]
 
 
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --synthetic, --phase, --tokens, --exact and the options of a session."""
+    """MODEL, --synthetic, --phase, --tokens, --page, --sequences, --exact and the options of a session."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SUBJECT_HELP)
     parser.add_argument(
         "--synthetic", metavar="NAME", help="random weights in a known shape instead, as `graphrt bench` takes it"
@@ -66,6 +79,15 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens of a prompt that prefill reads at once (default: the batch, -b, or the context if that is less)",
+    )
+    parser.add_argument(
+        "--page", type=whole(1), default=0, metavar="N", help="look at a step of an engine with pages of N tokens"
+    )
+    parser.add_argument(
+        "--pages", type=whole(1), default=0, metavar="N", help="with --page: how many (default: all whole contexts)"
+    )
+    parser.add_argument(
+        "--sequences", type=whole(1), default=1, metavar="N", help="with --page: sequences of a step (default: 1)"
     )
     parser.add_argument("--exact", action="store_true", help="prepare the reference forms")
     add_session_arguments(parser)
@@ -83,9 +105,12 @@ def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = No
         )
     use_threads(args)
     backends = backends_for(args.backend, args.exact) if backends is None else backends
+    if not args.page and (args.pages or args.sequences > 1):
+        raise SessionError("--pages and --sequences belong to pages, got no --page; give one, such as --page 64")
     options, text = session_options(args), args.synthetic or args.model
-    synthetic, rope = bool(args.synthetic), rope_options(args)
-    return subject(text, backends, args.phase, args.tokens, options, synthetic=synthetic, rope=rope)
+    options = replace(options, page=args.page, n_pages=args.pages)
+    synthetic, rope, n_seq = bool(args.synthetic), rope_options(args), args.sequences
+    return subject(text, backends, args.phase, args.tokens, options, n_seq=n_seq, synthetic=synthetic, rope=rope)
 
 
 def subject(
@@ -95,21 +120,22 @@ def subject(
     n_tokens: int = 0,
     options: SessionOptions | None = None,
     *,
+    n_seq: int = 1,
     synthetic: bool = False,
     rope: RopeOptions | None = None,
 ) -> Subject:
     """What `text` names, prepared on backends, the preferred first.
 
     phase: of a model, None for decode, which reads one token; n_tokens: that prefill reads, 0 for a whole batch or
-    context; options: of the model's session; synthetic: `text` is a made-up model's name; rope: changes to a model's
-    rotation of positions. Raises GraphError for a script or case that gives no graph, SessionError for a phase that
-    can't be, and what loading and preparing raise.
+    context; options: of the model's session or, with pages, of an engine of n_seq sequences; synthetic: `text` is a
+    made-up model's name; rope: changes to a model's rotation of positions. Raises GraphError for a script or case that
+    gives no graph, SessionError for a phase that can't be, and what loading and preparing raise.
     """
     if phase not in (None, *PHASES):
         raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
     if synthetic or not is_graph(text):
         model, title = load_subject(text, backends, synthetic=synthetic, rope=rope)
-        return _of_model(model, title, backends, phase, n_tokens, options)
+        return _of_model(model, title, backends, phase, n_tokens, options, n_seq)
     check_no_rope(text, rope)
     if phase is not None or n_tokens:
         raise SessionError(
@@ -141,6 +167,7 @@ def _of_model(
     phase: str | None,
     n_tokens: int,
     options: SessionOptions | None,
+    n_seq: int,
 ) -> Subject:
     from graphrt.models.arch.encoder import Encoder
     from graphrt.models.engine import SessionOptions
@@ -151,6 +178,8 @@ def _of_model(
     phase = phase or "decode"
     if phase == "decode" and n_tokens > 1:
         raise SessionError(f"decode reads one token, got --tokens {n_tokens}; give --phase prefill with it")
+    if options.page:
+        return _of_engine(model, title, phase, n_tokens, options, n_seq)
     session = model.session(options)
     n = 1 if phase == "decode" else n_tokens or session.n_batch
     if n > session.n_batch:
@@ -159,6 +188,21 @@ def _of_model(
             f"raise -b, and -c if the context is shorter than that"
         )
     return Subject(title, phase, n, session.executable(n, 1), session=session)
+
+
+def _of_engine(model: Model, title: str, phase: str, n_tokens: int, options: SessionOptions, n_seq: int) -> Subject:
+    """A step over pages: a token of each sequence, or a prompt's beside them."""
+    from graphrt.models.engine_paged import PagedEngine
+
+    engine = PagedEngine(model.decoder, model.backends, options, n_seq)
+    n = n_seq if phase == "decode" else n_tokens or engine.most_tokens
+    if n > engine.most_tokens:
+        raise SessionError(
+            f"a step reads at most {engine.most_tokens} tokens, a batch and one of each sequence, got --tokens {n}; "
+            f"raise -b"
+        )
+    exe = engine.prepared(*engine.sizes(n, min(n, n_seq))).exe
+    return Subject(title, phase, n, exe, engine=engine)
 
 
 def _of_encoder(encoder: Encoder, title: str, backends: Sequence[Backend], phase: str | None, n: int) -> Subject:

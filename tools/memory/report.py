@@ -119,7 +119,8 @@ def rows(named: Sequence[tuple[str, Tensor]]) -> tuple[Row, ...]:
 
 def _kind(leaf: Tensor, subject: Subject) -> str:
     """`full k`: the cells that a layer's cache uses, and keys or values; "state" for what belongs to no session."""
-    for layer in subject.session.cache.layers if subject.session is not None else ():
+    holder = subject.session or subject.engine
+    for layer in holder.cache.layers if holder is not None else ():
         if any(leaf is mine for mine in layer.leafs):
             return f"{layer.kind} {'k' if leaf is layer.k else 'v'}"
     return "state"

@@ -25,7 +25,11 @@ MIN_SIDE = 0.8  # so that the smallest tensor still shows
 #: that one of them has is shown.
 KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "matrix product": ("#0072B2", "#fff", ("MUL_MAT", "MUL_MAT_ID")),
-    "attention": ("#D55E00", "#000", ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE", "SOFT_MAX", "KQ_MASK")),
+    "attention": (
+        "#D55E00",
+        "#000",
+        ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE", "FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE", "SOFT_MAX", "KQ_MASK"),
+    ),
     "norm": ("#009E73", "#000", ("NORM", "RMS_NORM", "L2_NORM")),
     "elementwise": (
         "#56B4E9",

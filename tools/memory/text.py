@@ -22,10 +22,12 @@ LIFE_COLUMNS = ("tensor", "op", "size", "offset", "first use", "last use")
 
 def heading(subject: Subject) -> str:
     """`smol.gguf, decode of 1 token, context of 4096`."""
-    if subject.session is None:
+    holder = subject.session or subject.engine
+    if holder is None:
         return printable(subject.title)
     tokens = f"{subject.n_tokens} token{'s' * (subject.n_tokens > 1)}"
-    return f"{printable(subject.title)}, {subject.phase} of {tokens}, context of {subject.session.n_ctx}"
+    many = f", {subject.engine.n_seq} sequences" if subject.engine is not None else ""
+    return f"{printable(subject.title)}, {subject.phase} of {tokens}{many}, context of {holder.n_ctx}"
 
 
 def arena_bytes(subject: Subject) -> int:
@@ -45,6 +47,8 @@ def lines(
     yield ""
     yield from _bound("weights", "type", report.weights)
     yield from _bound("cache", "cache", report.cache)
+    for line in subject.pages:
+        yield from (line, "")
     for arena in report.arenas:
         yield from _arena(arena, report.steps)
     yield from _verdict(report)
@@ -143,13 +147,15 @@ def as_json(
         "title": subject.title,
         "phase": subject.phase,
         "n_tokens": subject.n_tokens,
-        "n_ctx": subject.session.n_ctx if subject.session is not None else 0,
+        "n_ctx": holder.n_ctx if (holder := subject.session or subject.engine) is not None else 0,
         "weights": [asdict(row) for row in report.weights],
         "cache": [asdict(row) for row in report.cache],
         "arenas": [_arena_json(arena) for arena in report.arenas],
         "steps": [asdict(step) for step in report.steps],
         "violations": [{"rule": v.rule, "tensors": [asdict(x) for x in v.tensors]} for v in report.wrong],
     }
+    if subject.engine is not None:
+        told["pages"] = {"n_seq": subject.engine.n_seq, **asdict(subject.engine.cache.sizes)}
     if other is not None:
         told["other"] = {"phase": other.phase, "n_tokens": other.n_tokens, "arena_nbytes": arena_bytes(other)}
     if limit is not None:

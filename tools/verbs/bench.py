@@ -23,7 +23,7 @@ from graphrt.errors import SessionError
 from graphrt.models.synthetic_recipes import RECIPES
 from graphrt.printing import human_bytes
 from graphrt.tools.bench.model import Prepared, Source, add_work, backends_for, measure, options_for
-from graphrt.tools.bench.workload import Test
+from graphrt.tools.bench.workload import Batch, Test
 from graphrt.tools.common import (
     add_fast_argument,
     add_session_arguments,
@@ -55,14 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic",
         metavar="NAME",
-        help=f"random weights in a known shape instead: {', '.join(RECIPES)}; with :q4_k_m, :q4_0, :q4_1, :q8_0, "
-        ":mxfp4 (experts) or :f16 behind (default: what the model is usually had in)",
+        help=f"random weights in a known shape instead: {', '.join(RECIPES)}; with :q4_k_m, :mxfp4 (experts) "
+        "or a type, as :q4_0, behind (default: what the model is usually had in)",
     )
     parser.add_argument("-p", "--n-prompt", default="512", metavar="N,..", help="prompt lengths (default: 512)")
     parser.add_argument("-n", "--n-gen", default="128", metavar="N,..", help="generated lengths (default: 128)")
     parser.add_argument("-d", "--depth", default="0", metavar="N,..", help="tokens in the cache before (default: 0)")
     parser.add_argument(
-        "--batch", default="1", metavar="N,..", help="sequences that generate together in one graph (default: 1)"
+        "--batch",
+        default="1",
+        metavar="N,..",
+        help="sequences that generate together in one graph (default: 1); uniform:N:MEAN or ragged:N:MEAN for N of "
+        "different lengths, or a file of lengths: these are read as prompts, and tokens generated after them",
     )
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
@@ -113,14 +117,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tests(args: argparse.Namespace) -> list[Test]:
-    """Every length at every depth; several sequences only generate. Raises SessionError."""
+    """Every length at every depth; several sequences of one length only generate. Raises SessionError."""
     lengths = [("pp", n) for n in _numbers(args.n_prompt) if n] + [("tg", n) for n in _numbers(args.n_gen) if n]
     tests = [
         Test(kind, n, depth, batch)
         for depth in _numbers(args.depth)
-        for batch in _numbers(args.batch)
-        for kind, n in lengths
-        if batch == 1 or (batch > 1 and kind == "tg")
+        for batch in map(Batch.of, args.batch.split(","))
+        for kind, n in dict.fromkeys((kind, 0 if batch.lengths and kind == "pp" else n) for kind, n in lengths)
+        if batch.n == 1 or batch.lengths or (batch.n > 1 and kind == "tg")
     ]
     if args.repetitions < 1 or not tests:
         raise SessionError(f"there must be a test and a repetition, got {len(tests)} and -r {args.repetitions}")

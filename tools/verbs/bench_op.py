@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from graphrt.tools.bench.op_report import Report, Row
     from graphrt.tools.bench.timing import Clock, Times
 
+#: The op that has tables of its own.
+VARLEN = "FLASH_ATTN_VARLEN"
 #: Runs before anything is looked at: a backend may compile in the first and capture in the next ones.
 WARM_UP_RUNS = 3
 #: Ours and the peers are measured in turn, so that all meet the same machine.
@@ -31,7 +33,7 @@ ROUNDS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", help=f"the op: {', '.join(SHAPES)}")
+    parser.add_argument("op", metavar="OP", help=f"the op: {', '.join(SHAPES)} or {VARLEN}")
     add = parser.add_argument_group("which shapes").add_argument
     add("-s", "--shape", default="", metavar="SUBSTRING", help="only shapes with that in their names")
     add("--set", default="default", choices=SETS, help="default: default, about a minute; full: KV up to 65536")
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print a JSON object")
     add("--md", action="store_true", help="print a Markdown table")
+    add("--csv", action="store_true", help="print comma-separated values; of FLASH_ATTN_VARLEN")
     add(
         "-o",
         "--output-file",
@@ -57,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.op.upper() == VARLEN:
+        return _varlen(args)
+    if args.csv:
+        raise GraphError(f"--csv is for {VARLEN}, got {args.op[:40]!r}; use --json or --md")
     shapes = shapes_of(args.op, args.set, args.shape)
     if args.list:
         _list(args, shapes)
@@ -69,6 +76,43 @@ def main(args: argparse.Namespace) -> int:
     report = _measure_all(args, backend, shapes)
     _write(args, report)
     return report.exit_code
+
+
+def _varlen(args: argparse.Namespace) -> int:
+    """Attention over pages: tables of its own."""
+    import torch
+
+    from graphrt.tools.bench import varlen, varlen_shapes
+    from graphrt.tools.bench.machine import on_gpu, versions
+    from graphrt.tools.bench.timing import CudaClock, HostClock, ceilings
+
+    shapes = varlen_shapes.shapes_of(args.shape)
+    if args.list:
+        print_table(
+            ["table", "shape", "model", "beside"], [[s.table, s.name, s.model, s.beside or "-"] for s in shapes]
+        )
+        return 0
+    backend = _backend(args)
+    cuda = on_gpu(backend)
+    cache = torch.cuda.get_device_properties(0).L2_cache_size if cuda else 0
+    clock: Clock = CudaClock() if cuda else HostClock()
+    before = ceilings(cuda)
+    rows = varlen.measure(
+        varlen_shapes.tiny(shapes) if args.tiny else shapes, backend, clock, cache, args.repetitions,
+        lambda text: print(text, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    best = before.best(ceilings(cuda))
+    product = best.tflop_per_s.get("f16") or max(best.tflop_per_s.values())
+    form = "csv" if args.csv else "md" if args.md else "table"
+    if args.json:
+        machine, said = versions(backend), {"copy_gb_per_s": best.copy_gb_per_s, "tflop_per_s": best.tflop_per_s}
+        text = json.dumps({"machine": machine, "ceilings": said, "results": varlen.as_json(rows)}, indent=1)
+    else:
+        text = "\n".join(varlen.lines(rows, form, best.copy_gb_per_s, product))
+    if args.output_file is not None:
+        write_text(args.output_file, text + "\n")
+    print(text)
+    return 1 if varlen.failed(rows) else 0
 
 
 def _list(args: argparse.Namespace, shapes: list[Shape]) -> None:

@@ -92,7 +92,8 @@ def _fits(subject: Subject, args: argparse.Namespace) -> list[Fit]:
     if args.limit is None:
         return []
     if subject.session is None:
-        raise SessionError(f"a limit is for a model's context, {subject.title[:200]!r} is a graph; leave --limit out")
+        kind = "is a graph" if subject.engine is None else "has pages (--page), as many as --pages says"
+        raise SessionError(f"a limit is for a session's context, {subject.title[:200]!r} {kind}; leave --limit out")
     options = session_options(args)
     if not args.cache_types:
         return fits(subject.session, args.limit, [options])

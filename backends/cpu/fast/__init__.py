@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.attention import flash_attn
     from graphrt.backends.cpu.fast.attention_task import KV_TYPES
+    from graphrt.backends.cpu.fast.attention_varlen import flash_attn_varlen
     from graphrt.backends.cpu.fast.blocks import TYPES
     from graphrt.backends.cpu.fast.codes import CODE_TYPES
     from graphrt.backends.cpu.fast.experts import expert_gemv
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "attention": ("flash_attn",),
     "attention_task": ("KV_TYPES",),
+    "attention_varlen": ("flash_attn_varlen",),
     "blocks": ("TYPES",),
     "codes": ("CODE_TYPES",),
     "experts": ("expert_gemv",),
@@ -68,6 +70,7 @@ __all__ = [
     "elementwise",
     "expert_gemv",
     "flash_attn",
+    "flash_attn_varlen",
     "form_of",
     "gemm",
     "gemv",

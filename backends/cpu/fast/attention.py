@@ -26,14 +26,14 @@ SPLIT_KEYS = 512
 
 
 @dataclass
-class _Row(Row):
+class RunningRow(Row):
     """A row with its running maximum and sum."""
 
     max: Var
     sum: Var
 
 
-class _Task(Task):
+class FewQueries(Task):
     """Writes the code of one task: decode its number, walk the keys, finish."""
 
     def __init__(self, f: Fn, shape: Shape) -> None:
@@ -43,22 +43,22 @@ class _Task(Task):
         self.mask_tail = f.buffer(F16, LANES)
         self.own_acc = f.buffer(F32, shape.rows * shape.d_v)
 
-    def row(self, group: Val, i: int | Val) -> _Row:
+    def running_row(self, group: Val, i: int | Val) -> RunningRow:
         """Row i of a group, as locate() has it, before its first key."""
         f = self.f
-        return _Row(**vars(self.locate(group, i)), max=f.var(f.const(NEG_INF, F32)), sum=f.var(f.zeros(n=0)))
+        return RunningRow(**vars(self.locate(group, i)), max=f.var(f.const(NEG_INF, F32)), sum=f.var(f.zeros(n=0)))
 
     # the part of the context that a split takes
 
-    def key_range(self, rows: list[_Row], split: Val) -> tuple[Val, Val]:
+    def key_range(self, rows: list[RunningRow], split: Val) -> tuple[Val, Val]:
         """[first, stop) in keys: the whole cache, or this split's share of the tiles that hold a live key."""
-        f, n_kv = self.f, self.arg["n_kv"]
+        f, n_kv = self.f, self.n_keys
         if not self.shape.split:
             return f.const(0), n_kv
         first, stop = f.var(f.const(0)), f.var((n_kv + (TILE - 1)) // TILE)
         if self.shape.masked:
             first.v, stop.v = stop.v, f.const(0)
-            with f.range(0, n_kv, LANES) as at, f.if_(self._any_live([self._mask(row, at) for row in rows])):
+            with f.range(0, n_kv, LANES) as at, f.if_(self._any_live([self.mask(row, at) for row in rows])):
                 first.v = f.min_int(first.v, at // TILE)
                 stop.v = at // TILE + 1
         tiles, n_split = f.max_int(stop.v - first.v, f.const(0)), self.arg["n_split"]
@@ -68,9 +68,9 @@ class _Task(Task):
 
     # masks and scores
 
-    def _mask(self, row: _Row, key: Val) -> Val:
+    def mask(self, row: RunningRow, key: Val) -> Val:
         """The mask of 16 keys, -inf past the end of the cache."""
-        f, n_kv = self.f, self.arg["n_kv"]
+        f, n_kv = self.f, self.n_keys
         if not self.shape.masked:
             inside = f.splat(n_kv - key).trunc(I32) > f.vconst(range(LANES), I32)
             return f.select(inside, f.zeros(), NEG_INF)
@@ -91,13 +91,14 @@ class _Task(Task):
             alive = alive | m.ne(NEG_INF)
         return self.f.any_set(alive)
 
-    def _dots(self, rows: list[_Row], k_base: Val, key: Val, at: Val) -> None:
+    def _dots(self, rows: list[RunningRow], k_base: Val, key: Val, at: Val) -> None:
         """q.k of all rows for 16 keys from `key` on, into the score buffer at tile position `at`."""
         f, a, shape = self.f, self.arg, self.shape
         n_keys = 16 // (1 << (shape.rows - 1).bit_length())  # keys x rows fill one vector of sums
         segments = segments_of(f, TYPES[shape.k_type], shape.d_k)
+        first, last = self.row_of("k", k_base, key), self.n_keys - 1 - key
         with f.range(0, LANES, n_keys) as j:
-            keys = [k_base + f.min_int(key + j + i, a["n_kv"] - 1) * a["k_nb1"] for i in range(n_keys)]
+            keys = [first + f.min_int(j + i, last) * a["k_nb1"] for i in range(n_keys)]
             sums = [[f.zeros() for _ in keys] for _ in rows]
             for segment in segments:
                 columns = [segment.read(k) for k in keys]
@@ -113,11 +114,11 @@ class _Task(Task):
     def _score(self, row: int, position: Val) -> Val:
         return self.scores + (row * TILE * 4) + position * 4
 
-    def _chunk(self, rows: list[_Row], k_base: Val, key: Val, at: Val, tile_max: list[Var]) -> None:
+    def _chunk(self, rows: list[RunningRow], k_base: Val, key: Val, at: Val, tile_max: list[Var]) -> None:
         """Scores of 16 keys: scaled, capped, masked; -inf where a row does not see the key."""
         f, shape = self.f, self.shape
         scale, cap = f.args("scale", "softcap")
-        masks = [self._mask(row, key) for row in rows]
+        masks = [self.mask(row, key) for row in rows]
         with f.if_else(self._any_live(masks)) as (some, none):
             with some:
                 self._dots(rows, k_base, key, at)
@@ -136,7 +137,7 @@ class _Task(Task):
 
     # softmax and values
 
-    def _weights(self, rows: list[_Row], tile_max: list[Var]) -> list[Val]:
+    def _weights(self, rows: list[RunningRow], tile_max: list[Var]) -> list[Val]:
         """Scores -> softmax weights in place; updates max and sum. Returns what to scale earlier values by."""
         f = self.f
         shrink, bases = [], []
@@ -162,9 +163,17 @@ class _Task(Task):
             row.sum.v = f.fma(row.sum.v, factor, f.sum(total.v))
         return shrink
 
-    def _values(self, rows: list[_Row], v_base: Val, acc: Val, tile: Val, count: Val, shrink: list[Val]) -> None:
+    def begin_values(self, v_base: Val, tile: Val, count: Val) -> None:
+        """Before the values of a tile's `count` keys are added up."""
+
+    def value_row(self, v_base: Val, tile: Val, j: Val) -> Val:
+        """The address of the row of V of a tile's j-th key."""
+        return self.row_of("v", v_base, tile + j)
+
+    def _values(self, rows: list[RunningRow], v_base: Val, acc: Val, tile: Val, count: Val, shrink: list[Val]) -> None:
         """acc = acc * shrink + weights . V, a block of columns at a time so that its sums stay in registers."""
-        f, a, shape = self.f, self.arg, self.shape
+        f, shape = self.f, self.shape
+        self.begin_values(v_base, tile, count)
         segments = segments_of(f, TYPES[shape.v_type], shape.d_v)
         per_segment = len(segments[0].at)
         at_once = max(1, LANES // shape.rows // per_segment)
@@ -188,7 +197,7 @@ class _Task(Task):
             with f.range(0, count) as j:
                 flag = f.load(self.flags + j, I8)
                 with f.if_(flag.ne(0)):
-                    row = v_base + (tile + j) * a["v_nb1"]
+                    row = self.value_row(v_base, tile, j)
                     v = [x for segment in block for x in segment.read(row)]
                     if len(rows) == 1:
                         accumulate(v, 0, j)
@@ -205,10 +214,10 @@ class _Task(Task):
                 for (start, _), total in zip(columns, row_sums, strict=True):
                     f.store(address(i, start), total.v)
 
-    def walk(self, group: Val, split: Val, acc: Val) -> list[_Row]:
+    def walk(self, group: Val, split: Val, acc: Val) -> list[RunningRow]:
         """All keys of one task; leaves the weighted values, not yet divided by the sum, at `acc`."""
         f, shape = self.f, self.shape
-        rows = [self.row(group, i) for i in range(shape.rows)]
+        rows = [self.running_row(group, i) for i in range(shape.rows)]
         k_base, v_base = self.kv_rows(group)
         for start, lanes in pieces(shape.rows * shape.d_v):
             f.store(acc + 4 * start, f.zeros(F32, lanes))
@@ -230,7 +239,7 @@ class _Task(Task):
                 self._values(rows, v_base, acc, tile, count, shrink)
         return rows
 
-    def finish(self, row: _Row, acc: Val) -> None:
+    def finish(self, row: RunningRow, acc: Val) -> None:
         """Adds the sink to the sum and writes acc / sum; 0 where no key was seen."""
         f = self.f
         top = f.select(row.sink > row.max.v, row.sink, row.max.v)
@@ -242,14 +251,12 @@ class _Task(Task):
             f.store(row.out + 4 * start, f.load(acc + 4 * start, F32, lanes) * factor)
 
 
-def _build_walk(f: Fn, shape: Shape) -> None:
-    task = _Task(f, shape)
-    a = task.arg
-    n_tasks = a["n_seq"] * a["n_head_kv"] * task.n_groups * a["n_split"]
-    start, stop = f.share(n_tasks)
-    with f.range(start, stop) as t:
-        group, split = t // a["n_split"], t % a["n_split"]
-        rows = task.walk(group, split, task.own_acc)
+def build_walk(f: Fn, task: FewQueries) -> None:
+    """The kernel that goes through the keys."""
+    a, shape = task.arg, task.shape
+
+    def one(t: Val, group: Val) -> None:
+        rows = task.walk(group, t % a["n_split"], task.own_acc)
         for i, row in enumerate(rows):
             acc = task.own_acc + 4 * shape.d_v * i
             if not shape.split:
@@ -261,41 +268,46 @@ def _build_walk(f: Fn, shape: Shape) -> None:
             for at, lanes in pieces(shape.d_v):
                 f.store(partial + (64 + 4 * at), f.load(acc + 4 * at, F32, lanes))
 
+    task.each_task(one, a["n_split"])
 
-def _build_merge(f: Fn, shape: Shape) -> None:
-    task = _Task(f, shape)
-    a = task.arg
-    n_groups = a["n_seq"] * a["n_head_kv"] * task.n_groups
-    start, stop = f.share(n_groups)
-    with f.range(start, stop) as group, f.range(0, f.const(shape.rows)) as i:
-        row, acc = task.row(group, i), task.own_acc
 
-        def partial(split: Val) -> Val:
-            return a["work"] + ((group * a["n_split"] + split) * shape.rows + i) * shape.partial_bytes
+def build_merge(f: Fn, task: FewQueries) -> None:
+    """The kernel that joins the results of a group's ranges of keys."""
+    a, shape = task.arg, task.shape
 
-        with f.range(0, a["n_split"]) as split:
-            row.max.v = f.max_or_nan(f.load(partial(split), F32), row.max.v)
-        base = f.select(row.max.v.eq(NEG_INF), 0.0, row.max.v)
-        for at, lanes in pieces(shape.d_v):
-            f.store(acc + 4 * at, f.zeros(F32, lanes))
-        with f.range(0, a["n_split"]) as split:
-            source = partial(split)
-            shrink = f.exp(f.splat(f.load(source, F32) - base))[0]
-            row.sum.v = f.fma(f.load(source + 4, F32), shrink, row.sum.v)
+    def one(t: Val, group: Val) -> None:
+        with f.range(0, f.const(shape.rows)) as i:
+            row, acc = task.running_row(group, i), task.own_acc
+
+            def partial(split: Val) -> Val:
+                return a["work"] + ((t * a["n_split"] + split) * shape.rows + i) * shape.partial_bytes
+
+            with f.range(0, a["n_split"]) as split:
+                row.max.v = f.max_or_nan(f.load(partial(split), F32), row.max.v)
+            base = f.select(row.max.v.eq(NEG_INF), 0.0, row.max.v)
             for at, lanes in pieces(shape.d_v):
-                v = f.load(source + (64 + 4 * at), F32, lanes)
-                f.store(acc + 4 * at, f.fma(v, shrink, f.load(acc + 4 * at, F32, lanes)))
-        task.finish(row, acc)
+                f.store(acc + 4 * at, f.zeros(F32, lanes))
+            with f.range(0, a["n_split"]) as split:
+                source = partial(split)
+                shrink = f.exp(f.splat(f.load(source, F32) - base))[0]
+                row.sum.v = f.fma(f.load(source + 4, F32), shrink, row.sum.v)
+                for at, lanes in pieces(shape.d_v):
+                    v = f.load(source + (64 + 4 * at), F32, lanes)
+                    f.store(acc + 4 * at, f.fma(v, shrink, f.load(acc + 4 * at, F32, lanes)))
+            task.finish(row, acc)
+
+    task.each_task(one, 1)
 
 
 @functools.cache
 def attention_kernels(shape: Shape) -> list[Kernel]:
     """The kernels of one shape, to run in order."""
 
-    def kernel(name: str, build: Callable[[Fn, Shape], None]) -> Kernel:
-        return Kernel(f"{name}_{shape.name}", INTS, lambda f: build(f, shape), floats=("scale", "softcap"))
+    def kernel(name: str, build: Callable[[Fn, FewQueries], None]) -> Kernel:
+        made = f"{name}_{shape.name}"
+        return Kernel(made, INTS, lambda f: build(f, FewQueries(f, shape)), floats=("scale", "softcap"))
 
-    return [kernel("attn", _build_walk)] + ([kernel("attn_merge", _build_merge)] if shape.split else [])
+    return [kernel("attn", build_walk)] + ([kernel("attn_merge", build_merge)] if shape.split else [])
 
 
 def flash_attn(
@@ -334,11 +346,7 @@ def flash_attn(
     """
     if n_head % n_head_kv:
         raise ValueError(f"n_head must be a multiple of n_head_kv, got {n_head} and {n_head_kv}")
-    for name, width in ((k_type, d_k), (v_type, d_v)):
-        if name not in KV_TYPES:
-            raise ValueError(f"a cache must be one of {', '.join(KV_TYPES)}, got {name!r}")
-        if not TYPES[name].is_plain and width % TYPES[name].size:
-            raise ValueError(f"a row of {name} must hold whole blocks of {TYPES[name].size} values, got {width}")
+    check_types((k_type, d_k), (v_type, d_v))
     gqa_ratio = n_head // n_head_kv
     rows, tasks, n_split = _cut(n_q, gqa_ratio, n_head_kv * n_seq, n_kv)
     shape = Shape(k_type, v_type, d_k, d_v, rows, mask != 0, softcap != 0.0, n_split > 1)
@@ -351,8 +359,22 @@ def flash_attn(
     for name, strides in (("q", q_nb), ("k", k_nb), ("v", v_nb), ("mask", mask_nb), ("out", out_nb)):
         values |= {f"{name}_nb{i}": stride for i, stride in enumerate(strides, 1)}
     kernels = [many_kernel(shape)] if rows == ROWS else attention_kernels(shape)
-    row_bytes = sum(n // TYPES[t].size * TYPES[t].bytes for t, n in ((k_type, d_k), (v_type, d_v)))
+    row_bytes = cache_bytes((k_type, d_k), (v_type, d_v))
     return Step([Entry(kernel, kernel.pack(**values)) for kernel in kernels], n_kv * row_bytes * tasks, keep=(work,))
+
+
+def check_types(*caches: tuple[str, int]) -> None:
+    """Raises ValueError unless types can be read as rows of so many values."""
+    for name, width in caches:
+        if name not in KV_TYPES:
+            raise ValueError(f"a cache must be one of {', '.join(KV_TYPES)}, got {name!r}")
+        if not TYPES[name].is_plain and width % TYPES[name].size:
+            raise ValueError(f"a row of {name} must hold whole blocks of {TYPES[name].size} values, got {width}")
+
+
+def cache_bytes(*caches: tuple[str, int]) -> int:
+    """Bytes of a key's rows of these types and widths."""
+    return sum(n // TYPES[name].size * TYPES[name].bytes for name, n in caches)
 
 
 def _cut(n_q: int, gqa_ratio: int, n_heads: int, n_kv: int) -> tuple[int, int, int]:

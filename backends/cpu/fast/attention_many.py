@@ -25,7 +25,7 @@ _HALVES = range(0, ROWS, LANES)
 _HIDDEN = -1024  # the bits of -inf in f16
 
 
-class _Many(Task):
+class ManyQueries(Task):
     """Writes the code of one task. Buffers are [.., ROWS] where rows are lanes; widths in columns of V are whole
     multiples of AT_ONCE, what lies behind d_v is never written out."""
 
@@ -48,8 +48,8 @@ class _Many(Task):
         most = [f.var(f.zeros() + NEG_INF) for _ in _HALVES]
         total = [f.var(f.zeros()) for _ in _HALVES]
         k_base, v_base = self.kv_rows(group)
-        first, stop = self._live(group)
-        with f.range(first, stop, TILE) as tile, f.if_(self._masks(tile).ne(0)):
+        first, stop = self.live(group)
+        with f.range(first, stop, TILE) as tile, f.if_(self.masks_of(tile).ne(0)):
             self._decode("k", k_base, tile, self.keys, self.shape.d_k)
             self._dots()
             shrink = [self._weights(half, tile, most[i], total[i]) for i, half in enumerate(_HALVES)]
@@ -63,7 +63,7 @@ class _Many(Task):
 
     # rows
 
-    def _lane(self, buffer: Val, row: Val, half: Val | int) -> Val:
+    def lane(self, buffer: Val, row: Val, half: Val | int) -> Val:
         """The address of 16 lanes of a buffer's row."""
         return buffer + row * (4 * ROWS) + half * 4
 
@@ -89,7 +89,7 @@ class _Many(Task):
                 addresses = [f.load(self.q_of + (half + i) * 8, I64) for i in range(LANES)]
                 rows = [widen(f.load(q + at * 4, F32, lanes)) for q in addresses]
                 for i, column in enumerate(f.transpose(rows)[:lanes]):
-                    f.store(self._lane(self.queries, at + i, half), column)
+                    f.store(self.lane(self.queries, at + i, half), column)
 
         self._pieces(shape.d_k, exchange)
         with f.range(0, self.width * ROWS, LANES) as i:
@@ -106,9 +106,9 @@ class _Many(Task):
 
     # masks
 
-    def _live(self, group: Val) -> tuple[Val, Val]:
+    def live(self, group: Val) -> tuple[Val, Val]:
         """[first, stop) of the keys that the rows may see, in steps of 32."""
-        f, a, n_kv = self.f, self.arg, self.arg["n_kv"]
+        f, a, n_kv = self.f, self.arg, self.n_keys
         if not self.shape.masked:
             return f.const(0), n_kv
         first, stop = f.var(n_kv), f.var(f.const(0))
@@ -131,9 +131,9 @@ class _Many(Task):
                 note(key, f.load(mask + key * 2, I16).ne(_HIDDEN))
         return first.v, stop.v
 
-    def _masks(self, tile: Val) -> Val:
+    def masks_of(self, tile: Val) -> Val:
         """The tile's masks, rows as lanes, at `seen`. Not 0 when a row sees a key."""
-        f, n_kv = self.f, self.arg["n_kv"]
+        f, n_kv = self.f, self.n_keys
         if not self.shape.masked:
             return f.const(1)
         live = f.var(f.const(0))
@@ -156,7 +156,7 @@ class _Many(Task):
             first = self.masks + block * 2 + half * (2 * TILE)
             rows = [f.load(first + 2 * TILE * i, F16, LANES).to(F32) for i in range(LANES)]
             for i, column in enumerate(f.transpose(rows)):
-                f.store(self._lane(self.seen, block + i, half), column)
+                f.store(self.lane(self.seen, block + i, half), column)
         return live.v
 
     # products
@@ -164,11 +164,11 @@ class _Many(Task):
     def _decode(self, side: str, base: Val, tile: Val, target: Val, width: int) -> Val:
         """The tile's rows of K or V as f32, `width` apart; keys past the end repeat the last. True where one of the
         numbers is not finite."""
-        f, a = self.f, self.arg
+        f = self.f
         kind, n = (self.shape.k_type, self.shape.d_k) if side == "k" else (self.shape.v_type, self.shape.d_v)
         strange = f.var(f.zeros())
         with f.range(0, TILE) as j:
-            row = base + f.min_int(tile + j, a["n_kv"] - 1) * a[f"{side}_nb1"]
+            row = self.row_of(side, base, f.min_int(tile + j, self.n_keys - 1))
             for segment in segments_of(f, TYPES[kind], n):
                 for (start, _), v in zip(segment.at, segment.read(row), strict=True):
                     f.store(target + j * (4 * width) + 4 * start, v)
@@ -181,28 +181,28 @@ class _Many(Task):
         with f.range(0, TILE, AT_ONCE) as key:
             sums = [[f.var(f.zeros()) for _ in _HALVES] for _ in range(AT_ONCE)]
             with f.range(0, d_k) as d:
-                q = [f.load(self._lane(self.queries, d, half), F32, LANES) for half in _HALVES]
+                q = [f.load(self.lane(self.queries, d, half), F32, LANES) for half in _HALVES]
                 for i, of_key in enumerate(sums):
                     k = f.splat(f.load(self.keys + key * (4 * d_k) + d * 4 + 4 * d_k * i, F32))
                     for q_half, dot in zip(q, of_key, strict=True):
                         dot.v = f.fma(k, q_half, dot.v)
             for i, of_key in enumerate(sums):
                 for half, dot in zip(_HALVES, of_key, strict=True):
-                    f.store(self._lane(self.scores, key + i, half), dot.v)
+                    f.store(self.lane(self.scores, key + i, half), dot.v)
 
     def _weights(self, half: int, tile: Val, most: Var, total: Var) -> Val:
         """Scores of 16 rows -> softmax weights in place; updates the largest score and the sum of each row. Returns
         what to scale earlier values by."""
-        f, shape, n_kv = self.f, self.shape, self.arg["n_kv"]
+        f, shape, n_kv = self.f, self.shape, self.n_keys
         scale, cap = f.args("scale", "softcap")
         slope, biggest = f.load(self.slopes + 4 * half, F32, LANES), f.var(most.v)
         with f.range(0, TILE) as j:
-            at = self._lane(self.scores, j, half)
+            at = self.lane(self.scores, j, half)
             s = f.load(at, F32, LANES) * scale
             if shape.softcap:
                 s = f.tanh(s / cap) * cap
             if shape.masked:
-                mask = f.load(self._lane(self.seen, j, half), F32, LANES)
+                mask = f.load(self.lane(self.seen, j, half), F32, LANES)
                 # a select, not the sum alone: it also drops what a NaN in an unused cell made
                 s = f.select(mask.eq(NEG_INF), NEG_INF, f.fma(mask, slope, s))
             else:
@@ -215,7 +215,7 @@ class _Many(Task):
         most.v = new
         added = f.var(f.zeros())
         with f.range(0, TILE) as j:
-            at = self._lane(self.scores, j, half)
+            at = self.lane(self.scores, j, half)
             p = f.exp(f.load(at, F32, LANES) - base)
             f.store(at, p)
             added.v = added.v + p
@@ -227,13 +227,13 @@ class _Many(Task):
         infinity would make NaN."""
         f = self.f
         with f.range(0, self.width, AT_ONCE) as column:
-            places = [[self._lane(self.acc, column + c, half) for half in _HALVES] for c in range(AT_ONCE)]
+            places = [[self.lane(self.acc, column + c, half) for half in _HALVES] for c in range(AT_ONCE)]
             sums = [
                 [f.var(f.load(at, F32, LANES) * factor) for at, factor in zip(pair, shrink, strict=True)]
                 for pair in places
             ]
             with f.range(0, TILE) as j:
-                weights = [f.load(self._lane(self.scores, j, half), F32, LANES) for half in _HALVES]
+                weights = [f.load(self.lane(self.scores, j, half), F32, LANES) for half in _HALVES]
                 for c, pair in enumerate(sums):
                     v = f.splat(f.load(self.values + j * (4 * self.width) + column * 4 + 4 * c, F32))
                     for p, total in zip(weights, pair, strict=True):
@@ -257,7 +257,7 @@ class _Many(Task):
         def write(at: Val, lanes: int) -> None:
             with f.range(0, ROWS, LANES) as half:
                 factor = f.load(self.factors + half * 4, F32, LANES)
-                columns = [f.load(self._lane(self.acc, at + i, half), F32, LANES) * factor for i in range(lanes)]
+                columns = [f.load(self.lane(self.acc, at + i, half), F32, LANES) * factor for i in range(lanes)]
                 columns += [f.zeros()] * (LANES - lanes)
                 for i, row in enumerate(f.transpose(columns)):
                     f.store(f.load(self.out_of + (half + i) * 8, I64) + at * 4, row.part(0, lanes))
@@ -265,17 +265,13 @@ class _Many(Task):
         self._pieces(self.shape.d_v, write)
 
 
-def _build(f: Fn, shape: Shape) -> None:
-    task = _Many(f, shape)
-    a = task.arg
+def build(task: ManyQueries) -> None:
+    """The kernel. Tasks go in turn, since later queries see more keys."""
     task.clear_spare()
-    n_tasks = a["n_seq"] * a["n_head_kv"] * task.n_groups
-    # in turn, since later queries see more keys
-    with f.range(0, (n_tasks - f.ith + f.nth - 1) // f.nth) as i:
-        task.run(i * f.nth + f.ith)
+    task.each_task(lambda _, group: task.run(group), 1, in_turn=True)
 
 
 @functools.cache
 def many_kernel(shape: Shape) -> Kernel:
     """The kernel of one shape; its rows are ROWS."""
-    return Kernel(f"attn_many_{shape.name}", INTS, lambda f: _build(f, shape), floats=("scale", "softcap"))
+    return Kernel(f"attn_many_{shape.name}", INTS, lambda f: build(ManyQueries(f, shape)), floats=("scale", "softcap"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graphrt.backends.cpu.fast.blocks import TYPES, BlockType, plain_load
 from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val, pieces
@@ -30,7 +31,8 @@ INTS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """All that the code of a kernel depends on. rows: how many (query, head) rows share a pass over the cache."""
+    """All that the code of a kernel depends on. rows: how many (query, head) rows share a pass over the cache; alibi,
+    paged: attention_varlen.py's alone."""
 
     k_type: str
     v_type: str
@@ -40,10 +42,13 @@ class Shape:
     masked: bool
     softcap: bool
     split: bool
+    alibi: bool = False
+    paged: bool = False
 
     @property
     def name(self) -> str:
-        flags = "".join(c for c, on in (("m", self.masked), ("c", self.softcap), ("s", self.split)) if on)
+        known = (("m", self.masked), ("c", self.softcap), ("s", self.split), ("a", self.alibi), ("p", self.paged))
+        flags = "".join(c for c, on in known if on)
         return f"{self.k_type}_{self.v_type}_{self.d_k}_{self.d_v}_r{self.rows}{flags}"
 
     @property
@@ -78,7 +83,8 @@ def segments_of(f: Fn, block: BlockType, n: int) -> list[Segment]:
 
 @dataclass
 class Row:
-    """One (query, head) row of a task: where its data is."""
+    """One (query, head) row of a task: where its data is. mask: where its mask is, or of a kernel without masks its
+    query's position."""
 
     q: Val
     mask: Val
@@ -89,14 +95,39 @@ class Row:
 
 
 class Task:
-    """Where the data of a kernel's groups lies. Kernels add what they do with it."""
+    """Where the data of a kernel's groups lies. Kernels add what they do with it.
+
+    n_keys: of a group's sequence; ints: the kernel's arguments.
+    """
+
+    ints: ClassVar[tuple[str, ...]] = INTS
 
     def __init__(self, f: Fn, shape: Shape) -> None:
         self.f, self.shape = f, shape
-        self.arg = dict(zip(INTS, f.args(*INTS), strict=True))
+        self.arg = dict(zip(self.ints, f.args(*self.ints), strict=True))
         a = self.arg
         self.n_rows = a["n_q"] * a["gqa_ratio"]
         self.n_groups = (self.n_rows + (shape.rows - 1)) // shape.rows
+        self.n_keys = a["n_kv"]
+
+    def each_task(self, body: Callable[[Val, Val], None], n_parts: Val | int, *, in_turn: bool = False) -> None:
+        """body(number of the task, group) for this thread's tasks: n_parts of each group, one after the other. in_turn:
+        every so many-th task is a thread's, else they are a stretch of all."""
+        f, a = self.f, self.arg
+        n_tasks = a["n_seq"] * a["n_head_kv"] * self.n_groups * n_parts
+        if in_turn:
+            with f.range(0, (n_tasks - f.ith + f.nth - 1) // f.nth) as i:
+                task = i * f.nth + f.ith
+                body(task, task // n_parts)
+        else:
+            start, stop = f.share(n_tasks)
+            with f.range(start, stop) as task:
+                body(task, task // n_parts)
+
+    def row_of(self, side: str, base: Val, key: Val) -> Val:
+        """The address of a key's row of K or V ("k", "v"). base: kv_rows()'s. The rows of the 16 keys from a multiple
+        of 16 on lie one stride apart."""
+        return base + key * self.arg[f"{side}_nb1"]
 
     def locate(self, group: Val, i: int | Val) -> Row:
         """Row i of a group (a number that counts seq, head_kv, group). Past the last row, the last row again."""
@@ -109,6 +140,11 @@ class Task:
         if self.shape.masked:
             mask = a["mask"] + i_q * a["mask_nb1"] + head % a["mask_ne2"] * a["mask_nb2"]
             mask = mask + seq % a["mask_ne3"] * a["mask_nb3"]
+        return self.row(i_q, head, seq, mask)
+
+    def row(self, i_q: Val, head: Val, seq: Val, mask: Val) -> Row:
+        """The row of a query and a head."""
+        f, a = self.f, self.arg
         slope, sink = f.var(f.const(1.0, F32)), f.var(f.const(NEG_INF, F32))
         has_sink = a["sinks"].ne(0)
         with f.if_(a["slopes"].ne(0)):

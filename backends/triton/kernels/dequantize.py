@@ -16,7 +16,6 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.grid import point_codes, signs_of
 from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
-from graphrt.backends.triton.kernels.common.ternary import digits, first_words, powers
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
@@ -28,7 +27,6 @@ from graphrt.backends.triton.kernels.kinds import (
     has_scales,
     has_supers,
     high_bits,
-    is_ternary,
 )
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import GROUP, Packed, packing_of
@@ -108,23 +106,6 @@ def grid_codes(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def ternary_codes(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
-    """group_codes() of digits of base 3, of groups of which the first begins a block."""
-    group = tl.arange(0, GROUPS)[:, None]
-    live = group < n_live
-    i = tl.arange(0, 16)[None, :]
-    low_word, top_word = first_words(group % 8)
-    power, top_power = powers(group % 8, i // 4)
-    p_quants = packed.quants + (first // 8 + group // 8) * 12
-    p_top = tl.where(group % 8 == 7, packed.high + (first // 8 + group // 8), p_quants + (top_word + i // 4))
-    low = tl.load(p_quants + (low_word + i // 4), mask=live, other=0)
-    top = tl.load(p_top, mask=live, other=0)
-    at = 8 * (i % 4)
-    low, top = (digits(low, power) >> at) & 3, (digits(top, top_power) >> at) & 3
-    return (low - code_offset(KIND)).to(tl.float32), (top - code_offset(KIND)).to(tl.float32)
-
-
-@triton.jit
 def scales_and_mins(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """Scale and min of both halves of each group, f32 [GROUPS]: a value is scale * code - min."""
     group = tl.arange(0, GROUPS)
@@ -153,9 +134,7 @@ def group_values(packed, first, n_live, KIND: tl.constexpr, GROUPS: tl.constexpr
     plane_args() makes them; first: a multiple of 8 for types with supers, int64 where addresses need it; n_live: at
     most GROUPS.
     """
-    if is_ternary(KIND):
-        low, high = ternary_codes(packed, first, n_live, KIND, GROUPS)
-    elif has_grid(KIND):
+    if has_grid(KIND):
         low, high = grid_codes(packed, first, n_live, KIND, GROUPS)
     else:
         low, high = group_codes(packed, first, n_live, KIND, GROUPS)
@@ -208,7 +187,7 @@ def plane_args(packed: Packed) -> dict[str, Any]:
     packing = packing_of(packed.kind)
     assert packing is not None
     planes = packed.planes()
-    if packing.grid is None and not packing.ternary:
+    if packing.grid is None:
         planes = planes._replace(quants=packed.quants.view(torch.int64 if packing.bits == 2 else torch.uint8))
         if packed.high is not None and packing.high_bits == 2:
             planes = planes._replace(high=packed.high.view(torch.int64))

@@ -29,7 +29,6 @@ class Facts(NamedTuple):
     half_scales: bool
     numbers: tuple[int, int, int, int]
     grid: Grid | None
-    ternary: bool
     block_bytes: int
     codes_at: int
 
@@ -40,8 +39,7 @@ def _facts_of(kind: str) -> Facts:
     s = p.scale
     return Facts(
         p.bits, p.high_bits, p.offset, p.signed, p.codebook, s.name, s.count * s.dtype.itemsize, s.supers, s.has_min,
-        s.halves, (*s.at, s.width, s.power), p.grid,
-        p.ternary, dtype(kind).type_size, codes_at(kind),
+        s.halves, (*s.at, s.width, s.power), p.grid, dtype(kind).type_size, codes_at(kind),
     )  # fmt: skip
 
 
@@ -122,18 +120,6 @@ def codebook_half(KIND, half):
     """Values 8 * half to 8 * half + 7 of a codebook as the bytes of an int64."""
     values = bytes(v & 255 for v in FACTS.value[KIND].codebook[8 * half : 8 * half + 8])
     return int.from_bytes(values, "little", signed=True)
-
-
-@triton.constexpr_function
-def is_ternary(KIND):
-    """Codes are digits of base 3, in planes by 256 elements."""
-    return FACTS.value[KIND].ternary
-
-
-@triton.constexpr_function
-def has_decoded_codes(KIND):
-    """Codes are decoded to bytes in order before anything else is done with them."""
-    return has_grid(KIND) or is_ternary(KIND)
 
 
 # ---- grids ----
@@ -264,14 +250,10 @@ def has_min(KIND):
 def planes_from(packed, group, KIND: tl.constexpr):
     """A packed matrix's Planes, in words of a group each, from a group on that begins a row. Planes that the type lacks
     are the quants again: what a function returns can't hold None."""
-    if is_ternary(KIND):
-        quants = packed.quants + group // 8 * 12
-        high = packed.high + group // 8
-    else:
-        quants = packed.quants + group * code_bits(KIND)
-        high = quants
-        if packed.high is not None:
-            high = packed.high + group * high_bits(KIND)
+    quants = packed.quants + group * code_bits(KIND)
+    high = quants
+    if packed.high is not None:
+        high = packed.high + group * high_bits(KIND)
     scales = quants
     if packed.scales is not None:
         scales = packed.scales + group

@@ -81,7 +81,7 @@ def _write_rotated(
 @triton.jit
 def rotate_and_write_row(
     p_q, p_q_out, p_kv, p_k, p_weight, eps, p_cache, p_ids, p_cos, p_sin, n_head, q_parts, n,
-    sq1, sq2, sqo1, sqo2, s_kv, s_k, s_id, s_id_seq, s_cache, s_cache_seq,
+    sq1, sq2, sqo1, sqo2, s_kv, s_k, s_id, s_id_seq, s_cache, s_cache_seq, n_cells,
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, N_KV: tl.constexpr,
     KV_SIZE: tl.constexpr, K_SIZE: tl.constexpr, KIND: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,8 @@ def rotate_and_write_row(
 
     One of them writes kv, normalized and times weight, into row ids[token], the other k, rotated, behind that. q: f32
     [D, n_head, n_tokens]; kv: f32 [N_KV, n_tokens]; k: f32 [D, n_tokens]; cache: as quantize.stored() has it.
-    SEQUENCES: there are several, with n tokens each, one after the other; ids and caches are theirs.
+    SEQUENCES: there are several, with n tokens each, one after the other; ids and caches are theirs. A token whose id
+    is none of the n_cells rows is not written.
     """
     take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -109,12 +110,14 @@ def rotate_and_write_row(
             token -= i_seq * n
             p_ids += i_seq * s_id_seq
             p_cache += i_seq * s_cache_seq
-        p_row = p_cache + tl.load(p_ids + token * s_id).to(tl.int64) * s_cache
-        if part == q_parts:
-            _write_normed(p_kv, p_weight, eps, p_row, N_KV, KV_SIZE, KIND)
-        else:
-            BEHIND: tl.constexpr = N_KV // 32 * halves_a_block(KIND) if is_quantized(KIND) else N_KV
-            _write_rotated(p_k, p_row + BEHIND, p_cos, p_sin, D, N_DIMS, NEOX, K_SIZE, KIND)
+        row = tl.load(p_ids + token * s_id).to(tl.int64)
+        p_row = p_cache + row * s_cache
+        BEHIND: tl.constexpr = N_KV // 32 * halves_a_block(KIND) if is_quantized(KIND) else N_KV
+        if (row >= 0) & (row < n_cells):
+            if part == q_parts:
+                _write_normed(p_kv, p_weight, eps, p_row, N_KV, KV_SIZE, KIND)
+            else:
+                _write_rotated(p_k, p_row + BEHIND, p_cos, p_sin, D, N_DIMS, NEOX, K_SIZE, KIND)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +153,8 @@ def rotate_and_write_launch(
         "n_head": n_head, "q_parts": q_parts, "n": ids.ne[0], "sq1": q.strides[1], "sq2": q.strides[2],
         "sqo1": q_out.stride(1), "sqo2": q_out.stride(0), "s_kv": row.kv.strides[1], "s_k": row.k.strides[2],
         "s_id": ids.strides[0], "s_id_seq": ids.strides[1], "s_cache": s_cache, "s_cache_seq": s_cache_seq,
-        "N_KV": n_kv, "KV_SIZE": kv_size, "K_SIZE": k_size, "KIND": cache.kind, "SEQUENCES": ids.ne[1] > 1,
+        "n_cells": cache.ne[1], "N_KV": n_kv, "KV_SIZE": kv_size, "K_SIZE": k_size, "KIND": cache.kind,
+        "SEQUENCES": ids.ne[1] > 1,
         **rotation_constants(table.params, d, heads, ctx),
     }  # fmt: skip
     warps = max(warps_of(heads, d), warps_of(1, kv_size))

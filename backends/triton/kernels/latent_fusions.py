@@ -78,7 +78,7 @@ def _reads_alone(nodes: Nodes, reader: Tensor, t: Tensor) -> bool:
 
 def latent_rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The query of a latent attention, its parts' product and rotation, and its row of the cache: norm and rotation."""
-    for attention in nodes.of("FLASH_ATTN_EXT"):
+    for attention in nodes.of("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         q, k_set = made_by(attention["q"]), made_by(attention["k"])
         query, row = _query(nodes, q), _row(nodes, k_set)
         if query is not None and row is not None and _rotate_alike(query.rotated, row.rotated):

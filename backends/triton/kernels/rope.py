@@ -196,7 +196,7 @@ def rotate(
 def rotate_and_write(
     p_q, p_q_out, p_k, p_k_cache, p_v, p_v_cache, p_ids, p_cos, p_sin, p_q_weight, p_k_weight, eps, n_head, n_head_kv,
     n_v, q_parts, k_parts, n, sq0, sq1, sq2, sqo1, sqo2, sk0, sk1, sk2, sv0, sv1, sv2, s_id, s_id_seq,
-    s_k_cache, s_k_seq, s_v_cache, s_v_seq,
+    s_k_cache, s_k_seq, s_v_cache, s_v_seq, n_cells,
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def rotate_and_write(
     of it where that is quantized); past k_parts more it writes SIZE elements of v into the same row of the v cache.
     q: [D, n_head, n_tokens]; k: [D, n_head_kv, n_tokens]; v: [n_v, n, n_seq]; caches: as quantize.stored() has them.
     SEQUENCES: there are several, with n tokens each, one after the other; ids, v and caches are theirs. p_q_weight,
-    p_k_weight: f32 [D] or None: heads are normalized first.
+    p_k_weight: f32 [D] or None: heads are normalized first. A token whose id is none of the n_cells rows is left out.
     """
     take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -228,20 +228,21 @@ def rotate_and_write(
             p_k_cache += i_seq * s_k_seq
             p_v_cache += i_seq * s_v_seq
         row = tl.load(p_ids + token * s_id).to(tl.int64)
-        if part < k_parts:
-            p_to = p_k_cache + row * s_k_cache
-            if is_quantized(K_KIND):
-                rotate_into_blocks(
-                    p_k, sk0, sk1, p_to, part, n_head_kv * D, p_cos, p_sin, p_k_weight, eps,
-                    D, N_DIMS, NEOX, SIZE, K_KIND,
-                )  # fmt: skip
+        if (row >= 0) & (row < n_cells):
+            if part < k_parts:
+                p_to = p_k_cache + row * s_k_cache
+                if is_quantized(K_KIND):
+                    rotate_into_blocks(
+                        p_k, sk0, sk1, p_to, part, n_head_kv * D, p_cos, p_sin, p_k_weight, eps,
+                        D, N_DIMS, NEOX, SIZE, K_KIND,
+                    )  # fmt: skip
+                else:
+                    rotate_heads(
+                        p_k, sk0, sk1, p_to, D, part * HEADS, n_head_kv, p_cos, p_sin, p_k_weight, eps,
+                        D, N_DIMS, NEOX, HEADS, K_KIND,
+                    )  # fmt: skip
             else:
-                rotate_heads(
-                    p_k, sk0, sk1, p_to, D, part * HEADS, n_head_kv, p_cos, p_sin, p_k_weight, eps,
-                    D, N_DIMS, NEOX, HEADS, K_KIND,
-                )  # fmt: skip
-        else:
-            store_part(p_v + token * sv1, sv0, p_v_cache + row * s_v_cache, part - k_parts, n_v, V_KIND, SIZE)
+                store_part(p_v + token * sv1, sv0, p_v_cache + row * s_v_cache, part - k_parts, n_v, V_KIND, SIZE)
 
 
 def rope_table(node: Tensor, ctx: Context) -> tuple[RopeTable, list[Step]]:
@@ -344,7 +345,8 @@ def lower_rope_set_rows(
         "sqo2": q_out.strides[2], "sk0": k.strides[0], "sk1": k.strides[1], "sk2": k.strides[2],
         "sv0": v.strides[0], "sv1": v.strides[1], "sv2": v.strides[2], "s_id": ids.strides[0],
         "s_id_seq": ids.strides[1], "s_k_cache": s_k, "s_k_seq": s_k_seq, "s_v_cache": s_v, "s_v_seq": s_v_seq,
-        "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind, "SEQUENCES": v.ne[2] > 1,
+        "n_cells": k_cache.ne[1], "SIZE": size, "K_KIND": k_cache.kind, "V_KIND": v_cache.kind,
+        "SEQUENCES": v.ne[2] > 1,
         **rotation_constants(table.params, d, heads, ctx),
     }  # fmt: skip
     options = launch_options(ctx.target, warps_of(heads, d))

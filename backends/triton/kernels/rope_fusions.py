@@ -64,7 +64,7 @@ def _is_rotated_plain(t: Tensor) -> bool:
 
 def _rotations(nodes: Nodes) -> Iterator[RopeCache]:
     """ROPE of q and of k, SET_ROWS of k and of v, that can be one launch."""
-    for attention in nodes.of("FLASH_ATTN_EXT"):
+    for attention in nodes.of("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         q, k_set, v_set = (made_by(attention[name]) for name in ("q", "k", "v"))
         if q.op != "ROPE" or k_set.op != "SET_ROWS" or v_set.op != "SET_ROWS" or k_set is v_set:
             continue

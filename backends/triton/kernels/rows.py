@@ -43,13 +43,13 @@ def read_rows(
 @accesses(reads="p_rows p_ids", writes="p_out")
 @triton.jit
 def write_rows(
-    p_rows, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, e1, e2, so1, so2, so3,
+    p_rows, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, e1, e2, so1, so2, so3, n_out,
     KIND: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, part) rounds SIZE elements of row i and stores them in row ids[i] of out, or in row i without ids.
 
     rows: [n, n1, n2, n3] with strides s; ids: [n1, e1, e2], whose dimensions e1 and e2 divide n2 and n3; out: as
-    quantize.stored() has it, with strides so.
+    quantize.stored() has it, with strides so. A row whose id is none of the n_out rows is left out.
     """
     take_turn(PDL)
     row = tl.program_id(0)
@@ -58,7 +58,8 @@ def write_rows(
     if p_ids is not None:
         target = tl.load(p_ids + i1 * si0 + (i2 % e1) * si1 + (i3 % e2) * si2).to(tl.int64)
     p_in = p_rows + i1 * s1 + i2 * s2 + i3 * s3
-    store_part(p_in, s0, p_out + target * so1 + i2 * so2 + i3 * so3, tl.program_id(1), n, KIND, SIZE)
+    if (target >= 0) & (target < n_out):
+        store_part(p_in, s0, p_out + target * so1 + i2 * so2 + i3 * so3, tl.program_id(1), n, KIND, SIZE)
 
 
 def _size(n: int) -> int:
@@ -96,7 +97,8 @@ def write_launch(rows: torch.Tensor, ids: View | None, out: View, ctx: Context) 
     args: dict[str, Any] = {
         "p_rows": rows, "p_ids": ids.data if ids is not None else None, "p_out": memory, "n": n, "n1": n1, "n2": n2,
         "s0": s0, "s1": s1, "s2": s2, "s3": s3, "si0": si[0], "si1": si[1], "si2": si[2], "e1": e[1], "e2": e[2],
-        "so1": so1, "so2": so2, "so3": so3, "KIND": out.kind, "SIZE": size, "PDL": ctx.target.has_pdl,
+        "so1": so1, "so2": so2, "so3": so3, "n_out": out.ne[1] if ids is not None else n1,
+        "KIND": out.kind, "SIZE": size, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     return Launch(write_rows, (n1 * n2 * n3, -(-n // size)), args, writing_options(ctx.target, _warps(size), out.kind))
 

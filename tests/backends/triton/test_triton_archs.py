@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from graphrt.backends.triton import device
 from graphrt.models import Model, load
 from graphrt.models.embed import Embedder
 from graphrt.models.engine import SessionOptions
+from graphrt.models.engine_paged import PagedEngine
 from graphrt.testing import nmse
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 F32 = SessionOptions(n_ctx=32, n_batch=8, type_k="f32", type_v="f32")
+PAGED = replace(F32, page=16)
 LATENT = SessionOptions(n_ctx=16, n_batch=16, type_k="f32", type_v="f32")
 #: Few layers, for the interpreter's sake, of what the GPU backend has kernels of its own for: soft caps and windows,
 #: ALiBi and limits, a parallel feed-forward on two norms, experts, sinks, latent attention.
@@ -62,6 +65,30 @@ def test_a_step_is_one_split(tmp_path: Path, name: str) -> None:
         (split,) = session.executable(n, 1).splits
         assert split.backend.name == "triton" and not split.copies
     assert not session.fallbacks()
+
+
+@pytest.mark.parametrize("name", [name for name, row in DECODERS.items() if row.layers < 10])
+def test_a_step_over_pages_is_one_split(tmp_path: Path, name: str) -> None:
+    """With the fusions that a step over rings has."""
+    mine, _ = loaded(tmp_path / "m.gguf", name, exact=False)
+    engine, rings = mine.engine(3, PAGED), mine.engine(3, F32)
+    assert isinstance(engine, PagedEngine)
+    for size in (engine.sizes(9, 2), engine.sizes(3, 3)):
+        (split,) = engine.prepared(*size).exe.splits
+        assert split.backend.name == "triton" and not split.copies
+    (other,) = rings.executable(1, 3).splits
+    fused, wanted = (Counter(g.kernel for g in s.groups if g.kernel) for s in (split, other))
+    assert fused == wanted
+    assert not engine.fallbacks()
+
+
+@pytest.mark.parametrize("name", ["short-gemma2", "short-gpt-oss", "short-deepseek2", "short-mpt"])
+def test_logits_over_pages_are_the_cpus(tmp_path: Path, name: str) -> None:
+    """Prompts and single tokens together, in steps that are larger than what they read."""
+    mine, cpus = (model.engine(3, PAGED) for model in loaded(tmp_path / "m.gguf", name, exact=False))
+    ids = tokens()
+    for part in ({0: ids[:7]}, {0: ids[7:8], 2: ids[9:14]}, {0: ids[8:9], 1: ids[:1], 2: ids[14:15]}):
+        assert nmse(mine.read(part), cpus.read(part)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ENCODERS)

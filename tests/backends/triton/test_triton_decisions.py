@@ -197,7 +197,7 @@ def test_there_are_tiles_for_all_pairs_and_for_those_of_no_expert() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_a_scale_is_its_sign_and_a_positive_factor(scale: float, softcap: float) -> None:
     """sign and factor: logits as powers of two, or what tanh is taken of."""
-    found = portable._scaling(SimpleNamespace(scale=scale, softcap=softcap))
+    found = portable.scaling(SimpleNamespace(scale=scale, softcap=softcap))
     assert found["factor"] > 0 and found["sign"] == np.sign(scale)
     whole = scale / softcap if softcap else scale * np.log2(np.e)
     assert np.isclose(found["sign"] * found["factor"], whole, rtol=1e-12)

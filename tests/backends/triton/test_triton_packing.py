@@ -44,6 +44,17 @@ def _any_bytes(kind: str, rows: int, blocks: int) -> npt.NDArray[np.uint8]:
     raw = rng.integers(0, 256, (rows, blocks * dtype(kind).type_size), dtype=np.uint8)
     raw[0] = 0xFF
     raw[1:2] = 0x7F
+    return _as_quantizers_write(raw) if kind == "tq1_0" else raw
+
+
+def _as_quantizers_write(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Of tq1_0's bytes that mean the same digits of base 3 the one that a quantizer gives: digits n are n / 243 of 256,
+    rounded up; those of the last four bytes before the scale have a last digit of 0."""
+    of_byte = (np.arange(256) * 243 >> 8).astype(np.int64)
+    five, four = (-(-n * 256 // 243) for n in (of_byte, of_byte // 3 * 3))
+    blocks = raw.reshape(raw.shape[0], -1, 54)
+    blocks[..., :48] = five[blocks[..., :48]]
+    blocks[..., 48:52] = four[blocks[..., 48:52]]
     return raw
 
 
@@ -94,8 +105,7 @@ def test_planes(kind: str) -> None:
     """Shapes, alignment, and that no two planes share memory."""
     p, facts = Packed.empty(kind, 5, 768, DEVICE), packing_of(kind)
     assert facts is not None
-    quants = (5, 3, 12) if facts.ternary else (5, 24, facts.words)
-    assert p.quants.dtype == torch.int32 and p.quants.shape == quants
+    assert p.quants.dtype == torch.int32 and p.quants.shape == (5, 24, facts.words)
     assert p.scales.dtype == facts.scale_type and p.scales.shape == (5, 24, facts.scales)
     assert (p.high is not None) == (facts.high_bits > 0) and (p.supers is not None) == (facts.supers > 0)
     planes = [plane for plane in (p.quants, p.high, p.scales, p.supers) if plane is not None]
@@ -161,19 +171,6 @@ def _point_value(packed: Packed, row: int, group: int, i: int) -> int:
     return -found if signs[j] else found
 
 
-def _digit(packed: Packed, row: int, group: int, i: int) -> int:
-    """Element i of a group of digits of base 3, from -1 on."""
-    block, at = group // 8, group % 8 * 32 + i
-    quants, last = (plane[row, block].view(torch.uint8).tolist() for plane in (packed.quants, packed.high))
-    if at < 160:
-        byte, n = quants[at % 32], at // 32
-    elif at < 240:
-        byte, n = quants[32 + (at - 160) % 16], (at - 160) // 16
-    else:
-        byte, n = last[(at - 240) % 4], (at - 240) // 4
-    return (byte * 3**n % 256 * 3 >> 8) - 1
-
-
 def _odd_scale(packed: Packed, row: int, group: int, half: int) -> float:
     """A scale of the form "odd", without that of its block."""
     form = packing_of(packed.kind).scale  # type: ignore[union-attr]
@@ -188,7 +185,7 @@ def test_planes_are_as_described(kind: str) -> None:
     assert facts is not None
     rng = np.random.default_rng(1)
     for row, group, i in zip(rng.integers(0, 2, 64), rng.integers(0, 16, 64), rng.integers(0, 32, 64)):
-        decoded_by = _point_value if facts.grid else _digit if facts.ternary else _code
+        decoded_by = _point_value if facts.grid else _code
         code, half = decoded_by(p, row, group, i), i // 16
         scales = [float(s) for s in p.scales[row, group]]
         supers = [float(s) for s in p.supers[row, group // 8]] if p.supers is not None else [1.0]

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from graphrt import ops
-from graphrt.backend import Group, Place, Region
+from graphrt.backend import Group, Place, Region, Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.support import why_unsupported
@@ -27,12 +27,14 @@ from graphrt.tools.conformance.run.step import run_case
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from support.aot_rows import context, rope_cache_found
+from support.aot_rows import context, latent_group, rope_cache_found
+from support.planned import lowered_group
 
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels import copy, kq_mask, rope, rows, sample, sort
 from graphrt.backends.triton.kernels.rope_fusions import RopeCache
 from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.program import Program
 
 LOWERINGS = {
@@ -160,6 +162,30 @@ def test_the_fused_form_is_the_single_ones(
         else:  # sums may be rounded once or twice
             a, e = (dequantize(x, node.dtype) for x in (found, expected))
             assert judge(node, a, e, e).ok
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("form", ["rope_cache", "latent_rope_cache", "SET_ROWS"])
+def test_no_row_is_written_that_is_not_there(kind: str, form: str) -> None:
+    """Ids before the first and behind the last, as tokens of nobody have; memory around the cache stays as it is."""
+    group, found = latent_group(kind, 4, "neox"), rope_cache_found(kind, 4, "neox", 64, 64, (4, 2))
+    sets = [group.captured.row.k_set] if form == "latent_rope_cache" else [found.k_set, found.v_set]
+    ctx = context(device.target())
+    plain, middle = ctx.place, {}
+    for root in (s["target"].root for s in sets):
+        memory = torch.full((3 * root.nbytes,), 7, dtype=torch.uint8, device=ctx.target.device)
+        middle[root] = (TritonBuffer(memory, Usage.COMPUTE), root.nbytes)
+    ctx.place = lambda t: middle[t.root] if t.root in middle else plain(t)
+    fill(sets[0]["ids"], np.array([-1, 5, sets[0].ne[1], -2]), ctx)
+    if form == "SET_ROWS":
+        run(found[:4], ctx)
+    else:
+        for step in lowered_group(group, ctx) if form == "latent_rope_cache" else rope.lower_rope_cache(found, ctx):
+            step()
+    for root, (buffer, start) in middle.items():
+        changed = np.flatnonzero(buffer.memory.cpu().numpy() != 7)
+        row = start + 5 * root.nb[1]
+        assert len(changed) and row <= changed.min() and changed.max() < row + root.nb[1], "the row 5, no other"
 
 
 @pytest.mark.parametrize("of", ["k", "v"])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from graphrt.errors import GraphError
 from graphrt.graph import Graph
 from graphrt.op import op_spec
+from graphrt.ops.flash_attn_varlen import longest
 from graphrt.tensor import Tensor
 
 #: Files of up to so many bytes may all take the same: 275 MB, a second or two. Larger ones in proportion to their size.
@@ -54,6 +55,13 @@ def _attention(node: Tensor) -> int:
     return 2 * scores + q.ne[2] * q.ne[3] * k.ne[1] * (k.ne[0] + node.ne[0]) // 4
 
 
+def _varlen(node: Tensor) -> int:
+    """The same for sequences that may all be as long as the longest can be, each gathered by itself."""
+    q, k = node["q"], node["k"]
+    keys = longest(node)
+    return 2 * q.n_rows * keys + (node["q_starts"].ne[0] + q.ne[2]) * keys * (k.ne[0] + node.ne[0])
+
+
 def _repeated_weights(node: Tensor) -> int:
     """The weights once for each matrix of activations, where several share them."""
     weights = node["weights"]
@@ -66,12 +74,16 @@ _SCRATCH: dict[str, Callable[[Tensor], int]] = {
     "MUL_MAT_ID": lambda t: t.n_elements * t["weights"].ne[2],  # every expert for every token
     "FLASH_ATTN_EXT": _attention,
     "FLASH_ATTN_LSE": _attention,
+    "FLASH_ATTN_VARLEN": _varlen,
+    "FLASH_ATTN_VARLEN_LSE": _varlen,
     "SOFT_MAX": lambda t: 2 * t.n_elements,
     "SET_ROWS": lambda t: t["rows"].n_elements,
 }
 _ROUNDS: dict[str, Callable[[Tensor], int]] = {
     "MUL_MAT_ID": lambda t: min(t["weights"].ne[2], t["ids"].n_elements),
     "KQ_MASK": lambda t: t.ne[3] * -(-t.ne[1] // 16),
+    "FLASH_ATTN_VARLEN": lambda t: t["q_starts"].ne[0],
+    "FLASH_ATTN_VARLEN_LSE": lambda t: t["q_starts"].ne[0],
     "SAMPLE": lambda t: t.n_elements,
     "ROPE": lambda t: t.params.n_dims // 64,
 }

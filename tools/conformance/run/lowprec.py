@@ -8,7 +8,7 @@ that rounds activations to 8 bits on purpose MUL_MAT does that instead, and take
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -155,6 +155,57 @@ def _flash_attn_lse(node: Tensor, q: T, k: T, mask: T | None = None, sinks: T | 
     return lse.permute(0, 2, 1).reshape(node.shape)
 
 
+def _varlen(
+    node: Tensor, q: T, q_starts: T, lengths: T | None, table: T | None, k_starts: T | None
+) -> Iterator[tuple[T, T, T]]:
+    """(its queries, the rows of its keys in pages put end to end, mask) of each sequence that has both."""
+    p, of = node.params, torch.bucketize(torch.arange(q.shape[2]), q_starts.flatten(), right=True) - 1
+    for s in range(q_starts.numel() - 1):
+        queries = (of == s).nonzero().flatten()
+        if table is not None and lengths is not None:
+            key = torch.arange(int(lengths.flatten()[s]))
+            size = node["k"].ne[1]
+            rows = table[0, 0, s].clamp(min=0)[key // size] * size + key % size
+        else:
+            assert k_starts is not None
+            rows = torch.arange(*k_starts.flatten()[s : s + 2].tolist())
+        if len(queries) and len(rows):
+            behind = (len(rows) - len(queries) + torch.arange(len(queries)))[:, None] - torch.arange(len(rows))
+            hidden = ((behind < 0) & p.causal) | ((behind >= p.window) & (p.window > 0))
+            bias = -behind.abs().float() if p.max_bias > 0 else torch.zeros(behind.shape)
+            yield queries, rows, bias.masked_fill(hidden, -math.inf)[None, None]
+
+
+def _end_to_end(cache: T, rows: T, mask: T) -> T:
+    """Rows of pages [n_pages, n_head_kv, page, D] put end to end, [1, n_head_kv, n, D]; of what is hidden zeros."""
+    found = cache.transpose(1, 2).flatten(0, 1)[rows].transpose(0, 1)[None]
+    return found.masked_fill(torch.isneginf(mask).all(2)[..., None], 0.0)
+
+
+def _flash_attn_varlen(
+    node: Tensor, q: T, k: T, v: T, q_starts: T, lengths: T | None = None, table: T | None = None,
+    k_starts: T | None = None, sinks: T | None = None,
+) -> T:  # fmt: skip
+    out = torch.zeros(node.shape)
+    for queries, rows, mask in _varlen(node, q, q_starts, lengths, table, k_starts):
+        keys, values = _end_to_end(k, rows, mask), _end_to_end(v, rows, mask)
+        out[:, queries] = _flash_attn_ext(node, q[:, :, queries], keys, values, mask, sinks)
+    return out
+
+
+def _flash_attn_varlen_lse(
+    node: Tensor, q: T, k: T, q_starts: T, lengths: T | None = None, table: T | None = None, k_starts: T | None = None,
+    sinks: T | None = None,
+) -> T:  # fmt: skip
+    out = torch.full(node.shape, -math.inf)
+    if sinks is not None:
+        out[0, 0, : int(q_starts.flatten()[-1])] = sinks.flatten()
+    for queries, rows, mask in _varlen(node, q, q_starts, lengths, table, k_starts):
+        s = _with_sink(_scores(node, q[:, :, queries], _end_to_end(k, rows, mask), mask), sinks)
+        out[0, 0, queries] = torch.logsumexp(s, dim=-1)[0].T
+    return out
+
+
 def _soft_max(node: Tensor, a: T, mask: T | None = None, sinks: T | None = None) -> T:
     s = a * node.params.scale
     if mask is not None:
@@ -230,6 +281,8 @@ LOW: dict[str, LowPrecision] = {
     "ADD_ID": _add_id,
     "FLASH_ATTN_EXT": _flash_attn_ext,
     "FLASH_ATTN_LSE": _flash_attn_lse,
+    "FLASH_ATTN_VARLEN": _flash_attn_varlen,
+    "FLASH_ATTN_VARLEN_LSE": _flash_attn_varlen_lse,
     "GET_ROWS": _get_rows,
     "CONT": lambda node, a: a,
     "DUP": lambda node, a: a,

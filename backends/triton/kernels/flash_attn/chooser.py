@@ -40,7 +40,7 @@ class Problem:
     n_q, n_kv: queries and keys of a sequence (with a mask the most that can be visible). packed_heads: query heads of
     one KV head that share a tile, block_m // packed_heads tokens each; it may exceed n_head // n_head_kv, whose missing
     rows are then padding. block_m, block_n: rows and keys of a block. d_v_stored: columns of a partial result, d_v's
-    next power of two (at least 16) unless given.
+    next power of two (at least 16) unless given. ragged: not even the number of tiles is known, what is here bounds it.
 
     Raises BackendError for a shape that can't be.
     """
@@ -57,12 +57,13 @@ class Problem:
     block_n: int
     packed_heads: int = 1
     d_v_stored: int = 0
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         if self.d_v_stored == 0:
             object.__setattr__(self, "d_v_stored", max(16, 1 << (self.d_v - 1).bit_length()))
         for name, value in vars(self).items():
-            if name != "has_mask" and value < 1:
+            if name not in ("has_mask", "ragged") and value < 1:
                 raise BackendError(f"{name} of an attention must be at least 1, got {value}")
         if self.n_head % self.n_head_kv:
             raise BackendError(f"the heads of k must divide the heads of q, got {self.n_head_kv} and {self.n_head}")
@@ -173,6 +174,9 @@ def choose(
     if blocks < 2 * MIN_BLOCKS:
         reasons.append(f"{_count(blocks, 'k-block')} a tile at most: too few to share a tile")
         return _choice(problem, device, "tile", tiles, 1, reasons)
+    if problem.ragged:
+        reasons.append("tiles and their lengths are known on the device only: equal shares of all units there are")
+        return _choice(problem, device, "stream_k", _stream_k_programs(problem, device), 1, reasons)
     if problem.has_mask:
         return _masked(problem, device, efficiency, reasons)
     if efficiency >= GOOD_EFFICIENCY:

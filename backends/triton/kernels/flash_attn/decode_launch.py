@@ -13,6 +13,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
@@ -62,7 +63,7 @@ def arguments(
     return {name: known[name] for name in flash_attn_decode.arg_names}
 
 
-class Decode(AttentionKernel):
+class Decode(AttentionKernel[Problem, MaskPlan]):
     """decode.py: few query rows of a KV head, on NVIDIA's GPUs. join: join_of's, once launches() has been asked."""
 
     name = kernel = "decode"

@@ -11,44 +11,54 @@ from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.flash_attn.forward import normalized
 from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
+from graphrt.backends.triton.kernels.flash_attn.varlen.tiles import tile_record
 
 
 @accesses(
-    reads="p_part p_sinks p_counts p_unit_start",
+    reads="p_part p_sinks p_counts p_unit_start p_tiles",
     writes="p_out p_lse",
-    early_if={"HAS_MASK": "p_counts p_unit_start"},
-    uncached="p_counts p_unit_start",
+    early_if={"HAS_MASK": "p_counts p_unit_start", "VARLEN": "p_tiles"},
+    uncached="p_counts p_unit_start p_tiles",
     helper=True,
 )
 @triton.jit(
     do_not_specialize=[
-        "n_q", "n_head", "n_groups", "n_qt", "n_blocks", "n_tiles", "programs", "splits", "has_sinks", "has_lse",
+        "n_q", "n_head", "n_groups", "n_qt", "n_blocks", "n_tiles", "n_seq", "programs", "splits", "has_sinks",
+        "has_lse",
     ]
 )  # fmt: skip
 def flash_attn_fixup(
-    p_part, p_sinks, p_out, p_lse, p_counts, p_unit_start, n_q, n_head, n_groups, n_qt, n_blocks, n_tiles,
-    programs, splits, has_sinks, has_lse,
+    p_part, p_sinks, p_out, p_lse, p_counts, p_unit_start, p_tiles, n_q, n_head, n_groups, n_qt, n_blocks, n_tiles,
+    n_seq, programs, splits, has_sinks, has_lse,
     D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_V: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VARLEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, i, j) joins ROWS rows, COLS columns of a tile, PARTS parts at a time. Arguments: flash_attn's."""
+    """Program (tile, i, j) joins ROWS rows, COLS columns of a tile, PARTS parts at a time. Arguments: flash_attn's; if
+    VARLEN flash_attn_varlen's, whose lengths are a plan as a mask's are (HAS_MASK)."""
     tile = tl.program_id(0)
     # Of the mask's plan, which is older than the launch that wrote the parts. That one let this one start after a
     # gdc_wait of its own only, when all launches before it were complete.
     first, last, n_units, total = fixup_range(
         tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, BIG
     )
-    take_turn(PDL)
-    if first != last:
-        i_qt = tile % n_qt
+    if VARLEN:
+        i_seq, first_token, n, row0, _, _ = tile_record(p_tiles, tile // n_groups)
+        i_group = tile % n_groups
+        has_sinks &= i_seq < n_seq
+    else:
+        first_token = (tile // (n_qt * n_groups)) * n_q
+        n = n_q
+        row0 = (tile % n_qt) * BLOCK_M
         i_group = (tile // n_qt) % n_groups
-        i_seq = tile // (n_qt * n_groups)
+    take_turn(PDL)
+    if (first != last) & (n_units > 0):  # a varlen attention's list of tiles ends with some that have no units
         i_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        row = i_qt * BLOCK_M + i_row
+        row = row0 + i_row
         token = row // PACK
         head = i_group * PACK + row % PACK
-        m_row = (token < n_q) & (i_row < BLOCK_M)
+        m_row = (token < n) & (i_row < BLOCK_M)
         W: tl.constexpr = DV0 + DV1
         i_d = tl.program_id(2) * COLS + tl.arange(0, COLS)
         m = tl.full([ROWS], NEG_INF, tl.float32)
@@ -77,7 +87,7 @@ def flash_attn_fixup(
         if has_sinks:
             sink = tl.load(p_sinks + head, mask=m_row, other=NEG_INF) * LOG2E
         lse, weight = normalized(m, l, sink)
-        out_row = ((i_seq * n_q).to(tl.int64) + token) * n_head + head
+        out_row = (first_token.to(tl.int64) + token) * n_head + head
         if HAS_V:
             i_element = slot_elements(i_d, V_KIND, V_ALIGNED)
             m_store = m_row[:, None] & ((i_element < D_V) & (i_d < W))[None, :]

@@ -45,13 +45,13 @@ def _last(x, RANK: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, RANK: tl.constexpr):
+def per_row(x, RANK: tl.constexpr):
     """A vector of query rows along the second last axis of RANK."""
     return x[:, None] if RANK == 2 else x[None, :, None]
 
 
 @triton.jit
-def _keys_last(i_key, WAYS: tl.constexpr):
+def keys_last(i_key, WAYS: tl.constexpr):
     """Keys [BN] or [WAYS, BN / WAYS] as columns of scores."""
     return i_key[None, :] if WAYS == 0 else i_key[:, None, :]
 
@@ -63,7 +63,7 @@ def _keys_first(i_key, WAYS: tl.constexpr):
 
 
 @triton.jit
-def _key_index(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
+def key_index(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
     """Keys of a k-block: [BN], or [WAYS, BN / WAYS]."""
     if WAYS == 0:
         return tl.arange(0, BLOCK_N)
@@ -85,25 +85,24 @@ def _tanh(x, ACCURATE: tl.constexpr):
 
 @triton.jit
 def load_kv(
-    p_kv, stride, i_key, m_key, D: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+    p_kv, at, m_key, D: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
     ALIGNED: tl.constexpr, DOT: tl.constexpr, WAYS: tl.constexpr, ALL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """SIZE columns from column FROM of the rows i_key of K or V as DOT, [BN, SIZE] or [WAYS, BN / WAYS, SIZE].
+    """SIZE columns from column FROM of rows of K or V as DOT, [BN, SIZE] or [WAYS, BN / WAYS, SIZE].
 
-    p_kv: the k-block's first row; stride: between rows, in units of the pointer. Rows where m_key is false (ALL: there
-    are none) and columns past D are 0 and not read.
+    at: where the rows begin behind p_kv, in units of the pointer. Rows where m_key is false (ALL: there are none) and
+    columns past D are 0 and not read.
     """
     if is_quantized(KIND):
-        BN: tl.constexpr = i_key.numel
-        i_flat = tl.reshape(i_key, (BN,))
+        BN: tl.constexpr = at.numel
         i_block = FROM // 32 + tl.arange(0, SIZE // 32)
         m_block = (i_block < D // 32)[None, :]
         m_block = tl.broadcast_to(m_block, (BN, SIZE // 32)) if ALL else tl.reshape(m_key, (BN,))[:, None] & m_block
-        x = load_quantized(p_kv + i_flat * stride, i_block, m_block, KIND, ALIGNED, PTX).to(DOT)
+        x = load_quantized(p_kv + tl.reshape(at, (BN,)), i_block, m_block, KIND, ALIGNED, PTX).to(DOT)
         return x if WAYS == 0 else tl.reshape(x, (WAYS, BN // WAYS, SIZE))
     else:
         i_d = FROM + tl.arange(0, SIZE)
-        p_tile = p_kv + _keys_first(i_key * stride, WAYS) + _last(i_d, 2 if WAYS == 0 else 3)
+        p_tile = p_kv + _keys_first(at, WAYS) + _last(i_d, 2 if WAYS == 0 else 3)
         m_d = _last(i_d < D, 2 if WAYS == 0 else 3)
         if ALL and FROM + SIZE <= D:
             return tl.load(p_tile).to(DOT)
@@ -152,6 +151,49 @@ def softmax_step(s, factor, m, l, GUARD: tl.constexpr):
 
 
 @triton.jit
+def scores(
+    p_kb, at, m_key, q0, q1, factor, softcap, D_K: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
+    K_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALL: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a k-block: q.k with the softcap, the first part of K's tile, what one of log2 is in the units of these scores,
+    and the factor that brings them to log2. at, m_key, ALL: of its rows, see load_kv."""
+    k0 = load_kv(p_kb, at, m_key, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS, ALL, PTX)
+    s = tl.dot(q0, _turned(k0), input_precision=PRECISION)
+    if DK1 > 0:
+        k1 = load_kv(p_kb, at, m_key, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS, ALL, PTX)
+        s = tl.dot(q1, _turned(k1), s, input_precision=PRECISION)
+    # What a mask adds is brought into the units of s: those stay exact where it adds 0, however large they are.
+    unit = LOG2E / factor
+    if SOFTCAP:
+        s = (softcap * LOG2E) * _tanh(s * factor, K_DOT == tl.float32)
+        unit = LOG2E
+        factor = 1.0
+    return s, k0, unit, factor
+
+
+@triton.jit
+def weigh(
+    s, factor, k0, p_vb, at, m_key, m, l, acc0, acc1, D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr, V_DOT: tl.constexpr, WAYS: tl.constexpr, V_IN_K: tl.constexpr,
+    HAS_V: tl.constexpr, ALL: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """m, l and acc with a k-block's scores. k0: K's tile, which holds V's if V_IN_K. ALL: no score is -inf."""
+    p, m, l, alpha = softmax_step(s, factor, m, l, not ALL)
+    if HAS_V:
+        p = p.to(V_DOT)
+        if V_IN_K:
+            v0 = k0
+        else:
+            v0 = load_kv(p_vb, at, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
+        acc0 = tl.dot(p, v0, acc0 * alpha, input_precision=PRECISION)
+        if DV1 > 0:
+            v1 = load_kv(p_vb, at, m_key, D_V, DV0, DV1, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
+            acc1 = tl.dot(p, v1, acc1 * alpha, input_precision=PRECISION)
+    return m, l, acc0, acc1
+
+
+@triton.jit
 def attend(
     p_k, p_v, sk_n, sv_n, p_mask_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor, softcap,
     D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
@@ -161,46 +203,44 @@ def attend(
     PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count."""
-    i_key = _key_index(BLOCK_N, WAYS)
-    first = i_kb * BLOCK_N
-    col = first + i_key
+    i_key = key_index(BLOCK_N, WAYS)
+    col = i_kb * BLOCK_N + i_key
     m_key = col < n_kv
     if PARTIAL and HAS_MASK:  # cells that the mask hides from all rows are not read: they may hold NaN
         bits = load_index(p_seen + i_kb * (BLOCK_N // 32) + i_key // 32, PTX)
         m_key &= ((bits >> (i_key % 32)) & 1) != 0
     row = first_row(i_kb, BLOCK_N).to(tl.int64)
-    p_kb = p_k + row * sk_n
-    p_vb = p_v + row * sv_n
     i_row = i_key.to(tl.int64) if WIDE else i_key
-    k0 = load_kv(p_kb, sk_n, i_row, m_key, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS, not PARTIAL, PTX)
-    s = tl.dot(q0, _turned(k0), input_precision=PRECISION)
-    if DK1 > 0:
-        k1 = load_kv(p_kb, sk_n, i_row, m_key, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS, not PARTIAL, PTX)
-        s = tl.dot(q1, _turned(k1), s, input_precision=PRECISION)
-    # What the mask adds is brought into the units of s: those stay exact where it adds 0, however large they are.
-    unit = LOG2E / factor
-    if SOFTCAP:
-        s = (softcap * LOG2E) * _tanh(s * factor, K_DOT == tl.float32)
-        unit = LOG2E
-        factor = 1.0
+    s, k0, unit, factor = scores(
+        p_k + row * sk_n, i_row * sk_n, m_key, q0, q1, factor, softcap, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS,
+        SOFTCAP, not PARTIAL, PTX, PRECISION,
+    )  # fmt: skip
     if PARTIAL:
         if HAS_MASK:
-            m_mask = m_rows & _keys_last(col < n_kv, WAYS)
-            bias = tl.load(p_mask_rows + _keys_last(col, WAYS), mask=m_mask, other=NEG_INF).to(tl.float32)
+            m_mask = m_rows & keys_last(col < n_kv, WAYS)
+            bias = tl.load(p_mask_rows + keys_last(col, WAYS), mask=m_mask, other=NEG_INF).to(tl.float32)
             s = tl.where(bias == NEG_INF, NEG_INF, s + (slope * unit) * bias)
         else:
-            s = tl.where(_keys_last(col < n_kv, WAYS), s, NEG_INF)
-    p, m, l, alpha = softmax_step(s, factor, m, l, PARTIAL)
-    if HAS_V:
-        p = p.to(V_DOT)
-        if V_IN_K:
-            v0 = k0
-        else:
-            v0 = load_kv(p_vb, sv_n, i_row, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, not PARTIAL, PTX)
-        acc0 = tl.dot(p, v0, acc0 * alpha, input_precision=PRECISION)
-        if DV1 > 0:
-            v1 = load_kv(p_vb, sv_n, i_row, m_key, D_V, DV0, DV1, V_KIND, V_ALIGNED, V_DOT, WAYS, not PARTIAL, PTX)
-            acc1 = tl.dot(p, v1, acc1 * alpha, input_precision=PRECISION)
+            s = tl.where(keys_last(col < n_kv, WAYS), s, NEG_INF)
+    return weigh(
+        s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, D_V, DV0, DV1, V_KIND, V_ALIGNED, V_DOT,
+        WAYS, V_IN_K, HAS_V, not PARTIAL, PTX, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def no_sums(BLOCK_M: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, WAYS: tl.constexpr):
+    """m, l and acc of no key."""
+    if WAYS == 0:
+        m = tl.full([BLOCK_M, 1], NEG_INF, tl.float32)
+        l = tl.zeros([BLOCK_M, 1], tl.float32)
+        acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
+        acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
+    else:
+        m = tl.full([WAYS, BLOCK_M, 1], NEG_INF, tl.float32)
+        l = tl.zeros([WAYS, BLOCK_M, 1], tl.float32)
+        acc0 = tl.zeros([WAYS, BLOCK_M, DV0], tl.float32)
+        acc1 = tl.zeros([WAYS, BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
     return m, l, acc0, acc1
 
 
@@ -239,6 +279,39 @@ def _store_columns(
 ):  # fmt: skip
     i_d = slot_elements(FROM + tl.arange(0, SIZE), KIND, ALIGNED)
     tl.store(p_rows[:, None] + i_d[None, :], acc, mask=m_rows[:, None] & (i_d < D)[None, :])
+
+
+@triton.jit
+def store_tile(
+    p_out, p_lse, p_part, p_sink, out_row, m_row, m, l, acc0, acc1, whole, slot, has_sinks, has_lse,
+    D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr,
+    HAS_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The result of a tile's rows where m_row; not whole: their sums, into the slot. m: in units of log2; p_sink,
+    out_row: of each row, the latter counts rows of the result."""
+    if whole:
+        sink = tl.full([BLOCK_M, 1], NEG_INF, tl.float32)
+        if has_sinks:
+            sink = tl.load(p_sink, mask=m_row, other=NEG_INF)[:, None] * LOG2E
+        lse, weight = normalized(m, l, sink)
+        if HAS_V:
+            p_out_rows = p_out + out_row * D_V
+            _store_columns(p_out_rows, acc0 * weight, m_row, D_V, 0, DV0, V_KIND, V_ALIGNED)
+            if DV1 > 0:
+                _store_columns(p_out_rows, acc1 * weight, m_row, D_V, DV0, DV1, V_KIND, V_ALIGNED)
+        if has_lse:
+            tl.store(p_lse + out_row[:, None], lse * LN2, mask=m_row[:, None])
+    else:
+        i_row = tl.arange(0, BLOCK_M)
+        p_slot = p_part + slot.to(tl.int64) * (BLOCK_M * (DV0 + DV1 + 2))
+        if HAS_V:
+            p_acc = p_slot + i_row * (DV0 + DV1)
+            _store_columns(p_acc, acc0, m_row, DV0 + DV1, 0, DV0, "f32", True)
+            if DV1 > 0:
+                _store_columns(p_acc, acc1, m_row, DV0 + DV1, DV0, DV1, "f32", True)
+        p_sums = p_slot + BLOCK_M * (DV0 + DV1) + i_row[:, None]
+        tl.store(p_sums, m, mask=m_row[:, None])
+        tl.store(p_sums + BLOCK_M, l, mask=m_row[:, None])
 
 
 #: Numbers that compiled code does not depend on: neither a longer context nor another batch compiles anything.
@@ -335,21 +408,12 @@ def flash_attn(
         mask_row = (i_seq % m3).to(tl.int64) * sm_s + token.to(tl.int64) * sm_t
         if PER_HEAD:
             mask_row += (head % m2).to(tl.int64) * sm_h
-        p_mask_rows = p_mask + _rows(mask_row, RANK)
-        slope = _rows(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
-        m_rows = _rows(m_row, RANK)
+        p_mask_rows = p_mask + per_row(mask_row, RANK)
+        slope = per_row(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
+        m_rows = per_row(m_row, RANK)
         p_list = p_blocks + i_mask.to(tl.int64) * n_blocks
         p_bits = p_seen + i_mask.to(tl.int64) * n_blocks * (BLOCK_N // 32)
-        if WAYS == 0:
-            m = tl.full([BLOCK_M, 1], NEG_INF, tl.float32)
-            l = tl.zeros([BLOCK_M, 1], tl.float32)
-            acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
-            acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
-        else:
-            m = tl.full([WAYS, BLOCK_M, 1], NEG_INF, tl.float32)
-            l = tl.zeros([WAYS, BLOCK_M, 1], tl.float32)
-            acc0 = tl.zeros([WAYS, BLOCK_M, DV0], tl.float32)
-            acc1 = tl.zeros([WAYS, BLOCK_M, DV1], tl.float32) if DV1 > 0 else l
+        m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
 
         for PARTIAL in tl.static_range(2):  # the list has full k-blocks first
             first = tl.maximum(low, n_full) if PARTIAL else low
@@ -368,29 +432,10 @@ def flash_attn(
             m, l, acc0, acc1 = join_ways(m, l, acc0, acc1, DV1)
         if PDL:
             gdc_launch_dependents()
-        if whole:
-            sink = tl.full([BLOCK_M, 1], NEG_INF, tl.float32)
-            if has_sinks:
-                sink = tl.load(p_sinks + head, mask=m_row, other=NEG_INF)[:, None] * LOG2E
-            lse, weight = normalized(m, l, sink)
-            out_row = ((i_seq * n_q).to(tl.int64) + token) * n_head + head
-            if HAS_V:
-                p_out_rows = p_out + out_row * D_V
-                _store_columns(p_out_rows, acc0 * weight, m_row, D_V, 0, DV0, V_KIND, V_ALIGNED)
-                if DV1 > 0:
-                    _store_columns(p_out_rows, acc1 * weight, m_row, D_V, DV0, DV1, V_KIND, V_ALIGNED)
-            if has_lse:
-                tl.store(p_lse + out_row[:, None], lse * LN2, mask=m_row[:, None])
-        else:
-            slot = slot_of_part(pid, splits, finishes)
-            i_row = tl.arange(0, BLOCK_M)
-            p_slot = p_part + slot.to(tl.int64) * (BLOCK_M * (DV0 + DV1 + 2))
-            if HAS_V:
-                p_acc = p_slot + i_row * (DV0 + DV1)
-                _store_columns(p_acc, acc0, m_row, DV0 + DV1, 0, DV0, "f32", True)
-                if DV1 > 0:
-                    _store_columns(p_acc, acc1, m_row, DV0 + DV1, DV0, DV1, "f32", True)
-            p_sums = p_slot + BLOCK_M * (DV0 + DV1) + i_row[:, None]
-            tl.store(p_sums, m, mask=m_row[:, None])
-            tl.store(p_sums + BLOCK_M, l, mask=m_row[:, None])
+        out_row = ((i_seq * n_q).to(tl.int64) + token) * n_head + head
+        slot = slot_of_part(pid, splits, finishes)
+        store_tile(
+            p_out, p_lse, p_part, p_sinks + head, out_row, m_row, m, l, acc0, acc1, whole, slot, has_sinks, has_lse,
+            D_V, DV0, DV1, V_KIND, V_ALIGNED, HAS_V, BLOCK_M,
+        )  # fmt: skip
         tile += 1

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -15,8 +15,11 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn import chooser
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
-from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+
+#: A problem of a kernel's kind, and the plan that is made for it on the device: a mask's, or of lengths.
+P = TypeVar("P", bound=Problem)
+L = TypeVar("L")
 
 
 class Scratch:
@@ -56,7 +59,7 @@ def warps_text(n: int) -> str:
     return "1 warp" if n == 1 else f"{n} warps"
 
 
-class AttentionKernel(ABC):
+class AttentionKernel(ABC, Generic[P, L]):
     """One kernel considered for one problem on one GPU. The rest may be asked only if serves() returns None.
 
     name: as people read it, with its form where a kernel has several; kernel: without it; file: of
@@ -67,7 +70,7 @@ class AttentionKernel(ABC):
     kernel: ClassVar[str]
     file: ClassVar[str]
 
-    def __init__(self, p: Problem, target: Target, force: str | None = None) -> None:
+    def __init__(self, p: P, target: Target, force: str | None = None) -> None:
         self.p = p
         self.target = target
         self.force = force
@@ -105,8 +108,9 @@ class AttentionKernel(ABC):
         return self.shares_out and not self.tiling.uniform(True)
 
     @abstractmethod
-    def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
-        """The launches. plan: of the mask, None without one; plan_is_old: a launch comes between that and these."""
+    def launches(self, plan: L | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        """The launches. plan: of the mask or of lengths, None without one; plan_is_old: a launch comes between that and
+        these."""
 
     # What follows is for the record, and may be asked after launches().
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.portable import Forward
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenForward, VarlenKernel
 
 
-def kernels_of(target: Target) -> tuple[type[AttentionKernel], ...]:
+def kernels_of(target: Target) -> tuple[type[AttentionKernel[Problem, MaskPlan]], ...]:
     """The list. Gluon is imported where it is used: other GPUs' Triton may lack it."""
-    found: list[type[AttentionKernel]] = []
+    found: list[type[AttentionKernel[Problem, MaskPlan]]] = []
     if target.arch == "sm_90":
         from graphrt.backends.triton.kernels.flash_attn.hopper.kernels import HalfTiles, MlaShared, MlaTiles, QuantTiles
 
@@ -19,6 +22,11 @@ def kernels_of(target: Target) -> tuple[type[AttentionKernel], ...]:
 
         found.append(Decode)
     return (*found, Forward)
+
+
+def varlen_kernels_of(target: Target) -> tuple[type[VarlenKernel], ...]:
+    """The list of those that take packed queries of sequences of any length."""
+    return (VarlenForward,)
 
 
 def not_of(target: Target) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from graphrt.backend import Place
 from graphrt.backends.triton.accesses import Step
@@ -11,16 +12,18 @@ from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention, attention_lse
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
-from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of
+from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
-from graphrt.backends.triton.kernels.flash_attn.portable import Forward
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
+from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.fusion import Fusion
 from graphrt.tensor import Tensor
 
 
 class Launcher:
-    """Makes the launches of a program's attentions. They run in order, so they share scratch and masks' plans.
+    """Makes the launches of a program's attentions. They run in order, so they share scratch and plans of masks and of
+    lengths.
 
     schedule: forces one. config: forces the portable kernel, with that configuration. chosen: what each node got, for
     those who ask why.
@@ -38,13 +41,16 @@ class Launcher:
         self.schedule = schedule
         self.config = config
         self.masks = MaskPlans(target.device)
+        self.lengths = VarlenPlans(target.device)
         self.scratch = Scratch(target.device)
         self.chosen: dict[Tensor, Chosen] = {}
 
     def launches(self, attention: Attention) -> list[Step]:
-        """The launches of FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources."""
+        """The launches of an attention, the node of its denominators, or both of the same sources."""
+        if attention.nodes[0].op.startswith("FLASH_ATTN_VARLEN"):
+            return self._varlen(VarlenProblem(attention, self.place))
         p = Problem(attention, self.place)
-        kernel, refused = self._first(p)
+        kernel, refused = self._first(p, kernels_of(self.target), not_of(self.target))
         plan, steps = None, list[Step]()
         if p.mask_t is not None:
             plan, made = self.masks.plan(p, kernel.tiling, kernel.needs_units)
@@ -53,19 +59,29 @@ class Launcher:
         self.chosen.update(dict.fromkeys(p.nodes, kernel.chosen(refused)))
         return steps
 
-    def _first(self, p: Problem) -> tuple[AttentionKernel, dict[str, str]]:
-        """The first kernel that serves a problem, and why those before it do not."""
-        kinds, refused = kernels_of(self.target), not_of(self.target)
+    def _varlen(self, p: VarlenProblem) -> list[Step]:
+        kernel, refused = self._first(p, varlen_kernels_of(self.target), {})
+        plan, made = self.lengths.plan(p, kernel.tiling)
+        steps = [*made, *kernel.launches(plan, not made, self.scratch)]
+        self.chosen.update(dict.fromkeys(p.nodes, kernel.chosen(refused)))
+        return steps
+
+    def _first(
+        self, p: Problem, kinds: Sequence[type[AttentionKernel[Any, Any]]], missing: dict[str, str]
+    ) -> tuple[AttentionKernel[Any, Any], dict[str, str]]:
+        """The first kernel of a list that serves a problem, the last serving all, and why those before it do not.
+        missing: why kernels of other GPUs are not in the list."""
         if self.config is not None:
-            refused = {kind.name: "the portable kernel's config is forced" for kind in kinds if kind is not Forward}
-            return Forward(p, self.target, self.schedule, self.config), refused
+            *others, last = kinds
+            refused = {kind.name: "the portable kernel's config is forced" for kind in others}
+            return last(p, self.target, self.schedule, config=self.config), {**missing, **refused}  # type: ignore[call-arg]
         for kind in kinds:
             kernel = kind(p, self.target, self.schedule)
             reason = kernel.serves()
             if reason is None:
                 break
-            refused[kernel.name] = reason
-        return kernel, refused
+            missing[kernel.name] = reason
+        return kernel, missing
 
 
 #: Lowered by a Launcher, as attentions by themselves are.

@@ -26,7 +26,7 @@ LOG2E = math.log2(math.e)
 PARTS = 128
 
 
-class Forward(AttentionKernel):
+class Forward(AttentionKernel[Problem, MaskPlan]):
     """forward.py. config: given, or None for the one of configs.py's table."""
 
     name = kernel = "forward"
@@ -41,12 +41,7 @@ class Forward(AttentionKernel):
 
     @cached_property
     def config(self) -> Config:
-        p = self.p
-        rows = p.n_q * p.gqa
-        if not (p.k.aligned and p.v.aligned) and self.target.is_nvidia:
-            rows = min(rows, 16)  # Triton 3.6 fails to compile Hopper's products with K read by halves
-        d = (p.k.d, p.v.d)
-        return self.given or find_config(self.target.arch, rows, d, p.k.kind, p.v.kind, v_in_k=p.v_in_k)
+        return self.given or config_for(self.p, self.p.n_q * self.p.gqa, self.target)
 
     @property
     def per_sm(self) -> int:
@@ -67,6 +62,13 @@ class Forward(AttentionKernel):
         return stages_of(self.p, self.config)
 
 
+def config_for(p: Problem, rows: int, target: Target) -> Config:
+    """The table's for so many query rows that share a KV head."""
+    if not (p.k.aligned and p.v.aligned) and target.is_nvidia:
+        rows = min(rows, 16)  # Triton 3.6 fails to compile Hopper's products with K read by halves
+    return find_config(target.arch, rows, (p.k.d, p.v.d), p.k.kind, p.v.kind, v_in_k=p.v_in_k)
+
+
 def main_arguments(
     p: Problem, t: Tiling, config: Config, choice: Choice, plan: MaskPlan | None, part: torch.Tensor, target: Target
 ) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def main_arguments(
         "p_slopes": torch.tensor(alibi_slopes(p.n_head, params.max_bias), device=target.device),
         "p_out": p.memory(p.out, torch.float32) if p.out is not None else absent,
         "p_lse": p.memory(p.lse, torch.float32) if p.lse is not None else absent,
+        "p_tiles": none, "n_seq": p.n_seq, "VARLEN": False,
         "p_counts": plan.counts, "p_blocks": plan.blocks, "p_seen": plan.seen, "p_unit_start": plan.unit_start,
         "p_part": part, "p_bad": torch.zeros_like(none),
         **dict(zip(("sq_t", "sq_h", "sq_s"), (n // 4 for n in p.q_t.nb[1:]))),
@@ -93,25 +96,32 @@ def main_arguments(
         "n_q": p.n_q, "n_kv": p.n_kv, "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_qt": t.n_qt,
         "n_blocks": t.n_blocks, "n_tiles": t.n_tiles, "m2": p.m2, "m3": p.m3, "mask_groups": t.mask_groups,
         "programs": choice.programs, "splits": choice.splits if choice.schedule == "split" else 0,
-        "section": _section(p, t, target), **_scaling(params),
+        "section": _section(p, t, target), **scaling(params),
         "softcap": params.softcap, "has_sinks": int(p.sinks_t is not None), "has_lse": int(p.lse is not None),
-        "D_K": k.d, "D_V": v.d, "DK0": k.parts[0], "DK1": k.parts[1], "DV0": v.parts[0], "DV1": v.parts[1],
-        "K_KIND": k.kind, "V_KIND": v.kind, "K_ALIGNED": k.aligned, "V_ALIGNED": v.aligned, "K_DOT": k.dot,
-        "V_DOT": v.dot, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "WAYS": config.ways,
-        "SOFTCAP": params.softcap != 0, "HAS_MASK": p.mask_t is not None, "V_IN_K": p.v_in_k,
-        "HAS_V": p.out is not None, "PACK": t.pack, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
-        "UNIFORM": t.uniform(p.mask_t is not None), "BIG": not units_fit(t, choice.programs), "REPAIR": False,
-        "WIDE": max(k.strides[0], v.strides[0]) * t.block_n >= 2**31, "PTX": target.is_nvidia, "PDL": target.has_pdl,
-        "PRECISION": "tf32x3" if target.is_nvidia and not config.ieee else "ieee",
-        "STAGES": stages_of(p, config),
+        "HAS_MASK": p.mask_t is not None, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
+        "UNIFORM": t.uniform(p.mask_t is not None), "REPAIR": False, **constants(p, t, config, choice, target),
     }  # fmt: skip
 
 
-def main_launch(arguments: dict[str, Any], config: Config, target: Target) -> Launch:
+def constants(p: Problem, t: Tiling, config: Config, choice: Choice, target: Target) -> dict[str, Any]:
+    """What the kernels here are compiled for, as far as they have it in common."""
+    k, v = p.k, p.v
+    return {
+        "D_K": k.d, "D_V": v.d, "DK0": k.parts[0], "DK1": k.parts[1], "DV0": v.parts[0], "DV1": v.parts[1],
+        "K_KIND": k.kind, "V_KIND": v.kind, "K_ALIGNED": k.aligned, "V_ALIGNED": v.aligned, "K_DOT": k.dot,
+        "V_DOT": v.dot, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "WAYS": config.ways,
+        "SOFTCAP": p.params.softcap != 0, "V_IN_K": p.v_in_k, "HAS_V": p.out is not None, "PACK": t.pack,
+        "BIG": not units_fit(t, choice.programs), "WIDE": max(k.strides[0], v.strides[0]) * t.block_n >= 2**31,
+        "PTX": target.is_nvidia, "PDL": target.has_pdl,
+        "PRECISION": "tf32x3" if target.is_nvidia and not config.ieee else "ieee", "STAGES": stages_of(p, config),
+    }  # fmt: skip
+
+
+def main_launch(arguments: dict[str, Any], config: Config, target: Target, kernel: Any = flash_attn) -> Launch:
     """The kernel over its programs; with fewer stages where shared memory is too small for the config's."""
     stages = range(config.stages, 0, -1)
     return Launch(
-        flash_attn, (arguments["programs"],), arguments, launch_options(target, config.warps),
+        kernel, (arguments["programs"],), arguments, launch_options(target, config.warps),
         tuple({"STAGES": n} for n in stages[1:]),
     )  # fmt: skip
 
@@ -157,7 +167,7 @@ def stages_of(p: Problem, config: Config) -> int:
     return config.stages if ahead else 1
 
 
-def _scaling(params: Any) -> dict[str, float]:
+def scaling(params: Any) -> dict[str, float]:
     """sign: of the scale, or 0, which q is multiplied with; factor: what is left of it, always positive."""
     sign = 0.0 if params.scale == 0 else math.copysign(1.0, params.scale)
     size = abs(params.scale) if params.scale else 1.0

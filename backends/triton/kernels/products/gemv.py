@@ -13,12 +13,14 @@ from graphrt.backends.triton.kernels.products.activations import GLU_KINDS, Q8Ro
 from graphrt.backends.triton.kernels.products.gemv_packed import packed_gemv
 from graphrt.backends.triton.kernels.products.gemv_plain import dense_gemv
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.backends.triton.packing import NO_PLANES, Packed, packing_of
+from graphrt.backends.triton.packing import NO_PLANES, Packed, Packing, packing_of
 
 #: Tokens that one launch serves.
 MAX_TOKENS = 8
 #: Elements of a row up to which a program can round its activations itself: a tile holds them.
 MAX_INLINE = 2048
+#: Rows from which on every multiprocessor has programs enough that take two at a time.
+MANY_ROWS = 4096
 #: Rows longer than this are rounded by a program's warps together, shorter ones by each warp for itself.
 MAX_ALONE = 1024
 
@@ -67,9 +69,11 @@ class GemvConfig:
         return self.r * self.w
 
 
-def config_for(kind: str, m: int, k: int, n: int) -> GemvConfig:
-    """A launch's shape: kind of weights ("f32", "f16", "bf16" or a packed type), rows in all, their length, tokens."""
-    dense = packing_of(kind) is None
+def config_for(kind: str, m: int, k: int, n: int, single: bool = False) -> GemvConfig:
+    """A launch's shape: kind of weights ("f32", "f16", "bf16" or a packed type), rows in all, their length, tokens;
+    single: matrices by themselves, neither experts nor heads nor pairs of gate and up."""
+    packing = packing_of(kind)
+    dense = packing is None
     step = (4 if kind == "f32" else 8) if dense else 32
     pieces = -(-k // step)  # what a lane loads at once
     g = 32 if pieces > 16 else 16 if pieces > 8 else 8
@@ -87,8 +91,17 @@ def config_for(kind: str, m: int, k: int, n: int) -> GemvConfig:
     if dense and m <= 256 and 4 < tiles <= 32:
         # The same, as of a mixture's router: all of a row on its way at once, before x is there.
         return GemvConfig(4, 128, 1, 1 << (-(-pieces // 128) - 1).bit_length())
+    if packing is not None and single and m >= MANY_ROWS and parts_of(k) == 1 and _is_small(packing):
+        # Few bytes of a row are on their way at a time, and a warp's rows share the loads of activations.
+        return GemvConfig(4, g, 2, 2 if packing.grid else 4 if tiles > 2 else tiles)
     # One row a warp, so that programs are many and small; all of a short row on its way at once.
     return GemvConfig(4, g, 1, 1 << (tiles - 1).bit_length() if tiles <= 4 else 4 if dense else 2)
+
+
+def _is_small(packing: Packing) -> bool:
+    """Types of which a warp takes two rows at a time: codes of up to 4 bits that need no looking up and have no bits
+    elsewhere, and points of a grid."""
+    return packing.grid is not None or (packing.bits <= 4 and packing.high_bits == 0 and packing.codebook is None)
 
 
 def gemv(
@@ -110,7 +123,7 @@ def gemv(
     assert glu == "" or all(s.bias is None for s in segments)
     kind = first.weight.kind if isinstance(first.weight, Packed) else _PLAIN[first.weight.dtype]
     counted = segments[:1] if glu else segments
-    c = config or config_for(kind, sum(s.m for s in counted), x.k, x.n)
+    c = config or config_for(kind, sum(s.m for s in counted), x.k, x.n, single=not glu)
     if isinstance(first.weight, Packed) and isinstance(x, Rows):  # one tile is the row
         c = replace(c, u=max(c.u, 1 << (-(-x.k // (32 * c.g)) - 1).bit_length()))
     args: dict[str, Any] = {

@@ -10,15 +10,13 @@ import triton.language as tl
 
 from graphrt.backends.triton.kernels.common.codebook import of_bytes, of_nibbles, permuted
 from graphrt.backends.triton.kernels.common.grid import grid_words
-from graphrt.backends.triton.kernels.common.ternary import digits, powers
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     codebook_shift,
     has_codebook,
-    has_decoded_codes,
+    has_grid,
     has_half_scales,
     high_bits,
-    is_ternary,
 )
 
 
@@ -87,20 +85,6 @@ def words_of_points(p_grid, quants, high, scales, KIND: tl.constexpr, PTX: tl.co
 
 
 @triton.jit
-def words_of_digits(low, top):
-    """words_of_points() of digits of base 3: low, top: the words of a group's first and second 16, [G, W, R, U, 4]."""
-    group = tl.arange(0, low.shape[0])[:, None, None, None, None] % 8
-    a0, a1, a2, a3 = split4(low[:, :, :, :, None, :])
-    b0, b1, b2, b3 = split4(top[:, :, :, :, None, :])
-    power, top0 = powers(group, 0)
-    _, top1 = powers(group, 1)
-    _, top2 = powers(group, 2)
-    _, top3 = powers(group, 3)
-    return (digits(a0, power), digits(a1, power), digits(a2, power), digits(a3, power),
-            digits(b0, top0), digits(b1, top1), digits(b2, top2), digits(b3, top3))  # fmt: skip
-
-
-@triton.jit
 def _chain(a0, a1, a2, a3, b0, b1, b2, b3, total, UNSIGNED: tl.constexpr, PTX: tl.constexpr):
     total = dot4(a0, b0, total, UNSIGNED, PTX)
     total = dot4(a1, b1, total, UNSIGNED, PTX)
@@ -134,15 +118,15 @@ def code_sums(quants, high, words, KIND: tl.constexpr, PTX: tl.constexpr):
     decoded codes their eight words.
     """
     l0, l1, l2, l3, h0, h1, h2, h3 = words
-    if not has_decoded_codes(KIND):
+    if not has_grid(KIND):
         quants = quants[:, :, :, :, None, :]
     if PTX:
         zero = 0
     else:
         zero = l0 & 0
     F: tl.constexpr = 0x0F0F0F0F
-    UNSIGNED: tl.constexpr = codebook_shift(KIND) != 0 or is_ternary(KIND)
-    if has_decoded_codes(KIND):
+    UNSIGNED: tl.constexpr = codebook_shift(KIND) != 0
+    if has_grid(KIND):
         low = _chain(quants[0], quants[1], quants[2], quants[3], l0, l1, l2, l3, zero, UNSIGNED, PTX)
         above = zero if has_half_scales(KIND) else low
         total = _chain(quants[4], quants[5], quants[6], quants[7], h0, h1, h2, h3, above, UNSIGNED, PTX)

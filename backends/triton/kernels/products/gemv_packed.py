@@ -22,7 +22,6 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.common.scales import group_scale, half_scales
-from graphrt.backends.triton.kernels.common.ternary import first_words
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     code_offset,
@@ -33,11 +32,10 @@ from graphrt.backends.triton.kernels.kinds import (
     has_scales,
     has_supers,
     high_bits,
-    is_ternary,
 )
 from graphrt.backends.triton.kernels.products.activations import FINER
 from graphrt.backends.triton.kernels.products.gemv_activations import round_x, round_x_together, x_tile
-from graphrt.backends.triton.kernels.products.gemv_codes import code_sums, words_of_digits, words_of_points
+from graphrt.backends.triton.kernels.products.gemv_codes import code_sums, words_of_points
 
 # --- loads ---
 
@@ -66,11 +64,7 @@ def _load_planes(
         zero = 0
     four = tl.arange(0, 4)[None, None, None, None, :]
     two = tl.arange(0, 2)[None, None, None, None, :]
-    if is_ternary(KIND):
-        block = ((row * (NG // 8) + g // 8) + (first + step) // 8)[:, :, :, :, None]
-        low_word, top_word = first_words(g[:, :, :, :, None] % 8)
-        p = packed.quants + (block * 12 + low_word + four)
-    elif code_bits(KIND) == 8:
+    if code_bits(KIND) == 8:
         p = (packed.quants + first * 8) + at[:, :, :, :, None] * 8 + (step[:, :, :, :, None] * 8 + four)
     elif code_bits(KIND) == 2:
         p = (packed.quants + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
@@ -91,10 +85,7 @@ def _load_planes(
     if not has_scales(KIND):
         scales = supers
     high = scales
-    if is_ternary(KIND):
-        p = tl.where(g[:, :, :, :, None] % 8 == 7, packed.high + block, packed.quants + (block * 12 + top_word + four))
-        high = tl.load(p, mask=m_words, eviction_policy="evict_first")
-    elif code_bits(KIND) == 8:
+    if code_bits(KIND) == 8:
         high = tl.load(p + 4, mask=m_words, eviction_policy="evict_first")
     elif high_bits(KIND) == 2:
         p_pair = (packed.high + first * 2) + at[:, :, :, :, None] * 2 + (step[:, :, :, :, None] * 2 + two)
@@ -157,8 +148,6 @@ def _add_tile(acc, planes, p_grid, x, KIND: tl.constexpr, PTX: tl.constexpr, PAR
     codes = planes[0]
     if has_grid(KIND):
         codes = words_of_points(p_grid, planes[0], planes[1], planes[2], KIND, PTX)
-    elif is_ternary(KIND):
-        codes = words_of_digits(planes[0], planes[1])
     low, high = code_sums(codes, planes[1], words, KIND, PTX)
     if PARTS == 2:
         low2, high2 = code_sums(codes, planes[1], second, KIND, PTX)

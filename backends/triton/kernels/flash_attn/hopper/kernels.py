@@ -40,7 +40,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
-from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
 from graphrt.tensor import Tensor
 
@@ -54,7 +54,7 @@ HALF_KINDS = ("f16", "bf16")
 QUANT_KINDS = ("q8_0", "q4_0")
 
 
-class HopperKernel(AttentionKernel):
+class HopperKernel(AttentionKernel[Problem, MaskPlan]):
     """What all of them have."""
 
     def serves(self) -> str | None:

@@ -27,7 +27,7 @@ from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, packing_of
 
 #: Types that it takes: codes of 4 and 8 bits.
-KINDS = tuple(kind for kind in PACKED_TYPES if (p := packing_of(kind)) is not None and p.bits >= 4 and not p.ternary)
+KINDS = tuple(kind for kind in PACKED_TYPES if (p := packing_of(kind)) is not None and p.bits >= 4)
 MAX_TOKENS = 64
 
 

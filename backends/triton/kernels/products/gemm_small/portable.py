@@ -14,7 +14,6 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.scales import f16_scale, group_scale, half_scales
-from graphrt.backends.triton.kernels.common.ternary import digits, first_words, powers
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
     has_f16_scales,
@@ -24,7 +23,6 @@ from graphrt.backends.triton.kernels.kinds import (
     has_scales,
     has_supers,
     high_bits,
-    is_ternary,
     pairs_of_supers,
     scale_bytes,
 )
@@ -98,19 +96,6 @@ def _load_supers(p_supers, at, KIND: tl.constexpr):
         return tl.load(p_supers + at // 2) >> ((at % 2) * 16).to(tl.int32)
 
 
-@triton.jit
-def _ternary_words(p_quants, p_high, i_group, GROUPS: tl.constexpr):
-    """Digits of groups' first and second halves as bytes, [rows, GROUPS, 4] each, of rows that are whole blocks."""
-    group = (i_group + tl.arange(0, GROUPS))[None, :, None]
-    i = tl.arange(0, 4)[None, None, :]
-    low_word, top_word = first_words(group % 8)
-    power, top_power = powers(group % 8, i)
-    p_words = p_quants + group // 8 * 12
-    low = tl.load(p_words + (low_word + i))
-    top = tl.load(tl.where(group % 8 == 7, p_high + group // 8, p_words + (top_word + i)))
-    return digits(low, power), digits(top, top_power)
-
-
 # ---- Kernels ----
 
 
@@ -127,12 +112,8 @@ def packed_sums(
     W: tl.constexpr = code_bits(KIND)
     H: tl.constexpr = high_bits(KIND)
     n_groups = k // GROUP
-    if is_ternary(KIND):
-        p_quants = packed.quants + (row * (n_groups // 8 * 12))[:, None, None]
-        p_high = packed.high + (row * (n_groups // 8))[:, None, None]
-    else:
-        p_quants = packed.quants + (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
-    if H > 0 and not is_ternary(KIND):
+    p_quants = packed.quants + (row * (n_groups * W))[:, None] + tl.arange(0, GROUPS * W)[None, :]
+    if H > 0:
         p_high = packed.high + (row * (n_groups * H))[:, None] + tl.arange(0, GROUPS * H)[None, :]
     row_groups, row_supers = row * n_groups, row * (k // 256)
     p_x += (x_row * k)[None, :]
@@ -143,21 +124,18 @@ def packed_sums(
         i_group = i_step * GROUPS
         left = n_groups - i_group  # groups up to the row's end
         m_scale = (tl.arange(0, GROUPS) < left)[None, :]
-        if is_ternary(KIND):
-            words, high = _ternary_words(p_quants, p_high, i_group, GROUPS)
+        if EVEN:
+            words = tl.load(p_quants + i_group * W)
         else:
-            if EVEN:
-                words = tl.load(p_quants + i_group * W)
-            else:
-                words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
-            words = words.reshape(ROWS, GROUPS, W)
-            high = words
+            words = tl.load(p_quants + i_group * W, mask=(tl.arange(0, GROUPS * W) // W < left)[None, :], other=0)
+        words = words.reshape(ROWS, GROUPS, W)
+        high = words
         if has_scales(KIND):
             if EVEN:
                 scales = _load_scales(packed.scales, row_groups + i_group, KIND, ROWS, GROUPS)
             else:
                 scales = _load_scales_masked(packed.scales, row_groups + i_group, m_scale, KIND, GROUPS)
-        if H > 0 and not is_ternary(KIND):
+        if H > 0:
             if EVEN:
                 high = tl.load(p_high + i_group * H)
             else:
@@ -172,7 +150,7 @@ def packed_sums(
         if not has_scales(KIND):
             scales = supers
         s0, a0, s1, a1 = _scales(scales, supers, KIND)
-        if W == 8 and not is_ternary(KIND):
+        if W == 8:
             i_k = i_group * GROUP + tl.arange(0, GROUPS * 32)
             if EVEN:
                 x = tl.load(p_x + i_k[:, None])

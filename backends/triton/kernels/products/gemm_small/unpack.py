@@ -12,13 +12,11 @@ from graphrt.backends.triton.kernels.kinds import (
     code_offset,
     codebook_word,
     has_codebook,
-    has_decoded_codes,
     has_f16_scales,
     has_grid,
     has_min,
     high_bits,
     is_signed,
-    is_ternary,
 )
 
 
@@ -109,7 +107,7 @@ def weights(
             [words, scale[:, :, None], add[:, :, None]], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=1,
         )  # fmt: skip
-        if has_decoded_codes(KIND):
+        if has_grid(KIND):
             # For sm_100 Triton 3.6 fails at f16 of these layouts whose last step is a reshape; here that is a bitcast.
             b0, b1 = b0.to(tl.int16, bitcast=True), b1.to(tl.int16, bitcast=True)
             b2, b3 = b2.to(tl.int16, bitcast=True), b3.to(tl.int16, bitcast=True)
@@ -230,12 +228,9 @@ def halves(
     """Codes as the bytes of words, [ROWS, GROUPS, 4] each: of elements 0..15 of each group, and of 16..31.
 
     The latter of plain nibbles stay in the bytes' high halves. words: [ROWS, GROUPS, code_bits];
-    high: [ROWS, GROUPS, words], anything where the type has none; scales: [ROWS, GROUPS]. Of digits of base 3 the
-    bytes are there already.
+    high: [ROWS, GROUPS, words], anything where the type has none; scales: [ROWS, GROUPS].
     """
     if has_grid(KIND):
         return _halves_of_points(words, high, scales, p_grid, KIND, ROWS, GROUPS, PTX)
-    elif is_ternary(KIND):
-        return words, high
     else:
         return _halves_of_codes(words, high, KIND, ROWS, GROUPS, PTX)

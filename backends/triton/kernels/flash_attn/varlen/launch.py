@@ -1,0 +1,104 @@
+"""The portable varlen kernel (forward.py) for the launcher, and what all varlen kernels are to it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from graphrt.backends.triton.accesses import Step
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn import chooser, portable
+from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
+from graphrt.backends.triton.kernels.flash_attn.configs import Config
+from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
+from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
+from graphrt.backends.triton.kernels.flash_attn.varlen.forward import flash_attn_varlen
+from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
+from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
+from graphrt.ops.soft_max import alibi_slopes
+
+
+class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
+    """A kernel over the device's list of tiles (tiles.py)."""
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        return self.p.tiling(self.config.block_m, self.config.block_n)
+
+    def _choose(self, force: str | None) -> Choice:
+        p, t = self.p, self.tiling
+        problem = chooser.Problem(
+            t.n_qt * t.block_m, p.n_kv, t.n_groups, p.n_head // p.gqa, 1, p.k.d, p.v.d, True, t.block_m, t.block_n,
+            d_v_stored=sum(p.v.parts), ragged=True,
+        )  # fmt: skip
+        return chooser.choose(problem, chooser.Device(self.target.sm_count, self.per_sm), force)
+
+
+class VarlenForward(VarlenKernel):
+    """varlen/forward.py. config: given, or None for the one of configs.py's table."""
+
+    name = kernel = "varlen"
+    file = "varlen/forward.py"
+
+    def __init__(
+        self, p: VarlenProblem, target: Target, force: str | None = None, config: Config | None = None
+    ) -> None:
+        super().__init__(p, target, force)
+        self.given = config
+
+    def serves(self) -> str | None:
+        return None
+
+    @cached_property
+    def config(self) -> Config:
+        return self.given or portable.config_for(self.p, self.p.mean_queries * self.p.gqa, self.target)
+
+    @property
+    def per_sm(self) -> int:
+        return self.config.per_sm
+
+    def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        assert plan is not None
+        part = scratch.part(self.choice.scratch_bytes)
+        args = main_arguments(self.p, self.tiling, self.config, self.choice, plan, part, self.target)
+        known = {name: args[name] for name in flash_attn_varlen.arg_names}
+        main = portable.main_launch(known, self.config, self.target, flash_attn_varlen)
+        return [main, portable.fixup_launch(args, self.tiling, self.p, self.target)] if self.shares_out else [main]
+
+    @property
+    def workers(self) -> str:
+        return warps_text(self.config.warps)
+
+    @property
+    def stages(self) -> int:
+        return portable.stages_of(self.p, self.config)
+
+
+def main_arguments(
+    p: VarlenProblem, t: Tiling, config: Config, choice: Choice, plan: VarlenPlan, part: torch.Tensor, target: Target
+) -> dict[str, Any]:
+    """The arguments of forward.py's flash_attn_varlen and of the fixup, by name. part: of choice.scratch_bytes."""
+    k, v, params, table = p.k, p.v, p.params, p.table_t
+    none = torch.zeros(1, dtype=torch.int32, device=target.device)  # for what is absent: nothing reads it
+    absent = none.view(torch.float32)
+    return {
+        "p_q": p.memory(p.q_t, torch.float32), "p_k": k.data, "p_v": v.data,
+        "p_sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else absent,
+        "p_slopes": torch.tensor(alibi_slopes(p.n_head, params.max_bias), device=target.device),
+        "p_out": p.memory(p.out, torch.float32) if p.out is not None else absent,
+        "p_lse": p.memory(p.lse, torch.float32) if p.lse is not None else absent,
+        "p_tiles": plan.tiles, "p_unit_start": plan.unit_start, "p_counts": plan.units, "p_part": part,
+        "p_table": p.memory(table, torch.int32) if table is not None else none,
+        **dict(zip(("sq_t", "sq_h"), (n // 4 for n in p.q_t.nb[1:3]))),
+        **dict(zip(("sk_n", "sk_h", "sk_p"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_p"), v.strides)),
+        "s_table": table.nb[1] // 4 if table is not None else 0, "max_blocks": table.ne[0] if table is not None else 1,
+        "n_q": p.n_q, "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks,
+        "n_tiles": t.n_tiles, "n_seq": p.n_seq, "n_pages": p.k_t.ne[3], "window": params.window,
+        "programs": choice.programs, "splits": 0 if choice.schedule == "stream_k" else choice.splits,
+        **portable.scaling(params), "softcap": params.softcap, "has_sinks": int(p.sinks_t is not None),
+        "has_lse": int(p.lse is not None), "PAGE": p.page, "CAUSAL": params.causal, "WINDOW": params.window > 0,
+        "ALIBI": params.max_bias > 0, "HAS_MASK": True, "UNIFORM": False, "VARLEN": True,
+        **portable.constants(p, t, config, choice, target),
+    }  # fmt: skip

@@ -1,0 +1,267 @@
+"""PagedEngine: an engine whose sequences share pages. A step reads any mix of prompts and single tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.arguments import checked
+from graphrt.backend import Backend
+from graphrt.backends.cpu import threads
+from graphrt.errors import SessionError
+from graphrt.execute import Executable, prepare
+from graphrt.graph import Graph
+from graphrt.models import session_file
+from graphrt.models.arch.skeleton import Decoder
+from graphrt.models.cache_paged import PagedCache, Swapped, page_sizes
+from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
+from graphrt.models.paging.ladder import coarse_rung, rung
+from graphrt.models.recent import Recent
+from graphrt.models.step import Logits
+from graphrt.models.step_paged import PagedStep
+from graphrt.ops import SampleParams
+
+#: Prepared steps that an engine keeps. Sizes are rungs of a ladder, so that more are seldom in use.
+MAX_STEPS = 24
+
+
+class PagedEngine(AnyEngine[PagedCache, PagedStep]):
+    """Sequences in the pages of one cache, each as long as it is. A sequence that begins as another one takes its pages
+    over (options.share), so that fewer tokens may be read than are given.
+
+    A step reads up to n_batch tokens of prompts and one token of each other sequence. Its graph is one of a ladder of
+    sizes, the rest of which belongs to nobody.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backends: Sequence[Backend],
+        options: SessionOptions = SessionOptions(page=16),
+        n_seq: int = 1,
+    ) -> None:
+        super().__init__(decoder, backends, options, n_seq)
+        self._prepared = Recent[tuple[int, int, int], PagedStep](MAX_STEPS)
+
+    def _most_at_once(self, n_batch: int) -> int:
+        return n_batch
+
+    def _new_cache(self) -> PagedCache:
+        hp, options = self.decoder.hp, self.options
+        n_new = self.most_tokens + MAX_AHEAD * self.n_seq
+        sizes = page_sizes(hp, hp.windowed, self.n_ctx, n_new, self.n_seq, options.page, options.n_pages)
+        types = options.type_k, options.type_v
+        return PagedCache(hp, self.home, hp.windowed, self.n_ctx, types, sizes, n_seq=self.n_seq, share=options.share)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a step."""
+        return self.n_batch + self.n_seq
+
+    # ---- prepared steps ----
+
+    def prepared(self, n_tokens: int, n_seq: int, n_outputs: int) -> PagedStep:
+        """The step of up to so many tokens, sequences and wanted rows; made on first use."""
+
+        def make() -> PagedStep:
+            inputs = self.decoder.paged_inputs(n_tokens, n_seq, n_outputs, self.cache)
+            return PagedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
+
+        return self._prepared.made((n_tokens, n_seq, n_outputs), make)
+
+    def sizes(self, n_tokens: int, n_seq: int, *, every: bool = False) -> tuple[int, int, int]:
+        """The prepared step for so many tokens of so many sequences. Where each has one, tokens, sequences and rows are
+        one rung; else sequences are of a coarse ladder, whose empty ones cost a row of logits each."""
+        n = rung(n_tokens, self.most_tokens)
+        if n_tokens == n_seq:
+            n = min(n, self.n_seq)
+            return n, n, n
+        seqs = coarse_rung(n_seq, self.n_seq)
+        return n, seqs, n if every else seqs
+
+    def executable(self, n: int, n_outputs: int) -> Executable:
+        return self.prepared(*self.sizes(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
+
+    def _prepare_chained(self, sampling: SampleParams | None) -> PagedStep:
+        inputs, graph = self.decoder.paged_chained(self._tokens, self.cache, sampling)
+        exe = prepare(graph, self.backends)
+        exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
+        return PagedStep(inputs, exe)
+
+    # ---- reading ----
+
+    @checked(SessionError)
+    def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
+        with self.alone():
+            given = self.checked(tokens)
+            left = self._after_what_is_known(given)
+            found: dict[int, Logits] = {}
+            with self.reading(sum(map(len, left.values()))) as advance:
+                while left:
+                    part = self._next_part(left)
+                    found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+                    left = {seq: ids[len(part.get(seq, ())) :] for seq, ids in left.items()}
+                    left = {seq: ids for seq, ids in left.items() if len(ids)}
+                    advance(sum(map(len, part.values())))
+            return np.stack([found[seq] for seq in given])
+
+    def _after_what_is_known(self, given: Mapping[int, Ids]) -> dict[int, Ids]:
+        """What is to be read of the tokens after empty sequences have taken over what the tree has of theirs. Raises
+        CacheFullError where there are too few pages for all; then nothing has changed."""
+        pool, left, began = self.cache.pool, dict(given), []
+        try:
+            for seq, ids in given.items():
+                if not self.lengths[seq]:
+                    began.append(seq)
+                    self.lengths[seq] = n = pool.adopt(seq, ids.tolist())
+                    left[seq] = ids[n:]
+            pool.check_room({seq: len(ids) for seq, ids in left.items()}, windowed=False)
+        except BaseException:
+            for seq in began:
+                self._truncate(seq, 0)
+            raise
+        return left
+
+    def _next_part(self, left: Mapping[int, Ids]) -> dict[int, Ids]:
+        """What the next step reads. Sequences are cut where they would be cut alone, so that none's result depends on
+        the others: each by n_batch tokens; pieces that don't fit any more wait."""
+        part = {seq: ids for seq, ids in left.items() if len(ids) == 1}
+        room = self.n_batch
+        for seq, ids in left.items():
+            n = min(len(ids), self.n_batch)
+            if n > 1 and n <= room:
+                part[seq] = ids[:n]
+                room -= n
+        return part
+
+    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+        """One step: up to most_tokens tokens of any sequences, any number of each. The logits after each one's last
+        token, f32 [sequences, n_vocab], or after every token, one sequence after the other. Raises CacheFullError; then
+        nothing has changed."""
+        new = {seq: len(ids) for seq, ids in part.items()}
+        try:
+            with threads.using(self.n_threads_batch if max(new.values()) > 1 else 0):
+                prepared = self.feed(part, every=every)
+                prepared.exe.run()
+            for seq, ids in part.items():
+                self.cache.pool.commit(seq, ids.tolist())
+                self.lengths[seq] += len(ids)
+        finally:  # nothing stays of a step that was interrupted
+            self._forget()
+        return prepared.logits()[: sum(new.values()) if every else len(new)]
+
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PagedStep:
+        """A step with its inputs filled, ready to run; its tokens have cells and don't count as read yet."""
+        new = {seq: len(ids) for seq, ids in part.items()}
+        n = sum(new.values())
+        if n > self.most_tokens:
+            raise SessionError(
+                f"a step reads at most {self.most_tokens} tokens, n_batch and one of each sequence, got {n}; read them "
+                f"in several"
+            )
+        prepared = self.prepared(*self.sizes(n, len(new), every=every))
+        self.cache.append(new)
+        ends = np.cumsum(list(new.values()), dtype=np.int32)
+        rows = np.arange(n, dtype=np.int32) if every else ends - 1
+        prepared.write(new, np.concatenate([np.asarray(ids, np.int32) for ids in part.values()]), rows)
+        return prepared
+
+    def _queue(
+        self, step: PagedStep, positions: npt.NDArray[np.int64], uniform: npt.NDArray[np.float64] | None
+    ) -> None:
+        new = dict.fromkeys(range(self.n_seq), 1)
+        self.cache.append(new)
+        step.write(new, uniform=uniform)
+
+    def _took(self, tokens: Ids) -> None:
+        for seq, token in enumerate(tokens):
+            self.cache.pool.commit(seq, [int(token)])
+
+    def _forget(self) -> None:
+        for seq, n in enumerate(self.lengths):
+            if self.cache.pool.of(seq).reserved > n:
+                self.cache.pool.truncate(seq, int(n))
+
+    # ---- sequences ----
+
+    def tokens(self, seq: int) -> list[int]:
+        """The tokens of a sequence."""
+        return list(self.cache.pool.of(self._known(seq)).ids)
+
+    @checked(SessionError)
+    def truncate(self, seq: int, n: int) -> int:
+        """Forgets a sequence's tokens behind the first n, and gives how many stay: n, or 0 where a sliding window would
+        need what it no longer has. Raises SessionError for an unknown one, or more tokens than it has."""
+        with self.alone():
+            have = int(self.lengths[self._known(seq)])
+            if not 0 <= n <= have:
+                raise SessionError(f"a sequence goes back to 0 to {have} tokens, which it has, got {n}")
+            return self._truncate(seq, n)
+
+    def _truncate(self, seq: int, n: int) -> int:
+        self.lengths[seq] = self.cache.pool.truncate(seq, n)
+        return int(self.lengths[seq])
+
+    @checked(SessionError)
+    def free(self, seq: int) -> None:
+        """Forgets a sequence; what others share stays."""
+        self.truncate(seq, 0)
+
+    @checked(SessionError)
+    def fork(self, seq: int, into: int) -> None:
+        """The empty sequence `into` goes on from the tokens of `seq` by itself. Nothing is copied but, once one of them
+        goes on, the page that is not full. Raises SessionError where it is not empty."""
+        with self.alone():
+            self.cache.pool.fork(self._known(seq), self._known(into))
+            self.lengths[into] = self.lengths[seq]
+
+    @checked(SessionError)
+    def swap_out(self, seq: int) -> Swapped:
+        """Moves a sequence to host memory, and empties it: its pages are free for others."""
+        with self.alone():
+            away = self.cache.swap_out(self._known(seq))
+            self.lengths[seq] = 0
+            return away
+
+    @checked(SessionError)
+    def swap_in(self, seq: int, away: Swapped) -> None:
+        """Brings a sequence of this engine back, to any empty one. Raises CacheFullError where pages are missing, and
+        SessionError where it is not empty; then nothing has changed."""
+        with self.alone():
+            self.cache.swap_in(self._known(seq), away)
+            self.lengths[seq] = len(away.ids)
+
+    @checked(SessionError)
+    def save(self, seq: int, path: str | os.PathLike[str]) -> None:
+        """Writes a sequence to a file, as Session.save() does: sessions and engines of this model can read it."""
+        with self.alone():
+            session_file.write(Path(path), self, self.tokens(seq), seq)
+
+    @checked(SessionError)
+    def load(self, seq: int, path: str | os.PathLike[str]) -> list[int]:
+        """Fills an empty sequence from a file, and gives the tokens at its end that are not read yet. Raises
+        SessionError for a file that is none, of another model or of other cache types, CacheFullError where pages are
+        missing; then the sequence is empty."""
+        with self.alone():
+            if self.lengths[self._known(seq)]:
+                raise SessionError(
+                    f"a file is read into an empty sequence, {seq} has {self.lengths[seq]} tokens; free it"
+                )
+            try:
+                with session_file.SessionFile(Path(path), self.decoder, self.options) as file:
+                    ids = file.fill(self, seq)
+                    self.lengths[seq] = n = file.header.n_read
+                self.cache.pool.commit(seq)
+            except BaseException:
+                self._truncate(seq, 0)
+                raise
+            return ids[n:]
+
+    def _known(self, seq: int) -> int:
+        if not 0 <= seq < self.n_seq:
+            raise SessionError(f"a sequence must be 0 to {self.n_seq - 1}, got {seq}")
+        return seq

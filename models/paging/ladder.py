@@ -1,0 +1,28 @@
+"""Sizes of prepared steps: a step takes the next larger size that there is, so that few serve all."""
+
+from __future__ import annotations
+
+
+def rung(n: int, most: int = 0) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... (powers of two, and one and a half of these) that is at least
+    n: less than half of a step is padding, and up to 4096 tokens there are 24 sizes. `most`, unless it is 0, is one
+    too."""
+    size = 1
+    while size < n:
+        size = size * 4 // 3 if size % 3 == 0 else size + size // 2 if size > 1 else 2
+    return min(size, most) if most else size
+
+
+def coarse_rung(n: int, most: int) -> int:
+    """The same of 1, 4, 16, 64, ...: for sizes that cost little beside another one."""
+    size = 1
+    while size < n:
+        size *= 4
+    return min(size, most)
+
+
+def close_rung(n: int) -> int:
+    """The next multiple of the power of two that is at most an eighth of n: for sizes whose padding is all work; at
+    most an eighth of a step is padding."""
+    step = 1 << max(0, n.bit_length() - 4)
+    return -(-n // step) * step

@@ -1,0 +1,262 @@
+"""The cases of FLASH_ATTN_VARLEN and FLASH_ATTN_VARLEN_LSE: ragged sequences over pages in any order, and packed ones.
+
+Whatever no query sees holds NaN: the rest of a last page, pages that no table names, and, behind a window, pages that
+are out of it. Entries of a table that are not to be read are -1.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.dtypes import DType, dtype
+from graphrt.ops.cases.flash_attn_axes import SINKS
+from graphrt.ops.flash_attn_varlen import flash_attn_varlen, flash_attn_varlen_lse
+from graphrt.ops.view import permute, view
+from graphrt.tensor import Tensor
+from graphrt.testing import AnyArray, Case, Init, Inputs, Normal, Uniform, grid, quantize, register_cases
+
+Integers = npt.NDArray[np.int64]
+#: Pages that no table names, and blocks of the longest sequence's table behind its last.
+_SPARE_PAGES, _SPARE_BLOCKS = 3, 1
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One point. d: D_k and D_v; heads: n_head and n_head_kv; types: of k and v; page: 0 for packed keys.
+
+    seqs: queries and keys of each sequence. spare: tokens at the end that belong to nobody. tables: "shuffled";
+    "in_order"; "shared", where sequences begin with the pages of the first; layout: "cache", rows of all heads side by
+    side in cells; "plain", as the op has it; "v_in_k": v is the beginning of k's rows. sinks: of flash_attn's SINKS.
+    """
+
+    d: tuple[int, int] = (64, 64)
+    heads: tuple[int, int] = (4, 2)
+    types: tuple[str, str] = ("f16", "f16")
+    page: int = 32
+    seqs: tuple[tuple[int, int], ...] = ((1, 70), (3, 33), (1, 1))
+    spare: int = 0
+    tables: str = "shuffled"
+    layout: str = "cache"
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    max_bias: float = 0.0
+    sinks: str | None = None
+
+    @cached_property
+    def q_starts(self) -> Integers:
+        return np.cumsum([0, *(n for n, _ in self.seqs)])
+
+    @cached_property
+    def k_starts(self) -> Integers:
+        return np.cumsum([0, *(n for _, n in self.seqs)])
+
+    def seen(self, i: int) -> Integers:
+        """The keys that a query of sequence i sees."""
+        n, length = self.seqs[i]
+        first = max(length - n - self.window + 1, 0) if self.window else 0
+        return np.arange(first, length) if n else np.arange(0)
+
+    @cached_property
+    def table(self) -> Integers:
+        """[n_seq, max_blocks], -1 where no query looks."""
+        most = max(-(-n // self.page) for _, n in self.seqs) + _SPARE_BLOCKS
+        table = np.full((len(self.seqs), most), -1)
+        pages = iter(self._order)
+        for i in range(len(self.seqs)):
+            blocks = np.unique(self.seen(i) // self.page)
+            table[i, blocks] = [next(pages) for _ in blocks]
+            if self.tables == "shared":
+                whole = min(self.seqs[0][1], self.seqs[i][1]) // self.page
+                table[i, :whole] = table[0, :whole]
+        return table
+
+    @cached_property
+    def n_pages(self) -> int:
+        return sum(-(-n // self.page) for _, n in self.seqs) + _SPARE_PAGES
+
+    @cached_property
+    def _order(self) -> list[int]:
+        order = np.arange(self.n_pages)
+        if self.tables != "in_order":
+            np.random.default_rng(zlib.crc32(repr(self).encode())).shuffle(order)
+        return [int(page) for page in order]
+
+    @cached_property
+    def seen_cells(self) -> npt.NDArray[np.bool_]:
+        """Which cells, in the order of pages (packed keys: in theirs), some query sees."""
+        if not self.page:
+            cells = [self.k_starts[i] + self.seen(i) for i in range(len(self.seqs))]
+            n = int(self.k_starts[-1])
+        else:
+            cells = [self.table[i, k // self.page] * self.page + k % self.page for i, k in self._keys()]
+            n = self.n_pages * self.page
+        out = np.zeros(n, np.bool_)
+        out[np.concatenate(cells)] = True
+        return out
+
+    def _keys(self) -> Iterator[tuple[int, Integers]]:
+        return ((i, self.seen(i)) for i in range(len(self.seqs)))
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """These integers, in the input's shape."""
+
+    values: Integers
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        return self.values.reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """`base` in the cells that some query sees; the bits of all others are ones: NaN, and NaN as a block's scale.
+
+    by_page: cells are along dimensions 0 and 2 of an input [n_pages, n_head_kv, page, D], else along its last but one.
+    """
+
+    base: Init
+    seen: npt.NDArray[np.bool_]
+    by_page: bool
+
+    def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
+        return self.base(rng, shape)
+
+    def store(self, rng: np.random.Generator, shape: tuple[int, ...], dt: DType) -> AnyArray:
+        raw = np.ascontiguousarray(quantize(self.base(rng, shape), dt, rng))
+        as_bytes = raw.view(np.uint8)
+        if self.by_page:
+            np.moveaxis(as_bytes, 1, 2)[~self.seen.reshape(as_bytes.shape[0], as_bytes.shape[2])] = 0xFF
+        else:
+            np.moveaxis(as_bytes, -2, 0)[~self.seen] = 0xFF
+        return raw
+
+
+def _cache(inputs: Inputs, name: str, dt: str, d: int, axes: Axes, init: Init) -> Tensor:
+    """k or v as the layout says."""
+    heads = axes.heads[1]
+    if axes.layout == "plain":
+        ne = (d, axes.page, heads, axes.n_pages) if axes.page else (d, int(axes.k_starts[-1]), heads)
+        return inputs(name, dt, ne, _Cells(init, axes.seen_cells, bool(axes.page)))
+    whole = inputs(name, dt, (d * heads, len(axes.seen_cells)), _Cells(init, axes.seen_cells, False))
+    head, row = dtype(dt).row_size(d), whole.nb[1]
+    if not axes.page:
+        return view(whole, (d, whole.ne[1], heads), (row, head))
+    return view(whole, (d, axes.page, heads, axes.n_pages), (row, head, axes.page * row))
+
+
+def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
+    n = int(axes.q_starts[-1]) + axes.spare
+    q = inputs("q", "f32", (axes.d[0], axes.heads[0], n), Normal(2.0))
+    q = permute(q, 0, 2, 1, 3)
+    k = _cache(inputs, "k", axes.types[0], axes.d[0], axes, Normal(1.0))
+    numbers = {"q_starts": axes.q_starts}
+    if axes.page:
+        numbers |= {"lengths": np.array([n for _, n in axes.seqs]), "block_table": axes.table}
+    else:
+        numbers |= {"k_starts": axes.k_starts}
+    given: dict[str, Any] = {
+        name: inputs(name, "i32", values.shape[::-1], _Numbers(values)) for name, values in numbers.items()
+    }
+    if axes.sinks is not None:
+        near = math.log(max(1, max(length for _, length in axes.seqs))) + 2.0
+        given["sinks"] = inputs("sinks", "f32", axes.heads[:1], SINKS[axes.sinks](near))
+    q_starts = given.pop("q_starts")
+    given |= {"softcap": axes.softcap, "max_bias": axes.max_bias, "causal": axes.causal, "window": axes.window}
+    scale = axes.d[0] ** -0.5
+    if lse:
+        return flash_attn_varlen_lse(q, k, q_starts, scale, **given)
+    if axes.layout == "v_in_k":
+        v = view(k, (axes.d[1], *k.ne[1:]), k.nb[1:])
+    else:
+        v = _cache(inputs, "v", axes.types[1], axes.d[1], axes, Uniform())
+    return flash_attn_varlen(q, k, v, q_starts, scale, **given)
+
+
+def as_case(op: str, axes: Axes) -> Case:
+    base, always = asdict(Axes()), ("d", "heads", "types", "page", "seqs")
+    shown = {name: value for name, value in asdict(axes).items() if name in always or value != base[name]}
+    return Case(op, shown, partial(_make, axes=axes, lse=op == "FLASH_ATTN_VARLEN_LSE"))
+
+
+BASE = Axes()
+#: A page's ends, nothing, one; a few tokens each, as drafts have; prompts beside single tokens; several k-blocks.
+ENDS = ((1, 0), (1, 1), (1, 31), (1, 32), (1, 33), (0, 40), (1, 63), (1, 64), (1, 65))
+FEW = ((2, 40), (5, 5), (8, 130), (1, 33))
+MIXED = ((40, 40), (1, 97), (0, 0), (33, 130), (2, 2), (1, 5))
+LONG = ((1, 700), (1, 3), (2, 257))
+TYPES = ("f32", "bf16", "q8_0", "q4_0")
+
+
+def _quick() -> Iterator[Axes]:
+    for page in (16, 64, 128, 256):
+        yield from grid(replace(BASE, page=page), {"seqs": (ENDS, FEW, LONG), "tables": ("shuffled", "shared")})
+    yield from grid(BASE, {"seqs": (ENDS, FEW, MIXED, LONG), "tables": ("shuffled", "shared", "in_order")})
+    yield from grid(replace(BASE, layout="plain"), {"seqs": (FEW, MIXED), "page": (0, 16, 64, 256)})
+    yield from grid(replace(BASE, page=0, spare=5), {"seqs": (MIXED, LONG), "causal": (True, False)})
+    heads = [(h, 2) for h in (2, 8, 16)] + [(1, 1), (7, 1), (16, 1), (32, 2), (12, 4)]
+    yield from grid(BASE, {"heads": heads, "seqs": (ENDS, MIXED)})
+    yield from grid(replace(BASE, heads=(4, 1)), {"d": [(128, 128), (256, 256), (192, 128), (40, 40), (80, 80)],
+                    "page": (16, 64), "seqs": (FEW, MIXED)})  # fmt: skip
+    latent = replace(BASE, d=(576, 512), heads=(16, 1), layout="v_in_k")
+    yield from grid(latent, {"page": (16, 64, 128), "seqs": (((1, 70), (1, 129)), ((4, 33), (1, 17)))})
+    yield replace(latent, types=("q8_0", "q8_0"), seqs=((1, 70), (2, 40)))
+    yield from grid(BASE, {"types": [(t, t) for t in TYPES] + [("q8_0", "f16"), ("f16", "q4_0")],
+                    "page": (0, 16, 64), "seqs": (FEW, MIXED)})  # fmt: skip
+    yield from grid(replace(BASE, seqs=FEW, spare=3), {"sinks": ("near", "large"), "softcap": (0.0, 10.0)})
+    yield from grid(replace(BASE, sinks="near"), {"seqs": (ENDS, MIXED), "page": (0, 16, 64)})
+    yield from grid(replace(BASE, max_bias=8.0, heads=(6, 3)), {"seqs": (FEW, MIXED), "causal": (True, False)})
+    yield from grid(BASE, {"window": (1, 20, 100), "seqs": (ENDS, MIXED, LONG), "page": (16, 64)})
+    yield from grid(replace(BASE, causal=False), {"seqs": (FEW, MIXED, ((70, 70), (33, 33), (1, 1))),
+                    "page": (0, 32), "window": (0, 20)})  # fmt: skip
+    yield replace(BASE, seqs=((5, 2), (3, 0), (4, 4)), page=0)  # queries before the first key see nothing
+    yield replace(BASE, seqs=((5, 2), (3, 0), (4, 4)))
+    yield replace(BASE, seqs=((0, 0), (0, 40), (1, 0)), spare=2)
+    yield replace(BASE, seqs=tuple((1, 1 + 13 * i % 150) for i in range(24)), page=16)
+
+
+def _full() -> Iterator[Axes]:
+    yield from _quick()
+    ragged = tuple((1, 100 + 277 * i % 3000) for i in range(32))
+    prompts = tuple((64 + 131 * i % 600, 64 + 131 * i % 600) for i in range(8))
+    chunks = tuple((65, 65 + 411 * i) for i in range(6))
+    wide = replace(BASE, d=(128, 128), heads=(32, 8))
+    types = [("f16", "f16"), *((t, t) for t in TYPES)]
+    yield from grid(wide, {"page": (0, 16, 32, 64, 128, 256), "seqs": (ragged, prompts, chunks), "types": types})
+    yield from grid(replace(wide, types=("q8_0", "q8_0")), {"d": [(64, 64), (256, 256)], "seqs": (FEW, ragged, chunks)})
+    yield from grid(wide, {"window": (128, 1000), "seqs": (ragged, prompts, chunks), "page": (16, 64)})
+    many = tuple((1, 1 + 7 * i % 90) for i in range(300))
+    yield from grid(wide, {"seqs": (many,), "page": (16, 32, 64), "heads": [(8, 2), (4, 4)]})
+    yield from grid(replace(wide, d=(576, 512), layout="v_in_k"), {"heads": [(16, 1), (128, 1)], "page": (16, 64, 128),
+                    "seqs": (FEW, ragged, chunks)})  # fmt: skip
+
+
+#: Of the quick points FLASH_ATTN_VARLEN_LSE has every so many: v it doesn't know.
+_LSE_SHARE = 4
+
+
+def points(op: str, which: str) -> list[Axes]:
+    """The points of an op's set, each once."""
+    found = list(dict.fromkeys(_quick() if which == "quick" else _full()))
+    if op == "FLASH_ATTN_VARLEN":
+        return found
+    alone = (replace(a, d=(a.d[0], a.d[0]), types=(a.types[0], "f16"), layout="cache") for a in found)
+    each = list(dict.fromkeys(alone))
+    return [a for a in each if zlib.crc32(repr(a).encode()) % _LSE_SHARE == 0 or a.sinks or not a.causal]
+
+
+def cases(op: str, which: str = "quick") -> Iterator[Case]:
+    yield from (as_case(op, axes) for axes in points(op, which))
+
+
+for _op in ("FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE"):
+    register_cases(_op, quick=partial(cases, _op), full=partial(cases, _op, "full"))

@@ -1,0 +1,208 @@
+"""Attention over pages and packed keys on the GPU backend: cases, lists of tiles, lengths that change between runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphrt
+from graphrt import get_backend, ops
+from graphrt.backend import Usage
+from graphrt.backends.triton import device
+from graphrt.graph import Graph
+from graphrt.tensor import Tensor, new_input
+from graphrt.testing import Case, all_cases
+from graphrt.tools.conformance.run.step import run_case
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from support import aot_varlen
+
+from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
+from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
+from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
+from graphrt.backends.triton.kernels.flash_attn.visits import spanned_block, visited_span
+from graphrt.backends.triton.memory import TritonBuffer
+
+OPS = ("FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE")
+#: On a GPU the conformance tool runs whole sets; this is every n-th case of the quick ones, others for each schedule.
+EVERY = 12
+Array = Any
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def _some(schedule: str | None) -> list[Case]:
+    found = [c for op in OPS for c in all_cases(op)]
+    names = (None, "tile", "split", "stream_k")
+    every = EVERY if schedule is None else 2 * EVERY
+    return [c for c in found if zlib.crc32(str(c).encode()) % every == names.index(schedule)]
+
+
+@pytest.mark.parametrize("case", _some(None), ids=str)
+def test_a_case(case: Case) -> None:
+    outcome = run_case(case, get_backend("triton"))
+    assert outcome.status == "pass", outcome.message
+
+
+@pytest.mark.parametrize("schedule", ["tile", "split", "stream_k"])
+def test_cases_under_a_forced_schedule(schedule: str) -> None:
+    cases = _some(schedule)
+    assert cases
+    for case in cases:
+        outcome = run_case(case, get_backend("triton", schedule=schedule))
+        assert outcome.status == "pass", (str(case), outcome.message)
+
+
+#: Five steps of one graph of 12 tokens, 4 sequences and pages of 16: q_starts and lengths.
+STEPS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((0, 1, 2, 3, 4), (40, 1, 97, 16)),  # single tokens; the last 8 are nobody's
+    ((0, 9, 10, 11, 12), (9, 2, 98, 17)),  # a prompt beside them; the first sequence is another
+    ((0, 0, 12, 12, 12), (40, 80, 0, 17)),  # one alone
+    ((0, 3, 6, 9, 12), (96, 3, 5, 0)),
+    ((0, 1, 2, 3, 4), (112, 4, 99, 18)),
+)
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 2])
+def test_one_graph_serves_all_lengths(n_head_kv: int, rng: np.random.Generator) -> None:
+    """Tables, lengths and starts are inputs, read when the graph runs, and what the last step left does not count."""
+    n_seq, page, n_pages, n_head, d = 4, 16, 40, 4, 64
+    leafs = {
+        "q": new_input("f32", d, 12, n_head, name="q"), "k": new_input("f16", d, page, n_head_kv, n_pages, name="k"),
+        "v": new_input("f16", d, page, n_head_kv, n_pages, name="v"), "q_starts": new_input("i32", 5, name="q_starts"),
+        "lengths": new_input("i32", n_seq, name="lengths"), "block_table": new_input("i32", 8, n_seq, name="table"),
+    }  # fmt: skip
+    node = ops.flash_attn_varlen(**leafs, scale=0.125)
+    fast, exact = (graphrt.prepare(Graph(node), backend) for backend in ("triton", "cpu"))
+    for starts, lengths in STEPS:
+        values = {
+            "q": rng.normal(size=(n_head, 12, d)), "k": rng.normal(size=(n_pages, n_head_kv, page, d)),
+            "v": rng.normal(size=(n_pages, n_head_kv, page, d)), "q_starts": np.array(starts),
+            "lengths": np.array(lengths), "block_table": rng.permutation(n_pages)[:32].reshape(n_seq, 8),
+        }  # fmt: skip
+        results = [_run(exe, leafs, values, node) for exe in (fast, exact)]
+        np.testing.assert_allclose(*results, atol=3e-3)
+        assert np.isfinite(results[0]).all() and not results[0][0, starts[-1] :].any()
+
+
+def _run(exe: Any, leafs: Mapping[str, Tensor], values: Mapping[str, Array], node: Tensor) -> Array:
+    for name, leaf in leafs.items():
+        kind = {"f32": np.float32, "f16": np.float16, "i32": np.int32}[leaf.dtype.name]
+        exe.write(leaf, np.ascontiguousarray(values[name].reshape(leaf.shape), kind))
+    exe.run()
+    return exe.read(node)
+
+
+@triton.jit
+def _spans(
+    p_out, row0, n, length, window, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    first, full_first, full_end, end, first_key, end_key = visited_span(
+        row0, n, length, window, PACK, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, ALIBI
+    )
+    n_full = full_end - full_first
+    tl.store(p_out, end - first)
+    tl.store(p_out + 1, n_full)
+    tl.store(p_out + 2, first_key)
+    tl.store(p_out + 3, end_key)
+    for i in range(0, end - first):
+        if i < n_full:
+            tl.store(p_out + 4 + i, spanned_block(i, first, full_first, full_end, False))
+        else:
+            tl.store(p_out + 4 + i, spanned_block(i, first, full_first, full_end, True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 5, 40])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_a_tile_visits_what_its_rows_see(causal: bool, window: int, alibi: bool, rng: np.random.Generator) -> None:
+    """Every k-block that some row sees, once; as full ones those that all see whole, if there is nothing to add."""
+    for _ in range(20):
+        pack, block_m, block_n = int(rng.integers(1, 6)), 8, 16
+        n, length = int(rng.integers(1, 30)), int(rng.integers(0, 90))
+        row0 = block_m * int(rng.integers(0, -(-n * pack // block_m)))
+        out = torch.full((64,), -7, dtype=torch.int32)
+        _spans[(1,)](out, row0, n, length, window, pack, block_m, block_n, causal, window > 0, alibi)
+        count, n_full, first_key, end_key, *blocks = out.tolist()
+        position = length - n + np.arange(row0, min(row0 + block_m, n * pack))[:, None] // pack
+        key = np.arange(-(-90 // block_n) * block_n)
+        seen = (key < length) & ((key <= position) | (not causal)) & ((window == 0) | (key > position - window))
+        by_block = seen.reshape(len(position), -1, block_n)
+        needed = set(np.flatnonzero(by_block.any((0, 2))).tolist())
+        full = set(np.flatnonzero(by_block.all((0, 2))).tolist()) if not alibi else set()
+        visited = blocks[:count]
+        assert needed <= set(visited) and len(set(visited)) == count <= len(needed) + 1
+        assert set(visited[:n_full]) == full
+        assert set(np.flatnonzero(seen.any(0)).tolist()) <= set(range(first_key, end_key))
+        if seen.any():
+            assert first_key == np.flatnonzero(seen.any(0))[0] and end_key == np.flatnonzero(seen.any(0))[-1] + 1
+
+
+def _planned(shape: aot_varlen.Shape, starts: list[int], kv: list[int]) -> tuple[Any, Any, Any]:
+    """A tiling of 16 rows and 32 keys, and what the device lists of it: records, units."""
+    places: dict[Tensor, TritonBuffer] = {}
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        places.setdefault(t.root, TritonBuffer(torch.zeros(t.root.nbytes, dtype=torch.uint8), Usage.COMPUTE))
+        return places[t.root], t.view_offs
+
+    found = aot_varlen.attention(shape)
+    p = VarlenProblem(Attention(found.out), place)
+    p.memory(p.q_starts, torch.int32)[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
+    p.memory(p.kv, torch.int32)[: len(kv)] = torch.tensor(kv, dtype=torch.int32)
+    tiling = p.tiling(16, 32)
+    plan, launches = VarlenPlans("cpu").plan(p, tiling)
+    for launch in launches:
+        launch()
+    return tiling, plan.tiles, plan.unit_start
+
+
+@pytest.mark.parametrize("starts", [[0, 1, 2, 3], [0, 9, 9, 40], [0, 0, 0, 0], [0, 40, 40, 40], [0, 13, 14, 27]])
+def test_the_list_of_tiles(starts: list[int]) -> None:
+    """Query tiles of each sequence in order, nobody's last, each as many units as it has k-blocks, one at least."""
+    lengths = [40, 0, 70]
+    shape = aot_varlen.Shape((64, 64), 16, n_tokens=40, n_seq=3, heads=(8, 2))
+    t, records, unit_start = _planned(shape, starts, lengths)
+    expected, units = [], []
+    for seq, (first, end) in enumerate(zip(starts, [*starts[1:], 40])):
+        length = lengths[seq] if seq < 3 else 0
+        for row0 in range(0, (end - first) * 4, 16):
+            expected.append([seq, first, end - first, row0, length, 0])
+            last = (min(row0 + 16, (end - first) * 4) - 1) // 4
+            keys = max(0, length - (end - first) + last + 1)
+            units += [max(1, -(-keys // 32))] * 2
+    assert len(expected) <= t.n_qt and records[: len(expected), :6].tolist() == expected
+    units += [0] * (t.n_tiles - len(units))
+    assert unit_start.tolist() == [0, *np.cumsum(units)]
+
+
+def test_more_sequences_than_are_looked_at_at_a_time() -> None:
+    """1500 sequences of one token, each tenth without one."""
+    ends = np.cumsum([0 if i % 10 == 0 else 1 for i in range(1500)]).tolist()
+    shape = aot_varlen.Shape((64, 64), 0, n_tokens=1400, n_seq=1500, heads=(2, 2))
+    t, records, _ = _planned(shape, [0, *ends], list(range(0, 40)))
+    seqs = [i for i in range(1500) if i % 10] + [1500] * 4
+    assert records[: len(seqs), 0].tolist() == seqs and t.n_qt <= 1400
+
+
+def test_wrong_numbers_stay_inside(rng: np.random.Generator) -> None:
+    """Starts, lengths and pages that can't be: results mean nothing, but nothing outside is read."""
+    t, records, unit_start = _planned(
+        aot_varlen.Shape((64, 64), 16, n_tokens=40, n_seq=3, heads=(8, 2)), [-5, 99, 20, 1000], [-1, 10**9, 70]
+    )
+    seq, first, n, _, length, _ = records[:, :6].T
+    assert (first >= 0).all() and ((first + n) <= 40).all() and (length >= 0).all() and (length <= 256 * 16).all()
+    assert (torch.diff(unit_start) >= 0).all() and (seq >= 0).all()

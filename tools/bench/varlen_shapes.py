@@ -1,0 +1,141 @@
+"""The shapes of `graphrt bench op FLASH_ATTN_VARLEN`: tables pa_decode (a step of single tokens) and pa_prefill.
+
+Models' heads are those of their files (models/synthetic_recipes.py): Llama 3.1 8B, gpt-oss-20b, latent attention as
+DeepSeek has it, bge-small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from graphrt.dtypes import dtype
+from graphrt.errors import GraphError
+
+TABLES = ("pa_decode", "pa_prefill")
+#: By model: heads of q and of k, head sizes of k and v.
+HEADS = {
+    "llama-8b": (32, 8, 128, 128), "gpt-oss-20b": (64, 8, 64, 64), "deepseek": (64, 1, 576, 512),
+    "bge-small": (12, 12, 32, 32),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class VarlenShape:
+    """seqs: queries and keys of each sequence. page: 0 for packed keys; "contiguous": FLASH_ATTN_EXT over caches that
+    lie in one piece, all of one length. beside: the name of the shape whose speed this one is told as a share of."""
+
+    table: str
+    name: str
+    model: str
+    seqs: tuple[tuple[int, int], ...]
+    page: int = 16
+    kv_type: str = "f16"
+    causal: bool = True
+    contiguous: bool = False
+    beside: str = ""
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """n_head, n_head_kv, D_k, D_v."""
+        return HEADS[self.model]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(n for n, _ in self.seqs)
+
+    @property
+    def longest(self) -> int:
+        return max(length for _, length in self.seqs)
+
+    @property
+    def ragged(self) -> bool:
+        return len({length for _, length in self.seqs}) > 1
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return sum(n * length - (n * (n - 1) // 2 if self.causal else 0) for n, length in self.seqs)
+
+    @property
+    def flops(self) -> int:
+        """Of what is seen: half of a causal square."""
+        n_head, _, d_k, d_v = self.heads
+        return 2 * (d_k + d_v) * n_head * self.pairs
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the keys and values that there are, V in K counted once."""
+        _, n_head_kv, d_k, d_v = self.heads
+        width = d_k + (0 if d_k == 576 else d_v)
+        return dtype(self.kv_type).row_size(width * n_head_kv) * sum(length for _, length in self.seqs)
+
+    @property
+    def bytes(self) -> int:
+        """What must move: keys and values, queries, results, and the table's entries that are read."""
+        n_head, _, d_k, d_v = self.heads
+        table = 4 * sum(-(-length // self.page) for _, length in self.seqs) if self.page else 0
+        return self.cache_bytes + 4 * n_head * self.n_tokens * (d_k + d_v) + table
+
+
+def _ragged(n: int, low: int, high: int) -> list[int]:
+    """n lengths from low to high, spread evenly and in no order."""
+    return [low + (high - low) * (i * 37 % n) // max(n - 1, 1) for i in range(n)]
+
+
+def _decode(name: str, model: str, lengths: Sequence[int], page: int, beside: str = "", **more: object) -> VarlenShape:
+    return replace(VarlenShape("pa_decode", name, model, tuple((1, n) for n in lengths), page, beside=beside), **more)  # type: ignore[arg-type]
+
+
+def _prefill(name: str, seqs: Sequence[tuple[int, int]], model: str = "llama-8b", **more: object) -> VarlenShape:
+    return replace(VarlenShape("pa_prefill", name, model, tuple(seqs)), **more)  # type: ignore[arg-type]
+
+
+def _shapes() -> list[VarlenShape]:
+    one, mla = [65536], [8192] * 32
+    found = [_decode("decode 1x65536 contiguous", "llama-8b", one, 16, contiguous=True)]
+    found += [
+        _decode(f"decode 1x65536 page {p}", "llama-8b", one, p, "decode 1x65536 contiguous") for p in (16, 64, 256)
+    ]
+    found.append(_decode("decode 64x100..16000 page 16", "llama-8b", _ragged(64, 100, 16000), 16))
+    found.append(_decode("decode 8x32768 page 16", "llama-8b", [32768] * 8, 16))
+    found.append(_decode("decode 64x2048 page 16 q8_0", "llama-8b", [2048] * 64, 16, kv_type="q8_0"))
+    found += [_decode(f"decode {n}x4096 page 16", "gpt-oss-20b", [4096] * n, 16) for n in (1, 8, 64, 256)]
+    found.append(_decode("mla 32x8192 contiguous", "deepseek", mla, 64, contiguous=True))
+    found += [_decode(f"mla 32x8192 page {p}", "deepseek", mla, p, "mla 32x8192 contiguous") for p in (16, 64, 128)]
+    lengths = _ragged(32, 64, 4096)
+    # As much work in equal lengths: sequences of the root of the mean square.
+    equal = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5)
+    found.append(_prefill("prefill 32 equal lengths", [(equal, equal)] * 32))
+    found.append(_prefill("prefill 32x64..4096 page 16", [(n, n) for n in lengths], beside="prefill 32 equal lengths"))
+    found.append(_prefill("prefill 512 after 16384 contiguous", [(512, 16896)], contiguous=True))
+    for page in (16, 128):
+        name = f"prefill 512 after 16384 page {page}"
+        found.append(_prefill(name, [(512, 16896)], page=page, beside="prefill 512 after 16384 contiguous"))
+    mixed = [(512, 4096), (512, 512), *((1, n) for n in _ragged(62, 100, 8000))]
+    found.append(_prefill("mixed 2 prompts and 62 tokens page 16", mixed))
+    texts = [(n, n) for n in _ragged(64, 128, 512)]
+    return [
+        *found,
+        _prefill("encoder 64 texts of 128..512 packed", texts, "bge-small", page=0, causal=False, kv_type="f32"),
+    ]
+
+
+SHAPES = _shapes()
+
+
+def shapes_of(part: str) -> list[VarlenShape]:
+    """Those with `part` in their table or name, and those whose share they are told as. Raises GraphError for none."""
+    chosen = [s for s in SHAPES if part.lower() in f"{s.table} {s.name}".lower()]
+    if not chosen:
+        raise GraphError(f"a shape's table or name must have {part[:80]!r} in it, none does; --list shows them")
+    wanted = {name for s in chosen for name in (s.name, s.beside)}
+    return [s for s in SHAPES if s.name in wanted]
+
+
+def tiny(shapes: Sequence[VarlenShape]) -> list[VarlenShape]:
+    """The same with few and short sequences, for a CPU."""
+    return [
+        replace(s, seqs=tuple((-(-n // 128), max(-(-n // 128), length // 128, 1)) for n, length in s.seqs[:4]))
+        for s in shapes
+    ]
