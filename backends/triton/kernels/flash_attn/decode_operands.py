@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from graphrt.backends.triton.kernels.common.bits import BYTES_TIMES_F16
 from graphrt.backends.triton.kernels.common.blocks import words_a_block
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
@@ -289,28 +290,7 @@ def key_nibbles(words, dd):
 def value_bytes(words, dd):
     """Four f16 of each word of four int8, times d. Two words (of two keys) at once; dd: both keys' d, in each."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t<4>, base;
-        mov.b32 base, 0x64806480;
-        prmt.b32 t0, $4, $5, 0x0400;
-        prmt.b32 t1, $4, $5, 0x0501;
-        prmt.b32 t2, $4, $5, 0x0602;
-        prmt.b32 t3, $4, $5, 0x0703;
-        lop3.b32 t0, t0, 0x00FF00FF, base, 0x6A;
-        lop3.b32 t1, t1, 0x00FF00FF, base, 0x6A;
-        lop3.b32 t2, t2, 0x00FF00FF, base, 0x6A;
-        lop3.b32 t3, t3, 0x00FF00FF, base, 0x6A;
-        sub.f16x2 t0, t0, base;
-        sub.f16x2 t1, t1, base;
-        sub.f16x2 t2, t2, base;
-        sub.f16x2 t3, t3, base;
-        mul.f16x2 $0, t0, $6;
-        mul.f16x2 $1, t1, $6;
-        mul.f16x2 $2, t2, $6;
-        mul.f16x2 $3, t3, $6;
-        }
-        """,
+        BYTES_TIMES_F16,
         "=&r,=&r,=&r,=&r,r,r,r,r", [words, dd], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
         pack=2,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.kernels.common.bits import f16_low
+from graphrt.backends.triton.kernels.common.bits import BYTES_TIMES_F16, f16_low
 from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized, values_at, words_a_block
 from graphrt.backends.triton.kernels.kinds import (
     code_bits,
@@ -134,28 +134,7 @@ def _byte_values(words, d):
 def _byte_values_ptx(words, d):
     """The same in PTX: two words at once, so that each f16 instruction serves two values."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t<4>, base;
-        mov.b32 base, 0x64806480;
-        prmt.b32 t0, $4, $5, 0x0400;
-        prmt.b32 t1, $4, $5, 0x0501;
-        prmt.b32 t2, $4, $5, 0x0602;
-        prmt.b32 t3, $4, $5, 0x0703;
-        lop3.b32 t0, t0, 0x00FF00FF, base, 0x6A;
-        lop3.b32 t1, t1, 0x00FF00FF, base, 0x6A;
-        lop3.b32 t2, t2, 0x00FF00FF, base, 0x6A;
-        lop3.b32 t3, t3, 0x00FF00FF, base, 0x6A;
-        sub.f16x2 t0, t0, base;
-        sub.f16x2 t1, t1, base;
-        sub.f16x2 t2, t2, base;
-        sub.f16x2 t3, t3, base;
-        mul.f16x2 $0, t0, $6;
-        mul.f16x2 $1, t1, $6;
-        mul.f16x2 $2, t2, $6;
-        mul.f16x2 $3, t3, $6;
-        }
-        """,
+        BYTES_TIMES_F16,
         "=r,=r,=r,=r,r,r,r", [words, d], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
     )  # fmt: skip
 
