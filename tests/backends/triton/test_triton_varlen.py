@@ -31,8 +31,10 @@ from support.aot_arch import target_of
 from support.gluon_emulator import emulate
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.backends.triton.kernels.flash_attn.tile_plan import attention_plan
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.backends.triton.kernels.flash_attn.visits import spanned_block, visited_span
@@ -257,3 +259,13 @@ def test_the_decode_kernel(case: Case, schedule: str | None) -> None:
     exact.run()
     found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
     np.testing.assert_allclose(found, exact.read(node), atol=2e-3)
+
+
+def test_what_is_said_of_a_choice() -> None:
+    """Bounds are told as bounds, and no mask is spoken of."""
+    few, many = (aot_varlen.chosen("sm_90", shape) for shape in (aot_varlen.SHAPES[0], aot_varlen.SHAPES[4]))
+    assert few.kernel == "varlen_decode" and few.choice.schedule == many.choice.schedule == "stream_k"
+    assert many.kernel == "varlen" and "it takes 16 query rows" in many.refused["varlen_decode"]
+    facts = [f"{what}: {said}" for what, said in attention_facts(attention_plan(few, 132, None))]
+    assert any("pages of 16, by the block table" in fact for fact in facts) and not any("mask:" in f for f in facts)
+    assert any("at most 16: 8 of 8 tokens of 8 sequences x 2 groups" in fact for fact in facts), facts
