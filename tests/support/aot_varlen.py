@@ -91,6 +91,7 @@ def _launched(arch: str, shape: Shape) -> tuple[list[Launch], Chosen]:
 #: Steps of single tokens and prompts, pages smaller and larger than k-blocks, all kinds of types.
 SHAPES = (
     Shape((128, 128)), Shape((128, 128), 256), Shape((128, 128), 32, "q8_0"), Shape((64, 64), 64, "q4_0"),
+    Shape((128, 128), 16, "q8_0"),
     Shape((128, 128), 16, n_tokens=512), Shape((64, 64), 0, n_tokens=512, causal=False, heads=(4, 4)),
     Shape((128, 128), 64, "q8_0", n_tokens=512), Shape((256, 256), 32, n_tokens=256, window=1024, softcap=30.0),
     Shape((256, 256), 128, window=512), Shape((576, 512), 64, heads=(16, 1)),

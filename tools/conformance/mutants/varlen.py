@@ -146,7 +146,9 @@ class Varlen(Kernel):
     ) -> Sums:
         """(row maxima, sums of weights, weighted sums of V) of some blocks."""
         width = self.v.t.ne[0] if self.v is not None else 0
-        top, total, acc = np.full(len(q), NEG_INF), np.zeros(len(q), np.float32), np.zeros((len(q), width), np.float32)
+        top: Floats = np.full(len(q), NEG_INF)
+        total: Floats = np.zeros(len(q), np.float32)
+        acc: Floats = np.zeros((len(q), width), np.float32)
         kv_head = self.kv_head(head)
         for block in blocks:
             key = block * BLOCK + np.arange(BLOCK)
