@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,6 +216,9 @@ class Shared:
     def load(self, layout: Any) -> Value:
         return Value(self.data.copy())
 
+    def store(self, value: Value) -> None:
+        self.data[...] = value.data
+
 
 class Copies:
     """gluon's async_copy. late: a copy lands when it is waited for, not when it starts."""
@@ -340,6 +343,14 @@ class Gl:
         for i in range(1, x.data.shape[axis]):
             total = total + x.data.take(i, axis)
         return Value(total)
+
+    def max(self, x: Value, axis: int) -> Value:
+        """NaN is left out, as reductions on a GPU do."""
+        return Value(np.fmax.reduce(x.data, axis))
+
+    def multiple_of(self, p: Value, n: int) -> Value:
+        assert (p.data % (n * np.dtype(p.unit).itemsize) == 0).all(), "not a multiple"
+        return p
 
     def load(self, p: Value, mask: Any = None, other: Any = 0.0, cache_modifier: str = "") -> Value:
         return self.memory.load(p, mask, other)
@@ -474,7 +485,7 @@ def rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[...,
                     scope[name] = function(value)
                 elif isinstance(value, constexpr):
                     scope[name] = value.value
-            scope.update((name, value) for name, value in replaced.items() if name in scope)
+            scope.update((name, value) for name, value in replaced.items() if name in scope or name == "range")
         return types.FunctionType(found.fn.__code__, scopes[id(given)], found.fn.__name__)
 
     return function(kernel)
@@ -496,12 +507,19 @@ def arguments_of(launch: Any, memory: Memory) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _counting(*bounds: Any) -> Iterator[Value]:
+    """range() whose numbers are the kernel's, as a loop that is not unrolled has them."""
+    return (Value(np.int32(i)) for i in range(*(int(_plain(b)) for b in bounds)))
+
+
 def emulate(launch: Any, late: bool) -> None:
     """Runs a Launch of a Gluon kernel on tensors of the host."""
     memory = Memory(launch.args)
     gl, copies = Gl(memory, launch.options["num_warps"]), Copies(memory, late)
     nothing = {name: lambda *args: None for name in ("gdc_wait", "gdc_launch_dependents")}
-    function = rebuilt(launch.kernel, {"gl": gl, "async_copy": copies, "mma_v2": product, **nothing})
+    function = rebuilt(
+        launch.kernel, {"gl": gl, "async_copy": copies, "mma_v2": product, "range": _counting, **nothing}
+    )
     given = arguments_of(launch, memory)
     for program in range(launch.grid[0]):
         gl.program = program

@@ -45,7 +45,7 @@ ELSEWHERE = {
     "sm_80": HOPPER,
     "sm_90": set[str](),
     "sm_100": HOPPER,
-    "gfx942": {*HOPPER, "batch_mma", "flash_attn_decode"},
+    "gfx942": {*HOPPER, "batch_mma", "flash_attn_decode", "flash_attn_varlen_decode"},
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +27,16 @@ if device.unusable() is not None:
 import triton
 import triton.language as tl
 from support import aot_varlen
+from support.aot_arch import target_of
+from support.gluon_emulator import emulate
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
+from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.backends.triton.kernels.flash_attn.visits import spanned_block, visited_span
+from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 
 OPS = ("FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE")
@@ -206,3 +213,47 @@ def test_wrong_numbers_stay_inside(rng: np.random.Generator) -> None:
     seq, first, n, _, length, _ = records[:, :6].T
     assert (first >= 0).all() and ((first + n) <= 40).all() and (length >= 0).all() and (length <= 256 * 16).all()
     assert (torch.diff(unit_start) >= 0).all() and (seq >= 0).all()
+
+
+#: What the decode kernel is emulated on, over a GPU of six multiprocessors: heads of each size, pages smaller and
+#: larger than k-blocks, packed keys, windows, ALiBi, sinks, queries before the first key.
+EMULATED = (
+    r"d=.64,64.,heads=.4,2.,types=.f16,f16.,page=(16|32|256),seqs=..2,40.*130.,.1,33..(,tables=shared)?.$",
+    r"page=0,seqs=..5,2.,.3,0.", r"d=.(128,128|256,256).*page=16,seqs=..2,40", r"page=16.*1,65.*window=20.$",
+    r"page=16,seqs=..1,700.*window=100.$", r"2,40.*max_bias", r"sinks=near,spare|spare=3,softcap=10.0,sinks=large",
+)  # fmt: skip
+
+
+def _emulated() -> list[Case]:
+    return [c for c in all_cases("FLASH_ATTN_VARLEN") if any(re.search(part, str(c)) for part in EMULATED)]
+
+
+@pytest.mark.parametrize("case", _emulated(), ids=str)
+@pytest.mark.parametrize("schedule", [None, "stream_k"])
+def test_the_decode_kernel(case: Case, schedule: str | None) -> None:
+    """Its source, with copies that land as late as they may; memory that nothing was written to holds NaN."""
+    inputs, places = case.build(), dict[Tensor, TritonBuffer]()
+    node = inputs.result
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
+        return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
+
+    for leaf, values in inputs.values.items():
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
+    launcher = Launcher(replace(target_of("sm_90"), sm_count=6), place, schedule)
+    for step in launcher.launches(Attention(node)):
+        assert isinstance(step, Launch)
+        if isinstance(step.kernel, GluonJITFunction):
+            emulate(step, late=True)
+        else:
+            step.args |= {name: False for name in ("PDL", "PTX") if name in step.args}
+            step.options.pop("launch_pdl", None)
+            step()
+    assert launcher.chosen[node].kernel == "varlen_decode"
+    exact = graphrt.prepare(Graph(node), "cpu")
+    inputs.fill(exact)
+    exact.run()
+    found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
+    np.testing.assert_allclose(found, exact.read(node), atol=2e-3)

@@ -14,7 +14,13 @@ from graphrt.tools.conformance.mutants import ggml as mutants_ggml
 from graphrt.tools.conformance.mutants.backend import KernelBackend
 from graphrt.tools.conformance.mutants.pieces import KERNELS, Mutant
 from graphrt.tools.conformance.mutants.score import Score, Trial, _try, score_lines
-from graphrt.tools.conformance.mutants.table import ATTENTION_MUTANTS, EXPERT_MUTANTS, MUTANTS, OP_MUTANTS
+from graphrt.tools.conformance.mutants.table import (
+    ATTENTION_MUTANTS,
+    EXPERT_MUTANTS,
+    MUTANTS,
+    OP_MUTANTS,
+    VARLEN_MUTANTS,
+)
 from graphrt.tools.conformance.run.step import run_case
 
 NOTHING_BUT = frozenset[str]()
@@ -32,9 +38,10 @@ def test_correct_kernels_pass(op: str) -> None:
 
 
 def test_table_has_at_least_40_mutants_of_distinct_names() -> None:
-    names = [m.name for m in (*ATTENTION_MUTANTS, *OP_MUTANTS, *EXPERT_MUTANTS)]
+    names = [m.name for m in (*ATTENTION_MUTANTS, *OP_MUTANTS, *EXPERT_MUTANTS, *VARLEN_MUTANTS)]
     assert len(set(names)) == len(names) == len(MUTANTS)
     assert len([m for m in ATTENTION_MUTANTS if m.op == "FLASH_ATTN_EXT"]) >= 40
+    assert len(VARLEN_MUTANTS) >= 25
     assert {m.op for m in MUTANTS.values()} == set(KERNELS)
 
 

@@ -15,6 +15,7 @@ from graphrt.tools.conformance.mutants.experts import AddId, Fill, MulMatId
 from graphrt.tools.conformance.mutants.kernels import MulMat, RmsNorm, Rope, SetRows, SoftMax
 from graphrt.tools.conformance.mutants.memory import Kernel
 from graphrt.tools.conformance.mutants.schedule import kv_block
+from graphrt.tools.conformance.mutants.varlen import Varlen
 
 Pieces = Mapping[str, Callable[..., Any]]
 Condition = Callable[[Tensor], bool]
@@ -23,6 +24,7 @@ KERNELS: dict[str, type[Kernel]] = {
     k.op: k for k in (Attention, MulMat, RmsNorm, Rope, SetRows, SoftMax, MulMatId, AddId, Fill)
 }
 KERNELS["FLASH_ATTN_LSE"] = Attention
+KERNELS["FLASH_ATTN_VARLEN"] = KERNELS["FLASH_ATTN_VARLEN_LSE"] = Varlen
 
 
 def always(node: Tensor) -> bool:

@@ -20,6 +20,7 @@ from graphrt.tools.conformance.mutants.schedule import Part, Tile
 from graphrt.tools.conformance.mutants.table_blocks import BLOCK_BUGS
 from graphrt.tools.conformance.mutants.table_experts import EXPERT_MUTANTS
 from graphrt.tools.conformance.mutants.table_ops import OP_MUTANTS
+from graphrt.tools.conformance.mutants.table_varlen import VARLEN_MUTANTS
 
 FA, LSE = "FLASH_ATTN_EXT", "FLASH_ATTN_LSE"
 
@@ -286,5 +287,5 @@ _SHOWS = {name: condition for condition, names in _SHOWS_ON.items() for name in 
 
 MUTANTS: dict[str, Mutant] = {
     m.name: replace(m, shows_on=_SHOWS.get(m.name, on.any_inputs))
-    for m in (*ATTENTION_MUTANTS, *OP_MUTANTS, *EXPERT_MUTANTS)
+    for m in (*ATTENTION_MUTANTS, *OP_MUTANTS, *EXPERT_MUTANTS, *VARLEN_MUTANTS)
 }

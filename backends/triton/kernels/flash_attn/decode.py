@@ -55,7 +55,23 @@ from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     quotient,
     tile_units,
 )
-from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_of_run, first_row, mask_tile
+from graphrt.backends.triton.kernels.flash_attn.gluon_visits import (
+    block_of_run,
+    first_row,
+    mask_tile,
+    page_of,
+)
+
+
+@gluon.constexpr_function
+def sees(SEES, what):
+    """Whether a word is in SEES, see logits."""
+    return what in SEES.split()
+
+
+@gluon.constexpr_function
+def by_position(SEES):
+    return SEES.startswith("position")
 
 
 @gluon.jit
@@ -111,6 +127,7 @@ def flash_attn_decode(
     """
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
+    SEES: gl.constexpr = "mask" if HAS_MASK else ""
     # All that is read of a plan before the first copies is what list_blocks and sum_units made of it.
     WAIT_LATE: gl.constexpr = PLAN_EARLY or (UNIFORM and not HAS_MASK)
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0 and (NW <= 32 or not HAS_MASK))
@@ -172,7 +189,7 @@ def flash_attn_decode(
         # What goes together: K and V, the list of k-blocks, Q, the mask.
         caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
         visits = (p_list, run_first, run, n_full, high)
-        queries = (p_q, sq_t, sq_h, sq_s, n_q, sign)
+        queries = (p_q + i_seq.to(gl.int64) * sq_s, sq_t, sq_h, 0, n_q, sign)
         mask = (p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3)
 
         if PDL and WAIT_LATE:  # so late that all that comes before overlaps with the kernel before
@@ -180,25 +197,25 @@ def flash_attn_decode(
         # A buffer's copies are two groups, K's and V's; where there is no k-block left, they are empty.
         for i in range(STAGES):
             copy_block(
-                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, COLUMNS
+                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, COLUMNS
             )  # fmt: skip
 
         if COLUMNS:
             m, l, acc = column_sums(
                 queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
+                BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES,
             )  # fmt: skip
             LAYOUT: gl.constexpr = column_mma_layout(W)
         else:
             m, l, acc = way_sums(
                 queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, PDL, STAGES,
+                BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
         deliver(
-            p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq, i_group, whole, finishes, n_q, n_head,
-            has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
+            p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq * n_q, 0, i_group, whole, finishes, n_q,
+            n_head, has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
             LAYOUT, PACK, D, V_KIND, HAS_MASK, UNIFORM, JOIN, JOIN_PARTS,
         )  # fmt: skip
         tile += 1
@@ -206,16 +223,24 @@ def flash_attn_decode(
 
 @gluon.jit
 def mask_rows(
-    mask, row, i_seq, i_group, n_q, factor, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr,
+    mask, row, i_seq, i_group, n_q, factor, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PACK: gl.constexpr,
     PER_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """(tokens, slopes, the mask's rows) of a tile's rows: ALiBi's factors in the units of s, f32; pointers to f16."""
-    p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3 = mask
+    """(tokens, slopes, the mask's rows) of a tile's rows: ALiBi's factors in the units of s, f32; pointers to f16.
+
+    Of positions (see logits) their positions instead of pointers.
+    """
     token = row // PACK
     head = i_group * PACK + row % PACK
     slope = token.to(gl.float32)
-    p_rows = p_mask
-    if HAS_MASK:
+    p_rows = token
+    if by_position(SEES):
+        behind, p_slopes, _ = mask
+        p_rows = behind + token
+        if sees(SEES, "alibi"):
+            slope = gl.load(p_slopes + head, mask=token < n_q, other=0.0) * (LOG2E if SOFTCAP else LOG2E / factor)
+    if SEES == "mask":
+        p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3 = mask
         # In the units of s, which so stays exact where the mask adds 0.
         slope = gl.load(p_slopes + head, mask=token < n_q, other=0.0) * (LOG2E if SOFTCAP else LOG2E / factor)
         mask_row = (i_seq % m3).to(gl.int64) * sm_s + token.to(gl.int64) * sm_t
@@ -226,10 +251,10 @@ def mask_rows(
 
 
 @gluon.jit
-def load_bias(bias, p_mask_rows, m_rows, visits, i, i_key, n_kv, BLOCK_N: gl.constexpr, HAS_MASK: gl.constexpr):
+def load_bias(bias, p_mask_rows, m_rows, visits, i, i_key, n_kv, BLOCK_N: gl.constexpr, SEES: gl.constexpr):
     """The mask of the i-th k-block of the list, f32; `bias`, zeros, where it is full."""
-    p_list, run_first, run, n_full, _ = visits
-    if HAS_MASK:
+    if SEES == "mask":
+        p_list, run_first, run, n_full, _ = visits
         if i >= n_full:
             col = block_of_run(p_list, i, run_first, run) * BLOCK_N + i_key
             bias = gl.load(p_mask_rows + col, mask=m_rows & (col < n_kv), other=NEG_INF).to(gl.float32)
@@ -238,13 +263,28 @@ def load_bias(bias, p_mask_rows, m_rows, visits, i, i_key, n_kv, BLOCK_N: gl.con
 
 @gluon.jit
 def logits(
-    s, bias, slope, i, i_key, n_kv, factor, softcap, BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_MASK: gl.constexpr,
+    s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr,
+    SEES: gl.constexpr,
 ):  # fmt: skip
-    """Scores soft-capped, with the mask added; -inf where a key is hidden."""
+    """Scores soft-capped, with the mask added; -inf where a key is hidden.
+
+    SEES: "mask"; "", all keys; "position" and any of "causal", "window" and "alibi": what follows from the positions of
+    keys and rows (p_mask_rows, see mask_rows).
+    """
     if SOFTCAP:
         s = (softcap * LOG2E) * tanh(s * factor)
-    if HAS_MASK:  # where the mask is -inf, so is the logit, whatever q.k is
+    if by_position(SEES):
+        key = i * BLOCK_N + i_key
+        seen = key < n_kv
+        if sees(SEES, "causal"):
+            seen = seen & (key <= p_mask_rows)
+        if sees(SEES, "window"):
+            _, _, window = mask
+            seen = seen & (key > p_mask_rows - window)
+        if sees(SEES, "alibi"):
+            s -= slope * gl.maximum(key - p_mask_rows, p_mask_rows - key).to(gl.float32)
+        return gl.where(seen, s, NEG_INF)
+    elif SEES == "mask":  # where the mask is -inf, so is the logit, whatever q.k is
         return gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
     else:
         return gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
@@ -271,8 +311,8 @@ def softmax_step(s, m, factor, AXIS: gl.constexpr, SOFTCAP: gl.constexpr):
 def way_sums(
     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
-    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
-    PDL: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
+    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) of a segment, k-blocks low .. high - 1 of the list, of which copies of the first STAGES have started.
 
@@ -283,14 +323,14 @@ def way_sums(
     NW: gl.constexpr = BLOCK_N // W
     MMA: gl.constexpr = mma_layout(W)
     ring_k, ring_v, _, _, _, n_kv = caches
-    p_q, _, _, _, n_q, sign = queries
+    p_q, _, _, row0, n_q, sign = queries
     _, _, _, _, high = visits
-    token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_seq, i_group, PACK)
+    token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_group, PACK)
     q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
 
-    row = axis_index(MMA, 3, 1, ROWS)
+    row = row0 + axis_index(MMA, 3, 1, ROWS)
     token, slope, p_mask_rows = mask_rows(
-        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, HAS_MASK, PACK, PER_HEAD
+        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, SEES, PACK, PER_HEAD
     )  # fmt: skip
     i_key = axis_index(MMA, 3, 0, W) * NW + axis_index(MMA, 3, 2, NW)
     m = gl.full([W, ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(2, MMA))
@@ -300,10 +340,12 @@ def way_sums(
     for i in range(low, high):
         zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
         # Loaded before the wait for K, so that it takes no time of its own.
-        bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, HAS_MASK)
+        bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
         async_copy.wait_group(2 * STAGES - 1)
         s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
-        s = logits(s, bias, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, HAS_MASK)
+        s = logits(
+            s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
+        )  # fmt: skip
         p, m, alpha = softmax_step(s, m, factor, 2, SOFTCAP)
         l = l * alpha + gl.sum(p, 2)
         acc = acc * gl.expand_dims(alpha, 2)
@@ -311,7 +353,7 @@ def way_sums(
         async_copy.wait_group(2 * STAGES - 2)
         acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
         copy_block(
-            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True
+            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
@@ -324,8 +366,8 @@ def way_sums(
 def column_sums(
     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
-    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
-    PDL: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
+    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As way_sums, with the keys of all warps together: (m, l, acc) f32 [16, 1], [16, 1], [16, D].
 
@@ -337,15 +379,15 @@ def column_sums(
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     q = gl.allocate_shared_memory(
         dot_dtype(K_KIND), [ROWS, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
-        load_rows(queries, i_seq, i_group, D, PACK).to(dot_dtype(K_KIND)),
+        load_rows(queries, i_group, D, PACK).to(dot_dtype(K_KIND)),
     ).load(FIRST)  # fmt: skip
     ring_k, ring_v, _, _, _, n_kv = caches
-    _, _, _, _, n_q, _ = queries
+    _, _, _, row0, n_q, _ = queries
     _, _, _, _, high = visits
 
-    row = axis_index(MMA, 2, 0, ROWS)
+    row = row0 + axis_index(MMA, 2, 0, ROWS)
     token, slope, p_mask_rows = mask_rows(
-        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, HAS_MASK, PACK, PER_HEAD
+        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, SEES, PACK, PER_HEAD
     )  # fmt: skip
     i_key = axis_index(MMA, 2, 1, BLOCK_N)
     m = gl.full([ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(1, MMA))
@@ -355,11 +397,13 @@ def column_sums(
     for i in range(low, high):
         zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=MMA)
         # Loaded before the wait for K, so that it takes no time of its own.
-        bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, HAS_MASK)
+        bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
         async_copy.wait_group(2 * STAGES - 1)
         k = block_rows(ring_k, buffer, BLOCK_N, D).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
         s = mma_v2(q, k, zero)
-        s = logits(s, bias, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, HAS_MASK)
+        s = logits(
+            s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
+        )  # fmt: skip
         p, m, alpha = softmax_step(s, m, factor, 1, SOFTCAP)
         shrink = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout), assert_trivial=True)
         l = l * gl.expand_dims(shrink, 1) + lane_sums(p)
@@ -368,7 +412,7 @@ def column_sums(
         async_copy.wait_group(2 * STAGES - 2)
         acc = mma_v2(p, block_rows(ring_v, buffer, BLOCK_N, D).load(gl.DotOperandLayout(1, MMA, 2)), acc)
         copy_block(
-            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, HAS_MASK, PDL, True
+            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
@@ -379,22 +423,22 @@ def column_sums(
 
 
 @gluon.jit
-def query_rows(queries, row, i_seq, i_group, PACK: gl.constexpr):
-    """(tokens, offsets in q) of a tile's rows."""
-    _, sq_t, sq_h, sq_s, _, _ = queries
-    token = row // PACK
-    head = i_group * PACK + row % PACK
-    return token, i_seq.to(gl.int64) * sq_s + token.to(gl.int64) * sq_t + head.to(gl.int64) * sq_h
+def query_rows(queries, row, i_group, PACK: gl.constexpr):
+    """(tokens, offsets in the sequence's q) of a tile's rows."""
+    _, sq_t, sq_h, row0, _, _ = queries
+    token = (row0 + row) // PACK
+    head = i_group * PACK + (row0 + row) % PACK
+    return token, token.to(gl.int64) * sq_t + head.to(gl.int64) * sq_h
 
 
 @gluon.jit
-def load_rows(queries, i_seq, i_group, D: gl.constexpr, PACK: gl.constexpr):
+def load_rows(queries, i_group, D: gl.constexpr, PACK: gl.constexpr):
     """A tile's rows of Q times sign, f32 [16, D], each thread with four columns side by side; rows past n_q are 0."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     p_q, _, _, _, n_q, sign = queries
     row = axis_index(L, 2, 0, ROWS)
     column = axis_index(L, 2, 1, D)
-    token, p_row = query_rows(queries, row, i_seq, i_group, PACK)
+    token, p_row = query_rows(queries, row, i_group, PACK)
     return gl.load(p_q + p_row + column, mask=(token < n_q) & (column >= 0), other=0.0) * sign
 
 
@@ -408,33 +452,59 @@ def lane_sums(p):
 @gluon.jit
 def copy_block(
     caches, visits, i, buffer, sk_n: gl.constexpr, sv_n: gl.constexpr, NW: gl.constexpr, D: gl.constexpr,
-    K_KIND: gl.constexpr, V_KIND: gl.constexpr, BLOCK_N: gl.constexpr, HAS_MASK: gl.constexpr, PDL: gl.constexpr,
-    BOTH: gl.constexpr,
+    K_KIND: gl.constexpr, V_KIND: gl.constexpr, BLOCK_N: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr,
+    PDL: gl.constexpr, BOTH: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the i-th k-block of the list, as two groups: K, V. Empty ones if i is not below high.
 
+    Of positions (see logits) i is the k-block itself; PAGE: keys of a page, 0 for keys that lie one after the other.
     BOTH: full k-blocks have code of their own.
     """
-    ring_k, ring_v, p_kh, p_vh, p_bits, n_kv = caches
-    p_list, run_first, run, n_full, high = visits
+    ring_k, ring_v, p_kh, p_vh, where, n_kv = caches
+    _, _, _, _, high = visits
+    SKIP: gl.constexpr = "bits" if SEES == "mask" else "first" if by_position(SEES) else ""
     if i < high:
         i_kb = i
-        bits = i
-        if HAS_MASK:
+        hidden = i
+        full = i < 0
+        if SEES == "mask":
+            p_list, run_first, run, n_full, _ = visits
             i_kb = block_of_run(p_list, i, run_first, run)
-            bits = seen_bits(p_bits + i_kb * (BLOCK_N // 32), i >= n_full, NW)
+            hidden = seen_bits(where + i_kb * (BLOCK_N // 32), i >= n_full, NW)
         left = n_kv - i_kb * BLOCK_N
         row = first_row(i_kb, BLOCK_N).to(gl.int64)
-        p_kb = p_kh + row * sk_n
-        p_vb = p_vh + row * sv_n
-        if BOTH and i < n_full:
-            copy_tile(ring_k, p_kb, left, bits, sk_n, NW, D, K_KIND, False, HAS_MASK, buffer)
-            async_copy.commit_group()
-            copy_tile(ring_v, p_vb, left, bits, sv_n, NW, D, V_KIND, False, HAS_MASK, buffer)
+        k_pages, v_pages = (), ()
+        if by_position(SEES):
+            first_key, p_table, max_blocks, n_pages, sk_p, sv_p = where
+            hidden = first_key - i_kb * BLOCK_N
+            full = (left >= BLOCK_N) & (hidden <= 0)
+            if PAGE >= BLOCK_N:
+                page = page_of(p_table, i_kb * BLOCK_N // PAGE, n_pages, max_blocks).to(gl.int64)
+                row = (i_kb * BLOCK_N % PAGE).to(gl.int64)
+                p_kb = p_kh + (page * sk_p + row * sk_n)
+                p_vb = p_vh + (page * sv_p + row * sv_n)
+            elif PAGE > 0:
+                k_pages = (p_table, i_kb * (BLOCK_N // PAGE), max_blocks, n_pages, sk_p)
+                v_pages = (p_table, i_kb * (BLOCK_N // PAGE), max_blocks, n_pages, sv_p)
+                p_kb = p_kh
+                p_vb = p_vh
+            else:
+                p_kb = p_kh + row * sk_n
+                p_vb = p_vh + row * sv_n
         else:
-            copy_tile(ring_k, p_kb, left, bits, sk_n, NW, D, K_KIND, True, HAS_MASK, buffer)
+            _, _, _, n_full, _ = visits
+            full = i < n_full
+            p_kb = p_kh + row * sk_n
+            p_vb = p_vh + row * sv_n
+        SMALL: gl.constexpr = PAGE if PAGE < BLOCK_N else 0
+        if BOTH and full:
+            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, False, SKIP, SMALL, buffer)
             async_copy.commit_group()
-            copy_tile(ring_v, p_vb, left, bits, sv_n, NW, D, V_KIND, True, HAS_MASK, buffer)
+            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, False, SKIP, SMALL, buffer)
+        else:
+            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, True, SKIP, SMALL, buffer)
+            async_copy.commit_group()
+            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, True, SKIP, SMALL, buffer)
     else:
         async_copy.commit_group()
         if PDL:

@@ -70,17 +70,18 @@ def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
     return max(ring, join)
 
 
-def config_for(p: Any, hopper: bool, sm_count: int) -> Config | str:
+def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> Config | str:
     """The configuration for a problem (problem.py's Problem), else a reason why this kernel does not serve it.
 
-    sm_count: multiprocessors; hopper: the GPU is an sm_90 or later. On others heads of 256 are the portable kernel's:
-    there registers spill here, and nobody has measured whether it is the faster one all the same, as it is on an H100.
+    rows: query rows that share a KV head of a sequence; hopper: the GPU is an sm_90 or later. On others heads of 256
+    are the portable kernel's: there registers spill here, and nobody has measured whether it is the faster one all the
+    same, as it is on an H100.
     """
     k, v = p.k, p.v
     if p.out is None:
         return "the log-sum-exp alone is the portable kernel's"
-    if p.n_q * p.gqa > ROWS.value:
-        return f"it takes {ROWS.value} query rows of a KV head at most, here {p.n_q * p.gqa}"
+    if rows > ROWS.value:
+        return f"it takes {ROWS.value} query rows of a KV head at most, here {rows}"
     if k.d != v.d or k.d not in (64, 128, 256):
         return f"heads must be of 64, 128, 256, they are of {k.d} and {v.d}"
     if k.d == 256 and not hopper:
@@ -95,7 +96,7 @@ def config_for(p: Any, hopper: bool, sm_count: int) -> Config | str:
             return f"keys of {x.kind} must be whole {16 if half else 4} bytes apart"
         if any(n % (32 if half else 4) for n in t.nb[2:]):
             return f"heads and sequences of {x.kind} must be whole {32 if half else 4} bytes apart"
-    config = find_decode_config(k.d, k.kind, v.kind, p.n_seq * (p.n_head // p.gqa) // sm_count)
+    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor)
     if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n >= 2**31:
         return "a k-block's keys lie over more than 2 GiB"
     return config

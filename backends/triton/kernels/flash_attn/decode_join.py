@@ -51,26 +51,27 @@ def joined_ways(m, l, acc, D: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def deliver(
-    p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq, i_group, whole, finishes, n_q, n_head, has_sinks,
-    has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
+    p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, first_token, row0, i_group, whole, finishes, n_q, n_head,
+    has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
     LAYOUT: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, HAS_MASK: gl.constexpr,
     UNIFORM: gl.constexpr, JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Writes a segment's result, or its part of it. m, l: [16, 1]; acc: [16, D] in LAYOUT, slots' order.
 
-    With JOIN the last of a tile's programs to write its part joins them all.
+    first_token: of the result, that of the sequence's n_q; row0: the tile's first row of the sequence's. With JOIN the
+    last of a tile's programs to write its part joins them all.
     """
     i_row = axis_index(LAYOUT, 2, 0, ROWS)
     i_slot = axis_index(LAYOUT, 2, 1, D)
-    token = i_row // PACK
-    head = i_group * PACK + i_row % PACK
+    token = (row0 + i_row) // PACK
+    head = i_group * PACK + (row0 + i_row) % PACK
     m_row = token < n_q
     if whole:
         sink = gl.full([ROWS, 1], NEG_INF, gl.float32, layout=LAYOUT)
         if has_sinks != 0:
             sink = gl.load(p_sinks + head, mask=m_row, other=NEG_INF) * LOG2E
         lse, scale = normalized(m, l, sink)
-        out_row = ((i_seq * n_q).to(gl.int64) + token) * n_head + head
+        out_row = (first_token.to(gl.int64) + token) * n_head + head
         gl.store(p_out + (out_row * D + slot_elements(i_slot, KIND)), acc * scale, mask=m_row & (i_slot >= 0))
         if has_lse != 0:
             gl.store(p_lse + out_row, lse * LN2, mask=m_row)
@@ -97,15 +98,15 @@ def deliver(
                 gl.store(p_counter + tile, 0)  # for the next launch; in this one nobody counts here any more
                 join_parts(
                     p_sinks, p_out, p_lse, p_slot - (pid - first).to(gl.int64) * SLOT, first, last, shares, units,
-                    splits, i_seq, i_group, n_q, n_head,
+                    splits, first_token, i_group, n_q, n_head,
                     has_sinks, has_lse, PACK, D, KIND, JOIN, JOIN_PARTS,
                 )  # fmt: skip
 
 
 @gluon.jit
 def join_parts(
-    p_sinks, p_out, p_lse, p_first, first, last, shares, units, splits, i_seq, i_group, n_q, n_head, has_sinks, has_lse,
-    PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
+    p_sinks, p_out, p_lse, p_first, first, last, shares, units, splits, first_token, i_group, n_q, n_head, has_sinks,
+    has_lse, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Joins a tile's parts in the order of their programs and writes the result: fixup.py in one program.
 
@@ -158,7 +159,7 @@ def join_parts(
         acc = acc * alpha + gl.sum(gl.where(weight < 0.0, 0.0, a * weight), 0)
     lse, scale = normalized(m, l, sink)
     scale = gl.expand_dims(gl.convert_layout(scale, axis_layout(gl.SliceLayout(0, L), 2, 0)), 1)
-    first_row = (i_seq * n_q).to(gl.int64)
+    first_row = first_token.to(gl.int64)
     i_row = axis_index(gl.SliceLayout(0, L), 2, 0, R)
     i_slot = axis_index(gl.SliceLayout(0, L), 2, 1, D)
     token = i_row // PACK

@@ -72,7 +72,9 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
 
     @cached_property
     def _found(self) -> Config | str:
-        return config_for(self.p, self.target.has_pdl, self.target.sm_count)
+        p = self.p
+        tiles = p.n_seq * (p.n_head // p.gqa) // self.target.sm_count
+        return config_for(p, p.n_q * p.gqa, tiles, self.target.has_pdl)
 
     def serves(self) -> str | None:
         if isinstance(self._found, str):

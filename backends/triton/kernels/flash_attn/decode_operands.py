@@ -22,6 +22,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     value_words_layout,
     words_shared,
 )
+from graphrt.backends.triton.kernels.flash_attn.gluon_visits import key_offsets
 
 # --- copies ---
 
@@ -43,13 +44,14 @@ def allocate(STAGES: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.c
 
 @gluon.jit
 def copy_tile(
-    ring, p, left, bits, STRIDE: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr,
-    MASKED: gl.constexpr, HAS_MASK: gl.constexpr, slot,
+    ring, p, left, hidden, pages, STRIDE: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr,
+    MASKED: gl.constexpr, HIDES: gl.constexpr, PAGE: gl.constexpr, slot,
 ):  # fmt: skip
     """Starts the copies of a k-block's rows of K or V into buffer `slot` of the ring.
 
-    p: its first row; STRIDE: between rows, in units of the pointer. MASKED: rows from `left` on and those whose bit is
-    0 (bits: see seen_bits) are not read and become 0.
+    p, pages, PAGE: where they lie, see gluon_visits.key_offsets; STRIDE: between rows, in units of the pointer. MASKED:
+    rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits", those whose bit is 0
+    (see seen_bits); "first", those before it; "", none.
     """
     W: gl.constexpr = gl.num_warps()
     tiles, heads = ring
@@ -57,9 +59,9 @@ def copy_tile(
         L: gl.constexpr = half_copy_layout(D, W)
         key = axis_index(L, 3, 0, W) * NW + axis_index(L, 3, 1, NW)
         p = gl.multiple_of(p, 16)
-        pointers = p + (key * STRIDE + axis_index(L, 3, 2, D))
+        pointers = p + (key_offsets(key, pages, STRIDE, PAGE) + axis_index(L, 3, 2, D))
         if MASKED:
-            mask = row_mask(L, 3, key, left, bits, NW, HAS_MASK)
+            mask = row_mask(L, 3, key, left, hidden, NW, HIDES)
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
         else:
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
@@ -69,14 +71,15 @@ def copy_tile(
         LW: gl.constexpr = copy_layout([W, NW, NB, J])
         key = axis_index(LW, 4, 0, W) * NW + axis_index(LW, 4, 1, NW)
         nb = axis_index(LW, 4, 2, NB)
-        pointers = p + (key * STRIDE + (nb // 2 * (2 * J + 1) + nb % 2 * J + 1 + axis_index(LW, 4, 3, J)))
+        at = key_offsets(key, pages, STRIDE, PAGE)
+        pointers = p + (at + (nb // 2 * (2 * J + 1) + nb % 2 * J + 1 + axis_index(LW, 4, 3, J)))
         LH: gl.constexpr = copy_layout([W, NW, NB])
         key_h = axis_index(LH, 3, 0, W) * NW + axis_index(LH, 3, 1, NW)
         nb_h = axis_index(LH, 3, 2, NB)
-        pointers_h = p + (key_h * STRIDE + (nb_h // 2 * (2 * J + 1) + nb_h % 2 * J))
+        pointers_h = p + (key_offsets(key_h, pages, STRIDE, PAGE) + (nb_h // 2 * (2 * J + 1) + nb_h % 2 * J))
         if MASKED:
-            mask = row_mask(LW, 4, key, left, bits, NW, HAS_MASK)
-            mask_h = row_mask(LH, 3, key_h, left, bits, NW, HAS_MASK)
+            mask = row_mask(LW, 4, key, left, hidden, NW, HIDES)
+            mask_h = row_mask(LH, 3, key_h, left, hidden, NW, HIDES)
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
             async_copy.async_copy_global_to_shared(heads.index(slot), pointers_h, mask_h)
         else:
@@ -85,11 +88,13 @@ def copy_tile(
 
 
 @gluon.jit
-def row_mask(LAYOUT: gl.constexpr, RANK: gl.constexpr, key, left, bits, NW: gl.constexpr, HAS_MASK: gl.constexpr):
+def row_mask(LAYOUT: gl.constexpr, RANK: gl.constexpr, key, left, hidden, NW: gl.constexpr, HIDES: gl.constexpr):
     """Which rows of a k-block to read."""
     inside = key < left
-    if HAS_MASK:
-        words = gl.convert_layout(bits, axis_layout(LAYOUT, RANK, 0))
+    if HIDES == "first":
+        inside = inside & (key >= hidden)
+    if HIDES == "bits":
+        words = gl.convert_layout(hidden, axis_layout(LAYOUT, RANK, 0))
         for i in gl.static_range(1, RANK):
             words = gl.expand_dims(words, i)
         inside = inside & (((words >> axis_index(LAYOUT, RANK, 1, NW)) & 1) != 0)

@@ -37,3 +37,44 @@ def block_in_range(block, n_blocks):
 def first_row(block, BLOCK_N: gl.constexpr):
     """The row of K and V in memory at which a k-block begins."""
     return block * BLOCK_N
+
+
+@gluon.jit
+def visited_keys(
+    row0, n, length, window, PACK: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
+    """(first k-block, end, first key, end of keys) of a tile without a mask: visited_span's of visits.py."""
+    behind = length - n
+    low = behind + row0 // PACK
+    high = behind + (gl.minimum(row0 + ROWS, gl.maximum(n * PACK, 1)) - 1) // PACK
+    end_key = length
+    if CAUSAL:
+        end_key = gl.maximum(gl.minimum(length, high + 1), 0)
+    first_key = end_key * 0
+    if WINDOW:
+        first_key = gl.minimum(gl.maximum(low - window + 1, 0), end_key)
+    first = first_key // BLOCK_N
+    return first, gl.maximum((end_key + BLOCK_N - 1) // BLOCK_N, first), first_key, end_key
+
+
+@gluon.jit
+def page_of(p_table, i_page, n_pages, max_blocks):
+    """The i-th pages of a sequence, by its row of the block table. A page that is not there is some other one."""
+    page = gl.load(p_table + gl.minimum(i_page, max_blocks - 1))
+    return gl.minimum(gl.maximum(page, 0), n_pages - 1)
+
+
+@gluon.jit
+def key_offsets(key, pages, STRIDE: gl.constexpr, PAGE: gl.constexpr):
+    """Where keys 0, 1, ... of a k-block begin in K or V, in units of the pointer.
+
+    PAGE 0: STRIDE apart. Else pages of PAGE keys are the sequence's from the first-th on: pages is (its row of the
+    block table, first, entries of that row, pages there are, stride between pages).
+    """
+    if PAGE == 0:
+        return key * STRIDE
+    else:
+        p_table, first, max_blocks, n_pages, page_stride = pages
+        page = page_of(p_table, first + key // PAGE, n_pages, max_blocks)
+        return page.to(gl.int64) * page_stride + (key % PAGE) * STRIDE

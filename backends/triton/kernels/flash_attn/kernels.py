@@ -26,7 +26,12 @@ def kernels_of(target: Target) -> tuple[type[AttentionKernel[Problem, MaskPlan]]
 
 def varlen_kernels_of(target: Target) -> tuple[type[VarlenKernel], ...]:
     """The list of those that take packed queries of sequences of any length."""
-    return (VarlenForward,)
+    found: list[type[VarlenKernel]] = []
+    if target.is_nvidia:
+        from graphrt.backends.triton.kernels.flash_attn.varlen.decode_launch import VarlenDecode
+
+        found.append(VarlenDecode)
+    return (*found, VarlenForward)
 
 
 def not_of(target: Target) -> dict[str, str]:

@@ -1,0 +1,82 @@
+"""The varlen decode kernel (decode.py) for the launcher: which problems it serves, its arguments and launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from graphrt.backends.triton.accesses import Step
+from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
+from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch, warps_text
+from graphrt.backends.triton.kernels.flash_attn.varlen.decode import flash_attn_varlen_decode
+from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel, main_arguments
+from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
+from graphrt.backends.triton.launch import Launch, launch_options
+
+
+class VarlenDecode(VarlenKernel):
+    """varlen/decode.py: sequences that have few queries each, on NVIDIA's GPUs."""
+
+    name = kernel = "varlen_decode"
+    file = "varlen/decode.py"
+
+    @cached_property
+    def _found(self) -> Config | str:
+        p = self.p
+        if not p.k.aligned or not p.v.aligned:
+            return "quantized rows must be whole 4 bytes apart"
+        return config_for(p, p.mean_queries * p.gqa, 1, self.target.has_pdl)
+
+    def serves(self) -> str | None:
+        if isinstance(self._found, str):
+            return self._found
+        return None if portable.units_fit(self.tiling, self.choice.programs) else "programs times units pass 2^31"
+
+    @cached_property
+    def config(self) -> Config:
+        assert isinstance(self._found, Config)
+        return self._found
+
+    @property
+    def per_sm(self) -> int:
+        return self.config.per_sm
+
+    def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        assert plan is not None
+        c, p = self.config, self.p
+        part = scratch.part(self.choice.scratch_bytes)
+        same = PortableConfig(c.block_m, c.block_n, c.warps, c.stages, per_sm=c.per_sm)
+        args = main_arguments(p, self.tiling, same, self.choice, plan, part, self.target)
+        words = [word for word in ("causal", "window", "alibi") if args[word.upper()]]
+        known = {
+            **args, "D": p.k.d, "STAGES": c.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
+            "SEES": " ".join(["position", *words]),
+        }  # fmt: skip
+        given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
+        fewer = tuple({"STAGES": n} for n in range(c.stages - 1, 0, -1))
+        options = launch_options(self.target, c.warps)
+        main = Launch(flash_attn_varlen_decode, (self.choice.programs,), given, options, fewer)
+        return [main, portable.fixup_launch(args, self.tiling, p, self.target)] if self.shares_out else [main]
+
+    @property
+    def workers(self) -> str:
+        return warps_text(self.config.warps)
+
+    @property
+    def stages(self) -> int:
+        return self._room[0]
+
+    @property
+    def shared(self) -> int:
+        return self._room[1]
+
+    @cached_property
+    def _room(self) -> tuple[int, int]:
+        """The stages that there is room for, and bytes of shared memory of a program."""
+        k, v = self.p.k, self.p.v
+        fewer = [replace(self.config, stages=n) for n in range(self.config.stages, 0, -1)]
+        sizes = [shared_bytes(k.d, k.kind, v.kind, c) for c in fewer]
+        fits = next((i for i, size in enumerate(sizes) if size <= self.target.shared_memory), len(fewer) - 1)
+        return fewer[fits].stages, sizes[fits]
