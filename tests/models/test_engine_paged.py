@@ -267,7 +267,7 @@ def test_what_was_read_before_is_not_read_again(model: Model, monkeypatch: pytes
     engine.free(0)
     seen = counted(engine, monkeypatch)
     again = engine.read({1: text, 2: [*text[:20], 1, 2, 3]})
-    assert seen == [{1: 8, 2: 7}] or seen == [{1: 8}, {2: 7}], "two whole pages, and one, were there"
+    assert seen == [{1: 8, 2: 4}, {2: 3}], "two whole pages, and one, were there"
     assert nmse(again[0], first[0]) < 1e-10
     assert nmse(again[1], alone(model, np.array([*text[:20], 1, 2, 3]))) < 1e-10
     engine.reset()
