@@ -192,7 +192,7 @@ BASE = Axes()
 #: A page's ends, nothing, one; a few tokens each, as drafts have; prompts beside single tokens; several k-blocks.
 ENDS = ((1, 0), (1, 1), (1, 31), (1, 32), (1, 33), (0, 40), (1, 63), (1, 64), (1, 65))
 FEW = ((2, 40), (5, 5), (8, 130), (1, 33))
-MIXED = ((40, 40), (1, 97), (0, 0), (33, 130), (2, 2), (1, 5))
+MIXED = ((40, 40), (1, 97), (0, 0), (33, 130), (9, 9), (1, 5))
 LONG = ((1, 700), (1, 3), (2, 257))
 TYPES = ("f32", "bf16", "q8_0", "q4_0")
 

@@ -10,6 +10,7 @@ import torch
 
 from graphrt import ops
 from graphrt.backend import Place, Usage
+from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.launch import Launch
@@ -60,8 +61,21 @@ def attention(shape: Shape) -> Attention:
     return Attention(out, ops.flash_attn_varlen_lse(q, k, starts, 0.1, **given))
 
 
+def chosen(arch: str, shape: Shape) -> Chosen:
+    """What the launcher decides for a shape."""
+    return _launched(arch, shape)[1]
+
+
 def launches(arch: str, shape: Shape) -> list[Launch]:
     """What the launcher makes of a shape, over memory of zeros."""
+    steps, found = _launched(arch, shape)
+    for step in steps:
+        if "STAGES" in step.args and found.shared is not None:  # as many as shared memory holds
+            step.args["STAGES"] = found.stages
+    return steps
+
+
+def _launched(arch: str, shape: Shape) -> tuple[list[Launch], Chosen]:
     places: dict[Tensor, TritonBuffer] = {}
 
     def place(t: Tensor) -> Place:
@@ -69,13 +83,15 @@ def launches(arch: str, shape: Shape) -> list[Launch]:
             places[t.root] = TritonBuffer(torch.zeros(t.root.nbytes, dtype=torch.uint8), Usage.COMPUTE)
         return places[t.root], t.view_offs
 
-    steps = Launcher(target_of(arch), place).launches(attention(shape))
-    return [step for step in steps if isinstance(step, Launch)]
+    launcher, nodes = Launcher(target_of(arch), place), attention(shape)
+    steps = [step for step in launcher.launches(nodes) if isinstance(step, Launch)]
+    return steps, launcher.chosen[nodes.nodes[0]]
 
 
 #: Steps of single tokens and prompts, pages smaller and larger than k-blocks, all kinds of types.
 SHAPES = (
     Shape((128, 128)), Shape((128, 128), 256), Shape((128, 128), 32, "q8_0"), Shape((64, 64), 64, "q4_0"),
+    Shape((128, 128), 16, "q8_0"),
     Shape((128, 128), 16, n_tokens=512), Shape((64, 64), 0, n_tokens=512, causal=False, heads=(4, 4)),
     Shape((128, 128), 64, "q8_0", n_tokens=512), Shape((256, 256), 32, n_tokens=256, window=1024, softcap=30.0),
     Shape((256, 256), 128, window=512), Shape((576, 512), 64, heads=(16, 1)),

@@ -76,7 +76,6 @@ def steps_of(model: Model, backends: Sequence[Backend], options: SessionOptions)
         yield f"decode of {n} sequences", engine.executable(1, n)
         yield f"decode of {n} sequences and the next tokens' choice", engine.chained().exe
     paged = PagedEngine(model.decoder, backends, replace(options, page=PAGE), n)
-    yield f"decode of {n} sequences over pages", paged.executable(1, n)
     yield f"a prompt and {n - 1} tokens over pages", paged.prepared(*paged.sizes(paged.n_batch + n - 1, n)).exe
     yield f"decode of {n} sequences over pages and the next tokens' choice", paged.chained().exe
 

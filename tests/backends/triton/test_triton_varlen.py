@@ -19,6 +19,7 @@ from graphrt.backends.triton import device
 from graphrt.graph import Graph
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import Case, all_cases
+from graphrt.tools.check.launch_order import Event, violations
 from graphrt.tools.conformance.run.step import run_case
 
 if device.unusable() is not None:
@@ -31,8 +32,10 @@ from support.aot_arch import target_of
 from support.gluon_emulator import emulate
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.backends.triton.kernels.flash_attn.tile_plan import attention_plan
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.backends.triton.kernels.flash_attn.visits import spanned_block, visited_span
@@ -102,6 +105,31 @@ def test_one_graph_serves_all_lengths(n_head_kv: int, rng: np.random.Generator) 
         results = [_run(exe, leafs, values, node) for exe in (fast, exact)]
         np.testing.assert_allclose(*results, atol=3e-3)
         assert np.isfinite(results[0]).all() and not results[0][0, starts[-1] :].any()
+
+
+def test_pages_that_are_not_there() -> None:
+    """Wherever the table says that keys lie, memory outside of the cache is not read."""
+    shape = {"q": (64, 2, 2), "k": (64, 16, 1, 5), "v": (64, 16, 1, 5), "q_starts": (3,), "lengths": (2,)}
+    leafs = {name: new_input("i32" if name in ("q_starts", "lengths") else "f32", *ne, name=name)
+             for name, ne in shape.items()}  # fmt: skip
+    leafs["block_table"] = new_input("i32", 4, 2, name="table")
+    node = ops.flash_attn_varlen(**leafs, scale=0.125)
+    values = {name: np.ones(leaf.shape) for name, leaf in leafs.items()}
+    values |= {"q_starts": np.array([0, 1, 2]), "lengths": np.array([64, 64])}
+    values["block_table"] = np.array([[10**9, -(10**9), 5, -1], [4, 2**31 - 1, -(2**31), 0]])
+    assert (_run(graphrt.prepare(Graph(node), "triton"), leafs, values, node) == 1).all()
+
+
+def test_queries_of_nobody_have_no_sink() -> None:
+    q, k, starts = (new_input(kind, *ne, name=name) for kind, ne, name in (
+        ("f32", (64, 5, 2), "q"), ("f32", (64, 9, 2), "k"), ("i32", (2,), "q_starts")))  # fmt: skip
+    k_starts, sinks = new_input("i32", 2, name="k_starts"), new_input("f32", 2, name="sinks")
+    node = ops.flash_attn_varlen_lse(q, k, starts, 0.125, k_starts=k_starts, sinks=sinks)
+    leafs = {"q": q, "k": k, "starts": starts, "k_starts": k_starts, "sinks": sinks}
+    values = {"q": np.ones(q.shape), "k": np.ones(k.shape), "starts": np.array([0, 3]), "k_starts": np.array([0, 9]),
+              "sinks": np.array([1.0, 2.0])}  # fmt: skip
+    found = _run(graphrt.prepare(Graph(node), "triton"), leafs, values, node)[0, 0]
+    assert np.isfinite(found[:3]).all() and np.isneginf(found[3:]).all()
 
 
 def _run(exe: Any, leafs: Mapping[str, Tensor], values: Mapping[str, Array], node: Tensor) -> Array:
@@ -257,3 +285,21 @@ def test_the_decode_kernel(case: Case, schedule: str | None) -> None:
     exact.run()
     found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
     np.testing.assert_allclose(found, exact.read(node), atol=2e-3)
+
+
+def test_what_is_said_of_a_choice() -> None:
+    """Bounds are told as bounds, and no mask is spoken of."""
+    few, many = (aot_varlen.chosen("sm_90", shape) for shape in (aot_varlen.SHAPES[0], aot_varlen.SHAPES[5]))
+    assert few.kernel == "varlen_decode" and few.choice.schedule == many.choice.schedule == "stream_k"
+    assert many.kernel == "varlen" and "it takes 16 query rows" in many.refused["varlen_decode"]
+    facts = [f"{what}: {said}" for what, said in attention_facts(attention_plan(few, 132, None))]
+    assert any("pages of 16, by the block table" in fact for fact in facts) and not any("mask:" in f for f in facts)
+    assert any("at most 16: 8 of 8 tokens of 8 sequences x 2 groups" in fact for fact in facts), facts
+
+
+@pytest.mark.parametrize("shape", aot_varlen.SHAPES, ids=str)
+def test_launches_that_overlap_touch_nothing_in_common(shape: aot_varlen.Shape) -> None:
+    """Lists of tiles are made in every run, and read before the launch ahead has ended."""
+    steps = aot_varlen.launches("sm_90", shape)
+    events = [Event.of(step.info(), "attention") for step in (*steps, *steps[2:])]  # two layers of one list
+    assert violations(events) == []

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from graphrt.tensor import Tensor
-from graphrt.tools.conformance.mutants.memory import Operand
+from graphrt.tools.conformance.mutants.memory import Index, Operand
 from graphrt.tools.conformance.mutants.pieces import Mutant, Pieces
 from graphrt.tools.conformance.mutants.varlen import BLOCK, NEG_INF, TOKENS, Varlen
 
@@ -61,10 +61,9 @@ class _First:
         return kept.setdefault(self.found.__name__, self.found(k, *args))
 
 
-def _v_by_ks_page(k: Varlen, x: Operand, seq: int, kv_head: int, key: object) -> object:
-    strides = k.k.t.nb[3] if x is k.v else x.t.nb[3]
-    rows = Varlen.key_rows(k, x, seq, kv_head, key)  # type: ignore[arg-type]
-    return rows + k.page_of(seq, key) * (strides - x.t.nb[3])  # type: ignore[arg-type]
+def _v_by_ks_page(k: Varlen, x: Operand, seq: int, kv_head: int, key: Index) -> Index:
+    apart = k.k.t.nb[3] - x.t.nb[3] if x is k.v else 0
+    return np.asarray(Varlen.key_rows(k, x, seq, kv_head, key) + k.page_of(seq, key) * apart)
 
 
 def _table_bug(name: str, what: str, pieces: Pieces, active: Callable[[Tensor], bool] = _paged) -> Mutant:
@@ -106,7 +105,7 @@ VARLEN_MUTANTS = [
         "length": lambda k, s: -(-Varlen.length(k, s) // k.page) * k.page}),
     _table_bug("last_page_left_out", "a last page that is not full is left out", {
         "length": lambda k, s: Varlen.length(k, s) // k.page * k.page}),
-    _table_bug("page_past_the_end_read", "rows behind the end are read: NaN of a page that was freed meets a weight of 0",
+    _table_bug("page_past_the_end_read", "rows behind the end are read: NaN of a freed page meets a weight of 0",
                {"loaded": lambda k, key, first, end: (key >= first) & (key < -(-end // 16) * 16)}),
     _table_bug("page_out_of_window_read", "rows before the window are read, of a page that was given back", {
         "loaded": lambda k, key, first, end: key < end, "entry": lambda k, s, block: np.maximum(

@@ -1,5 +1,5 @@
-"""FLASH_ATTN_VARLEN and FLASH_ATTN_VARLEN_LSE the way a GPU kernel computes them: a list of tiles made on the device, k-blocks
-found by the block table, what a row sees by positions, long tiles in two parts that are joined.
+"""FLASH_ATTN_VARLEN and FLASH_ATTN_VARLEN_LSE the way a GPU kernel computes them: a list of tiles made on the device,
+k-blocks found by the block table, what a row sees by positions, tiles in two parts that are joined.
 
 Attention's arithmetic has its bugs in table.py; here are those of places and lengths.
 """
@@ -12,6 +12,7 @@ import numpy as np
 
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tools.conformance.mutants.memory import Floats, Index, Kernel, Operand
+from graphrt.tools.conformance.mutants.schedule import Mask
 
 BLOCK, TOKENS = 32, 8
 NEG_INF = np.float32("-inf")
@@ -72,21 +73,21 @@ class Varlen(Kernel):
     def first_key(self, first: int, end: int) -> int:
         return min(max(0, first - self.p.window + 1), end) if self.p.window else 0
 
-    def seen(self, position: Index, key: Index, length: int) -> Index:
+    def seen(self, position: Index, key: Index, length: int) -> Mask:
         """bool [queries, keys]."""
-        seen = (key < length) & np.ones_like(position)[:, None].astype(bool)
+        seen: Mask = np.broadcast_to(key < length, (len(position), len(key)))
         if self.p.causal:
             seen = seen & self.before(key, position)
         return seen & self.near(key, position) if self.p.window else seen
 
-    def before(self, key: Index, position: Index) -> Index:
+    def before(self, key: Index, position: Index) -> Mask:
         return np.asarray(key <= position[:, None])
 
-    def near(self, key: Index, position: Index) -> Index:
+    def near(self, key: Index, position: Index) -> Mask:
         return np.asarray(key > position[:, None] - self.p.window)
 
     def distance(self, key: Index, position: Index) -> Index:
-        return np.abs(key - position[:, None])
+        return np.asarray(np.abs(key - position[:, None]))
 
     # -- pieces: where keys lie
 
@@ -108,13 +109,13 @@ class Varlen(Kernel):
         return self.start(x, self.slot_of(key), np.asarray(kv_head), self.page_of(seq, key))
 
     def packed_row(self, seq: int, key: Index) -> Index:
-        return self.number("k_starts", seq) + key
+        return np.asarray(self.number("k_starts", seq) + key)
 
-    def loaded(self, key: Index, first: int, end: int) -> Index:
+    def loaded(self, key: Index, first: int, end: int) -> Mask:
         """Which keys of a block are read; others are zeros."""
         return (key >= first) & (key < end)
 
-    def load(self, x: Operand, seq: int, kv_head: int, key: Index, read: Index) -> Floats:
+    def load(self, x: Operand, seq: int, kv_head: int, key: Index, read: Mask) -> Floats:
         rows = np.zeros((len(key), x.t.ne[0]), np.float32)
         if read.any():
             rows[read] = self.read(x, self.key_rows(x, seq, kv_head, key[read]), x.t.ne[0])
@@ -145,17 +146,20 @@ class Varlen(Kernel):
     ) -> Sums:
         """(row maxima, sums of weights, weighted sums of V) of some blocks."""
         width = self.v.t.ne[0] if self.v is not None else 0
-        top, total, acc = np.full(len(q), NEG_INF), np.zeros(len(q), np.float32), np.zeros((len(q), width), np.float32)
+        top: Floats = np.full(len(q), NEG_INF)
+        total: Floats = np.zeros(len(q), np.float32)
+        acc: Floats = np.zeros((len(q), width), np.float32)
         kv_head = self.kv_head(head)
         for block in blocks:
             key = block * BLOCK + np.arange(BLOCK)
             read = self.loaded(key, *span)
-            s = q @ self.load(self.k, seq, kv_head, key, read).T * np.float32(self.p.scale)
+            s: Floats = q @ self.load(self.k, seq, kv_head, key, read).T * np.float32(self.p.scale)
             if self.p.softcap:
                 s = np.float32(self.p.softcap) * np.tanh(s / np.float32(self.p.softcap))
             if self.p.max_bias:
-                s = s - np.float32(alibi_slopes(self.n_head, self.p.max_bias)[head]) * self.distance(key, position)
-            s = np.where(self.seen(position, key, length), s, NEG_INF)
+                slope = np.float32(alibi_slopes(self.n_head, self.p.max_bias)[head])
+                s = s - slope * self.distance(key, position).astype(np.float32)
+            s = np.where(self.seen(position, key, length), s, NEG_INF).astype(np.float32)
             new = np.maximum(top, s.max(1))
             safe = np.where(new == NEG_INF, np.float32(0), new)
             weights, shrink = np.exp(s - safe[:, None]).astype(np.float32), np.exp(top - safe)

@@ -49,9 +49,9 @@ def copy_tile(
 ):  # fmt: skip
     """Starts the copies of a k-block's rows of K or V into buffer `slot` of the ring.
 
-    p, pages, PAGE: where they lie, see gluon_visits.key_offsets; STRIDE: between rows, in units of the pointer. MASKED:
-    rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits", those whose bit is 0
-    (see seen_bits); "first", those before it; "", none.
+    p: the first, or of pages of PAGE keys the cache, see gluon_visits.key_offsets; PAGE 0: they are STRIDE apart.
+    MASKED: rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits", those whose
+    bit is 0 (see seen_bits); "first", those before it; "", none.
     """
     W: gl.constexpr = gl.num_warps()
     tiles, heads = ring
@@ -59,7 +59,11 @@ def copy_tile(
         L: gl.constexpr = half_copy_layout(D, W)
         key = axis_index(L, 3, 0, W) * NW + axis_index(L, 3, 1, NW)
         p = gl.multiple_of(p, 16)
-        pointers = p + (key_offsets(key, pages, STRIDE, PAGE) + axis_index(L, 3, 2, D))
+        if PAGE == 0:
+            pointers = p + (key * STRIDE + axis_index(L, 3, 2, D))
+        else:
+            S: gl.constexpr = gl.SliceLayout(2, L)
+            pointers = p + (gl.expand_dims(block_offsets(S, pages, STRIDE, NW, PAGE), 2) + axis_index(L, 3, 2, D))
         if MASKED:
             mask = row_mask(L, 3, key, left, hidden, NW, HIDES)
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
@@ -71,12 +75,21 @@ def copy_tile(
         LW: gl.constexpr = copy_layout([W, NW, NB, J])
         key = axis_index(LW, 4, 0, W) * NW + axis_index(LW, 4, 1, NW)
         nb = axis_index(LW, 4, 2, NB)
-        at = key_offsets(key, pages, STRIDE, PAGE)
+        if PAGE == 0:
+            at = key * STRIDE
+        else:
+            S: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LW))
+            at = gl.expand_dims(gl.expand_dims(block_offsets(S, pages, STRIDE, NW, PAGE), 2), 3)
         pointers = p + (at + (nb // 2 * (2 * J + 1) + nb % 2 * J + 1 + axis_index(LW, 4, 3, J)))
         LH: gl.constexpr = copy_layout([W, NW, NB])
         key_h = axis_index(LH, 3, 0, W) * NW + axis_index(LH, 3, 1, NW)
         nb_h = axis_index(LH, 3, 2, NB)
-        pointers_h = p + (key_offsets(key_h, pages, STRIDE, PAGE) + (nb_h // 2 * (2 * J + 1) + nb_h % 2 * J))
+        if PAGE == 0:
+            at_h = key_h * STRIDE
+        else:
+            SH: gl.constexpr = gl.SliceLayout(2, LH)
+            at_h = gl.expand_dims(block_offsets(SH, pages, STRIDE, NW, PAGE), 2)
+        pointers_h = p + (at_h + (nb_h // 2 * (2 * J + 1) + nb_h % 2 * J))
         if MASKED:
             mask = row_mask(LW, 4, key, left, hidden, NW, HIDES)
             mask_h = row_mask(LH, 3, key_h, left, hidden, NW, HIDES)
@@ -85,6 +98,14 @@ def copy_tile(
         else:
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
             async_copy.async_copy_global_to_shared(heads.index(slot), pointers_h)
+
+
+@gluon.jit
+def block_offsets(LAYOUT: gl.constexpr, pages, STRIDE: gl.constexpr, NW: gl.constexpr, PAGE: gl.constexpr):
+    """key_offsets of a k-block's keys, [W, NW], in a layout without columns: a thread looks a key's page up once."""
+    W: gl.constexpr = gl.num_warps()
+    key = axis_index(LAYOUT, 2, 0, W) * NW + axis_index(LAYOUT, 2, 1, NW)
+    return key_offsets(key, pages, STRIDE, PAGE)
 
 
 @gluon.jit

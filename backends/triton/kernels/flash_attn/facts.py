@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan
+from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.printing import count_text, human_bytes
 from graphrt.program import Fact
 
@@ -28,11 +30,15 @@ def _kernel(plan: AttentionPlan) -> Iterator[Fact]:
     yield "kernel", f"{c.kernel} (kernels/flash_attn/{c.file}): {c.workers}, {stages}{shared}"
     for name, reason in c.refused.items():
         yield "why", f"not {name}: {reason}"
-    yield "why", "it is the first that serves" if c.kernel != "forward" else "it serves everything the others do not"
+    portable = c.kernel in ("forward", "varlen")
+    yield "why", "it serves everything the others do not" if portable else "it is the first that serves"
 
 
 def _tiles(plan: AttentionPlan) -> Iterator[Fact]:
     t, p = plan.chosen.tiling, plan.chosen.problem
+    if isinstance(p, VarlenProblem):
+        yield from _listed_tiles(t, p)
+        return
     heads = f"{t.pack} of the {count_text(p.gqa, 'head')} of a KV head"
     used = f"{p.n_q * t.pack} of {t.n_qt * t.block_m} rows in use"
     yield "tiles", f"{t.block_m} rows x {t.block_n} keys; rows are of {heads}, {used}"
@@ -41,7 +47,24 @@ def _tiles(plan: AttentionPlan) -> Iterator[Fact]:
     yield "tiles", f"{count_text(t.n_blocks, 'k-block')} each if none is hidden"
 
 
+def _listed_tiles(t: Tiling, p: VarlenProblem) -> Iterator[Fact]:
+    heads = f"{t.pack} of the {count_text(p.gqa, 'head')} of a KV head"
+    tokens, groups = count_text(p.n_q, "token"), count_text(t.n_groups, "group")
+    yield "tiles", f"{t.block_m} rows x {t.block_n} keys; rows are of {heads}, listed on the device in each run"
+    yield "tiles", f"at most {t.n_tiles}: {t.n_qt} of {tokens} of {count_text(p.n_seq, 'sequence')} x {groups} of heads"
+    yield (
+        "tiles",
+        f"{count_text(t.n_blocks, 'k-block')} each at most; figures below are for that many of both",
+    )
+    where = f"in pages of {p.page}, by the block table" if p.page else "packed, one sequence after the other"
+    sees = ["its position and those before" if p.params.causal else "all"]
+    sees += [f"the last {p.params.window} of them"] if p.params.window else []
+    yield "keys", f"{where}; a query sees {', '.join(sees)}: no mask"
+
+
 def _mask(plan: AttentionPlan) -> Iterator[Fact]:
+    if isinstance(plan.chosen.problem, VarlenProblem):
+        return
     if plan.chosen.problem.mask_t is None:
         yield "mask", "none: every k-block counts"
     elif plan.kinds is None:

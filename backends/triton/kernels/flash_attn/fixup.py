@@ -11,7 +11,7 @@ from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gd
 from graphrt.backends.triton.kernels.flash_attn.forward import normalized
 from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
-from graphrt.backends.triton.kernels.flash_attn.varlen.tiles import tile_record
+from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import tile_record
 
 
 @accesses(

@@ -69,12 +69,9 @@ def page_of(p_table, i_page, n_pages, max_blocks):
 def key_offsets(key, pages, STRIDE: gl.constexpr, PAGE: gl.constexpr):
     """Where keys 0, 1, ... of a k-block begin in K or V, in units of the pointer.
 
-    PAGE 0: STRIDE apart. Else pages of PAGE keys are the sequence's from the first-th on: pages is (its row of the
-    block table, first, entries of that row, pages there are, stride between pages).
+    They are in the sequence's pages of PAGE keys from the first-th on: pages is (its row of the block table, first,
+    entries of that row, pages there are, stride between pages).
     """
-    if PAGE == 0:
-        return key * STRIDE
-    else:
-        p_table, first, max_blocks, n_pages, page_stride = pages
-        page = page_of(p_table, first + key // PAGE, n_pages, max_blocks)
-        return page.to(gl.int64) * page_stride + (key % PAGE) * STRIDE
+    p_table, first, max_blocks, n_pages, page_stride = pages
+    page = page_of(p_table, first + key // PAGE, n_pages, max_blocks)
+    return page.to(gl.int64) * page_stride + (key % PAGE) * STRIDE

@@ -1,4 +1,4 @@
-"""The varlen decode kernel (decode.py) for the launcher: which problems it serves, its arguments and launches."""
+"""The varlen decode kernel (attend_decode.py) for the launcher: which problems it serves, and its launches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch, warps_text
-from graphrt.backends.triton.kernels.flash_attn.varlen.decode import flash_attn_varlen_decode
+from graphrt.backends.triton.kernels.flash_attn.varlen.attend_decode import flash_attn_varlen_decode
 from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel, main_arguments
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
 from graphrt.backends.triton.launch import Launch, launch_options
 
 
 class VarlenDecode(VarlenKernel):
-    """varlen/decode.py: sequences that have few queries each, on NVIDIA's GPUs."""
+    """varlen/attend_decode.py: sequences that have few queries each, on NVIDIA's GPUs."""
 
     name = kernel = "varlen_decode"
-    file = "varlen/decode.py"
+    file = "varlen/attend_decode.py"
 
     @cached_property
     def _found(self) -> Config | str:

@@ -1,4 +1,4 @@
-"""The portable varlen kernel (forward.py) for the launcher, and what all varlen kernels are to it."""
+"""The portable varlen kernel (attend.py) for the launcher, and what all varlen kernels are to it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
-from graphrt.backends.triton.kernels.flash_attn.varlen.forward import flash_attn_varlen
+from graphrt.backends.triton.kernels.flash_attn.varlen.attend import flash_attn_varlen
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.ops.soft_max import alibi_slopes
 
 
 class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
-    """A kernel over the device's list of tiles (tiles.py)."""
+    """A kernel over the device's list of tiles (tile_list.py)."""
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -37,10 +37,10 @@ class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
 
 
 class VarlenForward(VarlenKernel):
-    """varlen/forward.py. config: given, or None for the one of configs.py's table."""
+    """varlen/attend.py. config: given, or None for the one of configs.py's table."""
 
     name = kernel = "varlen"
-    file = "varlen/forward.py"
+    file = "varlen/attend.py"
 
     def __init__(
         self, p: VarlenProblem, target: Target, force: str | None = None, config: Config | None = None
@@ -79,7 +79,7 @@ class VarlenForward(VarlenKernel):
 def main_arguments(
     p: VarlenProblem, t: Tiling, config: Config, choice: Choice, plan: VarlenPlan, part: torch.Tensor, target: Target
 ) -> dict[str, Any]:
-    """The arguments of forward.py's flash_attn_varlen and of the fixup, by name. part: of choice.scratch_bytes."""
+    """The arguments of attend.py's flash_attn_varlen and of the fixup, by name. part: of choice.scratch_bytes."""
     k, v, params, table = p.k, p.v, p.params, p.table_t
     none = torch.zeros(1, dtype=torch.int32, device=target.device)  # for what is absent: nothing reads it
     absent = none.view(torch.float32)

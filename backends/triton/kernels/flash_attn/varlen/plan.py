@@ -1,4 +1,4 @@
-"""Plans of varlen attentions: what the kernels of tiles.py list, once a run of the graph for all layers alike."""
+"""Plans of varlen attentions: what the kernels of tile_list.py list, once a run of the graph for all layers alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
-from graphrt.backends.triton.kernels.flash_attn.varlen.tiles import RECORD, list_varlen_tiles, sum_varlen_units
+from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD, list_varlen_tiles, sum_varlen_units
 from graphrt.backends.triton.launch import Launch
 
 #: Query tiles that a program of list_varlen_tiles lists.
@@ -17,7 +17,7 @@ LISTED = 32
 
 @dataclass(frozen=True, eq=False)
 class VarlenPlan:
-    """In device memory, int32; see tiles.py: tiles [n_qt, RECORD], units [n_qt], unit_start [tiles + 1]."""
+    """In device memory, int32; see tile_list.py: tiles [n_qt, RECORD], units [n_qt], unit_start [tiles + 1]."""
 
     tiles: torch.Tensor
     units: torch.Tensor

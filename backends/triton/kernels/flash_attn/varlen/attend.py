@@ -1,4 +1,4 @@
-"""FLASH_ATTN_VARLEN: the portable kernel over the device's list of tiles (tiles.py).
+"""FLASH_ATTN_VARLEN: the portable kernel over the device's list of tiles (tile_list.py).
 
 It is forward.py's with three things of its own: where a tile's rows and keys are comes from the list and the block
 table, what a row sees from positions, and tiles are always shared out as ranges of units ("tile": one part each).
@@ -24,7 +24,7 @@ from graphrt.backends.triton.kernels.flash_attn.forward import (
     weigh,
 )
 from graphrt.backends.triton.kernels.flash_attn.ranges import part_of_tile, program_range, slot_of_part, tile_units
-from graphrt.backends.triton.kernels.flash_attn.varlen.tiles import tile_record
+from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import tile_record
 from graphrt.backends.triton.kernels.flash_attn.visits import page_of, paged_rows, spanned_block, visited_span
 
 

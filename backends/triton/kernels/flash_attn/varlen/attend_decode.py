@@ -1,4 +1,4 @@
-"""FLASH_ATTN_VARLEN for few query rows: decode.py's loops over the device's list of tiles (tiles.py).
+"""FLASH_ATTN_VARLEN for few query rows: decode.py's loops over the device's list of tiles (tile_list.py).
 
 A tile is 16 rows of all heads of a KV head, of one sequence; longer sequences have several. Which k-blocks it visits
 and what its rows see follows from positions; pages are looked up where copies begin, so that the table's loads are as
@@ -24,7 +24,7 @@ from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     tile_units,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import visited_keys
-from graphrt.backends.triton.kernels.flash_attn.varlen.tiles import RECORD
+from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 
 
 @accesses(
@@ -45,7 +45,7 @@ def flash_attn_varlen_decode(
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SEES: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments are those of forward.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
+    """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
     CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
