@@ -128,15 +128,14 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
         return left
 
     def _next_part(self, left: Mapping[int, Ids]) -> dict[int, Ids]:
-        """What the next step reads. Sequences are cut where they would be cut alone, so that none's result depends on
-        the others: each by n_batch tokens; pieces that don't fit any more wait."""
+        """What the next step reads: the last tokens that sequences have, and n_batch tokens of the other ones'
+        prompts, in the order given."""
         part = {seq: ids for seq, ids in left.items() if len(ids) == 1}
         room = self.n_batch
         for seq, ids in left.items():
-            n = min(len(ids), self.n_batch)
-            if n > 1 and n <= room:
-                part[seq] = ids[:n]
-                room -= n
+            if len(ids) > 1 and room:
+                part[seq] = ids[:room]
+                room -= len(part[seq])
         return part
 
     def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:

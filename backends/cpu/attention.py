@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from graphrt.backends.cpu.arithmetic import VECTOR
+from graphrt.backends.cpu.arithmetic import VECTOR, by_rows
+from graphrt.backends.cpu.matmul import product
 from graphrt.backends.cpu.reference import reference
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
 NEG_INF = float("-inf")
+#: Keys whose values are added up at once.
+BLOCK = 128
 
 
 def _over_heads(mask: torch.Tensor, n_head: int, n_seq: int) -> torch.Tensor:
@@ -68,14 +71,26 @@ def _logits(
     p = node.params
     n_seq, n_head, n_q, _ = q.shape
     k = k.repeat_interleave(n_head // k.shape[1], dim=1)
-    s = (q @ k.transpose(-1, -2)) * p.scale
+    s = product(q, k) * p.scale
     if p.softcap:
-        s = p.softcap * torch.tanh(s / p.softcap)
+        s = p.softcap * by_rows(torch.tanh, s / p.softcap)
     if mask is None:
         return s, torch.ones((), dtype=torch.bool).expand(s.shape)
     full = _over_heads(mask, n_head, n_seq)
     seen = full != NEG_INF
     return torch.where(seen, s + _slopes(n_head, p.max_bias, q) * full, NEG_INF), seen
+
+
+def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """weights [..., n_q, n_kv] times v [..., n_kv, D_v], a block of keys after the other: those behind the last that a
+    query sees, whose weights are 0, change no bit of its result."""
+    out = torch.zeros((), dtype=v.dtype)
+    for start in range(0, v.shape[-2], BLOCK):
+        of_block, rows = weights[..., start : start + BLOCK], v[..., start : start + BLOCK, :]
+        missing = BLOCK - rows.shape[-2]
+        of_block = torch.nn.functional.pad(of_block, (0, missing))
+        out = out + product(of_block, torch.nn.functional.pad(rows, (0, 0, 0, missing)).transpose(-1, -2))
+    return out
 
 
 def attend(
@@ -86,7 +101,7 @@ def attend(
     logits, seen = _logits(node, q, k, mask)
     weights, _ = _softmax(logits, sinks)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    out = weights @ torch.nan_to_num(v, 0.0, 0.0, 0.0)
+    out = _weighted(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0))
     if not v.isfinite().all():  # a weight of 0 must not meet NaN, but a NaN that is seen must come through
         meets_bad = seen.to(v.dtype) @ (~v.isfinite()).to(v.dtype) > 0
         out = torch.where(meets_bad, float("nan"), out)

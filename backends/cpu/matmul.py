@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from graphrt.backends.cpu.arithmetic import by_rows
 from graphrt.backends.cpu.blocks import decode
 from graphrt.backends.cpu.reference import reference
 from graphrt.ops.rope import rope_frequencies
@@ -65,7 +66,7 @@ def rope(node: Tensor, a: torch.Tensor, positions: torch.Tensor, factors: torch.
     divide_by = factors.reshape(-1).tolist() if factors is not None else None
     theta, magnitude = rope_frequencies(p, divide_by)
     angle = positions.reshape(-1, 1, 1).double() * torch.tensor(theta, dtype=torch.float64)
-    cos, sin = (angle.cos() * magnitude).to(a.dtype), (angle.sin() * magnitude).to(a.dtype)
+    cos, sin = ((by_rows(turn, angle) * magnitude).to(a.dtype) for turn in (torch.cos, torch.sin))
     out = a.clone()
     half = p.n_dims // 2
     first, second = (slice(0, p.n_dims, 2), slice(1, p.n_dims, 2)) if p.mode == "normal" else (

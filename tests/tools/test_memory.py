@@ -263,9 +263,25 @@ def test_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not even one token fits; raise the limit" in capsys.readouterr().out
 
 
+def test_pages(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine: how many, and the tables that a step is given."""
+    monkeypatch.chdir(folder)
+    argv = ["memory", "llama.gguf", "--backend", "cpu", "-c", "256", "--page", "32", "--sequences", "3", "--pages", "9"]
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "decode of 3 tokens, 3 sequences, context of 256" in said
+    assert "pages of 32 tokens: 9 full; each sequence's table has 8 entries" in said and "attn_inp_pages" in said
+    assert cli.main([*argv, "--phase", "prefill", "--tokens", "20", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["pages"] == {"n_seq": 3, "page": 32, "n_pages": {"full": 9}, "windows": {"full": 0}, "max_blocks": 8}
+    assert (told["n_ctx"], told["n_tokens"], told["phase"]) == (256, 20, "prefill")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (("llama.gguf", "--sequences", "2"), "--pages and --sequences belong to pages, got no --page"),
+        (("llama.gguf", "--page", "16", "--limit", "1G"), "has pages (--page), as many as --pages says"),
         (("script.py:build", "--limit", "1G"), "a limit is for a session's context, 'script.py:build' is a graph"),
         (("llama.gguf", "--cache-types"), "--cache-types belongs to a limit, got no --limit"),
         (("llama.gguf", "--limit", "1G", "-ctk", "q8_0"), "needs heads of whole blocks"),

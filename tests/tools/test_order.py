@@ -146,11 +146,11 @@ def checked(model: Model, backends: list[Any], options: SessionOptions = OPTIONS
 
 @pytest.mark.parametrize("name", [*tiny.MODELS, *tiny.OTHERS])
 def test_all_models_steps_are_in_order(tmp_path: Path, name: str) -> None:
-    """Prefill, decode of one and of many sequences, with the next token's choice; texts."""
+    """Prefill, decode of one and of many sequences, with the next token's choice, over rings and pages; texts."""
     tiny.write_model(tmp_path / "m.gguf", name)
     backends = planned()
     steps = checked(load(tmp_path / "m.gguf", backends), backends)
-    assert len(steps) in (3, 7, 8)
+    assert len(steps) in (3, 9, 10)
     for step in steps:
         assert not step.violations, [step.title, *map(str, step.violations)]
         assert 0 < step.starts_early < step.launches

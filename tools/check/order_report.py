@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graphrt.backend import Backend, backend_elsewhere, get_backend
@@ -11,6 +11,7 @@ from graphrt.execute import Executable, prepare
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.embed import Embedder
 from graphrt.models.engine import Engine, SessionOptions
+from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.model import Model
 from graphrt.models.rope_options import RopeOptions
 from graphrt.models.session import Session
@@ -22,6 +23,8 @@ from graphrt.tools.inspect.subject import check_no_rope, is_graph, load_subject
 
 #: Sequences of the decode steps that are checked beside those of one.
 SEQUENCES = (2, 16)
+#: Tokens of a page of the steps over pages.
+PAGE = 64
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ def steps_of(model: Model, backends: Sequence[Backend], options: SessionOptions)
         engine = Engine(model.decoder, backends, options, n)
         yield f"decode of {n} sequences", engine.executable(1, n)
         yield f"decode of {n} sequences and the next tokens' choice", engine.chained().exe
+    paged = PagedEngine(model.decoder, backends, replace(options, page=PAGE), n)
+    yield f"a prompt and {n - 1} tokens over pages", paged.prepared(*paged.sizes(paged.n_batch + n - 1, n)).exe
+    yield f"decode of {n} sequences over pages and the next tokens' choice", paged.chained().exe
 
 
 def ordered(title: str, exe: Executable) -> Ordered:
