@@ -261,13 +261,14 @@ class AnyEngine(ABC, Generic[C, S]):
     def runs_ahead(self) -> bool:
         """run_ahead() gains over read() and a choice by the host: one backend runs the whole step, and queues its work
         or leaves the logits where the host sees them."""
-        (first, *others) = self.chained().exe.splits
-        return not others and (first.backend.asynchronous or self.chained().logits_stay)
+        if not self.home.asynchronous:
+            return len(self.chained().exe.splits) == 1 and self.chained().logits_stay
+        splits = self.executable(1, self.n_seq).splits
+        return len(splits) == 1 and splits[0].backend.asynchronous
 
     def draws_ahead(self, sampling: SampleParams) -> bool:
         """So it does where tokens are drawn: the backend queues its work and draws too."""
-        queues = self.runs_ahead and self.chained().exe.splits[0].backend.asynchronous
-        return queues and len(self.chained(sampling).exe.splits) == 1
+        return self.home.asynchronous and self.runs_ahead and len(self.chained(sampling).exe.splits) == 1
 
     def fallbacks(self) -> list[str]:
         """What of a decode step the preferred backend does not run, a sentence for each op, and how often it is cut."""

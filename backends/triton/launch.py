@@ -32,6 +32,10 @@ class Launch:
         options: Mapping[str, Any] | None = None,
         smaller: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        unknown = args.keys() - set(kernel.arg_names)
+        assert not unknown, (
+            f"{kernel.__name__} has no parameters {sorted(unknown)}"
+        )  # which Triton's interpreter ignores
         self.kernel = kernel
         self.grid = grid
         self.args = dict(args)

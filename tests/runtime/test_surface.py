@@ -28,7 +28,8 @@ ERRORS = {
     "GraphrtError": "Exception", "GraphError": "GraphrtError", "BackendError": "GraphrtError",
     "UnsupportedError": "BackendError", "MemoryPlanError": "GraphrtError", "ModelError": "GraphrtError",
     "GGUFError": "ModelError", "ArchError": "ModelError", "TokenizerError": "ModelError",
-    "ChatTemplateError": "ModelError", "SessionError": "GraphrtError", "HubError": "GraphrtError",
+    "ChatTemplateError": "ModelError", "SessionError": "GraphrtError", "CacheFullError": "SessionError",
+    "HubError": "GraphrtError",
 }  # fmt: skip
 
 

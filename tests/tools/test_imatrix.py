@@ -31,7 +31,7 @@ def graphrt(capsys: pytest.CaptureFixture[str]) -> Verb:
 
 def tapped(path: Path, n_batch: int = 16, **how: bool) -> Tap:
     model = load(path, "cpu", exact=True)
-    tap = Tap(model.decoder, model.backends, SessionOptions(64, n_batch), **how)
+    tap = Tap(model.decoder, model.backends, SessionOptions(64, n_batch, "f32", "f32"), **how)
     tap.collect(TOKENS)
     tap.collect(TOKENS[:5])
     return tap

@@ -17,6 +17,7 @@ from support.tiny import CHAT, write_model
 
 from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.models import Model, load
+from graphrt.models.engine import AnyEngine
 from graphrt.models.session import Session
 from graphrt.tools.chat.conversation import STOPPED, Conversation
 from graphrt.tools.chat.loop import converse
@@ -31,6 +32,12 @@ FORGETFUL = CHAT.replace("{{ m.content }}", "{{ m.content.split('!')[-1] }}")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = write_model(tmp_path_factory.mktemp("conversation") / "spm.gguf", "llama", tokenizer="spm", chat=CHAT)
     return load(path, "cpu", exact=True)
+
+
+@pytest.fixture(autouse=True)
+def host_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests here put words into the model's mouth where the host chooses tokens."""
+    monkeypatch.setattr(AnyEngine, "runs_ahead", False)
 
 
 @pytest.fixture

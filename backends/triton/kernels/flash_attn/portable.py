@@ -72,7 +72,7 @@ def config_for(p: Problem, rows: int, target: Target) -> Config:
 def main_arguments(
     p: Problem, t: Tiling, config: Config, choice: Choice, plan: MaskPlan | None, part: torch.Tensor, target: Target
 ) -> dict[str, Any]:
-    """The arguments of forward.py's flash_attn, by name. part: scratch of choice.scratch_bytes."""
+    """The arguments of forward.py's flash_attn and of the fixup, by name. part: scratch of choice.scratch_bytes."""
     k, v, params = p.k, p.v, p.params
     # For what is absent any memory will do: nothing reads it. (p_bad has its own, since a repair writes it.)
     none = torch.zeros(1, dtype=torch.int32, device=target.device)
@@ -118,19 +118,26 @@ def constants(p: Problem, t: Tiling, config: Config, choice: Choice, target: Tar
 
 
 def main_launch(arguments: dict[str, Any], config: Config, target: Target, kernel: Any = flash_attn) -> Launch:
-    """The kernel over its programs; with fewer stages where shared memory is too small for the config's."""
+    """The kernel over its programs; with fewer stages where shared memory is too small for the config's. arguments: of
+    the fixup's too, or of this kernel alone."""
     stages = range(config.stages, 0, -1)
     return Launch(
-        kernel, (arguments["programs"],), arguments, launch_options(target, config.warps),
+        kernel, (arguments["programs"],), known_to(kernel, arguments), launch_options(target, config.warps),
         tuple({"STAGES": n} for n in stages[1:]),
     )  # fmt: skip
+
+
+def known_to(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A kernel's own arguments among those of it and others."""
+    return {name: arguments[name] for name in kernel.arg_names}
 
 
 def repair_launch(arguments: dict[str, Any], bad: torch.Tensor, warps: int, target: Target) -> Launch:
     """The kernel over the tiles whose `bad` [tiles + 1] is set, one tile a program. The last number counts them."""
     # Few programs that look at many flags each: nearly always there is nothing to do.
     programs = min(bad.numel() - 1, target.sm_count)
-    args = {**arguments, "p_bad": bad, "REPAIR": True, "RANGES": False, "programs": programs, "splits": 0}
+    args = known_to(flash_attn, arguments) | {"p_bad": bad, "REPAIR": True, "RANGES": False}
+    args |= {"programs": programs, "splits": 0}
     return Launch(flash_attn, (programs,), args, launch_options(target, warps), ({"STAGES": 1},))
 
 

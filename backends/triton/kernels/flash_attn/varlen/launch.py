@@ -63,8 +63,7 @@ class VarlenForward(VarlenKernel):
         assert plan is not None
         part = scratch.part(self.choice.scratch_bytes)
         args = main_arguments(self.p, self.tiling, self.config, self.choice, plan, part, self.target)
-        known = {name: args[name] for name in flash_attn_varlen.arg_names}
-        main = portable.main_launch(known, self.config, self.target, flash_attn_varlen)
+        main = portable.main_launch(args, self.config, self.target, flash_attn_varlen)
         return [main, portable.fixup_launch(args, self.tiling, self.p, self.target)] if self.shares_out else [main]
 
     @property
