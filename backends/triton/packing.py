@@ -23,6 +23,7 @@ import torch
 
 from graphrt.backend import Buffer, Bytes, Comparison, Usage
 from graphrt.backends.triton.memory import TritonBuffer, empty, upload
+from graphrt.backends.triton.packing_digits import digits, of_digits
 from graphrt.backends.triton.packing_grids import Field, Grid, bit_orders, grid_table
 from graphrt.dtypes import dtype
 from graphrt.printing import count_text
@@ -488,33 +489,6 @@ def merge_bits(codes: torch.Tensor, bits: int, lanes: int) -> torch.Tensor:
     for i in range(1, 8 // bits):
         data |= parts[..., i, :] << (bits * i)
     return data.flatten(-2)
-
-
-#: tq1_0: (first byte, bytes, digits of base 3 that each of them has), whose elements follow one another.
-_DIGITS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
-
-
-def digits(data: torch.Tensor) -> torch.Tensor:
-    """tq1_0's 52 bytes [..., 52] as codes 0 to 2, uint8 [..., 256]: of all bytes of a part their first digits, then
-    their second ones. A byte times a power of 3, modulo 256, has the next digit on top."""
-    found = []
-    for first, size, count in _DIGITS:
-        part = data[..., first : first + size].to(torch.int32)
-        found += [((part * 3**n & 255) * 3) >> 8 for n in range(count)]
-    return torch.cat(found, -1).to(torch.uint8)
-
-
-def of_digits(codes: torch.Tensor) -> torch.Tensor:
-    """Inverse of digits(): the bytes that quantizers write, of several with the same digits."""
-    parts, at = [], 0
-    for _, size, count in _DIGITS:
-        part = codes[..., at : at + size * count].to(torch.int32)
-        rows = part.reshape(*part.shape[:-1], count, size)
-        powers = 3 ** torch.arange(4, 4 - count, -1, dtype=torch.int32, device=codes.device)
-        number = (rows * powers[:, None]).sum(-2)
-        parts.append((number * 256 + 242) // 243)
-        at += size * count
-    return torch.cat(parts, -1).to(torch.uint8)
 
 
 def _k4_scales(raw: torch.Tensor) -> torch.Tensor:
