@@ -64,14 +64,21 @@ def _last_seen(mask: torch.Tensor | None, n_kv: int) -> int:
     return int(seen[-1]) + 1 if len(seen) else 1
 
 
+def _of_heads(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """rows [n_seq, n_head, n, k] times matrices [n_seq, n_kv_head, m, k], transposed: [n_seq, n_head, n, m]. The heads
+    that share a matrix are rows of one product."""
+    n_seq, n_head, n, k = rows.shape
+    shared = rows.reshape(n_seq, matrices.shape[1], n_head // matrices.shape[1] * n, k)
+    return product(shared, matrices).reshape(n_seq, n_head, n, matrices.shape[-2])
+
+
 def _logits(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Masked logits [n_seq, n_head, n_q, n_kv], and which keys each query sees."""
     p = node.params
     n_seq, n_head, n_q, _ = q.shape
-    k = k.repeat_interleave(n_head // k.shape[1], dim=1)
-    s = product(q, k) * p.scale
+    s = _of_heads(q, k) * p.scale
     if p.softcap:
         s = p.softcap * by_rows(torch.tanh, s / p.softcap)
     if mask is None:
@@ -82,14 +89,14 @@ def _logits(
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """weights [..., n_q, n_kv] times v [..., n_kv, D_v], a block of keys after the other: those behind the last that a
-    query sees, whose weights are 0, change no bit of its result."""
+    """weights [n_seq, n_head, n_q, n_kv] times v [n_seq, n_kv_head, n_kv, D_v], a block of keys after the other: those
+    behind the last that a query sees, whose weights are 0, change no bit of its result."""
     out = torch.zeros((), dtype=v.dtype)
     for start in range(0, v.shape[-2], BLOCK):
         of_block, rows = weights[..., start : start + BLOCK], v[..., start : start + BLOCK, :]
         missing = BLOCK - rows.shape[-2]
         of_block = torch.nn.functional.pad(of_block, (0, missing))
-        out = out + product(of_block, torch.nn.functional.pad(rows, (0, 0, 0, missing)).transpose(-1, -2))
+        out = out + _of_heads(of_block, torch.nn.functional.pad(rows, (0, 0, 0, missing)).transpose(-1, -2))
     return out
 
 
@@ -100,10 +107,9 @@ def attend(
     """Attention [n_seq, n_q, n_head, D_v] with the parameters of a node. mask: in q's type, [m3, m2, n_q, n_kv]."""
     logits, seen = _logits(node, q, k, mask)
     weights, _ = _softmax(logits, sinks)
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     out = _weighted(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0))
     if not v.isfinite().all():  # a weight of 0 must not meet NaN, but a NaN that is seen must come through
-        meets_bad = seen.to(v.dtype) @ (~v.isfinite()).to(v.dtype) > 0
+        meets_bad = _of_heads(seen.to(v.dtype), (~v.isfinite()).to(v.dtype).transpose(-1, -2)) > 0
         out = torch.where(meets_bad, float("nan"), out)
     return out.transpose(1, 2)
 
