@@ -221,7 +221,7 @@ def test_the_list_of_tiles(starts: list[int]) -> None:
             units += [max(1, -(-keys // 32))] * 2
     assert len(expected) <= t.n_qt and records[: len(expected), :6].tolist() == expected
     units += [0] * (t.n_tiles - len(units))
-    assert unit_start.tolist() == [0, *np.cumsum(units)]
+    assert unit_start.tolist() == [0, *np.cumsum(units), 0]
 
 
 def test_more_sequences_than_are_looked_at_at_a_time() -> None:
@@ -240,7 +240,7 @@ def test_wrong_numbers_stay_inside(rng: np.random.Generator) -> None:
     )
     seq, first, n, _, length, _ = records[:, :6].T
     assert (first >= 0).all() and ((first + n) <= 40).all() and (length >= 0).all() and (length <= 256 * 16).all()
-    assert (torch.diff(unit_start) >= 0).all() and (seq >= 0).all()
+    assert (torch.diff(unit_start[:-1]) >= 0).all() and (seq >= 0).all()
 
 
 #: What the decode kernel is emulated on, over a GPU of six multiprocessors: heads of each size, pages smaller and
@@ -291,7 +291,7 @@ def test_what_is_said_of_a_choice() -> None:
     """Bounds are told as bounds, and no mask is spoken of."""
     few, many = (aot_varlen.chosen("sm_90", shape) for shape in (aot_varlen.SHAPES[0], aot_varlen.SHAPES[5]))
     assert few.kernel == "varlen_decode" and few.choice.schedule == many.choice.schedule == "stream_k"
-    assert many.kernel == "varlen" and "it takes 16 query rows" in many.refused["varlen_decode"]
+    assert many.kernel == "hopper_varlen" and "it takes 16 query rows" in many.refused["varlen_decode"]
     facts = [f"{what}: {said}" for what, said in attention_facts(attention_plan(few, 132, None))]
     assert any("pages of 16, by the block table" in fact for fact in facts) and not any("mask:" in f for f in facts)
     assert any("at most 16: 8 of 8 tokens of 8 sequences x 2 groups" in fact for fact in facts), facts

@@ -59,6 +59,35 @@ def visited_keys(
 
 
 @gluon.jit
+def visited_span(
+    row0, n, length, window, PACK: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, ALIBI: gl.constexpr,
+):  # fmt: skip
+    """(first k-block, first full one, end of the full ones, end, first key, end of keys): visits.py's."""
+    first, end, first_key, end_key = visited_keys(row0, n, length, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW)
+    behind = length - n
+    full_end = length // BLOCK_N
+    if CAUSAL:
+        full_end = gl.maximum(gl.minimum(length, behind + row0 // PACK + 1), 0) // BLOCK_N
+    full_first = first
+    if WINDOW:
+        high = behind + (gl.minimum(row0 + ROWS, gl.maximum(n * PACK, 1)) - 1) // PACK
+        full_first = gl.maximum(high - window + BLOCK_N, 0) // BLOCK_N
+    if ALIBI:
+        full_end = first
+    full_first = gl.minimum(gl.maximum(full_first, first), end)
+    return first, full_first, gl.minimum(gl.maximum(full_end, full_first), end), end, first_key, end_key
+
+
+@gluon.jit
+def spanned_block(i, first, full_first, full_end):
+    """The i-th k-block that a tile visits of visited_span()'s: full ones, then those before and behind them."""
+    n_full = full_end - full_first
+    rest = first + i - n_full
+    return gl.where(i < n_full, full_first + i, gl.where(rest < full_first, rest, rest + n_full))
+
+
+@gluon.jit
 def page_of(p_table, i_page, n_pages, max_blocks):
     """The i-th pages of a sequence, by its row of the block table. A page that is not there is some other one."""
     page = gl.load(p_table + gl.minimum(i_page, max_blocks - 1))

@@ -61,7 +61,7 @@ class Launcher:
 
     def _varlen(self, p: VarlenProblem) -> list[Step]:
         kernel, refused = self._first(p, varlen_kernels_of(self.target), {})
-        plan, made = self.lengths.plan(p, kernel.tiling)
+        plan, made = self.lengths.plan(p, kernel.tiling, kernel.rounds_of)
         steps = [*made, *kernel.launches(plan, not made, self.scratch)]
         self.chosen.update(dict.fromkeys(p.nodes, kernel.chosen(refused)))
         return steps

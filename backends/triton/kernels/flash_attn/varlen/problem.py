@@ -42,9 +42,10 @@ class VarlenProblem(Problem):
         """Queries of a sequence if all have equally many: what configurations are chosen by."""
         return -(-self.n_q // self.n_seq)
 
-    def tiling(self, block_m: int, block_n: int) -> Tiling:
-        """The most tiles there can be: n_qt of all sequences together, and one more sequence, of nobody's queries."""
-        pack = max(n for n in range(1, min(self.gqa, block_m) + 1) if self.gqa % n == 0)
+    def tiling(self, block_m: int, block_n: int, pack: int | None = None) -> Tiling:
+        """The most tiles there can be: n_qt of all sequences together, and one more sequence, of nobody's queries.
+        pack: heads a tile, by default as many of those that share a KV head as fit."""
+        pack = pack or max(n for n in range(1, min(self.gqa, block_m) + 1) if self.gqa % n == 0)
         n_groups = self.n_head // pack
         n_qt = min(self.n_q, self.n_q * pack // block_m + self.n_seq + 1)
         return Tiling(block_m, block_n, pack, n_groups, n_qt, n_qt * n_groups, -(-self.n_kv // block_n), 1, n_qt)

@@ -82,13 +82,26 @@ def list_varlen_tiles(
 
 
 @accesses(reads="p_units", writes="p_unit_start", helper=True)
-@triton.jit(do_not_specialize=["n_tiles", "n_groups"])
-def sum_varlen_units(p_units, p_unit_start, n_tiles, n_groups, CHUNK: tl.constexpr):
-    """unit_start: int32 [n_tiles + 1], the prefix sums of the units of all tiles. units: of query tiles."""
+@triton.jit(do_not_specialize=["n_tiles", "n_groups", "rounds_of"])
+def sum_varlen_units(p_units, p_unit_start, n_tiles, n_groups, rounds_of, CHUNK: tl.constexpr):
+    """unit_start: int32 [n_tiles + 2], the prefix sums of the units of all tiles that are shared out, and the number of
+    whole ones before them, which count as none. units: of query tiles.
+
+    rounds_of programs take whole tiles in as many rounds as leave one to two rounds of them to share out; 0: none.
+    """
+    whole = 0
+    if rounds_of > 0:
+        used = 0
+        for base in range(0, n_tiles, CHUNK):
+            tile = base + tl.arange(0, CHUNK)
+            n = tl.load(p_units + tile // n_groups, mask=tile < n_tiles, other=0)
+            used += tl.sum((n > 0).to(tl.int32), 0)
+        whole = tl.maximum(used // rounds_of - 1, 0) * rounds_of
     total = 0
     tl.store(p_unit_start, 0)
+    tl.store(p_unit_start + n_tiles + 1, whole)
     for base in range(0, n_tiles, CHUNK):
         tile = base + tl.arange(0, CHUNK)
-        n = tl.load(p_units + tile // n_groups, mask=tile < n_tiles, other=0)
+        n = tl.load(p_units + tile // n_groups, mask=(tile >= whole) & (tile < n_tiles), other=0)
         tl.store(p_unit_start + 1 + tile, total + tl.cumsum(n, 0), mask=tile < n_tiles)
         total += tl.sum(n, 0)
