@@ -142,11 +142,11 @@ def _run(exe: Any, leafs: Mapping[str, Tensor], values: Mapping[str, Array], nod
 
 @triton.jit
 def _spans(
-    p_out, row0, n, length, window, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_out, row0, n, length, skip, window, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     first, full_first, full_end, end, first_key, end_key = visited_span(
-        row0, n, length, window, PACK, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, ALIBI
+        row0, n, length, length - n, skip, window, PACK, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, ALIBI
     )
     n_full = full_end - full_first
     tl.store(p_out, end - first)
@@ -163,18 +163,27 @@ def _spans(
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 1, 5, 40])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_a_tile_visits_what_its_rows_see(causal: bool, window: int, alibi: bool, rng: np.random.Generator) -> None:
-    """Every k-block that some row sees, once; as full ones those that all see whole, if there is nothing to add."""
+@pytest.mark.parametrize("skip", [0, 21])
+def test_a_tile_visits_what_its_rows_see(
+    causal: bool, window: int, alibi: bool, skip: int, rng: np.random.Generator
+) -> None:
+    """Every k-block that some row sees, once; as full ones those that all see whole, if there is nothing to add. Keys
+    that count for nothing are seen by none."""
     for _ in range(20):
         pack, block_m, block_n = int(rng.integers(1, 6)), 8, 16
         n, length = int(rng.integers(1, 30)), int(rng.integers(0, 90))
         row0 = block_m * int(rng.integers(0, -(-n * pack // block_m)))
         out = torch.full((64,), -7, dtype=torch.int32)
-        _spans[(1,)](out, row0, n, length, window, pack, block_m, block_n, causal, window > 0, alibi)
+        _spans[(1,)](out, row0, n, length, skip, window, pack, block_m, block_n, causal, window > 0, alibi)
         count, n_full, first_key, end_key, *blocks = out.tolist()
         position = length - n + np.arange(row0, min(row0 + block_m, n * pack))[:, None] // pack
         key = np.arange(-(-90 // block_n) * block_n)
-        seen = (key < length) & ((key <= position) | (not causal)) & ((window == 0) | (key > position - window))
+        seen = (
+            (key >= skip)
+            & (key < length)
+            & ((key <= position) | (not causal))
+            & ((window == 0) | (key > position - window))
+        )
         by_block = seen.reshape(len(position), -1, block_n)
         needed = set(np.flatnonzero(by_block.any((0, 2))).tolist())
         full = set(np.flatnonzero(by_block.all((0, 2))).tolist()) if not alibi else set()
@@ -215,11 +224,11 @@ def test_the_list_of_tiles(starts: list[int]) -> None:
     for seq, (first, end) in enumerate(zip(starts, [*starts[1:], 40])):
         length = lengths[seq] if seq < 3 else 0
         for row0 in range(0, (end - first) * 4, 16):
-            expected.append([seq, first, end - first, row0, length, 0])
+            expected.append([seq, first, end - first, row0, length, 0, length - (end - first), 0])
             last = (min(row0 + 16, (end - first) * 4) - 1) // 4
             keys = max(0, length - (end - first) + last + 1)
             units += [max(1, -(-keys // 32))] * 2
-    assert len(expected) <= t.n_qt and records[: len(expected), :6].tolist() == expected
+    assert len(expected) <= t.n_qt and records[: len(expected)].tolist() == expected
     units += [0] * (t.n_tiles - len(units))
     assert unit_start.tolist() == [0, *np.cumsum(units), 0]
 

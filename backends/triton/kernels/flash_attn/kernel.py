@@ -32,6 +32,7 @@ class Scratch:
     def __init__(self, device: str) -> None:
         self.device = device
         self._part = torch.empty(0, device=device)
+        self._results = torch.empty(0, device=device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
         self.redone: list[torch.Tensor] = []
 
@@ -40,6 +41,12 @@ class Scratch:
         if self._part.numel() * 4 < max(nbytes, 4):
             self._part = torch.full((max(1, -(-nbytes // 4)),), math.nan, device=self.device)
         return self._part
+
+    def results(self, n: int) -> torch.Tensor:
+        """For n f32 of results that are joined."""
+        if self._results.numel() < n:
+            self._results = torch.full((n,), math.nan, device=self.device)
+        return self._results[:n]
 
     def counters(self, n: int) -> torch.Tensor:
         """One for each tile, int32, 0 between launches."""

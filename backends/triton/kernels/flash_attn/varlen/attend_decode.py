@@ -68,11 +68,13 @@ def flash_attn_varlen_decode(
         row0 = planned(p_record + 3)
         length = planned(p_record + 4)
         k_first = planned(p_record + 5).to(gl.int64)
+        behind = planned(p_record + 6)
+        skip = planned(p_record + 7)
         start, n_units = tile_units(tile, p_unit_start, 0, p_unit_start, False, False)
         low, high, finishes, whole = part_of_tile(start, n_units, unit, stop)
         unit = start + high
         first, end, first_key, end_key = visited_keys(
-            row0, n, length, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
+            row0, n, length, behind, skip, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
         )  # fmt: skip
         low += first
         high = gl.minimum(first + high, end)
@@ -85,7 +87,7 @@ def flash_attn_varlen_decode(
         caches = (ring_k, ring_v, p_kh, p_vh, (first_key, p_pages, max_blocks, n_pages, sk_p, sv_p), end_key)
         visits = (p_table, 0, 0, 0, high)
         queries = (p_q + q_first.to(gl.int64) * sq_t, sq_t, sq_h, row0, n, sign)
-        sight = (length - n, p_slopes, window)
+        sight = (behind, p_slopes, window, first_key)
         for i in range(STAGES):
             copy_block(
                 caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, COLUMNS

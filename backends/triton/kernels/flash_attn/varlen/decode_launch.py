@@ -10,6 +10,7 @@ from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
 from graphrt.backends.triton.kernels.flash_attn.decode_launch import joins
+from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.varlen.attend_decode import flash_attn_varlen_decode
 from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel, main_arguments
@@ -23,6 +24,7 @@ class VarlenDecode(VarlenKernel):
 
     name = kernel = "varlen_decode"
     file = "varlen/attend_decode.py"
+    few_rows = ROWS.value
     join = (0, 0)
 
     @cached_property

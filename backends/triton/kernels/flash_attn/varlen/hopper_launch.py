@@ -203,9 +203,7 @@ class VarlenLatent(VarlenHopper):
     def main_launch(self, arguments: dict[str, Any]) -> Launch:
         p, c = self.p, self.config
         few = p.n_q * self.tiling.pack <= 16
-        spec = MlaSpec(
-            n_wg=1, d_v=D_V, early_decay=c.early_decay, rows=16 if few else WG_ROWS, **self._constants()
-        )
+        spec = MlaSpec(n_wg=1, d_v=D_V, early_decay=c.early_decay, rows=16 if few else WG_ROWS, **self._constants())
         args = arguments | {"k_desc": self._boxes(p.k_t, p.k), "spec": spec}
         # 128 registers: of the 512 threads at the start an even share.
         return Launch(hopper_varlen_mla, (self.choice.programs,), args, self._options(128))

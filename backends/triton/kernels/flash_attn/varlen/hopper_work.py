@@ -26,8 +26,7 @@ OF_PROGRAM = ("whole_rounds", "first_tile", "first_unit", "stop_unit", "turns")
 class VarlenWork:
     """A varlen kernel's run-time arguments; what hopper/work.py's Work is to the code that both have in common.
 
-    A tile's sequence is a record (its number, first query, queries, the tile's first row, keys, the first of packed
-    ones). whole_rounds: tiles that the program has whole; then it has tiles from first_tile on, units first_unit ..
+    A tile's sequence is a record as tile_list.py's tile_record has it. whole_rounds: tiles that the program has whole; then it has tiles from first_tile on, units first_unit ..
     stop_unit - 1 of all of them; turns: tiles that it has anything of.
     """
 
@@ -84,21 +83,24 @@ class VarlenWork:
         tile = gl.where(turn < self.whole_rounds, turn * programs + place, self.first_tile + turn - self.whole_rounds)
         i_qt = tile // self.n_groups
         p = self.tiles + RECORD * i_qt
-        record = (planned(p), planned(p + 1), planned(p + 2), planned(p + 3), planned(p + 4), planned(p + 5))
+        record = (
+            planned(p), planned(p + 1), planned(p + 2), planned(p + 3), planned(p + 4), planned(p + 5), planned(p + 6),
+            planned(p + 7),
+        )  # fmt: skip
         return record, tile - i_qt * self.n_groups, tile
 
     @gluon.jit
     def span(self, seq):
         """visited_span() of a tile."""
-        _i_seq, _q_first, n, row0, length, _k_first = seq
+        _i_seq, _q_first, n, row0, length, _k_first, behind, skip = seq
         return visited_span(
-            row0, n, length, self.window, self.spec.pack, self.spec.block_m, self.spec.block_n, self.spec.causal,
-            self.spec.window, self.spec.has_alibi,
+            row0, n, length, behind, skip, self.window, self.spec.pack, self.spec.block_m, self.spec.block_n,
+            self.spec.causal, self.spec.window, self.spec.has_alibi,
         )  # fmt: skip
 
     @gluon.jit
     def units(self, tile, n_units):
-        """Of a tile's units those that the program has: the first, the end, whether these are all, their part's slot."""
+        """Of a tile's units those that the program has: the first, the end, whether that is all, their part's slot."""
         low = tile * 0
         high = n_units
         whole = low == 0
@@ -114,15 +116,14 @@ class VarlenWork:
     @gluon.jit
     def visits(self, seq, group, tile):
         """Of the k-blocks that the program visits of a tile: how many are seen whole, how many there are, and what
-        block() and the masks need: (number of the first, span, what comes before the tile's queries)."""
-        _i_seq, _q_first, n, _row0, length, _k_first = seq
+        block() and the masks need: (number of the first, span, the first query's position)."""
         first, full_first, full_end, end, first_key, end_key = self.span(seq)
         n_units = gl.maximum(end - first, 1)
         low, high, _whole, _slot = self.units(tile, n_units)
         # A tile without any block still visits one, all of it hidden.
         n_all = gl.maximum(gl.minimum(high, n_units) - low, 1)
         n_full = gl.minimum(gl.maximum(full_end - full_first - low, 0), n_all)
-        return n_full, n_all, (low, first, full_first, full_end, first_key, end_key, length - n)
+        return n_full, n_all, (low, first, full_first, full_end, first_key, end_key, seq[6])
 
     @gluon.jit
     def segment(self, turn, n_all):
@@ -154,12 +155,11 @@ class VarlenWork:
     @gluon.jit
     def place(self, seq, block, row: gl.constexpr):
         """(page, row in it) of a k-block's keys from the row-th on, or (0, row) of packed ones."""
-        i_seq, _q_first, _n, _row0, _length, k_first = seq
         key = block * self.spec.block_n + row
         if self.spec.page == 0:
-            return key * 0, k_first + key
+            return key * 0, seq[5] + key
         else:
-            p_table = self.table + gl.minimum(i_seq, self.n_seq - 1).to(gl.int64) * self.s_table
+            p_table = self.table + gl.minimum(seq[0], self.n_seq - 1).to(gl.int64) * self.s_table
             page = page_of(p_table, key // self.spec.page, self.n_pages, self.max_blocks)
             return page, key % self.spec.page
 
