@@ -49,7 +49,7 @@ def fetch_queries(p, tile, wg: gl.constexpr):
 
 @gluon.jit
 def fetch_columns(p, seq, group, qt, first: gl.constexpr, cols: gl.constexpr, n: gl.constexpr):
-    """Columns `first` and on of a tile's first n query rows, f32 [n, cols], for any `pack`; rows past the last are 0."""
+    """Columns `first` and on of a tile's first n query rows, f32 [n, cols], for any `pack`; rows past the last: 0."""
     layout: gl.constexpr = query_layout(cols)
     token, head = p.rows(seq, group, qt, n, gl.SliceLayout(1, layout))
     column = first + gl.arange(0, cols, gl.SliceLayout(0, layout))

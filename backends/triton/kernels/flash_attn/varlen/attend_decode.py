@@ -48,7 +48,8 @@ def flash_attn_varlen_decode(
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
-    CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE. JOIN: so many rows at a time are joined here."""
+    CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE. JOIN: so many rows at a time
+    are joined here."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0)

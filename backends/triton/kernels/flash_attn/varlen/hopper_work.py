@@ -26,8 +26,9 @@ OF_PROGRAM = ("whole_rounds", "first_tile", "first_unit", "stop_unit", "turns")
 class VarlenWork:
     """A varlen kernel's run-time arguments; what hopper/work.py's Work is to the code that both have in common.
 
-    A tile's sequence is a record as tile_list.py's tile_record has it. whole_rounds: tiles that the program has whole; then it has tiles from first_tile on, units first_unit ..
-    stop_unit - 1 of all of them; turns: tiles that it has anything of.
+    A tile's sequence is a record as tile_list.py's tile_record has it. whole_rounds: tiles that the program has whole;
+    then it has tiles from first_tile on, units first_unit .. stop_unit - 1 of all of them; turns: tiles that it has
+    anything of.
     """
 
     q: gl.tensor
