@@ -58,7 +58,7 @@ class Value:
             raise OverflowError(b)
         if not isinstance(other, Value):  # a number takes the tensor's type
             b = np.asarray(b, a.dtype if not isinstance(b, float) or a.dtype.kind == "f" else np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             return Value(how(a, b))
 
     def __add__(self, other: Any) -> Value:

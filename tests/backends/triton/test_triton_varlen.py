@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,19 +26,14 @@ if device.unusable() is not None:
 
 import triton
 import triton.language as tl
-from support import aot_varlen
-from support.aot_arch import target_of
-from support.gluon_emulator import emulate
-from triton.experimental.gluon._runtime import GluonJITFunction
+from support import aot_varlen, varlen_emulation
 
 from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
-from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import attention_plan
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.backends.triton.kernels.flash_attn.visits import spanned_block, visited_span
-from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 
 OPS = ("FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE")
@@ -269,31 +263,9 @@ def _emulated() -> list[Case]:
 @pytest.mark.parametrize("schedule", [None, "stream_k"])
 def test_the_decode_kernel(case: Case, schedule: str | None) -> None:
     """Its source, with copies that land as late as they may; memory that nothing was written to holds NaN."""
-    inputs, places = case.build(), dict[Tensor, TritonBuffer]()
-    node = inputs.result
-
-    def place(t: Tensor) -> tuple[TritonBuffer, int]:
-        unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
-        return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
-
-    for leaf, values in inputs.values.items():
-        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
-    launcher = Launcher(replace(target_of("sm_90"), sm_count=6), place, schedule)
-    for step in launcher.launches(Attention(node)):
-        assert isinstance(step, Launch)
-        if isinstance(step.kernel, GluonJITFunction):
-            emulate(step, late=True)
-        else:
-            step.args |= {name: False for name in ("PDL", "PTX") if name in step.args}
-            step.options.pop("launch_pdl", None)
-            step()
-    assert launcher.chosen[node].kernel == "varlen_decode"
-    exact = graphrt.prepare(Graph(node), "cpu")
-    inputs.fill(exact)
-    exact.run()
-    found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
-    np.testing.assert_allclose(found, exact.read(node), atol=2e-3)
+    chosen, _, found, expected = varlen_emulation.run(case, 6, schedule=schedule)
+    assert chosen.kernel == "varlen_decode"
+    np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
 def test_what_is_said_of_a_choice() -> None:

@@ -32,11 +32,6 @@ class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
     def tiling(self) -> Tiling:
         return self.p.tiling(self.config.block_m, self.config.block_n)
 
-    @property
-    def rounds_of(self) -> int:
-        """See VarlenPlans.plan."""
-        return 0
-
     def _choose(self, force: str | None) -> Choice:
         p, t = self.p, self.tiling
         problem = chooser.Problem(
