@@ -24,7 +24,8 @@ Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Shape:
-    """d: of K and V, one type for both; page: 0 for packed keys; n_tokens: of n_seq sequences; heads: of q and of k."""
+    """d: of K and V, one type for both; page: 0 for packed keys; n_tokens: of n_seq sequences; heads: of q and of k;
+    groups: of sequences that share pages."""
 
     d: tuple[int, int]
     page: int = 16
@@ -36,6 +37,7 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     max_bias: float = 0.0
+    groups: int = 0
 
 
 def attention(shape: Shape) -> Attention:
@@ -54,6 +56,7 @@ def attention(shape: Shape) -> Attention:
     given: dict[str, Any] = {"window": shape.window, "softcap": shape.softcap, "max_bias": shape.max_bias}
     if page:
         given |= {"lengths": Tensor("i32", (n_seq,)), "block_table": Tensor("i32", (256, n_seq))}
+        given |= {"prefixes": Tensor("i32", (3, shape.groups))} if shape.groups else {}
     else:
         given |= {"k_starts": Tensor("i32", (n_seq + 1,))}
     given["causal"] = shape.causal
@@ -97,7 +100,9 @@ SHAPES = (
     Shape((256, 256), 128, window=512), Shape((576, 512), 64, heads=(16, 1)),
     Shape((576, 512), 64, "f16", 64, 2, (16, 1)),
     Shape((128, 128), 32, "f32"), Shape((64, 64), 16, "bf16", max_bias=8.0), Shape((40, 40), 16, n_tokens=300),
-    Shape((128, 128), 0, "q4_0", n_tokens=200),
+    Shape((128, 128), 0, "q4_0", n_tokens=200), Shape((128, 128), 16, groups=2),
+    Shape((128, 128), 16, "bf16", n_tokens=300, groups=1), Shape((576, 512), 16, heads=(64, 1)),
+    Shape((64, 64), 128, n_tokens=500, max_bias=8.0, softcap=10.0), Shape((256, 256), 64, n_tokens=256),
 )  # fmt: skip
 
 

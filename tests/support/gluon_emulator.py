@@ -58,7 +58,7 @@ class Value:
             raise OverflowError(b)
         if not isinstance(other, Value):  # a number takes the tensor's type
             b = np.asarray(b, a.dtype if not isinstance(b, float) or a.dtype.kind == "f" else np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             return Value(how(a, b))
 
     def __add__(self, other: Any) -> Value:
@@ -75,6 +75,8 @@ class Value:
     __rmul__ = __mul__
 
     def __sub__(self, other: Any) -> Value:
+        if self.unit is not None:
+            return self + -other
         return self._with(other, np.subtract)
 
     def __rsub__(self, other: Any) -> Value:
@@ -128,6 +130,21 @@ class Value:
     def __eq__(self, other: Any) -> Value:  # type: ignore[override]
         return self._with(other, np.equal)
 
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
+        return self._with(other, np.not_equal)
+
+    def __getitem__(self, at: Any) -> Value:
+        return Value(self.data[at], self.unit)
+
+    def reshape(self, shape: Sequence[int]) -> Value:
+        return Value(self.data.reshape([int(_plain(n)) for n in shape]))
+
+    def permute(self, order: Sequence[int]) -> Value:
+        return Value(self.data.transpose(order))
+
+    def split(self) -> tuple[Value, Value]:
+        return Value(self.data[..., 0]), Value(self.data[..., 1])
+
     def __bool__(self) -> bool:
         return bool(self.data)
 
@@ -140,6 +157,11 @@ def _value(x: Any) -> Value:
     return x if isinstance(x, Value) else Value(np.int32(x) if isinstance(x, int) else np.float32(x))
 
 
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory from its first element to its last."""
+    return t.as_strided((1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())),), (1,))
+
+
 class Memory:
     """Tensors of a launch at addresses of their own."""
 
@@ -148,7 +170,7 @@ class Memory:
         self.places: dict[int, tuple[int, torch.Tensor]] = {}
         end = _GAP
         tensors = (getattr(a, "base", a) for a in args.values())  # of a TensorDescriptor: what it describes
-        for t in (a for a in tensors if isinstance(a, torch.Tensor)):
+        for t in (_flat(a) for a in tensors if isinstance(a, torch.Tensor)):
             if t.data_ptr() not in self.places or self.places[t.data_ptr()][1].nbytes < t.nbytes:
                 self.places[t.data_ptr()] = (end, t)
                 self.spans.append((end, end + t.nbytes))
@@ -156,7 +178,7 @@ class Memory:
         self.bytes = np.full(end, 0xFF, np.uint8)
         self.allowed = np.zeros(end, bool)
         for start, t in self.places.values():
-            self.bytes[start : start + t.nbytes] = t.contiguous().view(-1).view(torch.uint8).numpy()
+            self.bytes[start : start + t.nbytes] = t.view(torch.uint8).numpy()
             self.allowed[start : start + t.nbytes] = True
 
     def pointer(self, t: torch.Tensor) -> Value:
@@ -186,7 +208,7 @@ class Memory:
         """Writes what the kernel stored to the tensors."""
         for start, t in self.places.values():
             data = torch.from_numpy(self.bytes[start : start + t.nbytes].copy())
-            t.view(-1).view(torch.uint8).copy_(data)
+            t.view(torch.uint8).copy_(data)
 
 
 class Shared:
@@ -205,19 +227,60 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.data.reshape([_plain(n) for n in shape]))
 
+    def slice(self, first: int, n: int, dim: int = 0) -> Shared:
+        assert dim == 0
+        return Shared(self.data[first : first + n])
+
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.transpose(order))
 
     def _reinterpret(self, kind: Any, shape: Sequence[int], layout: Any) -> Shared:
-        """The same elements in the same order: that layouts agree on it is for tests of layouts."""
+        """The same elements in the same order: that layouts agree on it is for tests of layouts. Rows that become wider
+        do so by panels, as swizzled ones lie."""
         assert self.data.dtype == _numpy_type(kind)
+        n, rows, cols = (*shape, 0, 0)[:3] if len(shape) == 3 else (0, 0, 0)
+        width = self.data.shape[-1]
+        if cols > width:
+            return Panels(self.data.reshape(n, cols // width, rows, width).transpose(0, 2, 1, 3))
         return self.reshape(shape)
+
+    @property
+    def dtype(self) -> Any:
+        name = {1: "int8", 2: "fp16", 4: "fp32", 8: "int64"}[self.data.itemsize]
+        return types.SimpleNamespace(name=name, primitive_bitwidth=8 * self.data.itemsize)
 
     def load(self, layout: Any) -> Value:
         return Value(self.data.copy())
 
     def store(self, value: Value) -> None:
         self.data[...] = value.data
+
+
+class Panels(Shared):
+    """Operands [..., rows, cols] whose columns lie in panels: data of it as [..., rows, panels, columns of a panel]."""
+
+    def __init__(self, parts: np.ndarray, turned: bool = False) -> None:
+        self.parts = parts
+        self.turned = turned
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        whole = self.parts.reshape(*self.parts.shape[:-2], -1)
+        return whole.T if self.turned else whole
+
+    def index(self, i: Any) -> Panels:
+        return Panels(self.parts[int(i)])
+
+    def permute(self, order: Sequence[int]) -> Panels:
+        assert tuple(order) == (1, 0)
+        return Panels(self.parts, not self.turned)
+
+    def slice(self, first: int, n: int, dim: int = 0) -> Panels:
+        assert dim == 0 and not self.turned
+        return Panels(self.parts[first : first + n])
+
+    def store(self, value: Value) -> None:
+        self.parts[...] = value.data.reshape(self.parts.shape)
 
 
 class Copies:
@@ -317,6 +380,12 @@ class Gl:
         numbers = {float: np.float32, int: np.int32}
         a, b = (v.data if isinstance(v, Value) else numbers[type(v)](v) for v in (a, b))
         return Value(np.where(condition.data if isinstance(condition, Value) else condition, a, b), unit)
+
+    def to_tensor(self, x: Any) -> Value:
+        return _value(x)
+
+    def full_like(self, x: Value, value: float) -> Value:
+        return Value(np.full_like(x.data, value))
 
     def cdiv(self, a: Value, b: int) -> Value:
         return (a + (b - 1)) // b
@@ -476,17 +545,28 @@ def rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[...,
     """A kernel's function, and those that it calls, with names of their modules' globals replaced."""
     scopes: dict[int, dict[str, Any]] = {}
 
-    def function(found: GluonJITFunction) -> Callable[..., Any]:
+    def aggregate(found: type) -> type:
+        """A class of values, with __init__ of constexprs, as a plain one."""
+        (original,) = (c.cell_contents for c in found.__new__.__closure__ or () if isinstance(c.cell_contents, type)
+                       and c.cell_contents.__name__ == found.__name__ and c.cell_contents is not found)  # fmt: skip
+        members = {k: function(v) for k, v in vars(original).items() if isinstance(v, GluonJITFunction)}
+        return type(found.__name__, (), {**members, "__init__": function(vars(original)["__init__"])})
+
+    def function(found: Any) -> Callable[..., Any]:
         given = found.fn.__globals__
         if id(given) not in scopes:
             scope = scopes[id(given)] = dict(given)
             for name, value in given.items():
                 if isinstance(value, GluonJITFunction):
                     scope[name] = function(value)
+                elif getattr(value, "__triton_aggregate__", False):
+                    scope[name] = aggregate(value)
                 elif isinstance(value, constexpr):
                     scope[name] = value.value
             scope.update((name, value) for name, value in replaced.items() if name in scope or name == "range")
-        return types.FunctionType(found.fn.__code__, scopes[id(given)], found.fn.__name__)
+        return types.FunctionType(
+            found.fn.__code__, scopes[id(given)], found.fn.__name__, found.fn.__defaults__, found.fn.__closure__
+        )
 
     return function(kernel)
 

@@ -290,11 +290,14 @@ class Descriptor:
     """A TensorDescriptor."""
 
     def __init__(self, desc: Any, memory: Memory) -> None:
-        start = int(memory.pointer(desc.base).data)
-        kind = memory.pointer(desc.base).unit
-        nbytes = desc.base.nbytes
-        assert list(desc.strides) == [desc.shape[1], 1] and nbytes == int(np.prod(desc.shape)) * kind().itemsize
-        self.data = memory.bytes[start : start + nbytes].view(kind).reshape(desc.shape)
+        pointer = memory.pointer(desc.base)
+        start, kind = int(pointer.data), pointer.unit
+        strides = [n * kind().itemsize for n in desc.strides]
+        assert desc.strides[-1] == 1 and all(n % 16 == 0 for n in strides[:-1])
+        self.data = np.lib.stride_tricks.as_strided(
+            memory.bytes[start : start + 2].view(kind), desc.shape, strides, writeable=False
+        )
+        self.dtype = types.SimpleNamespace(name=np.dtype(kind).name.replace("float", "fp"), primitive_bitwidth=16)
         self.block_shape = list(desc.block_shape)
         self.block_type = types.SimpleNamespace(nbytes=int(np.prod(desc.block_shape)) * kind().itemsize)
 
@@ -308,7 +311,7 @@ class Sums:
 
 
 class Products:
-    """gluon's warpgroup_mma. The first operand is in registers."""
+    """gluon's warpgroup_mma. The first operand is in registers or in shared memory."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -316,15 +319,16 @@ class Products:
     def init(self, sums: Value) -> Sums:
         return Sums(sums)
 
-    def start(self, a: Value, b: Shared, acc: Sums, is_async: bool) -> Sums:
+    def start(self, a: Value | Shared, b: Shared, acc: Sums | Value, is_async: bool, use_acc: bool = True) -> Sums:
         assert is_async and a.shape[0] == 64 and self.schedule.running.warps == 4
         found: list[Value] = []
-        read = self.schedule.later(lambda: found.append(Value(b.data.copy())))
+        read = self.schedule.later(lambda: found.extend((Value(a.data.copy()), Value(b.data.copy()))))
 
         def finish() -> Value:
             read.land()
-            assert acc.value is not None  # products end in order
-            return product(a, found[0], acc.value)
+            before = acc.value if isinstance(acc, Sums) else acc
+            assert before is not None  # products end in order
+            return product(*found, before if use_acc else before * 0.0)
 
         sums = Sums(None, finish)
         self.schedule.running.products.append(sums)
@@ -350,6 +354,7 @@ class HopperGl(Gl):
     def __init__(self, memory: Memory, warps: int) -> None:
         super().__init__(memory, warps)
         self.schedule: Schedule
+        self.constexpr = lambda x: x
 
     def num_warps(self) -> int:
         return self.schedule.running.warps
@@ -376,8 +381,9 @@ def _may_read(schedule: Schedule) -> None:
     schedule.running.may_read = True
 
 
-def emulate(launch: Any, seed: int) -> None:
-    """Runs a Launch on tensors of the host, its programs one after the other, in an order of the seed's choice."""
+def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> None:
+    """Runs a Launch on tensors of the host, its programs one after the other, in an order of the seed's choice.
+    others: functions in place of those of these names, as of code in PTX."""
     memory = Memory(launch.args)
     warps, pdl = launch.options["num_warps"], launch.options.get("launch_pdl", False)
     given = arguments_of(launch, memory)
@@ -393,6 +399,7 @@ def emulate(launch: Any, seed: int) -> None:
             "gl": gl, "async_copy": copies, "tma": copies, "mbarrier": barriers, "warpgroup_mma": products.start,
             "warpgroup_mma_init": products.init, "warpgroup_mma_wait": products.wait,
             "gdc_wait": partial(_may_read, schedule), "gdc_launch_dependents": lambda: None,
+            "fence_async_shared": lambda: None, **(others or {}),
         }  # fmt: skip
         schedule.run(partial(rebuilt(launch.kernel, replaced), **given))
     memory.give_back()

@@ -58,11 +58,16 @@ def build(shape: VarlenShape, n_nodes: int, noise: Noise) -> VarlenProgram:
     if not shape.contiguous:
         given["q_starts"] = numbers("q_starts", starts)
     if shape.page and not shape.contiguous:
-        blocks = [-(-length // shape.page) for _, length in shape.seqs]
-        order, table = np.random.default_rng(0).permutation(sum(blocks)), np.full((n_seq, max(blocks)), -1)
-        for i, (n, end) in enumerate(zip(blocks, np.cumsum(blocks))):
-            table[i, :n] = order[end - n : end]
-        program.pages, n_cells = table, sum(blocks) * shape.page
+        same = shape.shared // shape.page
+        blocks = [-(-length // shape.page) - same for _, length in shape.seqs]
+        n_pages, table = same + sum(blocks), np.full((n_seq, same + max(blocks)), -1)
+        order = np.random.default_rng(0).permutation(n_pages)
+        table[:, :same] = order[:same]
+        for i, (n, end) in enumerate(zip(blocks, same + np.cumsum(blocks))):
+            table[i, same : same + n] = order[end - n : end]
+        program.pages, n_cells = table, n_pages * shape.page
+        if same and shape.told:
+            given["prefixes"] = numbers("prefixes", np.array([[0, n_seq, same]]))
         given["lengths"] = numbers("lengths", np.array([length for _, length in shape.seqs]))
         given["block_table"] = numbers("block_table", table)
     elif not shape.contiguous:

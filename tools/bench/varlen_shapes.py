@@ -23,7 +23,8 @@ HEADS = {
 @dataclass(frozen=True)
 class VarlenShape:
     """seqs: queries and keys of each sequence. page: 0 for packed keys; "contiguous": FLASH_ATTN_EXT over caches that
-    lie in one piece, all of one length. beside: the name of the shape whose speed this one is told as a share of."""
+    lie in one piece, all of one length. beside: the name of the shape whose speed this one is told as a share of.
+    shared: keys at the beginning, whole pages, that all sequences have in common; told: the op is told of them."""
 
     table: str
     name: str
@@ -34,6 +35,8 @@ class VarlenShape:
     causal: bool = True
     contiguous: bool = False
     beside: str = ""
+    shared: int = 0
+    told: bool = True
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
@@ -65,10 +68,11 @@ class VarlenShape:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the keys and values that there are, V in K counted once."""
+        """Of the keys and values that there are, shared ones and V in K counted once."""
         _, n_head_kv, d_k, d_v = self.heads
         width = d_k + (0 if d_k == 576 else d_v)
-        return dtype(self.kv_type).row_size(width * n_head_kv) * sum(length for _, length in self.seqs)
+        keys = self.shared + sum(length - self.shared for _, length in self.seqs)
+        return dtype(self.kv_type).row_size(width * n_head_kv) * keys
 
     @property
     def bytes(self) -> int:
@@ -103,6 +107,11 @@ def _shapes() -> list[VarlenShape]:
     found += [_decode(f"decode {n}x4096 page 16", "gpt-oss-20b", [4096] * n, 16) for n in (1, 8, 64, 256)]
     found.append(_decode("mla 32x8192 contiguous", "deepseek", mla, 64, contiguous=True))
     found += [_decode(f"mla 32x8192 page {p}", "deepseek", mla, p, "mla 32x8192 contiguous") for p in (16, 64, 128)]
+    own = [10240] * 64
+    found.append(_decode("decode 64x10240 page 16", "llama-8b", own, 16))
+    for told in (False, True):
+        name = f"decode 64x2048 after 8192 shared, {'told' if told else 'not told'}"
+        found.append(_decode(name, "llama-8b", own, 16, "decode 64x10240 page 16", shared=8192, told=told))
     lengths = _ragged(32, 64, 4096)
     # As much work in equal lengths: sequences of the root of the mean square.
     equal = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5)
@@ -136,6 +145,10 @@ def shapes_of(part: str) -> list[VarlenShape]:
 def tiny(shapes: Sequence[VarlenShape]) -> list[VarlenShape]:
     """The same with few and short sequences, for a CPU."""
     return [
-        replace(s, seqs=tuple((-(-n // 128), max(-(-n // 128), length // 128, 1)) for n, length in s.seqs[:4]))
+        replace(
+            s,
+            seqs=tuple((-(-n // 128), max(-(-n // 128), length // 128, 1)) for n, length in s.seqs[:4]),
+            shared=s.shared // 128,
+        )
         for s in shapes
     ]

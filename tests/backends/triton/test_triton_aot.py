@@ -38,7 +38,7 @@ SPILLING = {
 #: Hopper's own.
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
-    "hopper_quant_attn", "list_tiles",
+    "hopper_quant_attn", "hopper_varlen_attn", "hopper_varlen_mla", "list_tiles",
 }  # fmt: skip
 #: Kernels that never run on an architecture.
 ELSEWHERE = {

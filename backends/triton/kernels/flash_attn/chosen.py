@@ -19,7 +19,8 @@ class Chosen:
     flight; shared: bytes of shared memory of a program, None where only the compiler knows; programs: of the launch,
     under schedule "tile" fewer than tiles where they are persistent; join: who merges the parts of tiles: "fixup" (a
     launch of its own), "kernel" (the last of a tile's programs), "" where none is shared; repairs: a launch behind does
-    again what the kernel flags; refused: why kernels that were asked before do not serve, by name.
+    again what the kernel flags; refused: why kernels that were asked before do not serve, by name; beside: what other
+    kernels do of the attention, and of which part, in words.
     """
 
     kernel: str
@@ -35,3 +36,4 @@ class Chosen:
     join: str
     repairs: bool
     refused: Mapping[str, str]
+    beside: tuple[str, ...] = ()

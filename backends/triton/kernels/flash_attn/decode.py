@@ -235,7 +235,7 @@ def mask_rows(
     slope = token.to(gl.float32)
     p_rows = token
     if by_position(SEES):
-        behind, p_slopes, _ = mask
+        behind, p_slopes, _, _ = mask
         p_rows = behind + token
         if sees(SEES, "alibi"):
             slope = gl.load(p_slopes + head, mask=token < n_q, other=0.0) * (LOG2E if SOFTCAP else LOG2E / factor)
@@ -275,11 +275,11 @@ def logits(
         s = (softcap * LOG2E) * tanh(s * factor)
     if by_position(SEES):
         key = i * BLOCK_N + i_key
-        seen = key < n_kv
+        _, _, window, first_key = mask
+        seen = (key >= first_key) & (key < n_kv)
         if sees(SEES, "causal"):
             seen = seen & (key <= p_mask_rows)
         if sees(SEES, "window"):
-            _, _, window = mask
             seen = seen & (key > p_mask_rows - window)
         if sees(SEES, "alibi"):
             s -= slope * gl.maximum(key - p_mask_rows, p_mask_rows - key).to(gl.float32)

@@ -32,6 +32,8 @@ def _kernel(plan: AttentionPlan) -> Iterator[Fact]:
         yield "why", f"not {name}: {reason}"
     portable = c.kernel in ("forward", "varlen")
     yield "why", "it serves everything the others do not" if portable else "it is the first that serves"
+    for other in c.beside:
+        yield "beside", other
 
 
 def _tiles(plan: AttentionPlan) -> Iterator[Fact]:

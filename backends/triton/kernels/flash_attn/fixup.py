@@ -44,7 +44,7 @@ def flash_attn_fixup(
         tile, programs, splits, n_tiles, n_blocks, p_counts, p_unit_start, HAS_MASK, UNIFORM, BIG
     )
     if VARLEN:
-        i_seq, first_token, n, row0, _, _ = tile_record(p_tiles, tile // n_groups)
+        i_seq, first_token, n, row0, _, _, _, _ = tile_record(p_tiles, tile // n_groups)
         i_group = tile % n_groups
         has_sinks &= i_seq < n_seq
     else:

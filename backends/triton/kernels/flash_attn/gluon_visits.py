@@ -41,11 +41,10 @@ def first_row(block, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def visited_keys(
-    row0, n, length, window, PACK: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
+    row0, n, length, behind, skip, window, PACK: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """(first k-block, end, first key, end of keys) of a tile without a mask: visited_span's of visits.py."""
-    behind = length - n
     low = behind + row0 // PACK
     high = behind + (gl.minimum(row0 + ROWS, gl.maximum(n * PACK, 1)) - 1) // PACK
     end_key = length
@@ -53,9 +52,40 @@ def visited_keys(
         end_key = gl.maximum(gl.minimum(length, high + 1), 0)
     first_key = end_key * 0
     if WINDOW:
-        first_key = gl.minimum(gl.maximum(low - window + 1, 0), end_key)
+        first_key = gl.maximum(low - window + 1, 0)
+    first_key = gl.minimum(gl.maximum(first_key, skip), end_key)
     first = first_key // BLOCK_N
     return first, gl.maximum((end_key + BLOCK_N - 1) // BLOCK_N, first), first_key, end_key
+
+
+@gluon.jit
+def visited_span(
+    row0, n, length, behind, skip, window, PACK: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ALIBI: gl.constexpr,
+):  # fmt: skip
+    """(first k-block, first full one, end of the full ones, end, first key, end of keys): visits.py's."""
+    first, end, first_key, end_key = visited_keys(
+        row0, n, length, behind, skip, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
+    )  # fmt: skip
+    full_end = length // BLOCK_N
+    if CAUSAL:
+        full_end = gl.maximum(gl.minimum(length, behind + row0 // PACK + 1), 0) // BLOCK_N
+    full_first = (skip + BLOCK_N - 1) // BLOCK_N
+    if WINDOW:
+        high = behind + (gl.minimum(row0 + ROWS, gl.maximum(n * PACK, 1)) - 1) // PACK
+        full_first = gl.maximum(full_first, gl.maximum(high - window + BLOCK_N, 0) // BLOCK_N)
+    if ALIBI:
+        full_end = first
+    full_first = gl.minimum(gl.maximum(full_first, first), end)
+    return first, full_first, gl.minimum(gl.maximum(full_end, full_first), end), end, first_key, end_key
+
+
+@gluon.jit
+def spanned_block(i, first, full_first, full_end):
+    """The i-th k-block that a tile visits of visited_span()'s: full ones, then those before and behind them."""
+    n_full = full_end - full_first
+    rest = first + i - n_full
+    return gl.where(i < n_full, full_first + i, gl.where(rest < full_first, rest, rest + n_full))
 
 
 @gluon.jit

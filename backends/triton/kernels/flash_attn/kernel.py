@@ -32,6 +32,7 @@ class Scratch:
     def __init__(self, device: str) -> None:
         self.device = device
         self._part = torch.empty(0, device=device)
+        self._results = torch.empty(0, device=device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
         self.redone: list[torch.Tensor] = []
 
@@ -40,6 +41,12 @@ class Scratch:
         if self._part.numel() * 4 < max(nbytes, 4):
             self._part = torch.full((max(1, -(-nbytes // 4)),), math.nan, device=self.device)
         return self._part
+
+    def results(self, n: int) -> torch.Tensor:
+        """For n f32 of results that are joined."""
+        if self._results.numel() < n:
+            self._results = torch.full((n,), math.nan, device=self.device)
+        return self._results[:n]
 
     def counters(self, n: int) -> torch.Tensor:
         """One for each tile, int32, 0 between launches."""
@@ -106,6 +113,11 @@ class AttentionKernel(ABC, Generic[P, L]):
     def needs_units(self) -> bool:
         """The mask's plan must have the tiles' units summed up."""
         return self.shares_out and not self.tiling.uniform(True)
+
+    @property
+    def rounds_of(self) -> int:
+        """Programs that take listed tiles whole, in rounds, before they share out the last; 0: they share out all."""
+        return 0
 
     @abstractmethod
     def launches(self, plan: L | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:

@@ -31,6 +31,10 @@ def varlen_kernels_of(target: Target) -> tuple[type[VarlenKernel], ...]:
         from graphrt.backends.triton.kernels.flash_attn.varlen.decode_launch import VarlenDecode
 
         found.append(VarlenDecode)
+    if target.arch == "sm_90":
+        from graphrt.backends.triton.kernels.flash_attn.varlen.hopper_launch import VarlenLatent, VarlenTiles
+
+        found += [VarlenLatent, VarlenTiles]
     return (*found, VarlenForward)
 
 

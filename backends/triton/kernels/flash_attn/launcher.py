@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from graphrt.backend import Place
@@ -15,6 +16,7 @@ from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, S
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.varlen.parts import by_rows, cascade
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.fusion import Fusion
@@ -60,11 +62,31 @@ class Launcher:
         return steps
 
     def _varlen(self, p: VarlenProblem) -> list[Step]:
-        kernel, refused = self._first(p, varlen_kernels_of(self.target), {})
-        plan, made = self.lengths.plan(p, kernel.tiling)
-        steps = [*made, *kernel.launches(plan, not made, self.scratch)]
-        self.chosen.update(dict.fromkeys(p.nodes, kernel.chosen(refused)))
+        """Of an attention that is done in parts the last one's kernel is told as chosen, the others beside it."""
+        both = cascade(p, self.scratch, self.lengths)
+        parts = self._by_rows(p) if both is None else [both.shared, *self._by_rows(both.own)]
+        steps, beside = list[Step](), list[str]()
+        for part in parts:
+            kernel, refused = self._first(part, varlen_kernels_of(self.target), {})
+            plan, made = self.lengths.plan(part, kernel.tiling, kernel.rounds_of)
+            steps += [*made, *kernel.launches(plan, not made, self.scratch)]
+            beside.append(f"{part.part.text}: {kernel.kernel}, {kernel.choice.summary()}")
+        if both is not None:
+            steps.append(both.join(self.target))
+            beside.append("results of shared and of own keys are joined by their denominators, a launch of prefix.py")
+        others = tuple(beside[: len(parts) - 1] + beside[len(parts) :])
+        self.chosen.update(dict.fromkeys(p.nodes, replace(kernel.chosen(refused), beside=others)))
         return steps
+
+    def _by_rows(self, p: VarlenProblem) -> list[VarlenProblem]:
+        """Sequences of few query rows apart from the others, where a kernel of many would have both, and another takes
+        the few better."""
+        kinds = varlen_kernels_of(self.target)
+        if self.config is not None or p.n_seq == 1 or not kinds[0].few_rows:
+            return [p]
+        few, many = by_rows(p, kinds[0].few_rows + 1)
+        apart = kinds[0](p, self.target, self.schedule).serves() and not kinds[0](few, self.target).serves()
+        return [few, many] if apart else [p]
 
     def _first(
         self, p: Problem, kinds: Sequence[type[AttentionKernel[Any, Any]]], missing: dict[str, str]

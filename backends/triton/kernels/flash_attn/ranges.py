@@ -122,7 +122,8 @@ def fixup_range(
         first = tile * splits
         last = tl.where(n > 1, first + splits - 1, first)
     else:
-        total = all_units(n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG)
+        # (A varlen part without sequences has no units at all.)
+        total = tl.maximum(all_units(n_tiles, p_counts, n_blocks, p_unit_start, HAS_MASK, UNIFORM, BIG), 1)
         first = (((start + 1) * programs - 1) // total).to(tl.int32)
         last = (((start + n) * programs - 1) // total).to(tl.int32)
     return first, last, n, total

@@ -42,28 +42,28 @@ def first_row(block, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def visited_span(
-    row0, n, length, window, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, ALIBI: tl.constexpr,
+    row0, n, length, behind, skip, window, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """(first k-block, first full one, end of the full ones, end, first key, end of keys) of a tile without a mask.
 
-    The tile's rows row0 .. row0 + BLOCK_M - 1 are of the n queries, PACK heads each, that end a sequence of `length`
-    keys. Its keys are those that some row sees; a full block is seen whole by every row, with nothing to add. int32,
-    numbers or vectors.
+    The tile's rows row0 .. row0 + BLOCK_M - 1 are of n queries, PACK heads each, the first of which stands at position
+    `behind`; of `length` keys the first `skip` count for nothing. Its keys are those that some row sees; a full block
+    is seen whole by every row, with nothing to add. int32, numbers or vectors.
     """
-    behind = length - n
     low = behind + row0 // PACK
     high = behind + (tl.minimum(row0 + BLOCK_M, tl.maximum(n * PACK, 1)) - 1) // PACK
     end_key = tl.maximum(tl.minimum(length, high + 1), 0) if CAUSAL else length
     first_key = end_key * 0
     if WINDOW:
-        first_key = tl.minimum(tl.maximum(low - window + 1, 0), end_key)
+        first_key = tl.maximum(low - window + 1, 0)
+    first_key = tl.minimum(tl.maximum(first_key, skip), end_key)
     first = first_key // BLOCK_N
     end = tl.maximum((end_key + BLOCK_N - 1) // BLOCK_N, first)
     full_end = (tl.maximum(tl.minimum(length, low + 1), 0) if CAUSAL else length) // BLOCK_N
-    full_first = first
+    full_first = (skip + BLOCK_N - 1) // BLOCK_N
     if WINDOW:
-        full_first = tl.maximum(high - window + BLOCK_N, 0) // BLOCK_N
+        full_first = tl.maximum(full_first, tl.maximum(high - window + BLOCK_N, 0) // BLOCK_N)
     if ALIBI:
         full_end = first
     full_first = tl.minimum(tl.maximum(full_first, first), end)

@@ -12,8 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E
-from graphrt.backends.triton.kernels.flash_attn.hopper.masks import hide, hide_past_end, load_mask
+from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.flash_attn.hopper.masks import (
+    clear_unseen,
+    hide,
+    hide_past_end,
+    hide_unseen,
+    load_mask,
+)
 from graphrt.backends.triton.kernels.flash_attn.hopper.queries import fetch_queries, row_values, slot_elements
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import cap_level, capped, capped_scores, capped_weights
@@ -44,8 +50,19 @@ def slope_of(p, group, layout: gl.constexpr):
 
 @gluon.jit
 def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
-    """Scores of one block to softmax weights. slope: see slope_of."""
-    if partial and p.spec.has_mask:
+    """Scores of one block to softmax weights. slope: see slope_of; mask: its values, or what a varlen tile sees."""
+    if partial and p.spec.varlen and p.spec.has_alibi:
+        by_row: gl.constexpr = p.spec.pack > 1
+        slope, ratio = slope
+        if p.spec.has_softcap:
+            away = slope * LN2
+            s = capped_scores(p, s, 0.0, 8)
+            s = hide_unseen(p, s, block, mask, away[:, None] if by_row else away)
+            weights, decay, m, den = softmax_step(p, s, m, den, LOG2E)
+        else:  # in units of the slope
+            s = hide_unseen(p, s * (ratio[:, None] if by_row else ratio), block, mask, 1.0)
+            weights, decay, m, den = softmax_step(p, s, m, den, slope, by_row)
+    elif partial and p.spec.has_mask:
         by_row: gl.constexpr = p.spec.has_alibi and p.spec.pack > 1
         slope, ratio = slope
         bias = mask.to(gl.float32)
@@ -63,10 +80,12 @@ def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
     elif p.spec.has_softcap and (partial or p.spec.k_kind != ""):
         s = capped_scores(p, s, 0.0, 8)
         if partial:
-            s = hide(p, s, block)
+            s = hide_unseen(p, s, block, mask, 0.0) if p.spec.varlen else hide(p, s, block)
         weights, decay, m, den = softmax_step(p, s, m, den, LOG2E)
     elif partial:
-        weights, decay, m, den = softmax_step(p, hide(p, s * (p.scale * LOG2E), block), m, den, 1.0)
+        s = s * (p.scale * LOG2E)
+        s = hide_unseen(p, s, block, mask, 0.0) if p.spec.varlen else hide(p, s, block)
+        weights, decay, m, den = softmax_step(p, s, m, den, 1.0)
     elif p.spec.has_softcap:
         # The cap keeps the order, so that the maximum can be found first and is the only one to be capped twice.
         top = row_maximum(s)
@@ -131,12 +150,15 @@ def fetch_mask(p, mask_ring, seq, group, token, block, step, wg: gl.constexpr):
 
 @gluon.jit
 def advance(
-    p, rings, tile, slope, acc, pairs, m, den, step, block, partial: gl.constexpr, wg: gl.constexpr
+    p, rings, tile, slope, acc, pairs, m, den, step, block, before, partial: gl.constexpr, wg: gl.constexpr
 ):  # fmt: skip
     """One turn of the skewed loop: start S of block `step` and O += P V of the block before, then do the softmax of
-    block `step` while the latter runs. Returns the accumulator, the new P, m and l."""
+    block `step` while the latter runs. Returns the accumulator, the new P, m and l. before: the block before, of a
+    varlen tile."""
     queries, k_ring, v_ring, turns, mask_ring = rings
-    seq, group, token, taken, mask_step = tile
+    seq, group, token, taken, mask_step, sight = tile
+    if partial and p.spec.varlen:
+        clear_values(p, v_ring, step - 1, before, sight)
     if p.spec.pingpong:
         # Warpgroup 0 opens; each later turn is handed on by the neighbour once both of its products are issued.
         first: gl.constexpr = 1 if wg == 0 else 0
@@ -147,7 +169,7 @@ def advance(
     acc = warpgroup_mma(probs, v_ring.operand(step - 1), acc, is_async=True)
     if p.spec.pingpong:
         mbarrier.arrive(turns.index((wg + 1) % p.spec.n_wg), count=1)
-    mask = 0
+    mask = sight
     if partial and p.spec.has_mask:
         mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
     scores = warpgroup_mma_wait(1, [scores])
@@ -165,7 +187,7 @@ def advance(
 @gluon.jit
 def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     """Divide by the denominator (the sink's share included) and store the rows, their LSE and the tile's flag."""
-    seq, group, token, taken, mask_step = tile
+    seq, group, token, taken, mask_step, sight = tile
     head = group * p.spec.pack
     acc_rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.d))
     m = gl.convert_layout(m, acc_rows, assert_trivial=True)
@@ -175,24 +197,55 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     far = (gl.maximum(m, -m) > EXACT_TO) & (m > NO_MAX)
     factor = gl.full([64], 1.0, gl.float32, acc_rows)
     if p.spec.has_sinks:
-        m, den, factor = with_sink(m, den, row_values(p, p.sinks, group, acc_rows) * LOG2E)
+        m, den, factor = with_sink(m, den, p.sinks_of(seq, row_values(p, p.sinks, group, acc_rows)) * LOG2E)
     rows = gl.arange(0, 64, acc_rows)
     kind: gl.constexpr = p.spec.v_kind
     cols = slot_elements(gl.arange(0, p.spec.d, gl.SliceLayout(0, mma_layout(p.spec.d))), kind)
     place = rows // p.spec.pack
     lane = rows % p.spec.pack
-    stored = token + place < p.n_q
+    stored = token + place < p.n_queries(seq)
     values = gl.where((den == 0.0)[:, None], 0.0, acc * (factor / den)[:, None])
     vec: gl.constexpr = p.spec.q_vec
-    base = p.out + (seq.to(gl.int64) * p.so_s + head.to(gl.int64) * p.so_h + token.to(gl.int64) * p.so_t) * vec
+    base = p.out_of(seq) + (head.to(gl.int64) * p.so_h + token.to(gl.int64) * p.so_t) * vec
     places = place * (p.so_t * vec) + lane * (p.so_h * vec)
     gl.store(base + places[:, None] + cols[None, :], values, mask=stored[:, None])
     if p.spec.has_lse:
-        at = p.lse + (seq.to(gl.int64) * p.n_q + token + place) * p.n_head + head + lane
+        at = p.lse_of(seq) + (token + place).to(gl.int64) * p.n_head + head + lane
         gl.store(at, natural_lse(m, den), mask=stored)
     if p.spec.has_bad:
         spoilt = gl.where(stored & (far | not_finite(values)), 1, 0)
         store_flag(p, gl.max(spoilt, 0), (seq * p.groups() + group) * p.query_tiles() + qt, wg)
+
+
+@gluon.jit
+def store_part(p, acc, m, den, tile, slot, wg: gl.constexpr):
+    """Store the rows' sums, maxima and sums of weights into a slot of scratch, for fixup.py."""
+    seq, group, token, taken, mask_step, sight = tile
+    acc_rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.d))
+    m = gl.convert_layout(m, acc_rows, assert_trivial=True)
+    den = gl.convert_layout(den, acc_rows, assert_trivial=True)
+    row = gl.arange(0, 64, acc_rows)
+    cols = gl.arange(0, p.spec.d, gl.SliceLayout(0, mma_layout(p.spec.d)))
+    stored = token + row // p.spec.pack < p.n_queries(seq)
+    p_slot = p.slot_memory(slot, p.spec.d)
+    gl.store(p_slot + ((64 * wg + row) * p.spec.d)[:, None] + cols[None, :], acc, mask=stored[:, None])
+    p_sums = p_slot + p.spec.block_m * p.spec.d + 64 * wg + row
+    gl.store(p_sums, gl.where(den == 0.0, NEG_INF, m), mask=stored)
+    gl.store(p_sums + p.spec.block_m, den, mask=stored)
+
+
+@gluon.jit
+def clear_values(p, v_ring, step, block, sight):
+    """Of a varlen tile's block: rows of V that no row of the tile sees become 0, see clear_unseen. Each warpgroup does
+    so for itself: they write the same."""
+    if p.has_unseen(block, sight[0]):
+        at_once: gl.constexpr = 16
+        v_ring.wait_full(step)
+        values = v_ring.operand(step)
+        for i in gl.static_range(p.spec.block_n // at_once):
+            clear_unseen(p, values.slice(i * at_once, at_once, dim=0), block, sight, i * at_once)
+        fence_async_shared()
+        gl.thread_barrier()
 
 
 @gluon.jit
@@ -215,19 +268,24 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
     row_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
     # The next tile's queries are fetched into registers while the last product of a tile runs, if they fit beside it.
     # (A permuted tile's addresses would take as many again.)
-    ahead: gl.constexpr = p.spec.persistent and p.spec.d * (p.spec.n_wg - 1) <= 128 and p.spec.k_kind == ""
+    ahead: gl.constexpr = (
+        p.spec.persistent and p.spec.d * (p.spec.n_wg - 1) <= 128 and p.spec.k_kind == "" and not p.spec.ranges
+    )
     step = 0
     taken = 0
     mask_step = 0
     rounds = p.rounds()
     if ahead:
-        fetched = fetch_queries(p, 0, wg)
+        fetched = fetch_queries(p, p.tile(0), wg)
     for turn in range(rounds):
         seq, group, qt = p.tile(turn)
-        token = p.first_token(qt, wg)
+        token = p.first_token(seq, qt, wg)
         if not ahead:
-            fetched = fetch_queries(p, turn, wg)
+            fetched = fetch_queries(p, (seq, group, qt), wg)
         n_full, n_all, start = p.visits(seq, group, qt)
+        sight = 0
+        if p.spec.varlen:
+            sight = (start, token + gl.arange(0, 64, row_layout) // p.spec.pack)
         slope = slope_of(p, group, row_layout)
 
         queries.store(fetched.to(dtype))
@@ -237,7 +295,7 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
         m = gl.full([64], NO_MAX, gl.float32, row_layout)
         den = gl.full([64], 0.0, gl.float32, row_layout)
         acc = gl.full([64, p.spec.d], 0.0, gl.float32, mma_layout(p.spec.d))
-        tile = (seq, group, token, taken, mask_step)
+        tile = (seq, group, token, taken, mask_step, sight)
         scores = start_scores(p, queries, k_ring, step)
         scores = warpgroup_mma_wait(0, [scores])
         k_ring.release(step)
@@ -245,7 +303,7 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
             weights, decay, m, den = weigh(p, scores, m, den, 0, 0, slope, False)
         else:
             block = p.block(start, 0)
-            mask = 0
+            mask = sight
             if p.spec.has_mask:
                 mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
             weights, decay, m, den = weigh(p, scores, m, den, mask, block, slope, True)
@@ -256,21 +314,31 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
         pairs = packed(weights, dtype)
 
         for j in range(1, n_full):
-            tile = (seq, group, token, taken + j - 1, 0)
-            acc, pairs, m, den = advance(p, rings, tile, slope, acc, pairs, m, den, step + j, 0, False, wg)
+            now = (seq, group, token, taken + j - 1, 0, sight)
+            acc, pairs, m, den = advance(p, rings, now, slope, acc, pairs, m, den, step + j, 0, 0, False, wg)
         for j in range(gl.maximum(n_full, 1), n_all):
-            tile = (seq, group, token, taken + j - 1, mask_step + j - n_full)
+            now = (seq, group, token, taken + j - 1, mask_step + j - n_full, sight)
             block = p.block(start, j)
-            acc, pairs, m, den = advance(p, rings, tile, slope, acc, pairs, m, den, step + j, block, True, wg)
+            before = p.block(start, j - 1) if p.spec.varlen else block
+            acc, pairs, m, den = advance(p, rings, now, slope, acc, pairs, m, den, step + j, block, before, True, wg)
 
+        if p.spec.varlen:
+            clear_values(p, v_ring, step + n_all - 1, p.block(start, n_all - 1), sight)
         probs = as_operand(p, pairs, dtype)
         v_ring.wait_full(step + n_all - 1)
         acc = warpgroup_mma(probs, v_ring.operand(step + n_all - 1), acc, is_async=True)
         if ahead:
-            fetched = fetch_queries(p, gl.minimum(turn + 1, rounds - 1), wg)
+            fetched = fetch_queries(p, p.tile(gl.minimum(turn + 1, rounds - 1)), wg)
         acc, probs = warpgroup_mma_wait(0, [acc, probs])
         v_ring.release(step + n_all - 1)
-        finish(p, acc, m, den, tile, qt, wg)
+        if p.spec.ranges:
+            _low, _high, whole, slot = p.segment(turn, n_all)
+            if whole:
+                finish(p, acc, m, den, tile, qt, wg)
+            else:
+                store_part(p, acc, m, den, tile, slot, wg)
+        else:
+            finish(p, acc, m, den, tile, qt, wg)
         step += n_all
         taken += n_all - 1
         mask_step += n_all - n_full

@@ -1,4 +1,4 @@
-"""What hides keys: the mask's values, and the end of the keys."""
+"""What hides keys: the mask's values, the end of the keys, positions."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,7 +47,7 @@ def load_mask(p, seq, group, token, block):
 def load_mask_rows(p, seq, group, qt, block):
     """The same for any `pack`, with 64-bit offsets of rows."""
     layout: gl.constexpr = mma_layout(p.spec.block_n)
-    token, head = p.rows(group, qt, 64, gl.SliceLayout(1, layout))
+    token, head = p.rows(seq, group, qt, 64, gl.SliceLayout(1, layout))
     cols = key_columns(p, block)
     inside = readable(p, cols)
     rows = token.to(gl.int64) * p.sm_t + (head % p.mask_heads).to(gl.int64) * p.sm_h
@@ -92,3 +92,41 @@ def hide_masked(p, s, mask, block, slope, unit):
     else:
         s = gl.where(inside, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def hide_unseen(p, s, block, sight, slope):
+    """Scores of a varlen tile's block with -inf where a row does not see a key, NaN or not.
+
+    sight: (what varlen/hopper_work.py's visits() says, each row's token); slope: ALiBi's in the units of s, a number or
+    a column of one for each row.
+    """
+    start, token = sight
+    _low, _first, _full_first, _full_end, first_key, end_key, behind = start
+    key = key_columns(p, block)
+    position = behind + token
+    seen = ((key >= first_key) & (key < end_key))[None, :]
+    if p.spec.causal:
+        seen = seen & (key[None, :] <= position[:, None])
+    if p.spec.window:
+        seen = seen & (key[None, :] > (position - p.window)[:, None])
+    if p.spec.has_alibi:
+        away = key[None, :] - position[:, None]
+        s = s - slope * gl.maximum(away, -away).to(gl.float32)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def clear_unseen(p, rows, block, sight, first: gl.constexpr):
+    """Rows of values of a varlen tile's block, its keys from `first` on, become 0 where no row of the tile sees their
+    keys: 0 times the NaN that they may hold would be NaN. rows: [n, cols] in shared memory."""
+    start, _token = sight
+    _low, _first, _full_first, _full_end, first_key, end_key, _behind = start
+    n: gl.constexpr = rows.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    begin = block * p.spec.block_n + first
+    if (begin < first_key) | (begin + n > end_key):
+        key = begin + gl.arange(0, n, gl.SliceLayout(1, layout))
+        values = rows.load(layout)
+        seen = (key >= first_key) & (key < end_key)
+        rows.store(gl.where(seen[:, None], values, gl.full_like(values, 0.0)))

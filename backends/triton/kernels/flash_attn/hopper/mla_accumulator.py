@@ -52,8 +52,8 @@ def accumulate(p, parts, weights, factors, half: gl.constexpr):
                 finish(p, acc0, factor, seq, group, qt, 2 * half)
                 finish(p, acc1, factor, seq, group, qt, 2 * half + 1)
             else:
-                store_part(p, acc0, slot, group, qt, 2 * half)
-                store_part(p, acc1, slot, group, qt, 2 * half + 1)
+                store_part(p, acc0, slot, seq, group, qt, 2 * half)
+                store_part(p, acc1, slot, seq, group, qt, 2 * half + 1)
         else:
             bad = finish(p, acc0, factor, seq, group, qt, 2 * half)
             bad = gl.maximum(bad, finish(p, acc1, factor, seq, group, qt, 2 * half + 1))
@@ -71,22 +71,21 @@ def finish(p, acc, factor, seq, group, qt, part: gl.constexpr):
     """Store a quarter of a tile, times each row's factor (0: a row without keys). Returns int32 [64], 1 for each row
     that holds NaN or infinity."""
     layout: gl.constexpr = mma_layout(PART)
-    token, head = p.rows(group, qt, 64, gl.SliceLayout(1, layout))
+    token, head = p.rows(seq, group, qt, 64, gl.SliceLayout(1, layout))
     cols = part * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
-    stored = token < p.n_q
+    stored = token < p.n_queries(seq)
     values = gl.where((factor == 0.0)[:, None], 0.0, acc * factor[:, None])
     offsets = (token.to(gl.int64) * p.so_t + head.to(gl.int64) * p.so_h) * p.spec.q_vec
-    base = p.out + seq.to(gl.int64) * p.so_s * p.spec.q_vec
-    gl.store(base + offsets[:, None] + cols[None, :], values, mask=stored[:, None])
+    gl.store(p.out_of(seq) + offsets[:, None] + cols[None, :], values, mask=stored[:, None])
     return gl.where(stored & not_finite(values), 1, 0)
 
 
 @gluon.jit
-def store_part(p, acc, slot, group, qt, part: gl.constexpr):
+def store_part(p, acc, slot, seq, group, qt, part: gl.constexpr):
     """Store a quarter of a tile's sums, as they are, into a slot."""
     layout: gl.constexpr = mma_layout(PART)
-    token, _head = p.rows(group, qt, 64, gl.SliceLayout(1, layout))
+    token, _head = p.rows(seq, group, qt, 64, gl.SliceLayout(1, layout))
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     cols = part * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
-    at = p.slot_memory(slot) + (row * (4 * PART))[:, None] + cols[None, :]
-    gl.store(at, acc, mask=(token < p.n_q)[:, None])
+    at = p.slot_memory(slot, p.spec.d_v) + (row * (4 * PART))[:, None] + cols[None, :]
+    gl.store(at, acc, mask=(token < p.n_queries(seq))[:, None])

@@ -10,7 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
-from graphrt.backends.triton.kernels.flash_attn.hopper.masks import hide_masked, load_mask_rows
+from graphrt.backends.triton.kernels.flash_attn.hopper.masks import (
+    clear_unseen,
+    hide_masked,
+    hide_unseen,
+    load_mask_rows,
+)
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla_parts import PART, READ_ORDER, REST
 from graphrt.backends.triton.kernels.flash_attn.hopper.queries import fetch_columns, query_layout
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout, tile_shared_layout
@@ -99,15 +104,18 @@ def attend(
     mask = 0
     if partial:
         block = p.block_ahead(start, j)
+        seq, group, qt = tile
         if p.spec.has_mask:
-            seq, group, qt = tile
             mask = load_mask_rows(p, seq, group, qt, block)
+        if p.spec.varlen:
+            token, _head = p.rows(seq, group, qt, 64, gl.SliceLayout(1, mma_layout(p.spec.block_n)))
+            mask = (start, token)
     factors.wait_empty(message)  # long since: the accumulators copy them to registers
     s = warpgroup_mma_wait(0, [s])
     rest.release(step)
     if p.spec.ranges:
         return weigh_exactly(p, s, parts, weights, factors, start, block, mask, slope, m, den, step, partial)
-    if partial:
+    if partial and not p.spec.ranges:
         s = hide_masked(p, to_log2_units(p, s), mask, block, slope, 1.0)
         unit = 1.0
     elif p.spec.has_softcap:
@@ -147,7 +155,9 @@ def weigh_exactly(p, s, parts, weights, factors, start, block, mask, slope, m, d
     unit = score_unit(p)
     if p.spec.has_softcap:
         s = exactly_capped(p, s, LOG2E)
-    if partial:
+    if partial and p.spec.varlen:
+        s = hide_unseen(p, s, block, mask, (slope / unit)[:, None] if p.spec.has_alibi else 0.0)
+    elif partial:
         s = hide_masked(p, s, mask, block, slope, 1.0 / unit)
     m_new = gl.maximum(m, row_maximum(s))
     decay = gl.exp2((m - m_new) * unit)
@@ -155,7 +165,10 @@ def weigh_exactly(p, s, parts, weights, factors, start, block, mask, slope, m, d
     factors.publish()
     w = gl.exp2((s - m_new[:, None]) * unit)
     den = den * decay + gl.sum(w, 1)
-    if partial and p.spec.has_mask:
+    if partial and p.spec.varlen:
+        for i in gl.static_range(4):
+            clear_unseen(p, parts[i].operand(step), block, mask, 0)
+    elif partial and p.spec.has_mask:
         words: gl.constexpr = p.spec.block_n // 32
         at = p.seen + (start + block) * words
         bits0 = gl.load(at)
@@ -198,7 +211,8 @@ def score(p, q_pieces, q_rest, parts, rest, weights, factors):
             low, n_all, whole, slot = p.segment(turn, n_all)
             n_full = gl.minimum(n_full, n_all)
             first_partial = gl.maximum(n_full, low)
-        token, head = p.rows(group, qt, 64, layout)
+        token, head = p.rows(seq, group, qt, 64, layout)
+        stored = token < p.n_queries(seq)
         slope = 0.0
         if p.spec.has_alibi:
             slope = gl.load(p.slopes + head) * LOG2E
@@ -221,19 +235,18 @@ def score(p, q_pieces, q_rest, parts, rest, weights, factors):
         if p.spec.ranges:
             m = m * score_unit(p)
             if not whole:
-                p_slot = p.slot_memory(slot) + 4 * PART * 64 + gl.arange(0, 64, layout)
-                gl.store(p_slot, gl.where(den == 0.0, NEG_INF, m), mask=token < p.n_q)
-                gl.store(p_slot + 64, den, mask=token < p.n_q)
+                p_slot = p.slot_memory(slot, p.spec.d_v) + 4 * PART * 64 + gl.arange(0, 64, layout)
+                gl.store(p_slot, gl.where(den == 0.0, NEG_INF, m), mask=stored)
+                gl.store(p_slot + 64, den, mask=stored)
         shrink = gl.full([64], 1.0, gl.float32, layout)
         if p.spec.has_sinks:
-            m, den, shrink = with_sink(m, den, gl.load(p.sinks + head) * LOG2E)
+            m, den, shrink = with_sink(m, den, p.sinks_of(seq, gl.load(p.sinks + head)) * LOG2E)
         factors.wait_empty(message)
         factors.buffer.store(gl.where(den == 0.0, 0.0, shrink / den))
         factors.publish()
         message += 1
         if p.spec.has_lse:
-            at = p.lse + (seq.to(gl.int64) * p.n_q + token) * p.n_head + head
-            stored = token < p.n_q
+            at = p.lse_of(seq) + token.to(gl.int64) * p.n_head + head
             if p.spec.ranges:
                 stored = stored & whole
             gl.store(at, natural_lse(m, den), mask=stored)

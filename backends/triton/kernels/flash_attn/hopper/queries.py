@@ -31,31 +31,31 @@ def slot_elements(i_slot, KIND: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(p, turn, wg: gl.constexpr):
-    """A warpgroup's [64, d] f32 query rows of this program's turn-th tile; rows past n_q are 0. `pack` divides 64."""
-    seq, group, qt = p.tile(turn)
+def fetch_queries(p, tile, wg: gl.constexpr):
+    """A warpgroup's [64, d] f32 query rows of a tile; rows past the sequence's queries are 0. `pack` divides 64."""
+    seq, group, qt = tile
     head = group * p.spec.pack
-    token = p.first_token(qt, wg)
+    token = p.first_token(seq, qt, wg)
     vec: gl.constexpr = p.spec.q_vec
     layout: gl.constexpr = query_layout(p.spec.d)
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     kind: gl.constexpr = p.spec.k_kind
     cols = slot_elements(gl.arange(0, p.spec.d, gl.SliceLayout(0, layout)), kind)
-    base = p.q + (seq.to(gl.int64) * p.sq_s + head.to(gl.int64) * p.sq_h + token.to(gl.int64) * p.sq_t) * vec
+    base = p.q_of(seq) + (head.to(gl.int64) * p.sq_h + token.to(gl.int64) * p.sq_t) * vec
     places = rows // p.spec.pack * (p.sq_t * vec) + rows % p.spec.pack * (p.sq_h * vec)
     offsets = places[:, None] + cols[None, :]
-    return gl.load(base + offsets, mask=(token + rows // p.spec.pack < p.n_q)[:, None], other=0.0)
+    return gl.load(base + offsets, mask=(token + rows // p.spec.pack < p.n_queries(seq))[:, None], other=0.0)
 
 
 @gluon.jit
 def fetch_columns(p, seq, group, qt, first: gl.constexpr, cols: gl.constexpr, n: gl.constexpr):
-    """Columns `first` and on of a tile's first n query rows, f32 [n, cols], for any `pack`; rows past n_q are 0."""
+    """Columns `first` and on of a tile's first n query rows, f32 [n, cols], for any `pack`; rows past the last: 0."""
     layout: gl.constexpr = query_layout(cols)
-    token, head = p.rows(group, qt, n, gl.SliceLayout(1, layout))
+    token, head = p.rows(seq, group, qt, n, gl.SliceLayout(1, layout))
     column = first + gl.arange(0, cols, gl.SliceLayout(0, layout))
     offsets = (token.to(gl.int64) * p.sq_t + head.to(gl.int64) * p.sq_h) * p.spec.q_vec
-    base = p.q + seq.to(gl.int64) * p.sq_s * p.spec.q_vec
-    return gl.load(base + offsets[:, None] + column[None, :], mask=(token < p.n_q)[:, None], other=0.0)
+    at = p.q_of(seq) + offsets[:, None] + column[None, :]
+    return gl.load(at, mask=(token < p.n_queries(seq))[:, None], other=0.0)
 
 
 @gluon.jit

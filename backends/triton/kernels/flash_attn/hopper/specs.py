@@ -19,6 +19,9 @@ class Spec:
 
     ranges: programs share tiles out; then uniform: all tiles have as many units. pdl: the kernel is launched as a
     dependent of the one before.
+
+    varlen: tiles are of sequences of any length (varlen/hopper_work.py), keys in pages of so many, 0: packed ones; what
+    a row sees follows from positions: causal, and window: only so many keys back.
     """
 
     n_wg: int
@@ -39,6 +42,10 @@ class Spec:
     ranges: bool = False
     uniform: bool = True
     pdl: bool = False
+    varlen: bool = False
+    page: int = 0
+    causal: bool = False
+    window: bool = False
 
     @property
     def block_m(self) -> int:

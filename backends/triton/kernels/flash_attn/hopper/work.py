@@ -189,17 +189,42 @@ class Work:
         return low, gl.minimum(high, n_all), whole, slot_of_part(gl.program_id(0), self.splits, finishes)
 
     @gluon.jit
-    def slot_memory(self, slot):
-        """A slot of scratch: f32 sums [block_m, d_v], row maxima and sums of weights [block_m]."""
-        return self.part + slot.to(gl.int64) * (self.spec.block_m * (self.spec.d_v + 2))
+    def slot_memory(self, slot, d: gl.constexpr):
+        """A slot of scratch: f32 sums [block_m, d], row maxima and sums of weights [block_m]."""
+        return self.part + slot.to(gl.int64) * (self.spec.block_m * (d + 2))
 
     @gluon.jit
-    def first_token(self, qt, wg: gl.constexpr):
+    def n_queries(self, seq):
+        """Queries of a sequence."""
+        return self.n_q
+
+    @gluon.jit
+    def q_of(self, seq):
+        """Where a sequence's queries begin."""
+        return self.q + seq.to(gl.int64) * self.sq_s * self.spec.q_vec
+
+    @gluon.jit
+    def out_of(self, seq):
+        """Where a sequence's results begin."""
+        return self.out + seq.to(gl.int64) * self.so_s * self.spec.q_vec
+
+    @gluon.jit
+    def lse_of(self, seq):
+        """Where the logarithms of a sequence's denominators begin, [n_q, n_head]."""
+        return self.lse + seq.to(gl.int64) * self.n_q * self.n_head
+
+    @gluon.jit
+    def sinks_of(self, seq, values):
+        """The sinks of a sequence's rows, from those of their heads."""
+        return values
+
+    @gluon.jit
+    def first_token(self, seq, qt, wg: gl.constexpr):
         """The token of a warpgroup's first row, where `pack` divides 64."""
         return (qt * self.spec.n_wg + wg) * (64 // self.spec.pack)
 
     @gluon.jit
-    def rows(self, group, qt, n: gl.constexpr, layout: gl.constexpr):
+    def rows(self, seq, group, qt, n: gl.constexpr, layout: gl.constexpr):
         """Token and head of each of the tile's first n rows, for any `pack`."""
         row = qt * self.spec.block_m + gl.arange(0, n, layout)
         token = row // self.spec.pack

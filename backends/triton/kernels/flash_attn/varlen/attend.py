@@ -106,9 +106,9 @@ def flash_attn_varlen(
         start, n_units = tile_units(tile, p_unit_start, 0, p_unit_start, False, False, BIG)
         low, high, finishes, whole = part_of_tile(start, n_units, unit, stop)
         unit = start + high
-        i_seq, q_first, n, row0, length, k_first = tile_record(p_tiles, tile // n_groups)
+        i_seq, q_first, n, row0, length, k_first, behind, skip = tile_record(p_tiles, tile // n_groups)
         first, full_first, full_end, end, first_key, end_key = visited_span(
-            row0, n, length, window, PACK, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, ALIBI
+            row0, n, length, behind, skip, window, PACK, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, ALIBI
         )
         n_full = full_end - full_first
         high = tl.minimum(high, end - first)
@@ -128,7 +128,7 @@ def flash_attn_varlen(
         p_pages = p_table + tl.minimum(i_seq, n_seq - 1).to(tl.int64) * s_table
         RANK: tl.constexpr = 2 if WAYS == 0 else 3
         slope = per_row(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
-        position = per_row(length - n + token, RANK)
+        position = per_row(behind + token, RANK)
         m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
 
         for PARTIAL in tl.static_range(2):  # full k-blocks first

@@ -28,8 +28,8 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 
 
 @accesses(
-    reads="p_q p_k p_v p_sinks p_slopes p_tiles p_table p_unit_start",
-    writes="p_out p_lse p_part",
+    reads="p_q p_k p_v p_sinks p_slopes p_tiles p_table p_unit_start p_part p_counter",
+    writes="p_out p_lse p_part p_counter",
 )
 @gluon.jit(
     do_not_specialize=[
@@ -39,14 +39,17 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 )  # fmt: skip
 def flash_attn_varlen_decode(
     p_q, p_k, p_v, p_sinks, p_slopes, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
+    p_counter,
     sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
     programs, splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SEES: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
-    CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE."""
+    CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE. JOIN: so many rows at a time
+    are joined here."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0)
@@ -66,11 +69,13 @@ def flash_attn_varlen_decode(
         row0 = planned(p_record + 3)
         length = planned(p_record + 4)
         k_first = planned(p_record + 5).to(gl.int64)
+        behind = planned(p_record + 6)
+        skip = planned(p_record + 7)
         start, n_units = tile_units(tile, p_unit_start, 0, p_unit_start, False, False)
         low, high, finishes, whole = part_of_tile(start, n_units, unit, stop)
         unit = start + high
         first, end, first_key, end_key = visited_keys(
-            row0, n, length, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
+            row0, n, length, behind, skip, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
         )  # fmt: skip
         low += first
         high = gl.minimum(first + high, end)
@@ -83,7 +88,7 @@ def flash_attn_varlen_decode(
         caches = (ring_k, ring_v, p_kh, p_vh, (first_key, p_pages, max_blocks, n_pages, sk_p, sv_p), end_key)
         visits = (p_table, 0, 0, 0, high)
         queries = (p_q + q_first.to(gl.int64) * sq_t, sq_t, sq_h, row0, n, sign)
-        sight = (length - n, p_slopes, window)
+        sight = (behind, p_slopes, window, first_key)
         for i in range(STAGES):
             copy_block(
                 caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, COLUMNS
@@ -105,7 +110,7 @@ def flash_attn_varlen_decode(
         sinks = gl.where(i_seq < n_seq, has_sinks, 0)
         deliver(
             p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, q_first, row0, i_group, whole, finishes, n, n_head,
-            sinks, has_lse, p_part, p_unit_start, p_unit_start, tile, programs, n_tiles, 0,
-            LAYOUT, PACK, D, V_KIND, False, False, 0, 0,
+            sinks, has_lse, p_counter, p_unit_start, p_unit_start, tile, programs, n_tiles, 0,
+            LAYOUT, PACK, D, V_KIND, False, False, JOIN, JOIN_PARTS,
         )  # fmt: skip
         tile += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,7 +21,12 @@ from graphrt.ops.soft_max import alibi_slopes
 
 
 class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
-    """A kernel over the device's list of tiles (tile_list.py)."""
+    """A kernel over the device's list of tiles (tile_list.py).
+
+    few_rows: the most query rows of a KV head of a sequence that it is for, 0: any number.
+    """
+
+    few_rows: ClassVar[int] = 0
 
     @cached_property
     def tiling(self) -> Tiling:

@@ -1,0 +1,38 @@
+"""Hopper's attention kernels in gluon_warps.py's emulator: what of them is PTX, in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from support import gluon_warps
+from support.gluon_emulator import Value
+
+LOG2E = float(np.log2(np.e))
+
+
+def _cap(p: Any, s: Value, unit: float) -> Value:
+    with np.errstate(invalid="ignore"):
+        return Value(np.float32(p.softcap * unit) * np.tanh(s.data * np.float32(p.scale / p.softcap)))
+
+
+def _capped_weights(p: Any, s: Value, m: Value, level: Any) -> tuple[Value, Value, Value]:
+    weights = np.exp2(_cap(p, s, LOG2E).data - m.data[:, None])
+    even, odd = Value(weights[:, ::2]), Value(weights[:, 1::2])
+    return even, odd, even + odd
+
+
+#: By name: what only orders instructions, pairs of 16 bits in registers, the soft cap's forms.
+IN_PTX = {
+    "settle": lambda den: den, "together": lambda m: m, "kept_inside": lambda x: x,
+    "packed": lambda weights, dtype: weights.to(dtype), "as_operand": lambda p, pairs, dtype: pairs,
+    "reciprocal": lambda x: 1.0 / x, "cap_level": lambda p, s, m, top, both: 0,
+    "capped": lambda p, s, shift, level, unit, pack: _cap(p, s, unit) + shift,
+    "capped_scores": lambda p, s, bias, at_once: _cap(p, s, 1.0) + bias, "capped_weights": _capped_weights,
+}  # fmt: skip
+
+
+def emulate(launch: Any, seed: int) -> None:
+    """gluon_warps.emulate for such a launch."""
+    gluon_warps.emulate(launch, seed, IN_PTX)

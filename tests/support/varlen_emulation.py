@@ -1,0 +1,54 @@
+"""Cases of FLASH_ATTN_VARLEN through the launches of an sm_90, Gluon kernels in the emulators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+import graphrt
+from graphrt.backend import Usage
+from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
+from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.graph import Graph
+from graphrt.tensor import Tensor
+from graphrt.testing import Case
+from support import gluon_attention, gluon_emulator
+from support.aot_arch import target_of
+
+
+def run(case: Case, sm_count: int, seed: int = 0, schedule: str | None = None) -> tuple[Chosen, list[str], Any, Any]:
+    """(what was chosen, kernels that ran, result, the CPU's) on a GPU of so many multiprocessors. seed: of the order of
+    things in kernels with several partitions. Memory that nothing was written to holds NaN."""
+    inputs, places = case.build(), dict[Tensor, TritonBuffer]()
+    node = inputs.result
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
+        return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
+
+    for leaf, values in inputs.values.items():
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
+    launcher = Launcher(replace(target_of("sm_90"), sm_count=sm_count), place, schedule)
+    steps = [step for step in launcher.launches(Attention(node)) if isinstance(step, Launch)]
+    for step in steps:
+        if not isinstance(step.kernel, GluonJITFunction):
+            step.args |= {name: False for name in ("PDL", "PTX") if name in step.args}
+            step.options.pop("launch_pdl", None)
+            step()
+        elif step.kernel.__name__.startswith("hopper"):
+            gluon_attention.emulate(step, seed)
+        else:
+            gluon_emulator.emulate(step, late=True)
+    exact = graphrt.prepare(Graph(node), "cpu")
+    inputs.fill(exact)
+    exact.run()
+    found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
+    return launcher.chosen[node], [step.kernel.__name__ for step in steps], found, exact.read(node)
