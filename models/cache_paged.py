@@ -17,6 +17,7 @@ from graphrt.errors import SessionError
 from graphrt.models.cache import Cache, cache_layers, cache_sides
 from graphrt.models.hparams import HParams
 from graphrt.models.paging.pool import GONE, Copy, PagePool
+from graphrt.models.paging.prefixes import Prefixes, PrefixRule, prefixes
 from graphrt.ops.flash_attn_varlen import PAGES
 from graphrt.tensor import Tensor
 
@@ -87,6 +88,8 @@ class PagedCache(Cache):
         cells = {kind: (n * sizes.page,) for kind, n in sizes.n_pages.items()}
         self.layers = cache_layers(hp, backend, windowed, cells, cache_sides(hp, *types))
         self._rows: dict[str, dict[int, tuple[int, npt.NDArray[np.int32]]]] = {}  # tables as arrays, and of which state
+        page_bytes = sizes.page * sum(leaf.nb[1] for leaf in self._leafs("full"))
+        self.prefix_rule = PrefixRule.of(hp, page_bytes)
         self.pool = PagePool(sizes.page, sizes.n_pages, sizes.windows, share=share)
 
     @property
@@ -129,6 +132,23 @@ class PagedCache(Cache):
                 table = rows[seq] = h.changes, np.array(h.tables[kind], np.int32)
             row[: len(table[1])] = table[1]
         return found
+
+    # ---- prefixes ----
+
+    def arranged(self, seqs: Sequence[int]) -> list[int]:
+        """The sequences in an order in which those that begin with the same pages stand side by side."""
+        tables = {seq: self.pool.of(seq).tables.get("full", []) for seq in seqs}
+        first = [table[0] for table in tables.values() if table]
+        return list(seqs) if len(set(first)) == len(first) else sorted(seqs, key=tables.__getitem__)
+
+    def prefixes(self, new: Mapping[int, int]) -> Prefixes:
+        """What a step that reads so many last tokens of these sequences reads once of pages that they share."""
+        if "full" not in self.pool.kinds:
+            return Prefixes(reason="all layers have windows, behind which no pages are shared")
+        counts = np.fromiter(new.values(), np.int64, len(new))
+        ends = np.fromiter((self.pool.of(seq).reserved for seq in new), np.int64, len(new))
+        whole = (ends - counts) // self.sizes.page
+        return prefixes(self.tables("full", list(new)), whole, counts, self.prefix_rule)
 
     # ---- host memory and files ----
 

@@ -156,7 +156,8 @@ class ContinuousBatch:
                     reads.append(Read(going, ids, len(ids) == len(going.left)))
             elif going.unasked:
                 reads.append(Read(going, None, True))
-        return reads
+        place = {seq: i for i, seq in enumerate(self.engine.arranged([read.of.seq for read in reads]))}
+        return sorted(reads, key=lambda read: place[read.of.seq])
 
     def _has_room(self, reads: Sequence[Read]) -> bool:
         """Whether a step's tokens have pages now. Raises CacheFullError where they have none and no step is under way,
@@ -174,10 +175,11 @@ class ContinuousBatch:
         new = {read.of.seq: read.n for read in reads}
         n = sum(new.values())
         engine.cache.append(new)
-        step = engine.choosing(engine.size(new), self.sampling)
+        plan = engine.plan(new)
+        step = engine.choosing(plan.size, self.sampling)
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         rows = np.cumsum(list(new.values()), dtype=np.int32) - 1
-        step.write(new, self._sources(reads, n), rows, self._uniform(reads))
+        step.write(new, self._sources(reads, n), rows, self._uniform(reads), plan.prefixes.groups)
         buffer, offset = step.exe.place(engine.board)
         if len(given):
             buffer.write(offset + 4 * engine.n_seq, given.view(np.uint8))

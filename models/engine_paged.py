@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from graphrt.models.cache_paged import PagedCache, Swapped, page_sizes
 from graphrt.models.continuous_batch import ContinuousBatch, generated
 from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
+from graphrt.models.paging.prefixes import Prefixes
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step import Logits
 from graphrt.models.step_paged import PagedStep, StepSize
@@ -29,6 +31,15 @@ from graphrt.tensor import Tensor, new_tensor
 
 #: Prepared steps that an engine keeps. Sizes are rungs of a ladder, so that more are seldom in use.
 MAX_STEPS = 24
+
+_NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
+
+
+class StepPlan(NamedTuple):
+    """Which prepared step reads some tokens, and what it reads once of what sequences share."""
+
+    size: StepSize
+    prefixes: Prefixes
 
 
 class PagedEngine(AnyEngine[PagedCache, PagedStep]):
@@ -86,16 +97,20 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
         """i32 [1, n_seq + most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
         return new_tensor("i32", 1, self.n_seq + self.most_tokens, name="token_board")
 
-    def size(self, new: Mapping[int, int], *, every: bool = False) -> StepSize:
-        """Of the prepared step for so many tokens of these sequences, which have cells: rungs, so that there are few.
-        Where each has one, tokens, sequences and wanted rows are one rung; else sequences are of a coarse ladder, whose
-        empty ones cost a row of logits each."""
+    def plan(self, new: Mapping[int, int], *, every: bool = False) -> StepPlan:
+        """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
+        few. Where each sequence has one token, tokens, sequences and wanted rows are one rung; else sequences are of a
+        coarse ladder, whose empty ones cost a row of logits each. A table has room for the longest sequence's pages,
+        in powers of two."""
         longest = max(self.cache.pool.of(seq).reserved for seq in new)
-        blocks = -(-longest // self.cache.sizes.page)
-        return self._size(sum(new.values()), len(new), block_rung(blocks, self.cache.sizes.max_blocks), every=every)
+        shared = self.cache.prefixes(new) if self.home.reads_shared_once else _NOT_TOLD
+        blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks)
+        size = self._size(sum(new.values()), len(new), blocks, every=every)
+        n_groups = coarse_rung(len(shared.groups), self.n_seq) if shared.groups else 0
+        return StepPlan(size._replace(n_groups=n_groups), shared)
 
     def largest_size(self, n_tokens: int, n_seq: int, *, every: bool = False) -> StepSize:
-        """The same for sequences that may be as long as the context."""
+        """That of a step of sequences that may be as long as the context and share nothing."""
         return self._size(n_tokens, n_seq, self.cache.sizes.max_blocks, every=every)
 
     def _size(self, n_tokens: int, n_seq: int, n_blocks: int, *, every: bool) -> StepSize:
@@ -105,6 +120,10 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
             return StepSize(n, n, n, n_blocks)
         seqs = coarse_rung(n_seq, self.n_seq)
         return StepSize(n, seqs, n if every else seqs, n_blocks)
+
+    def arranged(self, seqs: Sequence[int]) -> list[int]:
+        """The order in which a step reads sequences: that given, unless some share what can be read once."""
+        return self.cache.arranged(seqs) if self.home.reads_shared_once else list(seqs)
 
     def executable(self, n: int, n_outputs: int) -> Executable:
         return self.prepared(self.largest_size(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
@@ -171,17 +190,19 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
         """One step: up to most_tokens tokens of any sequences, any number of each. The logits after each one's last
         token, f32 [sequences, n_vocab], or after every token, one sequence after the other. Raises CacheFullError; then
         nothing has changed."""
-        new = {seq: len(ids) for seq, ids in part.items()}
+        order = list(part) if every else self.arranged(list(part))
+        new = {seq: len(part[seq]) for seq in order}
         try:
             with threads.using(self.n_threads_batch if max(new.values()) > 1 else 0):
-                prepared = self.feed(part, every=every)
+                prepared = self.feed({seq: part[seq] for seq in order}, every=every)
                 prepared.exe.run()
             for seq, ids in part.items():
                 self.cache.pool.commit(seq, ids.tolist())
                 self.lengths[seq] += len(ids)
         finally:  # nothing stays of a step that was interrupted
             self.forget(new)
-        return prepared.logits()[: sum(new.values()) if every else len(new)]
+        logits = prepared.logits()[: sum(new.values()) if every else len(new)]
+        return logits if order == list(part) else logits[[order.index(seq) for seq in part]]
 
     def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PagedStep:
         """A step with its inputs filled, ready to run; its tokens have cells and don't count as read yet."""
@@ -193,10 +214,12 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
                 f"in several"
             )
         self.cache.append(new)
-        prepared = self.prepared(self.size(new, every=every))
+        plan = self.plan(new, every=every)
+        prepared = self.prepared(plan.size)
         ends = np.cumsum(list(new.values()), dtype=np.int32)
         rows = np.arange(n, dtype=np.int32) if every else ends - 1
-        prepared.write(new, np.concatenate([np.asarray(ids, np.int32) for ids in part.values()]), rows)
+        ids = np.concatenate([np.asarray(ids, np.int32) for ids in part.values()])
+        prepared.write(new, ids, rows, prefixes=plan.prefixes.groups)
         return prepared
 
     def run_ahead(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,17 +12,20 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.models.cache_paged import PagedCache, cells_at
 from graphrt.models.paging.pool import GONE
+from graphrt.models.paging.prefixes import Prefix
 from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs
 from graphrt.tensor import Tensor, new_input
 
 
 class StepSize(NamedTuple):
-    """What a step has room for: tokens, sequences, tokens whose logits are wanted, and pages of each sequence."""
+    """What a step has room for: tokens, sequences, tokens whose logits are wanted, pages of each sequence, and groups
+    of sequences that share their first ones."""
 
     n_tokens: int
     n_seq: int
     n_outputs: int
     n_blocks: int
+    n_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,19 @@ class PagedInputs(Inputs[PagedCache]):
     source: i32 [n_tokens], in which row of a board each token is found (Decoder.paged_chosen()), None where they are an
     input; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first token of each sequence;
     lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32 [n_blocks, n], the pages of
-    each.
+    each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where nothing is read once.
     """
 
     source: Tensor | None
     q_starts: Tensor
     lengths: Tensor
     tables: Mapping[str, Tensor]
+    prefixes: Tensor | None
 
     @classmethod
     def of(cls, cache: PagedCache, size: StepSize, board: Tensor | None = None, *, draws: bool = False) -> PagedInputs:
         """New inputs. board: where the tokens are found; draws: the next ones are drawn."""
-        (n_tokens, n, n_outputs, n_blocks), kinds = size, cache.kinds
+        (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
         if board is None:
             source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
         else:
@@ -61,6 +65,7 @@ class PagedInputs(Inputs[PagedCache]):
             new_input("i32", n + 1, name="attn_inp_q_starts"),
             new_input("i32", n, name="attn_inp_kv_lengths"),
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
+            new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
         )
 
     @property
@@ -84,6 +89,7 @@ class PagedInputs(Inputs[PagedCache]):
             lengths=self.lengths,
             block_table=self.tables[kind],
             sinks=params.sinks,
+            prefixes=self.prefixes if kind == "full" else None,
             max_bias=params.max_bias,
             softcap=params.softcap,
             window=self.cache.sizes.windows[kind],
@@ -100,13 +106,16 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         uniform: npt.NDArray[np.float64] | None = None,
+        prefixes: Sequence[Prefix] = (),
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
-        the board; rows: indices among these. Both may be shorter than the step's own."""
+        the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
+        places in `new`."""
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
-        given = self.fill({read: tokens, inputs.rows: rows, inputs.uniform: uniform})
+        shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
+        given = self.fill({read: tokens, inputs.rows: rows, inputs.uniform: uniform, inputs.prefixes: shared})
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:
