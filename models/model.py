@@ -22,7 +22,7 @@ from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.choices import text
-from graphrt.models.embed import Embedder, check_pooling
+from graphrt.models.embed import HOST_BATCH, Embedder, check_pooling
 from graphrt.models.embed_decoder import embed
 from graphrt.models.engine import Engine, SessionOptions, check_options
 from graphrt.models.engine_paged import PagedEngine
@@ -330,18 +330,18 @@ class Model:
 
     @checked(SessionError)
     def embed(
-        self, texts: Sequence[str | Sequence[int]], pooling: str = "", *, normalize: bool = True, n_batch: int = 512
+        self, texts: Sequence[str | Sequence[int]], pooling: str = "", *, normalize: bool = True, n_batch: int = 0
     ) -> list[npt.NDArray[np.float32]]:
         """The embedding of each text, or of token ids: float32 [n_embd], with the pooling "none" [n_tokens, n_embd].
 
         pooling: "mean", "cls", "last" or "none", "" for the file's own; normalize: to length 1; n_batch: tokens of one
-        run. A decoder's is of what its logits are made of. Raises SessionError for an unknown pooling, or none where
-        the file names none, and a text that is empty or too long.
+        run, 0 for as many as suit the backend. A decoder's is of what its logits are made of. Raises SessionError for
+        an unknown pooling, or none where the file names none, and a text that is empty or too long.
         """
         check_pooling(pooling, self.network.hp.pooling)
         ids = [self._ids(text, 0) if isinstance(text, str) else list(text) for text in texts]
         if isinstance(self.network, Decoder):
-            return embed(self.network, self.backends, ids, pooling, normalize=normalize, n_batch=n_batch)
+            return embed(self.network, self.backends, ids, pooling, normalize=normalize, n_batch=n_batch or HOST_BATCH)
         return Embedder(self.encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
     @checked(SessionError)
