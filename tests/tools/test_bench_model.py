@@ -36,6 +36,7 @@ from graphrt.tools.bench.model import Prepared, add_work
 from graphrt.tools.bench.model_check import median_nmse
 from graphrt.tools.bench.workload import Batch
 from graphrt.tools.bench.workload import Test as Timed
+from graphrt.tools.verbs import bench as bench_verb
 
 Bench = Callable[..., tuple[int, str, str]]
 GIB = 2**30

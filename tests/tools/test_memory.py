@@ -280,7 +280,7 @@ def test_pages(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("llama.gguf", "--sequences", "2"), "--pages and --sequences belong to pages, got no --page"),
+        (("llama.gguf", "--sequences", "2"), "--pages, --sequences and --shared belong to pages, got no --page"),
         (("llama.gguf", "--page", "16", "--limit", "1G"), "has pages (--page), as many as --pages says"),
         (("script.py:build", "--limit", "1G"), "a limit is for a session's context, 'script.py:build' is a graph"),
         (("llama.gguf", "--cache-types"), "--cache-types belongs to a limit, got no --limit"),
