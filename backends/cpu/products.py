@@ -21,7 +21,7 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 Slice = tuple[int, int, Callable[[], None], torch.Tensor]
 
 #: Most tokens for which rows of rounded products are decoded one by one; unpacking 16 at a time pays beyond.
-ROW_BY_ROW = 4
+ROW_BY_ROW = 8
 
 #: Decoded slices of a matrix are at most this large, so that they are still in cache when the product reads them.
 SLICE_BYTES = 4 * 2**20

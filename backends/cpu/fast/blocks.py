@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.code_type import CodeType
+from graphrt.backends.cpu.fast.code_type import CodeType, blend
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.ir import F16, F32, I16, I32, LANES, Fn, Val
 
@@ -90,10 +90,8 @@ def _from_codes(t: CodeType) -> BlockType:
 
     def sixteen(codes: list[Val], first: int) -> Val:
         places = [where[first + i] for i in range(LANES)]
-        first_chunk, *other = sorted({c for c, _ in places})  # sixteen values lie in one chunk or in two
-        width = codes[first_chunk].lanes
-        lanes = [lane + (width if c != first_chunk else 0) for c, lane in places]
-        bytes_ = codes[first_chunk].shuffle(lanes, codes[other[0]] if other else None)
+        found = {c: codes[c].shuffle([lane if at == c else 0 for at, lane in places]) for c, _ in places}
+        bytes_ = blend([found[c] for c, _ in places])
         return ((bytes_.sext(I32) if t.signed else bytes_.zext(I32)) - t.zero).to(F32)
 
     def decode(f: Fn, p: Val) -> list[Group]:

@@ -8,10 +8,10 @@ says which value each byte is), and a scale, perhaps an offset too, for each run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, Fn, Val, concat
+from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, I64, Fn, Val, concat
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,14 @@ class CodeType:
 # layouts
 
 
-def natural(count: int) -> list[list[int]]:
-    """Blocks of 32 bytes in the order of values."""
-    width = min(64, 32 * count)
-    return [list(range(at, at + width)) for at in range(0, 32 * count, width)]
+def halves_of_32(count: int) -> list[list[int]]:
+    """The first 16 values of each block of 32, then the others."""
+    return [[32 * b + 16 * half + i for b in range(count) for i in range(16)] for half in range(2)]
 
 
-def nibbles(count: int) -> list[list[int]]:
-    """The low halves of 16 bytes are a block's first 16 values, the high halves the others."""
-    return [[32 * b + 16 * high + i for b in range(count) for i in range(16)] for high in range(2)]
+def halves_of_16(count: int) -> list[list[int]]:
+    """The first 8 of each 16 values, then the others."""
+    return [[16 * run + 8 * half + i for run in range(4 * count) for i in range(8)] for half in range(2)]
 
 
 def k_natural(count: int) -> list[list[int]]:
@@ -64,28 +63,14 @@ def k_natural(count: int) -> list[list[int]]:
     return [list(range(at, at + 64)) for at in range(0, 256, 64)]
 
 
-def k_nibbles(count: int) -> list[list[int]]:
-    """The low halves of 32 bytes are 32 values, the high halves the 32 that follow."""
-    return [
-        [128 * pair + 64 * b + 32 * high + i for b in range(2) for i in range(32)]
-        for pair in range(2)
-        for high in range(2)
-    ]
+def k_eights(count: int) -> list[list[int]]:
+    """Of 256 values the first 8 of each 32, then the second 8, and so on: lanes have the same scales in all chunks."""
+    return [[32 * run + 8 * part + i for run in range(8) for i in range(8)] for part in range(4)]
 
 
-def k_sixteens(count: int) -> list[list[int]]:
-    """As `nibbles`, eight times in a block of 256."""
-    return [[128 * part + i for i in chunk] for part in range(2) for chunk in nibbles(4)]
-
-
-def eights(count: int) -> list[list[int]]:
-    """The low halves of 8 bytes are 8 values, the high halves the 8 that follow."""
-    return [[16 * run + 8 * high + i for run in range(4 * count) for i in range(8)] for high in range(2)]
-
-
-def k_quarters(count: int) -> list[list[int]]:
-    """Each 32 bytes are 128 values, 32 in each two bits."""
-    return [[128 * half + 32 * pair + i for half in range(2) for i in range(32)] for pair in range(4)]
+def k_fours(count: int) -> list[list[int]]:
+    """Of 256 values the first 4 of each 16, then the second 4, and so on."""
+    return [[16 * run + 4 * part + i for run in range(16) for i in range(4)] for part in range(4)]
 
 
 # helpers
@@ -120,13 +105,29 @@ def half_pairs(f: Fn, p: Val, step: int, count: int) -> tuple[Val, Val]:
     return both.shuffle(range(0, 2 * count, 2)), both.shuffle(range(1, 2 * count, 2))
 
 
+def blend(lanes: Sequence[Val]) -> Val:
+    """Lane i of the i-th of these vectors."""
+    sources = list(dict.fromkeys(lanes))
+    out = sources[0]
+    for source in sources[1:]:
+        out = out.shuffle([i + (out.lanes if v is source else 0) for i, v in enumerate(lanes)], source)
+    return out
+
+
+def spread(f: Fn, v: Val, lanes: Sequence[int], shifts: Sequence[int], mask: int, other: Val | None = None) -> Val:
+    """Lanes of v, and of `other` behind them, each shifted to the right (to the left: by a negative number) by its own
+    number of bits, as bytes of which the bits of `mask` are kept. Bits that cross into another byte must not be kept.
+    """
+    width = {I32: 32, I64: 64}[v.t.element]
+    v = v.shuffle(lanes, other)
+    left = min(shifts) < 0
+    amounts = f.vconst([-s % width if left else s for s in shifts], v.t.element)
+    v = f.call("llvm.fshl", v, v, amounts) if left else v >> amounts
+    return v.bits(I8, v.lanes * width // 8) & mask
+
+
 def numbers(bytes_: Val) -> Val:
     return bytes_.zext(I32).to(F32)
-
-
-def shift(v: Val, by: int) -> Val:
-    """To the left, or to the right for a negative number."""
-    return v << by if by >= 0 else v >> -by
 
 
 def nibble_chunks(f: Fn, p: Val, step: int, count: int) -> list[Val]:

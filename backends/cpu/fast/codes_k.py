@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphrt.backends.cpu.fast.code_type import Codes, half, half_pairs, numbers, shift
+from graphrt.backends.cpu.fast.code_type import Codes, half, half_pairs, numbers, spread
 from graphrt.backends.cpu.fast.codes_small import IQ4_VALUES
-from graphrt.backends.cpu.fast.ir import F32, I8, I16, I32, Fn, Val, concat
+from graphrt.backends.cpu.fast.ir import F32, I8, I16, I32, I64, Fn, Val, concat
 
 
 def _k4_scales(f: Fn, p: Val) -> tuple[Val, Val]:
@@ -17,53 +17,67 @@ def _k4_scales(f: Fn, p: Val) -> tuple[Val, Val]:
     return both.part(0, 8) * d.lane(0, 8), both.part(8, 8) * -m.lane(0, 8)
 
 
+#: What a block of 256 in runs of 16, or of 32, is made of: the half, the quarter of it, and of 16 which half of that.
+_RUNS16 = [(run // 8, run % 8 // 2, run % 2) for run in range(16)]
+_RUNS32 = [(run // 4, run % 4) for run in range(8)]
+
+
+def _k4_nibbles(f: Fn, p: Val) -> list[Val]:
+    """q4_K's and q5_K's low bits: of each 32 bytes the low halves are a run, the high halves the next."""
+    a, b = (f.load(p + 64 * i, I64, 8) for i in range(2))
+    nibble = [4 * (run % 2) for run in range(8)]
+    return [spread(f, a, [4 * (run // 2) + j for run in range(8)], nibble, 15, b) for j in range(4)]
+
+
 def q4_k(f: Fn, p: Val, count: int) -> Codes:
-    packed = [f.load(p + 16 + 64 * i, I8, 64) for i in range(2)]
-    return Codes([v for z in packed for v in (z & 15, z >> 4)], *_k4_scales(f, p))
+    return Codes(_k4_nibbles(f, p + 16), *_k4_scales(f, p))
 
 
 def q5_k(f: Fn, p: Val, count: int) -> Codes:
-    bits = f.load(p + 16, I8, 32)
-    high = concat([bits, bits >> 2])  # the second 32 bytes hold sub-blocks that are two further on
-    chunks = []
-    for pair in range(2):
-        z = f.load(p + 48 + 64 * pair, I8, 64)
-        chunks += [(z & 15) | (shift(high, 4 - 4 * pair) & 16), (z >> 4) | (shift(high, 3 - 4 * pair) & 16)]
-    return Codes(chunks, *_k4_scales(f, p))
+    bits = f.load(p + 16, I64, 4)
+    high = [spread(f, bits, [j] * 8, [run - 4 for run in range(8)], 16) for j in range(4)]
+    return Codes([a | b for a, b in zip(_k4_nibbles(f, p + 48), high, strict=True)], *_k4_scales(f, p))
 
 
 def q6_k(f: Fn, p: Val, count: int) -> Codes:
+    a, b, bits = (f.load(p + 64 * i, I32, 16) for i in range(3))
     chunks = []
-    for i in range(2):
-        low, bits = f.load(p + 64 * i, I8, 64), f.load(p + 128 + 32 * i, I8, 32)
-        chunks.append((low & 15) | (concat([bits << 4, bits << 2]) & 0x30))
-        chunks.append((low >> 4) | (concat([bits, bits >> 2]) & 0x30))
+    for j in range(4):
+        low_lanes = [16 * half + 8 * (quarter % 2) + 4 * side + j for half, quarter, side in _RUNS16]
+        low = spread(f, a, low_lanes, [4 * (quarter // 2) for _, quarter, _ in _RUNS16], 15, b)
+        high_lanes = [8 * half + 4 * side + j for half, _, side in _RUNS16]
+        chunks.append(low | spread(f, bits, high_lanes, [2 * quarter - 4 for _, quarter, _ in _RUNS16], 0x30))
     return Codes(chunks, f.load(p + 192, I8, 16).sext(I32).to(F32) * half(f, p + 208, 16))
 
 
+def _two_bits(f: Fn, p: Val) -> list[Val]:
+    """q2_K's and q3_K's low bits: each 32 bytes are 128 values, 32 in each two bits."""
+    z, shifts = f.load(p, I32, 16), [2 * quarter for _, quarter, _ in _RUNS16]
+    return [spread(f, z, [8 * half + 4 * side + j for half, _, side in _RUNS16], shifts, 3) for j in range(4)]
+
+
 def q2_k(f: Fn, p: Val, count: int) -> Codes:
-    z, packed = f.load(p + 16, I8, 64), f.load(p, I8, 16)
+    packed = f.load(p, I8, 16)
     d, m = half_pairs(f, p + 80, 0, 1)
     scales, mins = numbers(packed & 15) * d.lane(0), numbers(packed >> 4) * -m.lane(0)
-    return Codes([(z >> 2 * i) & 3 for i in range(4)], scales, mins)
+    return Codes(_two_bits(f, p + 16), scales, mins)
 
 
 def q3_k(f: Fn, p: Val, count: int) -> Codes:
-    bits, z = f.load(p, I8, 32), f.load(p + 32, I8, 64)
-    high = concat([bits, bits >> 4])
-    chunks = [((z >> 2 * i) & 3) | (shift(high, 2 - i) & 4) for i in range(4)]
+    bits, shifts = f.load(p, I32, 8), [4 * half + quarter - 2 for half, quarter, _ in _RUNS16]
+    high = [spread(f, bits, [4 * side + j for _, _, side in _RUNS16], shifts, 4) for j in range(4)]
     head = f.join([f.load(p + 96 + 4 * i, I32) for i in (0, 1, 2, 2)])
     low = (head.shuffle([0, 1, 0, 1]) >> f.vconst([0, 0, 4, 4], I32)) & 0x0F0F0F0F
     two = (head.shuffle([2] * 4) >> f.vconst([0, 2, 4, 6], I32)) & 0x03030303
     packed = (low | (two << 4)).bits(I8, 16)
-    return Codes(chunks, (packed.zext(I32) - 32).to(F32) * half(f, p + 108, 16))
+    scales = (packed.zext(I32) - 32).to(F32) * half(f, p + 108, 16)
+    return Codes([a | b for a, b in zip(_two_bits(f, p + 32), high, strict=True)], scales)
 
 
 def iq4_xs(f: Fn, p: Val, count: int) -> Codes:
-    chunks = []
-    for part in range(2):
-        z = f.load(p + 8 + 64 * part, I8, 64)
-        chunks += [f.lookup16(IQ4_VALUES, i) for i in (z & 15, z >> 4)]
+    a, b = (f.load(p + 8 + 64 * i, I64, 8) for i in range(2))
+    packed = [a.shuffle(range(i, 16, 2), b).bits(I8, 64) for i in range(2)]
+    chunks = [f.lookup16(IQ4_VALUES, i) for i in (*(z & 15 for z in packed), *(z >> 4 for z in packed))]
     high, low = f.load(p + 2, I16).zext(I32), f.load(p + 4, I32)
     lanes = f.vconst(range(8), I32)
     scale_bits = ((f.splat(low, 8) >> lanes * 4) & 15) | (((f.splat(high, 8) >> lanes * 2) & 3) << 4)
@@ -71,8 +85,9 @@ def iq4_xs(f: Fn, p: Val, count: int) -> Codes:
 
 
 def tq2_0(f: Fn, p: Val, count: int) -> Codes:
-    z = f.load(p, I8, 64)
-    return Codes([(z >> 2 * i) & 3 for i in range(4)], half(f, p + 64, 8))
+    z, shifts = f.load(p, I64, 8), [2 * quarter for _, quarter in _RUNS32]
+    chunks = [spread(f, z, [4 * half + j for half, _ in _RUNS32], shifts, 3) for j in range(4)]
+    return Codes(chunks, half(f, p + 64, 8))
 
 
 def tq1_0(f: Fn, p: Val, count: int) -> Codes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphrt.backends.cpu.fast.code_type import Codes, each, half_pairs, halves, nibble_chunks
-from graphrt.backends.cpu.fast.ir import F32, I1, I8, I16, I32, Fn, Val, concat
+from graphrt.backends.cpu.fast.ir import F32, I1, I8, I16, I32, Fn, Val
 
 
 def q4_0(f: Fn, p: Val, count: int) -> Codes:
@@ -32,8 +32,7 @@ def q5_1(f: Fn, p: Val, count: int) -> Codes:
 
 
 def q8_0(f: Fn, p: Val, count: int) -> Codes:
-    blocks = [f.load(p + 2 + 34 * i, I8, 32) for i in range(count)]
-    return Codes([concat(blocks[i : i + 2]) for i in range(0, count, 2)], halves(f, p, 34, count))
+    return Codes([each(f, p + 2 + at, 34, count, 16) for at in (0, 16)], halves(f, p, 34, count))
 
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

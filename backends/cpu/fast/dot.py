@@ -54,9 +54,8 @@ class Dot(ABC):
         """The sums, i32 lanes."""
 
     @abstractmethod
-    def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
-        """Writes neighbouring activations, i32 lanes, of lanes `lane` on of a chunk of `lanes` bytes that begins at
-        byte `at` of its unit."""
+    def store(self, f: Fn, x: Val, chunk: Val, at: int, unit: int, bits: int) -> None:
+        """Writes a chunk of activations, i16 lanes, that begins at byte `at` of its unit of `unit` activations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +69,12 @@ class ByteDot(Dot):
         return bits // 8
 
     def chunks(self, f: Fn, ws: Sequence[Val], x: Val, ats: Sequence[int], unit: int, bits: int) -> Val:
-        total = f.zeros(I32, ws[0].lanes // 4)
-        for part in range(bits // 8):
-            total = total << 8 if part else total
-            for w, at in zip(ws, ats, strict=True):
-                total = self._dot(f, total, w, f.load(x + self.place(at, 0) + part * unit, I8, w.lanes))
-        return total
+        # a sum for each part, so that neither waits for the other
+        totals = [f.zeros(I32, ws[0].lanes // 4) for _ in range(bits // 8)]
+        for w, at in zip(ws, ats, strict=True):
+            for part, total in enumerate(totals):
+                totals[part] = self._dot(f, total, w, f.load(x + self.place(at, 0) + part * unit, I8, w.lanes))
+        return self.end(totals)
 
     def _dot(self, f: Fn, total: Val, w: Val, x: Val) -> Val:
         def part(at: int, n: int) -> Val:
@@ -105,12 +104,12 @@ class ByteDot(Dot):
     def end(self, totals: list[Val]) -> Val:
         return totals[0] if len(totals) == 1 else (totals[0] << 8) + totals[1]
 
-    def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
+    def store(self, f: Fn, x: Val, chunk: Val, at: int, unit: int, bits: int) -> None:
         if bits == 8:
-            f.store(x + at + lane, codes.trunc(I8))
+            f.store(x + at, chunk.trunc(I8))
             return
-        f.store(x + at + lane, ((codes + 128) >> 8).trunc(I8))
-        f.store(x + unit + at + lane, codes.trunc(I8))  # less 256 where its highest bit is set: the part above has it
+        f.store(x + at, ((chunk + 128) >> 8).trunc(I8))
+        f.store(x + unit + at, chunk.trunc(I8))  # less 256 where its highest bit is set: the part above has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,11 +163,9 @@ class WordDot(Dot):
     def end(self, totals: list[Val]) -> Val:
         return totals[0]
 
-    def store(self, f: Fn, x: Val, codes: Val, at: int, lane: int, lanes: int, unit: int, bits: int) -> None:
-        n = codes.lanes
+    def store(self, f: Fn, x: Val, chunk: Val, at: int, unit: int, bits: int) -> None:
         for odd in range(2):
-            half = codes.shuffle(range(odd, n, 2)).trunc(I16)
-            f.store(x + 2 * at + odd * lanes + lane, half)
+            f.store(x + 2 * at + odd * chunk.lanes, chunk.shuffle(range(odd, chunk.lanes, 2)))
 
 
 _VPDPBUSD = {n: f"llvm.x86.avx512.vpdpbusd.{8 * n}" for n in (16, 32, 64)}

@@ -18,10 +18,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.code_type import CodeType
+from graphrt.backends.cpu.fast.code_type import CodeType, blend
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.dot import Dot, best_dot
-from graphrt.backends.cpu.fast.ir import F32, I32, LANES, Fn, Val, Var, widen
+from graphrt.backends.cpu.fast.ir import F32, I16, I32, LANES, Fn, Val, concat, widen
 from graphrt.backends.cpu.fast.jit import Kernel, host
 from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 
@@ -30,9 +30,14 @@ GROUP = 32
 #: The largest integer by bits. Of 16 it is the largest whose high byte, rounded to nearest, is no more than 127.
 LARGEST = {16: 127.0 * 256 + 127.0, 8: 127.0}
 SMALLEST = 2.0**-110
+#: Rows whose pieces are multiplied in turn with the pieces of activations that lie in the nearest cache.
+AT_ONCE = 8
 #: How many bytes ahead of its reading a row is asked for. The hardware looks ahead too, but not past the end of a page
 #: of 4 KiB, and a page is read in 0.3 us.
 AHEAD = 4096
+#: Of activations about as much as stays in the nearest cache while rows of weights pass by. A row that is longer by no
+#: more than this is still one piece: rows then follow one another in address order, which memory likes.
+PIECE_BYTES, SPARE_BYTES = 12 * 1024, 4 * 1024
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,8 @@ class Form:
         return codes ^ -self.dot.bias if self.type.signed and self.dot.bias else codes
 
     def row_bytes(self, n: int) -> int:
-        """Of a rounded row of n values."""
-        return -(-(n * self.parts + 8 * n // self.type.sub) // 64) * 64
+        """Of a rounded row of n values: an odd number of cache lines, so that rows don't push each other out."""
+        return (-(-(n * self.parts + 8 * n // self.type.sub) // LINE) | 1) * LINE
 
 
 def form_of(type_name: str, bits: int) -> Form:
@@ -90,11 +95,14 @@ def for_units(f: Fn, form: Form, n: Val, body: Callable[[Unit], None], shared: b
             return  # nothing is left over
         units = (stop - first) // count
         start, end = f.share(units) if shared else (f.const(0), units)
-        size = form.type.size
-        integers, scales = first * (size * form.parts), n * form.parts + first * (8 * form.runs(1))
         with f.range(start, end) as u:
-            offset = integers + u * (size * form.parts * count), scales + u * (8 * form.runs(count))
-            body(Unit(count, first + u * count, *offset))
+            body(_unit(form, n, first + u * count, count))
+
+
+def _unit(form: Form, n: Val, block: Val, count: int) -> Unit:
+    """The unit of `count` blocks that begins at `block` of a row of n values."""
+    size = form.type.size * form.parts
+    return Unit(count, block, block * size, n * form.parts + block * (8 * form.runs(1)))
 
 
 # rounding
@@ -111,17 +119,14 @@ def _round_group(f: Fn, bits: int, lo: Val, hi: Val) -> tuple[Val, Val, Val]:
     return step, lo, hi
 
 
-def _neighbours(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, lanes) of pieces of a chunk that are consecutive values of one vector of 16."""
-    pieces = []
-    at = 0
-    while at < len(indices):
-        size = 1
-        while at + size < len(indices) and indices[at + size] == indices[at] + size and indices[at + size] % LANES:
-            size += 1
-        pieces.append((at, size))
-        at += size
-    return pieces
+def _in_order(values: Sequence[Val], indices: Sequence[int]) -> Val:
+    """The values of these indices, a multiple of 16 of them. values: 16 lanes each."""
+    parts = []
+    for at in range(0, len(indices), LANES):
+        places = [divmod(i, LANES) for i in indices[at : at + LANES]]
+        found = {k: values[k].shuffle([lane if of == k else 0 for of, lane in places]) for k, _ in places}
+        parts.append(blend([found[k] for k, _ in places]))
+    return concat(parts)
 
 
 def _round_unit(f: Fn, form: Form, unit: Unit, x: Val, dst: Val) -> None:
@@ -133,7 +138,7 @@ def _round_unit(f: Fn, form: Form, unit: Unit, x: Val, dst: Val) -> None:
     for at in range(0, size, GROUP):
         values = [f.load(x + unit.block * (4 * t.size) + 4 * (at + i), F32, LANES) for i in (0, LANES)]
         step, *pair = _round_group(f, bits, *values)
-        codes += pair
+        codes += [v.trunc(I16) for v in pair]
         for run in [pair[0] + pair[1]] if t.sub == GROUP else pair:
             steps.append(step)
             sums.append(f.sum(run).to(F32) * step)
@@ -142,10 +147,7 @@ def _round_unit(f: Fn, form: Form, unit: Unit, x: Val, dst: Val) -> None:
     f.store(scales + 4 * len(steps), f.join(sums))
     at = 0
     for chunk in t.layout(unit.count):
-        for lane, lanes in _neighbours(chunk):
-            value = chunk[lane]
-            run = codes[value // LANES].part(value % LANES, lanes)
-            form.dot.store(f, dst + unit.integers, run, at, lane, len(chunk), size, bits)
+        form.dot.store(f, dst + unit.integers, _in_order(codes, chunk), at, size, bits)
         at += len(chunk)
 
 
@@ -175,48 +177,90 @@ def round_rows(form: Form, *, dst: int, x: int, n_rows: int, n: int, x_nb: int) 
 
 def integer_dots(f: Fn, form: Form, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
     """dot(row, x) for each rounded row x, in f32; n: values in a row."""
-    # two sums for each dot hide the latency of the fused multiply-add
-    sums = [[f.var(f.zeros()) for _ in range(2 if len(xs) == 1 else 1)] for _ in xs]
-    offsets = [f.var(f.zeros(F32, form.runs(form.type.at_once))) for _ in xs]
-    for_units(f, form, n, lambda unit: _add_unit(f, form, unit, row, xs, sums, offsets))
-    t = form.type
-    zero = t.zero + (form.dot.bias if t.signed else 0)
-    totals = []
-    for pair, offset in zip(sums, offsets, strict=True):
-        total, rest = pair[0].v + pair[1].v if len(pair) > 1 else pair[0].v, widen(offset.v)
-        totals.append(total + rest if t.offsets else f.fma(rest, -float(zero), total))
+    sums = [_Sum(f, form) for _ in xs]
+    for_units(f, form, n, lambda unit: _add_unit(f, form, unit, row, xs, sums, f.const(AHEAD)))
+    totals = [total.lanes() for total in sums]
     if len(xs) == 1:
         return [f.sum(totals[0])]
     together = f.sum_each(totals)
     return [together[t] for t in range(len(xs))]
 
 
-def _add_unit(
-    f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: list[list[Var]], offsets: list[Var]
+def many_dots(
+    f: Fn, form: Form, rows: Val, w_nb: Val, count: Val, xs: Sequence[Val], n: Val, put: Callable[[int, Val], None]
 ) -> None:
+    """put(t, lanes): the products of up to 16 rows with xs[t], f32 with a lane each; those past `count` are anything.
+
+    Columns are taken piece by piece: the pieces of all x stay in the nearest cache while some rows pass by. Sums wait
+    in memory.
+    """
+    t, vector, n_x = form.type, 4 * LANES, len(xs)
+    kept = f.buffer(F32, LANES * LANES * n_x)
+    blocks = n // t.size
+    whole = blocks // t.at_once * t.at_once
+    for first, stop, together in ((f.const(0), whole, t.at_once), (whole, blocks, 1)):
+        if first is whole and t.at_once == 1:
+            break  # nothing is left over
+        n_bytes = (stop - first) * (n_x * form.parts * t.size)
+        n_pieces = f.max_int((n_bytes + (PIECE_BYTES - 1 - SPARE_BYTES)) // PIECE_BYTES, 1)
+        n_pieces = f.select(stop > first, n_pieces, f.const(0))
+        piece = ((stop - first) // together + n_pieces - 1) // f.max_int(n_pieces, 1) * together
+        with f.range(0, count, AT_ONCE) as j0, f.range(0, n_pieces) as i, f.range(0, AT_ONCE) as of_group:
+            # rows past the last are the last again, in whose place their sums are of no harm
+            j, start = f.min_int(j0 + of_group, count - 1), first + i * piece
+            row, mine = rows + j * w_nb, kept + (j0 + of_group) * (n_x * vector)
+            sums = [_Sum(f, form, f.select(start.eq(0), f.zeros(), _kept(f, mine, k))) for k in range(n_x)]
+            # what comes next: the row's next piece, and after the last one the row so many further on
+            ahead = f.select(i + 1 < n_pieces, piece * t.bytes, w_nb * AT_ONCE - i * piece * t.bytes)
+            with f.range(start, f.min_int(start + piece, stop), together) as block:
+                _add_unit(f, form, _unit(form, n, block, together), row, xs, sums, ahead)
+            for k, total in enumerate(sums):
+                f.store(mine + k * vector, total.lanes())
+    for k in range(n_x):
+        put(k, f.sum_each([_kept(f, kept + j * (n_x * vector), k) for j in range(LANES)]))
+
+
+def _kept(f: Fn, row: Val, k: int) -> Val:
+    return f.load(row + k * (4 * LANES), F32, LANES)
+
+
+class _Sum:
+    """One dot so far. products: f32 [16]; offsets, a lane a run: what they add, or weights' scales times sums of x."""
+
+    def __init__(self, f: Fn, form: Form, before: Val | None = None) -> None:
+        self.f, self.form = f, form
+        self.products = f.var(f.zeros() if before is None else before)
+        self.offsets = f.var(f.zeros(F32, form.runs(form.type.at_once)))
+
+    def lanes(self) -> Val:
+        """Lanes whose sum is the dot."""
+        t, rest = self.form.type, widen(self.offsets.v)
+        zero = t.zero + (self.form.dot.bias if t.signed else 0)
+        return self.products.v + rest if t.offsets else self.f.fma(rest, -float(zero), self.products.v)
+
+
+def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: Sequence[_Sum], ahead: Val) -> None:
+    """Adds a unit's products; what lies `ahead` bytes further is asked for."""
     t = form.type
     blocks = row + unit.block * t.bytes
     for line in range(0, t.bytes * unit.count, LINE):
-        f.prefetch(blocks + (AHEAD + line))
+        f.prefetch(blocks + (ahead + line))
     decoded = t.decode(f, blocks, unit.count)
     runs, size = form.runs(unit.count), t.size * unit.count
     weighted = decoded.offsets if decoded.offsets is not None else decoded.scales
-    scales = []
-    for x, offset in zip(xs, offsets, strict=True):
-        steps, x_sums = (f.load(x + unit.scales + 4 * runs * i, F32, runs) for i in range(2))
-        scales.append(decoded.scales * steps)
-        lanes = offset.t.count
-        offset.v = f.fma(widen(weighted, lanes), widen(x_sums, lanes), offset.v)
     at, chunks = 0, list[tuple[list[int], int, Val]]()  # the runs of a chunk's lanes, its first byte, its codes
     for codes, indices in zip(decoded.chunks, t.layout(unit.count), strict=True):
         chunks.append(([index // t.sub for index in indices[::4]], at, form.biased(codes)))
         at += len(indices)
-    for i, (lanes, group) in enumerate(itertools.groupby(chunks, lambda chunk: chunk[0])):
-        _, ats, ws = zip(*group)  # chunks whose lanes have the same scales are summed up as integers
-        for x, scale, acc in zip(xs, scales, sums, strict=True):
+    for x, total in zip(xs, sums, strict=True):
+        steps, x_sums = (f.load(x + unit.scales + 4 * runs * i, F32, runs) for i in range(2))
+        lanes = total.offsets.t.count
+        total.offsets.v = f.fma(widen(weighted, lanes), widen(x_sums, lanes), total.offsets.v)
+        scale = decoded.scales * steps
+        for of_lanes, group in itertools.groupby(chunks, lambda chunk: chunk[0]):
+            _, ats, ws = zip(*group)  # chunks whose lanes have the same scales are summed up as integers
             dot = form.dot.chunks(f, ws, x + unit.integers, ats, size, 8 * form.parts)
-            total = acc[i % len(acc)]
             if dot.lanes == LANES:
-                total.v = f.fma(dot.to(F32), scale.shuffle(lanes), total.v)
+                total.products.v = f.fma(dot.to(F32), scale.shuffle(of_lanes), total.products.v)
             else:
-                total.v = total.v + widen(dot.to(F32) * scale.shuffle(lanes))
+                total.products.v = total.products.v + widen(dot.to(F32) * scale.shuffle(of_lanes))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
-from graphrt.backends.cpu.fast.integer import Form, form_of, integer_dots
+from graphrt.backends.cpu.fast.integer import Form, form_of, integer_dots, many_dots
 from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.math_ops import activation
@@ -20,8 +20,8 @@ MAX_TOKENS = 8
 #: `bits` of activations that are not rounded.
 F32_BITS = 32
 
-#: Tokens that share one decoding of a row. A further group decodes it again, from the nearest cache: with more sums
-#: in flight than this, registers and x's cache lines run out, which costs more.
+#: Tokens in f32 that share one decoding of a row. A further group decodes it again, from the nearest cache: with more
+#: sums in flight than this, registers and x's cache lines run out, which costs more.
 TOKENS_AT_ONCE = 4
 
 
@@ -45,11 +45,21 @@ class Rows:
 
     def dots(self, f: Fn, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
         """dot(row, x) for each x, in f32; n: values in a row."""
+        if self.bits != F32_BITS:
+            return integer_dots(f, self._form, row, xs, n)
         groups = [xs[i : i + TOKENS_AT_ONCE] for i in range(0, len(xs), TOKENS_AT_ONCE)]
-        if self.bits == F32_BITS:
-            block = TYPES[self.type_name]
-            return [dot for group in groups for dot in _f32_dots(f, block, row, group, n)]
-        return [dot for group in groups for dot in integer_dots(f, self._form, row, group, n)]
+        return [dot for group in groups for dot in _f32_dots(f, TYPES[self.type_name], row, group, n)]
+
+    def all_dots(
+        self, f: Fn, rows: Val, w_nb: Val, count: Val, xs: Sequence[Val], n: Val, targets: Sequence[Val]
+    ) -> None:
+        """Writes the dots of up to 16 rows with xs[t] to targets[t], f32 side by side."""
+        if self.bits != F32_BITS and len(xs) > 1:
+            many_dots(f, self._form, rows, w_nb, count, xs, n, lambda t, lanes: f.store(targets[t], lanes))
+            return
+        with f.range(0, count) as j:
+            for target, dot in zip(targets, self.dots(f, rows + j * w_nb, xs, n), strict=True):
+                f.store(target + j * 4, dot)
 
 
 def _f32_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
@@ -114,9 +124,7 @@ def _build(
         for m, (rows, suffix) in enumerate(matrices):
             w, x, w_nb, x_nb = f.args(*(name + suffix for name in ("w", "x", "w_nb", "x_nb")))
             xs = [x + x_nb * t for t in range(n_tok)]
-            with f.range(0, count) as j:
-                for t, dot in enumerate(rows.dots(f, w + (r0 + j) * w_nb, xs, n)):
-                    f.store(slot(t, m) + j * 4, dot)
+            rows.all_dots(f, w + r0 * w_nb, w_nb, count, xs, n, [slot(t, m) for t in range(n_tok)])
 
         def write(i: Val, lanes: int) -> None:
             offset = (r0 + i) * 4

@@ -15,7 +15,7 @@ from graphrt.backends.cpu.fast.integer import Form, Unit, for_units, form_of
 from graphrt.backends.cpu.fast.ir import F32, I32, I64, LANES, Fn, Val, Var, widen
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import check_rows
-from graphrt.backends.cpu.fast.pool import Entry, Step
+from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 
 #: Tokens that a vector of codes is multiplied with before the next is loaded.
 TOKENS = 4
@@ -69,7 +69,10 @@ def _unpack(f: Fn, form: Form, unit: Unit, rows: Val, last: Val, w_nb: Val, pane
     codes, scales = f.buffer(F32, LANES * size // 4), f.buffer(F32, 2 * LANES * LANES)
     zero = t.zero + (form.dot.bias if t.signed else 0)
     with f.range(0, LANES) as j:
-        decoded = t.decode(f, rows + f.min_int(j, last) * w_nb + unit.block * t.bytes, unit.count)
+        blocks = rows + f.min_int(j, last) * w_nb + unit.block * t.bytes
+        for line in range(0, t.bytes * unit.count, LINE):
+            f.prefetch(blocks + (w_nb * LANES + line))  # of the 16 rows that follow
+        decoded = t.decode(f, blocks, unit.count)
         at = 0
         for chunk in decoded.chunks:
             f.store(codes + j * size + at, form.biased(chunk))

@@ -115,6 +115,14 @@ def test_products(
     check(name, bits, x[:, :n], w, way(mem, name, bits, x[:, :n], w))
 
 
+@pytest.mark.parametrize(("name", "n"), [("q4_K", 4608), ("q8_0", 4704)])
+def test_rows_in_pieces(name: str, n: int, mem: Memory, rng: np.random.Generator) -> None:
+    """Several activations that are more than the nearest cache holds: pieces, the last one shorter, and a rest."""
+    w, x = encode(rng, name, (19, n)), mem.put(rng.standard_normal((7, n)).astype(np.float32))
+    assert x.shape[0] * 2 * n > 4 * integer.PIECE_BYTES
+    check(name, 16, x, w, product(mem, name, 16, x, w))
+
+
 def test_all_instructions_give_the_same_bits(mem: Memory, rng: np.random.Generator) -> None:
     """Sums of integers are exact: of 16 bits only the order of the f32 sums may differ, and it does not."""
     x = mem.put(rng.standard_normal((1, 512)).astype(np.float32))
@@ -148,8 +156,8 @@ def test_types_with_one_layout_share_what_was_rounded() -> None:
     def key(name: str, bits: int = 16) -> str:
         return fast.form_of(name, bits).key
 
-    assert key("q4_K") == key("q5_K") and key("q4_0") == key("iq4_nl") != key("q8_0")
-    assert len({key("q4_K"), key("q6_K"), key("q2_K"), key("q4_0"), key("iq4_xs")}) == 5
+    assert key("q4_K") == key("q5_K") and key("q4_0") == key("q8_0") != key("q6_K")
+    assert len({key("q4_K"), key("q6_K"), key("q4_0"), key("nvfp4"), key("iq2_xs")}) == 5
 
 
 # code for machines that are not here
