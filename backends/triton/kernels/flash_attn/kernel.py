@@ -119,6 +119,11 @@ class AttentionKernel(ABC, Generic[P, L]):
         """Programs that take listed tiles whole, in rounds, before they share out the last; 0: they share out all."""
         return 0
 
+    @property
+    def lead(self) -> int:
+        """Units that a listed tile has before those of its k-blocks, for what it takes to begin one."""
+        return 0
+
     @abstractmethod
     def launches(self, plan: L | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         """The launches. plan: of the mask or of lengths, None without one; plan_is_old: a launch comes between that and

@@ -33,14 +33,14 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 )
 @gluon.jit(
     do_not_specialize=[
-        "n_groups", "n_tiles", "n_seq", "n_pages", "max_blocks", "s_table", "window", "programs", "splits", "has_sinks",
-        "has_lse",
+        "n_groups", "n_tiles", "n_seq", "n_pages", "max_blocks", "s_table", "window", "lead", "programs", "splits",
+        "has_sinks", "has_lse",
     ],
 )  # fmt: skip
 def flash_attn_varlen_decode(
     p_q, p_k, p_v, p_sinks, p_slopes, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
     p_counter,
-    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
+    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window, lead,
     programs, splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
@@ -48,8 +48,8 @@ def flash_attn_varlen_decode(
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
-    CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE. JOIN: so many rows at a time
-    are joined here."""
+    CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE. lead: see tile_list.py. JOIN: so
+    many rows at a time are joined here."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0)
@@ -77,8 +77,8 @@ def flash_attn_varlen_decode(
         first, end, first_key, end_key = visited_keys(
             row0, n, length, behind, skip, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
         )  # fmt: skip
-        low += first
-        high = gl.minimum(first + high, end)
+        low = first + gl.maximum(low - lead, 0)
+        high = gl.minimum(first + gl.maximum(high - lead, 0), end)
 
         p_kh = p_k + k_first * sk_n + i_group.to(gl.int64) * sk_h
         p_vh = p_v + k_first * sv_n + i_group.to(gl.int64) * sv_h

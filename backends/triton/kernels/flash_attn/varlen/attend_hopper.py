@@ -32,23 +32,18 @@ def program_share(unit_start, n_tiles, splits):
 
 
 @gluon.jit
-def produce(p, k_desc, v_desc, k_ring, v_ring):
-    """The producer warp: stream the blocks of every tile, K one block ahead of V as the consumers use them."""
+def produce(p, desc, ring, last: gl.constexpr):
+    """A producer warp: stream the blocks of K or of V of every tile. One for each, since a block in small pages is many
+    copies. last: it lets the next launch begin when it is done."""
     step = 0
     for turn in range(p.rounds()):
         seq, group, tile = p.tile(turn)
         kv_head = group * p.spec.pack // p.gqa
         n_full, n_all, start = p.visits(seq, group, tile)
-        block = p.block(start, 0)
-        k_ring.fill(p, k_desc, seq, kv_head, block, step)
-        for j in range(1, n_all):
-            later = p.block(start, j)
-            k_ring.fill(p, k_desc, seq, kv_head, later, step + j)
-            v_ring.fill(p, v_desc, seq, kv_head, block, step + j - 1)
-            block = later
-        v_ring.fill(p, v_desc, seq, kv_head, block, step + n_all - 1)
+        for j in range(0, n_all):
+            ring.fill(p, desc, seq, kv_head, p.block(start, j), step + j)
         step += n_all
-    if p.spec.pdl:
+    if last and p.spec.pdl:
         gdc_launch_dependents()
 
 
@@ -56,17 +51,17 @@ def produce(p, k_desc, v_desc, k_ring, v_ring):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_varlen_attn(
     q, out, lse, slopes, sinks, tiles, table, unit_start, part, k_desc, v_desc, scale, softcap, sq_t, sq_h, so_t, so_h,
-    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
+    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits,
     registers: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
     """q: f32; out: f32 [n_tokens, n_head, d]; lse: f32 [n_tokens, n_head]; k_desc, v_desc: of pages, see PageRing.fill;
-    the rest as attend.py's flash_attn_varlen has it. registers: of the producer."""
+    the rest as attend.py's flash_attn_varlen has it. registers: of the producers."""
     if spec.pdl:
         gdc_wait()
     whole, first_tile, first_unit, stop_unit, turns = program_share(unit_start, n_tiles, splits)
     p = VarlenWork(
         spec, q, out, lse, slopes, sinks, tiles, table, unit_start, part, scale, softcap, sq_t, sq_h, so_t, so_h,
-        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
+        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits,
         whole, first_tile, first_unit, stop_unit, turns,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
@@ -74,13 +69,14 @@ def hopper_varlen_attn(
     k_ring = make_page_ring(dtype, spec.d, spec.n_wg, spec)
     v_ring = make_page_ring(dtype, spec.d, spec.n_wg, spec)
     turns_ring = make_turns(spec, k_ring)
-    # setmaxnreg moves registers from the producer's warpgroup to the consumers, see half.py.
+    # setmaxnreg moves registers from the producers' warpgroup to the consumers, see half.py.
     gl.warp_specialize(
         [
             (consume, (p, query_buffers, k_ring, v_ring, turns_ring, 0)),
             (consume, (p, query_buffers, k_ring, v_ring, turns_ring, 1)),
-            (produce, (p, k_desc, v_desc, k_ring, v_ring)),
+            (produce, (p, k_desc, k_ring, False)),
+            (produce, (p, v_desc, v_ring, True)),
         ],
-        [4, 1],
-        [(504 - registers) // 16 * 8, registers],
+        [4, 1, 1],
+        [(504 - registers) // 16 * 8, registers, registers],
     )

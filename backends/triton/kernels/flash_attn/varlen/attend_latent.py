@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla_accumulator import accumulate
-from graphrt.backends.triton.kernels.flash_attn.hopper.mla_parts import PART, READ_ORDER, REST, make_channel
+from graphrt.backends.triton.kernels.flash_attn.hopper.mla_parts import PART, REST, make_channel
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla_scorer import score
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import tile_shared_layout
 from graphrt.backends.triton.kernels.flash_attn.varlen.attend_hopper import program_share
@@ -17,8 +17,9 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.hopper_work import NUMBER
 
 
 @gluon.jit
-def produce(p, k_desc, parts, rest):
-    """The producer warp: stream the blocks of every tile, the parts in the order in which the scorer takes them."""
+def produce(p, k_desc, rings, last: gl.constexpr):
+    """A producer warp: stream these parts of the blocks of every tile, in the order in which the scorer takes them. Two
+    share them, since a block in small pages is many copies. last: it lets the next launch begin when it is done."""
     step = 0
     for turn in range(p.rounds()):
         seq, group, tile = p.tile(turn)
@@ -26,11 +27,10 @@ def produce(p, k_desc, parts, rest):
         n_full, n_all, start = p.visits(seq, group, tile)
         for j in range(0, n_all):
             block = p.block(start, j)
-            rest.fill(p, k_desc, seq, kv_head, block, step + j)
-            for i in gl.static_range(4):
-                parts[READ_ORDER[i]].fill(p, k_desc, seq, kv_head, block, step + j)
+            for i in gl.static_range(len(rings)):
+                rings[i].fill(p, k_desc, seq, kv_head, block, step + j)
         step += n_all
-    if p.spec.pdl:
+    if last and p.spec.pdl:
         gdc_launch_dependents()
 
 
@@ -38,7 +38,7 @@ def produce(p, k_desc, parts, rest):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_varlen_mla(
     q, out, lse, slopes, sinks, tiles, table, unit_start, part, k_desc, scale, softcap, sq_t, sq_h, so_t, so_h,
-    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits, spec: gl.constexpr,
+    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits, spec: gl.constexpr,
 ):  # fmt: skip
     """See attend_hopper.py's hopper_varlen_attn for the arguments, mla.py for the warpgroups."""
     if spec.pdl:
@@ -46,7 +46,7 @@ def hopper_varlen_mla(
     whole, first_tile, first_unit, stop_unit, turns = program_share(unit_start, n_tiles, splits)
     p = VarlenWork(
         spec, q, out, lse, slopes, sinks, tiles, table, unit_start, part, scale, softcap, sq_t, sq_h, so_t, so_h,
-        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
+        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits,
         whole, first_tile, first_unit, stop_unit, turns,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
@@ -67,8 +67,9 @@ def hopper_varlen_mla(
             (score, (p, q_pieces, q_rest, parts, rest, weights, factors)),
             (accumulate, (p, (part0, part1), weights, factors, 0)),
             (accumulate, (p, (part2, part3), weights, factors, 1)),
-            (produce, (p, k_desc, parts, rest)),
+            (produce, (p, k_desc, (rest, part0, part1), False)),
+            (produce, (p, k_desc, (part2, part3), True)),
         ],
-        [4, 4, 1],
-        [168, 168, 24],
+        [4, 4, 1, 1],
+        [168, 168, 24, 24],
     )

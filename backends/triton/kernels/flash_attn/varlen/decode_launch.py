@@ -17,6 +17,9 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKerne
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
 from graphrt.backends.triton.launch import Launch, launch_options
 
+#: K-blocks that a program could visit in the time in which it ends a tile and begins the next: its copies start anew.
+LEAD = 2
+
 
 class VarlenDecode(VarlenKernel):
     """varlen/attend_decode.py: sequences that have few queries each, on NVIDIA's GPUs. join: joins()'s, once launches()
@@ -37,12 +40,16 @@ class VarlenDecode(VarlenKernel):
     def serves(self) -> str | None:
         if isinstance(self._found, str):
             return self._found
-        return None if portable.units_fit(self.tiling, self.choice.programs) else "programs times units pass 2^31"
+        return self.too_many_units
 
     @cached_property
     def config(self) -> Config:
         assert isinstance(self._found, Config)
         return self._found
+
+    @property
+    def lead(self) -> int:
+        return LEAD
 
     @property
     def per_sm(self) -> int:
@@ -62,7 +69,7 @@ class VarlenDecode(VarlenKernel):
         known = {
             **args, "D": p.k.d, "STAGES": c.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
             "SEES": " ".join(["position", *words]), "p_counter": scratch.counters(self.tiling.n_tiles),
-            "JOIN": self.join[0], "JOIN_PARTS": self.join[1],
+            "lead": self.lead, "JOIN": self.join[0], "JOIN_PARTS": self.join[1],
         }  # fmt: skip
         given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
         fewer = tuple({"STAGES": n} for n in range(c.stages - 1, 0, -1))

@@ -34,7 +34,7 @@ HALF: dict[int, Config] = {
     128: Config(block_n=128, stages=2, n_wg=2),
     256: Config(block_n=64, stages=2, n_wg=2),
 }
-#: Registers of the warp that brings K and V, and where a k-block lies in several pages, by how many at least.
+#: Registers of the warps that bring K and V, and where a k-block lies in several pages, by how many at least.
 PRODUCER_REGISTERS = {1: 24, 4: 40}
 
 
@@ -50,9 +50,7 @@ class VarlenHopper(VarlenKernel):
             reason = f"the scale must be positive, it is {p.params.scale:g}"
         if reason is None and any(n % 16 for t in (p.k_t, p.v_t) for n in (*t.nb[1:], p.place(t)[1])):
             reason = "addresses and strides of K and V must be whole 16 bytes"
-        if reason is None and not portable.units_fit(self.tiling, self.choice.programs):
-            reason = "programs times units pass 2^31"
-        return reason
+        return reason or self.too_many_units
 
     @abstractmethod
     def _why_not(self) -> str | None:
@@ -102,7 +100,7 @@ class VarlenHopper(VarlenKernel):
             **dict(zip(("so_t", "so_h"), strides_in(self._vec, out, (1, 2)))),
             "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_tiles": t.n_tiles, "n_seq": p.n_seq,
             "n_pages": p.k_t.ne[3], "max_blocks": table.ne[0] if table is not None else 1,
-            "s_table": table.nb[1] // 4 if table is not None else 0, "window": params.window,
+            "s_table": table.nb[1] // 4 if table is not None else 0, "window": params.window, "lead": self.lead,
             "splits": 0 if self.choice.schedule == "stream_k" else self.choice.splits,
         }  # fmt: skip
 
@@ -158,13 +156,18 @@ class VarlenTiles(VarlenHopper):
 
     @property
     def workers(self) -> str:
-        return f"{self.config.n_wg} warpgroups multiply, a warp brings K and V by TMA"
+        return f"{self.config.n_wg} warpgroups multiply, a warp brings K, one V by TMA"
 
     def main_launch(self, arguments: dict[str, Any]) -> Launch:
         p, c = self.p, self.config
         assert p.v_t is not None
         spec = TileSpec(
-            d=p.k.d, n_wg=c.n_wg, pingpong=c.pingpong, large_cap=p.params.softcap >= LARGE_CAP, **self._constants()
+            visits_one=True,
+            d=p.k.d,
+            n_wg=c.n_wg,
+            pingpong=c.pingpong,
+            large_cap=p.params.softcap >= LARGE_CAP,
+            **self._constants(),
         )
         pieces = c.block_n // rows_of_box(p.page, c.block_n)
         args = arguments | {
@@ -197,8 +200,12 @@ class VarlenLatent(VarlenHopper):
         return self.config.shared_bytes
 
     @property
+    def lead(self) -> int:
+        return 1
+
+    @property
     def workers(self) -> str:
-        return "a warpgroup scores, 2 add up halves of V, a warp brings K by TMA"
+        return "a warpgroup scores, 2 add up halves of V, 2 warps bring K by TMA"
 
     def main_launch(self, arguments: dict[str, Any]) -> Launch:
         p, c = self.p, self.config

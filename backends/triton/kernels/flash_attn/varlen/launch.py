@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -27,6 +28,12 @@ class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
     """
 
     few_rows: ClassVar[int] = 0
+
+    @property
+    def too_many_units(self) -> str | None:
+        """Why a kernel that reckons in 32 bits does not serve, None if it does."""
+        most = replace(self.tiling, n_blocks=self.tiling.n_blocks + self.lead)
+        return None if portable.units_fit(most, self.choice.programs) else "programs times units pass 2^31"
 
     @cached_property
     def tiling(self) -> Tiling:

@@ -71,11 +71,12 @@ def _queries(
 @accesses(reads="p_q_starts p_kv p_prefixes", writes="p_tiles p_units", helper=True)
 @triton.jit(
     do_not_specialize=[
-        "n_seq", "n_prefixes", "n_tokens", "most_keys", "n_qt", "window", "gqa", "least_rows", "most_rows",
+        "n_seq", "n_prefixes", "n_tokens", "most_keys", "n_qt", "window", "gqa", "lead", "least_rows",
+        "most_rows",
     ]
 )  # fmt: skip
 def list_varlen_tiles(
-    p_q_starts, p_kv, p_prefixes, p_tiles, p_units, n_seq, n_prefixes, n_tokens, most_keys, n_qt, window, gqa,
+    p_q_starts, p_kv, p_prefixes, p_tiles, p_units, n_seq, n_prefixes, n_tokens, most_keys, n_qt, window, gqa, lead,
     least_rows, most_rows, PAGE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr, PREFIX: tl.constexpr, SKIPS: tl.constexpr,
     CHUNK: tl.constexpr, TILES: tl.constexpr,
@@ -84,7 +85,9 @@ def list_varlen_tiles(
 
     q_starts: int32 [n_seq + 1]; kv: lengths int32 [n_seq] of pages, k_starts int32 [n_seq + 1] if PAGE is 0;
     prefixes: int32 [n_prefixes, 3]; most_keys: what a sequence may have of pages, or all packed keys; least_rows,
-    most_rows: query rows of a KV head of a sequence that is not left out. CHUNK sequences are looked at at a time.
+    most_rows: query rows of a KV head of a sequence that is not left out; lead: units of a tile before those of its
+    k-blocks, which stand for the time that a program takes to go on from one tile to the next. CHUNK sequences are
+    looked at at a time.
     """
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     seq = tile * 0
@@ -139,7 +142,7 @@ def list_varlen_tiles(
     tl.store(p + 5, k_first, mask=listed)
     tl.store(p + 6, behind, mask=listed)
     tl.store(p + 7, skip, mask=listed)
-    tl.store(p_units + tile, tl.where(there, tl.maximum(end - first, 1), 0), mask=listed)
+    tl.store(p_units + tile, tl.where(there, tl.maximum(end - first, 1) + lead, 0), mask=listed)
 
 
 @accesses(reads="p_units", writes="p_unit_start", helper=True)
