@@ -82,6 +82,9 @@ class Backend(ABC):
     deterministic: bool = True
     #: run() returns before the work is done, so that a caller gains by queuing runs ahead of what it reads.
     asynchronous: bool = False
+    #: Where a graph tells of what several sequences share, it is read once for all of them, in sums that are put
+    #: together otherwise than those of each alone. A backend that makes nothing of it says False, and is not told.
+    reads_shared_once: bool = False
     #: What was prepared before a fork runs in the forked process too. A GPU's memory and queues are its parent's alone.
     survives_fork: bool = True
     #: How far a model's logits may be from the CPU reference's: an NMSE. What `graphrt bench` checks a model by. A

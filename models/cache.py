@@ -7,6 +7,7 @@ Nothing of a graph depends on the position.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,48 @@ class LayerCache:
         return (self.k,) if self.v is None else (self.k, self.v)
 
 
-class KVCache:
-    """The cache of n_seq sequences of at most n_ctx tokens each.
+class Cache(ABC):
+    """The memory of n_seq sequences of at most n_ctx tokens each, whatever cells they lie in. layers: its leafs;
+    type_k: of its keys."""
+
+    n_ctx: int
+    n_seq: int
+    type_k: str
+    layers: list[LayerCache]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for layer in self.layers for leaf in layer.leafs)
+
+    @property
+    @abstractmethod
+    def kinds(self) -> Sequence[str]:
+        """The kinds of cells that layers have."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets every token."""
+
+    @abstractmethod
+    def held(self, kind: str, seq: int = 0) -> int:
+        """How many of a sequence's last tokens the cells of a kind hold."""
+
+    @abstractmethod
+    def saved_rows(self, leaf: Tensor, kind: str, first: int, stop: int, seq: int = 0) -> Bytes:
+        """What a file has of a sequence's tokens at these positions: uint8 [tokens, bytes of a row]."""
+
+    @abstractmethod
+    def take_back(self, ids: Sequence[int], held: Mapping[str, int], seq: int = 0) -> bool:
+        """Cells for a text from a file, empty before, which has the rows of so many of its last tokens; False where a
+        window needs more of them."""
+
+    @abstractmethod
+    def put_saved_rows(self, leaf: Tensor, kind: str, first: int, rows: Bytes, seq: int = 0) -> None:
+        """Writes what saved_rows() gave, of the tokens from position `first` on."""
+
+
+class KVCache(Cache):
+    """A ring of cells for each sequence.
 
     n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k. Raises
     SessionError for a type that can't hold this model.
@@ -70,16 +111,11 @@ class KVCache:
             del self.cells["full"]
 
     @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for layer in self.layers for leaf in layer.leafs)
-
-    @property
     def kinds(self) -> Sequence[str]:
-        """The kinds of cells that layers have."""
         return list(self.cells)
 
     def clear(self) -> None:
-        """Forgets every token. The cells keep their bytes: nobody sees them any more."""
+        """The cells keep their bytes: nobody sees them any more."""
         for cells in self.cells.values():
             cells.clear()
 
@@ -99,23 +135,19 @@ class KVCache:
                 self.put_rows(target, taken, other.rows(source, taken))
 
     def held(self, kind: str, seq: int = 0) -> int:
-        """How many of a sequence's last tokens the cells of a kind hold."""
         return int((self.cells[kind].positions[seq] >= 0).sum())
 
     def saved_rows(self, leaf: Tensor, kind: str, first: int, stop: int, seq: int = 0) -> Bytes:
-        """What a file has of the tokens at these positions of the only sequence: see rows()."""
+        """Of the only sequence: see rows()."""
         return self.rows(leaf, self.cells[kind].where(np.arange(first, stop)))
 
     def take_back(self, ids: Sequence[int], held: Mapping[str, int], seq: int = 0) -> bool:
-        """Cells for a text from a file, empty before, which has the rows of so many of its last tokens; False where a
-        window needs more of them."""
         for kind, cells in self.cells.items():
             n = min(held[kind], cells.size)  # a smaller ring keeps the last ones
             cells.take(np.arange(len(ids) - n, len(ids))[None])
         return all(cells.holds(len(ids), seq) for cells in self.cells.values())
 
     def put_saved_rows(self, leaf: Tensor, kind: str, first: int, rows: Bytes, seq: int = 0) -> None:
-        """Writes what saved_rows() gave, of the tokens from position `first` on."""
         cells = self.cells[kind]
         n = min(len(rows), cells.size)
         end = first + len(rows)

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from graphrt.backend import Backend, Buffer, Bytes
 from graphrt.errors import SessionError
-from graphrt.models.cache import LayerCache, cache_layers, cache_sides
+from graphrt.models.cache import Cache, cache_layers, cache_sides
 from graphrt.models.hparams import HParams
 from graphrt.models.paging.pool import GONE, Copy, PagePool
+from graphrt.models.paging.prefixes import Prefixes, PrefixRule, prefixes
 from graphrt.ops.flash_attn_varlen import PAGES
 from graphrt.tensor import Tensor
 
@@ -67,9 +68,8 @@ class Swapped:
         return sum(data.nbytes for page in self.rows.values() for data in page)
 
 
-class PagedCache:
-    """The cache of n_seq sequences of at most n_ctx tokens each, in the pages of `pool`. Raises SessionError for a type
-    that can't hold this model."""
+class PagedCache(Cache):
+    """Sequences in the pages of `pool`. Raises SessionError for a type that can't hold this model."""
 
     def __init__(
         self,
@@ -86,20 +86,18 @@ class PagedCache:
         self.n_ctx, self.n_seq, self.sizes = n_ctx, n_seq, sizes
         self.type_k = types[0]
         cells = {kind: (n * sizes.page,) for kind, n in sizes.n_pages.items()}
-        self.layers: list[LayerCache] = cache_layers(hp, backend, windowed, cells, cache_sides(hp, *types))
+        self.layers = cache_layers(hp, backend, windowed, cells, cache_sides(hp, *types))
+        self._rows: dict[str, dict[int, tuple[int, npt.NDArray[np.int32]]]] = {}  # tables as arrays, and of which state
+        page_bytes = sizes.page * sum(leaf.nb[1] for leaf in self._leafs("full"))
+        self.prefix_rule = PrefixRule.of(hp, page_bytes)
         self.pool = PagePool(sizes.page, sizes.n_pages, sizes.windows, share=share)
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The kinds of cells that layers have."""
         return list(self.pool.kinds)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for layer in self.layers for leaf in layer.leafs)
-
     def clear(self) -> None:
-        """Forgets every token, shared beginnings too."""
+        """Shared beginnings too."""
         for seq in list(self.pool.held):
             self.pool.free(seq)
         self.pool.forget()
@@ -119,17 +117,38 @@ class PagedCache:
 
     def cells(self, kind: str, seq: int, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Where a sequence's tokens of these positions lie; under 0 where a window has given them back."""
-        page, table = self.sizes.page, np.asarray(self.pool.of(seq).tables[kind], np.int64)
         positions = np.arange(first, stop)
-        return table[positions // page] * page + positions % page
+        return cells_at(self.tables(kind, [seq]), np.zeros(len(positions), np.int64), positions, self.sizes.page)
 
-    def table(self, kind: str, seqs: Sequence[int], n: int) -> npt.NDArray[np.int32]:
-        """The tables of sequences as attention reads them: int32 [n, max_blocks], -1 where there is no page."""
-        found = np.full((n, self.sizes.max_blocks), GONE, np.int32)
-        for row, seq in zip(found, seqs):
-            table = self.pool.of(seq).tables[kind]
-            row[: len(table)] = table
+    def tables(self, kind: str, seqs: Sequence[int]) -> npt.NDArray[np.int32]:
+        """The tables of sequences: int32 [sequences, blocks of the longest], -1 where there is no page."""
+        held = [self.pool.of(seq) for seq in seqs]
+        rows = self._rows.setdefault(kind, {})
+        most = max((len(h.tables[kind]) for h in held), default=0)
+        found = np.full((len(held), most), GONE, np.int32)
+        for row, seq, h in zip(found, seqs, held):
+            table = rows.get(seq)
+            if table is None or table[0] != h.changes:  # most steps change no table
+                table = rows[seq] = h.changes, np.array(h.tables[kind], np.int32)
+            row[: len(table[1])] = table[1]
         return found
+
+    # ---- prefixes ----
+
+    def arranged(self, seqs: Sequence[int]) -> list[int]:
+        """The sequences in an order in which those that begin with the same pages stand side by side."""
+        tables = {seq: self.pool.of(seq).tables.get("full", []) for seq in seqs}
+        first = [table[0] for table in tables.values() if table]
+        return list(seqs) if len(set(first)) == len(first) else sorted(seqs, key=tables.__getitem__)
+
+    def prefixes(self, new: Mapping[int, int]) -> Prefixes:
+        """What a step that reads so many last tokens of these sequences reads once of pages that they share."""
+        if "full" not in self.pool.kinds:
+            return Prefixes(reason="all layers have windows, behind which no pages are shared")
+        counts = np.fromiter(new.values(), np.int64, len(new))
+        ends = np.fromiter((self.pool.of(seq).reserved for seq in new), np.int64, len(new))
+        whole = (ends - counts) // self.sizes.page
+        return prefixes(self.tables("full", list(new)), whole, counts, self.prefix_rule)
 
     # ---- host memory and files ----
 
@@ -154,20 +173,16 @@ class PagedCache:
         self.pool.commit(seq)
 
     def held(self, kind: str, seq: int = 0) -> int:
-        """How many of a sequence's last tokens the pages of a kind hold."""
         held = self.pool.of(seq)
         return min(len(held.ids), max(0, len(held.ids) - held.tables[kind].count(GONE) * self.sizes.page))
 
     def saved_rows(self, leaf: Tensor, kind: str, first: int, stop: int, seq: int = 0) -> Bytes:
-        """What a file has of the tokens at these positions: uint8 [tokens, bytes of a row]."""
         found = np.empty((stop - first, leaf.nb[1]), np.uint8)
         for start, cell, n in self._runs(kind, seq, first, stop):
             found[start : start + n] = _buffer(leaf).read(cell * leaf.nb[1], n * leaf.nb[1]).reshape(n, -1)
         return found
 
     def take_back(self, ids: Sequence[int], held: Mapping[str, int], seq: int = 0) -> bool:
-        """Pages for a text from a file, empty before, which has the rows of so many of its last tokens; False where a
-        window needs more of them."""
         for kind, window in self.sizes.windows.items():
             if held[kind] < min(len(ids), window - 1 if window else len(ids)):
                 return False
@@ -175,8 +190,7 @@ class PagedCache:
         return True
 
     def put_saved_rows(self, leaf: Tensor, kind: str, first: int, rows: Bytes, seq: int = 0) -> None:
-        """Writes what saved_rows() gave, of the tokens from position `first` on, into the pages that are this text's
-        own: what others read is not a file's to change."""
+        """Into the pages that are this text's own alone: what others read is not a file's to change."""
         for start, cell, n in self._runs(kind, seq, first, first + len(rows)):
             if (kind, (first + start) // self.sizes.page) in self._filled:
                 _buffer(leaf).write(cell * leaf.nb[1], np.ascontiguousarray(rows[start : start + n]).reshape(-1))
@@ -189,6 +203,14 @@ class PagedCache:
         for start, end in zip(edges, edges[1:]):
             if end > start:
                 yield start - first, int(cells[start - first]), end - start
+
+
+def cells_at(
+    tables: npt.NDArray[np.int32], owner: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], page: int
+) -> npt.NDArray[np.int64]:
+    """The cells of tokens, each of a row of `tables` and at a position of its own: int64, as many; under 0 where a
+    table has no page."""
+    return tables[owner, positions // page].astype(np.int64) * page + positions % page
 
 
 def _buffer(leaf: Tensor) -> Buffer:

@@ -6,9 +6,10 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,8 +22,7 @@ from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
-from graphrt.models.cache import KVCache
-from graphrt.models.cache_paged import PagedCache
+from graphrt.models.cache import Cache, KVCache
 from graphrt.models.hparam_sizes import default_ctx
 from graphrt.models.hparams import HParams
 from graphrt.models.key_reader import INT32_MAX
@@ -32,13 +32,13 @@ from graphrt.models.sampling import Uniforms
 from graphrt.models.step import AnyStep, Logits, PreparedStep
 from graphrt.ops import SampleParams
 from graphrt.progress import Advance, ignore, task
-from graphrt.tensor import new_tensor
+from graphrt.tensor import Tensor, new_tensor
 
 log = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int32]
 
-C = TypeVar("C", bound="KVCache | PagedCache")
+C = TypeVar("C", bound=Cache)
 S = TypeVar("S", bound=AnyStep[Any])
 
 #: Prepared steps that an engine keeps: one for each number of tokens it has lately been given.
@@ -129,6 +129,9 @@ class AnyEngine(ABC, Generic[C, S]):
     sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
     for options that can't be, and for n_seq."""
 
+    #: Prepared steps that are kept: the ones that were used last.
+    most_prepared = MAX_PREPARED
+
     def __init__(
         self,
         decoder: Decoder,
@@ -151,10 +154,9 @@ class AnyEngine(ABC, Generic[C, S]):
         self.home = for_cache(self.backends, options.type_k)
         self.cache = self._new_cache()
         self.lengths = np.zeros(n_seq, np.int64)
+        self._prepared = Recent[Hashable, S](self.most_prepared)
         self._busy = threading.Lock()
         self._alone = _Alone(self._busy)
-        self._tokens = new_tensor("i32", n_seq, name="inp_tokens")
-        self._chained = Recent[SampleParams | None, S](MAX_CHAINED)
 
     @abstractmethod
     def _most_at_once(self, n_batch: int) -> int:
@@ -173,16 +175,10 @@ class AnyEngine(ABC, Generic[C, S]):
     def executable(self, n: int, n_outputs: int) -> Executable:
         """The graph of a step that reads n tokens of each sequence and has so many wanted rows."""
 
+    @abstractmethod
     def chained(self, sampling: SampleParams | None = None) -> S:
         """The step that reads a token of each sequence and writes the next ones where the next step reads them: the
         likeliest, or ones that are drawn. Made on first use."""
-        if self._tokens.buffer is None:
-            self._tokens.buffer = self.home.alloc(self._tokens.nbytes, Usage.STATE)
-        return self._chained.made(sampling, lambda: self._prepare_chained(sampling))
-
-    @abstractmethod
-    def _prepare_chained(self, sampling: SampleParams | None) -> S:
-        """Makes it."""
 
     @abstractmethod
     def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
@@ -205,6 +201,7 @@ class AnyEngine(ABC, Generic[C, S]):
     def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
         """One step. The logits after each sequence's last token, f32 [sequences, n_vocab]."""
 
+    @abstractmethod
     def run_ahead(
         self, tokens: Ids, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
     ) -> Generator[Ids, None, None]:
@@ -216,46 +213,6 @@ class AnyEngine(ABC, Generic[C, S]):
         stop anywhere. lengths are right whenever tokens are given. Raises SessionError as read() does, and for logits
         that are no numbers. !! A backend that queues its work doesn't look at these.
         """
-        self.checked(dict(enumerate(tokens[:, None])))
-        step = self.chained(sampling)
-        buffer, offset = step.exe.place(self._tokens)
-        step.exe.write(self._tokens, tokens.astype(np.int32))
-        start, given, queued, nbytes = self.lengths.copy(), 0, 0, self._tokens.nbytes
-        ahead = min(MAX_AHEAD, self.n_batch) if self.home.asynchronous else 1
-        most = min(n, int(self.n_ctx - start.max()))
-        answers: deque[Callable[[], npt.NDArray[np.uint8]]] = deque()
-        try:
-            while given < most:
-                with self.alone():
-                    while queued < min(most, given + ahead):
-                        uniform = None if uniforms is None else np.array([uniforms.peek(queued - given)])
-                        self._queue(step, start + queued, uniform)
-                        step.exe.run()
-                        answers.append(buffer.read_later(offset, nbytes))
-                        queued += 1
-                    answer = answers.popleft()().view(np.int32)
-                step.check_chosen(answer)
-                given += 1
-                self.lengths[:] = start + given
-                self._took(tokens)
-                tokens = answer
-                if uniforms is not None:
-                    uniforms.take()
-                yield answer
-        finally:  # what was queued beyond is forgotten: no later step sees those cells before they are written again
-            self._forget()
-
-    @abstractmethod
-    def _queue(self, step: S, positions: npt.NDArray[np.int64], uniform: npt.NDArray[np.float64] | None) -> None:
-        """Fills the inputs of a chained step: the next token of each sequence stands at these positions, [n_seq]."""
-
-    @abstractmethod
-    def _took(self, tokens: Ids) -> None:
-        """These are the tokens that the last step but those queued behind it has read, [n_seq]."""
-
-    @abstractmethod
-    def _forget(self) -> None:
-        """Nothing stays of tokens beyond `lengths`."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -313,16 +270,6 @@ class AnyEngine(ABC, Generic[C, S]):
 class Engine(AnyEngine[KVCache, PreparedStep]):
     """Sequences that have a ring of cells each."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        backends: Sequence[Backend],
-        options: SessionOptions = SessionOptions(),
-        n_seq: int = 1,
-    ) -> None:
-        super().__init__(decoder, backends, options, n_seq)
-        self._prepared = Recent[tuple[int, int], PreparedStep](MAX_PREPARED)
-
     def _most_at_once(self, n_batch: int) -> int:
         return max(1, n_batch // self.n_seq)
 
@@ -348,12 +295,27 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
     def executable(self, n: int, n_outputs: int) -> Executable:
         return self.prepared(n, n_outputs).exe
 
-    def _prepare_chained(self, sampling: SampleParams | None) -> PreparedStep:
-        keep_logits = not self.home.asynchronous
-        inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling, keep_logits=keep_logits)
-        exe = prepare(graph, self.backends)
-        exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
-        return PreparedStep(inputs, exe)
+    def chained(self, sampling: SampleParams | None = None) -> PreparedStep:
+        if self._tokens.buffer is None:
+            self._tokens.buffer = self.home.alloc(self._tokens.nbytes, Usage.STATE)
+
+        def make() -> PreparedStep:
+            keep_logits = not self.home.asynchronous
+            inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling, keep_logits=keep_logits)
+            step = PreparedStep(inputs, prepare(graph, self.backends))
+            step.exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
+            return step
+
+        return self._chained.made(sampling, make)
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        """What chained steps read and write."""
+        return new_tensor("i32", self.n_seq, name="inp_tokens")
+
+    @cached_property
+    def _chained(self) -> Recent[SampleParams | None, PreparedStep]:
+        return Recent(MAX_CHAINED)
 
     def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
         with self.alone():
@@ -414,13 +376,37 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         prepared.write(self.lengths[:, None] + np.arange(n), ids, rows)
         return prepared
 
-    def _queue(
-        self, step: PreparedStep, positions: npt.NDArray[np.int64], uniform: npt.NDArray[np.float64] | None
-    ) -> None:
-        step.write(positions[:, None], uniform=uniform)
-
-    def _took(self, tokens: Ids) -> None:
-        return None  # cells know positions, not tokens
+    def run_ahead(
+        self, tokens: Ids, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
+    ) -> Generator[Ids, None, None]:
+        self.checked(dict(enumerate(tokens[:, None])))
+        step = self.chained(sampling)
+        buffer, offset = step.exe.place(self._tokens)
+        step.exe.write(self._tokens, tokens.astype(np.int32))
+        start, given, queued, nbytes = self.lengths.copy(), 0, 0, self._tokens.nbytes
+        ahead = min(MAX_AHEAD, self.n_batch) if self.home.asynchronous else 1
+        most = min(n, int(self.n_ctx - start.max()))
+        answers: deque[Callable[[], npt.NDArray[np.uint8]]] = deque()
+        try:
+            while given < most:
+                with self.alone():
+                    while queued < min(most, given + ahead):
+                        uniform = None if uniforms is None else np.array([uniforms.peek(queued - given)])
+                        step.write((start + queued)[:, None], uniform=uniform)
+                        step.exe.run()
+                        answers.append(buffer.read_later(offset, nbytes))
+                        queued += 1
+                    answer = answers.popleft()().view(np.int32)
+                step.check_chosen(answer)
+                given += 1
+                self.lengths[:] = start + given
+                tokens = answer
+                if uniforms is not None:
+                    uniforms.take()
+                yield answer
+        finally:  # what was queued beyond is forgotten: no later step sees those cells before they are written again
+            self._forget()
 
     def _forget(self) -> None:
+        """Nothing stays of tokens beyond `lengths`."""
         self.cache.forget_from(self.lengths)

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from graphrt.arguments import checked
-from graphrt.backend import Backend
+from graphrt.backend import Usage
 from graphrt.backends.cpu import threads
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models import session_file
-from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.cache_paged import PagedCache, Swapped, page_sizes
-from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
-from graphrt.models.paging.ladder import coarse_rung, rung
-from graphrt.models.recent import Recent
+from graphrt.models.continuous_batch import ContinuousBatch, generated
+from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids
+from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
+from graphrt.models.paging.prefixes import Prefixes
+from graphrt.models.sampling import Uniforms
 from graphrt.models.step import Logits
-from graphrt.models.step_paged import PagedStep
+from graphrt.models.step_paged import PagedStep, StepSize
 from graphrt.ops import SampleParams
+from graphrt.tensor import Tensor, new_tensor
 
 #: Prepared steps that an engine keeps. Sizes are rungs of a ladder, so that more are seldom in use.
 MAX_STEPS = 24
+
+_NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
+
+
+class StepPlan(NamedTuple):
+    """Which prepared step reads some tokens, and what it reads once of what sequences share."""
+
+    size: StepSize
+    prefixes: Prefixes
 
 
 class PagedEngine(AnyEngine[PagedCache, PagedStep]):
@@ -37,15 +50,9 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
     sizes, the rest of which belongs to nobody.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        backends: Sequence[Backend],
-        options: SessionOptions = SessionOptions(page=16),
-        n_seq: int = 1,
-    ) -> None:
-        super().__init__(decoder, backends, options, n_seq)
-        self._prepared = Recent[tuple[int, int, int], PagedStep](MAX_STEPS)
+    most_prepared = MAX_STEPS
+    #: The batch of sequences that generate, while there is one.
+    batch: ContinuousBatch | None = None
 
     def _most_at_once(self, n_batch: int) -> int:
         return n_batch
@@ -64,34 +71,65 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
 
     # ---- prepared steps ----
 
-    def prepared(self, n_tokens: int, n_seq: int, n_outputs: int) -> PagedStep:
-        """The step of up to so many tokens, sequences and wanted rows; made on first use."""
+    def prepared(self, size: StepSize) -> PagedStep:
+        """The step of up to so many tokens and so on that gives logits; made on first use."""
 
         def make() -> PagedStep:
-            inputs = self.decoder.paged_inputs(n_tokens, n_seq, n_outputs, self.cache)
+            inputs = self.decoder.paged_inputs(size, self.cache)
             return PagedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
 
-        return self._prepared.made((n_tokens, n_seq, n_outputs), make)
+        return self._prepared.made(size, make)
 
-    def sizes(self, n_tokens: int, n_seq: int, *, every: bool = False) -> tuple[int, int, int]:
-        """The prepared step for so many tokens of so many sequences. Where each has one, tokens, sequences and rows are
-        one rung; else sequences are of a coarse ladder, whose empty ones cost a row of logits each."""
+    def choosing(self, size: StepSize, sampling: SampleParams | None = None) -> PagedStep:
+        """The same that finds its tokens on the board and leaves the next ones there, the likeliest or drawn ones."""
+        if self.board.buffer is None:
+            self.board.buffer = self.home.alloc(self.board.nbytes, Usage.STATE)
+
+        def make() -> PagedStep:
+            keep_logits = not self.home.asynchronous
+            made = self.decoder.paged_chosen(self.board, size, self.cache, sampling, keep_logits=keep_logits)
+            return PagedStep(made[0], prepare(made[1], self.backends))
+
+        return self._prepared.made((size, sampling), make)
+
+    @cached_property
+    def board(self) -> Tensor:
+        """i32 [1, n_seq + most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
+        return new_tensor("i32", 1, self.n_seq + self.most_tokens, name="token_board")
+
+    def plan(self, new: Mapping[int, int], *, every: bool = False) -> StepPlan:
+        """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
+        few. Where each sequence has one token, tokens, sequences and wanted rows are one rung; else sequences are of a
+        coarse ladder, whose empty ones cost a row of logits each. A table has room for the longest sequence's pages,
+        in powers of two."""
+        longest = max(self.cache.pool.of(seq).reserved for seq in new)
+        shared = self.cache.prefixes(new) if self.home.reads_shared_once else _NOT_TOLD
+        blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks)
+        size = self._size(sum(new.values()), len(new), blocks, every=every)
+        n_groups = coarse_rung(len(shared.groups), self.n_seq) if shared.groups else 0
+        return StepPlan(size._replace(n_groups=n_groups), shared)
+
+    def largest_size(self, n_tokens: int, n_seq: int, *, every: bool = False) -> StepSize:
+        """That of a step of sequences that may be as long as the context and share nothing."""
+        return self._size(n_tokens, n_seq, self.cache.sizes.max_blocks, every=every)
+
+    def _size(self, n_tokens: int, n_seq: int, n_blocks: int, *, every: bool) -> StepSize:
         n = rung(n_tokens, self.most_tokens)
         if n_tokens == n_seq:
             n = min(n, self.n_seq)
-            return n, n, n
+            return StepSize(n, n, n, n_blocks)
         seqs = coarse_rung(n_seq, self.n_seq)
-        return n, seqs, n if every else seqs
+        return StepSize(n, seqs, n if every else seqs, n_blocks)
+
+    def arranged(self, seqs: Sequence[int]) -> list[int]:
+        """The order in which a step reads sequences: that given, unless some share what can be read once."""
+        return self.cache.arranged(seqs) if self.home.reads_shared_once else list(seqs)
 
     def executable(self, n: int, n_outputs: int) -> Executable:
-        return self.prepared(*self.sizes(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
+        return self.prepared(self.largest_size(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
 
-    def _prepare_chained(self, sampling: SampleParams | None) -> PagedStep:
-        keep_logits = not self.home.asynchronous
-        inputs, graph = self.decoder.paged_chained(self._tokens, self.cache, sampling, keep_logits=keep_logits)
-        exe = prepare(graph, self.backends)
-        exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
-        return PagedStep(inputs, exe)
+    def chained(self, sampling: SampleParams | None = None) -> PagedStep:
+        return self.choosing(self.largest_size(self.n_seq, self.n_seq), sampling)
 
     # ---- reading ----
 
@@ -99,7 +137,7 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
     def read(self, tokens: Mapping[int, Sequence[int] | Ids]) -> Logits:
         with self.alone():
             given = self.checked(tokens)
-            left = self._after_what_is_known(given)
+            left = self.after_what_is_known(given)
             found: dict[int, Logits] = {}
             with self.reading(sum(map(len, left.values()))) as advance:
                 while left:
@@ -110,22 +148,32 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
                     advance(sum(map(len, part.values())))
             return np.stack([found[seq] for seq in given])
 
-    def _after_what_is_known(self, given: Mapping[int, Ids]) -> dict[int, Ids]:
+    def after_what_is_known(self, given: Mapping[int, Ids]) -> dict[int, Ids]:
         """What is to be read of the tokens after empty sequences have taken over what the tree has of theirs. Raises
         CacheFullError where there are too few pages for all; then nothing has changed."""
-        pool, left, began = self.cache.pool, dict(given), []
-        try:
+        pool, left = self.cache.pool, dict(given)
+        with self._emptied_where_it_fails() as began:
             for seq, ids in given.items():
                 if not self.lengths[seq]:
                     began.append(seq)
                     self.lengths[seq] = n = pool.adopt(seq, ids.tolist())
                     left[seq] = ids[n:]
             pool.check_room({seq: len(ids) for seq, ids in left.items()}, windowed=False)
-        except BaseException:
-            for seq in began:
-                self._truncate(seq, 0)
-            raise
         return left
+
+    @contextmanager
+    def _emptied_where_it_fails(self) -> Iterator[list[int]]:
+        """The sequences that are put into the list are empty again where what is done inside fails or is
+        interrupted."""
+        began: list[int] = []
+        done = False
+        try:
+            yield began
+            done = True
+        finally:
+            if not done:
+                for seq in began:
+                    self._truncate(seq, 0)
 
     def _next_part(self, left: Mapping[int, Ids]) -> dict[int, Ids]:
         """What the next step reads: the last tokens that sequences have, and n_batch tokens of the other ones'
@@ -142,17 +190,19 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
         """One step: up to most_tokens tokens of any sequences, any number of each. The logits after each one's last
         token, f32 [sequences, n_vocab], or after every token, one sequence after the other. Raises CacheFullError; then
         nothing has changed."""
-        new = {seq: len(ids) for seq, ids in part.items()}
+        order = list(part) if every else self.arranged(list(part))
+        new = {seq: len(part[seq]) for seq in order}
         try:
             with threads.using(self.n_threads_batch if max(new.values()) > 1 else 0):
-                prepared = self.feed(part, every=every)
+                prepared = self.feed({seq: part[seq] for seq in order}, every=every)
                 prepared.exe.run()
             for seq, ids in part.items():
                 self.cache.pool.commit(seq, ids.tolist())
                 self.lengths[seq] += len(ids)
         finally:  # nothing stays of a step that was interrupted
-            self._forget()
-        return prepared.logits()[: sum(new.values()) if every else len(new)]
+            self.forget(new)
+        logits = prepared.logits()[: sum(new.values()) if every else len(new)]
+        return logits if order == list(part) else logits[[order.index(seq) for seq in part]]
 
     def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PagedStep:
         """A step with its inputs filled, ready to run; its tokens have cells and don't count as read yet."""
@@ -163,34 +213,55 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
                 f"a step reads at most {self.most_tokens} tokens, n_batch and one of each sequence, got {n}; read them "
                 f"in several"
             )
-        prepared = self.prepared(*self.sizes(n, len(new), every=every))
         self.cache.append(new)
+        plan = self.plan(new, every=every)
+        prepared = self.prepared(plan.size)
         ends = np.cumsum(list(new.values()), dtype=np.int32)
         rows = np.arange(n, dtype=np.int32) if every else ends - 1
-        prepared.write(new, np.concatenate([np.asarray(ids, np.int32) for ids in part.values()]), rows)
+        ids = np.concatenate([np.asarray(ids, np.int32) for ids in part.values()])
+        prepared.write(new, ids, rows, prefixes=plan.prefixes.groups)
         return prepared
 
-    def _queue(
-        self, step: PagedStep, positions: npt.NDArray[np.int64], uniform: npt.NDArray[np.float64] | None
-    ) -> None:
-        new = dict.fromkeys(range(self.n_seq), 1)
-        self.cache.append(new)
-        step.write(new, uniform=uniform)
+    def run_ahead(
+        self, tokens: Ids, n: int, sampling: SampleParams | None = None, uniforms: Uniforms | None = None
+    ) -> Generator[Ids, None, None]:
+        self.checked(dict(enumerate(tokens[:, None])))
+        most = min(n, int(self.n_ctx - self.lengths.max()))
+        batch = ContinuousBatch(self, sampling)
+        for seq, token in enumerate(tokens[:, None] if most else ()):
+            batch.add(seq, token, most, uniforms)
+        yield from generated(batch, self.n_seq)
 
-    def _took(self, tokens: Ids) -> None:
-        for seq, token in enumerate(tokens):
-            self.cache.pool.commit(seq, [int(token)])
+    def begin(self, batch: ContinuousBatch) -> None:
+        """A batch of this engine's sequences generates from now on. Raises SessionError where another one does."""
+        if self.batch is not None:
+            raise SessionError("an engine generates one batch at a time, and has one that goes on; close that")
+        self.batch = batch
 
-    def _forget(self) -> None:
-        for seq, n in enumerate(self.lengths):
+    def end(self, batch: ContinuousBatch) -> None:
+        """It does no more."""
+        if self.batch is batch:
+            self.batch = None
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Nothing stays of these sequences' tokens beyond `lengths`."""
+        for seq in seqs:
+            n = int(self.lengths[seq])
             if self.cache.pool.of(seq).reserved > n:
-                self.cache.pool.truncate(seq, int(n))
+                self.cache.pool.truncate(seq, n)
+
+    def reset(self) -> None:
+        if self.batch is not None:
+            self.batch.close()
+        super().reset()
 
     # ---- sequences ----
 
     def tokens(self, seq: int) -> list[int]:
-        """The tokens of a sequence."""
-        return list(self.cache.pool.of(self._known(seq)).ids)
+        """The tokens of a sequence that have been read."""
+        if not 0 <= seq < self.n_seq:
+            raise SessionError(f"a sequence must be 0 to {self.n_seq - 1}, got {seq}")
+        return list(self.cache.pool.of(seq).ids)
 
     @checked(SessionError)
     def truncate(self, seq: int, n: int) -> int:
@@ -251,17 +322,21 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
                 raise SessionError(
                     f"a file is read into an empty sequence, {seq} has {self.lengths[seq]} tokens; free it"
                 )
-            try:
+            with self._emptied_where_it_fails() as began:
+                began.append(seq)
                 with session_file.SessionFile(Path(path), self.decoder, self.options) as file:
                     ids = file.fill(self, seq)
                     self.lengths[seq] = n = file.header.n_read
                 self.cache.pool.commit(seq)
-            except BaseException:
-                self._truncate(seq, 0)
-                raise
             return ids[n:]
+
+    def _check(self, seq: int, ids: Sequence[int] | Ids) -> None:
+        self._known(seq)
+        super()._check(seq, ids)
 
     def _known(self, seq: int) -> int:
         if not 0 <= seq < self.n_seq:
             raise SessionError(f"a sequence must be 0 to {self.n_seq - 1}, got {seq}")
+        if self.batch is not None and seq in self.batch.going:
+            raise SessionError(f"sequence {seq} generates in a batch; end it there first (ContinuousBatch.end())")
         return seq

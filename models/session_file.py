@@ -31,8 +31,7 @@ from graphrt import private_files
 from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import SessionError
 from graphrt.models.arch.skeleton import Decoder
-from graphrt.models.cache import KVCache
-from graphrt.models.cache_paged import PagedCache
+from graphrt.models.cache import Cache
 from graphrt.models.engine import AnyEngine, SessionOptions, check_options
 from graphrt.models.hparam_sizes import longest_unasked
 
@@ -80,7 +79,7 @@ def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: i
         ) from error
 
 
-def _pieces(header: Header, cache: KVCache | PagedCache, tokens: Sequence[int], seq: int) -> Iterator[bytes]:
+def _pieces(header: Header, cache: Cache, tokens: Sequence[int], seq: int) -> Iterator[bytes]:
     check = 0
     for piece in (header.packed(), np.array(tokens, "<i4").tobytes(), *_rows(header, cache, seq)):
         check = zlib.crc32(piece, check)
@@ -88,7 +87,7 @@ def _pieces(header: Header, cache: KVCache | PagedCache, tokens: Sequence[int], 
     yield struct.pack("<I", check)
 
 
-def _rows(header: Header, cache: KVCache | PagedCache, seq: int) -> Iterator[bytes]:
+def _rows(header: Header, cache: Cache, seq: int) -> Iterator[bytes]:
     held = dict(zip(cache.kinds, header.held))
     for layer in cache.layers:
         first = header.n_read - held[layer.kind]

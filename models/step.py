@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from graphrt import ops
 from graphrt.execute import Executable
-from graphrt.models.cache import KVCache, LayerCache
-from graphrt.models.cells import Cells
+from graphrt.host import host_type
+from graphrt.models.cache import Cache, KVCache, LayerCache
 from graphrt.models.sampling import check_logits
 from graphrt.tensor import Tensor, new_input
 
@@ -36,15 +36,19 @@ class AttentionParams:
     sinks: Tensor | None
 
 
+C = TypeVar("C", bound=Cache)
+
+
 @dataclass(frozen=True)
-class Inputs(ABC):
+class Inputs(ABC, Generic[C]):
     """The inputs of one graph, whatever cells its tokens lie in.
 
-    tokens, positions: i32 [n_tokens]; rows: i32 [n_outputs], the tokens whose logits are wanted; cells: i64, where the
-    tokens are written, by kind of cells; uniform: f64 [n_seq], what a token is drawn by, None where the likeliest is
-    taken.
+    cache: where its tokens lie; tokens, positions: i32 [n_tokens]; rows: i32 [n_outputs], the tokens whose logits are
+    wanted; cells: i64, where the tokens are written, by kind of cells; uniform: f64 [n_seq], what a token is drawn by,
+    None where the likeliest is taken.
     """
 
+    cache: C
     tokens: Tensor
     positions: Tensor
     rows: Tensor
@@ -52,14 +56,14 @@ class Inputs(ABC):
     uniform: Tensor | None
 
     @property
-    @abstractmethod
     def layers(self) -> list[LayerCache]:
         """The cache's leafs, by layer."""
+        return self.cache.layers
 
     @property
-    @abstractmethod
     def n_ctx(self) -> int:
         """The most tokens that a sequence may have."""
+        return self.cache.n_ctx
 
     @property
     @abstractmethod
@@ -76,11 +80,12 @@ class Inputs(ABC):
         result: [d_v, heads, tokens of a sequence, n_seq]."""
 
 
-In = TypeVar("In", bound=Inputs)
+AnyInputs: TypeAlias = Inputs[Any]
+In = TypeVar("In", bound=AnyInputs)
 
 
 @dataclass(frozen=True)
-class StepInputs(Inputs):
+class StepInputs(Inputs[KVCache]):
     """The inputs of a graph over rings. n is the number of tokens of each sequence, n_tokens = n * n_seq; those of a
     sequence lie side by side.
 
@@ -88,7 +93,6 @@ class StepInputs(Inputs):
     those.
     """
 
-    cache: KVCache
     held: Mapping[str, Tensor]
     masks: Mapping[str, Tensor]
 
@@ -107,15 +111,7 @@ class StepInputs(Inputs):
             masks[kind] = ops.kq_mask(held[kind], by_sequence, of_kind.window, alibi, name=f"attn_inp_kq_mask{end}")
         rows = new_input("i32", n_outputs, name="inp_out_ids")
         uniform = new_input("f64", n_seq, name="inp_uniform") if draws else None
-        return cls(tokens, positions, rows, cells, uniform, cache, held, masks)
-
-    @property
-    def layers(self) -> list[LayerCache]:
-        return self.cache.layers
-
-    @property
-    def n_ctx(self) -> int:
-        return self.cache.n_ctx
+        return cls(cache, tokens, positions, rows, cells, uniform, held, masks)
 
     @property
     def n_seq(self) -> int:
@@ -139,22 +135,13 @@ class StepInputs(Inputs):
             name=name,
         )
 
-    def places(self, positions: npt.NDArray[np.int64]) -> dict[str, Values]:
-        """Where the next tokens stand, by the inputs' names: their positions, given as int64 [n_seq, n], and their
-        cells, which are noted as taken, and what all cells then hold."""
-        values: dict[str, Values] = {self.positions.name: positions.reshape(-1).astype(np.int32)}
+    def places(self, positions: npt.NDArray[np.int64]) -> list[tuple[Tensor, Values]]:
+        """Where the next tokens stand, by inputs: their positions, given as int64 [n_seq, n], and their cells, which
+        are noted as taken, and what all cells then hold."""
+        values: list[tuple[Tensor, Values]] = [(self.positions, positions)]
         for kind, cells in self.cache.cells.items():
-            values[self.cells[kind].name] = cells.take(positions).reshape(-1)
-            values[self.held[kind].name] = cells.positions.reshape(-1)
+            values += [(self.cells[kind], cells.take(positions)), (self.held[kind], cells.positions)]
         return values
-
-
-class _Places(NamedTuple):
-    """Memory of the inputs that say where tokens stand. positions: int32 [n_seq, n]; cells: of each kind the cells that
-    tell, where the tokens are written, int64 [n_seq, n], and the position in each cell, int32 [n_seq, size]."""
-
-    positions: Values
-    cells: list[tuple[Cells, Values, Values]]
 
 
 @dataclass(frozen=True)
@@ -163,6 +150,46 @@ class AnyStep(Generic[In]):
 
     inputs: In
     exe: Executable
+
+    def own(self, leaf: Tensor) -> Values:
+        """Where an input's values are put, flat; filled() then. Where the host can address the input, it is its own
+        memory, which is a sixth of the work of Executable.write_all(); one that the graph doesn't read has some
+        too."""
+        found = self._own.get(leaf)
+        if found is None:
+            array = self.exe.host_array(leaf) if self.in_place and leaf in self._asked else None
+            found = np.zeros(leaf.n_elements, host_type(leaf.dtype)) if array is None else array.reshape(-1)
+            self._own[leaf] = found
+        return found
+
+    def filled(self, leafs: Iterable[Tensor]) -> None:
+        """The values of these inputs are in own(), and are read by the next run."""
+        if not self.in_place:
+            self.exe.write_all({leaf: self.own(leaf) for leaf in leafs if leaf in self._asked})
+
+    def fill(self, values: Mapping[Tensor | None, Values | None]) -> list[Tensor]:
+        """Puts whole inputs, or the first elements of them, there, and zeros behind; those that are None are left as
+        they are. Gives the others, for filled()."""
+        given = [(leaf, value) for leaf, value in values.items() if leaf is not None and value is not None]
+        for leaf, value in given:
+            target = self.own(leaf)
+            target[: value.size] = value.reshape(-1)
+            target[value.size :] = 0
+        return [leaf for leaf, _ in given]
+
+    @cached_property
+    def in_place(self) -> bool:
+        """The host can address all inputs."""
+        return all(self.exe.place(leaf)[0].host_view() is not None for leaf in self._asked)
+
+    @cached_property
+    def _own(self) -> dict[Tensor, Values]:
+        return {}
+
+    @cached_property
+    def _asked(self) -> set[Tensor]:
+        """The inputs that the graph reads: without a rotation no positions."""
+        return set(self.exe.graph.inputs)
 
     def logits(self) -> Logits:
         """Those of the latest run: f32 [n_outputs, n_vocab], valid until the next one."""
@@ -198,10 +225,6 @@ class AnyStep(Generic[In]):
 class PreparedStep(AnyStep[StepInputs]):
     """One over rings."""
 
-    @cached_property
-    def _flat(self) -> dict[Tensor, Values]:
-        return {}
-
     def write(
         self,
         positions: npt.NDArray[np.int64],
@@ -211,43 +234,9 @@ class PreparedStep(AnyStep[StepInputs]):
     ) -> None:
         """Fills the inputs; what is left out stays as it is. positions: int64 [n_seq, n]; tokens: as many; rows: int32
         [n_outputs]; uniform: float64 [n_seq]."""
-        given = ((self.inputs.tokens, tokens), (self.inputs.rows, rows), (self.inputs.uniform, uniform))
-        memory = self._memory
-        if memory is None:
-            values = self.inputs.places(positions)
-            for leaf, value in given:
-                if leaf is not None and value is not None:
-                    values[leaf.name] = value.reshape(-1)
-            self.exe.write_all(values)
-            return
-        memory.positions[:] = positions
-        for cells, taken, held in memory.cells:
-            taken[:] = cells.take(positions)
-            held[:] = cells.positions
-        for leaf, value in given:
-            if leaf is not None and value is not None:
-                self._own(leaf)[:] = value.reshape(-1)
-
-    def _own(self, leaf: Tensor) -> Values:
-        """An input's own memory, flat."""
-        found = self._flat.get(leaf)
-        if found is None:
-            array = self.exe.host_array(leaf)
-            assert array is not None
-            found = self._flat[leaf] = array.reshape(-1)
-        return found
-
-    @cached_property
-    def _memory(self) -> _Places | None:
-        """Where the places of tokens are written, when the host can address all inputs: then a step's are written where
-        they lie, which is a sixth of what write_all() does for them."""
-        inputs, exe = self.inputs, self.exe
-        leafs = [inputs.positions, inputs.tokens, inputs.rows, *inputs.cells.values(), *inputs.held.values()]
-        if any(exe.place(leaf)[0].host_view() is None for leaf in leafs):
-            return None
-        n_seq = inputs.cache.n_seq
-        kinds = [
-            (cells, self._own(inputs.cells[kind]).reshape(n_seq, -1), self._own(inputs.held[kind]).reshape(n_seq, -1))
-            for kind, cells in inputs.cache.cells.items()
-        ]
-        return _Places(self._own(inputs.positions).reshape(n_seq, -1), kinds)
+        inputs = self.inputs
+        given = self.fill({inputs.tokens: tokens, inputs.rows: rows, inputs.uniform: uniform})
+        places = inputs.places(positions)
+        for leaf, value in places:
+            self.own(leaf).reshape(value.shape)[:] = value
+        self.filled([*given, *(leaf for leaf, _ in places)])

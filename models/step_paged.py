@@ -4,55 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from graphrt import ops
-from graphrt.models.cache import LayerCache
-from graphrt.models.cache_paged import PagedCache
-from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs, Values
+from graphrt.models.cache_paged import PagedCache, cells_at
+from graphrt.models.paging.pool import GONE
+from graphrt.models.paging.prefixes import Prefix
+from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs
 from graphrt.tensor import Tensor, new_input
 
 
+class StepSize(NamedTuple):
+    """What a step has room for: tokens, sequences, tokens whose logits are wanted, pages of each sequence, and groups
+    of sequences that share their first ones."""
+
+    n_tokens: int
+    n_seq: int
+    n_outputs: int
+    n_blocks: int
+    n_groups: int = 0
+
+
 @dataclass(frozen=True)
-class PagedInputs(Inputs):
+class PagedInputs(Inputs[PagedCache]):
     """The inputs of a graph over pages, of at most n_tokens tokens of at most n sequences: these are bounds, what they
     are is read from q_starts. Tokens beyond belong to nobody: they are written nowhere, and see nothing.
 
-    cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first token of each sequence; lengths: i32
-    [n], tokens of each, the new ones included; tables: by kind of cells, i32 [max_blocks, n], the pages of each.
+    source: i32 [n_tokens], in which row of a board each token is found (Decoder.paged_chosen()), None where they are an
+    input; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first token of each sequence;
+    lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32 [n_blocks, n], the pages of
+    each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where nothing is read once.
     """
 
-    cache: PagedCache
+    source: Tensor | None
     q_starts: Tensor
     lengths: Tensor
     tables: Mapping[str, Tensor]
+    prefixes: Tensor | None
 
     @classmethod
-    def of(cls, cache: PagedCache, tokens: Tensor, n: int, n_outputs: int, *, draws: bool = False) -> PagedInputs:
-        """New inputs beside `tokens`, for n sequences. draws: the next tokens are drawn."""
-        n_tokens, kinds = tokens.ne[0], cache.kinds
+    def of(cls, cache: PagedCache, size: StepSize, board: Tensor | None = None, *, draws: bool = False) -> PagedInputs:
+        """New inputs. board: where the tokens are found; draws: the next ones are drawn."""
+        (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
+        if board is None:
+            source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
+        else:
+            source = new_input("i32", n_tokens, name="inp_token_rows")
+            tokens = ops.reshape(ops.get_rows(board, source), n_tokens, name="inp_tokens")
         return cls(
+            cache,
             tokens,
             new_input("i32", n_tokens, name="inp_pos"),
             new_input("i32", n_outputs, name="inp_out_ids"),
             {kind: new_input("i64", n_tokens, name=f"attn_inp_k_idxs{SUFFIX[kind]}") for kind in kinds},
             new_input("f64", n_outputs, name="inp_uniform") if draws else None,
-            cache,
+            source,
             new_input("i32", n + 1, name="attn_inp_q_starts"),
             new_input("i32", n, name="attn_inp_kv_lengths"),
-            {k: new_input("i32", cache.sizes.max_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
+            {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
+            new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
         )
-
-    @property
-    def layers(self) -> list[LayerCache]:
-        return self.cache.layers
-
-    @property
-    def n_ctx(self) -> int:
-        return self.cache.n_ctx
 
     @property
     def n_seq(self) -> int:
@@ -75,36 +89,12 @@ class PagedInputs(Inputs):
             lengths=self.lengths,
             block_table=self.tables[kind],
             sinks=params.sinks,
+            prefixes=self.prefixes if kind == "full" else None,
             max_bias=params.max_bias,
             softcap=params.softcap,
             window=self.cache.sizes.windows[kind],
             name=name,
         )
-
-    def places(self, new: Mapping[int, int]) -> dict[str, Values]:
-        """Where the last tokens of some sequences stand, so many of each, by the inputs' names. They have cells
-        already."""
-        n_tokens, n, pool = self.tokens.ne[0], self.lengths.ne[0], self.cache.pool
-        ends = {seq: pool.of(seq).reserved for seq in new}
-        starts = np.cumsum([0, *new.values()], dtype=np.int32)
-        values: dict[str, Values] = {
-            self.positions.name: _filled(n_tokens, 0, [np.arange(e - new[s], e) for s, e in ends.items()], np.int32),
-            self.q_starts.name: np.concatenate([starts, np.full(n + 1 - len(starts), starts[-1], np.int32)]),
-            self.lengths.name: _filled(n, 0, [np.array(list(ends.values()))], np.int32),
-        }
-        for kind, table in self.tables.items():
-            cells = [self.cache.cells(kind, seq, end - new[seq], end) for seq, end in ends.items()]
-            values[self.cells[kind].name] = _filled(n_tokens, -1, cells, np.int64)
-            values[table.name] = self.cache.table(kind, list(new), n).reshape(-1)
-        return values
-
-
-def _filled(n: int, rest: int, parts: Sequence[npt.NDArray[np.int64]], kind: type[np.int32] | type[np.int64]) -> Values:
-    """The parts one after the other, and `rest` behind them: [n]."""
-    found = np.full(n, rest, kind)
-    joined = np.concatenate(parts) if parts else found[:0]
-    found[: len(joined)] = joined
-    return found
 
 
 class PagedStep(AnyStep[PagedInputs]):
@@ -116,16 +106,35 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         uniform: npt.NDArray[np.float64] | None = None,
+        prefixes: Sequence[Prefix] = (),
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
-        the order in which they lie in `tokens`; rows: indices among these; both may be shorter than the step's own."""
-        values = self.inputs.places(new)
-        for leaf, value in ((self.inputs.tokens, tokens), (self.inputs.rows, rows), (self.inputs.uniform, uniform)):
-            if leaf is not None and value is not None:
-                values[leaf.name] = np.concatenate([value, np.zeros(leaf.ne[0] - len(value), value.dtype)])
-        self.exe.write_all({name: value for name, value in values.items() if name in self._asked})
+        the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
+        the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
+        places in `new`."""
+        inputs = self.inputs
+        read = inputs.tokens if inputs.source is None else inputs.source
+        shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
+        given = self.fill({read: tokens, inputs.rows: rows, inputs.uniform: uniform, inputs.prefixes: shared})
+        self.filled([*given, *self._place(new)])
 
-    @cached_property
-    def _asked(self) -> set[str]:
-        """The inputs that the graph reads: without a rotation no positions."""
-        return {leaf.name for leaf in self.exe.graph.inputs}
+    def _place(self, new: Mapping[int, int]) -> list[Tensor]:
+        """Where the tokens stand. The inputs that say so."""
+        inputs, cache = self.inputs, self.inputs.cache
+        seqs = list(new)
+        counts = np.fromiter(new.values(), np.int64, len(new))
+        ends = np.fromiter((cache.pool.of(seq).reserved for seq in new), np.int64, len(new))
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        n, n_seq = int(starts[-1]), len(new)
+        owner = np.repeat(np.arange(n_seq), counts)
+        positions = np.arange(n) + (ends - starts[1:])[owner]
+        q_starts = self.own(inputs.q_starts)
+        q_starts[: n_seq + 1], q_starts[n_seq + 1 :] = starts, n
+        for kind, leaf in inputs.tables.items():
+            tables, cells = cache.tables(kind, seqs), self.own(inputs.cells[kind])
+            cells[:n], cells[n:] = cells_at(tables, owner, positions, cache.sizes.page), -1
+            table = self.own(leaf).reshape(-1, leaf.ne[0])
+            table[:] = GONE
+            table[:n_seq, : tables.shape[1]] = tables
+        given = self.fill({inputs.positions: positions, inputs.lengths: ends})
+        return [*given, inputs.q_starts, *inputs.cells.values(), *inputs.tables.values()]

@@ -9,11 +9,16 @@ FLASH_ATTN_VARLEN_LSE, the log of its softmax denominators.
     lengths  [n_seq]               i32  keys of each sequence, its new tokens included
     block_table    [max_blocks, n_seq]   i32  page that holds keys i * page and following of a sequence
     k_starts [n_seq + 1]           i32  first key of each sequence
+    prefixes [3, n_groups]         i32  groups: first sequence, sequences, pages that they share; may be None
     sinks    [n_head]              f32  one more logit without a value; may be None
     out      [D_v, n_head, n_tokens]    f32
 
 The last new token of a sequence stands at its last key: query i of n, with L keys, has position L - n + i. All of
-q_starts, lengths, block_table and k_starts are read when the graph runs; shapes bound them and decide nothing else.
+q_starts, lengths, block_table, k_starts and prefixes are read when the graph runs; shapes bound them and decide nothing
+else.
+
+prefixes tells of sequences whose tables begin with the same pages, so that a backend can read those once for all of
+them. It changes no result: lengths and tables are as without it.
 """
 
 from __future__ import annotations
@@ -59,8 +64,9 @@ def _check_numbers(op: str, what: str, t: Tensor, ne: tuple[int, ...]) -> None:
 
 
 def _check_sequences(
-    op: str, k: Tensor, q_starts: Tensor, lengths: Tensor | None, block_table: Tensor | None, k_starts: Tensor | None
-) -> None:
+    op: str, k: Tensor, q_starts: Tensor, lengths: Tensor | None, block_table: Tensor | None, k_starts: Tensor | None,
+    prefixes: Tensor | None,
+) -> None:  # fmt: skip
     n_seq = q_starts.ne[0] - 1
     require(n_seq >= 1, op, "q_starts must have a number for each sequence and one more", q_starts)
     _check_numbers(op, "q_starts", q_starts, (n_seq + 1,))
@@ -75,6 +81,9 @@ def _check_sequences(
     if k_starts is not None:
         require(k.ne[3] == 1, op, "packed k must be [D_k, n_keys, n_head_kv]", k)
         _check_numbers(op, "k_starts", k_starts, (n_seq + 1,))
+    if prefixes is not None:
+        require(paged, op, "prefixes are of pages: packed keys have none", prefixes, k_starts)
+        _check_numbers(op, "prefixes", prefixes, (3, prefixes.ne[1]))
 
 
 def _check_rest(op: str, q: Tensor, sinks: Tensor | None, p: FlashAttnVarlenParams) -> None:
@@ -88,24 +97,24 @@ def _check_rest(op: str, q: Tensor, sinks: Tensor | None, p: FlashAttnVarlenPara
 
 def _infer_attn(
     params: FlashAttnVarlenParams, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, lengths: Tensor | None,
-    block_table: Tensor | None, k_starts: Tensor | None, sinks: Tensor | None,
+    block_table: Tensor | None, k_starts: Tensor | None, sinks: Tensor | None, prefixes: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_VARLEN"
     _check_operands(op, q, k)
     require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
     require(k.ne[1:] == v.ne[1:], op, "k and v must agree in keys, heads and pages", k, v)
-    _check_sequences(op, k, q_starts, lengths, block_table, k_starts)
+    _check_sequences(op, k, q_starts, lengths, block_table, k_starts, prefixes)
     _check_rest(op, q, sinks, params)
     return Result(F32, (v.ne[0], q.ne[2], q.ne[1]))
 
 
 def _infer_lse(
     params: FlashAttnVarlenParams, q: Tensor, k: Tensor, q_starts: Tensor, lengths: Tensor | None,
-    block_table: Tensor | None, k_starts: Tensor | None, sinks: Tensor | None,
+    block_table: Tensor | None, k_starts: Tensor | None, sinks: Tensor | None, prefixes: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_VARLEN_LSE"
     _check_operands(op, q, k)
-    _check_sequences(op, k, q_starts, lengths, block_table, k_starts)
+    _check_sequences(op, k, q_starts, lengths, block_table, k_starts, prefixes)
     _check_rest(op, q, sinks, params)
     return Result(F32, (q.ne[2], q.ne[1]))
 
@@ -133,7 +142,7 @@ def _work(node: Tensor) -> Work:
     return Work(2 * (k.ne[0] + d_v) * longest(node) * q.n_rows, node.data_nbytes + read + rest)
 
 
-_SEQUENCES = ("q_starts", "lengths?", "block_table?", "k_starts?", "sinks?")
+_SEQUENCES = ("q_starts", "lengths?", "block_table?", "k_starts?", "sinks?", "prefixes?")
 FLASH_ATTN_VARLEN = register(
     OpSpec("FLASH_ATTN_VARLEN", _infer_attn, _work, ("q", "k", "v", *_SEQUENCES), params=FlashAttnVarlenParams)
 )
@@ -146,7 +155,8 @@ FLASH_ATTN_VARLEN_LSE = register(
 def flash_attn_varlen(
     q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
-    max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0, name: str = "",
+    prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
+    name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention of packed queries of sequences of any length: for each of them result = softmax(s) v over its keys.
 
@@ -162,12 +172,17 @@ def flash_attn_varlen(
     causal, all if not; of these with a window only those over its own less window (0: all). The result is f32 [D_v,
     n_head, n_tokens], 0 for a query that sees nothing. Cells that no query sees may hold NaN. An entry that is read
     and names no page, and numbers beyond the tensors' ends, give results without a meaning and read nothing outside.
+    prefixes: i32 [3, n_groups] or None, of pages only: column g, (first, count, pages), promises that sequences first
+    to first + count - 1 have the first `pages` entries of the table in common, and that these pages * page keys come
+    before the first new token of each; groups ascend and have no sequence in common; those of no sequence or no page
+    say nothing. A backend may read such pages once; results mean what they do without, nothing where a promise is
+    broken.
     Source: varlen attention of FlashAttention-2 (arXiv 2307.08691) over the pages of PagedAttention (arXiv
     2309.06180); ggml has no such op. Raises GraphError for other types and shapes, for anything but pages or packed
     keys, and for numbers that are not finite.
     """
     params = FlashAttnVarlenParams(float(scale), float(max_bias), float(softcap), bool(causal), int(window))
-    sources = (q, k, v, q_starts, lengths, block_table, k_starts, sinks)
+    sources = (q, k, v, q_starts, lengths, block_table, k_starts, sinks, prefixes)
     return build(FLASH_ATTN_VARLEN, *sources, params=params, name=name)
 
 
@@ -175,17 +190,18 @@ def flash_attn_varlen(
 def flash_attn_varlen_lse(
     q: Tensor, k: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
-    max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0, name: str = "",
+    prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
+    name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_varlen(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_tokens, n_head]; k: pages or packed keys of any float or
-    quantized type; q_starts, lengths, block_table, k_starts: i32; sinks: f32 [n_head] or None; scale, max_bias,
-    softcap, causal, window: numbers. The result is f32 [n_head, n_tokens], -inf for a query that sees nothing, not
-    even a sink, and for those of nobody. A node of its own beside FLASH_ATTN_VARLEN with the same sources, so that a
-    backend can fuse the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises
-    GraphError for what flash_attn_varlen() refuses.
+    quantized type; q_starts, lengths, block_table, k_starts, prefixes: i32; sinks: f32 [n_head] or None; scale,
+    max_bias, softcap, causal, window: numbers. The result is f32 [n_head, n_tokens], -inf for a query that sees
+    nothing, not even a sink, and for those of nobody. A node of its own beside FLASH_ATTN_VARLEN with the same
+    sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no
+    such op. Raises GraphError for what flash_attn_varlen() refuses.
     """
     params = FlashAttnVarlenParams(float(scale), float(max_bias), float(softcap), bool(causal), int(window))
-    sources = (q, k, q_starts, lengths, block_table, k_starts, sinks)
+    sources = (q, k, q_starts, lengths, block_table, k_starts, sinks, prefixes)
     return build(FLASH_ATTN_VARLEN_LSE, *sources, params=params, name=name)

@@ -66,6 +66,7 @@ def _sequences(
 def flash_attn_varlen(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, lengths: Numbers = None,
     block_table: Numbers = None, k_starts: Numbers = None, sinks: torch.Tensor | None = None,
+    prefixes: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.zeros(node.shape, dtype=q.dtype)
     for queries, keys, mask, rows in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):
@@ -78,6 +79,7 @@ def flash_attn_varlen(
 def flash_attn_varlen_lse(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, q_starts: torch.Tensor, lengths: Numbers = None,
     block_table: Numbers = None, k_starts: Numbers = None, sinks: torch.Tensor | None = None,
+    prefixes: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.full(node.shape, NEG_INF, dtype=q.dtype)
     for queries, keys, mask, _ in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):

@@ -126,11 +126,12 @@ def get_rows(low: Lowering, out: Tensor) -> Any | None:
     table, ids = out["table"], out["ids"]
     matrix_nb, ids_nb = _stride(table, 2, 3), _stride(ids, 1, 2)
     known = table.has_contiguous_rows and ids.has_contiguous_rows and out.is_contiguous
-    if not known or matrix_nb is None or ids_nb is None or table.dtype.name not in fast.TYPES:
+    kind = "f32" if table.dtype.name == "i32" else table.dtype.name  # its rows stay as they are, whatever they mean
+    if not known or matrix_nb is None or ids_nb is None or kind not in fast.TYPES:
         return None
     return [
         fast.get_rows(
-            table.dtype.name, "i32", dst=low.at(out), w=low.at(table), idx=low.at(ids), n_rows=ids.n_elements,
+            kind, "i32", dst=low.at(out), w=low.at(table), idx=low.at(ids), n_rows=ids.n_elements,
             n=table.ne[0], w_nb=table.nb[1], dst_nb=4 * out.ne[0], n_src=table.ne[1], per_matrix=ids.ne[0],
             matrix_nb=matrix_nb, idx_nb=ids_nb,
         )

@@ -50,6 +50,7 @@ class TritonBackend(Backend):
         target: Target | None = None,
     ) -> None:
         self.exact = exact
+        self.reads_shared_once = not exact
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
         self.number = device

@@ -16,7 +16,7 @@ from graphrt.models.arch.layout import OPTIONAL, Attention, ExpertLayout, Extra,
 from graphrt.models.arch.transformer import linear
 from graphrt.models.cache import LayerCache
 from graphrt.models.hparams import HParams, Keys, LatentParams, yarn_mscale
-from graphrt.models.step import Inputs
+from graphrt.models.step import AnyInputs
 from graphrt.tensor import Tensor
 
 #: GLM 4.7 Flash by its layers and vocabulary: files of it that name no gating mean sigmoid.
@@ -76,12 +76,12 @@ class DeepSeek2(MixtureDecoder):
         }
         return {name: Extra(ne) for name, ne in shapes.items()}
 
-    def attention(self, il: int, x: Tensor, step: Inputs, cache: LayerCache) -> Tensor:
+    def attention(self, il: int, x: Tensor, step: AnyInputs, cache: LayerCache) -> Tensor:
         k = self.row(il, x, step)
         found = self.attend(il, self.query(il, x, step), k, k, step, cache)
         return linear(self.layers[il].extra["attn_output"], found, f"attn_out-{il}")
 
-    def query(self, il: int, x: Tensor, step: Inputs) -> Tensor:
+    def query(self, il: int, x: Tensor, step: AnyInputs) -> Tensor:
         """What meets the rows of the cache: [n_kv + rotated, heads, n_tokens]."""
         hp, p, w = self.hp, self.hp.latent, self.layers[il].extra
         assert p is not None
@@ -98,7 +98,7 @@ class DeepSeek2(MixtureDecoder):
         absorbed = ops.permute(absorbed, 0, 2, 1, 3, name=f"q_nope_absorbed_perm-{il}")
         return ops.concat(absorbed, q_pe, 0, name=f"Qcur-{il}")
 
-    def row(self, il: int, x: Tensor, step: Inputs) -> Tensor:
+    def row(self, il: int, x: Tensor, step: AnyInputs) -> Tensor:
         """What the cache holds of each token: [n_kv + rotated, 1, n_tokens]."""
         hp, p, w = self.hp, self.hp.latent, self.layers[il].extra
         assert p is not None

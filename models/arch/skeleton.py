@@ -14,8 +14,8 @@ from graphrt.models.arch.transformer import Transformer, linear
 from graphrt.models.cache import KVCache, LayerCache
 from graphrt.models.cache_paged import PagedCache
 from graphrt.models.hparams import HParams, Keys
-from graphrt.models.step import AttentionParams, Inputs, StepInputs
-from graphrt.models.step_paged import PagedInputs
+from graphrt.models.step import AnyInputs, AttentionParams, StepInputs
+from graphrt.models.step_paged import PagedInputs, StepSize
 from graphrt.ops import SampleParams
 from graphrt.tensor import Tensor, new_input
 
@@ -48,9 +48,9 @@ class Decoder(Transformer):
         tokens = new_input("i32", n * cache.n_seq, name="inp_tokens")
         return StepInputs.of(cache, tokens, n_outputs, self.hp.max_alibi_bias > 0)
 
-    def paged_inputs(self, n_tokens: int, n_seq: int, n_outputs: int, cache: PagedCache) -> PagedInputs:
-        """The same of a step that reads up to n_tokens tokens of up to n_seq sequences over pages."""
-        return PagedInputs.of(cache, new_input("i32", n_tokens, name="inp_tokens"), n_seq, n_outputs)
+    def paged_inputs(self, size: StepSize, cache: PagedCache) -> PagedInputs:
+        """The same of a step over pages, of up to so many tokens of up to so many sequences."""
+        return PagedInputs.of(cache, size)
 
     def graph(self, n: int, n_outputs: int, cache: KVCache) -> Graph:
         """The graph of such a step over rings. Output: result_output, f32 [n_vocab, n_outputs]."""
@@ -64,38 +64,45 @@ class Decoder(Transformer):
         knows them. keep_logits: these are an output too."""
         alibi, draws = self.hp.max_alibi_bias > 0, sampling is not None
         inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws)
-        return inputs, self._choosing(inputs, sampling, keep_logits)
+        return inputs, self._choosing(inputs, inputs.tokens, sampling, keep_logits)
 
-    def paged_chained(
-        self, tokens: Tensor, cache: PagedCache, sampling: SampleParams | None = None, *, keep_logits: bool = False
+    def paged_chosen(
+        self,
+        board: Tensor,
+        size: StepSize,
+        cache: PagedCache,
+        sampling: SampleParams | None = None,
+        *,
+        keep_logits: bool = False,
     ) -> tuple[PagedInputs, Graph]:
-        """The same over pages."""
-        n = tokens.ne[0]
-        inputs = PagedInputs.of(cache, tokens, n, n, draws=sampling is not None)
-        return inputs, self._choosing(inputs, sampling, keep_logits)
+        """The same over pages, of any tokens: `board` is a leaf i32 [1, rows] with a buffer, where the step finds its
+        tokens in any order and leaves the next one of each wanted row in the first ones."""
+        inputs = PagedInputs.of(cache, size, board, draws=sampling is not None)
+        return inputs, self._choosing(inputs, ops.view(board, (size.n_outputs,)), sampling, keep_logits)
 
-    def _choosing(self, inputs: Inputs, sampling: SampleParams | None, keep_logits: bool = False) -> Graph:
+    def _choosing(self, inputs: AnyInputs, target: Tensor, sampling: SampleParams | None, keep_logits: bool) -> Graph:
+        """Writes the next token of each wanted row to `target`, i32 [n_outputs]."""
         logits = self.result(inputs)
         if sampling is None:
             chosen = ops.argmax(logits)
         else:
             assert inputs.uniform is not None
             chosen = ops.sample(logits, inputs.uniform, sampling)
-        ends = [ops.cpy(chosen, inputs.tokens, name="next_token"), *([logits] if keep_logits else [])]
+        ends = [ops.cpy(chosen, target, name="next_token"), *([logits] if keep_logits else [])]
         return Graph(*ends)
 
-    def result(self, step: Inputs) -> Tensor:
+    def result(self, step: AnyInputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""
         return self.logits(self.hidden(step))
 
-    def hidden(self, step: Inputs) -> Tensor:
+    def hidden(self, step: AnyInputs) -> Tensor:
         """What the logits are made of, the tokens' embeddings: f32 [n_embd, n_outputs]."""
         x = self.embed(step.tokens, step.positions)
         for il in range(self.hp.n_layer):
             x = self.layer(il, x, step, step.layers[il])
         return self.normed(x, self.output_norm, "result_norm")
 
-    def layer(self, il: int, x: Tensor, step: Inputs, cache: LayerCache) -> Tensor:
+    def layer(self, il: int, x: Tensor, step: AnyInputs, cache: LayerCache) -> Tensor:
         w = self.layers[il]
         before = self.normed(x, w.attn_norm, f"attn_norm-{il}")
         attn = self.attention(il, self.attention_source(il, x, before), step, cache)
@@ -117,7 +124,7 @@ class Decoder(Transformer):
     def after_feed_forward(self, il: int, x: Tensor) -> Tensor:
         return x
 
-    def attention(self, il: int, x: Tensor, step: Inputs, cache: LayerCache) -> Tensor:
+    def attention(self, il: int, x: Tensor, step: AnyInputs, cache: LayerCache) -> Tensor:
         """[n_embd, n_tokens] to the same; writes the tokens into the cache."""
         w = self.layers[il].attention
         assert w is not None
@@ -128,7 +135,7 @@ class Decoder(Transformer):
         merged = self.attend(il, q, k, v, step, cache)
         return linear(w.out, merged, f"attn_out-{il}")
 
-    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, step: Inputs, cache: LayerCache) -> Tensor:
+    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, step: AnyInputs, cache: LayerCache) -> Tensor:
         """Attention over the cache, after k and v are written there, v unless it lies in k: [d_v * heads, n_tokens]."""
         hp, n_seq = self.hp, step.n_seq
         n_head_kv, cells = hp.n_head_kv[il], step.cells[cache.kind]

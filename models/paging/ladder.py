@@ -21,6 +21,12 @@ def coarse_rung(n: int, most: int) -> int:
     return min(size, most)
 
 
+def block_rung(n: int, most: int) -> int:
+    """The same of 8, 16, 32, 64, ...: entries of a table, of which those behind a sequence's end are written and not
+    read."""
+    return min(max(8, 1 << (n - 1).bit_length()), most)
+
+
 def close_rung(n: int) -> int:
     """The next multiple of the power of two that is at most an eighth of n: for sizes whose padding is all work; at
     most an eighth of a step is padding."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 from graphrt.errors import CacheFullError, SessionError
@@ -41,10 +42,11 @@ class Fill(NamedTuple):
 @dataclass
 class Held:
     """What the pool knows of a sequence. ids: its tokens, which lie in the cache; reserved: those and the ones that
-    have cells and are still to be written; tables: by kind, the page of each block; nodes: of its first blocks, those
-    that are in the tree; shares: its full pages go there."""
+    have cells and are still to be written; tables: by kind, the page of each block; changes: another number whenever
+    these are others; nodes: of its first blocks, those that are in the tree; shares: its full pages go there."""
 
     tables: dict[str, list[int]]
+    changes: int
     ids: list[int] = field(default_factory=list)
     reserved: int = 0
     nodes: list[Node] = field(default_factory=list)
@@ -68,14 +70,19 @@ class PagePool:
         self.kinds = {kind: Pages(n) for kind, n in n_pages.items()}
         self.root = Node(None, b"")
         self.held: dict[int, Held] = {}
+        self._changes = count()  # of all sequences, so that one that is new is not taken for an older one
 
     # ---- what there is ----
 
     def of(self, seq: int) -> Held:
         """A sequence, empty at first."""
         if seq not in self.held:
-            self.held[seq] = Held({kind: [] for kind in self.kinds})
+            self.held[seq] = Held({kind: [] for kind in self.kinds}, next(self._changes))
         return self.held[seq]
+
+    def _changed(self, held: Held) -> None:
+        """Its tables are others from now on."""
+        held.changes = next(self._changes)
 
     def first_seen(self, kind: str, position: int) -> int:
         """The first block that a token at this position sees something of."""
@@ -107,8 +114,10 @@ class PagePool:
                     copies.append(Copy(kind, table[-1], page, filled))
                     pages.release(table[-1])
                     table[-1] = page
+                    self._changed(held)
                 while len(table) * self.page < held.reserved + n:
                     table.append(self._take(kind))
+                    self._changed(held)
             held.reserved += n
         return copies
 
@@ -164,6 +173,7 @@ class PagePool:
                 pages.release(table[block])
                 table[block] = GONE
                 block -= 1
+                self._changed(held)
 
     def _enter(self, held: Held) -> None:
         """Puts a sequence's next full block into the tree; one that is there already is used instead of its own."""
@@ -175,6 +185,7 @@ class PagePool:
                 pages.use(node.pages[kind])
                 pages.release(table[block])
                 table[block] = node.pages[kind]
+                self._changed(held)
             elif kind not in node.pages and table[block] != GONE and table[block] not in pages.kept:
                 node.pages[kind] = table[block]
                 pages.keep(table[block], node)
@@ -192,6 +203,7 @@ class PagePool:
             table = held.tables[kind]
             while len(table) * self.page >= n + self.page:
                 page = table.pop()
+                self._changed(held)
                 if page != GONE:
                     pages.release(page)
         while len(held.nodes) * self.page > n:
@@ -278,6 +290,7 @@ class PagePool:
         for block in new:
             table[block] = self._take(kind)
         held.tables[kind] = table
+        self._changed(held)
         return [(block, table[block]) for block in new]
 
     def _empty(self, seq: int) -> Held:
@@ -288,6 +301,7 @@ class PagePool:
 
     def _begin(self, held: Held, ids: Sequence[int], nodes: Sequence[Node]) -> None:
         held.ids, held.nodes, held.reserved = list(ids), list(nodes), len(ids)
+        self._changed(held)
         for node in nodes:
             node.pins += 1
 

@@ -35,6 +35,7 @@ class Axes:
     seqs: queries and keys of each sequence. spare: tokens at the end that belong to nobody. tables: "shuffled";
     "in_order"; "shared", where sequences begin with the pages of the first; layout: "cache", rows of all heads side by
     side in cells; "plain", as the op has it; "v_in_k": v is the beginning of k's rows. sinks: of flash_attn's SINKS.
+    groups: (first sequence, sequences) of those that share what pages they can, as `prefixes` tells; () to give none.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -50,6 +51,13 @@ class Axes:
     softcap: float = 0.0
     max_bias: float = 0.0
     sinks: str | None = None
+    groups: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def prefixes(self) -> Integers:
+        """[n_groups + 1, 3]: the groups with the whole pages before all their new tokens; the last says nothing."""
+        pages = [min((length - n) // self.page for n, length in self.seqs[i : i + m]) for i, m in self.groups]
+        return np.array([*((*group, n) for group, n in zip(self.groups, pages)), (0, 0, 1)])
 
     @cached_property
     def q_starts(self) -> Integers:
@@ -77,6 +85,8 @@ class Axes:
             if self.tables == "shared":
                 whole = min(self.seqs[0][1], self.seqs[i][1]) // self.page
                 table[i, :whole] = table[0, :whole]
+        for first, count, n in self.prefixes if self.groups else ():
+            table[first : first + count, :n] = table[first, :n]
         return table
 
     @cached_property
@@ -160,6 +170,8 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     q = permute(q, 0, 2, 1, 3)
     k = _cache(inputs, "k", axes.types[0], axes.d[0], axes, Normal(1.0))
     numbers = {"q_starts": axes.q_starts}
+    if axes.groups:
+        numbers |= {"prefixes": axes.prefixes}
     if axes.page:
         numbers |= {"lengths": np.array([n for _, n in axes.seqs]), "block_table": axes.table}
     else:
@@ -194,6 +206,9 @@ ENDS = ((1, 0), (1, 1), (1, 31), (1, 32), (1, 33), (0, 40), (1, 63), (1, 64), (1
 FEW = ((2, 40), (5, 5), (8, 130), (1, 33))
 MIXED = ((40, 40), (1, 97), (0, 0), (33, 130), (9, 9), (1, 5))
 LONG = ((1, 700), (1, 3), (2, 257))
+#: Single tokens, and chunks beside them, behind keys that sequences may share.
+ALIKE = ((1, 170), (1, 163), (1, 135), (1, 40))
+CHUNKS = ((1, 100), (20, 150), (1, 90), (33, 135), (5, 88))
 TYPES = ("f32", "bf16", "q8_0", "q4_0")
 
 
@@ -222,6 +237,14 @@ def _quick() -> Iterator[Axes]:
     yield replace(BASE, seqs=((5, 2), (3, 0), (4, 4)))
     yield replace(BASE, seqs=((0, 0), (0, 40), (1, 0)), spare=2)
     yield replace(BASE, seqs=tuple((1, 1 + 13 * i % 150) for i in range(24)), page=16)
+    # Groups: of all, of some beside others, of one, of none that share a page; new tokens of one and of many.
+    prefix = replace(BASE, groups=((0, 3),), page=16)
+    for groups, seqs in ((((0, 3),), ALIKE), (((1, 2), (3, 1)), ALIKE), (((0, 2), (2, 3)), CHUNKS)):
+        yield from grid(replace(prefix, groups=groups, seqs=seqs), {"page": (16, 64), "d": [(64, 64), (128, 128)]})
+    yield from grid(replace(prefix, seqs=ALIKE, heads=(8, 1)), {"sinks": (None, "near"), "softcap": (0.0, 10.0)})
+    yield from grid(replace(prefix, seqs=CHUNKS, types=("q8_0", "q8_0")), {"causal": (True, False), "window": (0, 500)})
+    yield replace(prefix, seqs=CHUNKS, max_bias=8.0)
+    yield replace(prefix, seqs=CHUNKS, spare=3, groups=((1, 4),))
 
 
 def _full() -> Iterator[Axes]:

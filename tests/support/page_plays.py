@@ -34,6 +34,7 @@ class Play:
     memory: dict[tuple[str, int, int], tuple[int, ...]] = field(default_factory=dict)
     done: Counter[str] = field(default_factory=Counter)
     looks: bool = True
+    tables: dict[int, object] = field(default_factory=dict)
 
     def once(self) -> None:
         """One operation, and at times a look at everything."""
@@ -66,6 +67,8 @@ class Play:
             held = self.pool.of(seq)
             n = len(ids) - self.queued[seq]
             assert held.reserved == len(ids) and held.ids == ids[:n], "tokens are neither lost nor made up"
+            now = {kind: list(table) for kind, table in held.tables.items()}
+            assert self.tables.setdefault(held.changes, now) == now, "tables that change say so"
             for kind, window in self.pool.windows.items():
                 first = max(0, n - window + 1) if window else 0
                 for position in range(first, len(ids)):

@@ -451,6 +451,7 @@ def gathered(cache: Array, places: list[tuple[int, int]], seen: Array) -> Array:
 def flash_attn_varlen(
     node: Tensor, q: Array, k: Array, v: Array, q_starts: Array, lengths: Array | None = None,
     table: Array | None = None, k_starts: Array | None = None, sinks: Array | None = None,
+    prefixes: Array | None = None,
 ) -> Array:  # fmt: skip
     out = np.zeros(node.shape, dtype=q.dtype)
     group = q.shape[1] // v.shape[1]
@@ -466,7 +467,7 @@ def flash_attn_varlen(
 @reference64("FLASH_ATTN_VARLEN_LSE")
 def flash_attn_varlen_lse(
     node: Tensor, q: Array, k: Array, q_starts: Array, lengths: Array | None = None, table: Array | None = None,
-    k_starts: Array | None = None, sinks: Array | None = None,
+    k_starts: Array | None = None, sinks: Array | None = None, prefixes: Array | None = None,
 ) -> Array:  # fmt: skip
     out = np.full(node.shape, -np.inf, dtype=q.dtype)
     if sinks is not None:  # all that a query of a sequence without keys sees

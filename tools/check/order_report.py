@@ -76,7 +76,7 @@ def steps_of(model: Model, backends: Sequence[Backend], options: SessionOptions)
         yield f"decode of {n} sequences", engine.executable(1, n)
         yield f"decode of {n} sequences and the next tokens' choice", engine.chained().exe
     paged = PagedEngine(model.decoder, backends, replace(options, page=PAGE), n)
-    yield f"a prompt and {n - 1} tokens over pages", paged.prepared(*paged.sizes(paged.n_batch + n - 1, n)).exe
+    yield f"a prompt and {n - 1} tokens over pages", paged.prepared(paged.largest_size(paged.n_batch + n - 1, n)).exe
     yield f"decode of {n} sequences over pages and the next tokens' choice", paged.chained().exe
 
 

@@ -62,6 +62,6 @@ def _after(session: Session, n: int, depth: int) -> dict[str, Array]:
         if depth:
             cells.take(np.arange(max(0, depth - cells.size), depth)[None])
     places = session.prepared(n, 1).inputs.places(np.arange(depth, depth + n)[None])
-    values = {name: value.copy() for name, value in places.items()}
+    values = {leaf.name: value.reshape(-1).copy() for leaf, value in places}
     cache.restore(saved)
     return values

@@ -201,7 +201,7 @@ def _of_engine(model: Model, title: str, phase: str, n_tokens: int, options: Ses
             f"a step reads at most {engine.most_tokens} tokens, a batch and one of each sequence, got --tokens {n}; "
             f"raise -b"
         )
-    exe = engine.prepared(*engine.sizes(n, min(n, n_seq))).exe
+    exe = engine.prepared(engine.largest_size(n, min(n, n_seq))).exe
     return Subject(title, phase, n, exe, engine=engine)
 
 

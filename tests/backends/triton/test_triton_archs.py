@@ -73,9 +73,10 @@ def test_a_step_over_pages_is_one_split(tmp_path: Path, name: str) -> None:
     mine, _ = loaded(tmp_path / "m.gguf", name, exact=False)
     engine, rings = mine.engine(3, PAGED), mine.engine(3, F32)
     assert isinstance(engine, PagedEngine)
-    for size in (engine.sizes(9, 2), engine.sizes(3, 3)):
-        (split,) = engine.prepared(*size).exe.splits
-        assert split.backend.name == "triton" and not split.copies
+    for size in (engine.largest_size(9, 2), engine.largest_size(3, 3)):
+        for step in (engine.choosing(size), engine.prepared(size)):
+            (split,) = step.exe.splits
+            assert split.backend.name == "triton" and not split.copies
     (other,) = rings.executable(1, 3).splits
     fused, wanted = (Counter(g.kernel for g in s.groups if g.kernel) for s in (split, other))
     assert fused == wanted

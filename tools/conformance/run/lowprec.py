@@ -184,7 +184,7 @@ def _end_to_end(cache: T, rows: T, mask: T) -> T:
 
 def _flash_attn_varlen(
     node: Tensor, q: T, k: T, v: T, q_starts: T, lengths: T | None = None, table: T | None = None,
-    k_starts: T | None = None, sinks: T | None = None,
+    k_starts: T | None = None, sinks: T | None = None, prefixes: T | None = None,
 ) -> T:  # fmt: skip
     out = torch.zeros(node.shape)
     for queries, rows, mask in _varlen(node, q, q_starts, lengths, table, k_starts):
@@ -195,7 +195,7 @@ def _flash_attn_varlen(
 
 def _flash_attn_varlen_lse(
     node: Tensor, q: T, k: T, q_starts: T, lengths: T | None = None, table: T | None = None, k_starts: T | None = None,
-    sinks: T | None = None,
+    sinks: T | None = None, prefixes: T | None = None,
 ) -> T:  # fmt: skip
     out = torch.full(node.shape, -math.inf)
     if sinks is not None:

@@ -13,7 +13,8 @@ from graphrt.tensor import Tensor
 LSE = {
     "FLASH_ATTN_EXT": ("FLASH_ATTN_LSE", ("q", "k", "mask", "sinks")),
     "FLASH_ATTN_VARLEN": (
-        "FLASH_ATTN_VARLEN_LSE", ("q", "k", "q_starts", "lengths", "block_table", "k_starts", "sinks"),
+        "FLASH_ATTN_VARLEN_LSE", ("q", "k", "q_starts", "lengths", "block_table", "k_starts", "sinks",
+        "prefixes"),
     ),
 }  # fmt: skip
 

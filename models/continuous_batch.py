@@ -1,0 +1,257 @@
+"""ContinuousBatch: sequences of a PagedEngine that come and go while others generate. A step reads chunks of prompts
+together with the single tokens of those that generate; the next tokens are chosen on the device and found there by the
+next step, so that steps are queued ahead of the host, which learns their tokens some steps later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from graphrt.arguments import checked
+from graphrt.backends.cpu import threads
+from graphrt.errors import CacheFullError, SessionError
+from graphrt.models.engine import MAX_AHEAD, Ids
+from graphrt.models.sampling import Uniforms
+from graphrt.models.step_paged import PagedStep
+from graphrt.ops import SampleParams
+
+if TYPE_CHECKING:
+    from graphrt.models.engine_paged import PagedEngine
+
+
+@dataclass(eq=False)
+class Going:
+    """A sequence that reads or generates. left: its tokens that no step reads yet; row: where on the board the latest
+    step leaves its next one; wanted, unasked: tokens that are still to be given, and of those the ones that no step has
+    been queued for; token: the last one given; uniforms: what its tokens are drawn by."""
+
+    seq: int
+    left: Ids
+    wanted: int
+    unasked: int
+    uniforms: Uniforms | None
+    row: int = -1
+    token: int = -1
+
+
+class Read(NamedTuple):
+    """What a queued step reads of a sequence. ids: its tokens, None for the one that the step before leaves; chooses:
+    the next one is wanted."""
+
+    of: Going
+    ids: Ids | None
+    chooses: bool
+
+    @property
+    def n(self) -> int:
+        return 1 if self.ids is None else len(self.ids)
+
+
+class Queued(NamedTuple):
+    """A step that was queued, and what waits for its tokens."""
+
+    step: PagedStep
+    reads: list[Read]
+    answer: Callable[[], npt.NDArray[np.uint8]]
+
+
+class ContinuousBatch:
+    """Sequences of an engine that generate together: the likeliest tokens or, with `sampling`, drawn ones. Use it as a
+    context: it leaves the engine with the tokens that were given, but for each sequence's last, as read. An engine has
+    one at a time; what else is done with its sequences meanwhile is refused for those that generate.
+
+        with ContinuousBatch(engine) as batch:
+            batch.add(0, prompt, 64)
+            while batch.going:
+                for seq, token in batch.step().items(): ...    # and add() or end() any sequence, at any time
+    """
+
+    def __init__(self, engine: PagedEngine, sampling: SampleParams | None = None) -> None:
+        self.engine, self.sampling = engine, sampling
+        self._going: dict[int, Going] = {}
+        self._queued: deque[Queued] = deque()
+        engine.begin(self)
+
+    def __enter__(self) -> ContinuousBatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def going(self) -> list[int]:
+        """The sequences that have tokens to come."""
+        return list(self._going)
+
+    @checked(SessionError)
+    def add(self, seq: int, tokens: Sequence[int] | Ids, n: int = -1, uniforms: Uniforms | None = None) -> None:
+        """A sequence reads these tokens, of which it takes over what the cache has, and then generates n, -1: until its
+        context is full. uniforms: what they are drawn by. Raises SessionError as PagedEngine.read() does and for an n
+        of 0 or numbers to draw by where none are drawn or none given; CacheFullError where the cache has too few pages
+        for the tokens; then nothing has changed."""
+        engine = self.engine
+        if n < -1 or n == 0:
+            raise SessionError(f"a sequence generates at least 1 token, or -1, until its context is full, got {n}")
+        if (uniforms is None) != (self.sampling is None):
+            raise SessionError(
+                "tokens are drawn by numbers, and only then, got "
+                + ("none; give uniforms" if uniforms is None else "some without sampling; leave them out")
+            )
+        with engine.alone():
+            left = engine.after_what_is_known(engine.checked({seq: tokens}))[seq]
+            most = engine.n_ctx + 1 - int(engine.lengths[seq]) - len(left)
+            n = most if n < 0 else min(n, most)
+            self._going[seq] = Going(seq, left, n, n, uniforms)
+
+    @checked(SessionError)
+    def end(self, seq: int) -> None:
+        """A sequence gives no more tokens. It keeps those that were given, but for the last, as read; add() goes on
+        behind them. Raises SessionError for one that does not go on."""
+        if seq not in self._going:
+            raise SessionError(f"a sequence that ends must be going on, {self.going} are, got {seq}")
+        with self.engine.alone():
+            del self._going[seq]
+            self.engine.forget([seq])
+
+    def close(self) -> None:
+        """Ends all, and leaves the engine to others."""
+        seqs = self.going
+        self._going.clear()
+        self._queued.clear()
+        self.engine.forget(seqs)
+        self.engine.end(self)
+
+    @checked(SessionError)
+    def step(self) -> dict[int, int]:
+        """Reads on until there are tokens, and gives them by sequence; {} where nothing goes on. A sequence that has
+        all that it wanted ends by itself. Raises CacheFullError where the next step's tokens have no pages: then all
+        that was read stays, and once a sequence has ended and was freed, it goes on. Raises SessionError for logits
+        that are no numbers, after which nothing goes on. !! A backend that queues its work doesn't look at these."""
+        ahead = MAX_AHEAD if self.engine.home.asynchronous else 1
+        found: dict[int, int] = {}
+        while not found and (self._going or self._queued):
+            with self.engine.alone():
+                while len(self._queued) < ahead and (reads := self._next_reads()) and self._has_room(reads):
+                    with self._all_or_none():
+                        self._queued.append(self._queue(reads))
+                with self._all_or_none():
+                    found = self._taken(self._queued.popleft())
+        return found
+
+    def _next_reads(self) -> list[Read]:
+        """What the next step reads: a token of each sequence that generates, and n_batch tokens of prompts, in the
+        order in which they came."""
+        reads, room = [], self.engine.n_batch
+        for going in self._going.values():
+            if len(going.left):
+                ids = going.left[: room if len(going.left) > 1 else 1]
+                room -= len(ids) if len(going.left) > 1 else 0
+                if len(ids):
+                    reads.append(Read(going, ids, len(ids) == len(going.left)))
+            elif going.unasked:
+                reads.append(Read(going, None, True))
+        place = {seq: i for i, seq in enumerate(self.engine.arranged([read.of.seq for read in reads]))}
+        return sorted(reads, key=lambda read: place[read.of.seq])
+
+    def _has_room(self, reads: Sequence[Read]) -> bool:
+        """Whether a step's tokens have pages now. Raises CacheFullError where they have none and no step is under way,
+        whose end could make some free."""
+        try:
+            self.engine.cache.pool.check_room({read.of.seq: read.n for read in reads})
+        except CacheFullError:
+            if not self._queued:
+                raise
+            return False
+        return True
+
+    def _queue(self, reads: list[Read]) -> Queued:
+        engine = self.engine
+        new = {read.of.seq: read.n for read in reads}
+        n = sum(new.values())
+        engine.cache.append(new)
+        plan = engine.plan(new)
+        step = engine.choosing(plan.size, self.sampling)
+        given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
+        rows = np.cumsum(list(new.values()), dtype=np.int32) - 1
+        step.write(new, self._sources(reads, n), rows, self._uniform(reads), plan.prefixes.groups)
+        buffer, offset = step.exe.place(engine.board)
+        if len(given):
+            buffer.write(offset + 4 * engine.n_seq, given.view(np.uint8))
+        with threads.using(engine.n_threads_batch if n > len(reads) else 0):
+            step.exe.run()
+        for row, read in enumerate(reads):
+            read.of.left = read.of.left[len(read.ids) :] if read.ids is not None else read.of.left
+            read.of.unasked -= read.chooses
+            read.of.row = row
+        return Queued(step, reads, buffer.read_later(offset, 4 * len(reads)))
+
+    def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:
+        """The row of the board in which each token is found: the step before leaves its own in the first ones, those
+        that the host gives lie behind."""
+        found = np.empty(n, np.int32)
+        at, given = 0, self.engine.n_seq
+        for read in reads:
+            if read.ids is None:
+                found[at] = read.of.row
+            else:
+                found[at : at + read.n] = np.arange(given, given + read.n)
+                given += read.n
+            at += read.n
+        return found
+
+    def _uniform(self, reads: Sequence[Read]) -> npt.NDArray[np.float64] | None:
+        """What the wanted tokens are drawn by: beyond the draws that are queued."""
+        if self.sampling is None:
+            return None
+        return np.array(
+            [
+                read.of.uniforms.peek(read.of.wanted - read.of.unasked) if read.of.uniforms and read.chooses else 0.0
+                for read in reads
+            ]
+        )
+
+    def _taken(self, queued: Queued) -> dict[int, int]:
+        """What a step has read counts as read from now on, but for sequences that have ended since. Its tokens."""
+        engine, found = self.engine, dict[int, int]()
+        tokens = queued.answer().view(np.int32)
+        queued.step.check_chosen(tokens)
+        for (going, ids, chooses), token in zip(queued.reads, tokens):
+            seq = going.seq
+            if self._going.get(seq) is not going:
+                continue
+            ids_read = [going.token] if ids is None else ids.tolist()
+            engine.cache.pool.commit(seq, ids_read)
+            engine.lengths[seq] += len(ids_read)
+            if chooses:
+                found[seq] = going.token = int(token)
+                going.wanted -= 1
+                if going.uniforms is not None:
+                    going.uniforms.take()
+                if not going.wanted:
+                    del self._going[seq]
+        return found
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Where what is done inside fails, or is interrupted, nothing goes on, and what was read before stays."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                self.close()
+
+
+def generated(batch: ContinuousBatch, n_seq: int) -> Iterator[Ids]:
+    """The tokens of an engine's sequences that all generate as many, one of each after the other: int32 [n_seq]."""
+    with batch:
+        while batch.going:
+            found: Mapping[int, int] = batch.step()
+            yield np.array([found[seq] for seq in range(n_seq)], np.int32)

@@ -1,0 +1,343 @@
+"""ContinuousBatch: sequences that come and go while others generate give what each gives alone, queued ahead or not;
+what sequences share is told truly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tiny import write_model
+
+import graphrt
+from graphrt.errors import CacheFullError, SessionError
+from graphrt.models import Model, load
+from graphrt.models.continuous_batch import ContinuousBatch
+from graphrt.models.engine import MAX_AHEAD, SessionOptions
+from graphrt.models.engine_paged import MAX_STEPS, PagedEngine
+from graphrt.models.paging.check import check
+from graphrt.models.paging.prefixes import Prefix, PrefixRule
+from graphrt.models.sampling import Sampler, Uniforms
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.models.step_paged import PagedStep
+
+OPTIONS = SessionOptions(n_ctx=96, n_batch=12, type_k="f32", type_v="f32", page=16)
+RINGS = replace(OPTIONS, page=0)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(write_model(tmp_path_factory.mktemp("batch") / "m.gguf", request.param), "cpu", exact=True)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(write_model(tmp_path_factory.mktemp("batch") / "m.gguf", "llama"), "cpu", exact=True)
+
+
+@pytest.fixture(params=[False, True], ids=["one at a time", "queued ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the backend says that it queues its work."""
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", request.param)
+    return bool(request.param)
+
+
+def paged(model: Model, n_seq: int, **changed: Any) -> PagedEngine:
+    """An engine whose pages hold NaN, as those of a device may."""
+    engine = model.engine(n_seq, replace(OPTIONS, **changed))
+    assert isinstance(engine, PagedEngine)
+    for layer in engine.cache.layers:
+        for leaf in layer.leafs:
+            assert leaf.buffer is not None
+            leaf.buffer.write(0, np.full(leaf.nbytes, 0xFF, np.uint8))
+    return engine
+
+
+def alone(model: Model, ids: list[int], n: int) -> list[int]:
+    """The likeliest tokens after ids, by a session, one step at a time."""
+    session, found = model.session(RINGS), list[int]()
+    logits = session.eval(ids)
+    while len(found) < n:
+        found.append(int(logits.argmax()))
+        logits = session.eval([found[-1]]) if len(found) < n else logits
+    return found
+
+
+def texts_of(n: int, seed: int = 5, longest: int = 60) -> list[list[int]]:
+    r = np.random.default_rng(seed)
+    return [r.integers(0, 60, int(r.integers(1, longest))).tolist() for _ in range(n)]
+
+
+def run(batch: ContinuousBatch, found: dict[int, list[int]]) -> None:
+    for seq, token in batch.step().items():
+        found.setdefault(seq, []).append(token)
+
+
+def test_sequences_come_and_go(model: Model, ahead: bool) -> None:
+    """A long prompt is read in chunks beside sequences that generate; one ends early, and another takes its place."""
+    texts, engine, found = texts_of(5, 3), paged(model, 4), dict[int, list[int]]()
+    with ContinuousBatch(engine) as batch:
+        batch.add(2, texts[0], 20)
+        batch.add(0, texts[1], 6)
+        for _ in range(4):
+            run(batch, found)
+        batch.add(1, texts[2], 9)
+        run(batch, found)
+        batch.add(3, texts[3], 30)
+        while len(found.get(3, ())) < 4:
+            run(batch, found)
+        batch.end(3)
+        cut = found.pop(3)
+        engine.free(3)
+        batch.add(3, texts[4], 7)
+        while batch.going:
+            run(batch, found)
+    check(engine.cache.pool)
+    assert cut == alone(model, texts[3], len(cut))
+    for seq, text, n in ((2, texts[0], 20), (0, texts[1], 6), (1, texts[2], 9), (3, texts[4], 7)):
+        assert found[seq] == alone(model, text, n)
+        assert engine.tokens(seq) == [*text, *found[seq][:-1]] and engine.lengths[seq] == len(text) + n - 1
+        assert engine.cache.pool.of(seq).reserved == engine.lengths[seq], "nothing queued stays"
+
+
+def test_a_step_reads_chunks_and_single_tokens(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = paged(llama, 3), list[dict[int, int]]()
+    write = PagedStep.write
+
+    def note(step: PagedStep, new: dict[int, int], *how: Any, **named: Any) -> None:
+        seen.append(dict(new))
+        write(step, new, *how, **named)
+
+    monkeypatch.setattr(PagedStep, "write", note)
+    with ContinuousBatch(engine) as batch:
+        batch.add(1, [5, 6], 6)
+        batch.step()
+        batch.add(0, list(range(20)), 3)
+        batch.add(2, [9], 2)
+        while batch.going:
+            batch.step()
+    assert seen == [{1: 2}, {1: 1, 0: 12, 2: 1}, {1: 1, 0: 8, 2: 1}, {1: 1, 0: 1}, {1: 1, 0: 1}, {1: 1}]
+
+
+def test_steps_are_queued_ahead_and_few(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(llama.backends[0]), "asynchronous", True)
+    engine = paged(llama, 3)
+    texts = texts_of(3, 4, 30)
+    with ContinuousBatch(engine) as batch:
+        for seq, text in enumerate(texts):
+            batch.add(seq, text)
+        batch.step()
+        assert len(batch._queued) == MAX_AHEAD - 1, "the host has looked at one of them"
+        while batch.going:
+            batch.step()
+    assert engine.lengths.tolist() == [96, 96, 96], "until the context is full"
+    assert len(engine._prepared) <= 12 < MAX_STEPS, "rungs of tokens, sequences and pages"
+
+
+def test_tables_are_as_wide_as_texts_need(llama: Model) -> None:
+    engine = paged(llama, 2, n_ctx=2048)
+    engine.read({0: [1] * 20})
+    engine.read({1: [2] * 300})
+    widths = {key.n_blocks for key in engine._prepared}
+    assert widths == {8, 16, 32} and engine.largest_size(2, 2).n_blocks == 128
+
+
+def test_drawn_tokens(llama: Model, ahead: bool) -> None:
+    """Each sequence's by numbers of its own, as a sampler draws them."""
+    params = SamplerParams(temp=1.5, top_k=40, top_p=0.9, min_p=0.0, seed=1)
+    wanted, texts = [], texts_of(3, 8, 40)
+    for i, text in enumerate(texts):
+        sampler, session, tokens = Sampler(replace(params, seed=i)), llama.session(RINGS), list[int]()
+        logits = session.eval(text)
+        for _ in range(12):
+            tokens.append(sampler.sample(logits, [*text, *tokens]))
+            logits = session.eval(tokens[-1:])
+        wanted.append(tokens)
+    sampling = Sampler(params).device_params()
+    assert sampling is not None
+    engine, found = paged(llama, 3), dict[int, list[int]]()
+    with ContinuousBatch(engine, sampling) as batch:
+        for i in (1, 0, 2):
+            batch.add(i, texts[i], 12, Uniforms(i))
+            run(batch, found)
+        while batch.going:
+            run(batch, found)
+    for i, tokens in enumerate(wanted):
+        assert found[i] == tokens
+    assert len({tuple(tokens) for tokens in found.values()}) == 3
+
+
+def test_a_full_cache_is_said_and_goes_on(llama: Model, ahead: bool) -> None:
+    """What was given stays right; when one has ended, the others go on from where they were."""
+    engine, found = paged(llama, 3, n_pages=5, share=False), dict[int, list[int]]()
+    texts = [[1] * 14, [2] * 20, [3] * 9]
+    with ContinuousBatch(engine) as batch:
+        for seq, text in enumerate(texts):
+            batch.add(seq, text, 40)
+        with pytest.raises(CacheFullError, match="5 pages of 16 tokens"):
+            while batch.going:
+                run(batch, found)
+        assert batch.going == [0, 1, 2]
+        check(engine.cache.pool)
+        batch.end(1)
+        assert engine.tokens(1) == [*texts[1], *found[1][:-1]]
+        away = engine.swap_out(1)
+        while len(found[0]) < 20:
+            run(batch, found)
+        batch.end(2)
+        engine.free(2)
+        engine.swap_in(2, away)
+        batch.add(2, [found[1][-1]], 3)
+        found[2] = []
+        while len(found[2]) < 3:
+            run(batch, found)
+    assert found[0] == alone(llama, texts[0], len(found[0]))
+    assert found[1] + found[2] == alone(llama, texts[1], len(found[1]) + 3)
+    with ContinuousBatch(paged(llama, 2, n_pages=2)) as batch, pytest.raises(CacheFullError):
+        batch.add(0, list(range(40)))
+
+
+def test_what_fails_ends_all_and_keeps_what_was_given(
+    llama: Model, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, (a, b) = paged(llama, 2), texts_of(2, 6)
+    batch = ContinuousBatch(engine)
+    batch.add(0, a, 20)
+    batch.add(1, b, 20)
+    while not {0, 1} <= set(batch.step()):
+        pass
+    lengths = engine.lengths.copy()
+
+    def interrupted(exe: graphrt.Executable) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphrt.Executable, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(MAX_AHEAD + 1):
+                lengths = engine.lengths.copy()
+                batch.step()
+    check(engine.cache.pool)
+    assert not batch.going and engine.batch is None and engine.lengths.tolist() == lengths.tolist()
+    assert all(engine.cache.pool.of(seq).reserved == lengths[seq] for seq in (0, 1))
+    again = dict[int, list[int]]()
+    with ContinuousBatch(engine) as batch:
+        batch.add(0, [7], 5)
+        while batch.going:
+            run(batch, again)
+    assert again[0] == alone(llama, engine.tokens(0)[: lengths[0] + 1], 5)
+
+
+def test_what_can_not_be(llama: Model) -> None:
+    engine = paged(llama, 2)
+    with ContinuousBatch(engine) as batch:
+        batch.add(0, [1, 2], 5)
+        with pytest.raises(SessionError, match="one batch at a time"):
+            ContinuousBatch(engine)
+        for work in (
+            lambda: batch.add(0, [3]), lambda: engine.free(0), lambda: engine.fork(0, 1), lambda: engine.read({0: [1]}),
+            lambda: engine.swap_out(0),
+        ):  # fmt: skip
+            with pytest.raises(SessionError, match="sequence 0 generates in a batch; end it there first"):
+                work()
+        for n in (0, -2):
+            with pytest.raises(SessionError, match=f"at least 1 token, or -1, until its context is full, got {n}"):
+                batch.add(1, [3], n)
+        with pytest.raises(SessionError, match="only then, got some without sampling"):
+            batch.add(1, [3], 4, Uniforms(1))
+        with pytest.raises(SessionError, match=r"must be going on, \[0\] are, got 1"):
+            batch.end(1)
+        with pytest.raises(SessionError, match="the context holds 96 tokens of each sequence, got 97"):
+            batch.add(1, [0] * 97)
+        other = engine.read({1: [4, 5]})
+        assert np.array_equal(other, paged(llama, 2).read({1: [4, 5]})), "another sequence is read meanwhile"
+        engine.reset()
+        assert batch.step() == {} and not batch.going
+    engine.read({0: [1]})
+
+
+# ---- prefixes ----
+
+
+@pytest.fixture
+def shared(llama: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[dict[int, int], list[Prefix]]]]:
+    """What steps were told of prefixes, on a backend that makes use of them where that saves anything. The promise that
+    the op is given is held against the inputs that it reads."""
+    seen: list[tuple[dict[int, int], list[Prefix]]] = []
+    write = PagedStep.write
+
+    def note(step: PagedStep, new: dict[int, int], *how: Any, **named: Any) -> None:
+        write(step, new, *how, **named)
+        inputs, found = step.inputs, list[Prefix]()
+        if inputs.prefixes is not None:
+            groups = step.own(inputs.prefixes).reshape(-1, 3)
+            found = [Prefix(*map(int, row)) for row in groups if row[1]]
+            assert found and found == sorted(found) and all(a.first + a.n_seq <= b.first for a, b in pairwise(found))
+            table = step.own(inputs.tables["full"]).reshape(-1, inputs.tables["full"].ne[0])
+            before = step.own(inputs.lengths) - np.diff(step.own(inputs.q_starts))
+            for first, n, pages in found:
+                assert (table[first : first + n, :pages] == table[first, :pages]).all() and (
+                    table[first, :pages] >= 0
+                ).all()
+                assert (before[first : first + n] >= pages * 16).all()
+        seen.append((dict(new), found))
+
+    monkeypatch.setattr(type(llama.backends[0]), "reads_shared_once", True)
+    monkeypatch.setattr(PrefixRule, "of", classmethod(lambda cls, hp, page: cls(page, 0, 0)))
+    monkeypatch.setattr(PagedStep, "write", note)
+    yield seen
+
+
+def test_a_system_prompt_is_told_of(llama: Model, shared: list[tuple[dict[int, int], list[Prefix]]]) -> None:
+    """Sequences in any order that begin with the same pages are read side by side, and each gives its own logits."""
+    engine, text = paged(llama, 6), texts_of(1, 2)[0][:37]
+    others = texts_of(6, 9, 30)
+    full = (*text, *text)[:48]
+    engine.read({4: [*full[:33], 1]})
+    engine.read({0: [*full, 2], 1: [59, *others[1]], 2: [*full, 3], 5: [*full[:33], 5]})
+    engine.read({0: [4]})
+    shared.clear()
+    part = {0: [7], 1: [8], 4: [9], 2: [10, 11], 5: [12]}
+    found = engine.read(part)
+    ((new, groups),) = shared
+    assert set(new) == set(part) and sum(g.n_seq for g in groups) == 4 and groups[0].n_pages == 2
+    for seq, row in zip(part, found):
+        wanted = llama.session(RINGS).eval(engine.tokens(seq))
+        assert np.abs(row - wanted).max() < 1e-4
+    forked = paged(llama, 4)
+    forked.read({3: full})
+    forked.fork(3, 1)
+    shared.clear()
+    forked.read({1: [1], 3: [2]})
+    assert shared[0][1] == [Prefix(0, 2, 3)]
+    forked.read({1: [1] * 3, 3: [2]})
+    assert shared[1][1] == [Prefix(0, 2, 3)], "pages behind the fork are each one's own"
+
+
+def test_batches_tell_too_and_rules_refuse(
+    llama: Model, shared: list[tuple[dict[int, int], list[Prefix]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, text = paged(llama, 4), texts_of(1, 2)[0][:33]
+    engine.read({0: text})
+    for seq in (1, 2, 3):
+        engine.fork(0, seq)
+    found = dict[int, list[int]]()
+    shared.clear()
+    with ContinuousBatch(engine) as batch:
+        for seq in (2, 0, 3, 1):
+            batch.add(seq, [seq], 4)
+        while batch.going:
+            run(batch, found)
+    assert len(shared) == 4 and all(groups == [Prefix(0, 4, 2)] for _, groups in shared)
+    for seq, tokens in found.items():
+        assert tokens == alone(llama, [*text, seq], 4)
+    plan = engine.plan(dict.fromkeys(range(4), 1))
+    assert plan.size.n_groups == 1 and "4 sequences share 2 pages" in plan.prefixes.reason
+    engine.cache.prefix_rule = replace(engine.cache.prefix_rule, launches=10**9)
+    plan = engine.plan(dict.fromkeys(range(4), 1))
+    assert plan.size.n_groups == 0 and "read by each" in plan.prefixes.reason
+    monkeypatch.setattr(type(llama.backends[0]), "reads_shared_once", False)
+    assert engine.arranged([2, 0]) == [2, 0] and "for each of them" in engine.plan({0: 1}).prefixes.reason
