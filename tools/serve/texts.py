@@ -148,7 +148,7 @@ class Maker:
             schema = dict(of_tools)
         try:
             return TextRules(
-                n, request.stop or (), request.stop_token_ids or (), bool(request.ignore_eos), request.grammar, schema,
+                n, () if request.stop is None else request.stop, request.stop_token_ids or (), bool(request.ignore_eos), request.grammar, schema,
                 best, request.regex,
             )  # fmt: skip
         except SessionError as error:
