@@ -64,7 +64,7 @@ class Renderer:
             self._environment.budget = Budget(self.seconds, self._clock)
             try:
                 own = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._tokens}
-                return self._written(**{**(variables or {}), **own})
+                return self._written({**(variables or {}), **own})
             except _Refusal as error:
                 raise ChatTemplateError(f"the chat template refuses these messages: {_reason(error)}.") from error
             except LimitError as error:
@@ -72,9 +72,9 @@ class Renderer:
             except _FAULTS as error:
                 raise ChatTemplateError(f"the chat template failed: {_reason(error)}.") from error
 
-    def _written(self, **variables: Any) -> str:
+    def _written(self, variables: Mapping[str, Any]) -> str:
         parts, n_characters = [], 0
-        for part in self._template.generate(**variables):
+        for part in self._template.generate(variables):
             n_characters += len(part)
             check_output(n_characters)  # blocks of macros and filters come here past the hooks
             parts.append(part)

@@ -147,12 +147,13 @@ class Maker:
                                param="tool_choice")  # fmt: skip
             schema = dict(of_tools)
         try:
+            stop = () if request.stop is None else request.stop
             return TextRules(
-                n, () if request.stop is None else request.stop, request.stop_token_ids or (), bool(request.ignore_eos), request.grammar, schema,
-                best, request.regex,
+                n, stop, request.stop_token_ids or (), bool(request.ignore_eos), request.grammar, schema, best,
+                request.regex,
             )  # fmt: skip
         except SessionError as error:
-            raise of_runtime(error, "stop" if str(error).startswith("a stop") else None) from error
+            raise of_runtime(error, "stop" if str(error).startswith("a stop") else _rule_of(request)) from error
 
     def sampling(self, request: Generating) -> SamplerParams:
         """The parameters that a request asks for. Raises ApiError."""

@@ -90,13 +90,13 @@ KINDS: list[tuple[SamplerParams, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("kinds", [KINDS[:1], KINDS], ids=["greedy", "mixed"])
-def test_texts_are_those_that_each_is_alone(model: Model, kinds: list[tuple[SamplerParams, dict[str, Any]]]) -> None:
-    scheduler = scheduler_of(model, 3)
+def test_texts_are_those_that_each_is_alone(llama: Model, kinds: list[tuple[SamplerParams, dict[str, Any]]]) -> None:
+    scheduler = scheduler_of(llama, 3)
     texts, wanted = [], []
     for i, prompt in enumerate(prompts(7)):
         params, rules = kinds[i % len(kinds)]
-        texts.append(text_of(model, prompt, 5 + i, params, rules=rules))
-        wanted.append(alone(model, texts[-1], params, **rules))
+        texts.append(text_of(llama, prompt, 5 + i, params, rules=rules))
+        wanted.append(alone(llama, texts[-1], params, **rules))
     for text in texts[:5]:
         scheduler.add(text)
     for _ in range(4):
@@ -173,7 +173,7 @@ def test_random_cancels_leave_nothing(model: Model) -> None:
     r = np.random.default_rng(1)
     scheduler = scheduler_of(model, 4, n_pages=12)
     waiting = [text_of(model, p, int(r.integers(1, 16)), KINDS[i % 4][0], key=str(i % 3))
-               for i, p in enumerate(prompts(40, seed=11, longest=50))]  # fmt: skip
+               for i, p in enumerate(prompts(24, seed=11, longest=50))]  # fmt: skip
     there, events = list[Text](), list[Event]()
     while waiting or not scheduler.is_idle:
         if waiting and r.random() < 0.5:
@@ -183,7 +183,7 @@ def test_random_cancels_leave_nothing(model: Model) -> None:
             scheduler.cancel(there[int(r.integers(len(there)))])
         events += scheduler.step()
     ends = [e for e in events if e.piece is None or e.piece.finish]
-    assert {id(e.text) for e in ends} == {id(text) for text in there} and len(ends) == len(there) == 40
+    assert {id(e.text) for e in ends} == {id(text) for text in there} and len(ends) == len(there) == 24
     assert {type(e.error) for e in ends if e.error} == {Cancelled}
     check_nothing_left(scheduler)
 
