@@ -18,6 +18,9 @@ from graphrt.models.recent import Recent
 Floats = npt.NDArray[np.float32]
 Ids = Sequence[int]
 
+#: Tokens of one run unless told: on the host as many as its caches like, on a device that queues its work as many as
+#: keep it busy.
+HOST_BATCH, DEVICE_BATCH = 512, 16384
 #: How the embedding of a text is made of those of its tokens; "none": not at all.
 POOLINGS = ("none", "mean", "cls", "last")
 
@@ -33,11 +36,12 @@ def check_pooling(wanted: str, of_file: str) -> str:
 
 
 class Embedder:
-    """Runs an encoder. n_batch: tokens of one run, where no single text has more."""
+    """Runs an encoder. n_batch: tokens of one run, where no single text has more; 0: as many as suit the backend."""
 
-    def __init__(self, encoder: Encoder, backends: Sequence[Backend], n_batch: int = 512) -> None:
-        if n_batch < 1:
-            raise SessionError(f"n_batch must be at least 1, got {n_batch}")
+    def __init__(self, encoder: Encoder, backends: Sequence[Backend], n_batch: int = 0) -> None:
+        if n_batch < 0:
+            raise SessionError(f"n_batch must be at least 1, or 0 for what suits the backend, got {n_batch}")
+        n_batch = n_batch or (DEVICE_BATCH if backends[0].asynchronous else HOST_BATCH)
         self.encoder = encoder
         self.backends = list(backends)
         self.n_batch = n_batch
@@ -71,14 +75,16 @@ class Embedder:
         if bad is not None:
             raise SessionError(f"a token id must be 0 to {hp.n_vocab - 1}, got {bad}")
 
-    def _run(self, texts: Sequence[Ids], pooling: str) -> list[Floats]:
-        lengths = np.array([len(ids) for ids in texts], np.int32)
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        n_tokens, n_texts = close_rung(int(starts[-1])), rung(len(texts))
-        exe = self.executable(n_tokens, n_texts, pooling)
+    def values(
+        self, texts: Sequence[Ids], starts: npt.NDArray[np.int32], n_tokens: int, n_texts: int, pooling: str
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """What a graph for so many tokens and texts may be given, by name. starts: the texts' first tokens, and the end
+        of the last."""
+        lengths = np.diff(starts)
         owner = np.repeat(np.arange(len(texts)), lengths)
-        mean = np.zeros((n_texts, n_tokens), np.float32)
-        mean[owner, np.arange(len(owner))] = 1 / lengths[owner]
+        mean = np.zeros((n_texts, n_tokens) if pooling == "mean" else (0, 0), np.float32)
+        if pooling == "mean":
+            mean[owner, np.arange(len(owner))] = 1 / lengths[owner]
         parts: dict[str, tuple[int, npt.NDArray[np.generic]]] = {
             "inp_tokens": (n_tokens, np.concatenate([np.asarray(ids, np.int32) for ids in texts])),
             "inp_pos": (n_tokens, np.arange(len(owner), dtype=np.int32) - starts[owner]),
@@ -87,6 +93,13 @@ class Embedder:
         values = {name: np.pad(value, (0, n - len(value))) for name, (n, value) in parts.items()}
         values["attn_inp_q_starts"] = np.pad(starts, (0, n_texts - len(texts)), "edge")
         values["inp_mean"] = mean
+        return values
+
+    def _run(self, texts: Sequence[Ids], pooling: str) -> list[Floats]:
+        starts = np.cumsum([0, *(len(ids) for ids in texts)], dtype=np.int32)
+        n_tokens, n_texts = close_rung(int(starts[-1])), rung(len(texts))
+        exe = self.executable(n_tokens, n_texts, pooling)
+        values = self.values(texts, starts, n_tokens, n_texts, pooling)
         asked = {leaf.name for leaf in exe.graph.inputs}
         exe.write_all({name: value for name, value in values.items() if name in asked})
         exe.run()

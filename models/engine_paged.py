@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graphrt.arguments import checked
-from graphrt.backend import Usage
+from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
@@ -20,7 +20,8 @@ from graphrt.graph import Graph
 from graphrt.models import session_file
 from graphrt.models.cache_paged import PagedCache, Swapped, page_sizes
 from graphrt.models.continuous_batch import ContinuousBatch, generated
-from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids
+from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
+from graphrt.models.hparams import HParams
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.paging.prefixes import Prefixes
 from graphrt.models.sampling import Uniforms
@@ -42,6 +43,14 @@ class StepPlan(NamedTuple):
     prefixes: Prefixes
 
 
+def new_cache(hp: HParams, backend: Backend, options: SessionOptions, n_seq: int) -> PagedCache:
+    """The cache of an engine with these options, of which no default stands for another number. Raises SessionError."""
+    n_new = options.n_batch + (1 + MAX_AHEAD) * n_seq
+    sizes = page_sizes(hp, hp.windowed, options.n_ctx, n_new, n_seq, options.page, options.n_pages)
+    types = options.type_k, options.type_v
+    return PagedCache(hp, backend, hp.windowed, options.n_ctx, types, sizes, n_seq=n_seq, share=options.share)
+
+
 class PagedEngine(AnyEngine[PagedCache, PagedStep]):
     """Sequences in the pages of one cache, each as long as it is. A sequence that begins as another one takes its pages
     over (options.share), so that fewer tokens may be read than are given.
@@ -58,11 +67,7 @@ class PagedEngine(AnyEngine[PagedCache, PagedStep]):
         return n_batch
 
     def _new_cache(self) -> PagedCache:
-        hp, options = self.decoder.hp, self.options
-        n_new = self.most_tokens + MAX_AHEAD * self.n_seq
-        sizes = page_sizes(hp, hp.windowed, self.n_ctx, n_new, self.n_seq, options.page, options.n_pages)
-        types = options.type_k, options.type_v
-        return PagedCache(hp, self.home, hp.windowed, self.n_ctx, types, sizes, n_seq=self.n_seq, share=options.share)
+        return new_cache(self.decoder.hp, self.home, self.options, self.n_seq)
 
     @property
     def most_tokens(self) -> int:

@@ -11,6 +11,7 @@ from graphrt.errors import MemoryPlanError
 from graphrt.models.arch import read_file
 from graphrt.models.cache import KVCache
 from graphrt.models.engine import SessionOptions, check_options
+from graphrt.models.engine_paged import new_cache
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import HParams
 from graphrt.models.placement import for_cache, for_weights
@@ -23,12 +24,15 @@ class _Nowhere:
         return None
 
 
-def cache_bytes(hp: HParams, options: SessionOptions) -> int:
-    """Bytes of a session's cache, which encoders have none of. Raises SessionError for options that can't be."""
+def cache_bytes(hp: HParams, options: SessionOptions, n_seq: int = 1) -> int:
+    """Bytes of a session's cache or, over pages, of an engine's of n_seq sequences; encoders have none. Raises
+    SessionError for options that can't be."""
     if not hp.cached:
         return 0
     n_ctx, n_batch = check_options(options, hp)
     nowhere = cast(Backend, _Nowhere())
+    if options.page:
+        return new_cache(hp, nowhere, replace(options, n_ctx=n_ctx, n_batch=n_batch), n_seq).nbytes
     return KVCache(hp, nowhere, hp.windowed, n_ctx, n_batch, options.type_k, options.type_v).nbytes
 
 
@@ -42,7 +46,8 @@ class MemoryNeeds:
     """What a run takes on the device that multiplies with the weights, in bytes.
 
     weights: of the file's tensors; in_place: they are read where the file is mapped, and take no memory of their own;
-    cache: of n_ctx tokens, 0 where another device holds it; free, total: the device's memory, 0 where unknown.
+    cache: of n_ctx tokens, or of the pages that n_seq sequences of so many share, 0 where another device holds it;
+    page: tokens of a page, 0 for none; free, total: the device's memory, 0 where unknown.
     """
 
     device: str
@@ -53,6 +58,8 @@ class MemoryNeeds:
     types: tuple[str, str]
     free: int
     total: int
+    n_seq: int = 1
+    page: int = 0
 
     @property
     def taken(self) -> int:
@@ -68,11 +75,15 @@ class MemoryNeeds:
         mapped = " (read in place)" if self.in_place else ""
         kinds = self.types[0] if self.types[0] == self.types[1] else "/".join(self.types)
         have = f" | free {_size(self.free)} of {_size(self.total)} on {self.device}" if self.total else ""
-        return f"weights {_size(self.weights)}{mapped} | KV {_size(self.cache)} ({self.n_ctx} tokens, {kinds}){have}"
+        many = f"{self.n_seq} sequences of up to " if self.n_seq > 1 else ""
+        pages = f" in pages of {self.page}" if self.page else ""
+        held = f"{many}{self.n_ctx} tokens{pages}, {kinds}"
+        return f"weights {_size(self.weights)}{mapped} | KV {_size(self.cache)} ({held}){have}"
 
 
-def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOptions) -> MemoryNeeds:
-    """What a model on these backends and one session will take. Allocates nothing.
+def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOptions, n_seq: int = 1) -> MemoryNeeds:
+    """What a model on these backends and one session, or with pages an engine of n_seq sequences, will take. Allocates
+    nothing.
 
     Raises GGUFError and ArchError for a file that is no such model, SessionError for options that it can't have.
     """
@@ -87,11 +98,13 @@ def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOp
         device=device.name if device else home.name,
         weights=weights_bytes(file),
         in_place=in_place,
-        cache=cache_bytes(hp, options) if here else 0,
+        cache=cache_bytes(hp, options, n_seq) if here else 0,
         n_ctx=n_ctx,
         types=(options.type_k, options.type_v),
         free=device.memory_free if device else 0,
         total=device.memory_total if device else 0,
+        n_seq=n_seq,
+        page=options.page,
     )
 
 
@@ -115,20 +128,22 @@ def _smaller_caches(hp: HParams, needs: MemoryNeeds, options: SessionOptions) ->
     found = []
     small = replace(options, type_k="q8_0", type_v="q8_0")
     blocks = hp.d_k % 32 == hp.d_v % 32 == 0
-    if blocks and cache_bytes(hp, small) <= min(room, needs.cache - 1):
-        found.append(f"type_k and type_v of q8_0 (a cache of {_size(cache_bytes(hp, small))}) fits")
-    n_ctx = _longest(hp, options, room, needs.n_ctx)
-    if n_ctx:
-        found.append(f"an n_ctx of at most {n_ctx} fits")
+    if blocks and cache_bytes(hp, small, needs.n_seq) <= min(room, needs.cache - 1):
+        found.append(f"type_k and type_v of q8_0 (a cache of {_size(cache_bytes(hp, small, needs.n_seq))}) fits")
+    name = "n_pages" if options.page and options.n_pages else "n_ctx"
+    most = _largest(hp, options, name, room, options.n_pages if name == "n_pages" else needs.n_ctx, needs.n_seq)
+    if most:
+        found.append(f"an {name} of at most {most} fits")
     return found
 
 
-def _longest(hp: HParams, options: SessionOptions, room: int, most: int) -> int:
-    """The longest context whose cache fits in `room`, 0 for none."""
+def _largest(hp: HParams, options: SessionOptions, name: str, room: int, most: int, n_seq: int) -> int:
+    """The largest number for an option, n_ctx or n_pages, whose cache fits in `room`, 0 for none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if cache_bytes(hp, replace(options, n_ctx=middle)) <= room:
+        changed = replace(options, n_pages=middle) if name == "n_pages" else replace(options, n_ctx=middle)
+        if cache_bytes(hp, changed, n_seq) <= room:
             low = middle
         else:
             high = middle - 1

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -22,7 +23,7 @@ from graphrt.models.arch.transformer import Transformer
 from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.choices import text
-from graphrt.models.embed import Embedder, check_pooling
+from graphrt.models.embed import HOST_BATCH, Embedder, check_pooling
 from graphrt.models.embed_decoder import embed
 from graphrt.models.engine import Engine, SessionOptions, check_options
 from graphrt.models.engine_paged import PagedEngine
@@ -244,6 +245,7 @@ class Model:
         sampling: SamplerParams = SamplerParams(),
         raw: bool = True,
         options: SessionOptions = SessionOptions(),
+        cache: str | os.PathLike[str] | None = None,
         stop: str | Iterable[str] = (),
         stop_ids: Iterable[int] = (),
         ignore_eos: bool = False,
@@ -255,8 +257,10 @@ class Model:
         """`count` texts after one prompt, which is read once: (number of the text, its next piece), a token of each
         text in turn. Text i is what generate() gives with the seed + i, but for rounding: tokens are read together.
 
-        options: of the sequences; the rest as generate() has it. Raises SessionError as it does, and for a count that
-        is not 1 to MAX_SAMPLES.
+        options: of the sequences, page and n_pages among them; cache: a file that keeps the prompt for later ones that
+        begin alike; the rest as generate() has it. Raises SessionError as it does, for a count that is not 1 to
+        MAX_SAMPLES, and a file that this model and these options can't use, and CacheFullError where n_pages are too
+        few.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_SAMPLES:
             raise SessionError(f"the number of samples must be 1 to {MAX_SAMPLES}, got {count!r}")
@@ -265,7 +269,9 @@ class Model:
         texts = [self.new_text(each, rules) for each in first.seeds(count)]
         n_ctx, _ = check_options(options, self.decoder.hp)
         tokens = self._prompt(prompt, raw=raw, n_ctx=n_ctx)
-        return samples(self.decoder, self.backends, tokens, n, options, texts, lambda *given: self.next_token(*given))
+        path = None if cache is None else Path(cache)
+        choose = lambda *given: self.next_token(*given)  # noqa: E731
+        return samples(self.decoder, self.backends, tokens, n, options, texts, choose, path)
 
     def _prompt(self, prompt: str | Sequence[int], **how: Any) -> list[int]:
         return self.prompt_tokens(prompt, **how) if isinstance(prompt, str) else list(prompt)
@@ -334,18 +340,18 @@ class Model:
 
     @checked(SessionError)
     def embed(
-        self, texts: Sequence[str | Sequence[int]], pooling: str = "", *, normalize: bool = True, n_batch: int = 512
+        self, texts: Sequence[str | Sequence[int]], pooling: str = "", *, normalize: bool = True, n_batch: int = 0
     ) -> list[npt.NDArray[np.float32]]:
         """The embedding of each text, or of token ids: float32 [n_embd], with the pooling "none" [n_tokens, n_embd].
 
         pooling: "mean", "cls", "last" or "none", "" for the file's own; normalize: to length 1; n_batch: tokens of one
-        run. A decoder's is of what its logits are made of. Raises SessionError for an unknown pooling, or none where
-        the file names none, and a text that is empty or too long.
+        run, 0 for as many as suit the backend. A decoder's is of what its logits are made of. Raises SessionError for
+        an unknown pooling, or none where the file names none, and a text that is empty or too long.
         """
         check_pooling(pooling, self.network.hp.pooling)
         ids = [self._ids(text, 0) if isinstance(text, str) else list(text) for text in texts]
         if isinstance(self.network, Decoder):
-            return embed(self.network, self.backends, ids, pooling, normalize=normalize, n_batch=n_batch)
+            return embed(self.network, self.backends, ids, pooling, normalize=normalize, n_batch=n_batch or HOST_BATCH)
         return Embedder(self.encoder, self.backends, n_batch).embed(ids, pooling, normalize=normalize)
 
     @checked(SessionError)

@@ -110,8 +110,10 @@ class SyntheticFile(GGUFFile):
         self._buffers, self._swap = [], False
         self._pools: dict[tuple[str, int], Bytes] = {}
         keys = recipe.keys if layers is None else {**recipe.keys, "block_count": layers}
-        values = {"general.architecture": recipe.arch, "tokenizer.ggml.model": "no_vocab"}
-        self.metadata = Metadata(values | {f"{recipe.arch}.{key}": v for key, v in keys.items()}, bytearray(), "<")
+        values: dict[str, Any] = {"general.architecture": recipe.arch, "tokenizer.ggml.model": "no_vocab"}
+        for key, value in keys.items():
+            values[key if key.startswith("tokenizer.") else f"{recipe.arch}.{key}"] = value
+        self.metadata = Metadata(values, bytearray(), "<")
         self.tensors = {}
         offset = 0
         for tensor, ne in self._shapes().items():

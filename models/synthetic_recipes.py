@@ -57,7 +57,8 @@ def _yarn(factor: float, context: int) -> dict[str, int | float | str]:
 _QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 
 #: Llama 3.1 8B, Llama 3.2 1B (whose output is tied; here it is a matrix of its own, as in llama.cpp's figures that this
-#: is compared with), SmolLM2 135M, Gemma 3 270M and others under their usual names, and one to try things out.
+#: is compared with), SmolLM2 135M, Gemma 3 270M, the encoder bge-small-en and others under their usual names, and one
+#: to try things out.
 RECIPES = {
     "llama-8b": Recipe(
         "llama", _keys(128256, 131072, 4096, 32, 14336, (32, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
@@ -115,6 +116,14 @@ RECIPES = {
         | {"expert_count": 64, "expert_used_count": 6, "expert_feed_forward_length": 1408}
         | {"expert_shared_count": 2, "leading_dense_block_count": 1},
         False,
+    ),
+    "bge-small": Recipe(
+        "bert",
+        _layer_norm(_keys(30522, 512, 384, 12, 1536, (12, 12), 32, 1e-12, 1.0), causal=False)
+        | {"tokenizer.ggml.token_type_count": 2, "pooling_type": 2},
+        True,
+        "f16",
+        optional=(*_QKV_BIASES, "attn_output.bias", "token_types.weight"),
     ),
     "tiny": Recipe("llama", _keys(512, 512, 256, 3, 416, (4, 2), 64, 1e-5, 10000.0), False, rope_factor=8.0),
 }

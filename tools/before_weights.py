@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from graphrt.tools.common import session_options
@@ -26,12 +26,17 @@ def before_weights(args: argparse.Namespace, told: dict[str, Any], file: GGUFFil
 
 def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile, backends: Sequence[Backend]) -> None:
     """Says what a model will take, before it does: of a GPU always, else when asked. Raises MemoryPlanError."""
+    from graphrt.models.arch import read_file
+    from graphrt.models.engine import check_options
     from graphrt.models.memory import check_fits, memory_needs
 
     if not args.memory and backends[0].name == "cpu":
         return  # nothing to tell, and reading the header twice over takes time
     options = session_options(args)
-    needs = memory_needs(file, backends, options)
+    n_seq = args.parallel if options.page else 1
+    if options.page and not options.n_pages:  # as many as texts need, a whole context's at least
+        options = replace(options, n_pages=-(-check_options(options, read_file(file))[0] // options.page))
+    needs = memory_needs(file, backends, options, n_seq)
     if args.memory or (needs.total and not needs.in_place):
         print(f"memory: {needs}", file=sys.stderr)
         told["memory"] = asdict(needs)

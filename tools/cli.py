@@ -64,6 +64,7 @@ FLAGS = {
     "GRAPHRT_FUSE": "--fuse",
     "n_ctx": "-c",
     "n_batch": "-b",
+    "n_pages": "--pages",
     "type_k": "-ctk",
     "type_v": "-ctv",
     "pooling": "--pooling",

@@ -121,6 +121,14 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
     add_rope_arguments(parser)
 
 
+def add_page_arguments(parser: Any, what: str) -> None:
+    """--page and --pages. what: the first one does."""
+    parser.add_argument("--page", type=whole(1), default=0, metavar="N", help=what)
+    parser.add_argument(
+        "--pages", type=whole(1), default=0, metavar="N", help="with --page: how many (default: all whole contexts)"
+    )
+
+
 def add_threads_argument(parser: Any) -> None:
     """-t: as llama.cpp has it, where numbers below 1 are the default."""
     parser.add_argument(
@@ -173,7 +181,11 @@ def session_options(args: argparse.Namespace) -> SessionOptions:
     from graphrt.models.engine import SessionOptions
 
     threads = max(0, getattr(args, "threads_batch", 0))  # a verb that runs nothing has no such flag
-    return SessionOptions(args.ctx_size, args.batch_size, args.cache_type_k, args.cache_type_v, threads)
+    page, n_pages = getattr(args, "page", 0), getattr(args, "pages", 0)  # nor one that has no engine
+    if n_pages and not page:
+        raise SessionError("--pages says how many pages there are, got no --page; give their size, such as --page 64")
+    types = args.cache_type_k, args.cache_type_v
+    return SessionOptions(args.ctx_size, args.batch_size, *types, threads, page, n_pages)
 
 
 def read_text(path: str) -> str:

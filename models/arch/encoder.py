@@ -25,6 +25,20 @@ class Texts:
     positions: Tensor
     starts: Tensor
 
+    @classmethod
+    def of(cls, n_tokens: int, n_texts: int) -> Texts:
+        """New inputs for up to so many."""
+        return cls(
+            new_input("i32", n_tokens, name="inp_tokens"),
+            new_input("i32", n_tokens, name="inp_pos"),
+            new_input("i32", n_texts + 1, name="attn_inp_q_starts"),
+        )
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, name: str) -> Tensor:
+        """Attention of each text's tokens over its own. q, k, v: [head size, n_tokens, heads]."""
+        starts = self.starts
+        return ops.flash_attn_varlen(q, k, v, starts, scale, k_starts=starts, causal=causal, name=name)
+
 
 class Encoder(Transformer):
     """An encoder as BERT is."""
@@ -62,11 +76,10 @@ class Encoder(Transformer):
         attn_inp_q_starts; for the pooling "mean" inp_mean, f32 [n_tokens, n_texts], the weight of each token; for "cls"
         and "last" inp_cls, i32 [n_texts], the token of each text. Output: result_embd, f32 [n_embd, n_tokens], with
         the pooling "none", and else result_embd_pooled, f32 [n_embd, n_texts]."""
-        texts = Texts(
-            new_input("i32", n_tokens, name="inp_tokens"),
-            new_input("i32", n_tokens, name="inp_pos"),
-            new_input("i32", n_texts + 1, name="attn_inp_q_starts"),
-        )
+        return self.graph_of(Texts.of(n_tokens, n_texts), n_texts, pooling)
+
+    def graph_of(self, texts: Texts, n_texts: int, pooling: str) -> Graph:
+        """The same of these inputs."""
         return Graph(_pooled(self.result(texts), n_texts, pooling))
 
     def result(self, texts: Texts) -> Tensor:
@@ -98,10 +111,8 @@ class Encoder(Transformer):
         k = self.rotated(il, k, texts.positions, hp.n_ctx_train, f"Kcur_rope-{il}")
         heads = ops.view(v, (hp.d_v, hp.n_head_kv[il], n_tokens), (v.dtype.row_size(hp.d_v), v.nb[1]))
         q, k, v = (ops.permute(t, 0, 2, 1, 3) for t in (q, k, heads))
-        starts, causal = texts.starts, hp.causal  # causal is llama.cpp's default where a file is silent
-        attn = ops.flash_attn_varlen(
-            q, k, v, starts, hp.attn_scale, k_starts=starts, causal=causal, name=f"__fattn__-{il}"
-        )
+        # causal is llama.cpp's default where a file is silent
+        attn = texts.attended(q, k, v, hp.attn_scale, hp.causal, f"__fattn__-{il}")
         merged = ops.reshape(attn, hp.d_v * hp.n_head[il], n_tokens, name=f"kqv_out-{il}")
         return linear(w.out, merged, f"attn_out-{il}")
 

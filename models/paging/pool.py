@@ -17,6 +17,7 @@ from typing import NamedTuple
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.paging.pages import Pages
 from graphrt.models.paging.tree import Node, block_key, known
+from graphrt.printing import count_text
 
 #: The entry of a table for a block that has no page any more: it is out of a window.
 GONE = -1
@@ -137,14 +138,14 @@ class PagePool:
                     writers[last] = writers.get(last, 0) + 1
             for last, n in writers.items():  # the last of those that share a page by a fork can have it for itself
                 needed += n if last in pages.kept else min(n, pages.users[last] - 1)
-            self._check_available(kind, needed, f"the next tokens of {len(new)} sequences need")
+            self._check_available(kind, needed, f"the next tokens of {count_text(len(new), 'sequence')} need")
 
     def _check_available(self, kind: str, needed: int, who: str) -> None:
         pages = self.kinds[kind]
         if needed > pages.available:
             raise CacheFullError(
                 f"a cache's tokens must fit its {pages.n} pages of {self.page} tokens, of which {pages.available} can "
-                f"be had and {who} {needed}; free a sequence, swap one out, or give the cache more pages"
+                f"be had and {who} {needed}; free a sequence, swap one out, or give it more (n_pages)"
             )
 
     def _take(self, kind: str) -> int:

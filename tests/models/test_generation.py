@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import IM_START, tokens, write_model
 
-from graphrt.errors import SessionError
+from graphrt.errors import CacheFullError, SessionError
 from graphrt.models import Model, Piece, SamplerParams, load
 from graphrt.models.choices import choices
 from graphrt.models.engine import SessionOptions
@@ -283,6 +284,49 @@ def test_several_texts_are_those_of_their_seeds(model: Model, monkeypatch: pytes
         assert [p._replace(logprobs=None) for p in mine] == [p._replace(logprobs=None) for p in alone]
         wanted = [p.logprobs.token for p in alone]  # type: ignore[union-attr]
         assert [p.logprobs.token for p in mine] == pytest.approx(wanted, abs=1e-3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", [{"temp": 0.0}, {"temp": 1.5, "top_k": 40}], ids=["likeliest", "drawn"])
+def test_several_texts_are_chosen_on_the_device(
+    model: Model, how: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By steps that are queued: the host sees one row of logits, the prompt's. Each text ends by itself."""
+    monkeypatch.setattr(type(model.backends[0]), "asynchronous", True)
+    read, step, prompt = [], PagedEngine.step, tokens(40)
+    monkeypatch.setattr(
+        PagedEngine, "step",
+        lambda self, part, **how: read.append(sum(map(len, part.values()))) or step(self, part, **how),
+    )  # fmt: skip
+    given_ = list(model.samples(prompt, 3, 12, seed=11, options=F32, stop=["e"], **how))
+    assert sum(read) == len(prompt)
+    for i in range(3):
+        mine = [piece for number, piece in given_ if number == i]
+        assert mine == list(model.generate(prompt, 12, seed=11 + i, session=model.session(F32), stop=["e"], **how))
+
+
+def test_a_prompts_file(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has is not read again, by several texts or by one; another prompt's beginning is."""
+    read, step, path = list[int](), PagedEngine.step, tmp_path / "a.session"
+    monkeypatch.setattr(
+        PagedEngine, "step",
+        lambda self, part, **how: read.append(sum(map(len, part.values()))) or step(self, part, **how),
+    )  # fmt: skip
+    prompt, options = tokens(40), replace(F32, page=16)
+    wanted = list(model.samples(prompt, 2, 6, temp=0, options=options))
+    back = 21 if any(model.decoder.hp.windowed) else 1  # beyond what a window holds all is read anew
+    for count, text, cost in ((2, prompt, 40), (2, prompt, 1), (1, [*prompt, 5], 1), (2, [*prompt[:20], 9], back)):
+        read.clear()
+        found = list(model.samples(text, count, 6, temp=0, options=options, cache=path))
+        assert sum(read) == cost, "and tokens are chosen where the steps are"
+        assert found == (wanted if text == prompt else list(model.samples(text, count, 6, temp=0, options=options)))
+    with pytest.raises(SessionError, match="its cache has the types f32 and f32"):
+        list(model.samples(prompt, 2, 6, options=SessionOptions(n_ctx=128), cache=path))
+
+
+def test_texts_that_have_too_few_pages(model: Model) -> None:
+    pieces = model.samples(tokens(20), 2, -1, temp=0, ignore_eos=True, options=replace(F32, page=16, n_pages=4))
+    with pytest.raises(CacheFullError, match=r"4 pages of 16 tokens, .* give it more \(n_pages\)"):
+        list(pieces)
 
 
 def test_several_texts_fill_the_context(model: Model) -> None:

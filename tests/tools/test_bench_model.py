@@ -20,6 +20,7 @@ from graphrt.backend import Buffer, Group, Place, get_backend
 from graphrt.backends.cpu import CpuBackend
 from graphrt.dtypes import dtype
 from graphrt.errors import GGUFError, SessionError, TokenizerError
+from graphrt.models.embed import Embedder
 from graphrt.models.engine import SessionOptions
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.model import Model
@@ -30,10 +31,12 @@ from graphrt.testing import nmse
 from graphrt.tools import cli
 from graphrt.tools.bench import machine as bench_model_machine
 from graphrt.tools.bench import model_check as bench_model_check
+from graphrt.tools.bench.encoder import DenseEmbedder
 from graphrt.tools.bench.model import Prepared, add_work
 from graphrt.tools.bench.model_check import median_nmse
-from graphrt.tools.bench.workload import DISTRIBUTIONS, Batch
+from graphrt.tools.bench.workload import Batch
 from graphrt.tools.bench.workload import Test as Timed
+from graphrt.tools.verbs import bench as bench_verb
 
 Bench = Callable[..., tuple[int, str, str]]
 GIB = 2**30
@@ -216,10 +219,12 @@ def test_lengths_of_sequences(tmp_path: Path) -> None:
     """The same in each run, around their mean; from a file as they stand there."""
     (tmp_path / "lengths").write_text("5, 7\n100\n")
     assert Batch.of(str(tmp_path / "lengths")).lengths == (5, 7, 100) and Batch.of("16") == Batch(16)
-    for name in DISTRIBUTIONS:
+    for name in ("uniform", "ragged"):
         batch = Batch.of(f"{name}:400:100")
         assert batch == Batch.of(f"{name}:400:100") and batch.n == 400
         assert 80 < np.mean(batch.lengths) < 120 and min(batch.lengths) >= 1 and max(batch.lengths) > 180
+    lengths = Batch.of("between:300:40:20").lengths
+    assert min(lengths) == 20 and max(lengths) == 40 and 29 < np.mean(lengths) < 31
     assert str(Timed("tg", 3, 4, Batch(2, (5, 7), "ragged"))) == "tg3 x 2 ragged 6 @ d4"
     test = Timed("tg", 3, 4, Batch(2, (5, 7)))
     assert (test.starts, test.ends, test.n_timed) == ([9, 11], [12, 14], 6)
@@ -230,7 +235,8 @@ def test_lengths_of_sequences(tmp_path: Path) -> None:
         ("ragged:4", "given as ragged:SEQUENCES:MEAN, got 'ragged:4'"),
         ("ragged:0:5", "1 to 65536 sequences of 1 to 1000000 tokens, got 0"),
         (str(tmp_path / "wrong"), "or a file of whole numbers"),
-        ("nowhere", "a number, one of uniform:N:MEAN, ragged:N:MEAN, or a file"),
+        ("between:4:5", "given as between:SEQUENCES:LOW:HIGH, got 'between:4:5'"),
+        ("nowhere", "a number, one of uniform:N:MEAN, ragged:N:MEAN, between:N:LOW:HIGH, or a file"),
     ):
         with pytest.raises(SessionError, match=message):
             Batch.of(text)
@@ -479,6 +485,7 @@ def test_a_peer_beside(bench: Bench, tmp_path: Path) -> None:
         ("mpt-7b", 6.65),
         ("gpt-oss-20b", 20.91),
         ("deepseek2-lite", 15.71),
+        ("bge-small", 0.0332),  # without the pooler, which no file has
     ],
 )
 def test_recipes_have_as_many_parameters_as_the_models(name: str, billions: float) -> None:
@@ -490,3 +497,51 @@ def test_recipes_have_as_many_parameters_as_the_models(name: str, billions: floa
 def test_a_gpt2() -> None:
     logits = a_model("gpt2", 1).logits(IDS[:8])
     assert np.isfinite(logits).all() and 0.5 < logits.std() < 2
+
+
+# ---- encoders ----
+
+
+@pytest.fixture
+def small_encoder(monkeypatch: pytest.MonkeyPatch) -> str:
+    sizes = {"block_count": 2, "context_length": 96, "vocab_size": 64}
+    bge = RECIPES["bge-small"]
+    monkeypatch.setitem(RECIPES, "small-bge", replace(bge, keys={**bge.keys, **sizes}))
+    return "small-bge"
+
+
+def test_an_encoders_texts(bench: Bench, small_encoder: str) -> None:
+    """Packed beside dense, of which the results are the same."""
+    code, out, _ = bench("--synthetic", small_encoder, "-p", "40", "-r", "2", "--batch", "1,between:6:9:60", "--json")
+    rows = json.loads(out)["results"]
+    assert code == 0 and [row["test"] for row in rows] == ["embed40", "embed x 6 between 32"]
+    for row, texts in zip(rows, (1, 6)):
+        assert row["texts"] == texts and row["tokens_per_s"] > 0 and row["deviation"] >= 0
+        assert row["dense_ratio"] == pytest.approx(row["tokens_per_s"] / row["dense"]["tokens_per_s"])
+        assert row["n_batch"] == row["dense"]["n_batch"] == 512
+    products = 2 * 2 * (4 * 384 * 384 + 2 * 384 * 1536)
+    assert rows[0]["gflop_per_s"] * 1e9 / rows[0]["tokens_per_s"] == pytest.approx(products + 2 * 2 * 2 * 384 * 40)
+    shown = bench_verb._row(json.loads(out), rows[1] | {"share": 0.5})
+    assert shown["of dense"] == f"{rows[1]['dense_ratio']:.2f}" and shown["rate"].endswith("FLOP/s")
+    too_long = "1 to 96 tokens, the model's own limit, got 97"
+    for more, said in ((("-p", "97"), too_long), (("-p", "0", "-n", "0"), "there must be a test")):
+        code, _, err = bench("--synthetic", small_encoder, *more)
+        assert code == 2 and said in err
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_dense_form_is_the_packed_one(small_encoder: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {**RECIPES[small_encoder].keys, "attention.causal": causal}
+    monkeypatch.setitem(RECIPES, small_encoder, replace(RECIPES[small_encoder], keys=keys))
+    model = a_model(small_encoder)
+    texts = [np.random.default_rng(n).integers(0, 64, n).tolist() for n in (3, 50, 17, 1)]
+    for pooling in ("mean", "none"):
+        packed = Embedder(model.encoder, model.backends).embed(texts, pooling)
+        dense = DenseEmbedder(model.encoder, model.backends).embed(texts, pooling)
+        assert all(nmse(a, b) < 1e-8 for a, b in zip(packed, dense))
+
+
+@pytest.mark.usefixtures("broken")
+def test_wrong_embeddings_are_not_reported(bench: Bench, small_encoder: str) -> None:
+    code, out, err = bench("--synthetic", small_encoder, "--backend", "wrong", "-p", "8")
+    assert (code, out) == (1, "") and err.startswith("not measured: embeddings differ from the reference by NMSE ")

@@ -20,7 +20,10 @@ from graphrt.errors import MemoryPlanError
 from graphrt.execute import plan_arenas
 from graphrt.models import Model, load
 from graphrt.models.engine import SessionOptions
+from graphrt.models.gguf import GGUFFile
 from graphrt.models.longest import context_needs, longest_context
+from graphrt.models.memory import check_fits, memory_needs
+from graphrt.models.paging import prefixes
 from graphrt.models.synthetic import synthetic
 from graphrt.tools import cli
 from graphrt.tools.inspect.subject import Subject, subject
@@ -277,10 +280,65 @@ def test_pages(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert (told["n_ctx"], told["n_tokens"], told["phase"]) == (256, 20, "prefill")
 
 
+def test_what_sequences_share(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of sequences that begin alike says what it reads once, and why; dump and explain do too."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(CpuBackend, "reads_shared_once", True)
+    options = ["--backend", "cpu", "-c", "256", "--page", "32", "--sequences", "4", "--shared", "70"]
+    refused = "prefixes: 2 pages shared by sequences side by side are read by each: once would save 39.5 KiB"
+    for verb in ("memory", "dump", "explain"):
+        assert cli.main([verb, "llama.gguf", *options]) == 0
+        assert refused in capsys.readouterr().out
+    monkeypatch.setattr(prefixes, "LAUNCH_BYTES", 1000)
+    assert cli.main(["explain", "llama.gguf", "__fattn__-1", *options]) == 0
+    said = capsys.readouterr().out
+    assert "prefixes are read once (4 sequences share 2 pages): that saves" in said and "attn_inp_prefixes" in said
+    assert cli.main(["explain", "llama.gguf", *options, "--phase", "prefill", "--tokens", "20", "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["pages"]["prefixes"]["groups"]
+    assert group == {"first": 0, "n_seq": 4, "n_pages": 2}
+    assert cli.main(["memory", "llama.gguf", *options[:-1], "300"]) == 2
+    assert "the context holds 256 tokens, got --shared 300 and 1 more" in capsys.readouterr().err
+
+
+def test_needs_of_pages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an engine then has them, and info says them."""
+    file = GGUFFile.open(folder / "gemma3.gguf")
+    backends = [get_backend("cpu")]
+    for options, n_seq in (
+        (SessionOptions(96, page=16), 3), (SessionOptions(96, 40, page=32, n_pages=7), 5), (SessionOptions(page=16), 1),
+    ):  # fmt: skip
+        needs = memory_needs(file, backends, options, n_seq)
+        assert needs.cache == Model(file, backends).engine(n_seq, options).cache.nbytes
+    assert "1 sequences" not in str(needs) and " tokens in pages of 16, f16)" in str(needs)
+    assert "KV " in str(replace(needs, n_seq=9)) and "(9 sequences of up to" in str(replace(needs, n_seq=9))
+    argv = ["info", str(folder / "gemma3.gguf"), "--page", "16", "--sequences", "3", "-c", "96"]
+    assert cli.main([*argv, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["needs"]
+    assert told["cache_bytes"] == memory_needs(file, backends, SessionOptions(96, page=16), 3).cache
+    assert (told["page"], told["n_seq"]) == (16, 3) and "FLASH_ATTN_VARLEN" in told["ops"]
+    assert cli.main(argv) == 0 and "cache of 96 tokens for 3 sequences in pages of 16, f16" in capsys.readouterr().out
+    assert cli.main([*argv[:2], "--pages", "5"]) == 2 and "belong to pages" in capsys.readouterr().err
+
+
+def test_pages_that_fit(folder: Path) -> None:
+    """What is advised where memory is short is the largest that has room."""
+    file = GGUFFile.open(folder / "llama.gguf")
+    options = SessionOptions(256, page=16, n_pages=40)
+    needs = memory_needs(file, [get_backend("cpu")], options, 6)
+    short = replace(needs, in_place=False, total=2**40, free=needs.weights + needs.cache - 1)
+    with pytest.raises(MemoryPlanError, match="an n_pages of at most 39 fits"):
+        check_fits(file, short, options)
+    with pytest.raises(MemoryPlanError, match="an n_ctx of at most 240 fits"):
+        check_fits(file, replace(short, free=needs.weights + needs.cache * 96 // 40 - 1, cache=needs.cache * 96 // 40),
+                   replace(options, n_pages=0))  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("llama.gguf", "--sequences", "2"), "--pages and --sequences belong to pages, got no --page"),
+        (("llama.gguf", "--sequences", "2"), "--pages, --sequences and --shared belong to pages, got no --page"),
         (("llama.gguf", "--page", "16", "--limit", "1G"), "has pages (--page), as many as --pages says"),
         (("script.py:build", "--limit", "1G"), "a limit is for a session's context, 'script.py:build' is a graph"),
         (("llama.gguf", "--cache-types"), "--cache-types belongs to a limit, got no --limit"),

@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from graphrt.errors import SessionError
 
-#: How the lengths of sequences are spread around their mean, from 1 on: what draws n of them.
-DISTRIBUTIONS: Mapping[str, Callable[[np.random.Generator, int, int], npt.NDArray[np.float64]]] = {
-    "uniform": lambda rng, n, mean: rng.uniform(1, 2 * mean, n),
-    "ragged": lambda rng, n, mean: rng.exponential(mean, n),  # many short ones, a few that are several times as long
+Draw = Callable[..., npt.NDArray[np.float64]]
+#: How the lengths of sequences are spread: the numbers behind how many there are, and what draws n of them.
+DISTRIBUTIONS: Mapping[str, tuple[str, Draw]] = {
+    "uniform": ("MEAN", lambda rng, n, mean: rng.uniform(1, 2 * mean, n)),
+    "ragged": ("MEAN", lambda rng, n, mean: rng.exponential(mean, n)),  # many short ones, a few several times as long
+    "between": ("LOW:HIGH", lambda rng, n, low, high: rng.uniform(min(low, high), max(low, high), n)),
 }
 #: The longest that one may be.
 MAX_LENGTH = 10**6
@@ -42,10 +44,11 @@ class Batch:
         if re.fullmatch(r"\d{1,5}", text):
             return cls(int(text))
         if name in DISTRIBUTIONS:
-            if len(numbers) != 2 or not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
-                raise SessionError(f"{name} lengths are given as {name}:SEQUENCES:MEAN, got {text[:40]!r}")
-            n, mean = map(int, numbers)
-            drawn = DISTRIBUTIONS[name](np.random.default_rng(0), n, mean)
+            words, draw = DISTRIBUTIONS[name]
+            count = 2 + words.count(":")
+            if len(numbers) != count or not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
+                raise SessionError(f"{name} lengths are given as {name}:SEQUENCES:{words}, got {text[:40]!r}")
+            drawn = draw(np.random.default_rng(0), *map(int, numbers))
             lengths = [max(1, round(float(length))) for length in drawn]
         else:
             lengths = _of_file(text)
@@ -66,7 +69,7 @@ def _of_file(text: str) -> list[int]:
         words = Path(text).read_text(encoding="utf-8").replace(",", " ").split()
         return [int(word) for word in words]
     except (OSError, ValueError) as error:
-        known = ", ".join(f"{name}:N:MEAN" for name in DISTRIBUTIONS)
+        known = ", ".join(f"{name}:N:{words}" for name, (words, _) in DISTRIBUTIONS.items())
         raise SessionError(
             f"sequences must be a number, one of {known}, or a file of whole numbers, got {text[:40]!r}: {error}"
         ) from error

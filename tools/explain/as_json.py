@@ -25,6 +25,8 @@ def as_json(found: Explained, node: TensorInfo | None) -> dict[str, Any]:
         "seconds": found.seconds,
         "tokens_per_second": info.n_tokens / found.seconds if found.seconds and info.n_tokens else None,
     }  # fmt: skip
+    if found.subject.pages:
+        out["pages"] = found.subject.pages_data
     if node is None:
         out["steps"] = [
             {"count": len(r.steps), "section": r.section, "seconds_of_all": r.seconds, **_step_json(found, r.steps[0])}

@@ -62,6 +62,8 @@ def facts(found: Explained, node: TensorInfo) -> Iterator[Fact]:
     if step.runner:
         yield "kernel", step.runner
     yield from _weights(found, step)
+    if node.op.startswith("FLASH_ATTN_VARLEN"):
+        yield from (("pages", line) for line in found.subject.pages)
     yield from step.facts
     for i, launch in enumerate(step.launches, 1):
         yield "launches", f"{i}. {launch_text(launch)}"

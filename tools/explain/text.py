@@ -79,6 +79,7 @@ def table(found: Explained) -> Iterator[str]:
     """The table of all steps and what the whole takes. Lines that begin with -- are titles."""
     yield title(found)
     yield from device_lines(found)
+    yield from found.subject.pages
     yield ""
     rows, total = rows_of(found), found.seconds
     texts = [list(COLUMNS), *(_cells(row, total) for row in rows)]

@@ -14,12 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import GraphError, GraphrtError, SessionError
-from graphrt.tools.common import add_session_arguments, session_options, use_threads, whole
+from graphrt.tools.common import add_page_arguments, add_session_arguments, session_options, use_threads, whole
 from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphrt.models.engine import SessionOptions
     from graphrt.models.engine_paged import PagedEngine
     from graphrt.models.model import Model
+    from graphrt.models.paging.prefixes import Prefixes
     from graphrt.models.rope_options import RopeOptions
     from graphrt.models.session import Session
     from graphrt.testing import Inputs
@@ -41,11 +42,19 @@ SUBJECT_HELP = (
 )
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Those of an engine. n: how many; shared: tokens that all begin with."""
+
+    n: int = 1
+    shared: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """title: what it is called; phase: "prefill" or "decode" of a model, else "graph"; n_tokens: that a model's step
     reads, else 0. session: a model's, its sequence still empty, or engine: one over pages; inputs: a saved case's, with
-    their values."""
+    their values; prefixes: what the engine's step reads once of what its sequences share, and why."""
 
     title: str
     phase: str
@@ -54,16 +63,34 @@ class Subject:
     session: Session | None = None
     inputs: Inputs | None = None
     engine: PagedEngine | None = None
+    prefixes: Prefixes | None = None
 
     @property
     def pages(self) -> list[str]:
-        """What an engine's cache is cut into: how many pages of each kind of cells, and the tables of a step."""
+        """What an engine's cache is cut into: how many pages of each kind of cells, the tables of a step, and what
+        sequences share."""
         if self.engine is None:
             return []
         sizes = self.engine.cache.sizes
-        cut = ", ".join(f"{n} {kind}" for kind, n in sizes.n_pages.items())
+        cut = ", ".join(
+            f"{n} {kind}" + (f" (a window of {sizes.windows[kind]})" if sizes.windows[kind] else "")
+            for kind, n in sizes.n_pages.items()
+        )
         table = f"each sequence's table has {sizes.max_blocks} entries"
-        return [f"pages of {sizes.page} tokens: {cut}; {table}" + (" a kind" if len(sizes.n_pages) > 1 else "")]
+        first = f"pages of {sizes.page} tokens: {cut}; {table}" + (" a kind" if len(sizes.n_pages) > 1 else "")
+        return [first, *([f"prefixes: {self.prefixes.reason}"] if self.prefixes is not None else [])]
+
+    @property
+    def pages_data(self) -> dict[str, Any]:
+        """The same for machines; {} without pages."""
+        if self.engine is None:
+            return {}
+        told: dict[str, Any] = {"n_seq": self.engine.n_seq, **asdict(self.engine.cache.sizes)}
+        if self.prefixes is not None:
+            told["prefixes"] = {
+                "groups": [group._asdict() for group in self.prefixes.groups], "reason": self.prefixes.reason,
+            }  # fmt: skip
+        return told
 
 
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,15 +107,14 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a prompt that prefill reads at once (default: the batch, -b, or the context if that is less)",
     )
-    parser.add_argument(
-        "--page", type=whole(1), default=0, metavar="N", help="look at a step of an engine with pages of N tokens"
-    )
-    parser.add_argument(
-        "--pages", type=whole(1), default=0, metavar="N", help="with --page: how many (default: all whole contexts)"
-    )
+    add_page_arguments(parser, "look at a step of an engine with pages of N tokens")
     parser.add_argument(
         "--sequences", type=whole(1), default=1, metavar="N", help="with --page: sequences of a step (default: 1)"
     )
+    parser.add_argument(
+        "--shared", type=whole(0), default=0, metavar="N",
+        help="with --page: tokens that all sequences begin with, as far as they fill pages (default: 0)",
+    )  # fmt: skip
     parser.add_argument("--exact", action="store_true", help="prepare the reference forms")
     add_session_arguments(parser)
 
@@ -105,12 +131,13 @@ def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = No
         )
     use_threads(args)
     backends = backends_for(args.backend, args.exact) if backends is None else backends
-    if not args.page and (args.pages or args.sequences > 1):
-        raise SessionError("--pages and --sequences belong to pages, got no --page; give one, such as --page 64")
+    if not args.page and (args.pages or args.sequences > 1 or args.shared):
+        raise SessionError(
+            "--pages, --sequences and --shared belong to pages, got no --page; give one, such as --page 64"
+        )
     options, text = session_options(args), args.synthetic or args.model
-    options = replace(options, page=args.page, n_pages=args.pages)
-    synthetic, rope, n_seq = bool(args.synthetic), rope_options(args), args.sequences
-    return subject(text, backends, args.phase, args.tokens, options, n_seq=n_seq, synthetic=synthetic, rope=rope)
+    synthetic, rope, many = bool(args.synthetic), rope_options(args), Sequences(args.sequences, args.shared)
+    return subject(text, backends, args.phase, args.tokens, options, many=many, synthetic=synthetic, rope=rope)
 
 
 def subject(
@@ -120,14 +147,14 @@ def subject(
     n_tokens: int = 0,
     options: SessionOptions | None = None,
     *,
-    n_seq: int = 1,
+    many: Sequences = Sequences(),
     synthetic: bool = False,
     rope: RopeOptions | None = None,
 ) -> Subject:
     """What `text` names, prepared on backends, the preferred first.
 
     phase: of a model, None for decode, which reads one token; n_tokens: that prefill reads, 0 for a whole batch or
-    context; options: of the model's session or, with pages, of an engine of n_seq sequences; synthetic: `text` is a
+    context; options: of the model's session or, with pages, of an engine; many: its sequences; synthetic: `text` is a
     made-up model's name; rope: changes to a model's rotation of positions. Raises GraphError for a script or case that
     gives no graph, SessionError for a phase that can't be, and what loading and preparing raise.
     """
@@ -135,7 +162,7 @@ def subject(
         raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
     if synthetic or not is_graph(text):
         model, title = load_subject(text, backends, synthetic=synthetic, rope=rope)
-        return _of_model(model, title, backends, phase, n_tokens, options, n_seq)
+        return _of_model(model, title, backends, phase, n_tokens, options, many)
     check_no_rope(text, rope)
     if phase is not None or n_tokens:
         raise SessionError(
@@ -167,7 +194,7 @@ def _of_model(
     phase: str | None,
     n_tokens: int,
     options: SessionOptions | None,
-    n_seq: int,
+    many: Sequences,
 ) -> Subject:
     from graphrt.models.arch.encoder import Encoder
     from graphrt.models.engine import SessionOptions
@@ -179,7 +206,7 @@ def _of_model(
     if phase == "decode" and n_tokens > 1:
         raise SessionError(f"decode reads one token, got --tokens {n_tokens}; give --phase prefill with it")
     if options.page:
-        return _of_engine(model, title, phase, n_tokens, options, n_seq)
+        return _of_engine(model, title, phase, n_tokens, options, many)
     session = model.session(options)
     n = 1 if phase == "decode" else n_tokens or session.n_batch
     if n > session.n_batch:
@@ -190,19 +217,44 @@ def _of_model(
     return Subject(title, phase, n, session.executable(n, 1), session=session)
 
 
-def _of_engine(model: Model, title: str, phase: str, n_tokens: int, options: SessionOptions, n_seq: int) -> Subject:
+def _of_engine(
+    model: Model, title: str, phase: str, n_tokens: int, options: SessionOptions, many: Sequences
+) -> Subject:
     """A step over pages: a token of each sequence, or a prompt's beside them."""
     from graphrt.models.engine_paged import PagedEngine
 
-    engine = PagedEngine(model.decoder, model.backends, options, n_seq)
-    n = n_seq if phase == "decode" else n_tokens or engine.most_tokens
+    engine = PagedEngine(model.decoder, model.backends, options, many.n)
+    n = many.n if phase == "decode" else n_tokens or engine.most_tokens
     if n > engine.most_tokens:
         raise SessionError(
             f"a step reads at most {engine.most_tokens} tokens, a batch and one of each sequence, got --tokens {n}; "
             f"raise -b"
         )
-    exe = engine.prepared(engine.largest_size(n, min(n, n_seq))).exe
-    return Subject(title, phase, n, exe, engine=engine)
+    n_seq = min(n, many.n)
+    size, prefixes = engine.largest_size(n, n_seq), None
+    if many.shared:
+        plan = engine.plan(_sharing(engine, n, n_seq, many.shared))
+        size, prefixes = size._replace(n_groups=plan.size.n_groups), plan.prefixes
+    return Subject(title, phase, n, engine.prepared(size).exe, engine=engine, prefixes=prefixes)
+
+
+def _sharing(engine: PagedEngine, n: int, n_seq: int, shared: int) -> dict[int, int]:
+    """Gives sequences pages: those of `shared` tokens together, as far as they are full, and of the step's n tokens,
+    all but one of each other sequence the first one's. How many each has of those. Raises SessionError for more than
+    the context holds."""
+    pool, page = engine.cache.pool, engine.cache.sizes.page
+    whole = shared // page * page
+    new = {seq: 1 if seq else n - n_seq + 1 for seq in range(n_seq)}
+    if whole + new[0] > engine.n_ctx:
+        raise SessionError(
+            f"the context holds {engine.n_ctx} tokens, got --shared {shared} and {new[0]} more; raise -c or lower it"
+        )
+    engine.cache.append({0: whole})
+    pool.commit(0, [0] * whole)
+    for seq in range(1, n_seq):
+        pool.fork(0, seq)
+    engine.cache.append(new)
+    return new
 
 
 def _of_encoder(encoder: Encoder, title: str, backends: Sequence[Backend], phase: str | None, n: int) -> Subject:

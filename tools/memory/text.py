@@ -47,8 +47,8 @@ def lines(
     yield ""
     yield from _bound("weights", "type", report.weights)
     yield from _bound("cache", "cache", report.cache)
-    for line in subject.pages:
-        yield from (line, "")
+    if subject.pages:
+        yield from (*subject.pages, "")
     for arena in report.arenas:
         yield from _arena(arena, report.steps)
     yield from _verdict(report)
@@ -155,7 +155,7 @@ def as_json(
         "violations": [{"rule": v.rule, "tensors": [asdict(x) for x in v.tensors]} for v in report.wrong],
     }
     if subject.engine is not None:
-        told["pages"] = {"n_seq": subject.engine.n_seq, **asdict(subject.engine.cache.sizes)}
+        told["pages"] = subject.pages_data
     if other is not None:
         told["other"] = {"phase": other.phase, "n_tokens": other.n_tokens, "arena_nbytes": arena_bytes(other)}
     if limit is not None:

@@ -6,8 +6,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphrt.printing import count_text
 from graphrt.tools.common import print_json, print_text
 from graphrt.tools.sampling import logprobs
 
@@ -26,18 +28,24 @@ def run(
     *,
     sampling: SamplerParams,
     options: SessionOptions,
+    cache: Path | None,
     text: dict[str, Any],
     quiet: bool,
 ) -> int:
-    """Makes and shows `count` texts of at most n tokens after a prompt's tokens; quiet: as JSON. The exit code."""
+    """Makes and shows `count` texts of at most n tokens after a prompt's tokens; cache: a file that keeps these; quiet:
+    as JSON. The exit code."""
     start = time.perf_counter()
     found: list[list[Piece]] = [[] for _ in range(count)]
     shown, interrupted, first = 0, False, 0.0
     try:
-        with closing(model.samples(tokens, count, n, sampling=sampling, options=options, **text)) as pieces:  # type: ignore[type-var]
+        with closing(
+            model.samples(tokens, count, n, sampling=sampling, options=options, cache=cache, **text)
+        ) as pieces:  # type: ignore[type-var]
             for i, piece in pieces:
                 first = first or time.perf_counter() - start
                 found[i].append(piece)
+                if count == 1 and not quiet:
+                    print_text(piece.text)
                 while not quiet and shown < count and found[shown] and found[shown][-1].finish:
                     _show(shown, found)
                     shown += 1
@@ -58,6 +66,9 @@ def run(
 
 
 def _show(i: int, found: Sequence[Sequence[Piece]]) -> None:
+    if len(found) == 1:  # it has been shown as it came
+        print_text("\n")
+        return
     text = "".join(piece.text for piece in found[i])
     print_text(f"--- text {i} of {len(found)}\n{text}\n")
 
@@ -73,7 +84,7 @@ def _report(tokens: Sequence[int], made: int, count: int, first: float, seconds:
     parts = [
         f"prompt {len(tokens)} tokens",
         f"first tokens after {first:.2f} s",
-        f"generated {made} tokens in {count} texts",
+        f"generated {made} tokens in {count_text(count, 'text')}",
     ]
     if made > count and seconds > 0:
         parts[-1] += f", {(made - count) / seconds:.1f} tokens/s together"

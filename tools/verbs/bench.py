@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 #: In llama-bench's order, with its names; a table has those of which there is something.
 COLUMNS = (
     "model", "size", "params", "backend", "threads", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s",
-    "ratio",
+    "ratio", "dense t/s", "of dense",
 )  # fmt: skip
 
 
@@ -65,8 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         default="1",
         metavar="N,..",
-        help="sequences that generate together in one graph (default: 1); uniform:N:MEAN or ragged:N:MEAN for N of "
-        "different lengths, or a file of lengths: these are read as prompts, and tokens generated after them",
+        help="sequences that generate together in one graph (default: 1); uniform:N:MEAN, ragged:N:MEAN or "
+        "between:N:LOW:HIGH for N of different lengths, or a file of lengths: these are read as prompts, and tokens "
+        "generated after them; of an encoder, texts that are embedded together",
     )
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
@@ -80,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     import torch
 
+    from graphrt.models.arch.encoder import Encoder
     from graphrt.tools.bench.machine import machine, on_gpu
-    from graphrt.tools.bench.model_check import check, finite
 
     tests, source = _tests(args), Source(args)
     if args.peer_python and source.synthetic:
@@ -89,31 +90,72 @@ def main(args: argparse.Namespace) -> int:
     use_threads(args)
     fast = args.eight_bits
     backends = [rounding_backend(args.backend, args.exact)] if fast else backends_for(args.backend, args.exact)
-    model, options = source.load(backends), session_options(args)
-    for test in tests:
-        options_for(test, args, model)  # what does not fit must show before the measuring
-    checked = check(source, model, backends, options, args.exact)
-    if not checked.right or not finite(model, options):
-        print(f"not measured: {_wrong(checked)}", file=sys.stderr)
-        return 1
+    model = source.load(backends)
     before = machine(backends[0])
-    with ExitStack() as stack:
-        peer = stack.enter_context(_peer(args, source, backends[0], tests)) if args.peer_python else None
-        rows = list(_rows(args, model, tests, peer))
+    encodes = isinstance(model.network, Encoder)
+    measured = _encoder(args, source, model) if encodes else _decoder(args, source, model, tests)
+    if isinstance(measured, str):
+        print(f"not measured: {measured}", file=sys.stderr)
+        return 1
     found = machine(backends[0]).best(before)
-    for row in rows:
+    for row in measured.rows:
         row["share"] = row["gb_per_s"] / found.gb_per_s if "gb_per_s" in row else row["gflop_per_s"] / found.gflop_per_s
     report = {
         "model": source.label, "weight_bytes": model.weights.nbytes, "n_params": source.n_params,
         "backend": backends[0].name, "threads": None if on_gpu(backends[0]) else torch.get_num_threads(),
-        "machine": found.report, "peer": peer.version if peer else None, "error_nmse": checked.error,
-        "checked": {"limit": checked.limit, "what": checked.what}, "results": rows,
+        "machine": found.report, "peer": measured.peer, "error_nmse": measured.checked.error,
+        "checked": {"limit": measured.checked.limit, "what": measured.checked.what}, "results": measured.rows,
     }  # fmt: skip
     if args.json:
         print_json(report)
     else:
-        _print(report, found, checked, markdown=args.md)
+        _print(report, found, measured.checked, markdown=args.md)
     return 0
+
+
+class Measured(NamedTuple):
+    """checked: how right the results are; peer: its version, if one was measured beside; rows: of the tests."""
+
+    checked: Checked
+    peer: str | None
+    rows: list[dict[str, Any]]
+
+
+def _decoder(args: argparse.Namespace, source: Source, model: Model, tests: list[Test]) -> Measured | str:
+    """What was measured, or what is wrong with the logits."""
+    from graphrt.tools.bench.model_check import check, finite
+
+    options = session_options(args)
+    for test in tests:
+        options_for(test, args, model)  # what does not fit must show before the measuring
+    checked = check(source, model, model.backends, options, args.exact)
+    if not checked.right:
+        return _wrong("logits", checked)
+    if not finite(model, options):
+        return "the whole model's logits are not finite, or all the same"
+    with ExitStack() as stack:
+        peer = stack.enter_context(_peer(args, source, model.backends[0], tests)) if args.peer_python else None
+        return Measured(checked, peer.version if peer else None, list(_rows(args, model, tests, peer)))
+
+
+def _encoder(args: argparse.Namespace, source: Source, model: Model) -> Measured | str:
+    """The same of an encoder, which embeds texts of -p tokens or of a batch's lengths."""
+    from graphrt.backend import get_backend
+    from graphrt.models.embed import HOST_BATCH, Embedder
+    from graphrt.tools.bench import encoder as bench_encoder
+    from graphrt.tools.bench.model_check import Checked
+
+    if args.peer_python:
+        raise SessionError("a peer (--peer-python) is measured of decoders, this model is an encoder; leave it out")
+    batches = [Batch.of(text) for text in args.batch.split(",")]
+    tests = bench_encoder.texts_of(batches, [n for n in _numbers(args.n_prompt) if n], model.network.hp)
+    n_batch = 0 if args.batch_size == HOST_BATCH else args.batch_size  # -b's default is a decoder's
+    embedder = Embedder(model.encoder, model.backends, n_batch)
+    error = bench_encoder.check(embedder, source.load([get_backend("cpu")]).encoder)
+    checked = Checked(error, model.backends[0].logits_nmse, "embeddings of two texts")
+    if not checked.right:
+        return _wrong("embeddings", checked)
+    return Measured(checked, None, bench_encoder.rows(model, embedder, tests, args.repetitions))
 
 
 def _tests(args: argparse.Namespace) -> list[Test]:
@@ -161,11 +203,9 @@ def _peer(args: argparse.Namespace, source: Source, backend: Backend, tests: lis
     return Peer(args.peer_python, source.path, options, torch.get_num_threads(), on_gpu(backend))
 
 
-def _wrong(checked: Checked) -> str:
-    if checked.right:
-        return "the whole model's logits are not finite, or all the same"
+def _wrong(what: str, checked: Checked) -> str:
     return (
-        f"logits differ from the reference by NMSE {checked.error:.1e}, over {checked.limit:.1e} ({checked.what}); "
+        f"{what} differ from the reference by NMSE {checked.error:.1e}, over {checked.limit:.1e} ({checked.what}); "
         f"`graphrt test` finds the op"
     )
 
@@ -193,6 +233,8 @@ def _row(report: dict[str, Any], r: dict[str, Any]) -> dict[str, str]:
     }  # fmt: skip
     if report["threads"] is not None:
         row["threads"] = str(report["threads"])
+    if "dense" in r:
+        row |= {"dense t/s": f"{r['dense']['tokens_per_s']:.1f}", "of dense": f"{r['dense_ratio']:.2f}"}
     if "peer" in r:
         row |= {"llama.cpp t/s": f"{r['peer']['tokens_per_s']:.1f}", "ratio": f"{r['ratio']:.2f}"}
     return row

@@ -65,8 +65,11 @@ def main(args: argparse.Namespace) -> int:
         from graphrt.tools.inspect.fold import fold
 
         print_rich(info, fold(info, args.layer))
+        print("".join(f"{line}\n" for line in subject.pages), end="")
         return 0
     text = rendered(info, args.format, args.layer, args.overlay)
+    if args.format == "text":
+        text += "".join(f"{line}\n" for line in subject.pages)
     if args.output is None:
         sys.stdout.write(text)
         return 0

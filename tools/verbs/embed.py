@@ -49,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--backend", default="auto", metavar="NAME", help="what runs it (default: the best)")
     group.add_argument(
-        "-b", "--batch-size", type=whole(1), default=512, metavar="N", help="tokens read at once (default: 512)"
+        "-b",
+        "--batch-size",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="tokens read at once, 0 for as many as suit the backend (default)",
     )
     add_threads_argument(group)
     add_rope_arguments(parser)

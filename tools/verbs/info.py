@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graphrt.errors import SessionError
 from graphrt.printing import brief_name, human_bytes, printable
-from graphrt.tools.common import MODEL_HELP, context, print_json, print_table
+from graphrt.tools.common import MODEL_HELP, add_page_arguments, context, print_json, print_table, whole
 
 if TYPE_CHECKING:
     from graphrt.execute import Executable
@@ -29,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="context of the memory figures, 0: the model's own",
     )
+    add_page_arguments(parser, "memory figures of an engine whose cache has pages of N tokens")
+    parser.add_argument(
+        "--sequences", type=whole(1), default=1, metavar="N", help="with --page: of so many sequences (default: 1)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -46,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
                 {"name": t.name, "type": t.dtype.name, "ne": list(t.ne), "bytes": t.nbytes}
                 for t in file.tensors.values()
             ],
-            "needs": _needs(file, args.ctx_size),
+            "needs": _needs(file, args),
         }
     if args.json:
         print_json(facts)
@@ -67,17 +72,20 @@ def _text(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
 
 
-def _needs(file: Any, n_ctx: int) -> dict[str, Any]:
+def _needs(file: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Memory in bytes and the ops of the decode graph, or the reason why graphrt can't run the model."""
     from graphrt.errors import GraphrtError
     from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model
 
+    if not args.page and (args.pages or args.sequences > 1):
+        raise SessionError("--pages and --sequences belong to pages, got no --page; give one, such as --page 64")
+    options = SessionOptions(args.ctx_size, page=args.page, n_pages=args.pages)
     try:
         from graphrt.backend import get_backend
 
         model = Model(file, [get_backend("cpu")])
-        held, size, exe = _one_token(model, SessionOptions(n_ctx=n_ctx))
+        held, size, exe = _one_token(model, options, args.sequences)
     except GraphrtError as error:
         return {"runs": False, "reason": str(error)}
     ops = Counter(node.op for node in exe.graph.nodes)
@@ -86,20 +94,22 @@ def _needs(file: Any, n_ctx: int) -> dict[str, Any]:
         "n_ctx": held,
         "weights_bytes": model.weights.nbytes,
         "cache_bytes": size,
+        **({"page": args.page, "n_seq": args.sequences} if args.page and size else {}),
         "decode_bytes": sum(arena.plan.peak for arena in exe.arenas.values()),
         "ops": dict(sorted(ops.items())),
     }
 
 
-def _one_token(model: Model, options: SessionOptions) -> tuple[int, int, Executable]:
-    """The context, the bytes of its cache, and the graph of one token: of a decode step, or of an encoder's text."""
+def _one_token(model: Model, options: SessionOptions, n_seq: int) -> tuple[int, int, Executable]:
+    """The context, the bytes of its cache, and the graph of one token: of a decode step, of each of n_seq sequences
+    over pages, or of an encoder's text."""
     from graphrt.models.arch.encoder import Encoder
     from graphrt.models.embed import Embedder
 
     if isinstance(model.network, Encoder):
         return model.network.hp.n_ctx_train, 0, Embedder(model.network, model.backends).executable(1, 1, "none")
-    session = model.session(options)
-    return session.n_ctx, session.cache.nbytes, session.executable(1, 1)
+    holder = model.engine(n_seq, options) if options.page else model.session(options)
+    return holder.n_ctx, holder.cache.nbytes, holder.executable(1, n_seq)
 
 
 def _print(facts: dict[str, Any], every_tensor: bool) -> None:
@@ -122,8 +132,9 @@ def _print_needs(needs: dict[str, Any]) -> None:
     if not needs["runs"]:
         print(f"graphrt can't run it: {printable(needs['reason'].replace(chr(10), ' '))}")
         return
-    sizes = [("weights", "weights_bytes"), (f"cache of {needs['n_ctx']} tokens, f16", "cache_bytes")]
-    sizes.append(("compute, one token", "decode_bytes"))
+    pages = f" for {needs['n_seq']} sequences in pages of {needs['page']}" if "page" in needs else ""
+    sizes = [("weights", "weights_bytes"), (f"cache of {needs['n_ctx']} tokens{pages}, f16", "cache_bytes")]
+    sizes.append((f"compute, one token{' of each' if pages else ''}", "decode_bytes"))
     print_table(("memory", "size"), [(what, human_bytes(needs[key])) for what, key in sizes])
     print("\nops: " + ", ".join(f"{op} {n}" for op, n in needs["ops"].items()))
 

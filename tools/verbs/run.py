@@ -19,6 +19,7 @@ from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
     MODEL_HELP,
     add_fast_argument,
+    add_page_arguments,
     add_prompt_arguments,
     add_session_arguments,
     load_model,
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )
     prompt_cache.add_argument(parser)
+    add_page_arguments(parser, "texts lie in pages of N tokens (default with -np: 64, else one ring of cells)")
     _add_profile_arguments(parser)
     add_session_arguments(parser)
     add_text_arguments(parser)
@@ -150,7 +152,7 @@ def main(args: argparse.Namespace) -> int:
     needs: dict[str, Any] = {}
     model = load_model(args, args.exact, partial(before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
-    if args.parallel > 1:
+    if args.parallel > 1 or args.page:
         return _many(model, tokens, args)
     start = prompt_cache.start(model, tokens, session_options(args), args.prompt_cache and Path(args.prompt_cache))
     session = start.session
@@ -182,18 +184,17 @@ def _is_chat(args: argparse.Namespace) -> bool:
 
 
 def _many(model: Model, tokens: Sequence[int], args: argparse.Namespace) -> int:
-    """Several texts of one prompt."""
+    """Several texts of one prompt, or one over pages."""
     from graphrt.tools.sampling import samples
 
     if args.profile:
-        raise SessionError("--profile measures one text, got -np; leave one of them out")
-    if args.prompt_cache is not None:
-        raise SessionError("--prompt-cache keeps the session of one text, got -np; leave one of them out")
+        raise SessionError("--profile measures a text in one ring of cells, got -np or --page; leave one of them out")
     sampling, options = sampler_params(args), session_options(args)
     text = text_options(args) | output_options(args)
     return samples.run(
-        model, tokens, args.parallel, args.predict, sampling=sampling, options=options, text=text, quiet=args.json
-    )
+        model, tokens, args.parallel, args.predict, sampling=sampling, options=options,
+        cache=args.prompt_cache and Path(args.prompt_cache), text=text, quiet=args.json,
+    )  # fmt: skip
 
 
 def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
