@@ -43,19 +43,29 @@ class ChatTemplate:
             except MemoryError as error:
                 raise _out_of_memory() from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt for messages [{"role": ..., "content": ...}, ...].
 
-        add_generation_prompt: end with the words that open the assistant's turn. The text holds special tokens as
+        add_generation_prompt: end with the words that open the assistant's turn; variables: what else the template may
+        read, such as "tools", by name. The text holds special tokens as
         text, BOS among them if the template writes it: tokenize it with parse_special=True and add_bos=False.
         Raises ChatTemplateError if the template refuses the messages, fails, or exceeds its limits.
         """
         plain = [_plain_message(message) for message in messages]
         if self._renderer is None:
-            variables = {"messages": plain, "add_generation_prompt": add_generation_prompt}
-            return CHAT_PROCESS.ask(self._request | variables)
+            given = {
+                "messages": plain,
+                "add_generation_prompt": add_generation_prompt,
+                "variables": {**(variables or {})},
+            }
+            return CHAT_PROCESS.ask(self._request | given)
         try:
-            return self._renderer.render(plain, add_generation_prompt)
+            return self._renderer.render(plain, add_generation_prompt, variables or {})
         except MemoryError as error:
             raise _out_of_memory() from error
 

@@ -52,12 +52,19 @@ class Renderer:
         except _FAULTS as error:
             raise ChatTemplateError(f"the chat template can't be compiled: {_reason(error)}.") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The prompt for messages. Raises ChatTemplateError, MemoryError."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for messages. variables: what else the template may read. Raises ChatTemplateError,
+        MemoryError."""
         with self._lock:
             self._environment.budget = Budget(self.seconds, self._clock)
             try:
-                return self._written(messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens)
+                own = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._tokens}
+                return self._written({**(variables or {}), **own})
             except _Refusal as error:
                 raise ChatTemplateError(f"the chat template refuses these messages: {_reason(error)}.") from error
             except LimitError as error:
@@ -65,9 +72,9 @@ class Renderer:
             except _FAULTS as error:
                 raise ChatTemplateError(f"the chat template failed: {_reason(error)}.") from error
 
-    def _written(self, **variables: Any) -> str:
+    def _written(self, variables: Mapping[str, Any]) -> str:
         parts, n_characters = [], 0
-        for part in self._template.generate(**variables):
+        for part in self._template.generate(variables):
             n_characters += len(part)
             check_output(n_characters)  # blocks of macros and filters come here past the hooks
             parts.append(part)

@@ -74,25 +74,26 @@ class TextRules:
     grammar: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
     logprobs: int | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < -1:
             raise SessionError(
                 f"the number of tokens (n) must be a whole number, at least -1, which is no limit, got {brief(self.n)}"
             )
-        given = (self.grammar is not None) + (self.json_schema is not None)
+        given = sum(rule is not None for rule in (self.grammar, self.json_schema, self.regex))
         if given + bool(self.ignore_eos) > 1 and given:
             raise SessionError(
-                "a text that follows a grammar or a JSON schema ends with it: give one of grammar, json_schema and "
-                "ignore_eos, got several"
+                "a text that follows a grammar, a JSON schema or a regex ends with it: give one of grammar, "
+                "json_schema, regex and ignore_eos, got several"
             )
         object.__setattr__(self, "stop", _texts(self.stop))
         object.__setattr__(self, "stop_ids", _listed(self.stop_ids))
 
     @property
     def is_free(self) -> bool:
-        """No grammar and no schema."""
-        return self.grammar is None and self.json_schema is None
+        """No grammar, no schema and no regular expression."""
+        return self.grammar is None and self.json_schema is None and self.regex is None
 
     def pieces(self, tokenizer: Tokenizer) -> Pieces:
         """What makes pieces of a new text."""

@@ -1,4 +1,5 @@
-"""Grammars: which tokens may come next in a text of a GBNF grammar or a JSON schema, by llguidance."""
+"""Grammars: which tokens may come next in a text of a GBNF grammar, a JSON schema or a regular expression, by
+llguidance."""
 
 from __future__ import annotations
 
@@ -52,12 +53,18 @@ class GrammarVocab:
         wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer))
         self.tokens: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.eog_ids)
 
-    def matcher(self, grammar: str | None, json_schema: str | Mapping[str, Any] | bool | None) -> GrammarMatcher:
+    def matcher(
+        self, grammar: str | None, json_schema: str | Mapping[str, Any] | bool | None, regex: str | None = None
+    ) -> GrammarMatcher:
         """One for a new text. Raises SessionError for a grammar that can't be read or is too large."""
         llguidance = _llguidance()
         source = llguidance.LLMatcher
         if grammar is not None:
             made = source.grammar_from_lark(to_lark(_text("grammar", grammar)))
+        elif regex is not None:
+            if len(_text("regex", regex)) > MAX_CHARS:
+                raise SessionError(f"a regex may have {MAX_CHARS} characters, got {len(regex)}; make it smaller")
+            made = source.grammar_from_regex(regex)
         else:
             made = source.grammar_from_json_schema(_schema(json_schema), overrides={"whitespace_pattern": _SPACE})
         found = source(self.tokens, made, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))

@@ -169,7 +169,11 @@ class Model:
         for message in messages:
             if isinstance(message.get("content"), str):
                 self._check_length(message["content"], n_ctx)
-        text = template.render(messages)
+        return self.rendered_tokens(template.render(messages), n_ctx)
+
+    def rendered_tokens(self, text: str, n_ctx: int = 0) -> list[int]:
+        """The ids of what a chat template has written. n_ctx: as prompt_tokens() has it. Raises SessionError for a text
+        that is longer."""
         bos = self.tokenizer.bos_id
         starts_with_bos = bos is not None and text.startswith(self.tokenizer.piece(bos).decode("utf-8", "replace"))
         return self._ids(text, n_ctx, add_bos=False if starts_with_bos else None, parse_special=True)
@@ -274,7 +278,7 @@ class Model:
 
     def new_text(self, sampling: SamplerParams, rules: TextRules) -> tuple[Sampler, Pieces]:
         """What chooses a new text's tokens, and what makes pieces of them; for choices.choices()."""
-        matcher = None if rules.is_free else self._grammar_vocab.matcher(rules.grammar, rules.json_schema)
+        matcher = None if rules.is_free else self._grammar_vocab.matcher(rules.grammar, rules.json_schema, rules.regex)
         return rules.sampler(self.tokenizer, self.network.hp.n_vocab, sampling, matcher), rules.pieces(self.tokenizer)
 
     @cached_property

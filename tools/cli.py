@@ -28,6 +28,7 @@ from graphrt.tools.outputs import check_outputs
 VERBS = {
     "run": "generate text; without a model, the demo model",
     "chat": "talk with a model, turn by turn; `run` without a prompt does too",
+    "serve": "answer requests over HTTP as OpenAI's API does; without a model, the demo model",
     "pull": "fetch a model into the cache",
     "info": "metadata, tensors, types, memory needed, ops used",
     "check": "what would fall back on a backend, and why, before anything runs",

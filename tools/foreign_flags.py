@@ -83,7 +83,7 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("-hff", "--hf-file"): _instead("give hf:OWNER/REPO/FILE as the model", 1),
     ("-mm", "--mmproj", "--image", "--audio"): _instead("models read text alone", 1),
     ("--list-devices",): _instead("`graphrt devices` lists them"),
-    ("--host", "--port"): _instead("there is no server", 1),
+    ("--host", "--port"): _instead("`graphrt serve` is the server, and has it", 1),
     ("--embd-normalize",): _instead("vectors have length 1 unless --no-normalize is given", 1),
     ("--embd-output-format",): _instead("--json gives one JSON object, -o F.npy an array", 1),
     ("--process-output",): _instead("`graphrt imatrix --process-output` has it"),

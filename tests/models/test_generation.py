@@ -151,8 +151,8 @@ def test_why_a_text_ends(model: Model) -> None:
         ({"logprobs": -1}, "logprobs must be how many"),
         ({"temperature": 1}, "must be one of temp,.*got 'temperature'"),
         ({"top_p": 2}, "top_p must be from 0 to 1"),
-        ({"grammar": "root ::= \"a\"", "json_schema": "{}"}, "give one of grammar, json_schema and ignore_eos"),
-        ({"grammar": "root ::= \"a\"", "ignore_eos": True}, "give one of grammar, json_schema and ignore_eos"),
+        ({"grammar": "root ::= \"a\"", "json_schema": "{}"}, "give one of grammar, json_schema, regex and ignore_eos"),
+        ({"grammar": "root ::= \"a\"", "ignore_eos": True}, "give one of grammar, json_schema, regex and ignore_eos"),
         ({"grammar": 5}, "grammar must be a text or None, got int 5"),
     ],
 )  # fmt: skip

@@ -160,7 +160,7 @@ def test_a_json_schema(graphrt: Cli, tmp_path: Path, form: str) -> None:
         (("--grammar", "x", "-j", "{}"), "not allowed with argument"),
         (("--grammar-file", "/nowhere/g.gbnf"), "a text must be readable"),
         (("-j", "{"), "a JSON schema must be JSON"),
-        (("-j", "{}", "--ignore-eos"), "give one of grammar, json_schema and ignore_eos"),
+        (("-j", "{}", "--ignore-eos"), "give one of grammar, json_schema, regex and ignore_eos"),
     ],
 )
 def test_what_is_refused(graphrt: Cli, argv: tuple[str, ...], message: str) -> None:

@@ -1,0 +1,249 @@
+"""Scheduler: every text is what it would be alone, whatever is made beside it, in whatever order, with few pages; and
+nothing of it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tiny import write_model
+
+import graphrt
+from graphrt.errors import GraphrtError, SessionError
+from graphrt.models import Model, load
+from graphrt.models.engine import SessionOptions
+from graphrt.models.engine_paged import PagedEngine
+from graphrt.models.generation import TextRules
+from graphrt.models.paging.check import check
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.serve.fair_queue import FairQueue
+from graphrt.tools.serve.scheduler import Cancelled, Event, Scheduler, Text
+
+OPTIONS = SessionOptions(n_ctx=128, n_batch=24, type_k="f32", type_v="f32", page=16)
+GREEDY = SamplerParams(temp=0)
+DRAWN = SamplerParams(temp=1.5, seed=7)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("serve") / "m.gguf"
+    return load(write_model(path, request.param, tokenizer="spm"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(write_model(tmp_path_factory.mktemp("serve") / "m.gguf", "llama", tokenizer="spm"), "cpu")
+
+
+def scheduler_of(model: Model, n_seq: int = 4, **changed: Any) -> Scheduler:
+    return Scheduler(PagedEngine(model.decoder, model.backends, replace(OPTIONS, **changed), n_seq))
+
+
+def text_of(model: Model, prompt: Sequence[int], n: int, params: SamplerParams = GREEDY, **more: Any) -> Text:
+    rules = {"ignore_eos": more.pop("ignore_eos", False)} | more.pop("rules", {})
+    return Text(list(prompt), n, *model.new_text(params, TextRules(n, **rules)), **more)
+
+
+def alone(model: Model, text: Text, params: SamplerParams, **rules: Any) -> list[int]:
+    options = replace(OPTIONS, page=0)
+    pieces = model.generate(text.prompt, text.most, sampling=params, session=model.session(options), **rules)
+    return [piece.token for piece in pieces]
+
+
+def prompts(n: int, seed: int = 3, longest: int = 70) -> list[list[int]]:
+    r = np.random.default_rng(seed)
+    return [r.integers(3, 250, int(r.integers(1, longest))).tolist() for _ in range(n)]
+
+
+def run(scheduler: Scheduler) -> list[Event]:
+    found: list[Event] = []
+    for _ in range(3000):
+        if scheduler.is_idle:
+            break
+        found += scheduler.step()
+    assert scheduler.is_idle, "texts end"
+    found += scheduler.step()
+    return found
+
+
+def check_nothing_left(scheduler: Scheduler) -> None:
+    pool = scheduler.engine.cache.pool
+    check(pool)
+    assert not any(any(pages.users) for pages in pool.kinds.values())
+    assert not scheduler.engine.lengths.any()
+
+
+def made(text: Text) -> list[int]:
+    return text.tokens[len(text.prompt) :]
+
+
+KINDS: list[tuple[SamplerParams, dict[str, Any]]] = [
+    (GREEDY, {}),
+    (DRAWN, {}),
+    (replace(DRAWN, repeat_penalty=1.3, presence_penalty=0.4, logit_bias=((40, 3.0),)), {"logprobs": 2}),
+    (GREEDY, {"ignore_eos": True}),
+    (replace(DRAWN, mirostat=2), {}),
+]
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS], ids=["greedy", "mixed"])
+def test_texts_are_those_that_each_is_alone(llama: Model, kinds: list[tuple[SamplerParams, dict[str, Any]]]) -> None:
+    scheduler = scheduler_of(llama, 3)
+    texts, wanted = [], []
+    for i, prompt in enumerate(prompts(7)):
+        params, rules = kinds[i % len(kinds)]
+        texts.append(text_of(llama, prompt, 5 + i, params, rules=rules))
+        wanted.append(alone(llama, texts[-1], params, **rules))
+    for text in texts[:5]:
+        scheduler.add(text)
+    for _ in range(4):
+        scheduler.step()
+    for text in texts[5:]:
+        scheduler.add(text)
+    run(scheduler)
+    assert [made(text) for text in texts] == wanted
+    check_nothing_left(scheduler)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["one at a time", "queued ahead"])
+def test_texts_change_between_device_and_host(llama: Model, monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    """A text that the host chooses for comes and goes among greedy ones."""
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", queued)
+    scheduler = scheduler_of(llama)
+    first, second = (text_of(llama, prompt, 30) for prompt in prompts(2))
+    between = text_of(llama, [5, 6, 7], 6, replace(DRAWN, top_k=0))
+    wanted = [alone(llama, first, GREEDY), alone(llama, second, GREEDY), alone(llama, between, between.sampler.params)]
+    scheduler.add(first)
+    scheduler.add(second)
+    for _ in range(5):
+        scheduler.step()
+    scheduler.add(between)
+    run(scheduler)
+    assert [made(first), made(second), made(between)] == wanted
+
+
+def test_few_pages_change_nothing(model: Model) -> None:
+    scheduler = scheduler_of(model, 4, n_pages=6)
+    texts = [text_of(model, prompt, 40, ignore_eos=True) for prompt in prompts(4, longest=40)]
+    wanted = [alone(model, text, GREEDY, ignore_eos=True) for text in texts]
+    for text in texts:
+        scheduler.add(text)
+    run(scheduler)
+    assert scheduler.counts.preemptions > 0
+    assert [made(text) for text in texts] == wanted
+    check_nothing_left(scheduler)
+
+
+def test_a_text_ends_where_all_pages_are_full(llama: Model) -> None:
+    scheduler = scheduler_of(llama, 2, n_pages=3)
+    text = text_of(llama, prompts(1)[0][:20], -1, ignore_eos=True)
+    scheduler.add(text)
+    events = run(scheduler)
+    assert events[-1].piece is not None and events[-1].piece.finish == "context"
+    assert len(text.tokens) == 3 * 16 + 1
+
+
+def test_choices_read_their_prompt_once(llama: Model) -> None:
+    scheduler = scheduler_of(llama)
+    prompt = prompts(1, seed=8)[0] * 3
+    first = text_of(llama, prompt[:100], 3)
+    others = [text_of(llama, prompt[:100], 3, leader=first) for _ in range(2)]
+    for text in (first, *others):
+        scheduler.add(text)
+    run(scheduler)
+    assert [text.n_cached for text in (first, *others)] == [0, 96, 96]
+    assert made(first) == made(others[0]) == made(others[1])
+
+
+def test_a_leader_that_is_cancelled_leaves_the_others(llama: Model) -> None:
+    scheduler = scheduler_of(llama)
+    first = text_of(llama, [5, 6, 7], 3)
+    other = text_of(llama, [5, 6, 7], 3, leader=first)
+    scheduler.add(first)
+    scheduler.add(other)
+    scheduler.cancel(first)
+    run(scheduler)
+    assert len(made(other)) == 3 and not made(first)
+
+
+def test_random_cancels_leave_nothing(model: Model) -> None:
+    r = np.random.default_rng(1)
+    scheduler = scheduler_of(model, 4, n_pages=12)
+    waiting = [text_of(model, p, int(r.integers(1, 16)), KINDS[i % 4][0], key=str(i % 3))
+               for i, p in enumerate(prompts(24, seed=11, longest=50))]  # fmt: skip
+    there, events = list[Text](), list[Event]()
+    while waiting or not scheduler.is_idle:
+        if waiting and r.random() < 0.5:
+            there.append(waiting.pop())
+            scheduler.add(there[-1])
+        if there and r.random() < 0.2:
+            scheduler.cancel(there[int(r.integers(len(there)))])
+        events += scheduler.step()
+    ends = [e for e in events if e.piece is None or e.piece.finish]
+    assert {id(e.text) for e in ends} == {id(text) for text in there} and len(ends) == len(there) == 24
+    assert {type(e.error) for e in ends if e.error} == {Cancelled}
+    check_nothing_left(scheduler)
+
+
+class Refuses:
+    """A grammar that lets nothing through after a while."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self.left, self.n_vocab = 2, n_vocab
+
+    def mask(self) -> np.ndarray:
+        return np.full(self.n_vocab, self.left > 0)
+
+    def accept(self, token: int) -> None:
+        self.left -= 1
+
+
+def test_a_text_that_fails_is_alone_in_that(llama: Model) -> None:
+    scheduler = scheduler_of(llama)
+    bad, good = (text_of(llama, prompt, 8) for prompt in prompts(2))
+    bad.sampler.matcher = Refuses(llama.network.hp.n_vocab)
+    wanted = alone(llama, good, GREEDY)
+    scheduler.add(bad)
+    scheduler.add(good)
+    errors = [e for e in run(scheduler) if e.error]
+    assert [e.text for e in errors] == [bad] and isinstance(errors[0].error, SessionError)
+    assert len(made(bad)) == 2 and made(good) == wanted
+    check_nothing_left(scheduler)
+
+
+def test_a_step_that_fails_ends_its_texts_and_no_others(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = scheduler_of(llama, 2)
+    texts = [text_of(llama, prompt, 8, DRAWN) for prompt in prompts(3)]
+    wanted = alone(llama, texts[2], DRAWN)
+    for text in texts:
+        scheduler.add(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.engine, "step", lambda part: (_ for _ in ()).throw(RuntimeError("no memory")))
+        events = scheduler.step()
+    assert {e.text for e in events} == set(texts[:2]) and all(isinstance(e.error, GraphrtError) for e in events)
+    run(scheduler)
+    assert made(texts[2]) == wanted
+    check_nothing_left(scheduler)
+
+
+def test_keys_take_turns(llama: Model) -> None:
+    scheduler = scheduler_of(llama, 1)
+    many = [text_of(llama, [5, 6, i], 1, key="many") for i in range(10, 15)]
+    one = text_of(llama, [9, 9], 1, key="one")
+    for text in (*many, one):
+        scheduler.add(text)
+    order = [event.text for event in run(scheduler)]
+    assert order == [many[0], one, *many[1:]]
+
+
+def test_a_queue_gives_each_key_its_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for key, item in ("a", "a1"), ("a", "a2"), ("b", "b1"), ("a", "a3"), ("b", "b2"), ("c", "c1"):
+        queue.put(key, item)
+    queue.put_first("c", "c0")
+    assert queue.remove("b", "b2") and not queue.remove("b", "b2") and len(queue) == 6
+    assert queue.take(lambda item: item == "a2") == "a2"
+    assert [queue.take() for _ in range(6)] == ["c0", "b1", "a1", "c1", "a3", None] and len(queue) == 0

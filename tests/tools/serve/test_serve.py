@@ -1,0 +1,408 @@
+"""`graphrt serve` as a process: what clients get, what is refused and how, and what is left when they have gone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from support.served import Served
+from support.verbs import Verb
+
+from graphrt.models import load
+
+TEXT = "hello the sea"
+USER = [{"role": "user", "content": TEXT}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["t", "he"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "rain", "parameters": SCHEMA}}
+
+
+@pytest.fixture
+def http(served: Served) -> httpx2.Client:
+    return httpx2.Client(base_url=served.url, timeout=60)
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def by_run(tiny: Path) -> Callable[..., dict[str, Any]]:
+    """What `graphrt run` makes of a prompt."""
+
+    def run(capsys: pytest.CaptureFixture[str], *more: object) -> dict[str, Any]:
+        found: dict[str, Any] = Verb(capsys)("run", tiny, "--json", "--temp", 0, "--backend", "cpu", *more).json()
+        return found
+
+    return run
+
+
+def figure(http: httpx2.Client, name: str) -> float:
+    found = re.search(rf"^graphrt:{name} (\S+)$", http.get("/metrics").text, re.M)
+    assert found, name
+    return float(found[1])
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, "it becomes true within a minute"
+        time.sleep(0.02)
+
+
+def is_quiet(http: httpx2.Client) -> bool:
+    """Nothing runs, nothing waits, no page is in use."""
+    names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+    return not any(figure(http, name) for name in names)
+
+
+# ---- answers ----
+
+
+def test_greedy_answers_are_those_of_run(
+    client: openai.OpenAI, by_run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, chat = by_run(capsys, "-p", TEXT, "--raw", "-n", 24), by_run(capsys, "-p", TEXT, "-n", 24)
+    completed = client.completions.create(model="tiny", prompt=TEXT, max_tokens=24)
+    answered = client.chat.completions.create(model="tiny", messages=USER, max_tokens=24)  # type: ignore[arg-type]
+    assert completed.choices[0].text == raw["text"]
+    assert answered.choices[0].message.content == chat["text"]
+    assert completed.usage is not None and answered.usage is not None
+    assert completed.usage.prompt_tokens == len(raw["prompt_tokens"])
+    assert answered.usage.prompt_tokens == len(chat["prompt_tokens"])
+    assert completed.usage.completion_tokens == 24 and completed.choices[0].finish_reason == "length"
+    again = client.completions.create(model="tiny", prompt=raw["prompt_tokens"], max_tokens=24)
+    assert again.choices[0].text == raw["text"]
+
+
+def test_streams_make_the_same_texts(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=USER, max_tokens=20, n=2, seed=5, temperature=1.2,
+                                           logprobs=True, top_logprobs=2)  # type: ignore[arg-type]  # fmt: skip
+    stream = client.chat.completions.create(
+        model="tiny", messages=USER, max_tokens=20, n=2, seed=5, temperature=1.2, logprobs=True, top_logprobs=2,
+        stream=True, stream_options={"include_usage": True},
+    )  # type: ignore[call-overload]  # fmt: skip
+    texts, tokens, ends, usage = ["", ""], [0, 0], {}, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
+            ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+    assert texts == [choice.message.content for choice in whole.choices] and texts[0] != texts[1]
+    assert ends == {i: choice.finish_reason for i, choice in enumerate(whole.choices)}
+    assert usage is not None and whole.usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    told = [choice.logprobs.content for choice in whole.choices if choice.logprobs]
+    assert tokens == list(map(len, told)) and all(len(t.top_logprobs) == 2 for one in told for t in one)
+
+
+def test_fields_of_completions(client: openai.OpenAI, http: httpx2.Client) -> None:
+    plain = client.completions.create(model="tiny", prompt=TEXT, max_tokens=12).choices[0].text
+    stop = plain[5:7]
+    stopped = client.completions.create(model="tiny", prompt=TEXT, max_tokens=12, stop=stop).choices[0]
+    assert stopped.text == plain[: plain.index(stop)] and stopped.finish_reason == "stop"
+    echoed = client.completions.create(model="tiny", prompt=[TEXT, "a"], max_tokens=3, echo=True, n=2)
+    assert [c.text.startswith(p) for c, p in zip(echoed.choices, [TEXT, TEXT, "a", "a"])] == [True] * 4
+    token = http.post("/tokenize", json={"content": TEXT}).json()["tokens"][0]
+    biased = client.completions.create(
+        model="tiny", prompt=TEXT, max_tokens=3, logit_bias={str(token): 100}, logprobs=1
+    )
+    assert biased.choices[0].logprobs is not None and len(set(biased.choices[0].logprobs.tokens or ())) == 1
+    varied = {"frequency_penalty": 2.0, "presence_penalty": 1.0}
+    unlike = client.completions.create(model="tiny", prompt=TEXT, max_tokens=12, logit_bias={str(token): 2}, **varied)
+    assert unlike.choices[0].text != plain
+
+
+def test_texts_of_a_form(client: openai.OpenAI, http: httpx2.Client) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    found = client.chat.completions.create(model="tiny", messages=USER, max_tokens=90, response_format=form)  # type: ignore[arg-type]
+    assert json.loads(found.choices[0].message.content or "")["a"] in ("t", "he")
+    for field, value in ("regex", "(hello|sea){2}"), ("grammar", 'root ::= ("hello" | "sea") ("hello" | "sea")'):
+        body = {"prompt": TEXT, "max_tokens": 30, field: value}
+        text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert re.fullmatch("(hello|sea){2}", text)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}])
+def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER], "tool_choice": choice}
+    found = client.chat.completions.create(**asked, max_tokens=120).choices[0]
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    call = found.message.tool_calls[0]
+    assert call.function.name == "rain" and json.loads(call.function.arguments)["a"] in ("t", "he")
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, max_tokens=120, stream=True)]
+    told = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [c.function.arguments for c in told] == [call.function.arguments]
+    turn = [*USER, {"role": "assistant", "tool_calls": [call.model_dump()]}, {"role": "tool", "content": "wet"}]
+    prompt = http.post("/apply-template", json={"messages": turn, "tools": [WEATHER]}).json()["prompt"]
+    assert prompt.startswith("rain ") and '"name": "rain"' in prompt and "wet" in prompt
+
+
+def test_embeddings(client: openai.OpenAI, tiny: Path) -> None:
+    texts = [TEXT, "a", "hello " * 40]
+    found = client.embeddings.create(model="tiny", input=texts)  # asks for base64
+    wanted = load(tiny, "cpu").embed(texts, "mean")
+    for row, each in zip(wanted, found.data):
+        np.testing.assert_allclose(each.embedding, row, atol=1e-5)
+    plain = client.embeddings.create(model="tiny", input="a", encoding_format="float").data[0].embedding
+    np.testing.assert_allclose(plain, wanted[1], atol=1e-5)
+
+
+def test_asynchronous_clients_at_once(served: Served, client: openai.OpenAI) -> None:
+    prompts = [
+        f"{TEXT} {word}" * (i % 4 + 1)
+        for i, word in enumerate(["a", "he", "in", "re", "an", "on", "the", "we", "sea", "hello"])
+    ]
+    wanted = [client.completions.create(model="tiny", prompt=p, max_tokens=16).choices[0].text for p in prompts]
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as there:
+            made = [there.completions.create(model="tiny", prompt=p, max_tokens=16) for p in prompts]
+            return [found.choices[0].text for found in await asyncio.gather(*made)]
+
+    assert asyncio.run(all_at_once()) == wanted
+
+
+def test_a_prompt_that_was_read_is_not_read_again(client: openai.OpenAI) -> None:
+    prompt = "the rain in the sea " * 20
+    cached = []
+    for _ in range(2):
+        usage = client.completions.create(model="tiny", prompt=prompt, max_tokens=1).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0 and cached[1] == (usage.prompt_tokens - 1) // 64 * 64
+
+
+def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenAI) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    props = http.get("/props").json()
+    assert props["total_slots"] == 6 and "im_start" in props["chat_template"]
+    assert str(Path.home()) not in http.get("/props").text and "/tmp" not in http.get("/props").text
+    assert [slot["is_processing"] for slot in http.get("/slots").json()] == [False] * 6
+    ids = http.post("/tokenize", json={"content": f"{TEXT}é", "add_special": True}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": ids[1:]}).json() == {"content": f"{TEXT}é"}
+    pieces = http.post("/tokenize", json={"content": "日\x01", "with_pieces": True}).json()["tokens"]
+    assert [p["piece"] for p in pieces][-1] == "\x01"
+
+
+# ---- what is refused ----
+
+CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
+WRONG: list[tuple[str, Any, int, str | None]] = [
+    (TEXTS, {}, 400, "prompt"),
+    (TEXTS, {"prompt": TEXT, "max_tokens": "5"}, 400, "max_tokens"),
+    (TEXTS, {"prompt": TEXT, "max_tokens": 0}, 400, "max_tokens"),
+    (TEXTS, {"prompt": TEXT, "temprature": 1}, 400, "temprature"),
+    (TEXTS, {"prompt": TEXT, "top_p": 1.5}, 400, "top_p"),
+    (TEXTS, {"prompt": TEXT, "temperature": -1}, 400, "temperature"),
+    (TEXTS, {"prompt": TEXT, "model": "gpt-4"}, 404, "model"),
+    (TEXTS, {"prompt": TEXT, "stop": ""}, 400, "stop"),
+    (TEXTS, {"prompt": TEXT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (TEXTS, {"prompt": TEXT, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
+    (TEXTS, {"prompt": TEXT, "suffix": "x"}, 400, "suffix"),
+    (TEXTS, {"prompt": TEXT, "best_of": 3}, 400, "best_of"),
+    (TEXTS, {"prompt": TEXT, "echo": True, "logprobs": 1}, 400, "logprobs"),
+    (TEXTS, {"prompt": TEXT, "grammar": "root ::= x"}, 400, "grammar"),
+    (TEXTS, {"prompt": TEXT, "regex": "("}, 400, "regex"),
+    (TEXTS, {"prompt": TEXT, "regex": "a", "grammar": 'root ::= "a"'}, 400, "grammar"),
+    (TEXTS, {"prompt": TEXT, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (TEXTS, {"prompt": [5, 9999]}, 400, "prompt"),
+    (TEXTS, {"prompt": []}, 400, "prompt"),
+    (TEXTS, {"prompt": ""}, 400, "prompt"),
+    (TEXTS, {"prompt": "sea " * 5000}, 400, "prompt"),
+    (CHATS, {"messages": []}, 400, "messages"),
+    (CHATS, {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    (CHATS, {"messages": [{"role": "boss", "content": "x"}]}, 400, "messages[0].role"),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+     400, "messages[0].content[0].type"),
+    (CHATS, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs"),
+    (CHATS, {"messages": USER, "n": 1000}, 400, "n"),
+    (CHATS, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice"),
+    (CHATS, {"messages": USER, "functions": []}, 400, "functions"),
+    (CHATS, {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
+    ("/v1/embeddings", {"input": TEXT, "dimensions": 3}, 400, "dimensions"),
+    ("/v1/embeddings", {"input": ""}, 400, "input"),
+    ("/detokenize", {"tokens": [9999]}, 400, "tokens"),
+    ("/v1/nothing", {}, 404, None),
+    ("/health", {}, 405, None),
+]  # fmt: skip
+
+
+def test_what_is_wrong_is_told_by_its_field(http: httpx2.Client) -> None:
+    for path, body, status, param in WRONG:
+        answer = http.post(path, json=body)
+        assert answer.status_code == status, (path, body, answer.text)
+        error = answer.json()["error"]
+        assert error["param"] == param and error["message"] and error["type"], (path, body, error)
+    assert is_quiet(http)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800", "max_tokens": 1e999}',
+     b"[" * 100_000, b'{"prompt":' * 5000, b'{"prompt": "a", "temperature": Infinity}'],
+    ids=range(10),
+)  # fmt: skip
+def test_bodies_that_are_no_request(http: httpx2.Client, body: bytes) -> None:
+    answer = http.post(TEXTS, content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_pages_of_other_sites_are_refused(http: httpx2.Client) -> None:
+    body = {"prompt": TEXT, "max_tokens": 1}
+    assert http.post(TEXTS, json=body, headers={"origin": "http://evil.example"}).status_code == 403
+    host = urlsplit(str(http.base_url)).netloc
+    assert http.post(TEXTS, json=body, headers={"origin": f"http://{host}"}).status_code == 200
+
+
+# ---- clients that leave ----
+
+LONG = {"prompt": TEXT, "max_tokens": 4000, "ignore_eos": True}
+
+
+def test_a_text_ends_when_its_client_goes(served: Served, http: httpx2.Client) -> None:
+    before = figure(http, "generation_tokens_total")
+    with (
+        httpx2.Client(base_url=served.url, timeout=60) as leaving,
+        leaving.stream("POST", TEXTS, json=LONG | {"stream": True, "n": 2}) as answer,
+    ):
+        assert next(answer.iter_lines()).startswith("data: ")
+    eventually(lambda: is_quiet(http))
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(f"{served.url}{TEXTS}", json=LONG, timeout=0.5)
+    eventually(lambda: is_quiet(http))
+    assert figure(http, "generation_tokens_total") - before < 3 * 4000
+
+
+def test_half_a_request(served: Served, http: httpx2.Client) -> None:
+    url = urlsplit(served.url)
+    assert url.hostname and url.port
+    for sent in (
+        b"POST /v1/comp",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"\0\0\r\n\r\n",
+    ):
+        with socket.create_connection((url.hostname, url.port)) as half:
+            half.sendall(sent)
+    assert http.get("/health").status_code == 200
+    assert is_quiet(http)
+
+
+def test_many_clients_of_which_some_leave(served: Served, http: httpx2.Client, client: openai.OpenAI) -> None:
+    """After hundreds of requests nothing is left, and those that stayed got what they asked for."""
+    rng = random.Random(4)
+    wanted = client.completions.create(model="tiny", prompt=TEXT, max_tokens=8).choices[0].text
+    asked = [rng.random() < 0.3 for _ in range(240)]
+
+    async def one(there: httpx2.AsyncClient, leaves: bool, gate: asyncio.Semaphore) -> str | None:
+        async with gate:
+            if not leaves:
+                answer = await there.post(TEXTS, json={"prompt": TEXT, "max_tokens": 8, "user": "x"})
+                return str(answer.json()["choices"][0]["text"])
+            body = {"prompt": TEXT * rng.randint(1, 20), "max_tokens": 500, "ignore_eos": True, "temperature": 1.0}
+            async with there.stream("POST", TEXTS, json=body | {"stream": rng.random() < 0.7}) as answer:
+                await anext(answer.aiter_bytes(), b"")
+            return None
+
+    async def leaving(there: httpx2.AsyncClient, leaves: bool, gate: asyncio.Semaphore) -> str | None:
+        try:
+            return await asyncio.wait_for(one(there, leaves, gate), rng.uniform(0.05, 1.0) if leaves else None)
+        except TimeoutError:
+            return None
+
+    async def soak() -> list[str | None]:
+        gate = asyncio.Semaphore(16)
+        async with httpx2.AsyncClient(base_url=served.url, timeout=120) as there:
+            return await asyncio.gather(*(leaving(there, leaves, gate) for leaves in asked))
+
+    found = asyncio.run(soak())
+    assert [text for text, leaves in zip(found, asked) if not leaves] == [wanted] * asked.count(False)
+    eventually(lambda: is_quiet(http))
+    assert served.process.poll() is None and not [line for line in served.log if "Traceback" in line]
+
+
+# ---- keys, limits, the end ----
+
+
+def test_keys_limits_and_the_end(guarded: Served) -> None:
+    bare = httpx2.Client(base_url=guarded.url, timeout=60)
+    assert bare.get("/health").status_code == 200
+    for headers in {}, {"authorization": "Bearer firs"}, {"authorization": "Bearer first2"}, {"x-api-key": ""}:
+        answer = bare.get("/v1/models", headers=headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    for headers in {"authorization": "Bearer first"}, {"x-api-key": "second"}, {"authorization": "bearer third"}:
+        assert bare.get("/v1/models", headers=headers).json()["data"][0]["id"] == "mine"
+    http = httpx2.Client(base_url=guarded.url, timeout=60, headers={"authorization": "Bearer first"})
+    large = http.post(TEXTS, content=json.dumps({"prompt": "a" * 5000}))
+    assert large.status_code == 413
+    assert http.post(TEXTS, content=(b"x" * 1000 for _ in range(9))).status_code == 413  # that tells no length
+    url = urlsplit(guarded.url)
+    assert url.hostname and url.port
+    with socket.create_connection((url.hostname, url.port)) as slow:
+        slow.settimeout(60)
+        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-API-Key: first\r\nContent-Length: 9\r\n\r\n{")
+        assert slow.recv(64).startswith(b"HTTP/1.1 408")
+
+    async def crowd() -> list[int]:
+        async with httpx2.AsyncClient(base_url=guarded.url, timeout=120, headers=http.headers) as there:
+            tasks = [asyncio.ensure_future(there.post(TEXTS, json=LONG | {"max_tokens": 300})) for _ in range(7)]
+            done = [await task for task in asyncio.as_completed(tasks)]
+            return sorted(answer.status_code for answer in done)
+
+    found = asyncio.run(crowd())
+    assert found[:3] == [200] * 3 and set(found[3:]) <= {200, 429} and found[-1] == 429
+
+    with http.stream("POST", TEXTS, json=LONG | {"stream": True, "max_tokens": 400}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        guarded.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+    assert guarded.process.wait(60) == 0
+    with pytest.raises(httpx2.TransportError):
+        bare.get("/health")
+    assert all(json.loads(line)["level"] == "info" for line in guarded.log)
+
+
+def test_packed_embeddings_are_floats(http: httpx2.Client) -> None:
+    body = {"input": "a", "encoding_format": "base64"}
+    packed = http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(packed), "<f4").shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--port", "70000"), "from 0 to 65535"),
+        (("--host", "256.0.0.1"), "able to listen"),
+        (("--api-key", ""), "must have a character"),
+        (("--temp", "nan"), "temp must be a finite number"),
+    ],
+)
+def test_command_lines_that_are_refused(
+    tiny: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
+) -> None:
+    found = Verb(capsys)("serve", tiny, *argv)
+    assert found.code == 2 and said in found.err

@@ -1,0 +1,84 @@
+"""Answers in OpenAI's form, made of events: usage, log-probabilities, why a text ended."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from graphrt.models.generation import Piece
+from graphrt.models.tokenizer import Tokenizer
+from graphrt.tools.serve.scheduler import Text
+
+#: Piece.finish -> finish_reason.
+FINISH = {"eog": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+def head(kind: str, prefix: str, model: str, fingerprint: str) -> dict[str, Any]:
+    """What every answer, and every piece of one, begins with."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint,
+    }
+
+
+def usage(texts: Sequence[Text]) -> dict[str, Any]:
+    """Tokens of prompts, each counted once, and of texts."""
+    firsts = [text for text in texts if text.leader is None]
+    read, made = sum(len(text.prompt) for text in firsts), sum(text.n_made for text in texts)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": made,
+        "total_tokens": read + made,
+        "prompt_tokens_details": {"cached_tokens": sum(max(0, text.n_cached) for text in firsts)},
+    }
+
+
+def chat_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Those of a chat's tokens, None where none were asked for. The token that ends a text is left out."""
+    told = [
+        _token(tokenizer, piece.token, piece.logprobs.token)
+        | {"top_logprobs": [_token(tokenizer, *best) for best in piece.logprobs.best]}
+        for piece in pieces
+        if piece.logprobs is not None and piece.finish != "eog"
+    ]
+    return {"content": told} if told else None
+
+
+def completion_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer, offset: int = 0) -> dict[str, Any] | None:
+    """The same in the older form of completions. offset: characters before the first one."""
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for piece in pieces:
+        if piece.logprobs is None or piece.finish == "eog":
+            continue
+        text = _text(tokenizer, piece.token)
+        found["tokens"].append(text)
+        found["token_logprobs"].append(_finite(piece.logprobs.token))
+        best = {_text(tokenizer, token): _finite(logprob) for token, logprob in reversed(piece.logprobs.best)}
+        found["top_logprobs"].append(dict(reversed(best.items())))
+        found["text_offset"].append(offset)
+        offset += len(text)
+    return found if found["tokens"] else None
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    spelled = _bytes(tokenizer, token)
+    return {"token": spelled.decode("utf-8", "replace"), "bytes": list(spelled), "logprob": _finite(logprob)}
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return _bytes(tokenizer, token).decode("utf-8", "replace")
+
+
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """Models may have more logits than tokens."""
+    return tokenizer.piece(token) if token < tokenizer.n_vocab else b""
+
+
+def _finite(logprob: float) -> float:
+    """JSON knows no -inf; OpenAI says -9999 for what is never chosen."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,134 @@
+"""The application: which route serves what, who may ask, and what every answer goes through."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from graphrt.errors import GraphrtError
+from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.routes_other import OtherRoutes
+from graphrt.tools.serve.routes_text import TextRoutes
+from graphrt.tools.serve.state import State
+
+log = logging.getLogger("graphrt.serve")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+#: What anybody may ask for.
+PUBLIC = {"/health", "/v1/health"}
+
+
+def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[], None] = lambda: None) -> Starlette:
+    """The server as an ASGI application. api_keys: one of these must come with every request but those for health;
+    none: nobody is asked; on_ready: called when requests are answered."""
+    text, other = TextRoutes(state), OtherRoutes(state)
+    served: list[tuple[str, str, Endpoint]] = [
+        ("POST", "/v1/chat/completions", text.chat),
+        ("POST", "/v1/completions", text.completions),
+        ("POST", "/v1/embeddings", other.embeddings),
+        ("GET", "/v1/models", other.models),
+        ("GET", "/v1/models/{name:path}", other.model),
+        ("POST", "/tokenize", other.tokenize),
+        ("POST", "/detokenize", other.detokenize),
+        ("POST", "/apply-template", other.apply_template),
+        ("GET", "/health", other.health),
+        ("GET", "/v1/health", other.health),
+        ("GET", "/metrics", other.metrics),
+        ("GET", "/props", other.props),
+        ("GET", "/slots", other.slots),
+    ]
+    door = _Door(state, api_keys)
+    routes = [Route(path, door.guarded(path, endpoint), methods=[method]) for method, path, endpoint in served]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        state.worker.start(asyncio.get_running_loop())
+        on_ready()
+        try:
+            yield
+        finally:
+            state.worker.stop()
+            state.threads.shutdown(cancel_futures=True)
+
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {
+        404: f"there is no {request.url.path[:80]!r} here; see docs/serving.md for what there is",
+        405: f"{request.url.path[:80]!r} is not for {request.method}",
+    }
+    message = said.get(error.status_code, error.detail)
+    return ApiError(message, status=error.status_code, headers=error.headers).response()
+
+
+class _Door:
+    """Checks who asks, turns errors into answers, counts and logs."""
+
+    def __init__(self, state: State, api_keys: Sequence[str]) -> None:
+        self.state = state
+        self._keys = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in api_keys]
+
+    def guarded(self, path: str, endpoint: Endpoint) -> Endpoint:
+        """The endpoint behind the door. path: as it is counted."""
+
+        async def entered(request: Request) -> Response:
+            start = time.monotonic()
+            try:
+                self._check_origin(request)
+                if path not in PUBLIC:
+                    request.state.key = self._key(request)
+                response = await endpoint(request)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            except ApiError as error:
+                response = error.response()
+            except GraphrtError as error:
+                response = of_runtime(error).response()
+            except Exception:
+                log.exception("%s %s failed", request.method, path)
+                response = ApiError("the server failed; its log says how", status=500).response()
+            self.state.metrics.http.labels(path, response.status_code).inc()
+            if path not in PUBLIC:
+                log.info("%s %s %d %.3f s", request.method, path, response.status_code, time.monotonic() - start)
+            return response
+
+        return entered
+
+    def _key(self, request: Request) -> int | None:
+        """Which API key a request has, None where none is asked for. All keys are looked at, each in the same time,
+        whatever the first difference. Raises ApiError for none and for an unknown one."""
+        if not self._keys:
+            return None
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
+        same = [hmac.compare_digest(digest, key) for key in self._keys]
+        if not any(same):
+            raise ApiError(
+                'a request must have one of the server\'s API keys, as "Authorization: Bearer KEY"',
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return same.index(True)
+
+    def _check_origin(self, request: Request) -> None:
+        """Raises ApiError for what another site's page sends by a visitor's browser."""
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            raise ApiError("pages of other sites may not use this server; put a proxy in front that lets them",
+                           status=403)  # fmt: skip

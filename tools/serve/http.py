@@ -1,0 +1,104 @@
+"""What routes share of HTTP: bodies with limits, answers that come in pieces, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from graphrt.tools.serve.errors import ApiError, of_validation
+
+B = TypeVar("B", bound=BaseModel)
+
+
+async def body_of(request: Request, kind: type[B], most: int, seconds: float) -> B:
+    """A request's body, of at most so many bytes, which are to come within so many seconds. Raises ApiError,
+    ClientDisconnect."""
+    try:
+        data = await asyncio.wait_for(_read(request, most), seconds)
+    except TimeoutError:
+        raise ApiError(
+            f"a body must come within {seconds:g} s, this one did not; send it at once",
+            status=408,
+            headers={"connection": "close"},
+        ) from None
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+async def _read(request: Request, most: int) -> bytes:
+    told = request.headers.get("content-length", "")
+    if told.isdigit() and int(told[:20]) > most:
+        raise _too_large(most, told)
+    found = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        found += message.get("body", b"")
+        if len(found) > most:
+            raise _too_large(most, f"more than {most}")
+        if not message.get("more_body"):
+            return bytes(found)
+
+
+def _too_large(most: int, got: str) -> ApiError:
+    return ApiError(
+        f"a body may have {most} bytes, this one has {got[:20]}; send less, or start the server with --max-body",
+        status=413,
+        headers={"connection": "close"},
+    )
+
+
+@contextlib.contextmanager
+def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
+    """Calls leave() when the client goes, while what is inside runs. The body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+    task = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events: "data:" and JSON, and [DONE] at the end. leave: called when the client goes, and in any case
+    at the end. A client that reads slowly is waited for."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, values: AsyncIterator[dict[str, Any]], leave: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._values, self._leave = values, leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with watched(receive, self._leave):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for value in self._values:
+                    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+                    await _send(send, f"data: {data}\n\n")
+                await _send(send, "data: [DONE]\n\n")
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._leave()
+
+
+async def _send(send: Send, text: str) -> None:
+    body = text.encode("utf-8", "replace")
+    await send({"type": "http.response.body", "body": body, "more_body": True})

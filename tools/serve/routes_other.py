@@ -1,0 +1,163 @@
+"""Routes that generate no text: embeddings, tokens, templates, and what a server tells of itself."""
+
+from __future__ import annotations
+
+import base64
+from functools import partial
+from typing import Any
+
+import numpy as np
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from graphrt import __version__
+from graphrt.errors import SessionError
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.http import body_of
+from graphrt.tools.serve.schemas import DetokenizeRequest, EmbeddingsRequest, TemplateRequest, TokenizeRequest
+from graphrt.tools.serve.state import State, json_response
+
+
+class OtherRoutes:
+    """Routes that generate no text."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    async def _body(self, request: Request, kind: type[Any]) -> Any:
+        limits = self.state.limits
+        return await body_of(request, kind, limits.max_body, limits.body_seconds)
+
+    async def embeddings(self, request: Request) -> Response:
+        state, body = self.state, await self._body(request, EmbeddingsRequest)
+        state.check_model(body.model)
+        n_embd = state.model.network.hp.n_embd
+        if body.dimensions not in (None, n_embd):
+            raise ApiError(f"dimensions must be {n_embd}, the model's own, got {body.dimensions}", param="dimensions")
+        given = body.input
+        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        try:
+            ids = await state.aside(
+                lambda: [state.model.prompt_tokens(one) if isinstance(one, str) else one for one in several]
+            )
+            rows = [row for part in _batches(ids) for row in await state.worker.do(partial(state.embed, part))]
+        except SessionError as error:
+            raise of_runtime(error, "input") from error
+        packed = body.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "index": i, "embedding": _packed(row) if packed else row.tolist()}
+            for i, row in enumerate(rows)
+        ]
+        n = sum(map(len, ids))
+        usage = {"prompt_tokens": n, "total_tokens": n}
+        return json_response({"object": "list", "data": data, "model": state.name, "usage": usage})
+
+    async def tokenize(self, request: Request) -> Response:
+        body, tokenizer = await self._body(request, TokenizeRequest), self.state.model.tokenizer
+        add_bos = None if body.add_special else False
+        ids = await self.state.aside(lambda: tokenizer.encode(body.content, add_bos, body.parse_special))
+        if not body.with_pieces:
+            return json_response({"tokens": ids})
+        return json_response({"tokens": [{"id": i, "piece": _piece(tokenizer.piece(i))} for i in ids]})
+
+    async def detokenize(self, request: Request) -> Response:
+        body, tokenizer = await self._body(request, DetokenizeRequest), self.state.model.tokenizer
+        bad = next((i for i in body.tokens if i >= tokenizer.n_vocab), None)
+        if bad is not None:
+            raise ApiError(f"a token id must be 0 to {tokenizer.n_vocab - 1}, got {bad}", param="tokens")
+        return json_response({"content": tokenizer.decode(body.tokens, special=True)})
+
+    async def apply_template(self, request: Request) -> Response:
+        body, maker = await self._body(request, TemplateRequest), self.state.generator()
+        prompt = await self.state.aside(
+            lambda: maker.rendered(
+                body.messages, body.tools or (), body.chat_template_kwargs, answers=body.add_generation_prompt
+            )
+        )
+        return json_response({"prompt": prompt})
+
+    # ---- about the server ----
+
+    async def health(self, request: Request) -> Response:
+        if not self.state.worker.is_alive:
+            return JSONResponse({"status": "error"}, 503)
+        return json_response({"status": "ok"})
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model(name) for name in self.state.names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self.state.check_model(name)
+        return json_response(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        hp = self.state.model.network.hp
+        meta = {"n_vocab": hp.n_vocab, "n_ctx_train": hp.n_ctx_train, "n_embd": hp.n_embd, "arch": hp.arch}
+        return {"id": name, "object": "model", "created": self.state.created, "owned_by": "graphrt", "meta": meta}
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.state.metrics.text(self.state.worker.scheduler), media_type=CONTENT_TYPE_LATEST)
+
+    async def props(self, request: Request) -> Response:
+        state, model = self.state, self.state.model
+        tokenizer, scheduler = model.tokenizer, state.worker.scheduler
+        ends = {
+            name: None if i is None else _piece(tokenizer.piece(i))
+            for name, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
+        }
+        defaults = state.maker.defaults if state.maker is not None else SamplerParams()
+        params = {name: getattr(defaults, name) for name in ("temp", "top_k", "top_p", "min_p", "seed")}
+        n_ctx = scheduler.most_tokens if scheduler is not None else model.network.hp.n_ctx_train
+        return json_response(
+            {
+                "default_generation_settings": {"n_ctx": n_ctx, "params": params},
+                "total_slots": scheduler.engine.n_seq if scheduler is not None else 0,
+                "model_alias": state.name,
+                "chat_template": model.file.metadata.get("tokenizer.chat_template", ""),
+                "build_info": f"graphrt {__version__}",
+                **ends,
+                **state.facts,
+            }
+        )
+
+    async def slots(self, request: Request) -> Response:
+        scheduler = self.state.worker.scheduler
+        running = {} if scheduler is None else dict(scheduler.running)
+        n_seq = 0 if scheduler is None else scheduler.engine.n_seq
+        found: list[dict[str, Any]] = []
+        for i in range(n_seq):
+            text = running.get(i)
+            slot: dict[str, Any] = {"id": i, "n_ctx": self.state.generator().most, "is_processing": text is not None}
+            if text is not None:
+                slot |= {"state": text.state, "n_prompt_tokens": len(text.prompt), "n_decoded": text.n_made}
+            found.append(slot)
+        return json_response(found)
+
+
+#: Tokens of texts that are embedded between two steps.
+_AT_ONCE = 512
+
+
+def _batches(texts: list[list[int]]) -> list[list[list[int]]]:
+    """Cut where the next text would be a token too many."""
+    found: list[list[list[int]]] = [[]]
+    for ids in texts:
+        if found[-1] and sum(map(len, found[-1])) + len(ids) > _AT_ONCE:
+            found.append([])
+        found[-1].append(ids)
+    return found
+
+
+def _packed(row: Any) -> str:
+    return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()
+
+
+def _piece(spelled: bytes) -> str | list[int]:
+    """A token's text; its bytes where these are no text, as llama-server has it."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return list(spelled)

@@ -1,0 +1,186 @@
+"""/v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from graphrt.models.generation import Piece
+from graphrt.tools.serve import answers
+from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.http import EventStream, body_of, watched
+from graphrt.tools.serve.scheduler import Event, Text
+from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating
+from graphrt.tools.serve.state import State, events, json_response, key_of
+from graphrt.tools.serve.tool_calls import CallFinder
+
+
+class TextRoutes:
+    """Routes that generate text."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    async def chat(self, request: Request) -> Response:
+        state, limits = self.state, self.state.limits
+        body = await body_of(request, ChatRequest, limits.max_body, limits.body_seconds)
+        _check(body)
+        state.check_model(body.model)
+        maker, key = state.generator(), key_of(request)
+        texts = await state.aside(lambda: maker.chat(body, key))
+        return await self._answer(request, body, texts, Chat(state, body, texts))
+
+    async def completions(self, request: Request) -> Response:
+        state, limits = self.state, self.state.limits
+        body = await body_of(request, CompletionRequest, limits.max_body, limits.body_seconds)
+        _check(body)
+        state.check_model(body.model)
+        maker, key = state.generator(), key_of(request)
+        texts = await state.aside(lambda: maker.completion(body, key))
+        return await self._answer(request, body, texts, Completion(state, body, texts))
+
+    async def _answer(
+        self, request: Request, body: Generating, texts: Sequence[Text], answer: Chat | Completion
+    ) -> Response:
+        inbox = self.state.submit(texts)
+
+        def leave() -> None:
+            self.state.worker.cancel(texts)
+
+        if body.stream:
+            wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return EventStream(answer.stream(inbox, usage=wanted), leave)
+        try:
+            with watched(request.receive, leave):
+                return json_response(await answer.whole(inbox))
+        finally:
+            leave()
+
+
+def _check(body: Generating) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("stream_options is for streams: set stream to true, or leave it out", param="stream_options")
+
+
+class Chat:
+    """An answer to a conversation."""
+
+    def __init__(self, state: State, body: ChatRequest, texts: Sequence[Text]) -> None:
+        self.state, self.texts = state, texts
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        self._finders = [CallFinder(tools) for _ in texts]
+        self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
+
+    async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
+        """All of it."""
+        pieces: list[list[Piece]] = [[] for _ in self.texts]
+        async for i, event in events(self.texts, inbox):
+            assert event.piece is not None
+            pieces[i].append(event.piece)
+        choices = [self._choice(i, made) for i, made in enumerate(pieces)]
+        return self._head | {"choices": choices, "usage": answers.usage(self.texts)}
+
+    def _choice(self, i: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        finder = self._finders[i]
+        text = finder.push("".join(piece.text for piece in pieces))
+        rest, calls = finder.end()
+        message: dict[str, Any] = {"role": "assistant", "content": text + rest, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {
+            "index": i,
+            "message": message,
+            "logprobs": answers.chat_logprobs(pieces, self.state.model.tokenizer),
+            "finish_reason": "tool_calls" if calls else answers.FINISH[pieces[-1].finish],
+        }
+
+    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """Piece by piece."""
+        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage else {})
+        for i in range(len(self.texts)):
+            yield head | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+        try:
+            async for i, event in events(self.texts, inbox):
+                assert event.piece is not None
+                for choice in self._pieces(i, event.piece):
+                    yield head | {"choices": [choice]}
+        except ApiError as error:
+            yield error.body()
+            return
+        if usage:
+            yield head | {"choices": [], "usage": answers.usage(self.texts)}
+
+    def _pieces(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        finder = self._finders[i]
+        text, calls = finder.push(piece.text), list[dict[str, Any]]()
+        if piece.finish:
+            rest, calls = finder.end()
+            text += rest
+        told = answers.chat_logprobs([piece], self.state.model.tokenizer)
+        found = [_delta(i, {"content": text}, told)] if text or told else []
+        if calls:
+            numbered = [{"index": n} | call for n, call in enumerate(calls)]
+            found.append(_delta(i, {"tool_calls": numbered}))
+        if piece.finish:
+            found.append(_delta(i, {}, None, "tool_calls" if calls else answers.FINISH[piece.finish]))
+        return found
+
+
+def _delta(i: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+class Completion:
+    """What comes after prompts, one text after the other."""
+
+    def __init__(self, state: State, body: CompletionRequest, texts: Sequence[Text]) -> None:
+        self.state, self.texts = state, texts
+        self._echo = [""] * len(texts)
+        if body.echo:
+            prompt = body.prompt
+            given = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+            said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in given]
+            self._echo = [said[i // (body.n or 1)] for i in range(len(texts))]
+        self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
+
+    async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
+        """All of it."""
+        pieces: list[list[Piece]] = [[] for _ in self.texts]
+        async for i, event in events(self.texts, inbox):
+            assert event.piece is not None
+            pieces[i].append(event.piece)
+        choices = [
+            self._choice(i, self._echo[i] + "".join(piece.text for piece in made), made, made[-1].finish)
+            for i, made in enumerate(pieces)
+        ]
+        return self._head | {"choices": choices, "usage": answers.usage(self.texts)}
+
+    def _choice(self, i: int, text: str, pieces: Sequence[Piece], finish: str, offset: int = 0) -> dict[str, Any]:
+        logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset)
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
+
+    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """Piece by piece."""
+        head = self._head | ({"usage": None} if usage else {})
+        offsets = [0] * len(self.texts)
+        for i, text in enumerate(self._echo):
+            if text:
+                yield head | {"choices": [self._choice(i, text, [], "")]}
+        try:
+            async for i, event in events(self.texts, inbox):
+                piece = event.piece
+                assert piece is not None
+                choice = self._choice(i, piece.text, [piece], piece.finish, offsets[i])
+                told = choice["logprobs"]
+                offsets[i] += sum(map(len, told["tokens"])) if told else 0
+                if piece.text or piece.finish or told:
+                    yield head | {"choices": [choice]}
+        except ApiError as error:
+            yield error.body()
+            return
+        if usage:
+            yield head | {"choices": [], "usage": answers.usage(self.texts)}

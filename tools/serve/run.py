@@ -1,0 +1,65 @@
+"""A server's process: uvicorn on a socket, its log, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import uvicorn
+
+from graphrt.tools.serve.app import application
+from graphrt.tools.serve.state import State
+
+log = logging.getLogger("graphrt.serve")
+
+
+def run(state: State, api_keys: Sequence[str], listening: socket.socket, address: str, shutdown_timeout: int) -> int:
+    """Serves until a signal comes: then no new connection is taken, and requests that are there are answered, for at
+    most shutdown_timeout seconds, 0 for as long as they take. The exit code."""
+
+    def ready() -> None:
+        log.info("%s is served at %s", state.name, address)
+
+    config = uvicorn.Config(
+        application(state, api_keys, ready),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=shutdown_timeout or None,
+    )
+    # uvicorn raises the signal that ended it once more when all is done: then nothing is to happen
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    uvicorn.Server(config).run(sockets=[listening])
+    log.info("ended")
+    return 0
+
+
+def setup_logging(*, as_json: bool) -> None:
+    """Lines of this server, and warnings of others, go to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("graphrt.serve").setLevel(logging.INFO)
+
+
+class _Json(logging.Formatter):
+    """A line is an object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = {"time": time.time(), "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found)

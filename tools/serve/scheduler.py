@@ -1,0 +1,323 @@
+"""Scheduler: which texts an engine's next step reads, and what becomes of their tokens. No threads and no HTTP: one
+thread calls it.
+
+A text waits until a sequence and pages for its whole prompt are free. It then takes over what the cache's tree has of
+its beginning, reads the rest in chunks beside those that generate, and generates. Where pages run out the text that
+came last gives its pages back and waits again: its tokens are read anew, or taken over where the tree still has them.
+No new text begins until one has ended, so that two don't take each other's pages in turn.
+
+Where all texts choose alike (greedily, or drawn by the same parameters) and the engine gains by it, a ContinuousBatch
+chooses on the device; else the host reads logits and each text's own sampler chooses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from graphrt.errors import CacheFullError, GraphrtError, SessionError
+from graphrt.models.continuous_batch import ContinuousBatch
+from graphrt.models.engine_paged import PagedEngine
+from graphrt.models.generation import Piece, Pieces
+from graphrt.models.sampling import Sampler
+from graphrt.ops import SampleParams
+from graphrt.tools.serve.fair_queue import FairQueue
+
+log = logging.getLogger(__name__)
+
+#: Where a text stands.
+WAITING, READING, GENERATING, ENDED = "waiting", "reading", "generating", "ended"
+
+
+@dataclass(eq=False)
+class Text:
+    """A text to be made. prompt: its tokens, at least one; most: tokens to be made, -1 for any number; sampler, pieces:
+    what chooses its tokens and makes text of them; key: who asked, for a fair order; leader: a text of the same
+    prompt that reads it first.
+
+    While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
+    until it begins; seq: of the engine, -1 for none; came, began, last: seconds by the clock, 0 while it has not
+    happened."""
+
+    prompt: Sequence[int]
+    most: int
+    sampler: Sampler
+    pieces: Pieces
+    key: str = ""
+    leader: Text | None = None
+    state: str = WAITING
+    tokens: list[int] = field(default_factory=list)
+    n_cached: int = -1
+    seq: int = -1
+    came: float = 0.0
+    began: float = 0.0
+    last: float = 0.0
+
+    @property
+    def n_made(self) -> int:
+        return max(0, len(self.tokens) - len(self.prompt))
+
+    @property
+    def may_begin(self) -> bool:
+        """Its leader, if it has one, has read the prompt."""
+        return self.leader is None or self.leader.state in (GENERATING, ENDED)
+
+
+class Event(NamedTuple):
+    """What has become of a text: a piece, of which the last one has a `finish`, or an error, after which nothing
+    comes."""
+
+    text: Text
+    piece: Piece | None
+    error: GraphrtError | None = None
+
+
+class Cancelled(GraphrtError):
+    """Whoever asked for a text has left."""
+
+
+@dataclass
+class Counts:
+    """Since the beginning."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    made_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+_OnDevice = SampleParams | str | None
+
+
+class Scheduler:
+    """The texts of one engine."""
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self.engine = engine
+        self.waiting: FairQueue[Text] = FairQueue()
+        self.running: dict[int, Text] = {}  # by sequence, in the order in which they began
+        self.counts = Counts()
+        self._batch: ContinuousBatch | None = None
+        self._blocked = False  # until a text ends
+        self._events: list[Event] = []
+        self._runs_ahead = engine.runs_ahead
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a text with its prompt: what the context and all pages together hold."""
+        sizes = self.engine.cache.sizes
+        return min(self.engine.n_ctx, min(sizes.n_pages.get("full", 1 << 31), 1 << 31) * sizes.page)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not len(self.waiting)
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Those in use by texts, and all, of the kind of which most are in use."""
+        kinds = self.engine.cache.pool.kinds.values()
+        return max(((k.n - k.available, k.n) for k in kinds), key=lambda found: found[0] / found[1])
+
+    # ---- coming and going ----
+
+    def add(self, text: Text) -> None:
+        """A text waits for its turn."""
+        text.came = text.came or time.monotonic()
+        text.tokens = list(text.prompt)
+        self.waiting.put(text.key, text)
+
+    def cancel(self, text: Text) -> None:
+        """A text ends, whether it waits or is made; one that has ended stays so."""
+        if text.state != ENDED:
+            self._fail(text, Cancelled("whoever asked for this text has left"))
+
+    def step(self) -> list[Event]:
+        """Begins what can begin, reads on, and gives what has become of texts since the last call. Raises nothing:
+        where a step fails, so do the texts that it was for."""
+        try:
+            self._admit()
+            if self.running:
+                self._read()
+                self.counts.steps += 1
+        except CacheFullError as error:
+            self._make_room(error)
+        except (GraphrtError, RuntimeError, MemoryError, ValueError) as error:
+            log.exception("a step failed, and with it %d texts", len(self.running))
+            self._fail_all(error)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """All texts end."""
+        for text in [*self.waiting, *self.running.values()]:
+            self.cancel(text)
+        self._leave_batch()
+
+    # ---- who is read ----
+
+    def _admit(self) -> None:
+        while not self._blocked and len(self.running) < self.engine.n_seq:
+            text = self.waiting.take(lambda text: text.may_begin)
+            if text is None:
+                return
+            seq = next(i for i in range(self.engine.n_seq) if i not in self.running)
+            try:
+                self._begin(seq, text)
+            except CacheFullError as error:
+                if self.running:
+                    self.waiting.put_first(text.key, text)
+                    return
+                self._fail(text, error)
+            except SessionError as error:
+                self._fail(text, error)
+
+    def _begin(self, seq: int, text: Text) -> None:
+        """Raises CacheFullError where the pages that nobody has, and no text that has begun still needs for its prompt,
+        are too few; then nothing has changed."""
+        engine = self.engine
+        promised = {s: len(self._unread(t)) for s, t in self.running.items()}
+        with engine.alone():
+            left = engine.after_what_is_known(engine.checked({seq: text.tokens}))[seq]
+        try:
+            engine.cache.pool.check_room(promised | {seq: len(left)}, windowed=False)
+        except CacheFullError:
+            engine.free(seq)
+            raise
+        if text.n_cached < 0:
+            text.n_cached = len(text.tokens) - len(left)
+            self.counts.prompt_tokens += len(text.tokens)
+            self.counts.cached_tokens += text.n_cached
+        text.seq, text.state = seq, READING
+        self.running[seq] = text
+        if self._batch is not None:
+            self._join_batch(text)
+
+    def _unread(self, text: Text) -> list[int]:
+        """A running text's tokens that the cache does not hold."""
+        return text.tokens[int(self.engine.lengths[text.seq]) :]
+
+    # ---- reading ----
+
+    def _on_device(self, text: Text) -> _OnDevice:
+        """How a device chooses a text's tokens, None where it can't."""
+        if not self._runs_ahead:
+            return None
+        if text.sampler.is_greedy and not text.sampler.never:
+            return "greedy"
+        return text.sampler.device_params() if self.engine.home.asynchronous else None
+
+    def _read(self) -> None:
+        ways = {self._on_device(text) for text in self.running.values()}
+        way = ways.pop() if len(ways) == 1 else None
+        sampling = way if isinstance(way, SampleParams) else None
+        if way is None or (self._batch is not None and self._batch.sampling != sampling):
+            self._leave_batch()
+        if way is None:
+            self._step_by_host()
+            return
+        if self._batch is None:
+            self._batch = ContinuousBatch(self.engine, sampling)
+            for text in self.running.values():
+                self._join_batch(text)
+        for seq, token in self._batch.step().items():
+            self._made(self.running[seq], token)
+
+    def _join_batch(self, text: Text) -> None:
+        assert self._batch is not None
+        way = self._on_device(text)
+        sampling = way if isinstance(way, SampleParams) else None
+        if way is None or sampling != self._batch.sampling:
+            self._leave_batch()
+            return
+        room = self.most_tokens + 1 - len(text.tokens)
+        left = room if text.most < 0 else min(room, text.most - text.n_made)
+        uniforms = None if sampling is None else text.sampler.uniforms
+        self._batch.add(text.seq, self._unread(text), left, uniforms)
+
+    def _leave_batch(self) -> None:
+        """What the device has chosen and nobody was told is chosen again."""
+        if self._batch is not None:
+            self._batch.close()
+            self._batch = None
+
+    def _step_by_host(self) -> None:
+        engine, part, room = self.engine, {}, self.engine.n_batch
+        for seq, text in self.running.items():
+            left = self._unread(text)
+            if len(left) > 1:
+                left = left[:room]
+                room -= len(left)
+            if left:
+                part[seq] = np.array(left, np.int32)
+        with engine.alone():
+            rows = engine.step(part)
+        for seq, row in zip(list(part), rows):
+            text = self.running[seq]
+            if engine.lengths[seq] == len(text.tokens):
+                try:
+                    token = text.sampler.sample(row, text.tokens)
+                except SessionError as error:
+                    self._fail(text, error)
+                else:
+                    self._made(text, token)
+
+    def _made(self, text: Text, token: int) -> None:
+        """A text's next token."""
+        full = len(text.tokens) >= self.most_tokens
+        text.tokens.append(token)
+        text.state = GENERATING
+        piece = text.pieces.add(token, text.sampler.logprobs, full=full)
+        self.counts.made_tokens += 1
+        text.last = time.monotonic()
+        text.began = text.began or text.last
+        self._events.append(Event(text, piece))
+        if piece.finish:
+            self._end(text)
+
+    # ---- ends ----
+
+    def _end(self, text: Text) -> None:
+        self._give_back(text)
+        text.state = ENDED
+        self._blocked = False
+
+    def _give_back(self, text: Text) -> None:
+        """A running text's sequence is free; full pages stay in the tree."""
+        if text.seq < 0:
+            return
+        if self._batch is not None and text.seq in self._batch.going:
+            self._batch.end(text.seq)
+        self.engine.free(text.seq)
+        del self.running[text.seq]
+        text.seq = -1
+
+    def _fail(self, text: Text, error: GraphrtError) -> None:
+        self.waiting.remove(text.key, text)
+        self._end(text)
+        self._events.append(Event(text, None, error))
+
+    def _fail_all(self, error: Exception) -> None:
+        said = error if isinstance(error, GraphrtError) else SessionError(f"a step failed: {type(error).__name__}")
+        self._leave_batch()
+        for text in list(self.running.values()):
+            self._fail(text, said)
+        self.engine.reset()
+
+    def _make_room(self, error: CacheFullError) -> None:
+        """The text that began last waits again, as the first; a text that has all pages to itself ends."""
+        self._leave_batch()
+        text = list(self.running.values())[-1]
+        if len(self.running) == 1:
+            self._fail(text, error)
+            return
+        self._give_back(text)
+        text.state = WAITING
+        self.waiting.put_first(text.key, text)
+        self._blocked = True
+        self.counts.preemptions += 1

@@ -1,0 +1,113 @@
+"""State: what the routes of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from graphrt import __version__
+from graphrt.models.model import Model
+from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.metrics import Metrics
+from graphrt.tools.serve.scheduler import Event, Text
+from graphrt.tools.serve.texts import Maker
+from graphrt.tools.serve.worker import Busy, Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_body: bytes of a request's body; body_seconds: in which it has to come; max_waiting: texts that may wait for
+    their turn."""
+
+    max_body: int = 16 << 20
+    body_seconds: float = 30.0
+    max_waiting: int = 1024
+
+
+@dataclass
+class State:
+    """A server's model under its names, the first of which answers say. maker: None where the model generates no
+    text."""
+
+    model: Model
+    names: Sequence[str]
+    worker: Worker
+    maker: Maker | None
+    metrics: Metrics
+    limits: Limits
+    embed: Callable[[Sequence[Sequence[int]]], list[Any]]
+    facts: dict[str, Any] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "graphrt-serve-prepare"))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def fingerprint(self) -> str:
+        return f"graphrt-{__version__}"
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that isn't here."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                f"the model must be {' or '.join(map(repr, self.names))}, which this server has, got {name[:80]!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def generator(self) -> Maker:
+        """Raises ApiError where the model generates no text."""
+        if self.maker is None:
+            arch = self.model.network.hp.arch
+            raise ApiError(f"{arch} models are encoders and generate no text; use /v1/embeddings", param="model")
+        return self.maker
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Runs what takes a while beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    def submit(self, texts: Sequence[Text]) -> asyncio.Queue[Event]:
+        """Raises ApiError where too many wait."""
+        try:
+            return self.worker.submit(texts)
+        except Busy:
+            raise ApiError(
+                f"{self.limits.max_waiting} texts may wait for their turn, and so many do; try again later",
+                status=429,
+                code="queue_full",
+                headers={"retry-after": "1"},
+            ) from None
+
+
+async def events(texts: Sequence[Text], inbox: asyncio.Queue[Event]) -> AsyncIterator[tuple[int, Event]]:
+    """(number of a text, what has become of it) until all have ended. Raises ApiError where one fails."""
+    places = {text: i for i, text in enumerate(texts)}
+    left = len(texts)
+    while left:
+        event = await inbox.get()
+        if event.error is not None:
+            raise of_runtime(event.error)
+        left -= bool(event.piece and event.piece.finish)
+        yield places[event.text], event
+
+
+def key_of(request: Request) -> str:
+    """Whose request it is, for a fair order: its API key's place, or where no key is asked for its address."""
+    found = getattr(request.state, "key", None)
+    return str(found) if found is not None else request.client.host if request.client else ""
+
+
+def json_response(value: Any) -> JSONResponse:
+    return JSONResponse(value)

@@ -1,0 +1,235 @@
+"""From a request that has the right form to Texts for the scheduler. Nothing here waits for the engine; it runs on
+threads beside the event loop, as a long prompt takes a while to tokenize."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphrt.errors import ChatTemplateError, SessionError
+from graphrt.models.generation import TextRules
+from graphrt.models.model import Model
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.serve import tool_calls
+from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.scheduler import Text
+from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, NamedTool, Tool
+
+#: Fields of a request -> SamplerParams'.
+_SAMPLERS = {
+    "temperature": "temp",
+    "dry_sequence_breakers": "dry_sequence_breaker",
+    "dynatemp_exponent": "dynatemp_exp",
+    "mirostat_tau": "mirostat_ent",
+    "mirostat_eta": "mirostat_lr",
+} | {
+    name: name
+    for name in (
+        *("top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "typical_p", "top_n_sigma"),
+        *("repeat_penalty", "repeat_last_n", "dry_multiplier", "dry_base", "dry_allowed_length"),
+        *("dry_penalty_last_n", "xtc_probability", "xtc_threshold", "dynatemp_range", "mirostat"),
+    )
+}
+#: Tokens of a completion that says no number, as OpenAI has it.
+COMPLETION_TOKENS = 16
+
+
+@dataclass
+class Maker:
+    """Makes texts of requests. defaults: of the sampling parameters that a request leaves out; most: tokens of a text
+    with its prompt; most_made: tokens that a text may be asked for, -1 for no limit."""
+
+    model: Model
+    defaults: SamplerParams
+    most: int
+    most_made: int = -1
+
+    def __post_init__(self) -> None:
+        self._grammars = threading.Lock()
+
+    # ---- prompts ----
+
+    def completion(self, request: CompletionRequest, key: str) -> list[Text]:
+        """n texts of each prompt, one prompt after the other. Raises ApiError."""
+        for name in ("suffix", "best_of"):
+            if getattr(request, name) not in (None, request.n if name == "best_of" else ""):
+                raise ApiError(f"{name} is not here; leave it out", param=name)
+        if request.echo and request.logprobs is not None:
+            raise ApiError("log-probabilities of a prompt are not here: leave out echo or logprobs", param="logprobs")
+        n = self._limit(request.max_tokens or COMPLETION_TOKENS)
+        rules = self._rules(request, n, request.logprobs)
+        return [text for ids in self.prompts(request.prompt) for text in self._texts(request, ids, n, rules, key)]
+
+    def prompts(self, given: str | Sequence[Any]) -> list[list[int]]:
+        """The ids of a prompt, or of several. Raises ApiError."""
+        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        return [self._ids(prompt) if isinstance(prompt, str) else self._known(prompt) for prompt in several]
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            return self.model.prompt_tokens(text, n_ctx=self.most)
+        except SessionError as error:
+            raise _too_long(error, "prompt") from error
+
+    def _known(self, ids: Sequence[Any]) -> list[int]:
+        bad = next((i for i in ids if i >= self.model.network.hp.n_vocab), None)
+        if bad is not None:
+            raise ApiError(
+                f"a token id must be 0 to {self.model.network.hp.n_vocab - 1}, got {bad}; see /tokenize", param="prompt"
+            )
+        return list(ids)
+
+    def chat(self, request: ChatRequest, key: str) -> list[Text]:
+        """n answers to a conversation. Raises ApiError."""
+        wanted = tools_of(request)
+        n = self._limit(request.max_completion_tokens or request.max_tokens or -1)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError("top_logprobs needs logprobs: true; give both", param="top_logprobs")
+        best = (request.top_logprobs or 0) if request.logprobs else None
+        rules = self._rules(request, n, best, tool_calls.schema_of(*wanted))
+        prompt = self.rendered(request.messages, wanted[0], request.chat_template_kwargs)
+        return self._texts(request, self._chat_ids(prompt), n, rules, key)
+
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        more: Mapping[str, Any] | None = None,
+        *,
+        answers: bool = True,
+    ) -> str:
+        """A conversation by the model's template. more: what else the template may read; answers: the assistant's
+        turn begins at the end. Raises ApiError."""
+        template = self.model.chat_template
+        if template is None:
+            raise ApiError("a conversation needs a chat template, this model has none; use /v1/completions")
+        variables = dict(more or {})
+        if tools:
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        try:
+            return template.render([_plain(i, m) for i, m in enumerate(messages)], answers, variables)
+        except ChatTemplateError as error:
+            raise of_runtime(error, "messages") from error
+
+    def _chat_ids(self, text: str) -> list[int]:
+        try:
+            return self.model.rendered_tokens(text, self.most)
+        except SessionError as error:
+            raise _too_long(error, "messages") from error
+
+    # ---- how texts are made ----
+
+    def _limit(self, n: int) -> int:
+        """The tokens that a text may have of those that are asked for, -1 for any number."""
+        if self.most_made < 0:
+            return n
+        return self.most_made if n < 0 else min(n, self.most_made)
+
+    def _rules(
+        self, request: Generating, n: int, best: int | None, of_tools: Mapping[str, Any] | None = None
+    ) -> TextRules:
+        form = request.response_format
+        schema: dict[str, Any] | None = request.json_schema
+        if form is not None and form.type != "text":
+            if schema is not None or request.grammar is not None or request.regex is not None:
+                raise ApiError("one of response_format, grammar, json_schema and regex may be given, got several",
+                               param="response_format")  # fmt: skip
+            given = form.json_schema.schema_ if form.json_schema is not None else None
+            schema = {"type": "object"} if form.type == "json_object" else given
+            if schema is None:
+                raise ApiError("a response_format of json_schema must have a schema, got none; give one",
+                               param="response_format.json_schema.schema")  # fmt: skip
+        if of_tools is not None:
+            if schema is not None or request.grammar is not None or request.regex is not None:
+                raise ApiError("a text must be a call (tool_choice) or of a form (response_format, grammar), not both",
+                               param="tool_choice")  # fmt: skip
+            schema = dict(of_tools)
+        try:
+            stop = () if request.stop is None else request.stop
+            return TextRules(
+                n, stop, request.stop_token_ids or (), bool(request.ignore_eos), request.grammar, schema, best,
+                request.regex,
+            )  # fmt: skip
+        except SessionError as error:
+            raise of_runtime(error, "stop" if str(error).startswith("a stop") else _rule_of(request)) from error
+
+    def sampling(self, request: Generating) -> SamplerParams:
+        """The parameters that a request asks for. Raises ApiError."""
+        given = {ours: getattr(request, theirs) for theirs, ours in _SAMPLERS.items()}
+        changed = {name: value for name, value in given.items() if value is not None}
+        if request.seed is not None:
+            changed["seed"] = request.seed % (1 << 64) if request.seed != -1 else -1
+        if request.logit_bias:
+            changed["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+        try:
+            return self.defaults.changed(changed)
+        except SessionError as error:
+            raise of_runtime(error) from error
+
+    def _texts(self, request: Generating, ids: list[int], n: int, rules: TextRules, key: str) -> list[Text]:
+        """The choices of one prompt; all but the first wait until that has read it."""
+        if len(ids) > self.most:
+            raise ApiError(f"a text may have {self.most} tokens with its prompt, the prompt has {len(ids)}; shorten it",
+                           param="prompt", code="context_length_exceeded")  # fmt: skip
+        found: list[Text] = []
+        for params in self.sampling(request).seeds(request.n or 1):
+            try:
+                with self._grammars:
+                    sampler, pieces = self.model.new_text(params, rules)
+            except SessionError as error:
+                raise of_runtime(error, _rule_of(request)) from error
+            found.append(Text(ids, n, sampler, pieces, key, found[0] if found else None))
+        return found
+
+
+def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
+    """The tools that a template is told of, and the name that a call must have: "" for any of them, None where the text
+    need not be a call. Raises ApiError."""
+    tools, choice = request.tools or [], request.tool_choice
+    if choice == "none" or not tools:
+        if choice not in (None, "none", "auto"):
+            raise ApiError("a tool_choice that asks for a call needs tools, got none; give some", param="tool_choice")
+        return [], None
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in [tool.function.name for tool in tools]:
+            raise ApiError("tool_choice must name one of the tools", param="tool_choice.function.name")
+        return tools, choice.function.name
+    return tools, "" if choice == "required" else None
+
+
+def _rule_of(request: Generating) -> str | None:
+    """The field that a grammar's error is about."""
+    for name in ("grammar", "regex", "json_schema", "response_format", "stop_token_ids", "logit_bias"):
+        if getattr(request, name) is not None:
+            return name
+    return None
+
+
+def _plain(index: int, message: Message) -> dict[str, Any]:
+    """A message as templates know them: content is a text, arguments of calls are mappings."""
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                raise ApiError("a part of a message must be a text: models read text alone",
+                               param=f"messages[{index}].content[{i}].type")  # fmt: skip
+        content = "".join(part.text or "" for part in content)
+    if content is None and message.role != "assistant":
+        raise ApiError(f"a message of role {message.role} must have content, got none",
+                       param=f"messages[{index}].content")  # fmt: skip
+    found["content"] = content or ""
+    if message.tool_calls:
+        found["tool_calls"] = [tool_calls.plain(call, index) for call in message.tool_calls]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            found[name] = getattr(message, name)
+    return found
+
+
+def _too_long(error: SessionError, param: str) -> ApiError:
+    found = of_runtime(error, param)
+    found.code = "context_length_exceeded" if "too long" in found.message else None
+    return found

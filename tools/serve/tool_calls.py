@@ -1,0 +1,97 @@
+"""Calls of tools: the schema that makes a model write one, and calls found in what it has written.
+
+Models write calls as their templates taught them: <tool_call>{"name", "arguments"}</tool_call> (Qwen, Hermes), or a
+JSON object or list of such and nothing else (Llama, whose objects say "parameters", and Mistral).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.schemas import Tool, ToolCall
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def schema_of(tools: Sequence[Tool], name: str | None) -> dict[str, Any] | None:
+    """What a text must be that is a call of the tool of that name, "" for any; None where it need not be one."""
+    if name is None:
+        return None
+    wanted = [tool.function for tool in tools if name in ("", tool.function.name)]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": each.name}, "arguments": each.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for each in wanted
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def plain(call: ToolCall, index: int) -> dict[str, Any]:
+    """A call of an earlier turn as templates know them. index: of its message. Raises ApiError."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise ApiError("a call's arguments must be JSON",
+                       param=f"messages[{index}].tool_calls.function.arguments") from None  # fmt: skip
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+class CallFinder:
+    """Tells calls from text in what a model writes. names: of the tools that there are; where there are none, all is
+    text."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._names = {tool.function.name for tool in tools}
+        self._held = ""
+        self._begun = False  # some text was given
+
+    def push(self, text: str) -> str:
+        """More of it; what is text for certain."""
+        if not self._names:
+            return text
+        self._held += text
+        if not self._begun and (not self._held.strip() or self._held.lstrip()[0] in "{["):
+            return ""
+        at = self._held.find(_OPEN)
+        if at < 0:
+            at = len(self._held) - _overlap(self._held, _OPEN)
+        shown, self._held = self._held[:at], self._held[at:]
+        self._begun = self._begun or bool(shown)
+        return shown
+
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest: text, and the calls in OpenAI's form. What is no call of a tool that there is stays text."""
+        held, self._held = self._held, ""
+        if not self._names:
+            return held, []
+        bodies = [part.partition(_CLOSE)[0] for part in held.split(_OPEN)[1:]] if _OPEN in held else [held]
+        found = [call for body in bodies for call in self._calls(body)]
+        return ("", found) if found else (held, [])
+
+    def _calls(self, body: str) -> list[dict[str, Any]]:
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError):
+            return []
+        found = []
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, dict) or each.get("name") not in self._names:
+                return []
+            arguments = each.get("arguments", each.get("parameters", {}))
+            said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            function = {"name": each["name"], "arguments": said}
+            found.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        return found
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)

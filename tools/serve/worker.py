@@ -1,0 +1,140 @@
+"""Worker: the one thread that owns the engine. The event loop hands it texts, and gets their events back; between two
+steps it does one other piece of work with the model, such as embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from graphrt.tools.serve.metrics import Metrics
+from graphrt.tools.serve.scheduler import Event, Scheduler, Text
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Busy(Exception):
+    """As many texts wait as may."""
+
+
+class Worker:
+    """Runs a scheduler; without one (an encoder's) only other work. most_waiting: texts that may wait for their turn.
+    submit() and do() are for the event loop, which start() is told."""
+
+    def __init__(self, scheduler: Scheduler | None, metrics: Metrics, most_waiting: int) -> None:
+        self.scheduler, self.metrics, self.most_waiting = scheduler, metrics, most_waiting
+        self._inboxes: dict[Text, asyncio.Queue[Event]] = {}
+        self._commands: deque[tuple[Callable[[Text], None], Text]] = deque()
+        self._others: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="graphrt-serve-worker", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ---- of the event loop ----
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins to work; events are delivered on this loop."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends all texts and the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, texts: Sequence[Text]) -> asyncio.Queue[Event]:
+        """Has texts made: all of them or none. The queue gets their events, up to a last piece or an error of each.
+        Raises Busy."""
+        scheduler = self.scheduler
+        assert scheduler is not None
+        waiting = sum(text.seq < 0 for text in self._inboxes)
+        if waiting + len(texts) > self.most_waiting + scheduler.engine.n_seq:
+            raise Busy
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._inboxes |= dict.fromkeys(texts, inbox)
+        self._tell(scheduler.add, texts)
+        return inbox
+
+    def cancel(self, texts: Sequence[Text]) -> None:
+        """Nobody wants these any more; their last event is an error, unless they have ended."""
+        scheduler = self.scheduler
+        assert scheduler is not None
+        going = [text for text in texts if text in self._inboxes]
+        if going:
+            self._tell(scheduler.cancel, going)
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """Runs something else with the model, between two steps."""
+        found: Future[T] = Future()
+        with self._wake:
+            self._others.append((work, found))
+            self._wake.notify()
+        return await asyncio.wrap_future(found)
+
+    def _tell(self, command: Callable[[Text], None], texts: Sequence[Text]) -> None:
+        with self._wake:
+            self._commands += [(command, text) for text in texts]
+            self._wake.notify()
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            inbox = self._inboxes.get(event.text)
+            if inbox is not None:
+                inbox.put_nowait(event)
+                if event.piece is None or event.piece.finish:
+                    del self._inboxes[event.text]
+
+    # ---- of the thread ----
+
+    def _run(self) -> None:
+        scheduler = self.scheduler
+        while True:
+            with self._wake:
+                while not (self._stopping or self._commands or self._others or (scheduler and not scheduler.is_idle)):
+                    self._wake.wait()
+                if self._stopping:
+                    break
+                commands, self._commands = self._commands, deque()
+                other = self._others.popleft() if self._others else None
+            for command, text in commands:
+                command(text)
+            if scheduler is not None:
+                self._send(scheduler.step())
+            if other is not None:
+                _do(*other)
+        if scheduler is not None:
+            scheduler.close()
+            self._send(scheduler.step())
+        for _, found in self._others:
+            found.cancel()
+
+    def _send(self, events: Sequence[Event]) -> None:
+        if events:
+            self.metrics.tell(events)
+            assert self._loop is not None
+            try:
+                self._loop.call_soon_threadsafe(self._deliver, events)
+            except RuntimeError:  # the loop is closed: nobody waits
+                log.debug("%d events came after the end", len(events))
+
+
+def _do(work: Callable[[], T], found: Future[T]) -> None:
+    if not found.set_running_or_notify_cancel():
+        return
+    try:
+        found.set_result(work())
+    except BaseException as error:
+        found.set_exception(error)

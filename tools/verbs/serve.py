@@ -1,0 +1,157 @@
+"""Answer requests over HTTP as OpenAI's API has them, many at once: /v1/chat/completions, /v1/completions,
+/v1/embeddings and more (docs/serving.md). Without MODEL the demo model is served, pulled when absent. SIGTERM and
+Ctrl-C end it once the requests that it has are answered."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphrt.errors import SessionError
+from graphrt.models.hub_known import DEFAULT_MODEL, KNOWN
+from graphrt.tools.common import (
+    MODEL_HELP,
+    add_fast_argument,
+    add_session_arguments,
+    load_model,
+    read_text,
+    session_options,
+    whole,
+)
+from graphrt.tools.sampling.flags import TEXT_FLAGS as TEXT_FLAGS
+from graphrt.tools.sampling.flags import add_sampling_arguments, sampler_params
+
+if TYPE_CHECKING:
+    from graphrt.models.engine_paged import PagedEngine
+    from graphrt.models.model import Model
+    from graphrt.tools.serve.state import State
+
+#: Texts that are made at once, unless told.
+PARALLEL = 8
+#: Whole contexts that the cache holds for all of them, unless told: few texts are as long as they may be.
+CONTEXTS = 4
+#: Tokens of a page: the end of a prompt that isn't a whole page is read anew for each text.
+PAGE = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    group.add_argument(
+        "--port", type=whole(0, 65535), default=8080, metavar="N", help="0: any free one (default: 8080)"
+    )
+    group.add_argument("-a", "--alias", metavar="NAME", help="what requests call the model (default: its file's name)")
+    keys = "a key that requests must have; several times, or with commas between, for several"
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=keys)
+    group.add_argument("--api-key-file", metavar="FILE", help="the same, a key a line")
+    many = f"texts that are made at once; others wait (default: {PARALLEL})"
+    group.add_argument("-np", "--parallel", type=whole(1, 4096), default=PARALLEL, metavar="N", help=many)
+    total = f"tokens that the cache holds for all texts together (default: {CONTEXTS} contexts)"
+    group.add_argument("--max-total-tokens", type=whole(1), metavar="N", help=total)
+    predict = "the most tokens of a text, whatever is asked for, -1: no limit (default)"
+    group.add_argument("-n", "--predict", type=whole(-1), default=-1, metavar="N", help=predict)
+    group.add_argument("--pooling", default="", metavar="KIND", help="of embeddings (default: what the file names)")
+    body = "bytes that a request may have (default: 16 MiB)"
+    group.add_argument("--max-body", type=whole(1024), default=16 << 20, metavar="N", help=body)
+    late = "seconds in which a request's body must come (default: 30)"
+    group.add_argument("-to", "--timeout", type=whole(1), default=30, metavar="N", help=late)
+    queue = "texts that may wait for their turn; more are told to come again (default: 1024)"
+    group.add_argument("--max-queue", type=whole(0), default=1024, metavar="N", help=queue)
+    drain = "seconds that SIGTERM waits for requests to end, 0: as long as they take (default)"
+    group.add_argument("--shutdown-timeout", type=whole(0), default=0, metavar="N", help=drain)
+    group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
+    group.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
+    add_fast_argument(parser)
+    add_session_arguments(parser)
+    add_sampling_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        from graphrt.tools.serve import run
+    except ImportError as error:
+        raise SessionError(
+            f"a server needs packages that are not installed ({error.name}); pip install 'graphrt[serve]'"
+        ) from error
+    sampling, keys = sampler_params(args), api_keys(args)
+    listening = listen(args.host, args.port)
+    with listening:
+        model = load_model(args, args.exact)
+        host, port = listening.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        state = made_state(model, args, sampling)
+        run.setup_logging(as_json=args.log_json)
+        return run.run(state, keys, listening, address, args.shutdown_timeout)
+
+
+def api_keys(args: argparse.Namespace) -> list[str]:
+    """Those of --api-key and --api-key-file. Raises SessionError for an empty one."""
+    given = [key for text in args.api_key for key in text.split(",")]
+    if args.api_key_file is not None:
+        given += [line for line in read_text(args.api_key_file).splitlines() if line.strip()]
+        if not given:
+            raise SessionError(f"a file of API keys must have one, {args.api_key_file!r} has none; write one a line")
+    keys = [key.strip() for key in given]
+    if not all(keys):
+        raise SessionError("an API key must have a character, got an empty one; leave --api-key out for no keys")
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections, which wait until the model is loaded. Raises SessionError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SessionError(
+            f"a server must be able to listen, and can't at {host}:{port}: {reason}; give others with --host and --port"
+        ) from error
+
+
+def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
+    """What the routes need: an engine for a decoder; an encoder gives embeddings alone."""
+    from graphrt.models.arch.skeleton import Decoder
+    from graphrt.tools.serve.metrics import Metrics
+    from graphrt.tools.serve.scheduler import Scheduler
+    from graphrt.tools.serve.state import Limits, State
+    from graphrt.tools.serve.texts import Maker
+    from graphrt.tools.serve.worker import Worker
+
+    limits, metrics = Limits(args.max_body, args.timeout, args.max_queue), Metrics()
+    scheduler = Scheduler(engine_of(model, args)) if isinstance(model.network, Decoder) else None
+    maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict)
+    if scheduler is not None:
+        assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
+    return State(
+        model, names_of(model, args), Worker(scheduler, metrics, args.max_queue), maker, metrics, limits,
+        lambda ids: model.embed(ids, args.pooling, n_batch=args.batch_size),
+    )  # fmt: skip
+
+
+def names_of(model: Model, args: argparse.Namespace) -> list[str]:
+    """What requests may call the model: as the command line did, or by its file, unless --alias says how."""
+    if args.alias is not None:
+        return [args.alias]
+    known = [args.model or DEFAULT_MODEL] if args.model in (None, *KNOWN) else []
+    return [*known, *(path.stem for path in map(Path, model.file.paths[:1]))]
+
+
+def engine_of(model: Model, args: argparse.Namespace) -> PagedEngine:
+    """The sequences of all texts. Raises SessionError, MemoryPlanError."""
+    from graphrt.models.engine import check_options
+    from graphrt.models.engine_paged import PagedEngine
+
+    options = session_options(args)
+    n_ctx, _ = check_options(options, model.decoder.hp)
+    total = args.max_total_tokens or n_ctx * min(args.parallel, CONTEXTS)
+    pages = max(1, -(-total // PAGE))
+    engine = PagedEngine(model.decoder, model.backends, replace(options, page=PAGE, n_pages=pages), args.parallel)
+    for sentence in engine.fallbacks():
+        print(f"fallback: {sentence}", file=sys.stderr)
+    return engine
