@@ -23,6 +23,10 @@ def why_unsupported(node: Tensor) -> str | None:
     """None when the backend runs a node, else a sentence why not."""
     if op_spec(node.op).is_view:
         return None
+    if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE") and node["attn_bias"] is not None:
+        return "its attention kernels add no attn_bias"
+    if node.op == "FLASH_ATTN_EXT" and node.params.dropout_p > 0.0:
+        return f"its attention kernels have no dropout, dropout_p is {node.params.dropout_p:g}"
     if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         return _why_not_attention(node, {"k": node["k"], "v": node["v"]})
     if node.op in ("FLASH_ATTN_LSE", "FLASH_ATTN_VARLEN_LSE"):
