@@ -1,8 +1,8 @@
-"""OPT_STEP_ADAMW and OPT_STEP_SGD: an optimizer's step, written into the weights.
+"""OPT_STEP_ADAMW and OPT_STEP_SGD: the weights that an optimizer's step makes of weights.
 
-Their numbers lie in a tensor, so that a prepared graph can be run with another learning rate each time. A step reads
-gradients that other nodes still compute from the weights that it writes: put the gradients into the Graph before the
-steps.
+Their numbers lie in a tensor, so that a prepared graph can be run with another learning rate each time. ops.cpy(step,
+weights) writes a step's result where the next run reads it. Other nodes still compute gradients from the weights that
+it overwrites: put all gradients into the Graph before the first such copy.
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from graphrt.ops.elementwise import add, scale, sqr
 from graphrt.tensor import Tensor
 
 
-def _check(op: str, n_numbers: int, target: Tensor, hyper: Tensor, *like: Tensor) -> Result:
-    known = target.dtype.name == "f32" and target.is_contiguous
-    require(known, op, "weights must be f32 and contiguous", target)
-    fits = all(t.dtype.name == "f32" and t.ne == target.ne for t in like)
-    require(fits, op, "what belongs to the weights must be f32 and have their shape", target, *like)
-    fits = hyper.dtype.name == "f32" and hyper.ne == (n_numbers, 1, 1, 1) and hyper.is_contiguous
+def _check(op: str, n_numbers: int, a: Tensor, hyper: Tensor, *like: Tensor) -> Result:
+    require(a.dtype.name == "f32", op, "weights must be f32", a)
+    fits = all(t.dtype.name == "f32" and t.ne == a.ne for t in like)
+    require(fits, op, "what belongs to the weights must be f32 and have their shape", a, *like)
+    fits = hyper.dtype.name == "f32" and hyper.ne == (n_numbers, 1, 1, 1)
     require(fits, op, f"its numbers must be f32 [{n_numbers}]", hyper)
-    return Result(target.dtype, target.ne)
+    return Result(a.dtype, a.ne)
 
 
-def _infer_sgd(params: None, target: Tensor, grad: Tensor, hyper: Tensor) -> Result:
-    return _check("OPT_STEP_SGD", 2, target, hyper, grad)
+def _infer_sgd(params: None, a: Tensor, grad: Tensor, hyper: Tensor) -> Result:
+    return _check("OPT_STEP_SGD", 2, a, hyper, grad)
 
 
-def _infer_adamw(params: None, target: Tensor, m: Tensor, v: Tensor, hyper: Tensor) -> Result:
-    return _check("OPT_STEP_ADAMW", 5, target, hyper, m, v)
+def _infer_adamw(params: None, a: Tensor, m: Tensor, v: Tensor, hyper: Tensor) -> Result:
+    return _check("OPT_STEP_ADAMW", 5, a, hyper, m, v)
 
 
 OPT_STEP_SGD = register(
     OpSpec(
-        "OPT_STEP_SGD", _infer_sgd, elementwise_work(4), ("target", "grad", "hyper"), writes="target"
+        "OPT_STEP_SGD", _infer_sgd, elementwise_work(4), ("a", "grad", "hyper")
     )
 )  # fmt: skip
 OPT_STEP_ADAMW = register(
     OpSpec(
-        "OPT_STEP_ADAMW", _infer_adamw, elementwise_work(8), ("target", "m", "v", "hyper"), writes="target"
+        "OPT_STEP_ADAMW", _infer_adamw, elementwise_work(8), ("a", "m", "v", "hyper")
     )
 )  # fmt: skip
 
 
 @checked(GraphError)
-def opt_step_sgd(target: Tensor, grad: Tensor, hyper: Tensor, name: str = "") -> Tensor:
-    """A step of gradient descent with weight decay, in place: result = target * (1 - alpha * wd) - alpha * grad.
+def opt_step_sgd(a: Tensor, grad: Tensor, hyper: Tensor, name: str = "") -> Tensor:
+    """A step of gradient descent with weight decay: result = a * (1 - alpha * wd) - alpha * grad.
 
-    target: f32, contiguous, which the result is a view of; grad: f32 of its shape; hyper: f32 [2], alpha (the learning
-    rate) and wd. Source: ggml_opt_step_sgd. Raises GraphError for other types and shapes.
+    a: f32, whose type and shape the result has; grad: f32 of that shape; hyper: f32 [2], alpha (the learning
+    rate) and wd. Source: ggml_opt_step_sgd, which writes into a. Raises GraphError for other types and shapes.
     """
-    return build(OPT_STEP_SGD, target, grad, hyper, name=name)
+    return build(OPT_STEP_SGD, a, grad, hyper, name=name)
 
 
 @checked(GraphError)
-def opt_step_adamw(target: Tensor, m: Tensor, v: Tensor, hyper: Tensor, name: str = "") -> Tensor:
-    """A step of AdamW, in place: result = target * (1 - alpha * wd) - alpha * (m * m_h) / (sqrt(v * v_h) + eps).
+def opt_step_adamw(a: Tensor, m: Tensor, v: Tensor, hyper: Tensor, name: str = "") -> Tensor:
+    """A step of AdamW: result = a * (1 - alpha * wd) - alpha * (m * m_h) / (sqrt(v * v_h) + eps).
 
-    target: f32, contiguous, which the result is a view of; m, v: f32 of its shape, the running means of the gradient
+    a: f32, whose type and shape the result has; m, v: f32 of that shape, the running means of the gradient
     and of its square with this step's in them (adamw_moments() adds it); hyper: f32 [5], alpha (the learning rate),
     eps, wd, m_h = 1 / (1 - beta1^t) and v_h = 1 / (1 - beta2^t) at step t. Source: Decoupled Weight Decay
-    Regularization (arXiv 1711.05101), as ggml_opt_step_adamw has it, which updates m and v in the same op. Raises
+    Regularization (arXiv 1711.05101), as ggml_opt_step_adamw has it, which writes into a, m and v. Raises
     GraphError for other types and shapes.
     """
-    return build(OPT_STEP_ADAMW, target, m, v, hyper, name=name)
+    return build(OPT_STEP_ADAMW, a, m, v, hyper, name=name)
 
 
 @checked(GraphError)
 def adamw_moments(
     grad: Tensor, m: Tensor, v: Tensor, beta1: float = 0.9, beta2: float = 0.999
 ) -> tuple[Tensor, Tensor]:
-    """AdamW's running means with a gradient added, in place: beta1 * m + (1 - beta1) * grad and beta2 * v + (1 - beta2)
-    * grad^2, views of m and v.
+    """AdamW's running means with a gradient added, in place: result = (beta1 * m + (1 - beta1) * grad, beta2 * v + (1 -
+    beta2) * grad^2), views of m and v.
 
-    grad, m, v: f32 of one shape; beta1, beta2: from 0 up to 1. Raises GraphError for other types, shapes and numbers.
+    grad, m, v: f32 of one shape; beta1, beta2: from 0 up to 1. Source: Adam (arXiv 1412.6980), algorithm 1. Raises
+    GraphError for other types, shapes and numbers.
     """
     low = min(beta1, beta2)
     require(

@@ -71,7 +71,7 @@ def _gelu(a: torch.Tensor) -> torch.Tensor:
 
 def _gelu_erf(a: torch.Tensor) -> torch.Tensor:
     density = torch.exp(-0.5 * a * a) / math.sqrt(2.0 * math.pi)
-    return 0.5 * (1.0 + torch.erf(a / math.sqrt(2.0))) + a * density
+    return 0.5 * torch.erfc(-a / math.sqrt(2.0)) + a * density
 
 
 def _gelu_quick(a: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ DERIVATIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_erf": _gelu_erf,
     "gelu_quick": _gelu_quick,
     "relu": lambda a: (a > 0).to(a.dtype),
-    "tanh": lambda a: 1.0 - torch.tanh(a) ** 2,
+    "tanh": lambda a: 4.0 * torch.sigmoid(2.0 * a) * torch.sigmoid(-2.0 * a),
     "sigmoid": lambda a: torch.sigmoid(a) * torch.sigmoid(-a),
     "exp": torch.exp,
     "softplus": torch.sigmoid,
@@ -168,17 +168,15 @@ def cross_entropy_loss_back(node: Tensor, d: torch.Tensor, logits: torch.Tensor,
     return d * (torch.softmax(logits, -1) * labels.sum(-1, keepdim=True) - labels) / rows
 
 
-@reference("OPT_STEP_SGD", stored=("target",))
-def opt_step_sgd(node: Tensor, target: torch.Tensor, grad: torch.Tensor, hyper: torch.Tensor) -> torch.Tensor:
+@reference("OPT_STEP_SGD")
+def opt_step_sgd(node: Tensor, a: torch.Tensor, grad: torch.Tensor, hyper: torch.Tensor) -> torch.Tensor:
     alpha, wd = hyper.reshape(-1).tolist()
-    target.copy_(target * (1.0 - alpha * wd) - alpha * grad)
-    return target
+    return a * (1.0 - alpha * wd) - alpha * grad
 
 
-@reference("OPT_STEP_ADAMW", stored=("target",))
+@reference("OPT_STEP_ADAMW")
 def opt_step_adamw(
-    node: Tensor, target: torch.Tensor, m: torch.Tensor, v: torch.Tensor, hyper: torch.Tensor
+    node: Tensor, a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, hyper: torch.Tensor
 ) -> torch.Tensor:
     alpha, eps, wd, m_h, v_h = hyper.reshape(-1).tolist()
-    target.copy_(target * (1.0 - alpha * wd) - alpha * (m * m_h) / (torch.sqrt(v * v_h) + eps))
-    return target
+    return a * (1.0 - alpha * wd) - alpha * (m * m_h) / (torch.sqrt(v * v_h) + eps)

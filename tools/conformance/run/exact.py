@@ -68,8 +68,6 @@ _OWN: dict[str, Callable[..., T]] = {
     "CPY": lambda node, a, target: a.reshape(node.shape),
     "MUL_MAT_ID": _mul_mat_id,
     "MUL_MAT_ID_BACK": _mul_mat_id_back,
-    "OPT_STEP_SGD": lambda node, target, *rest: REFERENCES[node.op].function(node, target.clone(), *rest),
-    "OPT_STEP_ADAMW": lambda node, target, *rest: REFERENCES[node.op].function(node, target.clone(), *rest),
 }
 
 

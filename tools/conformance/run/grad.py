@@ -146,7 +146,9 @@ class Gradient:
 
     def on(self, backend: Backend) -> float:
         """The largest relative error of the gradients that a backend computes, against float64."""
-        exe = prepare(Graph(self.inputs.result, *self.found), backend if backend.id == "cpu" else [backend, get_backend("cpu")])
+        exe = prepare(
+            Graph(self.inputs.result, *self.found), backend if backend.id == "cpu" else [backend, get_backend("cpu")]
+        )
         self.inputs.fill(exe)
         exe.run()
         made = [torch.as_tensor(exe.read(t), dtype=torch.float64) for t in self.found]
