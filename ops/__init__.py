@@ -8,9 +8,9 @@ from graphrt.ops.view import permute, reshape, transpose, view
 from graphrt.ops.copy import concat, cont, cpy, dup, repeat
 from graphrt.ops.cross_entropy import cross_entropy_loss, cross_entropy_loss_back
 from graphrt.ops.elementwise import add, clamp, div, fill, mul, scale, sqr, sqrt, sub
+from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
 from graphrt.ops.flash_attn_ext import FlashAttnParams, flash_attn_ext, flash_attn_lse
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams, flash_attn_varlen, flash_attn_varlen_lse
-from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
 from graphrt.ops.kq_mask import kq_mask
 from graphrt.ops.math_back import rms_norm_back, rope_back, silu_back, soft_max_back, unary_back
 from graphrt.ops.movement_back import get_rows_back, repeat_back, set_rows_back, view_back

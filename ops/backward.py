@@ -7,6 +7,7 @@ wanted, and gives those as nodes. Integers have no gradient, nor have a mask of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from graphrt.errors import GraphError
 from graphrt.op import Backward, register_backward
@@ -147,7 +148,7 @@ def _glu(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
 
 
 def _of_glu(node: Tensor, d: Tensor, gate: Tensor, value: Tensor, wanted: Wanted) -> Found:
-    """Of gate and value apart. swiglu_oai is x sigmoid(alpha x) (y + 1), and silu(alpha x) / alpha = x sigmoid(alpha x)."""
+    """Of gate and value apart. swiglu_oai is x sigmoid(alpha x) (y + 1), x sigmoid(alpha x) = silu(alpha x) / alpha."""
     p, found = node.params, {}
     if p.kind != "swiglu_oai":
         if "gate" in wanted:
@@ -374,7 +375,8 @@ def _no_mask(node: Tensor, wanted: Wanted) -> None:
 @rule("FLASH_ATTN_EXT")
 def _flash_attn(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
     _no_mask(node, wanted)
-    p, beside = node.params, {name: node[name] for name in ("mask", "sinks", "attn_bias")}
+    p = node.params
+    beside: dict[str, Any] = {name: node[name] for name in ("mask", "sinks", "attn_bias")}
     q, k, v = node["q"], node["k"], node["v"]
     lse = flash_attn_lse(q, k, beside["mask"], p.scale, sinks=beside["sinks"], max_bias=p.max_bias, softcap=p.softcap,
                          attn_bias=beside["attn_bias"])  # fmt: skip
@@ -386,7 +388,8 @@ def _flash_attn(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]
 def _flash_attn_of_lse(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
     """As of an attention whose result does not matter; its values, which don't either, are k."""
     _no_mask(node, wanted)
-    q, k, beside = node["q"], node["k"], {name: node[name] for name in ("mask", "sinks", "attn_bias")}
+    q, k = node["q"], node["k"]
+    beside: dict[str, Any] = {name: node[name] for name in ("mask", "sinks", "attn_bias")}
     none = fill(cont(permute(q, 0, 2, 1, 3)), 0.0)
     p = node.params
     return {

@@ -1,13 +1,14 @@
 """Which weights of an attention are left out: one generator for forward and backward, numpy and torch, CPU and GPU.
 
 Key j of query i, head h, sequence s is kept if word j mod 4 of philox4x32(counter, key) is at least the threshold, with
-counter = (j div 4, i, h + 2^16 s, offset) and key = seed. Nothing of that depends on how many queries or keys there are,
-or on who computes what. Philox is the counter-based generator of Salmon et al. (2011), "Parallel random numbers: as
-easy as 1, 2, 3", with 10 rounds.
+counter = (j div 4, i, h + 2^16 s, offset) and key = seed. Nothing of that depends on how many queries or keys there
+are, or on who computes what. Philox is the counter-based generator of Salmon et al. (2011), "Parallel random numbers:
+as easy as 1, 2, 3", with 10 rounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int, high: Any = None) -> t
     return c0, c1, c2, c3
 
 
-def kept(dropout_p: float, seed: int, offset: int, shape: tuple[int, int, int, int]) -> npt.NDArray[np.bool_]:
+def kept(dropout_p: float, seed: int, offset: int, shape: Sequence[int]) -> npt.NDArray[np.bool_]:
     """Which weights are kept. shape: [n_seq, n_head, n_q, n_kv], which the result has too."""
     n_seq, n_head, n_q, n_kv = shape
     blocks = np.arange(-(-n_kv // 4), dtype=np.uint64)

@@ -161,15 +161,15 @@ def flash_attn_varlen_back(
     k_starts: Tensor, params: FlashAttnVarlenParams, *, sinks: Tensor | None = None, d_lse: Tensor | None = None,
     name: str = "",
 ) -> Tensor:  # fmt: skip
-    """The gradient of one source of flash_attn_varlen() over packed keys, as flash_attn_back() has it: for k
-    result = scale * dT^T q, sequence by sequence.
+    """The gradient of one source of flash_attn_varlen() over packed keys, as flash_attn_back() has it: for k result =
+    scale * dT^T q, sequence by sequence.
 
     of: "q", "k", "v" or "sinks"; q: f32 [D_k, n_tokens, n_head]; k, v: f32, f16 or bf16 [D, n_keys, n_head_kv];
     q_starts, k_starts: i32 [n_seq + 1]; sinks: f32 [n_head] or None; params: flash_attn_varlen()'s; out, d_out: f32
     [D_v, n_head, n_tokens]; lse: what flash_attn_varlen_lse() gives, f32 [n_head, n_tokens]; d_lse: its gradient, or
-    None. The result is f32 in the shape of the source, 0 for queries and keys of nobody. Source: FlashAttention-2 (arXiv
-    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses, for pages,
-    for a quantized k or v, and for a source that is not there.
+    None. The result is f32 in the shape of the source, 0 for queries and keys of nobody. Source: FlashAttention-2
+    (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses, for
+    pages, for a quantized k or v, and for a source that is not there.
     """
     sources = (q, k, v, out, d_out, lse, q_starts, k_starts, sinks, d_lse)
     return build(FLASH_ATTN_VARLEN_BACK, *sources, params=FlashAttnVarlenBackParams(of, params), name=name)

@@ -155,11 +155,11 @@ def flash_attn_ext(
     None; sinks: f32 [n_head], one more logit without a value, or None; max_bias: ALiBi's, 0 for a slope of 1. The
     result is f32 [D_v, n_head, n_q, n_seq], !! permuted. attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3], b2 and b3
     dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
-    weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of all.
-    seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). Keys whose mask is -inf are skipped, so that NaN in an unused
-    cell is harmless; a row with every key masked gives 0. Source: ggml_flash_attn_ext; the algorithm is
-    FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types and shapes, for ALiBi without a mask, and for
-    numbers that are not finite.
+    weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
+    all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). Keys
+    whose mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key masked gives 0.
+    Source: ggml_flash_attn_ext; the algorithm is FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types
+    and shapes, for ALiBi without a mask, and for numbers that are not finite.
     """
     params = FlashAttnParams(
         float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset)
@@ -176,9 +176,10 @@ def flash_attn_lse(
 
     s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
     quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
-    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None. The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside
-    FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
-    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext() refuses.
+    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None. The result is f32 [n_head, n_q, n_seq], -inf for a
+    row with every key masked. A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse
+    the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what
+    flash_attn_ext() refuses.
     """
     params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
     return build(FLASH_ATTN_LSE, q, k, mask, sinks, attn_bias, params=params, name=name)

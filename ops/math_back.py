@@ -6,7 +6,6 @@ In all of them d is the gradient of the result, f32, and the op yields that of t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from graphrt.arguments import checked
 from graphrt.dtypes import F32

@@ -71,7 +71,7 @@ MUL_MAT_ID_BACK = register(
 
 @checked(GraphError)
 def mul_mat_id_back(weights: Tensor, d: Tensor, ids: Tensor, name: str = "") -> Tensor:
-    """The gradient of mul_mat_id()'s activations: result[k, i, t] = sum over m of weights[k, m, ids[i, t]] * d[m, i, t].
+    """The gradient of mul_mat_id()'s activations: result[k, i, t] = the sum of weights[k, m, ids[i, t]] * d[m, i, t].
 
     weights: [k, m, n_expert] any float or quantized type, read as they lie; d: f32 [m, n_expert_used, n_tokens]; ids:
     i32 [n_expert_used, n_tokens]. The result is f32 [k, n_expert_used, n_tokens]; an id outside makes its row NaN, as

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,7 +39,7 @@ def set_rows_back(node: Tensor, d: torch.Tensor, ids: torch.Tensor) -> torch.Ten
     return d[i3, i2, spread.masked_fill(outside, 0)].masked_fill(outside[..., None], 0.0)
 
 
-def _places(shape: tuple[int, ...], nb: tuple[int, ...], offs: int, memory: torch.Tensor) -> torch.Tensor:
+def _places(shape: Sequence[int], nb: tuple[int, ...], offs: int, memory: torch.Tensor) -> torch.Tensor:
     """Where the elements of a tensor of these byte strides, of 4 bytes each, lie in memory."""
     return memory.as_strided(shape, tuple(n // 4 for n in nb[::-1]), offs // 4)
 
@@ -104,7 +104,8 @@ def unary_back(node: Tensor, d: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 @reference("RMS_NORM_BACK")
 def rms_norm_back(node: Tensor, d: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     square = (a * a).mean(-1, keepdim=True) + node.params.eps
-    return (d - a * ((d * a).mean(-1, keepdim=True) / square)) / torch.sqrt(square)
+    along: torch.Tensor = (d * a).mean(-1, keepdim=True) / square
+    return (d - a * along) / torch.sqrt(square)
 
 
 @reference("ROPE_BACK")
@@ -170,7 +171,7 @@ def cross_entropy_loss_back(node: Tensor, d: torch.Tensor, logits: torch.Tensor,
 
 @reference("OPT_STEP_SGD")
 def opt_step_sgd(node: Tensor, a: torch.Tensor, grad: torch.Tensor, hyper: torch.Tensor) -> torch.Tensor:
-    alpha, wd = hyper.reshape(-1).tolist()
+    alpha, wd = map(float, hyper.reshape(-1))
     return a * (1.0 - alpha * wd) - alpha * grad
 
 
@@ -178,5 +179,5 @@ def opt_step_sgd(node: Tensor, a: torch.Tensor, grad: torch.Tensor, hyper: torch
 def opt_step_adamw(
     node: Tensor, a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, hyper: torch.Tensor
 ) -> torch.Tensor:
-    alpha, eps, wd, m_h, v_h = hyper.reshape(-1).tolist()
+    alpha, eps, wd, m_h, v_h = map(float, hyper.reshape(-1))
     return a * (1.0 - alpha * wd) - alpha * (m * m_h) / (torch.sqrt(v * v_h) + eps)

@@ -1,4 +1,4 @@
-"""Conformance cases of the gradients' ops but attention's: types, tails, gaps, batches, what is chosen twice or never."""
+"""Conformance cases of the gradients' ops but attention's: types, tails, gaps, batches, ids twice or never."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from graphrt.ops.view import ViewParams
 from graphrt.tensor import Tensor, new_tensor
 from graphrt.testing import Case, Given, Init, Inputs, Normal, Positions, Rows, Uniform, register_cases
 
-Points = Iterator[tuple[dict[str, object], Callable[[Inputs], Tensor]]]
+#: What varies at a point, and what builds its node from inputs.
+Points = Iterator[tuple[dict[str, object], Any]]
 
 
 def _f32(i: Inputs, name: str, ne: tuple[int, ...], gaps: bool = False, init: Init | None = None) -> Tensor:
@@ -37,8 +38,9 @@ def _repeat_back() -> Points:
 
 
 def _get_rows_back() -> Points:
-    for n, n_rows, n_ids, batch in ((33, 9, 5, (1, 1)), (33, 3, 70, (1, 1)), (1025, 9, 5, (3, 2)), (1, 700, 300, (1, 1)),
-                                    (64, 2, 1, (2, 1)), (128, 1000, 40, (1, 1))):  # fmt: skip
+    one = (1, 1)
+    for n, n_rows, n_ids, batch in ((33, 9, 5, one), (33, 3, 70, one), (1025, 9, 5, (3, 2)), (1, 700, 300, one),
+                                    (64, 2, 1, (2, 1)), (128, 1000, 40, one)):  # fmt: skip
         for gaps in (False, True):
             yield ({"n": n, "n_rows": n_rows, "n_ids": n_ids, "batch": batch, "gaps": gaps},
                    lambda i, n=n, r=n_rows, k=n_ids, b=batch, g=gaps: ops.get_rows_back(

@@ -7,7 +7,7 @@ half of either side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,8 @@ from graphrt.tensor import Tensor
 from graphrt.testing import Case, Given, Inputs, Normal, Positions, Rows, Uniform, register_cases
 from graphrt.testing.masks import CausalMask, MaskValues
 
-Make = Callable[[Inputs], Tensor]
-Named = dict[str, Make]
+#: By a name, what builds a node from inputs.
+Named = dict[str, Any]
 
 AWAY = Given((0.31, -1.7, 2.3, -0.45, 0.9, -2.9, 1.4, -0.12, 7.6, -7.7, 0.55))
 
@@ -162,7 +162,11 @@ def _products() -> dict[str, Named]:
     experts: Named = {f"{kind}, {n} a token": partial(by_id, kind=kind, n_x=n)
                       for kind in ("f32", "q8_0") for n in (1, 2)}  # fmt: skip
     experts["few"] = partial(by_id, kind="f32", n_x=1, how="few")
-    return {"MUL_MAT": products, "MUL_MAT_ID": experts, "ADD_ID": {str(t): partial(add_id, turned=t) for t in (0, 1)}}
+    return {
+        "MUL_MAT": products,
+        "MUL_MAT_ID": experts,
+        "ADD_ID": {str(t): partial(add_id, turned=t) for t in (False, True)},
+    }
 
 
 #: n_q, n_kv, n_head, n_head_kv, n_seq, D_k, D_v and what differs.
@@ -225,9 +229,13 @@ def _varlen(i: Inputs, given: dict[str, Any], lse: bool = False) -> Tensor:
     return ops.flash_attn_varlen(q, k, _f32(i, "v", 3, 9, 2), starts["q_starts"], 0.7, k_starts=k_starts, **rest)
 
 
+def _clamped(i: Inputs, low: float, high: float) -> Tensor:
+    return ops.clamp(_f32(i, "a", 11, 2, init=AWAY), low, high)
+
+
 def _all() -> dict[str, Named]:
-    clamped: Named = {f"{low}, {high}": lambda i, low=low, high=high: ops.clamp(_f32(i, "a", 11, 2, init=AWAY), low, high)
-                      for low, high in ((-1.0, 1.0), (-math.inf, 0.5), (0.0, math.inf))}  # fmt: skip
+    limits = ((-1.0, 1.0), (-math.inf, 0.5), (0.0, math.inf))
+    clamped: Named = {f"{low}, {high}": partial(_clamped, low=low, high=high) for low, high in limits}
     maps: dict[str, Named] = {
         "SCALE": {"": lambda i: ops.scale(_f32(i, "a", 5, 3), -1.7, 0.4)},
         "CLAMP": clamped,

@@ -14,8 +14,8 @@ import graphrt
 from graphrt import errors, ops
 
 PUBLIC = {
-    "DType", "Executable", "Graph", "GraphrtError", "Tensor", "__version__", "dtype", "get_backend", "gradients", "load",
-    "new_input", "new_tensor", "prepare", "register_backend",
+    "DType", "Executable", "Graph", "GraphrtError", "Tensor", "__version__", "dtype", "get_backend", "gradients",
+    "load", "new_input", "new_tensor", "prepare", "register_backend",
 }  # fmt: skip
 OPS = {
     "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams", "adamw_moments", "add", "add_id",

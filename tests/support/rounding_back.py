@@ -162,7 +162,7 @@ def opt_step_adamw(node: Tensor, expected: Array, a: Array, m: Array, v: Array, 
 
 
 class Errors:
-    """The variances of what a Head has. of_weights: of P, relative; of_added: of P * score; of_logits: of scale * dS."""
+    """Variances of what a Head has. of_weights: of P, relative; of_added: of P * score; of_logits: of scale * dS."""
 
     def __init__(self, head: Head, p: object) -> None:
         scale, cap = p.scale, p.softcap  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +151,7 @@ def _flash_attn_ext(
     p = e[..., :-1]
     rate = getattr(node.params, "dropout_p", 0.0)
     if rate:
-        keep = torch.from_numpy(kept(rate, node.params.seed, node.params.offset, tuple(p.shape)))
+        keep = torch.from_numpy(kept(rate, node.params.seed, node.params.offset, p.shape))
         p = torch.where(keep, p / (1.0 - rate), 0.0)
     p = rounded(p)
     n_seq, n_head, n_q, n_kv = p.shape
@@ -332,13 +331,6 @@ LOW: dict[str, LowPrecision] = {
     "CROSS_ENTROPY_LOSS_BACK": back.cross_entropy_loss_back,
     "OPT_STEP_SGD": back.opt_step_sgd,
     "OPT_STEP_ADAMW": back.opt_step_adamw,
-    "FLASH_ATTN_BACK": lambda node, *given: back.flash_attn_back(node, *_all_of(10, given), _rounding(node)),
-    "FLASH_ATTN_VARLEN_BACK": lambda node, *given: back.flash_attn_varlen_back(
-        node, *_all_of(10, given), _rounding(node)
-    ),
+    "FLASH_ATTN_BACK": lambda node, *given: back.flash_attn_back(_rounding(node), node, *given),
+    "FLASH_ATTN_VARLEN_BACK": lambda node, *given: back.flash_attn_varlen_back(_rounding(node), node, *given),
 }
-
-
-def _all_of(n: int, given: tuple[T | None, ...]) -> tuple[Any, ...]:
-    """The sources that are left out at the end too."""
-    return (*given, *[None] * (n - len(given)))

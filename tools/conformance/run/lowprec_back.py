@@ -28,7 +28,7 @@ def of_forward(function: Callable[[T], T], a: T, d: T) -> T:
 def repeat_back(node: Tensor, d: T) -> T:
     for dim, (small, big) in enumerate(zip(node.shape, d.shape)):
         if small != big:
-            d = torch.stack(d.split(small, dim)).sum(0)
+            d = torch.stack(torch.split(d, small, dim)).sum(0)
     return d
 
 
@@ -85,7 +85,8 @@ def mul_mat_id_back(node: Tensor, weights: T, d: T, ids: T, rounded: Round) -> T
 
 def out_prod_id(node: Tensor, x: T, d: T, ids: T) -> T:
     picked = (ids.reshape(d.shape[1:3])[..., None] == torch.arange(node.ne[2])).float()
-    return torch.einsum("tse,tsm,tsk->emk", picked, d[0], x[0].expand(d.shape[1], d.shape[2], -1))[None]
+    found: T = torch.einsum("tse,tsm,tsk->emk", picked, d[0], x[0].expand(d.shape[1], d.shape[2], -1))
+    return found[None]
 
 
 def cross_entropy_loss(node: Tensor, logits: T, labels: T) -> T:
@@ -101,12 +102,14 @@ def cross_entropy_loss_back(node: Tensor, d: T, logits: T, labels: T) -> T:
 
 def opt_step_sgd(node: Tensor, a: T, grad: T, hyper: T) -> T:
     alpha, wd = hyper.flatten()
-    return a - alpha * grad - alpha * wd * a
+    found: T = a - alpha * grad - alpha * wd * a
+    return found
 
 
 def opt_step_adamw(node: Tensor, a: T, m: T, v: T, hyper: T) -> T:
     alpha, eps, wd, m_h, v_h = hyper.flatten()
-    return a - alpha * (m * m_h / ((v * v_h) ** 0.5 + eps)) - alpha * wd * a
+    found: T = a - alpha * (m * m_h / ((v * v_h) ** 0.5 + eps)) - alpha * wd * a
+    return found
 
 
 def attention_back(
@@ -135,11 +138,11 @@ def attention_back(
     rate = getattr(p, "dropout_p", 0.0)
     factor: T | float = 1.0
     if rate:
-        keep = torch.from_numpy(kept(rate, p.seed, p.offset, tuple(w.shape)))  # type: ignore[attr-defined, arg-type]
+        keep = torch.from_numpy(kept(rate, p.seed, p.offset, w.shape))  # type: ignore[attr-defined]
         factor = keep.float() / (1.0 - rate)
     if of == "v":
         each = torch.einsum("shij,shid->shjd", rounded(w * factor), rounded(d_out))
-        return each.unflatten(1, (-1, per)).sum(2)
+        return _shared(each, per)
     d_w = torch.einsum("shid,shjd->shij", rounded(d_out), v) * factor
     d_s = w * (d_w - delta[..., None])
     if of == "attn_bias":
@@ -147,12 +150,16 @@ def attention_back(
     d_s = rounded(d_s * (1.0 - bend * bend) * p.scale)  # type: ignore[attr-defined]
     if of == "q":
         return torch.einsum("shij,shjd->shid", d_s, k)
-    return torch.einsum("shij,shid->shjd", d_s, rounded(q)).unflatten(1, (-1, per)).sum(2)
+    return _shared(torch.einsum("shij,shid->shjd", d_s, rounded(q)), per)
+
+
+def _shared(each: T, per: int) -> T:
+    return each.reshape(each.shape[0], -1, per, *each.shape[2:]).sum(2)
 
 
 def flash_attn_back(
-    node: Tensor, q: T, k: T, v: T, out: T, d_out: T, lse: T, mask: T | None, sinks: T | None, attn_bias: T | None,
-    d_lse: T | None, rounded: Round,
+    rounded: Round, node: Tensor, q: T, k: T, v: T, out: T, d_out: T, lse: T, mask: T | None = None,
+    sinks: T | None = None, attn_bias: T | None = None, d_lse: T | None = None,
 ) -> T:  # fmt: skip
     n_seq, n_head, n_q, _ = q.shape
     p, n_kv = node.params.attn, k.shape[2]
@@ -178,8 +185,8 @@ def _tile(mask: T, n_seq: int, n_head: int) -> T:
 
 
 def flash_attn_varlen_back(
-    node: Tensor, q: T, k: T, v: T, out: T, d_out: T, lse: T, q_starts: T, k_starts: T, sinks: T | None,
-    d_lse: T | None, rounded: Round,
+    rounded: Round, node: Tensor, q: T, k: T, v: T, out: T, d_out: T, lse: T, q_starts: T, k_starts: T,
+    sinks: T | None = None, d_lse: T | None = None,
 ) -> T:  # fmt: skip
     """All sequences at once: a key is hidden from the queries of others."""
     p, n_q, n_k = node.params.attn, q.shape[2], k.shape[2]
