@@ -17,7 +17,7 @@ from graphrt.ops.movement_back import get_rows_back, repeat_back, set_rows_back,
 from graphrt.ops.mul_mat import mul_mat
 from graphrt.ops.mul_mat_id import add_id, mul_mat_id
 from graphrt.ops.norm import l2_norm, norm, rms_norm, sum_rows
-from graphrt.ops.opt_step import adamw_moments, opt_step_adamw, opt_step_sgd
+from graphrt.ops.opt_step import opt_step_adamw, opt_step_sgd
 from graphrt.ops.out_prod import mul_mat_id_back, out_prod, out_prod_id
 from graphrt.ops.rope import RopeParams, rope
 from graphrt.ops.rows import get_rows, set_rows
@@ -27,7 +27,7 @@ from graphrt.ops.sort import argmax, argsort, top_k
 from graphrt.ops.unary import glu, unary
 
 __all__ = [
-    "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams", "adamw_moments", "add", "add_id",
+    "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams", "add", "add_id",
     "argmax", "argsort", "clamp", "concat", "cont", "cpy", "cross_entropy_loss", "cross_entropy_loss_back",
     "div", "dup", "fill", "flash_attn_back", "flash_attn_ext", "flash_attn_lse", "flash_attn_varlen",
     "flash_attn_varlen_back", "flash_attn_varlen_lse", "get_rows", "get_rows_back", "glu", "kq_mask", "l2_norm",

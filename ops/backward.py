@@ -381,7 +381,7 @@ def _flash_attn(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]
     lse = flash_attn_lse(q, k, beside["mask"], p.scale, sinks=beside["sinks"], max_bias=p.max_bias, softcap=p.softcap,
                          attn_bias=beside["attn_bias"])  # fmt: skip
     d = contiguous(d)
-    return {of: flash_attn_back(of, q, k, v, node, d, lse, p, **beside) for of in sorted(wanted)}
+    return {of: flash_attn_back(of, d, q, k, v, node, lse, p, **beside) for of in sorted(wanted)}
 
 
 @rule("FLASH_ATTN_LSE")
@@ -393,7 +393,7 @@ def _flash_attn_of_lse(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, 
     none = fill(cont(permute(q, 0, 2, 1, 3)), 0.0)
     p = node.params
     return {
-        of: flash_attn_back(of, q, k, k, none, none, node, FlashAttnParams(p.scale, p.max_bias, p.softcap),
+        of: flash_attn_back(of, none, q, k, k, none, node, FlashAttnParams(p.scale, p.max_bias, p.softcap),
                             d_lse=contiguous(d), **beside) for of in sorted(wanted)
     }  # fmt: skip
 
@@ -412,7 +412,7 @@ def _flash_attn_varlen(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, 
     lse = flash_attn_varlen_lse(q, k, q_starts, p.scale, k_starts=starts, sinks=sinks, max_bias=p.max_bias,
                                 softcap=p.softcap, causal=p.causal, window=p.window)  # fmt: skip
     return {
-        of: flash_attn_varlen_back(of, q, k, v, node, d, lse, q_starts, starts, p, sinks=sinks)
+        of: flash_attn_varlen_back(of, d, q, k, v, node, lse, q_starts, starts, p, sinks=sinks)
         for of in sorted(wanted)
     }  # fmt: skip
 
@@ -424,7 +424,7 @@ def _flash_attn_varlen_of_lse(node: Tensor, d: Tensor, wanted: Wanted) -> Mappin
     none = fill(cont(permute(q, 0, 2, 1, 3)), 0.0)
     return {
         of: flash_attn_varlen_back(
-            of, q, k, k, none, none, node, q_starts, starts, node.params, sinks=sinks, d_lse=d
+            of, none, q, k, k, none, node, q_starts, starts, node.params, sinks=sinks, d_lse=d
         ) for of in sorted(wanted)
     }  # fmt: skip
 

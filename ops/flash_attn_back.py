@@ -16,7 +16,7 @@ that differ in `of` alone may be fused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from graphrt.arguments import checked
 from graphrt.dtypes import F32
@@ -32,18 +32,37 @@ PARTS = ("q", "k", "v", "attn_bias", "sinks")
 
 @dataclass(frozen=True)
 class FlashAttnBackParams:
-    """of: the source whose gradient it is, one of PARTS; attn: the forward's parameters."""
+    """of: the source whose gradient it is, one of PARTS; the rest are the forward's parameters."""
 
     of: str
-    attn: FlashAttnParams
+    scale: float
+    max_bias: float = 0.0
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+
+    @property
+    def attn(self) -> FlashAttnParams:
+        """The forward's."""
+        return FlashAttnParams(self.scale, self.max_bias, self.softcap, self.dropout_p, self.seed, self.offset)
 
 
 @dataclass(frozen=True)
 class FlashAttnVarlenBackParams:
-    """of: the source whose gradient it is, one of PARTS but attn_bias; attn: the forward's parameters."""
+    """of: the source whose gradient it is, one of PARTS but attn_bias; the rest are the forward's parameters."""
 
     of: str
-    attn: FlashAttnVarlenParams
+    scale: float
+    max_bias: float = 0.0
+    softcap: float = 0.0
+    causal: bool = True
+    window: int = 0
+
+    @property
+    def attn(self) -> FlashAttnVarlenParams:
+        """The forward's."""
+        return FlashAttnVarlenParams(self.scale, self.max_bias, self.softcap, self.causal, self.window)
 
 
 def _check_plain(op: str, k: Tensor, v: Tensor) -> None:
@@ -73,7 +92,7 @@ def _result(op: str, of: str, **parts: Tensor | None) -> Result:
 
 
 def _infer_back(
-    params: FlashAttnBackParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor,
+    params: FlashAttnBackParams, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     mask: Tensor | None, sinks: Tensor | None, attn_bias: Tensor | None, d_lse: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_BACK"
@@ -86,7 +105,7 @@ def _infer_back(
 
 
 def _infer_varlen_back(
-    params: FlashAttnVarlenBackParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor,
+    params: FlashAttnVarlenBackParams, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     q_starts: Tensor, k_starts: Tensor | None, sinks: Tensor | None, d_lse: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_VARLEN_BACK"
@@ -118,7 +137,7 @@ FLASH_ATTN_BACK = register(
         "FLASH_ATTN_BACK",
         _infer_back,
         _work,
-        ("q", "k", "v", "out", "d_out", "lse", "mask?", "sinks?", "attn_bias?", "d_lse?"),
+        ("d_out", "q", "k", "v", "out", "lse", "mask?", "sinks?", "attn_bias?", "d_lse?"),
         params=FlashAttnBackParams,
         masked=("k", "v"),
     )
@@ -128,7 +147,7 @@ FLASH_ATTN_VARLEN_BACK = register(
         "FLASH_ATTN_VARLEN_BACK",
         _infer_varlen_back,
         _work,
-        ("q", "k", "v", "out", "d_out", "lse", "q_starts", "k_starts?", "sinks?", "d_lse?"),
+        ("d_out", "q", "k", "v", "out", "lse", "q_starts", "k_starts?", "sinks?", "d_lse?"),
         params=FlashAttnVarlenBackParams,
     )
 )
@@ -136,7 +155,7 @@ FLASH_ATTN_VARLEN_BACK = register(
 
 @checked(GraphError)
 def flash_attn_back(
-    of: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor, params: FlashAttnParams, *,
+    of: str, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, params: FlashAttnParams, *,
     mask: Tensor | None = None, sinks: Tensor | None = None, attn_bias: Tensor | None = None,
     d_lse: Tensor | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
@@ -151,13 +170,13 @@ def flash_attn_back(
     3.1; ggml has no such op that runs. Raises GraphError for what flash_attn_ext() refuses, for a quantized k or v, and
     for a source that is not there.
     """
-    sources = (q, k, v, out, d_out, lse, mask, sinks, attn_bias, d_lse)
-    return build(FLASH_ATTN_BACK, *sources, params=FlashAttnBackParams(of, params), name=name)
+    sources = (d_out, q, k, v, out, lse, mask, sinks, attn_bias, d_lse)
+    return build(FLASH_ATTN_BACK, *sources, params=FlashAttnBackParams(of, **asdict(params)), name=name)
 
 
 @checked(GraphError)
 def flash_attn_varlen_back(
-    of: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, lse: Tensor, q_starts: Tensor,
+    of: str, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_starts: Tensor,
     k_starts: Tensor, params: FlashAttnVarlenParams, *, sinks: Tensor | None = None, d_lse: Tensor | None = None,
     name: str = "",
 ) -> Tensor:  # fmt: skip
@@ -171,5 +190,5 @@ def flash_attn_varlen_back(
     (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses, for
     pages, for a quantized k or v, and for a source that is not there.
     """
-    sources = (q, k, v, out, d_out, lse, q_starts, k_starts, sinks, d_lse)
-    return build(FLASH_ATTN_VARLEN_BACK, *sources, params=FlashAttnVarlenBackParams(of, params), name=name)
+    sources = (d_out, q, k, v, out, lse, q_starts, k_starts, sinks, d_lse)
+    return build(FLASH_ATTN_VARLEN_BACK, *sources, params=FlashAttnVarlenBackParams(of, **asdict(params)), name=name)

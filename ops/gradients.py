@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
 from graphrt.op import op_spec
 from graphrt.ops.copy import cont
 from graphrt.ops.elementwise import add, fill
+from graphrt.ops.recompute import Again, chosen, post_order
 from graphrt.tensor import MAX_NAME, Tensor
-
-
-def post_order(result: Tensor) -> list[Tensor]:
-    """All nodes that `result` is made of, sources before users, itself last; leafs are left out."""
-    done: set[Tensor] = set()
-    order: list[Tensor] = []
-    stack: list[tuple[Tensor, Iterator[Tensor]]] = [(result, result.sources())]
-    while stack:  # a loop, not recursion: a model's graph is deeper than Python's stack
-        tensor, rest = stack[-1]
-        source = next(rest, None)
-        if source is None:
-            stack.pop()
-            if tensor not in done and not tensor.is_leaf:
-                order.append(tensor)
-            done.add(tensor)
-        elif source not in done:
-            stack.append((source, source.sources()))
-    return order
 
 
 def _dependent(order: Sequence[Tensor], wrt: Sequence[Tensor]) -> set[Tensor]:
@@ -58,35 +41,46 @@ def _check(loss: Tensor, wrt: Sequence[Tensor], d_loss: Tensor | None) -> None:
 
 
 @checked(GraphError)
-def gradients(loss: Tensor, wrt: Sequence[Tensor], *, d_loss: Tensor | None = None) -> list[Tensor]:
+def gradients(
+    loss: Tensor, wrt: Sequence[Tensor], *, d_loss: Tensor | None = None, recompute: int | None = None
+) -> list[Tensor]:
     """The gradient of `loss` by each tensor of `wrt`, in their order: nodes, to be put into a Graph with the loss.
 
     loss: f32 of one element, or of any shape with d_loss; wrt: leafs or nodes that the loss is made of, of a plain
-    float type; d_loss: f32 in the loss's shape, the gradient of something by the loss, 1 if it is left out. A gradient
-    is f32, contiguous, and has its tensor's shape; it is called "grad for NAME", as in ggml. What of the forward the
-    backward reads stays in memory until then. Raises GraphError for other types and shapes, for a tensor that the loss
-    does not depend on, and, naming it, for an op on the way that has no gradient.
+    float type; d_loss: f32 in the loss's shape, the gradient of something by the loss, 1 if it is left out; recompute:
+    the bytes that the results of forward and backward may take at once: parts of the forward are computed again in the
+    backward instead of being kept, as few of them as fit; None keeps all that the backward reads. A gradient is f32,
+    contiguous, and has its tensor's shape; it is called "grad for NAME", as in ggml. graphrt.ops.recompute's
+    training_graph() puts loss and gradients in the order that needs the least memory, for which recompute counts.
+    Raises GraphError for other types and shapes, for a tensor that the loss does not depend on, for a limit that
+    nothing fits in, and, naming it, for an op on the way that has no gradient.
     """
     wrt = list(wrt)
     _check(loss, wrt, d_loss)
     order = post_order(loss)
-    dependent = _dependent(order, wrt)
-    for t in wrt:
-        if loss not in dependent or (t is not loss and not any(t in node.sources() for node in order)):
-            raise GraphError(f"the loss must depend on what its gradient is of, it does not on {_named(t)}")
+    if recompute is None:
+        return _built(order, (), loss, wrt, d_loss)
+    return chosen(order, recompute, loss, lambda starts: _built(order, starts, loss, wrt, d_loss))
+
+
+def _built(
+    order: Sequence[Tensor], starts: Sequence[int], loss: Tensor, wrt: Sequence[Tensor], d_loss: Tensor | None
+) -> list[Tensor]:
+    """The gradients; starts: where segments begin that are computed again, see recompute.py."""
+    dependent, again = _dependent(order, wrt), Again(order, starts)
     of: dict[Tensor, Tensor] = {loss: d_loss if d_loss is not None else fill(loss, 1.0)}
     for node in reversed(order):
         d = of.get(node)
         if d is not None and node in dependent:
-            _through(node, d, dependent, of)
+            _through(node, again.of(node), d, dependent, of)
     missing = next((t for t in wrt if t not in of), None)
     if missing is not None:
         raise GraphError(f"the loss must depend on what its gradient is of, it does not on {_named(missing)}")
     return [_finished(of[t], t) for t in wrt]
 
 
-def _through(node: Tensor, d: Tensor, dependent: set[Tensor], of: dict[Tensor, Tensor]) -> None:
-    """Adds the gradients of a node's sources to `of`."""
+def _through(node: Tensor, twin: Tensor, d: Tensor, dependent: set[Tensor], of: dict[Tensor, Tensor]) -> None:
+    """Adds the gradients of a node's sources to `of`. twin: the node whose values the backward reads."""
     by_name = node.sources_by_name()
     wanted = frozenset(name for name, s in by_name.items() if s in dependent)
     if not wanted:
@@ -97,7 +91,7 @@ def _through(node: Tensor, d: Tensor, dependent: set[Tensor], of: dict[Tensor, T
         raise GraphError(
             f"every op from the loss to wrt must have a gradient: {rule}; {_named(node)} has wrt in {names}"
         )
-    for name, found in rule(node, d, wanted).items():
+    for name, found in rule(twin, d, wanted).items():
         source = by_name[name]
         if source in dependent:
             of[source] = add(of[source], found) if source in of else found

@@ -102,23 +102,26 @@ def set_rows_back(d: Tensor, ids: Tensor, name: str = "") -> Tensor:
 
 @dataclass(frozen=True)
 class ViewBackParams:
-    """ne, nb: shape and byte strides of what was looked at, in elements of 4 bytes; view: how, its strides so too."""
+    """ne, nb: shape and byte strides of what was looked at, its elements taken for 4 bytes; view_ne, view_nb, offs: the
+    view's shape, its strides of dimensions 1 to 3 and its offset, in the same bytes."""
 
     ne: Dims
     nb: Dims
-    view: ViewParams
+    view_ne: Dims
+    view_nb: tuple[int, int, int]
+    offs: int
 
 
 def _infer_view_back(params: ViewBackParams, d: Tensor) -> Result:
     op = "VIEW_BACK"
     require(d.dtype.name == "f32", op, "the gradient must be f32", d)
-    require(d.ne == params.view.ne, op, f"the gradient must have the view's shape {list(params.view.ne)}", d)
-    strides = (*params.nb, *params.view.nb, params.view.offs)
+    require(d.ne == params.view_ne, op, f"the gradient must have the view's shape {list(params.view_ne)}", d)
+    strides = (*params.nb, *params.view_nb, params.offs)
     sane = min(strides) >= 0 and all(n % 4 == 0 for n in strides)
     require(sane, op, f"strides and offset must be multiples of 4 bytes, not negative, got {params}")
     source = Tensor(F32, params.ne, nb=params.nb)
     require(not source.overlaps_itself, op, f"the source must have memory of its own for each element, got {params}")
-    seen = Tensor(F32, d.ne, nb=(params.nb[0], *params.view.nb)).nbytes + params.view.offs
+    seen = Tensor(F32, d.ne, nb=(params.nb[0], *params.view_nb)).nbytes + params.offs
     require(seen <= source.nbytes, op, f"the view must end inside its source, got {params}")
     return Result(F32, params.ne)
 
@@ -139,5 +142,5 @@ def view_back(d: Tensor, like: Tensor, view: ViewParams, name: str = "") -> Tens
     require(not like.dtype.is_quantized, "VIEW_BACK", "the source must have a plain type", like)
     nb = full_dims([max(n // size * 4, 1) for n in like.nb])
     strides = (view.nb[0] // size * 4, view.nb[1] // size * 4, view.nb[2] // size * 4)
-    scaled = ViewParams(view.ne, strides, view.offs // size * 4)
-    return build(VIEW_BACK, d, params=ViewBackParams(like.ne, nb, scaled), name=name)
+    params = ViewBackParams(like.ne, nb, view.ne, strides, view.offs // size * 4)
+    return build(VIEW_BACK, d, params=params, name=name)

@@ -77,7 +77,7 @@ def gradient(
 
 @reference("FLASH_ATTN_BACK")
 def flash_attn_back(
-    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, d_out: torch.Tensor,
+    node: Tensor, d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, mask: Numbers = None, sinks: Numbers = None, attn_bias: Numbers = None, d_lse: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     """out, d_out: [n_seq, n_q, n_head, D_v]; lse, d_lse: [1, n_seq, n_q, n_head]."""
@@ -99,7 +99,7 @@ def flash_attn_back(
 
 @reference("FLASH_ATTN_VARLEN_BACK")
 def flash_attn_varlen_back(
-    node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, d_out: torch.Tensor,
+    node: Tensor, d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, q_starts: torch.Tensor, k_starts: Numbers = None, sinks: Numbers = None, d_lse: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     """q: [1, n_head, n_tokens, D_k]; out, d_out: [1, n_tokens, n_head, D_v]; lse, d_lse: [1, 1, n_tokens, n_head]."""

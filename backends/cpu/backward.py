@@ -50,7 +50,7 @@ def view_back(node: Tensor, d: torch.Tensor) -> torch.Tensor:
     p = node.params
     size = 1 + sum((n - 1) * (step // 4) for n, step in zip(p.ne, p.nb))
     places = torch.arange(size)
-    seen = _places(d.shape, (p.nb[0], *p.view.nb), p.view.offs, places)
+    seen = _places(d.shape, (p.nb[0], *p.view_nb), p.offs, places)
     flat = torch.zeros(size, dtype=d.dtype).index_add(0, seen.reshape(-1), d.reshape(-1))
     return flat[_places(node.shape, p.nb, 0, places)]
 
@@ -157,16 +157,25 @@ def out_prod_id(node: Tensor, x: torch.Tensor, d: torch.Tensor, ids: torch.Tenso
 # -- losses and steps
 
 
+def _powers(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e^x and x, the logits less the largest of their row."""
+    x = (logits - logits.amax(-1, keepdim=True)).contiguous()
+    return torch.exp(x), x
+
+
 @reference("CROSS_ENTROPY_LOSS")
 def cross_entropy_loss(node: Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     rows = logits.shape[0] * logits.shape[1] * logits.shape[2]
-    return (-(labels * torch.log_softmax(logits, -1)).sum() / rows).reshape(node.shape)
+    powers, x = _powers(logits)
+    return (-(labels * (x - torch.log(powers.sum(-1, keepdim=True)))).sum() / rows).reshape(node.shape)
 
 
 @reference("CROSS_ENTROPY_LOSS_BACK")
 def cross_entropy_loss_back(node: Tensor, d: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     rows = logits.shape[0] * logits.shape[1] * logits.shape[2]
-    return d * (torch.softmax(logits, -1) * labels.sum(-1, keepdim=True) - labels) / rows
+    powers, _ = _powers(logits)
+    shares = powers / powers.sum(-1, keepdim=True)
+    return d * (shares * labels.sum(-1, keepdim=True) - labels) / rows
 
 
 @reference("OPT_STEP_SGD")

@@ -197,7 +197,7 @@ def _labelled(i: Inputs, ne: tuple[int, ...], gaps: bool, labels: str) -> tuple[
 
 
 def _cross_entropy(back: bool) -> Points:
-    for ne in ((33, 5, 2, 1), (1025, 3, 1, 1), (2, 2, 2, 2), (8193, 1, 1, 1)):
+    for ne in ((33, 5, 2, 1), (1025, 3, 1, 1), (2, 2, 2, 2), (8193, 4, 1, 1)):
         for labels in ("soft", "hard", "none"):
             for gaps in (False, True):
                 yield {"ne": ne, "labels": labels, "gaps": gaps}, partial(_of_loss, ne, labels, gaps, back)

@@ -118,7 +118,7 @@ def _make(axes: Axes, i: Inputs) -> Tensor:
     lse: Init = Given((-math.inf,)) if axes.mask is None and axes.n_kv == 1 else _lse(axes)
     params = FlashAttnParams(d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5)
     return flash_attn_back(
-        axes.of, q, k, v, out, d_out, i("lse", "f32", rows, lse), params, mask=mask, sinks=sinks, attn_bias=bias,
+        axes.of, d_out, q, k, v, out, i("lse", "f32", rows, lse), params, mask=mask, sinks=sinks, attn_bias=bias,
         d_lse=i("d_lse", "f32", rows) if axes.d_lse else None,
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _make_packed(axes: Packed, i: Inputs) -> Tensor:
     d_lse = i("d_lse", "f32", (n_head, n_q)) if axes.d_lse else None
     lse = i("lse", "f32", (n_head, n_q), Uniform(2.0, 4.0))
     return flash_attn_varlen_back(
-        axes.of, q, k, v, out, d_out, lse, starts[0], starts[1], params, sinks=sinks, d_lse=d_lse
+        axes.of, d_out, q, k, v, out, lse, starts[0], starts[1], params, sinks=sinks, d_lse=d_lse
     )  # fmt: skip
 
 

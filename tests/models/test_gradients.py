@@ -20,6 +20,7 @@ from graphrt.backend import Usage
 from graphrt.models import load
 from graphrt.models.arch.encoder import Texts
 from graphrt.models.engine import SessionOptions
+from graphrt.ops.recompute import training_graph
 from graphrt.testing import dequantize
 from graphrt.tools.conformance.run.exact import exact_values
 from graphrt.tools.conformance.run.grad import relative
@@ -43,7 +44,7 @@ class Trained:
         leafs = Graph(self.loss).leafs
         self.weights = [t for t in leafs if _is_trained(t)]
         self.found = gradients(self.loss, self.weights)
-        self.graph = Graph(self.loss, *self.found)
+        self.graph = training_graph(self.loss, self.found)
 
     def numbers(self) -> dict[Tensor, Any]:
         """What all leafs hold."""

@@ -53,7 +53,7 @@ def view_back(node: Tensor, d: Array) -> Array:
     p = node.params
     of_byte: dict[int, float] = {}
     for i3, i2, i1, i0 in np.ndindex(*d.shape):
-        byte = p.view.offs + i3 * p.view.nb[2] + i2 * p.view.nb[1] + i1 * p.view.nb[0] + i0 * p.nb[0]
+        byte = p.offs + i3 * p.view_nb[2] + i2 * p.view_nb[1] + i1 * p.view_nb[0] + i0 * p.nb[0]
         of_byte[byte] = of_byte.get(byte, 0.0) + float(d[i3, i2, i1, i0])
     out = np.zeros(node.shape, d.dtype)
     for i3, i2, i1, i0 in np.ndindex(*out.shape):
@@ -236,7 +236,7 @@ class Head:
     """
 
     def __init__(
-        self, p: object, s: int, h: int, q: Array, k: Array, v: Array, out: Array, d_out: Array, lse: Array,
+        self, p: object, s: int, h: int, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
         mask: Array | None, bias: Array | None, n_head: int, d_lse: Array | None,
     ) -> None:  # fmt: skip
         self.s, self.h, self.q, self.d_out, self.lse = s, h, q, d_out, lse
@@ -288,32 +288,32 @@ def add_part(out: Array, of: str, head: Head, group: int, sinks: Array | None, w
 
 
 def back_heads(
-    node: Tensor, q: Array, k: Array, v: Array, out: Array, d_out: Array, lse: Array, mask: Array | None,
+    node: Tensor, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, mask: Array | None,
     bias: Array | None, d_lse: Array | None,
 ) -> Iterator[Head]:  # fmt: skip
     group = q.shape[1] // k.shape[1]
     for s, h in np.ndindex(*q.shape[:2]):
         own = [None if t is None else t[s % t.shape[0], h % t.shape[1]] for t in (mask, bias)]
         yield Head(
-            node.params.attn, s, h, q[s, h], k[s, h // group], v[s, h // group], out[s, :, h], d_out[s, :, h],
+            node.params.attn, s, h, d_out[s, :, h], q[s, h], k[s, h // group], v[s, h // group], out[s, :, h],
             lse[0, s, :, h], *own, q.shape[1], None if d_lse is None else d_lse[0, s, :, h],
         )  # fmt: skip
 
 
 @reference64("FLASH_ATTN_BACK")
 def flash_attn_back(
-    node: Tensor, q: Array, k: Array, v: Array, out: Array, d_out: Array, lse: Array, mask: Array | None = None,
+    node: Tensor, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, mask: Array | None = None,
     sinks: Array | None = None, attn_bias: Array | None = None, d_lse: Array | None = None,
 ) -> Array:  # fmt: skip
     found, group = np.zeros(node.shape, q.dtype), q.shape[1] // k.shape[1]
     where = (np.arange(q.shape[2]), np.arange(k.shape[2]))
-    for head in back_heads(node, q, k, v, out, d_out, lse, mask, attn_bias, d_lse):
+    for head in back_heads(node, d_out, q, k, v, out, lse, mask, attn_bias, d_lse):
         add_part(found, node.params.of, head, group, sinks, where)
     return found
 
 
 def packed_heads(
-    node: Tensor, q: Array, k: Array, v: Array, out: Array, d_out: Array, lse: Array, q_starts: Array,
+    node: Tensor, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, q_starts: Array,
     k_starts: Array, d_lse: Array | None,
 ) -> Iterator[tuple[Head, tuple[Array, Array]]]:  # fmt: skip
     p, group = node.params.attn, q.shape[1] // k.shape[1]
@@ -328,7 +328,7 @@ def packed_heads(
         mask = np.where(seen, -np.abs(behind) if p.max_bias else 0.0, -np.inf)
         own = None if d_lse is None else d_lse[0, 0, a:b, h]
         head = Head(
-            p, 0, h, q[0, h, a:b], k[0, h // group, c:e], v[0, h // group, c:e], out[0, a:b, h], d_out[0, a:b, h],
+            p, 0, h, d_out[0, a:b, h], q[0, h, a:b], k[0, h // group, c:e], v[0, h // group, c:e], out[0, a:b, h],
             lse[0, 0, a:b, h], mask, None, q.shape[1], own,
         )  # fmt: skip
         yield head, (np.arange(a, b), np.arange(c, e))
@@ -336,10 +336,10 @@ def packed_heads(
 
 @reference64("FLASH_ATTN_VARLEN_BACK")
 def flash_attn_varlen_back(
-    node: Tensor, q: Array, k: Array, v: Array, out: Array, d_out: Array, lse: Array, q_starts: Array,
+    node: Tensor, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, q_starts: Array,
     k_starts: Array, sinks: Array | None = None, d_lse: Array | None = None,
 ) -> Array:  # fmt: skip
     found, group = np.zeros(node.shape, q.dtype), q.shape[1] // k.shape[1]
-    for head, where in packed_heads(node, q, k, v, out, d_out, lse, q_starts, k_starts, d_lse):
+    for head, where in packed_heads(node, d_out, q, k, v, out, lse, q_starts, k_starts, d_lse):
         add_part(found, node.params.of, head, group, sinks, where)
     return found

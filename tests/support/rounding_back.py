@@ -228,22 +228,22 @@ def _gather(out: Array, of: str, head: Head, part: Array, group: int, where: tup
 
 @variance("FLASH_ATTN_BACK")
 def flash_attn_back(
-    node: Tensor, expected: Array, q: Array, k: Array, v: Array, out: Array, d_out: Array, lse: Array,
+    node: Tensor, expected: Array, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
     mask: Array | None = None, sinks: Array | None = None, attn_bias: Array | None = None, d_lse: Array | None = None,
 ) -> Array:  # fmt: skip
     found, p, group, of = np.zeros_like(expected), node.params, q.shape[1] // k.shape[1], node.params.of
     where = (np.arange(q.shape[2]), np.arange(k.shape[2]))
-    for head in back_heads(node, q, k, v, out, d_out, lse, mask, attn_bias, d_lse):
+    for head in back_heads(node, d_out, q, k, v, out, lse, mask, attn_bias, d_lse):
         _gather(found, of, head, _of_part(of, head, p.attn, sinks), group, where)
     return found + group * ROUNDING * expected**2
 
 
 @variance("FLASH_ATTN_VARLEN_BACK")
 def flash_attn_varlen_back(
-    node: Tensor, expected: Array, q: Array, k: Array, v: Array, out: Array, d_out: Array, lse: Array, q_starts: Array,
+    node: Tensor, expected: Array, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, q_starts: Array,
     k_starts: Array, sinks: Array | None = None, d_lse: Array | None = None,
 ) -> Array:  # fmt: skip
     found, p, group, of = np.zeros_like(expected), node.params, q.shape[1] // k.shape[1], node.params.of
-    for head, where in packed_heads(node, q, k, v, out, d_out, lse, q_starts, k_starts, d_lse):
+    for head, where in packed_heads(node, d_out, q, k, v, out, lse, q_starts, k_starts, d_lse):
         _gather(found, of, head, _of_part(of, head, p.attn, sinks), group, where)
     return found + group * ROUNDING * expected**2

@@ -24,7 +24,8 @@ from graphrt.execute import prepare
 from graphrt.graph import Graph
 from graphrt.judge import PRECISIONS, precision
 from graphrt.op import registered_ops
-from graphrt.ops.gradients import gradients, post_order
+from graphrt.ops.gradients import gradients
+from graphrt.ops.recompute import post_order
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Normal, all_cases, dequantize
 from graphrt.tools.common import progress

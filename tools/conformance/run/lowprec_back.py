@@ -50,9 +50,9 @@ def set_rows_back(node: Tensor, d: T, ids: T) -> T:
 def view_back(node: Tensor, d: T) -> T:
     p = node.params
     zeros = torch.zeros(1 + sum((n - 1) * (step // 4) for n, step in zip(p.ne, p.nb)))
-    strides = [n // 4 for n in (*p.view.nb[::-1], p.nb[0])]
+    strides = [n // 4 for n in (*p.view_nb[::-1], p.nb[0])]
     grid = [torch.arange(n) * step for n, step in zip(d.shape, strides)]
-    at = p.view.offs // 4 + sum(g.reshape([-1 if k == i else 1 for k in range(4)]) for i, g in enumerate(grid))
+    at = p.offs // 4 + sum(g.reshape([-1 if k == i else 1 for k in range(4)]) for i, g in enumerate(grid))
     zeros.put_(at, d.contiguous(), accumulate=True)
     return torch.as_strided(zeros, node.shape, [n // 4 for n in p.nb[::-1]])
 
@@ -113,7 +113,7 @@ def opt_step_adamw(node: Tensor, a: T, m: T, v: T, hyper: T) -> T:
 
 
 def attention_back(
-    of: str, p: object, q: T, k: T, v: T, out: T, d_out: T, lse: T, d_lse: T | None, added: T, sinks: T | None,
+    of: str, p: object, d_out: T, q: T, k: T, v: T, out: T, lse: T, d_lse: T | None, added: T, sinks: T | None,
     rounded: Round, bias: T | None = None,
 ) -> T:  # fmt: skip
     """q [s, h, n_q, D]; k, v [s, g, n_kv, D]; out, d_out [s, h, n_q, D_v]; lse, d_lse [s, h, n_q]; added: slope * mask,
@@ -158,7 +158,7 @@ def _shared(each: T, per: int) -> T:
 
 
 def flash_attn_back(
-    rounded: Round, node: Tensor, q: T, k: T, v: T, out: T, d_out: T, lse: T, mask: T | None = None,
+    rounded: Round, node: Tensor, d_out: T, q: T, k: T, v: T, out: T, lse: T, mask: T | None = None,
     sinks: T | None = None, attn_bias: T | None = None, d_lse: T | None = None,
 ) -> T:  # fmt: skip
     n_seq, n_head, n_q, _ = q.shape
@@ -171,7 +171,7 @@ def flash_attn_back(
     rows = [None if t is None else t[0].transpose(1, 2) for t in (lse, d_lse)]
     assert rows[0] is not None
     found = attention_back(
-        node.params.of, p, q, k, v, out.transpose(1, 2), d_out.transpose(1, 2), rows[0], rows[1], added, sinks,
+        node.params.of, p, d_out.transpose(1, 2), q, k, v, out.transpose(1, 2), rows[0], rows[1], added, sinks,
         rounded, bias,
     )  # fmt: skip
     if node.params.of == "attn_bias":
@@ -185,7 +185,7 @@ def _tile(mask: T, n_seq: int, n_head: int) -> T:
 
 
 def flash_attn_varlen_back(
-    rounded: Round, node: Tensor, q: T, k: T, v: T, out: T, d_out: T, lse: T, q_starts: T, k_starts: T,
+    rounded: Round, node: Tensor, d_out: T, q: T, k: T, v: T, out: T, lse: T, q_starts: T, k_starts: T,
     sinks: T | None = None, d_lse: T | None = None,
 ) -> T:  # fmt: skip
     """All sequences at once: a key is hidden from the queries of others."""
@@ -207,5 +207,5 @@ def flash_attn_varlen_back(
     nobody = (of_q > last)[None, None]
     d_out, out = (t.transpose(1, 2).masked_fill(nobody[..., None], 0.0) for t in (d_out, out))
     d_rows = None if rows[1] is None else rows[1].masked_fill(nobody, 0.0)
-    found = attention_back(node.params.of, p, q, k, v, out, d_out, rows[0], d_rows, added, sinks, rounded)
+    found = attention_back(node.params.of, p, d_out, q, k, v, out, rows[0], d_rows, added, sinks, rounded)
     return found.reshape(node.shape)
