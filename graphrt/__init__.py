@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from graphrt.execute import Executable, prepare
     from graphrt.graph import Graph
     from graphrt.models.named import load
+    from graphrt.ops.gradients import gradients
     from graphrt.tensor import Tensor, new_input, new_tensor
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "__version__",
     "dtype",
     "get_backend",
+    "gradients",
     "load",
     "new_input",
     "new_tensor",
@@ -54,6 +56,7 @@ _WHERE = {
     "Tensor": "tensor",
     "dtype": "dtypes",
     "get_backend": "backend",
+    "gradients": "ops.gradients",
     "load": "models.named",
     "new_input": "tensor",
     "new_tensor": "tensor",

@@ -52,6 +52,8 @@ PRECISIONS = {
 _DECIDING = {
     "MUL_MAT": ("weights",), "MUL_MAT_ID": ("weights",), "FLASH_ATTN_EXT": ("k", "v"), "FLASH_ATTN_LSE": ("k",),
     "FLASH_ATTN_VARLEN": ("k", "v"), "FLASH_ATTN_VARLEN_LSE": ("k",),
+    "FLASH_ATTN_BACK": ("k", "v"), "FLASH_ATTN_VARLEN_BACK": ("k", "v"), "OUT_PROD": ("a",),
+    "MUL_MAT_ID_BACK": ("weights",),
 }  # fmt: skip
 #: A row's error may be this often the worst row's of the low-precision computation, and its ceiling this much higher.
 ROW_FACTOR, ROW_CEILING = 3.0, 8.0

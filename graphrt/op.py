@@ -8,7 +8,7 @@ apart, by modules that are imported only when somebody asks for cases (register_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -61,6 +61,8 @@ def reduction_work(flops_per_element: int) -> Callable[[Tensor], Work]:
 class OpSpec:
     """One op.
 
+    backward: what builds the gradients of its sources, registered apart (register_backward).
+
     name: ggml's name. sources: what its sources are called, in order, those that may be absent last and with a question
     mark: ("q", "k", "v", "mask?", "sinks?"). infer(params, **sources): gets a tensor for each of them, None for an
     absent one, by these names; it checks them and returns the Result, or raises GraphError. work(node): FLOPs and
@@ -81,6 +83,11 @@ class OpSpec:
     writes: str | None = None
     masked: tuple[str, ...] = ()
 
+    @property
+    def backward(self) -> Backward | str:
+        """The rule for its gradients, or a sentence why it has none."""
+        return _BACKWARD.get(self.name, f"{self.name} has no rule for its gradient")
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The sources' names, all of them."""
@@ -98,7 +105,12 @@ class OpSpec:
         return src[self.names.index(self.writes)] if self.writes is not None else None
 
 
+#: backward(node, d, wanted): the gradients of the sources called `wanted`, by name, as nodes; d is that of the result,
+#: f32 in the result's shape, any strides. What is not among them does not depend on the source. Gradients are f32.
+Backward = Callable[[Tensor, Tensor, frozenset[str]], Mapping[str, Tensor]]
+
 _REGISTRY: dict[str, OpSpec] = {}
+_BACKWARD: dict[str, Backward | str] = {}
 _CASES_MODULES: list[str] = []
 
 
@@ -118,6 +130,14 @@ def register(spec: OpSpec) -> OpSpec:
     name_sources(spec.name, names)
     _REGISTRY[spec.name] = spec
     return spec
+
+
+def register_backward(op: str, rule: Backward | str) -> None:
+    """Gives a registered op the rule for its gradients, or the sentence why it has none. Raises GraphError when it has
+    one already."""
+    if op_spec(op).name in _BACKWARD:
+        raise GraphError(f"an op has one rule for its gradient, {op} has one already; leave one of them out")
+    _BACKWARD[op] = rule
 
 
 def op_spec(name: str) -> OpSpec:

@@ -14,6 +14,10 @@ DIMENSION_WORDS: dict[str, tuple[str, str, str, str]] = {
     "FLASH_ATTN_LSE": ("head", "query row", "sequence", "batch"),
     "FLASH_ATTN_VARLEN": ("column", "head", "token", "batch"),
     "FLASH_ATTN_VARLEN_LSE": ("head", "token", "matrix", "batch"),
+    "FLASH_ATTN_BACK": ("column", "row", "head", "sequence"),
+    "FLASH_ATTN_VARLEN_BACK": ("column", "token", "head", "batch"),
+    "SOFT_MAX_BACK": ("key", "query row", "head", "sequence"),
+    "ROPE_BACK": ("column", "head", "token", "sequence"),
     "SOFT_MAX": ("key", "query row", "head", "sequence"),
     "ROPE": ("column", "head", "token", "sequence"),
 }

@@ -5,9 +5,11 @@
     v     [D_v, n_kv, n_head_kv, n_seq]  its own type; !! not transposed; may be a view of k
     mask  [n_kv, n_q, m2, m3]  f16, added after scale and softcap; m2 divides n_head, m3 divides n_seq; may be None
     sinks [n_head]  f32: one more logit without a value; may be None
+    attn_bias [n_kv, n_q, b2, b3]  f16, bf16 or f32, added beside the mask; b2 divides n_head, b3 divides n_seq; may be
+                    None
     out   [D_v, n_head, n_q, n_seq]  f32  !! permuted
 
-    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  s += slope(head) * mask;
+    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  s += slope(head) * mask + attn_bias;
     softmax over s and the sink;  out = p.v
 
 Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless. A row with every key masked gives 0.
@@ -27,14 +29,18 @@ from graphrt.tensor import Tensor
 
 @dataclass(frozen=True)
 class FlashAttnParams:
-    """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without."""
+    """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is left
+    out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see dropout.py."""
 
     scale: float
     max_bias: float = 0.0
     softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
 
 
-def _check_kv(op: str, q: Tensor, k: Tensor) -> None:
+def check_kv(op: str, q: Tensor, k: Tensor) -> None:
     require(q.dtype.name == "f32", op, "q must be f32", q)
     require(k.dtype.kind != "int", op, "k must be a float or quantized type", k)
     require(q.ne[0] == k.ne[0], op, "q and k must have equal head size ne[0]", q, k)
@@ -42,7 +48,11 @@ def _check_kv(op: str, q: Tensor, k: Tensor) -> None:
     require(q.ne[3] == k.ne[3], op, "q and k must have equally many sequences", q, k)
 
 
-def _check_mask(op: str, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, p: FlashAttnParams) -> None:
+def check_rest(
+    op: str, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, attn_bias: Tensor | None,
+    p: FlashAttnParams,
+) -> None:  # fmt: skip
+    """Raises GraphError for what an attention can't add to its logits, and for its numbers."""
     if mask is not None:
         require(mask.dtype.name == "f16", op, "the mask must be f16", mask)
         require(mask.ne[:2] == (k.ne[1], q.ne[1]), op, "the mask must be [n_kv, n_q, ...]", q, k, mask)
@@ -54,22 +64,46 @@ def _check_mask(op: str, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tenso
     if sinks is not None:
         fits = sinks.dtype.name == "f32" and sinks.n_elements == q.ne[2]
         require(fits, op, "sinks must be f32 with one value a head of q", q, sinks)
+    if attn_bias is not None:
+        _check_bias(op, q, k, attn_bias)
+    _check_dropout(op, q, p)
+
+
+def _check_bias(op: str, q: Tensor, k: Tensor, attn_bias: Tensor) -> None:
+    require(attn_bias.dtype.name in ("f16", "bf16", "f32"), op, "attn_bias must be f16, bf16 or f32", attn_bias)
+    require(attn_bias.ne[:2] == (k.ne[1], q.ne[1]), op, "attn_bias must be [n_kv, n_q, ...]", q, k, attn_bias)
+    divides = q.ne[2] % attn_bias.ne[2] == 0 and q.ne[3] % attn_bias.ne[3] == 0
+    require(divides, op, "dimensions 2 and 3 of attn_bias must divide n_head and n_seq", q, attn_bias)
+
+
+def _check_dropout(op: str, q: Tensor, p: FlashAttnParams) -> None:
+    require(0 <= p.dropout_p < 1, op, f"dropout_p must be 0, for none, or more and below 1, got {p.dropout_p}")
+    fits = 0 <= p.seed < 2**64 and 0 <= p.offset < 2**32
+    require(fits, op, f"seed must have 64 bits, offset 32, neither negative, got {p.seed} and {p.offset}")
+    counted = p.dropout_p == 0 or max(q.ne[2:]) <= 2**16
+    require(counted, op, f"dropout counts up to {2**16} heads and sequences", q)
 
 
 def _infer_attn(
-    params: FlashAttnParams, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
-) -> Result:
+    params: FlashAttnParams, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
+    attn_bias: Tensor | None,
+) -> Result:  # fmt: skip
     op = "FLASH_ATTN_EXT"
-    _check_kv(op, q, k)
+    check_kv(op, q, k)
     require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
     require(k.ne[1:] == v.ne[1:], op, "k and v must agree in keys, heads and sequences", k, v)
-    _check_mask(op, q, k, mask, sinks, params)
+    check_rest(op, q, k, mask, sinks, attn_bias, params)
     return Result(F32, (v.ne[0], q.ne[2], q.ne[1], q.ne[3]))
 
 
-def _infer_lse(params: FlashAttnParams, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Result:
-    _check_kv("FLASH_ATTN_LSE", q, k)
-    _check_mask("FLASH_ATTN_LSE", q, k, mask, sinks, params)
+def _infer_lse(
+    params: FlashAttnParams, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, attn_bias: Tensor | None
+) -> Result:
+    check_kv("FLASH_ATTN_LSE", q, k)
+    check_rest("FLASH_ATTN_LSE", q, k, mask, sinks, attn_bias, params)
+    require(
+        params.dropout_p == 0, "FLASH_ATTN_LSE", f"it is of all weights: dropout_p must be 0, got {params.dropout_p}"
+    )
     return Result(F32, (q.ne[2], q.ne[1], q.ne[3]))
 
 
@@ -90,7 +124,7 @@ FLASH_ATTN_EXT = register(
         "FLASH_ATTN_EXT",
         _infer_attn,
         _attn_work,
-        ("q", "k", "v", "mask?", "sinks?"),
+        ("q", "k", "v", "mask?", "sinks?", "attn_bias?"),
         params=FlashAttnParams,
         masked=("k", "v"),
     )
@@ -100,7 +134,7 @@ FLASH_ATTN_LSE = register(
         "FLASH_ATTN_LSE",
         _infer_lse,
         _attn_work,
-        ("q", "k", "mask?", "sinks?"),
+        ("q", "k", "mask?", "sinks?", "attn_bias?"),
         params=FlashAttnParams,
         masked=("k",),
     )
@@ -110,7 +144,8 @@ FLASH_ATTN_LSE = register(
 @checked(GraphError)
 def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
-    max_bias: float = 0.0, softcap: float = 0.0, name: str = "",
+    max_bias: float = 0.0, softcap: float = 0.0, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int = 0, offset: int = 0, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention in one op: result = softmax(s) v over the keys and the sink, s = scale * q.k + slope(head) * mask.
 
@@ -118,27 +153,33 @@ def flash_attn_ext(
     [D_k, n_kv, n_head_kv, n_seq] any float or quantized type, any strides; v: [D_v, n_kv, n_head_kv, n_seq], its own
     type, !! not transposed, may be a view of k; mask: f16 [n_kv, n_q, m2, m3], m2 and m3 dividing n_head and n_seq, or
     None; sinks: f32 [n_head], one more logit without a value, or None; max_bias: ALiBi's, 0 for a slope of 1. The
-    result is f32 [D_v, n_head, n_q, n_seq], !! permuted. Keys whose mask is -inf are skipped, so that NaN in an unused
-    cell is harmless; a row with every key masked gives 0. Source: ggml_flash_attn_ext; the algorithm is
-    FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types and shapes, for ALiBi without a mask, and for
-    numbers that are not finite.
+    result is f32 [D_v, n_head, n_q, n_seq], !! permuted. attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3], b2 and b3
+    dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
+    weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
+    all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). Keys
+    whose mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key masked gives 0.
+    Source: ggml_flash_attn_ext; the algorithm is FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types
+    and shapes, for ALiBi without a mask, and for numbers that are not finite.
     """
-    params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
-    return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, params=params, name=name)
+    params = FlashAttnParams(
+        float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset)
+    )  # fmt: skip
+    return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, attn_bias, params=params, name=name)
 
 
 @checked(GraphError)
 def flash_attn_lse(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
-    softcap: float = 0.0, name: str = "",
+    softcap: float = 0.0, attn_bias: Tensor | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_ext(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
     quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
-    None. The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside
-    FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
-    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext() refuses.
+    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None. The result is f32 [n_head, n_q, n_seq], -inf for a
+    row with every key masked. A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse
+    the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what
+    flash_attn_ext() refuses.
     """
     params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
-    return build(FLASH_ATTN_LSE, q, k, mask, sinks, params=params, name=name)
+    return build(FLASH_ATTN_LSE, q, k, mask, sinks, attn_bias, params=params, name=name)

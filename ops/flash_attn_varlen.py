@@ -119,6 +119,15 @@ def _infer_lse(
     return Result(F32, (q.ne[2], q.ne[1]))
 
 
+def check_packed(
+    op: str, q: Tensor, k: Tensor, q_starts: Tensor, k_starts: Tensor, sinks: Tensor | None, p: FlashAttnVarlenParams
+) -> None:
+    """Raises GraphError for what is no attention over packed keys."""
+    _check_operands(op, q, k)
+    _check_sequences(op, k, q_starts, None, None, k_starts)
+    _check_rest(op, q, sinks, p)
+
+
 def longest(node: Tensor) -> int:
     """The most keys that a sequence of a node can have."""
     block_table, page = node["block_table"], node["k"].ne[1]

@@ -68,33 +68,38 @@ def rope_frequencies(p: RopeParams, factors: list[float] | None = None) -> tuple
 _WIDEST = 1e30
 
 
-def _check_frequencies(p: RopeParams) -> None:
+def _check_frequencies(op: str, p: RopeParams) -> None:
     """Raises GraphError for a number by which rope_frequencies() could not divide, or take the logarithm of."""
     for name, value in (("freq_base", p.freq_base), ("freq_scale", p.freq_scale)):
         sane = 1 / _WIDEST <= value <= _WIDEST
-        require(sane, "ROPE", f"{name} must be over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
+        require(sane, op, f"{name} must be over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
     finite = math.isfinite(p.ext_factor) and math.isfinite(p.attn_factor)
-    require(finite, "ROPE", f"ext_factor and attn_factor must be finite, got {p.ext_factor}, {p.attn_factor}")
+    require(finite, op, f"ext_factor and attn_factor must be finite, got {p.ext_factor}, {p.attn_factor}")
     if p.ext_factor != 0.0:
-        require(p.freq_base > 1.0, "ROPE", f"YaRN needs a freq_base over 1, got {p.freq_base}")
-        require(p.n_ctx_orig > 0, "ROPE", f"YaRN needs n_ctx_orig over 0, got {p.n_ctx_orig}")
+        require(p.freq_base > 1.0, op, f"YaRN needs a freq_base over 1, got {p.freq_base}")
+        require(p.n_ctx_orig > 0, op, f"YaRN needs n_ctx_orig over 0, got {p.n_ctx_orig}")
         for name, value in (("beta_fast", p.beta_fast), ("beta_slow", p.beta_slow)):
             sane = 1 / _WIDEST <= value <= _WIDEST
-            require(sane, "ROPE", f"YaRN needs {name} over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
+            require(sane, op, f"YaRN needs {name} over 0, from {1 / _WIDEST:g} to {_WIDEST:g}, got {value}")
+
+
+def check_rope(op: str, params: RopeParams, a: Tensor, positions: Tensor, factors: Tensor | None) -> None:
+    """Raises GraphError for what `a` can't be turned by."""
+    require(positions.dtype.name == "i32", op, "positions must be i32", positions)
+    fits = positions.ne == (a.ne[2], 1, 1, 1)
+    require(fits, op, "there must be one position for each of dimension 2", a, positions)
+    even = params.n_dims % 2 == 0 and 0 < params.n_dims <= a.ne[0]
+    require(even, op, f"n_dims must be even and at most ne[0], got {params.n_dims}", a)
+    require(params.mode in ROPE_MODES, op, f"the mode must be one of {', '.join(ROPE_MODES)}, got {params.mode!r}")
+    _check_frequencies(op, params)
+    if factors is not None:
+        fits = factors.dtype.name == "f32" and factors.ne[0] >= params.n_dims // 2
+        require(fits, op, f"frequency factors must be f32 and at least n_dims/2 = {params.n_dims // 2}", factors)
 
 
 def _infer(params: RopeParams, a: Tensor, positions: Tensor, factors: Tensor | None) -> Result:
     require(a.dtype.name in ("f32", "f16"), "ROPE", "the source must be f32 or f16", a)
-    require(positions.dtype.name == "i32", "ROPE", "positions must be i32", positions)
-    fits = positions.ne == (a.ne[2], 1, 1, 1)
-    require(fits, "ROPE", "there must be one position for each of dimension 2", a, positions)
-    even = params.n_dims % 2 == 0 and 0 < params.n_dims <= a.ne[0]
-    require(even, "ROPE", f"n_dims must be even and at most ne[0], got {params.n_dims}", a)
-    require(params.mode in ROPE_MODES, "ROPE", f"the mode must be one of {', '.join(ROPE_MODES)}, got {params.mode!r}")
-    _check_frequencies(params)
-    if factors is not None:
-        fits = factors.dtype.name == "f32" and factors.ne[0] >= params.n_dims // 2
-        require(fits, "ROPE", f"frequency factors must be f32 and at least n_dims/2 = {params.n_dims // 2}", factors)
+    check_rope("ROPE", params, a, positions, factors)
     return Result(a.dtype, a.ne)
 
 

@@ -6,7 +6,10 @@ import torch
 
 from graphrt.backends.cpu.arithmetic import VECTOR, by_rows
 from graphrt.backends.cpu.matmul import product
+from graphrt.backends.cpu.philox import keep
 from graphrt.backends.cpu.reference import reference
+from graphrt.ops.flash_attn_ext import FlashAttnParams
+from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -56,7 +59,7 @@ def soft_max(
     return _softmax(logits, sinks)[0]
 
 
-def _last_seen(mask: torch.Tensor | None, n_kv: int) -> int:
+def last_seen(mask: torch.Tensor | None, n_kv: int) -> int:
     """How many leading keys matter: one past the last that any query sees, at least 1."""
     if mask is None:
         return n_kv
@@ -72,20 +75,25 @@ def _of_heads(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     return product(shared, matrices).reshape(n_seq, n_head, n, matrices.shape[-2])
 
 
-def _logits(
-    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masked logits [n_seq, n_head, n_q, n_kv], and which keys each query sees."""
-    p = node.params
-    n_seq, n_head, n_q, _ = q.shape
+def bent_logits(p: FlashAttnParams | FlashAttnVarlenParams, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The logits before anything is added, scaled and softly capped: [n_seq, n_head, n_q, n_kv]."""
     s = _of_heads(q, k) * p.scale
-    if p.softcap:
-        s = p.softcap * by_rows(torch.tanh, s / p.softcap)
+    return p.softcap * by_rows(torch.tanh, s / p.softcap) if p.softcap else s
+
+
+def with_mask(
+    p: FlashAttnParams | FlashAttnVarlenParams, s: torch.Tensor, mask: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Logits with bias and mask, -inf where a query does not see a key, and where it sees one."""
+    n_seq, n_head, _, _ = s.shape
+    if attn_bias is not None:
+        s = s + _over_heads(attn_bias, n_head, n_seq)
     if mask is None:
         return s, torch.ones((), dtype=torch.bool).expand(s.shape)
     full = _over_heads(mask, n_head, n_seq)
     seen = full != NEG_INF
-    return torch.where(seen, s + _slopes(n_head, p.max_bias, q) * full, NEG_INF), seen
+    return torch.where(seen, s + _slopes(n_head, p.max_bias, s) * full, NEG_INF), seen
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -100,13 +108,22 @@ def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def dropped(p: FlashAttnParams | FlashAttnVarlenParams, weights: torch.Tensor) -> torch.Tensor:
+    """Weights as dropout leaves them."""
+    if isinstance(p, FlashAttnVarlenParams) or p.dropout_p == 0.0:
+        return weights
+    kept = keep(p.dropout_p, p.seed, p.offset, weights.shape)
+    return torch.where(kept, weights / (1.0 - p.dropout_p), 0.0)
+
+
 def attend(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    sinks: torch.Tensor | None, attn_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention [n_seq, n_q, n_head, D_v] with the parameters of a node. mask: in q's type, [m3, m2, n_q, n_kv]."""
-    logits, seen = _logits(node, q, k, mask)
-    weights, _ = _softmax(logits, sinks)
+    """Attention [n_seq, n_q, n_head, D_v] with the parameters of a node. mask, attn_bias: in q's type, [m3, m2, n_q,
+    n_kv]."""
+    logits, seen = with_mask(node.params, bent_logits(node.params, q, k), mask, attn_bias)
+    weights = dropped(node.params, _softmax(logits, sinks)[0])
     out = _weighted(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0))
     if not v.isfinite().all():  # a weight of 0 must not meet NaN, but a NaN that is seen must come through
         meets_bad = _of_heads(seen.to(v.dtype), (~v.isfinite()).to(v.dtype).transpose(-1, -2)) > 0
@@ -115,25 +132,32 @@ def attend(
 
 
 def log_sum_exp(
-    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None,
+    attn_bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The log of the denominators of attend(), [n_seq, n_head, n_q]."""
-    return _softmax(_logits(node, q, k, mask)[0], sinks)[1]
+    return _softmax(with_mask(node.params, bent_logits(node.params, q, k), mask, attn_bias)[0], sinks)[1]
+
+
+def up_to(n: int, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The first n keys of a mask or bias."""
+    return mask[..., :n] if mask is not None else None
 
 
 @reference("FLASH_ATTN_EXT")
 def flash_attn_ext(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    n = _last_seen(mask, k.shape[2])
-    return attend(node, q, k[:, :, :n], v[:, :, :n], mask[..., :n] if mask is not None else None, sinks)
+    n = last_seen(mask, k.shape[2])
+    return attend(node, q, k[:, :, :n], v[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
 
 
 @reference("FLASH_ATTN_LSE")
 def flash_attn_lse(
-    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    n = _last_seen(mask, k.shape[2])
-    lse = log_sum_exp(node, q, k[:, :, :n], mask[..., :n] if mask is not None else None, sinks)
+    node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    n = last_seen(mask, k.shape[2])
+    lse = log_sum_exp(node, q, k[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
     return lse.transpose(1, 2).reshape(node.shape)

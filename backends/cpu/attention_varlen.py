@@ -9,15 +9,15 @@ import torch
 from graphrt.backends.cpu.attention import NEG_INF, attend, log_sum_exp
 from graphrt.backends.cpu.blocks import decode
 from graphrt.backends.cpu.reference import reference
+from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.tensor import Tensor
 
 Numbers = torch.Tensor | None
 
 
-def _mask(node: Tensor, n: int, length: int, like: torch.Tensor) -> torch.Tensor:
+def _mask(p: FlashAttnVarlenParams, n: int, length: int, like: torch.Tensor) -> torch.Tensor:
     """What n queries at the end of `length` keys add to their logits: -inf where they don't see a key, else minus its
     distance, which counts with ALiBi alone. [1, 1, n, length], at least one key, which nobody sees if there is none."""
-    p = node.params
     position = length - n + torch.arange(n)[:, None]
     key = torch.arange(max(length, 1))
     seen = (key < length).expand(n, -1)
@@ -59,7 +59,20 @@ def _sequences(
             start, stop = k_starts[0, 0, 0, i : i + 2].clamp(0, k.shape[2]).tolist()
             length = max(stop - start, 0)
         rows = (start, length, pages)
-        yield slice(first, end), _rows(k, node["k"], *rows, q), _mask(node, end - first, length, q), rows
+        yield slice(first, end), _rows(k, node["k"], *rows, q), _mask(node.params, end - first, length, q), rows
+
+
+def sequences(
+    p: FlashAttnVarlenParams, q: torch.Tensor, q_starts: torch.Tensor, k_starts: Numbers, n_keys: int
+) -> Iterator[tuple[slice, int, int, torch.Tensor]]:
+    """(queries, first key, number of keys, mask) of each sequence that has queries, over packed keys."""
+    assert k_starts is not None
+    firsts = k_starts.flatten().clamp(0, n_keys).tolist()
+    starts = q_starts.flatten().clamp(0, q.shape[2]).tolist()
+    for i, (first, end) in enumerate(zip(starts, starts[1:])):
+        if first < end:
+            length = max(firsts[i + 1] - firsts[i], 0)
+            yield slice(first, end), firsts[i], length, _mask(p, end - first, length, q)
 
 
 @reference("FLASH_ATTN_VARLEN", stored=("k", "v"))

@@ -15,7 +15,9 @@ from graphrt.backend import API_VERSION, Backend, Bytes, Device, Group, Place, R
 from graphrt.backends.cpu import (  # noqa: F401  (REFERENCES)
     arithmetic,
     attention,
+    attention_back,
     attention_varlen,
+    backward,
     fast,
     kq_mask,
     matmul,

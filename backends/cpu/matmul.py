@@ -9,7 +9,7 @@ import torch
 from graphrt.backends.cpu.arithmetic import by_rows
 from graphrt.backends.cpu.blocks import decode
 from graphrt.backends.cpu.reference import reference
-from graphrt.ops.rope import rope_frequencies
+from graphrt.ops.rope import RopeParams, rope_frequencies
 from graphrt.tensor import Tensor
 
 #: A product's fewest rows and columns: the library multiplies fewer of them by other kernels, which add up otherwise.
@@ -61,8 +61,13 @@ def add_id(node: Tensor, a: torch.Tensor, bias: torch.Tensor, ids: torch.Tensor)
 
 @reference("ROPE")
 def rope(node: Tensor, a: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """a: [n_seq, n_tokens, n_head, head_dim]. Angles are taken in float64: positions run to many thousands."""
-    p = node.params
+    """a: [n_seq, n_tokens, n_head, head_dim]."""
+    return turn(node.params, a, positions, factors)
+
+
+def turn(p: RopeParams, a: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Every pair of `a` turned by its position, which may be negative. Angles are taken in float64: positions run to
+    many thousands."""
     divide_by = factors.reshape(-1).tolist() if factors is not None else None
     theta, magnitude = rope_frequencies(p, divide_by)
     angle = positions.reshape(-1, 1, 1).double() * torch.tensor(theta, dtype=torch.float64)

@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels import (
     sort,
 )
 from graphrt.backends.triton.kernels.experts import lower as experts
+from graphrt.backends.triton.kernels.flash_attn.backward import lower as attention_back
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products import lower as products
@@ -31,7 +32,7 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
     **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, **products.LOWERINGS,
-    **experts.LOWERINGS,
+    **experts.LOWERINGS, **attention_back.LOWERINGS,
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
         nodes = group.working
         if not nodes:
             continue
-        if nodes[0].op.startswith("FLASH_ATTN"):
+        if nodes[0].op.startswith("FLASH_ATTN") and nodes[0].op not in OPS:
             steps = attention.launches(group.captured or attention_of(nodes[0]))
         elif group.fusion is not None:
             steps = group.fusion.lower(group.captured, ctx)

@@ -46,7 +46,17 @@ BASE = Axes()
 _WIDE = replace(BASE, heads=(6, 2), n_seq=2)
 _LONG = replace(BASE, d=(64, 64), heads=(4, 1), n_q=1)
 
+_BIASES = ((1, 1, "f32"), (1, 1, "bf16"), (6, 2, "f16"), (3, 1, "f32"))
+
 GROUPS: Mapping[str, Sequence[Group]] = {
+    "biases": (
+        Group(_WIDE, {"bias": _BIASES, "n_q": (1, 9)}, {"mask": (None, "random"), "softcap": (5.0,)}),
+        Group(replace(_WIDE, bias=_BIASES[2], softcap=5.0, sinks="near", mask="distance"), {"max_bias": (0.0, 8.0)}),
+    ),
+    "dropout": (
+        Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),
+        Group(replace(_WIDE, dropout_p=0.5, sinks="near", bias=_BIASES[3]), {"max_bias": (0.0, 8.0)}),
+    ),
     # D that is no power of two ends in NaN, so that what a kernel pads it with must be its own zeros.
     "head sizes": (
         Group(replace(BASE, layout="padded"), {"d": HEAD_SIZES, "n_q": (1, 9)}, {"n_kv": (300,), "n_q": (33, 65)}),
@@ -208,12 +218,12 @@ def points(which: str) -> list[Axes]:
 
 
 #: Of the quick set FLASH_ATTN_LSE has the groups that change logits or their sum; v it doesn't know.
-_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi")
+_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases")
 
 
 def _lse_points(which: str) -> list[Axes]:
     if which == "full":
-        found = [replace(a, d=(a.d[0], a.d[0]), types=(a.types[0], "f16")) for a in points("full")]
+        found = [replace(a, d=(a.d[0], a.d[0]), types=(a.types[0], "f16"), dropout_p=0.0) for a in points("full")]
     else:
         found = [axes for name in _LSE_GROUPS for part in GROUPS[name] for axes in part.axes(False)]
     return [a for a in dict.fromkeys(found) if a.layout not in ("v_in_k", "v_after", "far")]

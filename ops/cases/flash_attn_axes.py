@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from graphrt.dtypes import dtype
 from graphrt.ops.flash_attn_ext import flash_attn_ext, flash_attn_lse
@@ -34,7 +35,7 @@ class Axes:
 
     scale: on q.k, None for D_k^-0.5. mask, rows, sinks, values and layout are names in the tables MASKS, ROWS, SINKS,
     VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
-    None for values like all others.
+    None for values like all others. bias: dimensions 2 and 3 of attn_bias and its type, None for none.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -52,6 +53,8 @@ class Axes:
     values: str = "normal"
     layout: str = "plain"
     spoil: str | None = None
+    bias: tuple[int, int, str] | None = None
+    dropout_p: float = 0.0
 
 
 #: Values of each kind of mask. The first four come with a shape of their own in _mask_dims().
@@ -211,6 +214,13 @@ def _sinks(inputs: Inputs, axes: Axes) -> Tensor | None:
     return inputs("sinks", "f32", axes.heads[:1], SINKS[axes.sinks](_expected_lse(axes)))
 
 
+def _bias(inputs: Inputs, axes: Axes) -> Tensor | None:
+    if axes.bias is None:
+        return None
+    *dims, kind = axes.bias
+    return inputs("attn_bias", str(kind), (axes.n_kv, axes.n_q, *map(int, dims)), Normal(2.0))
+
+
 def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     values = VALUES[axes.values]
     if axes.layout in ("permuted", "cache"):
@@ -218,12 +228,14 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     else:
         q = inputs("q", "f32", (axes.d[0], axes.n_q, axes.heads[0], axes.n_seq), values.q)
     scale = axes.scale if axes.scale is not None else axes.d[0] ** -0.5
-    mask, sinks = _mask(inputs, axes), _sinks(inputs, axes)
+    mask, bias = _mask(inputs, axes), _bias(inputs, axes)
+    given: dict[str, Any] = {"sinks": _sinks(inputs, axes), "max_bias": axes.max_bias, "softcap": axes.softcap}
     if lse:
         k = _cached(inputs, "k", axes.types[0], axes.d[0], axes, values.k)
-        return flash_attn_lse(q, k, mask, scale, sinks=sinks, max_bias=axes.max_bias, softcap=axes.softcap)
+        return flash_attn_lse(q, k, mask, scale, attn_bias=bias, **given)
     k, v = _kv(inputs, axes, values)
-    return flash_attn_ext(q, k, v, mask, scale, sinks=sinks, max_bias=axes.max_bias, softcap=axes.softcap)
+    given |= {"attn_bias": bias, "dropout_p": axes.dropout_p, "seed": 2**35 + 77, "offset": 2**31 + 1}
+    return flash_attn_ext(q, k, v, mask, scale, **given)
 
 
 def as_case(op: str, axes: Axes) -> Case:

@@ -44,9 +44,117 @@ def _varlen(**given: object) -> Tensor:
     return ops.flash_attn_varlen(scale=1.0, **sources)  # type: ignore[arg-type]
 
 
+PLAIN = ops.FlashAttnParams(1.0)
+PACKED = ops.FlashAttnVarlenParams(1.0)
+
+
+def _back(of: str = "q", params: ops.FlashAttnParams = PLAIN, **given: object) -> Tensor:
+    """The gradient of an attention of 3 queries, 7 keys, 4 heads over 2, but for what is given."""
+    sources: dict[str, object] = {
+        "q": f32(16, 3, 4), "k": t("f16", 16, 7, 2), "v": t("f16", 8, 7, 2), "out": f32(8, 4, 3),
+        "d_out": f32(8, 4, 3), "lse": f32(4, 3), **given,
+    }  # fmt: skip
+    return ops.flash_attn_back(of, params=params, **sources)  # type: ignore[arg-type]
+
+
+def _varlen_back(of: str = "q", **given: object) -> Tensor:
+    sources: dict[str, object] = {
+        "q": f32(16, 3, 4), "k": f32(16, 7, 2), "v": f32(8, 7, 2), "out": f32(8, 4, 3), "d_out": f32(8, 4, 3),
+        "lse": f32(4, 3), "q_starts": t("i32", 3), "k_starts": t("i32", 3), **given,
+    }  # fmt: skip
+    return ops.flash_attn_varlen_back(of, params=PACKED, **sources)  # type: ignore[arg-type]
+
+
 #: (op, what is built, what the message must hold)
 REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("ADD", lambda: ops.add(f32(4, 3), f32(3)), ("must divide", "f32[4, 3]", "f32[3]")),
+    ("REPEAT_BACK", lambda: ops.repeat_back(f32(6, 4), 4, 4), ("[4, 4, 1, 1] must divide", "f32[6, 4]")),
+    ("REPEAT_BACK", lambda: ops.repeat_back(t("f16", 6), 3), ("gradient must be f32", "f16[6]")),
+    ("GET_ROWS_BACK", lambda: ops.get_rows_back(f32(4, 3), t("i64", 3), 5), ("indices must be i32", "i64[3]")),
+    ("GET_ROWS_BACK", lambda: ops.get_rows_back(f32(4, 3), t("i32", 2), 5), ("must match dimensions 1 to 3", "i32[2]")),
+    ("GET_ROWS_BACK", lambda: ops.get_rows_back(f32(4, 3), t("i32", 3), 0), ("n_rows must be at least 1, got 0",)),
+    ("SET_ROWS_BACK", lambda: ops.set_rows_back(f32(4, 3), f32(3)), ("indices must be i64 or i32", "f32[3]")),
+    ("SET_ROWS_BACK", lambda: ops.set_rows_back(f32(4, 3, 2), t("i64", 3, 4)), ("must divide dimensions 2 and 3",)),
+    (
+        "VIEW_BACK",
+        lambda: ops.view_back(f32(3, 3), f32(8, 5), ops.view(f32(8, 5), (4, 3), (32,)).params),
+        ("must have the view's shape [4, 3, 1, 1]", "f32[3, 3]"),
+    ),
+    (
+        "VIEW_BACK",
+        lambda: ops.view_back(f32(4, 3), f32(8, 2), ops.view(f32(8, 5), (4, 3), (32,)).params),
+        ("the view must end inside its source",),
+    ),
+    ("SILU_BACK", lambda: ops.silu_back(f32(4), f32(5)), ("one shape", "f32[4]", "f32[5]")),
+    ("UNARY_BACK", lambda: ops.unary_back(f32(4), f32(4), "silu"), ("the gradient of silu is SILU_BACK",)),
+    ("UNARY_BACK", lambda: ops.unary_back(t("f16", 4), f32(4), "gelu"), ("gradient must be f32", "f16[4]")),
+    ("RMS_NORM_BACK", lambda: ops.rms_norm_back(f32(4), t("f16", 4), 0.0), ("source must be f32", "f16[4]")),
+    ("RMS_NORM_BACK", lambda: ops.rms_norm_back(f32(4), f32(4), -1.0), ("eps must not be negative, got -1.0",)),
+    ("ROPE_BACK", lambda: ops.rope_back(f32(4, 2, 3), t("i32", 2), RopeParams(4)), ("one position for each",)),
+    ("ROPE_BACK", lambda: ops.rope_back(t("f16", 4, 2, 3), t("i32", 3), RopeParams(4)), ("gradient must be f32",)),
+    ("SOFT_MAX_BACK", lambda: ops.soft_max_back(f32(4), f32(4), math.inf), ("the scale must be finite, got inf",)),
+    ("SOFT_MAX_BACK", lambda: ops.soft_max_back(f32(4), f32(4, 2)), ("one shape", "f32[4, 2]")),
+    ("OUT_PROD", lambda: ops.out_prod(f32(4, 3), f32(4, 2)), ("equal ne[1]", "f32[4, 3]", "f32[4, 2]")),
+    ("OUT_PROD", lambda: ops.out_prod(f32(4, 3), t("f16", 4, 3)), ("second factor must be f32", "f16[4, 3]")),
+    ("OUT_PROD", lambda: ops.out_prod(f32(4, 3, 2), f32(4, 3, 3)), ("dimensions 2 and 3", "f32[4, 3, 3]")),
+    (
+        "MUL_MAT_ID_BACK",
+        lambda: ops.mul_mat_id_back(f32(4, 5, 3), f32(6, 2, 7), t("i32", 2, 7)),
+        ("gradient's ne[0] must be the weights' ne[1]", "f32[6, 2, 7]"),
+    ),
+    (
+        "MUL_MAT_ID_BACK",
+        lambda: ops.mul_mat_id_back(f32(4, 5, 3), f32(5, 2, 7), t("i32", 7, 2)),
+        ("must be i32 [n_expert_used, n_tokens]", "i32[7, 2]"),
+    ),
+    (
+        "OUT_PROD_ID",
+        lambda: ops.out_prod_id(f32(4, 3, 7), f32(5, 2, 7), t("i32", 2, 7), 3),
+        ("one row a token, or one for each", "f32[4, 3, 7]"),
+    ),
+    (
+        "OUT_PROD_ID",
+        lambda: ops.out_prod_id(f32(4, 1, 7), f32(5, 2, 7), t("i32", 2, 7), 0),
+        ("n_expert must be at least 1, got 0",),
+    ),
+    ("CROSS_ENTROPY_LOSS", lambda: ops.cross_entropy_loss(f32(4), f32(5)), ("one shape", "f32[4]", "f32[5]")),
+    ("CROSS_ENTROPY_LOSS", lambda: ops.cross_entropy_loss(f32(4), t("i32", 4)), ("must be f32", "i32[4]")),
+    (
+        "CROSS_ENTROPY_LOSS_BACK",
+        lambda: ops.cross_entropy_loss_back(f32(2), f32(4), f32(4)),
+        ("must be one f32 number", "f32[2]"),
+    ),
+    ("OPT_STEP_SGD", lambda: ops.opt_step_sgd(f32(4), f32(4), f32(3)), ("numbers must be f32 [2]", "f32[3]")),
+    ("OPT_STEP_SGD", lambda: ops.opt_step_sgd(t("f16", 4), f32(4), f32(2)), ("weights must be f32", "f16[4]")),
+    ("OPT_STEP_ADAMW", lambda: ops.opt_step_adamw(f32(4), f32(4), f32(5), f32(5)), ("have their shape", "f32[5]")),
+    ("FLASH_ATTN_BACK", lambda: _back("w"), ("is of one of q, k, v, got 'w'",)),
+    ("FLASH_ATTN_BACK", lambda: _back("sinks"), ("is of one of q, k, v, got 'sinks'",)),
+    ("FLASH_ATTN_BACK", lambda: _back(k=t("q8_0", 32, 7, 2), q=f32(32, 3, 4)), ("a quantized cache has no gradient",)),
+    ("FLASH_ATTN_BACK", lambda: _back(lse=f32(3, 4)), ("lse and its gradient must be f32 [4, 3, 1, 1]", "f32[3, 4]")),
+    ("FLASH_ATTN_BACK", lambda: _back(d_out=f32(8, 3, 4)), ("must be f32 [8, 4, 3, 1]", "f32[8, 3, 4]")),
+    ("FLASH_ATTN_BACK", lambda: _back(attn_bias=f32(7, 3, 3)), ("attn_bias must divide n_head and n_seq",)),
+    ("FLASH_ATTN_VARLEN_BACK", lambda: _varlen_back("attn_bias"), ("is of one of q, k, v, got 'attn_bias'",)),
+    ("FLASH_ATTN_VARLEN_BACK", lambda: _varlen_back(k_starts=t("i32", 4)), ("must be i32 [3]", "i32[4]")),
+    (
+        "FLASH_ATTN_EXT",
+        lambda: _attn(f32(16, 3), f32(16, 7), f32(8, 7), attn_bias=f32(7, 2)),
+        ("attn_bias must be [n_kv, n_q, ...]", "f32[7, 2]"),
+    ),
+    (
+        "FLASH_ATTN_EXT",
+        lambda: _attn(f32(16, 3), f32(16, 7), f32(8, 7), attn_bias=t("q8_0", 32, 3)),
+        ("attn_bias must be f16, bf16 or f32", "q8_0[32, 3]"),
+    ),
+    (
+        "FLASH_ATTN_EXT",
+        lambda: _attn(f32(16, 3), f32(16, 7), f32(8, 7), dropout_p=1.0),
+        ("dropout_p must be 0, for none, or more and below 1, got 1.0",),
+    ),
+    (
+        "FLASH_ATTN_EXT",
+        lambda: _attn(f32(16, 3), f32(16, 7), f32(8, 7), dropout_p=0.5, seed=-1),
+        ("seed must have 64 bits, offset 32", "got -1 and 0"),
+    ),
     ("ADD", lambda: ops.add(t("i32", 4), f32(4)), ("float types", "i32[4]")),
     ("ADD", lambda: build(op_spec("ADD"), f32(4)), ("takes the sources a, b, got 1 of them",)),
     ("ADD", lambda: build(op_spec("ADD"), f32(4), None), ("a and b must be present", "none")),
@@ -514,6 +622,30 @@ WORK: list[tuple[Tensor, int, int]] = [
         12 * 32 + 48 + 9 * 2 * 32 + 12 + 12,
     ),
     (ops.mul((x := f32(4)), x), 4, 16 + 16),
+    (ops.repeat_back(f32(6, 4), 3, 2), 24, 96 + 24),
+    (ops.get_rows_back(f32(4, 3), t("i32", 3), 5), 12, 48 + 12 + 80),
+    (ops.set_rows_back(f32(4, 9), t("i64", 3)), 0, 144 + 24 + 48),
+    (ops.view_back(f32(4, 3), f32(8, 5), ops.view(f32(8, 5), (4, 3), (32,)).params), 12, 48 + 160),
+    (ops.silu_back(f32(4), f32(4)), 40, 3 * 16),
+    (ops.unary_back(f32(4), t("f16", 4), "gelu"), 48, 2 * 16 + 8),
+    (ops.rms_norm_back(f32(4, 3), f32(4, 3), 0.0), 96, 3 * 48),
+    (ops.rope_back(f32(4, 2, 3), t("i32", 3), RopeParams(4)), 6 * 24, 96 + 12 + 96),
+    (ops.soft_max_back(f32(4, 3), f32(4, 3)), 60, 3 * 48),
+    (ops.out_prod(t("q8_0", 64, 5), f32(3, 5)), 2 * 5 * 64 * 3, 5 * 68 + 60 + 64 * 3 * 4),
+    (  # five of eight experts at most
+        ops.mul_mat_id_back(t("q4_0", 32, 5, 8), f32(5, 1, 5), t("i32", 1, 5)),
+        2 * 5 * 32 * 5,
+        5 * 5 * 18 + 100 + 20 + 640,
+    ),
+    (ops.out_prod_id(f32(4, 1, 7), f32(5, 2, 7), t("i32", 2, 7), 3), 2 * 4 * 70, 112 + 280 + 56 + 240),
+    (ops.cross_entropy_loss(f32(4, 3), f32(4, 3)), 72, 96 + 4),
+    (ops.cross_entropy_loss_back(f32(1), f32(4, 3), f32(4, 3)), 72, 4 + 3 * 48),
+    (ops.opt_step_sgd(f32(4), f32(4), f32(2)), 16, 3 * 16 + 8),
+    (ops.opt_step_adamw(f32(4), f32(4), f32(4), f32(5)), 32, 4 * 16 + 20),
+    (_back("q"), 2 * (2 * 16 + 8) * 7 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 768),
+    (_back("v"), 2 * (16 + 8) * 7 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 448),
+    (_back("sinks", sinks=f32(4)), 2 * 8 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 16 + 16),
+    (_varlen_back("k"), 2 * (2 * 16 + 8) * 7 * 12, 768 + 896 + 448 + 2 * 384 + 48 + 24 + 896),
 ]
 
 
@@ -551,7 +683,8 @@ def test_an_op_that_maps_elements_may_take_its_sources_memory() -> None:
     """Without that each step of a chain needs memory of its own."""
     arithmetic = ("ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "FILL", "UNARY", "ADD_ID")
     plain = (*arithmetic, "NORM", "RMS_NORM", "L2_NORM", "SOFT_MAX", "ROPE")
-    mapping = {**dict.fromkeys(plain, ("a",)), "GLU": ("gate", "value")}
+    mapping = {**dict.fromkeys(plain, ("a",)), "GLU": ("gate", "value"), "CROSS_ENTROPY_LOSS_BACK": ("logits",)}
+    mapping |= dict.fromkeys(("SILU_BACK", "UNARY_BACK", "RMS_NORM_BACK", "ROPE_BACK", "SOFT_MAX_BACK"), ("d",))
     assert {name: spec.inplace for name, spec in registered_ops().items() if spec.inplace} == mapping
 
 

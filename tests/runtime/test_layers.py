@@ -18,6 +18,7 @@ from support import ROOT
 LAYERS = ("graphrt", "ops", "backends", "models", "tools")
 #: Imports of a higher layer that are meant to be, by what imports and what is imported.
 EXCEPTIONS = {
+    ("graphrt", "graphrt.ops.gradients"): "graphrt.gradients(), which is imported when it is first asked for",
     ("graphrt", "graphrt.models.named"): "graphrt.load(), which is imported when it is first asked for",
     ("graphrt.__main__", "graphrt.tools.cli"): "`python -m graphrt` is the command line, which is a tool",
     ("graphrt.backend", "graphrt.backends"): "the table of built-in backends, by name: it imports none of them",

@@ -25,7 +25,7 @@ from graphrt.host import host_type
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, dequantize, quantize
-from support import rounding_softmax  # noqa: F401  (adds its ops to VARIANCE)
+from support import rounding_back, rounding_softmax  # noqa: F401  (add their ops to VARIANCE)
 from support.reference64 import REFERENCE64
 from support.rounding import VARIANCE, largest_energies, largest_energy, of_rounded_products, of_storing
 
@@ -37,11 +37,15 @@ BANDS = {"f32": 2.0**-22, "f16": 2.0**-12, "bf16": 2.0**-9}
 CEILINGS = {"f32": 2.0**-18, "f16": 2.0**-10, "bf16": 2.0**-7}
 ROW_CEILING = 8.0
 #: Sums that may cancel out: the result is no measure of its error then, so nothing but the bound limits it.
-SUMS = ("MUL_MAT", "MUL_MAT_ID", "NORM", "SUM_ROWS")
+SUMS = (
+    "MUL_MAT", "MUL_MAT_ID", "NORM", "SUM_ROWS", "OUT_PROD", "OUT_PROD_ID", "MUL_MAT_ID_BACK", "REPEAT_BACK",
+    "GET_ROWS_BACK", "VIEW_BACK", "RMS_NORM_BACK", "SOFT_MAX_BACK", "FLASH_ATTN_BACK", "FLASH_ATTN_VARLEN_BACK",
+    "CROSS_ENTROPY_LOSS_BACK", "SILU_BACK", "UNARY_BACK",
+)  # fmt: skip
 #: Which weights' products have rounded activations on the CPU.
 ROUNDED = {"MUL_MAT": matrix_weight, "MUL_MAT_ID": expert_weight}
 #: Nothing is computed for these: their results have the sources' bits.
-MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "KQ_MASK")
+MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "KQ_MASK", "SET_ROWS_BACK")
 
 
 def _nothing(node: Tensor) -> None:

@@ -356,7 +356,7 @@ def soft_max(node: Tensor, a: Array, mask: Array | None = None, sinks: Array | N
 
 
 def _attention_heads(
-    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None
+    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None, attn_bias: Array | None = None
 ) -> Iterator[tuple[int, int, Array, Array, Array, Array]]:
     """(sequence, head, keys that some query sees, which of them each query sees, weights, lse) of every head.
 
@@ -377,6 +377,8 @@ def _attention_heads(
         if p.softcap > 0:
             logits = q.dtype.type(p.softcap) * np.tanh(logits / q.dtype.type(p.softcap))
         slope = q.dtype.type(alibi_slope(h, n_head, p.max_bias))
+        if attn_bias is not None:
+            logits = logits + attn_bias[s % attn_bias.shape[0], h % attn_bias.shape[1]][:, keys]
         logits = np.where(seen, logits + slope * np.where(seen, bias, 0), -np.inf)
         top = np.maximum(logits.max(axis=1, initial=-np.inf), sink)
         shift = np.where(np.isneginf(top), 0, top).astype(q.dtype)
@@ -391,12 +393,14 @@ def _attention_heads(
 
 @reference64("FLASH_ATTN_EXT")
 def flash_attn_ext(
-    node: Tensor, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None
-) -> Array:
+    node: Tensor, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None,
+    attn_bias: Array | None = None,
+) -> Array:  # fmt: skip
     out = np.zeros(node.shape, dtype=q.dtype)
     group = q.shape[1] // v.shape[1]
-    for s, h, keys, seen, weights, _ in _attention_heads(node, q, k, mask, sinks):
+    for s, h, keys, seen, weights, _ in _attention_heads(node, q, k, mask, sinks, attn_bias):
         values = v[s, h // group, keys]
+        weights = weights * reference64_back.dropout_factor(node.params, s, h, len(weights), keys)
         if np.isfinite(values).all():
             out[s, :, h] = weights @ values
         else:  # a weight of 0 must not meet NaN
@@ -406,9 +410,12 @@ def flash_attn_ext(
 
 
 @reference64("FLASH_ATTN_LSE")
-def flash_attn_lse(node: Tensor, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None) -> Array:
+def flash_attn_lse(
+    node: Tensor, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None,
+    attn_bias: Array | None = None,
+) -> Array:  # fmt: skip
     out = np.empty(node.shape, dtype=q.dtype)
-    for s, h, _, _, _, lse in _attention_heads(node, q, k, mask, sinks):
+    for s, h, _, _, _, lse in _attention_heads(node, q, k, mask, sinks, attn_bias):
         out[0, s, :, h] = lse
     return out
 
@@ -477,3 +484,6 @@ def flash_attn_varlen_lse(
         for _, h, _, _, _, lse in _attention_heads(node, q[:, :, queries], keys, mask, sinks):
             out[0, 0, queries, h] = lse
     return out
+
+
+from support import reference64_back  # noqa: E402, F401  (adds the gradients' ops)

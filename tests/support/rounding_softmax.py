@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from graphrt.tensor import Tensor
 from support.reference64 import alibi_slope, gathered, varlen_sequences
+from support.reference64_back import dropout_factor
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_products, of_sum, variance
 
 Array = npt.NDArray[np.generic]
@@ -48,12 +49,12 @@ class Rows:
         own = np.maximum(self.of_x * (1 - 2 * w), 0.0) + others
         return w**2 * (own + self.of_total + self.shared * (1 - self.kept) ** 2 + 2 * ROUNDING)
 
-    def of_mean(self, v: Array, out: Array) -> Array:
-        """The variance of the values' [n, d] mean by weight, out [n_q, d]."""
+    def of_mean(self, v: Array, out: Array, factor: Array | float = 1.0) -> Array:
+        """The variance of the values' [n, d] mean by weight, out [n_q, d]. factor: dropout's, of the weights."""
         w = self.weights
         a = w**2 * self.of_x
-        moved = a @ v**2 - 2 * out * (a @ v) + out**2 * a.sum(-1, keepdims=True)
-        squares = w**2 @ v**2
+        moved = (a * factor**2) @ v**2 - 2 * out * ((a * factor) @ v) + out**2 * a.sum(-1, keepdims=True)
+        squares = (w * factor) ** 2 @ v**2
         common = self.of_total + self.shared * (1 - self.kept) ** 2 + 2 * ROUNDING
         return np.maximum(moved, 0) + out**2 * common + of_sum(squares, out, self.n) + 2 * ROUNDING * squares
 
@@ -91,7 +92,7 @@ def soft_max(node: Tensor, expected: Array, a: Array, mask: Array | None = None,
 
 
 def _attention(
-    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None
+    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None, attn_bias: Array | None = None
 ) -> Iterator[tuple[int, int, Array, Rows]]:
     """(sequence, head, keys that some query sees, their rows) of every head."""
     p = node.params
@@ -108,6 +109,9 @@ def _attention(
             of_logits = (1 - capped**2) ** 2 * (of_logits + ROUNDING * logits**2)
             logits = p.softcap * capped
             of_logits += (FUNCTION + ROUNDING) * logits**2
+        if attn_bias is not None:
+            logits = logits + attn_bias[s % attn_bias.shape[0], h % attn_bias.shape[1]][:, keys]
+            of_logits = of_logits + ROUNDING * logits**2
         slope = alibi_slope(h, n_head, p.max_bias)
         masked = _with_mask(logits, of_logits, part[:, keys] if part is not None else None, slope)
         yield s, h, keys, Rows(*masked, _sink(sinks, h))
@@ -115,23 +119,26 @@ def _attention(
 
 @variance("FLASH_ATTN_EXT")
 def flash_attn_ext(
-    node: Tensor, expected: Array, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None
-) -> Array:
+    node: Tensor, expected: Array, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None,
+    attn_bias: Array | None = None,
+) -> Array:  # fmt: skip
     out = np.zeros_like(expected)
     group = q.shape[1] // v.shape[1]
-    for s, h, keys, rows in _attention(node, q, k, mask, sinks):
+    for s, h, keys, rows in _attention(node, q, k, mask, sinks, attn_bias):
         values = v[s, h // group, keys]
+        factor = dropout_factor(node.params, s, h, len(rows.weights), keys)
         of_v = rows.weights**2 @ of_decoding(node.src[2], values)
-        out[s, :, h] = rows.of_mean(values, rows.weights @ values) + of_v
+        out[s, :, h] = rows.of_mean(values, (rows.weights * factor) @ values, factor) + of_v
     return out
 
 
 @variance("FLASH_ATTN_LSE")
 def flash_attn_lse(
-    node: Tensor, expected: Array, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None
-) -> Array:
+    node: Tensor, expected: Array, q: Array, k: Array, mask: Array | None = None, sinks: Array | None = None,
+    attn_bias: Array | None = None,
+) -> Array:  # fmt: skip
     out = np.zeros_like(expected)
-    for s, h, _, rows in _attention(node, q, k, mask, sinks):
+    for s, h, _, rows in _attention(node, q, k, mask, sinks, attn_bias):
         out[0, s, :, h] = rows.of_lse()[:, 0]
     return out
 

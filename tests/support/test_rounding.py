@@ -60,9 +60,9 @@ def _weights_in_f16(old: Function) -> Function:
 #: What is replaced, by what, and part of the name of a case in which that is wrong.
 BUGS: dict[str, tuple[object, str, Callable[[Function], Function], str]] = {
     "weights in f16": (attention, "_softmax", _weights_in_f16, "n_q=9,n_kv=113"),
-    "the last key dropped": (attention, "_last_seen", lambda old: lambda *a: old(*a) - 1, "n_q=9,n_kv=113"),
-    "q in tf32": (attention, "_logits", lambda old: lambda node, q, *a: old(node, _tf32(q), *a), "n_q=9,n_kv=113"),
-    "a scale 1e-5 off": (attention, "_logits", lambda old: lambda node, q, *a: old(node, q * 1.00001, *a), "n_q=40"),
+    "the last key dropped": (attention, "last_seen", lambda old: lambda *a: old(*a) - 1, "n_q=9,n_kv=113"),
+    "q in tf32": (attention, "bent_logits", lambda old: lambda p, q, *a: old(p, _tf32(q), *a), "n_q=9,n_kv=113"),
+    "a scale 1e-5 off": (attention, "bent_logits", lambda old: lambda p, q, *a: old(p, q * 1.00001, *a), "n_q=40"),
     "products in tf32": (products, "dense", lambda old: lambda x, w: old(_tf32(x), _tf32(w)), "n=16"),
 }
 

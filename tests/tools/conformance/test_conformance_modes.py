@@ -14,9 +14,10 @@ import pytest
 from support import broken_backends
 from support.toy import ToyBackend
 
-from graphrt import get_backend, new_input, ops
+from graphrt import get_backend, new_input, op, ops
 from graphrt.backend import Group, Place
 from graphrt.backends.cpu import CpuBackend
+from graphrt.backends.cpu.reference import Reference
 from graphrt.dtypes import dtype
 from graphrt.errors import GraphError
 from graphrt.judge import Verdict, judge, judge_order, judge_written
@@ -95,8 +96,29 @@ def test_perf_does_not_time_what_is_wrong(capsys: pytest.CaptureFixture[str]) ->
     assert report["ceilings"]["gb_per_s"] > 0
 
 
-def test_grad_has_nothing_to_check_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["test", "grad"]) == 2 and "no op has one yet" in capsys.readouterr().err
+def test_grad_checks_every_op_s_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["test", "grad", "-b", "cpu", "-o", "SQR|SOFT_MAX"]) == 0
+    out = capsys.readouterr().out
+    assert "SQR                     1 of 1 right" in out and "SOFT_MAX                5 of 5 right" in out
+    assert cli.main(["test", "grad", "-o", "SCALE", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"cases": 1, "wrong": {}}
+    assert cli.main(["test", "grad", "-o", "ARGMAX"]) == 2
+    assert "there must be a case to run" in capsys.readouterr().err
+
+
+def test_grad_finds_a_wrong_rule_and_a_wrong_backend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubled(node: Tensor, d: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
+        return {"a": ops.mul(d, node["a"])}
+
+    with monkeypatch.context() as patch:
+        patch.setitem(op._BACKWARD, "SQR", doubled)
+        assert cli.main(["test", "grad", "-o", "SQR"]) == 1
+        assert "FAILED: SQR(grad=plain)\n  finite differences: input 'a' at" in capsys.readouterr().out
+    monkeypatch.setattr(CpuBackend, "reference_of", lambda self, node: Reference(lambda node, *s: s[0] * 1.001))
+    assert cli.main(["test", "grad", "-o", "SQR", "-b", "cpu"]) == 1
+    assert "on cpu: off by" in capsys.readouterr().out
 
 
 def test_a_wrong_gradient_is_found() -> None:

@@ -42,7 +42,11 @@ class KernelBackend(Backend):
         return [Device("kernels", "numpy, one thread")]
 
     def supports(self, node: Tensor) -> str | None:
-        return why_unsupported(node) if node.op in KERNELS else f"it has no kernel for {node.op}"
+        if node.op not in KERNELS:
+            return f"it has no kernel for {node.op}"
+        if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE") and (node["attn_bias"] or node.params.dropout_p):
+            return "its attention has neither attn_bias nor dropout"
+        return why_unsupported(node)
 
     def alloc(self, nbytes: int, usage: Usage) -> KernelBuffer:
         return KernelBuffer(allocate(nbytes, usage).memory, usage)

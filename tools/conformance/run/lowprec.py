@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from graphrt.judge import precision
+from graphrt.ops.dropout import kept
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
+from graphrt.tools.conformance.run import lowprec_back as back
 
 T = torch.Tensor
 LowPrecision = Callable[..., T]
@@ -137,21 +140,37 @@ def _with_sink(s: T, sinks: T | None) -> T:
     return torch.cat((s, column), dim=-1)
 
 
-def _flash_attn_ext(node: Tensor, q: T, k: T, v: T, mask: T | None = None, sinks: T | None = None) -> T:
+def _flash_attn_ext(
+    node: Tensor, q: T, k: T, v: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None
+) -> T:
     rounded = _rounding(node)
-    s = _with_sink(_scores(node, q, k, mask), sinks)
+    s = _with_sink(_with_bias(_scores(node, q, k, mask), attn_bias), sinks)
     top = s.amax(-1, keepdim=True)
     e = torch.exp(s - torch.where(torch.isneginf(top), 0.0, top))
     total = e.sum(-1, keepdim=True)
-    p = rounded(e[..., :-1])
+    p = e[..., :-1]
+    rate = getattr(node.params, "dropout_p", 0.0)
+    if rate:
+        keep = torch.from_numpy(kept(rate, node.params.seed, node.params.offset, p.shape))
+        p = torch.where(keep, p / (1.0 - rate), 0.0)
+    p = rounded(p)
     n_seq, n_head, n_q, n_kv = p.shape
     out = torch.matmul(p.reshape(n_seq, v.shape[1], -1, n_kv), torch.nan_to_num(rounded(v), 0.0))
     out = out.reshape(n_seq, n_head, n_q, -1) / torch.where(total > 0, total, 1.0)
     return out.permute(0, 2, 1, 3)
 
 
-def _flash_attn_lse(node: Tensor, q: T, k: T, mask: T | None = None, sinks: T | None = None) -> T:
-    lse = torch.logsumexp(_with_sink(_scores(node, q, k, mask), sinks), dim=-1)
+def _with_bias(s: T, attn_bias: T | None) -> T:
+    if attn_bias is None:
+        return s
+    reps = (s.shape[0] // attn_bias.shape[0], s.shape[1] // attn_bias.shape[1], 1, 1)
+    return torch.add(s, torch.tile(attn_bias, reps))
+
+
+def _flash_attn_lse(
+    node: Tensor, q: T, k: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None
+) -> T:
+    lse = torch.logsumexp(_with_sink(_with_bias(_scores(node, q, k, mask), attn_bias), sinks), dim=-1)
     return lse.permute(0, 2, 1).reshape(node.shape)
 
 
@@ -241,6 +260,10 @@ _UNARY: dict[str, Callable[[T], T]] = {
 }
 
 
+#: Forms that torch differentiates where the others overflow.
+_SMOOTH: dict[str, Callable[[T], T]] = {"gelu_quick": lambda x: x * torch.sigmoid(1.702 * x)}
+
+
 def _glu(node: Tensor, a: T, b: T | None = None) -> T:
     p = node.params
     if b is None:
@@ -250,6 +273,10 @@ def _glu(node: Tensor, a: T, b: T | None = None) -> T:
         gate = torch.clamp(a, max=p.limit)
         return (torch.clamp(b, -p.limit, p.limit) + 1.0) * gate / (1.0 + torch.exp(-p.alpha * gate))
     return _UNARY[{"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}[p.kind]](a) * b
+
+
+def _rms_norm(node: Tensor, a: T) -> T:
+    return a * torch.rsqrt(a.square().mean(-1, keepdim=True) + node.params.eps)
 
 
 def _get_rows(node: Tensor, a: T, ids: T) -> T:
@@ -271,7 +298,7 @@ LOW: dict[str, LowPrecision] = {
     "UNARY": lambda node, a: _UNARY[node.params.kind](a),
     "GLU": _glu,
     "NORM": lambda node, a: F.layer_norm(a, a.shape[-1:], eps=node.params.eps),
-    "RMS_NORM": lambda node, a: a * torch.rsqrt(a.square().mean(-1, keepdim=True) + node.params.eps),
+    "RMS_NORM": _rms_norm,
     "L2_NORM": lambda node, a: F.normalize(a, dim=-1, eps=node.params.eps),
     "SUM_ROWS": lambda node, a: torch.einsum("abcd->abc", a)[..., None],
     "SOFT_MAX": _soft_max,
@@ -288,4 +315,22 @@ LOW: dict[str, LowPrecision] = {
     "DUP": lambda node, a: a,
     "CONCAT": lambda node, a, b: torch.cat((a, b), dim=3 - node.params.dim),
     "REPEAT": lambda node, a: torch.tile(a, tuple(m // n for m, n in zip(node.shape, a.shape))),
+    "REPEAT_BACK": back.repeat_back,
+    "GET_ROWS_BACK": back.get_rows_back,
+    "SET_ROWS_BACK": back.set_rows_back,
+    "VIEW_BACK": back.view_back,
+    "SILU_BACK": lambda node, d, a: back.of_forward(F.silu, a, d),
+    "UNARY_BACK": lambda node, d, a: back.of_forward(_SMOOTH.get(node.params.kind, _UNARY[node.params.kind]), a, d),
+    "RMS_NORM_BACK": lambda node, d, a: back.of_forward(partial(_rms_norm, node), a, d),
+    "ROPE_BACK": back.rope_back,
+    "SOFT_MAX_BACK": lambda node, d, w: (d * w - w * (d * w).sum(-1, keepdim=True)) * node.params.scale,
+    "OUT_PROD": lambda node, a, b: back.out_prod(node, a, b, _rounding(node)),
+    "MUL_MAT_ID_BACK": lambda node, w, d, ids: back.mul_mat_id_back(node, w, d, ids, _rounding(node)),
+    "OUT_PROD_ID": back.out_prod_id,
+    "CROSS_ENTROPY_LOSS": back.cross_entropy_loss,
+    "CROSS_ENTROPY_LOSS_BACK": back.cross_entropy_loss_back,
+    "OPT_STEP_SGD": back.opt_step_sgd,
+    "OPT_STEP_ADAMW": back.opt_step_adamw,
+    "FLASH_ATTN_BACK": lambda node, *given: back.flash_attn_back(_rounding(node), node, *given),
+    "FLASH_ATTN_VARLEN_BACK": lambda node, *given: back.flash_attn_varlen_back(_rounding(node), node, *given),
 }

@@ -1,0 +1,199 @@
+"""Conformance cases of FLASH_ATTN_BACK and FLASH_ATTN_VARLEN_BACK: head sizes, groups of heads, tails, masks, what is
+added to logits and what is hidden, for the gradient of each source.
+
+out and lse are inputs like any other: of values near those of a forward, but not its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
+from graphrt.ops.flash_attn_ext import FlashAttnParams
+from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
+from graphrt.ops.view import permute
+from graphrt.tensor import Tensor
+from graphrt.testing import Case, Given, Init, Inputs, Normal, Uniform, register_cases
+from graphrt.testing.masks import CausalMask, MaskValues
+from graphrt.testing.values import Spoiled
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One point. heads: of q, and of k and v; d: D_k and D_v; type: of k and v. mask: None, causal, window, random, or
+    per_head; empty: so many of the first and last rows see nothing; bias: dimensions 2 and 3 of attn_bias, None for
+    none; layout: plain, or cache (heads inside rows, NaN in cells that nobody sees)."""
+
+    of: str
+    n_q: int = 5
+    n_kv: int = 33
+    heads: tuple[int, int] = (4, 2)
+    n_seq: int = 1
+    d: tuple[int, int] = (40, 40)
+    type: str = "f32"
+    mask: str | None = "random"
+    empty: int = 0
+    softcap: float = 0.0
+    max_bias: float = 0.0
+    sinks: bool = False
+    bias: tuple[int, int] | None = None
+    bias_type: str = "f32"
+    d_lse: bool = False
+    dropout_p: float = 0.0
+    layout: str = "plain"
+
+
+def _points() -> Iterator[Axes]:
+    base = Axes("q")
+    for d in ((64, 64), (72, 72), (128, 128), (64, 32), (1, 1), (192, 128)):
+        yield replace(base, d=d)
+    for heads in ((1, 1), (7, 1), (16, 2), (3, 3)):
+        yield replace(base, heads=heads, n_seq=2)
+    for n_q in (1, 127, 128, 129):
+        yield replace(base, n_q=n_q, heads=(2, 1), mask="causal", n_kv=n_q + 3)
+    yield replace(base, n_q=150, n_kv=150, heads=(2, 1), mask="window", d=(16, 16))
+    for n_kv in (1, 31, 32, 65, 130):
+        yield replace(base, n_kv=n_kv, mask=None)
+    for kind in ("f16", "bf16"):
+        yield replace(base, type=kind, mask=None)
+        yield replace(base, type=kind, softcap=3.0, sinks=True, layout="cache")
+    yield replace(base, mask="per_head", n_seq=2)
+    yield replace(base, empty=2, n_q=9, sinks=True)
+    yield replace(base, softcap=2.0)
+    yield replace(base, max_bias=8.0, heads=(6, 2))
+    yield replace(base, d_lse=True, sinks=True)
+    yield replace(base, layout="cache")
+    for bias in ((1, 1), (4, 2), (2, 1)):
+        yield replace(base, bias=bias, n_seq=2, bias_type="bf16" if bias == (1, 1) else "f32")
+    yield replace(base, bias=(1, 1), max_bias=4.0, bias_type="f16")
+    yield replace(base, dropout_p=0.3, n_seq=2, n_q=9)
+    yield replace(base, dropout_p=0.9, mask=None)
+    yield replace(base, dropout_p=0.1, softcap=2.0, max_bias=4.0, sinks=True, bias=(2, 1), d_lse=True, n_seq=2)
+
+
+def axes_of_cases() -> Iterator[Axes]:
+    for point in _points():
+        for of in ("q", "k", "v", "attn_bias", "sinks"):
+            if (of != "attn_bias" or point.bias) and (of != "sinks" or point.sinks):
+                yield replace(point, of=of)
+
+
+def _lse(axes: Axes) -> Init:
+    middle = math.log(axes.n_kv) + (0.5 if axes.mask is None else 0.0)
+    return Uniform(middle, middle + 1.0)
+
+
+def _mask_init(axes: Axes) -> Init:
+    if axes.mask in ("causal", "window"):
+        return CausalMask(window=48 if axes.mask == "window" else 0)
+    return MaskValues(0.3, axes.empty)
+
+
+def _operand(i: Inputs, name: str, d: int, axes: Axes) -> Tensor:
+    ne = (d, axes.heads[1], axes.n_kv, axes.n_seq)
+    if axes.layout == "plain":
+        return i(name, axes.type, (d, axes.n_kv, axes.heads[1], axes.n_seq), Normal(1.0))
+    return permute(i(name, axes.type, ne, Spoiled(Normal(1.0), range(axes.n_kv - 4, axes.n_kv), -3)), 0, 2, 1, 3)
+
+
+def _make(axes: Axes, i: Inputs) -> Tensor:
+    (d_k, d_v), (n_head, _), n_q, n_seq = axes.d, axes.heads, axes.n_q, axes.n_seq
+    q = i("q", "f32", (d_k, n_q, n_head, n_seq), Normal(1.0))
+    k, v = _operand(i, "k", d_k, axes), _operand(i, "v", d_v, axes)
+    rows, mask = (n_head, n_q, n_seq), None
+    if axes.mask is not None:
+        init = _mask_init(axes)
+        if axes.layout == "cache":
+            init = Hidden(init, 4)
+        dims = (n_head, n_seq) if axes.mask == "per_head" else (1, n_seq)
+        mask = i("mask", "f16", (axes.n_kv, n_q, *dims), init)
+    bias = None
+    if axes.bias is not None:
+        bias = i("attn_bias", axes.bias_type, (axes.n_kv, n_q, *axes.bias))
+    sinks = i("sinks", "f32", (n_head,), Uniform(1.0, 4.0)) if axes.sinks else None
+    out, d_out = (i(name, "f32", (d_v, *rows), Normal(1.0)) for name in ("out", "d_out"))
+    lse: Init = Given((-math.inf,)) if axes.mask is None and axes.n_kv == 1 else _lse(axes)
+    params = FlashAttnParams(d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5)
+    return flash_attn_back(
+        axes.of, d_out, q, k, v, out, i("lse", "f32", rows, lse), params, mask=mask, sinks=sinks, attn_bias=bias,
+        d_lse=i("d_lse", "f32", rows) if axes.d_lse else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """`base`, and the last `cells` keys are hidden from every query."""
+
+    base: Init
+    cells: int
+
+    def __call__(self, rng, shape):  # type: ignore[no-untyped-def]
+        values = self.base(rng, shape)
+        values[..., -self.cells :] = -math.inf
+        return values
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One point of packed sequences: first queries and first keys of each, the last of them the ends."""
+
+    of: str
+    q_starts: tuple[int, ...] = (0, 3, 3, 4, 20)
+    k_starts: tuple[int, ...] = (0, 5, 7, 7, 40)
+    heads: tuple[int, int] = (4, 2)
+    d: tuple[int, int] = (40, 40)
+    type: str = "f32"
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    max_bias: float = 0.0
+    sinks: bool = False
+    d_lse: bool = False
+
+
+def _packed_points() -> Iterator[Packed]:
+    base = Packed("q")
+    yield from (base, replace(base, causal=False), replace(base, window=6), replace(base, sinks=True, softcap=2.0))
+    yield from (replace(base, max_bias=8.0, d=(64, 32)), replace(base, type="f16", d=(64, 64)))
+    yield from (replace(base, sinks=True, d_lse=True), replace(base, type="bf16", causal=False, heads=(6, 1)))
+    long = replace(base, q_starts=(0, 129, 130, 258), k_starts=(0, 129, 130, 258), d=(32, 32), heads=(2, 1))
+    yield from (long, replace(long, window=31), replace(long, causal=False))
+
+
+def _packed_cases() -> Iterator[Case]:
+    for point in _packed_points():
+        for of in ("q", "k", "v", "sinks"):
+            if of != "sinks" or point.sinks:
+                axes = replace(point, of=of)
+                yield Case("FLASH_ATTN_VARLEN_BACK", asdict(axes), partial(_make_packed, axes))
+
+
+def _make_packed(axes: Packed, i: Inputs) -> Tensor:
+    (d_k, d_v), (n_head, n_head_kv) = axes.d, axes.heads
+    n_q, n_k = axes.q_starts[-1] + 2, axes.k_starts[-1] + 3  # the rest is nobody's
+    q = i("q", "f32", (d_k, n_q, n_head), Normal(1.0))
+    k, v = (i(name, axes.type, (d, n_k, n_head_kv), Normal(1.0)) for name, d in (("k", d_k), ("v", d_v)))
+    out, d_out = (i(name, "f32", (d_v, n_head, n_q), Normal(1.0)) for name in ("out", "d_out"))
+    starts = [i(name, "i32", (len(at),), Given(at)) for name, at in
+              (("q_starts", axes.q_starts), ("k_starts", axes.k_starts))]  # fmt: skip
+    sinks = i("sinks", "f32", (n_head,), Uniform(0.0, 3.0)) if axes.sinks else None
+    params = FlashAttnVarlenParams(d_k**-0.5, axes.max_bias, axes.softcap, axes.causal, axes.window)
+    d_lse = i("d_lse", "f32", (n_head, n_q)) if axes.d_lse else None
+    lse = i("lse", "f32", (n_head, n_q), Uniform(2.0, 4.0))
+    return flash_attn_varlen_back(
+        axes.of, d_out, q, k, v, out, lse, starts[0], starts[1], params, sinks=sinks, d_lse=d_lse
+    )  # fmt: skip
+
+
+def _cases() -> Iterator[Case]:
+    base = asdict(Axes("q"))
+    for axes in dict.fromkeys(axes_of_cases()):
+        shown = {name: value for name, value in asdict(axes).items() if name == "of" or value != base[name]}
+        yield Case("FLASH_ATTN_BACK", shown, partial(_make, axes))
+
+
+register_cases("FLASH_ATTN_BACK", quick=_cases)
+register_cases("FLASH_ATTN_VARLEN_BACK", quick=_packed_cases)
