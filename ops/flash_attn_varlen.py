@@ -124,7 +124,7 @@ def check_packed(
 ) -> None:
     """Raises GraphError for what is no attention over packed keys."""
     _check_operands(op, q, k)
-    _check_sequences(op, k, q_starts, None, None, k_starts)
+    _check_sequences(op, k, q_starts, None, None, k_starts, None)
     _check_rest(op, q, sinks, p)
 
 
