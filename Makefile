@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test aot lint types mutants fuzz pictures reference clean
+.PHONY: run test wide aot lint types mutants fuzz pictures reference clean
 
 run: $(READY)
 	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
@@ -13,7 +13,12 @@ run: $(READY)
 # for minutes gives away what waits behind that
 test: export OMP_WAIT_POLICY = passive
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not aot"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not aot and not wide"
+
+# The other cases of tests/support/wide.py: kernels over more shapes, types and models, in the interpreter and emulators.
+wide: export OMP_WAIT_POLICY = passive
+wide: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m wide
 
 # Every kernel and configuration for sm_80, sm_90, sm_100 and gfx942: spills, shared memory, NaN, barriers, declared accesses.
 aot: $(READY)

@@ -24,6 +24,8 @@ for path in (ROOT, ROOT / "tests"):
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
 
+from support import wide  # noqa: E402
+
 from graphrt import private_files  # noqa: E402
 
 # Before any kernel is imported: without a GPU they run in Triton's interpreter, in child processes too.
@@ -53,6 +55,11 @@ _STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps stderr as it is here: pytest captures it while it loads this file and while a test runs."""
     config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m picks by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wide.mark(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -318,9 +318,13 @@ def test_ctrl_c_between_steps(model: Model) -> None:
 
 def test_ctrl_c_is_as_before_behind_an_answer(model: Model) -> None:
     conversation = talk(model)
-    answer(conversation, "hello")
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
+    try:
+        answer(conversation, "hello")
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_answer_that_was_stopped_at_once_leaves_the_first(model: Model) -> None:

@@ -1,0 +1,43 @@
+"""Which parametrized tests run in `make test` with a few of their cases only; `make wide` runs the others.
+
+These are the same kernels over more shapes, types and models, in Triton's interpreter or an emulator of Gluon's
+kernels, where a case takes seconds that take microseconds on a GPU. CI runs both; a plain `pytest` runs all cases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+#: Under tests/: of each test of this file, `make test` runs every so manieth case, the first included.
+EVERY = {
+    "backends/triton/test_triton.py": 3,
+    "backends/triton/test_triton_archs.py": 4,
+    "backends/triton/test_triton_batch_mma.py": 5,
+    "backends/triton/test_triton_batch_wgmma.py": 8,
+    "backends/triton/test_triton_expert_wgmma.py": 10,
+    "backends/triton/test_triton_experts.py": 5,
+    "backends/triton/test_triton_fuse.py": 6,
+    "backends/triton/test_triton_gemv.py": 5,
+    "backends/triton/test_triton_latent.py": 5,
+    "backends/triton/test_triton_mul_mat.py": 4,
+    "backends/triton/test_triton_rows.py": 4,
+    "backends/triton/test_triton_varlen.py": 4,
+    "backends/triton/test_triton_varlen_hopper.py": 5,
+}
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Gives the cases that `make test` leaves out the marker `wide`."""
+    met = Counter[str]()
+    for item in items:
+        path, _, test = item.nodeid.partition("::")
+        every = EVERY.get(path.removeprefix("tests/"))
+        if every is None:
+            continue
+        name = f"{path}::{test.partition('[')[0]}"
+        if met[name] % every:
+            item.add_marker(pytest.mark.wide)
+        met[name] += 1
