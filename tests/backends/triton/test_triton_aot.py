@@ -33,6 +33,7 @@ SPILLING = {
     ("sm_90 decode", "(256, 256)", "q4_0"): "as q8_0",
     ("sm_100 decode", "(256, 256)", "q8_0"): "as on sm_90; not measured",
     ("sm_100 decode", "(256, 256)", "q4_0"): "as on sm_90; not measured",
+    ("sm_90 varlen", "(256, 256)", "softcap=30"): "6 times in k-blocks that a row sees in part; not measured",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
 }
 #: Hopper's own.

@@ -23,7 +23,8 @@ HALF = r"d=.64,64.,heads=.4,2.,types=.f16,f16.,"
 #: Pages smaller and larger than k-blocks and boxes, packed keys, heads of each size, windows, ALiBi, sinks, soft caps;
 #: queries before the first key; prompts and chunks of several tiles.
 TILES = (
-    HALF + r"page=(16|128),seqs=..40,40.*9,9.*.$", HALF + r"page=(16|64),seqs=..1,700", HALF + r"page=0,seqs=..40,40.*spare=5,causal=False",
+    HALF + r"page=(16|128),seqs=..40,40.*9,9.*.$", HALF + r"page=(16|64),seqs=..1,700",
+    HALF + r"page=0,seqs=..40,40.*spare=5,causal=False",
     r"heads=.16,1.,.*1,97", r"heads=.7,1.,.*1,97", r"d=.(128,128|256,256).*page=16,seqs=..40,40",
     r"page=64,seqs=..40.*window=(1|100).$", r"40,40.*max_bias=8.0(,causal=False)?.$", r"page=16,seqs=..40.*sinks=near",
     r"page=0,seqs=..5,2.,.3,0.", r"page=32,seqs=..70,70.*window=20", r"page=32,seqs=..0,0.,.0,40",

@@ -41,6 +41,10 @@ def _alibi(node: Tensor) -> bool:
     return bool(node.params.max_bias)
 
 
+def _sharing(node: Tensor) -> bool:
+    return node["prefixes"] is not None and not _windowed(node) and not _alibi(node)
+
+
 def _small(node: Tensor) -> bool:
     """Several pages in a k-block."""
     return _paged(node) and node["k"].ne[1] < BLOCK
@@ -157,6 +161,24 @@ VARLEN_MUTANTS = [
            {"distance": lambda k, key, p: key + p[:, None] * 0}, _alibi),
     Mutant("alibi_one_sided", VA, "keys behind a query are nearer than none",
            {"distance": lambda k, key, p: p[:, None] - key}, lambda node: _alibi(node) and not _causal(node)),
+    # shared pages
+    Mutant("prefix_twice", VA, "a sequence's own part begins with the keys that it shares",
+           {"own_start": lambda k, start, shared: start}, _sharing),
+    Mutant("prefix_page_short", VA, "the last shared page is in neither part",
+           {"shared_end": lambda k, shared: shared - k.page}, _sharing),
+    Mutant("prefix_own_early", VA, "the last shared page is in both parts",
+           {"own_start": lambda k, start, shared: max(start, shared - k.page)}, _sharing),
+    Mutant("prefix_of_the_next", VA, "the sequence behind a group is taken for one of it",
+           {"is_member": lambda k, seq, first, count: first <= seq <= first + count}, _sharing),
+    Mutant("prefix_of_the_first_group", VA, "every sequence has the first group's pages",
+           {"is_member": lambda k, seq, first, count: True}, _sharing),
+    Mutant("prefix_of_sequence_0", VA, "shared keys are those of the first sequence of all",
+           {"group_of": lambda k, seq: (0, Varlen.group_of(k, seq)[1])}, _sharing),
+    Mutant("prefix_lost", VA, "the shared part is not joined", {"join": lambda k, shared, own: own}, _sharing),
+    Mutant("prefix_alone", VA, "the own part is not joined", {"join": lambda k, shared, own: shared}, _sharing),
+    Mutant("prefix_unscaled", VA, "parts are joined as if their maxima were equal", {"join": lambda k, a, b: (
+        np.maximum(a[0], b[0]), a[1] + b[1], a[2] + b[2])}, _sharing),
+    Mutant("prefix_stale", VA, "groups are those of the first tile", {"group_of": _First(Varlen.group_of)}, _sharing),
     # packed keys
     Mutant("packed_from_zero", VA, "every sequence's keys begin at the first",
            {"packed_row": lambda k, s, key: key}, _packed),

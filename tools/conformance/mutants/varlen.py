@@ -61,6 +61,35 @@ class Varlen(Kernel):
             return self.number("k_starts", seq + 1) - self.number("k_starts", seq)
         return self.number("lengths", seq)
 
+    # -- pieces: what sequences share
+
+    def groups(self) -> list[tuple[int, int, int]]:
+        """(first sequence, sequences, shared keys) of each group that shares any; none where positions count too."""
+        if "prefixes" not in self.sources or self.p.window or self.p.max_bias:
+            return []
+        n = 3 * self.sources["prefixes"].t.ne[1]
+        found = [[self.number("prefixes", i + j) for j in range(3)] for i in range(0, n, 3)]
+        return [(first, count, pages * self.page) for first, count, pages in found if pages > 0]
+
+    def group_of(self, seq: int) -> tuple[int, int]:
+        """(the sequence whose table is read for shared keys, how many there are) of a sequence."""
+        found = [(first, keys) for first, count, keys in self.groups() if self.is_member(seq, first, count)]
+        return found[0] if found else (seq, 0)
+
+    def is_member(self, seq: int, first: int, count: int) -> bool:
+        return first <= seq < first + count
+
+    def own_start(self, start: int, shared: int) -> int:
+        """The first key that a tile visits by itself."""
+        return max(start, shared)
+
+    def shared_end(self, shared: int) -> int:
+        """One past the last key that is visited for all of a group."""
+        return shared
+
+    def join(self, shared: Sums, own: Sums) -> Sums:
+        return self.merge(shared, own)
+
     # -- pieces: what a row sees
 
     def position(self, i: Index, n: int, length: int) -> Index:
@@ -128,6 +157,8 @@ class Varlen(Kernel):
         position = self.position(i, n, length)
         end = self.end_key(int(position[-1]), length)
         start = self.first_key(int(position[0]), end)
+        whose, shared = self.group_of(seq) if seq < self.n_seq else (seq, 0)
+        start = self.own_start(start, shared) if shared else start
         blocks = list(self.blocks(start, end))
         tokens = self.start_of(seq) + i
         q = self.read(self.q, self.start(self.q, tokens, np.asarray(head), np.asarray(0)), self.q.t.ne[0])
@@ -135,7 +166,12 @@ class Varlen(Kernel):
         parts = [
             self.process(seq, head, q, position, length, (start, end), part) for part in (blocks[:half], blocks[half:])
         ]
-        self.finish(seq, tokens, head, self.merge(*parts))
+        sums = self.merge(*parts)
+        if shared:
+            span = (0, self.shared_end(shared))
+            behind = position * 0 + shared  # all of it is before every query
+            sums = self.join(self.process(whose, head, q, behind, span[1], span, list(self.blocks(*span))), sums)
+        self.finish(seq, tokens, head, sums)
 
     def blocks(self, start: int, end: int) -> range:
         """The k-blocks that a tile visits."""
@@ -159,7 +195,8 @@ class Varlen(Kernel):
             if self.p.max_bias:
                 slope = np.float32(alibi_slopes(self.n_head, self.p.max_bias)[head])
                 s = s - slope * self.distance(key, position).astype(np.float32)
-            s = np.where(self.seen(position, key, length), s, NEG_INF).astype(np.float32)
+            seen = self.seen(position, key, length) & (key >= span[0])
+            s = np.where(seen, s, NEG_INF).astype(np.float32)
             new = np.maximum(top, s.max(1))
             safe = np.where(new == NEG_INF, np.float32(0), new)
             weights, shrink = np.exp(s - safe[:, None]).astype(np.float32), np.exp(top - safe)

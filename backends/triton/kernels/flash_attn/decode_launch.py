@@ -27,21 +27,13 @@ PLAN_EARLY = True
 
 
 def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
-    """joins() of a launch of these arguments, where each tile has programs of its own; (0, 0) too where nobody need."""
-    if not main["RANGES"] or main["programs"] < t.n_tiles:
-        return 0, 0
-    return joins(main, t, config, main["n_q"] * t.pack)
+    """(rows, parts at a time) of the join within a launch of these arguments; (0, 0): fixup.py joins, or nobody need.
 
-
-def joins(main: dict[str, Any], t: Any, config: Config, rows: int) -> tuple[int, int]:
-    """(rows, parts at a time) of the join within a launch of these arguments; (0, 0): fixup.py joins.
-
-    t: the tiling; rows: of a tile, most of the time. Powers of two, so that a thread holds at most 128 values and every
-    lane one of the row maxima.
+    t: the tiling. Powers of two, so that a thread holds at most 128 values and every lane one of the row maxima.
     """
     most = min(main["splits"] or main["programs"] // t.n_tiles + 2, t.n_blocks)
-    rows, d = 1 << (rows - 1).bit_length(), main["D_K"]
-    if d > JOIN_D:
+    rows, d = 1 << (main["n_q"] * t.pack - 1).bit_length(), main["D_K"]
+    if not main["RANGES"] or main["programs"] < t.n_tiles or d > JOIN_D:
         return 0, 0
     if any(main[kind] not in ("f16", "bf16") for kind in ("K_KIND", "V_KIND")):
         return 0, 0

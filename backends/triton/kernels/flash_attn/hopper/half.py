@@ -47,7 +47,7 @@ def produce(p, k_desc, v_desc, k_ring, v_ring, mask_desc=None, mask_ring=None):
         if from_ring:
             mask_seq = seq % p.mask_seqs
             mask_head = (group * p.spec.pack) % p.mask_heads
-            token = p.first_token(qt, 0)
+            token = p.first_token(seq, qt, 0)
             if n_full == 0:
                 mask_ring.fill(mask_desc, mask_seq, mask_head, token, block * p.spec.block_n, mask_step)
                 mask_step += 1

@@ -9,7 +9,6 @@ from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
-from graphrt.backends.triton.kernels.flash_attn.decode_launch import joins
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.varlen.attend_decode import flash_attn_varlen_decode
@@ -22,13 +21,11 @@ LEAD = 2
 
 
 class VarlenDecode(VarlenKernel):
-    """varlen/attend_decode.py: sequences that have few queries each, on NVIDIA's GPUs. join: joins()'s, once launches()
-    has been asked."""
+    """varlen/attend_decode.py: sequences that have few queries each, on NVIDIA's GPUs."""
 
     name = kernel = "varlen_decode"
     file = "varlen/attend_decode.py"
     few_rows = ROWS.value
-    join = (0, 0)
 
     @cached_property
     def _found(self) -> Config | str:
@@ -59,29 +56,19 @@ class VarlenDecode(VarlenKernel):
         assert plan is not None
         c, p = self.config, self.p
         same = PortableConfig(c.block_m, c.block_n, c.warps, c.stages, per_sm=c.per_sm)
-        args = main_arguments(p, self.tiling, same, self.choice, plan, scratch.part(0), self.target)
-        if self.shares_out:
-            self.join = joins(args, self.tiling, c, min(p.mean_queries * p.gqa, c.block_m))
-        # Slots of a join lie by program and tile.
-        n_slots = self.tiling.n_tiles + self.choice.programs if self.join[0] else 0
-        args["p_part"] = scratch.part(max(self.choice.scratch_bytes, n_slots * c.block_m * (p.v.d + 2) * 4))
+        part = scratch.part(self.choice.scratch_bytes)
+        args = main_arguments(p, self.tiling, same, self.choice, plan, part, self.target)
         words = [word for word in ("causal", "window", "alibi") if args[word.upper()]]
         known = {
             **args, "D": p.k.d, "STAGES": c.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
-            "SEES": " ".join(["position", *words]), "p_counter": scratch.counters(self.tiling.n_tiles),
-            "lead": self.lead, "JOIN": self.join[0], "JOIN_PARTS": self.join[1],
+            "SEES": " ".join(["position", *words]),
+            "lead": self.lead,
         }  # fmt: skip
         given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
         fewer = tuple({"STAGES": n} for n in range(c.stages - 1, 0, -1))
         options = launch_options(self.target, c.warps)
         main = Launch(flash_attn_varlen_decode, (self.choice.programs,), given, options, fewer)
-        if not self.shares_out or self.join[0] > 0:
-            return [main]
-        return [main, portable.fixup_launch(args, self.tiling, p, self.target)]
-
-    @property
-    def joined_by(self) -> str:
-        return "kernel" if self.join[0] > 0 else super().joined_by
+        return [main, portable.fixup_launch(args, self.tiling, p, self.target)] if self.shares_out else [main]
 
     @property
     def workers(self) -> str:
