@@ -20,9 +20,6 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 #: First row, end, what decodes them, the f32 matrix that this leaves.
 Slice = tuple[int, int, Callable[[], None], torch.Tensor]
 
-#: Most tokens for which rows of rounded products are decoded one by one; unpacking 16 at a time pays beyond.
-ROW_BY_ROW = 8
-
 #: Decoded slices of a matrix are at most this large, so that they are still in cache when the product reads them.
 SLICE_BYTES = 4 * 2**20
 
@@ -81,7 +78,7 @@ def _matmul(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None
     if found is None or extra is None:
         return None
     weight, x, n_tok = found
-    if n_tok > ROW_BY_ROW and low.rounds(weight.dtype.name):
+    if n_tok > fast.MAX_TOKENS and low.rounds(weight.dtype.name):
         return _tiles(low, weight, x, low.at(out), low.at(residual), extra[1])
     if n_tok > fast.MAX_TOKENS:
         return _matmul_large(low, weight, x, out, residual)
@@ -225,8 +222,7 @@ def lower_gate_up_glu(low: Lowering, nodes: GateUpGlu) -> Any | None:
         return None
     (w_gate, x, n_tok), w_up = found, other[0]
     act = ACTIVATIONS[out.params.kind]
-    tiled = n_tok > ROW_BY_ROW and low.rounds(w_gate.dtype.name) and low.rounds(w_up.dtype.name)
-    if tiled or n_tok > fast.MAX_TOKENS:
+    if n_tok > fast.MAX_TOKENS:
         return _glu_large(low, nodes, act)
     for_gate, for_up = low.activations(x, w_gate.dtype.name), low.activations(x, w_up.dtype.name)
     return [

@@ -88,7 +88,7 @@ class ManyQueries(Task):
             with f.range(0, ROWS, LANES) as half:
                 addresses = [f.load(self.q_of + (half + i) * 8, I64) for i in range(LANES)]
                 rows = [widen(f.load(q + at * 4, F32, lanes)) for q in addresses]
-                for i, column in enumerate(f.transpose(rows)[:lanes]):
+                for i, column in enumerate(f.transpose(rows, lanes)):
                     f.store(self.lane(self.queries, at + i, half), column)
 
         self._pieces(shape.d_k, exchange)

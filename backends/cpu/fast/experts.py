@@ -16,7 +16,7 @@ from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import F32_BITS, Rows, check_rows
 from graphrt.backends.cpu.fast.pool import Entry, Step
 from graphrt.backends.cpu.fast.rows import in_range, load_index
-from graphrt.backends.cpu.fast.tiles import TOKENS, dots, own_panel, put_rows, unpack_rows
+from graphrt.backends.cpu.fast.tiles import PutEach, dots, in_fours, own_panel, put_rows, unpack_rows
 
 #: Most pairs of an expert whose rows are decoded one by one: unpacking 16 rows pays beyond.
 ROW_BY_ROW = 2
@@ -192,22 +192,19 @@ def _build_gemm(f: Fn, form: Form) -> None:
                         total.v = dot + f.load(added + r * 4, F32)
                     f.store(pairs.row("y", first + i) + r * 4, total.v)
 
-        def tokens(at: Val, count: int, r0: Val, rows: Val) -> None:
-            found = dots(f, form, panel, n, [pairs.row("x", at + i) for i in range(count)])
-            for i, total in enumerate(found):
-                put_rows(f, total, rows, pairs.row("y", at + i) + r0 * 4, added + r0 * 4, bias)
-
         for count in range(1, ROW_BY_ROW + 1):
             with f.if_((last - first).eq(count)):
                 few(count)
         with f.if_(last - first > ROW_BY_ROW), f.range(start, stop, LANES) as r0:
             rows = f.min_int(stop - r0, LANES)
             unpack_rows(f, form, n, matrix + r0 * w_nb, rows, w_nb, panel)
-            whole = first + (last - first) // TOKENS * TOKENS
-            with f.range(first, whole, TOKENS) as at:
-                tokens(at, TOKENS, r0, rows)
-            with f.range(whole, last) as at:
-                tokens(at, 1, r0, rows)
+
+            def tokens(places: list[Val], put: PutEach) -> None:
+                found = dots(f, form, panel, n, [pairs.row("x", place) for place in places])
+                biases = added + r0 * 4
+                put(found, lambda at, lanes: put_rows(f, lanes, rows, pairs.row("y", at) + r0 * 4, biases, bias))
+
+            in_fours(f, first, last, tokens)
     first, last = pairs.of(n_expert)
     with f.range(first, last) as at, f.range(start, stop) as r:
         f.store(pairs.row("y", at) + r * 4, f.const(math.nan, F32))

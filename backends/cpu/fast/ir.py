@@ -17,6 +17,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from graphrt.backends.cpu.fast.constants import vector
+
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 PTR = ir.PointerType()
@@ -164,7 +166,7 @@ class Val:
         return Val(self.f, self.f.b.fptosi(self.v, _like(self.t, t)))
 
     def shuffle(self, lanes: Sequence[int], other: Val | None = None) -> Val:
-        mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        mask = vector(I32, lanes)
         second = other.v if other is not None else ir.Constant(self.t, ir.Undefined)
         return Val(self.f, self.f.b.shuffle_vector(self.v, second, mask))
 
@@ -235,7 +237,7 @@ class Fn:
     def const(self, x: Any, t: Any = I64) -> Val:
         if isinstance(t, ir.VectorType):
             values = list(x) if isinstance(x, (list, tuple, range)) else [x] * t.count
-            return Val(self, ir.Constant(t, [_element(t.element, e) for e in values]))
+            return Val(self, vector(t.element, values))
         return Val(self, ir.Constant(t, _element(t, x)))
 
     def vconst(self, values: Sequence[Any], t: Any) -> Val:
@@ -414,17 +416,19 @@ class Fn:
             step //= 2
         return rows[0]
 
-    def transpose(self, rows: Sequence[Val]) -> list[Val]:
-        """16 vectors of 16 lanes -> the same with rows and lanes exchanged."""
-        out = list(rows)
-        for step in (8, 4, 2, 1):
+    def transpose(self, rows: Sequence[Val], n: int = LANES) -> list[Val]:
+        """16 vectors of 16 lanes -> the same with rows and lanes exchanged, the first n of them."""
+        out, steps = list(rows), (8, 4, 2, 1)
+        wanted = [set(range(n))]  # of each step, the last one first
+        for step in reversed(steps[1:]):
+            wanted.append(wanted[-1] | {i ^ step for i in wanted[-1]})
+        for step, these in zip(steps, reversed(wanted), strict=True):
             low = [i if not i & step else LANES + i - step for i in range(LANES)]
             high = [i + step if not i & step else LANES + i for i in range(LANES)]
-            for i in range(LANES):
-                if not i & step:
-                    a, b = out[i], out[i + step]
-                    out[i], out[i + step] = a.shuffle(low, b), a.shuffle(high, b)
-        return out
+            before = list(out)
+            for i in these:
+                out[i] = before[i & ~step].shuffle(high if i & step else low, before[i | step])
+        return out[:n]
 
     def exp(self, x: Val) -> Val:
         """e^x in f32 to about 1e-7; exactly 0 below -87.3, 2.4e38 above 88.3, NaN for NaN."""

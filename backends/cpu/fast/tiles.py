@@ -8,7 +8,7 @@ row: nothing is shuffled, and scales are applied once for each run of values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphrt.backends.cpu.fast.integer import Form, Unit, for_units, form_of
@@ -36,10 +36,8 @@ class Panel:
 
 
 def _columns(f: Fn, p: Val, stride: int, n: int) -> list[Val]:
-    """n vectors of 32-bit words, each the same word of 16 rows, `stride` bytes apart."""
-    if n < LANES:
-        return [f.join([f.load(p + stride * row + 4 * i, I32) for row in range(LANES)]) for i in range(n)]
-    return f.transpose([f.load(p + stride * row, I32, LANES) for row in range(LANES)])
+    """n vectors of 32-bit words, at most 16, each the same word of 16 rows, `stride` bytes apart."""
+    return f.transpose([widen(f.load(p + stride * row, I32, n)) for row in range(LANES)], n)
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def _unpack(f: Fn, form: Form, unit: Unit, rows: Val, last: Val, w_nb: Val, pane
             f.store(target + where[_Place(at, len(chunk_layout), 4 * i)], column)
         at += len(chunk_layout)
     for source, dst in ((scales, panel.scales), (scales + 1024, panel.offsets)):
-        for run, column in enumerate(_columns(f, source, 64, LANES)[: len(words)]):
+        for run, column in enumerate(_columns(f, source, 64, len(words))):
             f.store(dst + (unit.block * form.runs(1) + run) * 64, column)
 
 
@@ -145,6 +143,25 @@ def put_rows(f: Fn, total: Val, rows: Val, target: Val, added: Val, adds: Val) -
     f.elements(rows, put)
 
 
+#: put(found, write): write(t, lanes) for each token that is not there for the count alone.
+PutEach = Callable[[list[Val], Callable[[Val, Val], None]], None]
+
+
+def in_fours(f: Fn, first: Val, stop: Val, body: Callable[[list[Val], PutEach], None]) -> None:
+    """body(tokens, put) for each four of first .. stop; the last is there several times where some are left over."""
+    with f.range(first, stop, TOKENS) as start:
+        these = [f.min_int(start + i, stop - 1) for i in range(TOKENS)]
+
+        def put(found: list[Val], write: Callable[[Val, Val], None]) -> None:
+            buffer = f.buffer(F32, LANES * TOKENS)
+            for k, lanes in enumerate(found):
+                f.store(buffer + k * (4 * LANES), lanes)
+            with f.range(0, f.min_int(stop - start, TOKENS)) as i:
+                write(start + i, f.load(buffer + i * (4 * LANES), F32, LANES))
+
+        body(these, put)
+
+
 def own_panel(f: Fn, form: Form, panels: Val, n: Val) -> Panel:
     """This thread's memory for 16 rows of n values, of those at `panels`."""
     runs = n // form.type.sub
@@ -167,17 +184,11 @@ def _build(f: Fn, form: Form) -> None:
         rows = f.min_int(stop - r0, LANES)
         unpack_rows(f, form, n, w + r0 * w_nb, rows, w_nb, panel)
 
-        def tokens(first: Val, count: int) -> None:
-            found = dots(f, form, panel, n, [x + (first + i) * x_nb for i in range(count)])
-            for i, total in enumerate(found):
-                t = first + i
-                put_rows(f, total, rows, y + t * y_nb + r0 * 4, res + t * res_nb + r0 * 4, res)
+        def tokens(these: list[Val], put: PutEach) -> None:
+            found = dots(f, form, panel, n, [x + t * x_nb for t in these])
+            put(found, lambda t, lanes: put_rows(f, lanes, rows, y + t * y_nb + r0 * 4, res + t * res_nb + r0 * 4, res))
 
-        whole = n_tok // TOKENS * TOKENS
-        with f.range(0, whole, TOKENS) as t:
-            tokens(t, TOKENS)
-        with f.range(whole, n_tok) as t:
-            tokens(t, 1)
+        in_fours(f, f.const(0), n_tok, tokens)
 
 
 @functools.cache
