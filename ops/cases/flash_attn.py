@@ -49,15 +49,6 @@ _LONG = replace(BASE, d=(64, 64), heads=(4, 1), n_q=1)
 _BIASES = ((1, 1, "f32"), (1, 1, "bf16"), (6, 2, "f16"), (3, 1, "f32"))
 
 GROUPS: Mapping[str, Sequence[Group]] = {
-    "biases": (
-        Group(_WIDE, {"bias": _BIASES, "n_q": (1, 9)}, {"mask": (None, "random"), "softcap": (5.0,)}),
-        Group(replace(_WIDE, bias=_BIASES[2], softcap=5.0, sinks="near", mask="distance"), {"max_bias": (0.0, 8.0)}),
-    ),
-    "dropout": (
-        Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),
-        Group(replace(_WIDE, dropout_p=0.5, sinks="near", bias=_BIASES[3]), {"max_bias": (0.0, 8.0)}),
-    ),
-    # D that is no power of two ends in NaN, so that what a kernel pads it with must be its own zeros.
     "head sizes": (
         Group(replace(BASE, layout="padded"), {"d": HEAD_SIZES, "n_q": (1, 9)}, {"n_kv": (300,), "n_q": (33, 65)}),
         Group(
@@ -184,6 +175,15 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         ),
     ),
     "far": (Group(replace(BASE, layout="far"), {"mask": ("random",)}),),
+    "biases": (
+        Group(_WIDE, {"bias": _BIASES, "n_q": (1, 9)}, {"mask": (None, "random"), "softcap": (5.0,)}),
+        Group(replace(_WIDE, bias=_BIASES[2], softcap=5.0, sinks="near", mask="distance"), {"max_bias": (0.0, 8.0)}),
+    ),
+    "dropout": (
+        Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),
+        Group(replace(_WIDE, dropout_p=0.5, sinks="near", bias=_BIASES[3]), {"max_bias": (0.0, 8.0)}),
+    ),
+    # D that is no power of two ends in NaN, so that what a kernel pads it with must be its own zeros.
 }
 
 #: In the full set only.

@@ -9,6 +9,7 @@ import pytest
 
 from graphrt import Graph, Tensor, gradients, new_input, ops, prepare
 from graphrt.errors import GraphError
+from graphrt.ops.gradients import _built
 from graphrt.ops.recompute import backward_order, cuts, peak_of, post_order, training_graph
 
 LAYERS, WIDTH, TOKENS = 12, 16, 40
@@ -105,11 +106,20 @@ def test_what_writes_is_not_written_twice() -> None:
     for _ in range(6):
         z = ops.unary(z, "sigmoid")
     loss = ops.sum_rows(ops.reshape(z, 72))
-    whole = _peak(loss, gradients(loss, [x]))
-    found = gradients(loss, [x], recompute=whole - 1)
-    nodes = Graph(loss, *found).nodes
-    assert _again(loss, found) > 0 or len(nodes) > len(Graph(loss, *gradients(loss, [x])).nodes)
-    assert sum(node.op == "SET_ROWS" for node in nodes) == 1
+    order, twins = post_order(loss), 0
+    for start in range(1, len(order)):  # wherever the forward is cut
+        nodes = post_order(loss, *_built(order, [start], loss, [x], None))
+        assert sum(node.op == "SET_ROWS" for node in nodes) == 1
+        twins += sum(node.name.endswith("(again)") or node.op == "UNARY" for node in nodes) > 12
+    assert twins > 6
+
+
+def test_what_is_read_at_the_end_counts_to_the_end() -> None:
+    a = new_input("f32", 256, name="a")
+    first, second = ops.sqr(a), ops.sqrt(a)
+    assert peak_of([first, second], [first, second]) == 2 * first.nbytes
+    assert peak_of([first, second], [second]) == first.nbytes
+    assert peak_of([first, ops.view(first, (4,)), second], [second]) == first.nbytes
 
 
 def test_post_order_is_a_graph_s() -> None:
