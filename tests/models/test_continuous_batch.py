@@ -91,6 +91,7 @@ def test_sequences_come_and_go(model: Model, ahead: bool) -> None:
         while len(found.get(3, ())) < 4:
             run(batch, found)
         batch.end(3)
+        assert engine.cache.pool.of(3).reserved == engine.lengths[3], "nor is anything queued for it"
         cut = found.pop(3)
         engine.free(3)
         batch.add(3, texts[4], 7)
@@ -181,7 +182,7 @@ def test_a_full_cache_is_said_and_goes_on(llama: Model, ahead: bool) -> None:
         with pytest.raises(CacheFullError, match="5 pages of 16 tokens"):
             while batch.going:
                 run(batch, found)
-        assert batch.going == [0, 1, 2]
+        assert batch.going == [0, 1, 2] and not batch._queued, "all tokens that were made are given first"
         check(engine.cache.pool)
         batch.end(1)
         assert engine.tokens(1) == [*texts[1], *found[1][:-1]]
