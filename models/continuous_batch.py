@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,10 @@ from graphrt.arguments import checked
 from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.engine import MAX_AHEAD, Ids
+from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step_paged import PagedStep
 from graphrt.ops import SampleParams
-
-if TYPE_CHECKING:
-    from graphrt.models.engine_paged import PagedEngine
 
 
 @dataclass(eq=False)
@@ -72,7 +70,7 @@ class ContinuousBatch:
                 for seq, token in batch.step().items(): ...    # and add() or end() any sequence, at any time
     """
 
-    def __init__(self, engine: PagedEngine, sampling: SampleParams | None = None) -> None:
+    def __init__(self, engine: PagedSteps, sampling: SampleParams | None = None) -> None:
         self.engine, self.sampling = engine, sampling
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
@@ -249,9 +247,8 @@ class ContinuousBatch:
                 self.close()
 
 
-def generated(batch: ContinuousBatch, n_seq: int) -> Iterator[Ids]:
-    """The tokens of an engine's sequences that all generate as many, one of each after the other: int32 [n_seq]."""
-    with batch:
-        while batch.going:
-            found: Mapping[int, int] = batch.step()
-            yield np.array([found[seq] for seq in range(n_seq)], np.int32)
+def generated(batch: ContinuousBatch) -> Iterator[Ids]:
+    """The tokens of all sequences of an engine, each of which generates as many: int32 [n_seq] after each step."""
+    while batch.going:
+        found: Mapping[int, int] = batch.step()
+        yield np.array([found[seq] for seq in range(batch.engine.n_seq)], np.int32)

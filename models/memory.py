@@ -11,9 +11,9 @@ from graphrt.errors import MemoryPlanError
 from graphrt.models.arch import read_file
 from graphrt.models.cache import KVCache
 from graphrt.models.engine import SessionOptions, check_options
-from graphrt.models.engine_paged import new_cache
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import HParams
+from graphrt.models.paged_steps import new_cache
 from graphrt.models.placement import for_cache, for_weights
 
 

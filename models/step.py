@@ -235,8 +235,11 @@ class PreparedStep(AnyStep[StepInputs]):
         """Fills the inputs; what is left out stays as it is. positions: int64 [n_seq, n]; tokens: as many; rows: int32
         [n_outputs]; uniform: float64 [n_seq]."""
         inputs = self.inputs
-        given = self.fill({inputs.tokens: tokens, inputs.rows: rows, inputs.uniform: uniform})
-        places = inputs.places(positions)
-        for leaf, value in places:
-            self.own(leaf).reshape(value.shape)[:] = value
-        self.filled([*given, *(leaf for leaf, _ in places)])
+        values = inputs.places(positions)
+        for leaf, value in ((inputs.tokens, tokens), (inputs.rows, rows), (inputs.uniform, uniform)):
+            if value is not None and leaf is not None:
+                values.append((leaf, value))
+        for leaf, value in values:
+            self.own(leaf)[:] = value.reshape(-1)
+        if not self.in_place:
+            self.filled(leaf for leaf, _ in values)

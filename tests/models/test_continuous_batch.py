@@ -17,7 +17,8 @@ from graphrt.errors import CacheFullError, SessionError
 from graphrt.models import Model, load
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import MAX_AHEAD, SessionOptions
-from graphrt.models.engine_paged import MAX_STEPS, PagedEngine
+from graphrt.models.engine_paged import PagedEngine
+from graphrt.models.paged_steps import MAX_STEPS
 from graphrt.models.paging.check import check
 from graphrt.models.paging.prefixes import Prefix, PrefixRule
 from graphrt.models.sampling import Sampler, Uniforms

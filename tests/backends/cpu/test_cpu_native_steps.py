@@ -86,7 +86,7 @@ def test_a_step_begins_where_the_cells_are(model: Model, monkeypatch: pytest.Mon
 
     def fresh(tokens: list[int]) -> np.ndarray:
         with monkeypatch.context() as patch:
-            patch.setattr(PreparedStep, "_memory", None)
+            patch.setattr(PreparedStep, "in_place", False)
             return model.session(options).eval(tokens)
 
     session.eval(ids[:3])

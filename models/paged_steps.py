@@ -1,0 +1,236 @@
+"""PagedSteps: how the steps of an engine over pages are chosen, filled and run; engine_paged.py is the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from graphrt.backend import Backend, Usage
+from graphrt.backends.cpu import threads
+from graphrt.errors import SessionError
+from graphrt.execute import Executable, prepare
+from graphrt.graph import Graph
+from graphrt.models.cache_paged import PagedCache, page_sizes
+from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
+from graphrt.models.hparams import HParams
+from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
+from graphrt.models.paging.prefixes import Prefixes
+from graphrt.models.step import Logits
+from graphrt.models.step_paged import PagedStep, StepSize
+from graphrt.ops import SampleParams
+from graphrt.tensor import Tensor, new_tensor
+
+#: Prepared steps that an engine keeps. Sizes are rungs of a ladder, so that more are seldom in use.
+MAX_STEPS = 24
+
+_NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
+
+
+class AnyBatch(Protocol):
+    """Sequences that generate together. going: those that have tokens to come; close(): ends all."""
+
+    @property
+    def going(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class StepPlan(NamedTuple):
+    """Which prepared step reads some tokens, and what it reads once of what sequences share."""
+
+    size: StepSize
+    prefixes: Prefixes
+
+
+def new_cache(hp: HParams, backend: Backend, options: SessionOptions, n_seq: int) -> PagedCache:
+    """The cache of an engine with these options, of which no default stands for another number. Raises SessionError."""
+    n_new = options.n_batch + (1 + MAX_AHEAD) * n_seq
+    sizes = page_sizes(hp, hp.windowed, options.n_ctx, n_new, n_seq, options.page, options.n_pages)
+    types = options.type_k, options.type_v
+    return PagedCache(hp, backend, hp.windowed, options.n_ctx, types, sizes, n_seq=n_seq, share=options.share)
+
+
+class PagedSteps(AnyEngine[PagedCache, PagedStep]):
+    """The steps of an engine over pages. A step reads up to n_batch tokens of prompts and one token of each other
+    sequence. Its graph is one of a ladder of sizes, the rest of which belongs to nobody."""
+
+    most_prepared = MAX_STEPS
+    #: The batch of sequences that generate, while there is one.
+    batch: AnyBatch | None = None
+
+    def _most_at_once(self, n_batch: int) -> int:
+        return n_batch
+
+    def _new_cache(self) -> PagedCache:
+        return new_cache(self.decoder.hp, self.home, self.options, self.n_seq)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a step."""
+        return self.n_batch + self.n_seq
+
+    # ---- prepared steps ----
+
+    def prepared(self, size: StepSize) -> PagedStep:
+        """The step of up to so many tokens and so on that gives logits; made on first use."""
+
+        def make() -> PagedStep:
+            inputs = self.decoder.paged_inputs(size, self.cache)
+            return PagedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
+
+        return self._prepared.made(size, make)
+
+    def choosing(self, size: StepSize, sampling: SampleParams | None = None) -> PagedStep:
+        """The same that finds its tokens on the board and leaves the next ones there, the likeliest or drawn ones."""
+        if self.board.buffer is None:
+            self.board.buffer = self.home.alloc(self.board.nbytes, Usage.STATE)
+
+        def make() -> PagedStep:
+            keep_logits = not self.home.asynchronous
+            made = self.decoder.paged_chosen(self.board, size, self.cache, sampling, keep_logits=keep_logits)
+            return PagedStep(made[0], prepare(made[1], self.backends))
+
+        return self._prepared.made((size, sampling), make)
+
+    @cached_property
+    def board(self) -> Tensor:
+        """i32 [1, n_seq + most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
+        return new_tensor("i32", 1, self.n_seq + self.most_tokens, name="token_board")
+
+    def plan(self, new: Mapping[int, int], *, every: bool = False) -> StepPlan:
+        """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
+        few. Where each sequence has one token, tokens, sequences and wanted rows are one rung; else sequences are of a
+        coarse ladder, whose empty ones cost a row of logits each. A table has room for the longest sequence's pages,
+        in powers of two."""
+        longest = max(self.cache.pool.of(seq).reserved for seq in new)
+        shared = self.cache.prefixes(new) if self.home.reads_shared_once else _NOT_TOLD
+        blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks)
+        size = self._size(sum(new.values()), len(new), blocks, every=every)
+        n_groups = coarse_rung(len(shared.groups), self.n_seq) if shared.groups else 0
+        return StepPlan(size._replace(n_groups=n_groups), shared)
+
+    def largest_size(self, n_tokens: int, n_seq: int, *, every: bool = False) -> StepSize:
+        """That of a step of sequences that may be as long as the context and share nothing."""
+        return self._size(n_tokens, n_seq, self.cache.sizes.max_blocks, every=every)
+
+    def _size(self, n_tokens: int, n_seq: int, n_blocks: int, *, every: bool) -> StepSize:
+        n = rung(n_tokens, self.most_tokens)
+        if n_tokens == n_seq:
+            n = min(n, self.n_seq)
+            return StepSize(n, n, n, n_blocks)
+        seqs = coarse_rung(n_seq, self.n_seq)
+        return StepSize(n, seqs, n if every else seqs, n_blocks)
+
+    def arranged(self, seqs: Sequence[int]) -> list[int]:
+        """The order in which a step reads sequences: that given, unless some share what can be read once."""
+        return self.cache.arranged(seqs) if self.home.reads_shared_once else list(seqs)
+
+    def executable(self, n: int, n_outputs: int) -> Executable:
+        return self.prepared(self.largest_size(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
+
+    def chained(self, sampling: SampleParams | None = None) -> PagedStep:
+        return self.choosing(self.largest_size(self.n_seq, self.n_seq), sampling)
+
+    # ---- reading ----
+
+    def after_what_is_known(self, given: Mapping[int, Ids]) -> dict[int, Ids]:
+        """What is to be read of the tokens after empty sequences have taken over what the tree has of theirs. Raises
+        CacheFullError where there are too few pages for all; then nothing has changed."""
+        pool, left = self.cache.pool, dict(given)
+        with self.emptied_where_it_fails() as began:
+            for seq, ids in given.items():
+                if not self.lengths[seq]:
+                    began.append(seq)
+                    self.lengths[seq] = n = pool.adopt(seq, ids.tolist())
+                    left[seq] = ids[n:]
+            pool.check_room({seq: len(ids) for seq, ids in left.items()}, windowed=False)
+        return left
+
+    @contextmanager
+    def emptied_where_it_fails(self) -> Iterator[list[int]]:
+        """The sequences that are put into the list are empty again where what is done inside fails or is
+        interrupted."""
+        began: list[int] = []
+        done = False
+        try:
+            yield began
+            done = True
+        finally:
+            if not done:
+                for seq in began:
+                    self.cut(seq, 0)
+
+    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+        """One step: up to most_tokens tokens of any sequences, any number of each. The logits after each one's last
+        token, f32 [sequences, n_vocab], or after every token, one sequence after the other. Raises CacheFullError; then
+        nothing has changed."""
+        order = list(part) if every else self.arranged(list(part))
+        new = {seq: len(part[seq]) for seq in order}
+        try:
+            with threads.using(self.n_threads_batch if max(new.values()) > 1 else 0):
+                prepared = self.feed({seq: part[seq] for seq in order}, every=every)
+                prepared.exe.run()
+            for seq, ids in part.items():
+                self.cache.pool.commit(seq, ids.tolist())
+                self.lengths[seq] += len(ids)
+        finally:  # nothing stays of a step that was interrupted
+            self.forget(new)
+        logits = prepared.logits()[: sum(new.values()) if every else len(new)]
+        return logits if order == list(part) else logits[[order.index(seq) for seq in part]]
+
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PagedStep:
+        """A step with its inputs filled, ready to run; its tokens have cells and don't count as read yet."""
+        new = {seq: len(ids) for seq, ids in part.items()}
+        n = sum(new.values())
+        if n > self.most_tokens:
+            raise SessionError(
+                f"a step reads at most {self.most_tokens} tokens, n_batch and one of each sequence, got {n}; read them "
+                f"in several"
+            )
+        self.cache.append(new)
+        plan = self.plan(new, every=every)
+        prepared = self.prepared(plan.size)
+        ends = np.cumsum(list(new.values()), dtype=np.int32)
+        rows = np.arange(n, dtype=np.int32) if every else ends - 1
+        ids = np.concatenate([np.asarray(ids, np.int32) for ids in part.values()])
+        prepared.write(new, ids, rows, prefixes=plan.prefixes.groups)
+        return prepared
+
+    def begin(self, batch: AnyBatch) -> None:
+        """A batch of this engine's sequences generates from now on. Raises SessionError where another one does."""
+        if self.batch is not None:
+            raise SessionError("an engine generates one batch at a time, and has one that goes on; close that")
+        self.batch = batch
+
+    def end(self, batch: AnyBatch) -> None:
+        """It does no more."""
+        if self.batch is batch:
+            self.batch = None
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Nothing stays of these sequences' tokens beyond `lengths`."""
+        for seq in seqs:
+            n = int(self.lengths[seq])
+            if self.cache.pool.of(seq).reserved > n:
+                self.cache.pool.truncate(seq, n)
+
+    def cut(self, seq: int, n: int) -> int:
+        """Leaves a sequence its first n tokens, as PagePool.truncate() does."""
+        self.lengths[seq] = self.cache.pool.truncate(seq, n)
+        return int(self.lengths[seq])
+
+    def _check(self, seq: int, ids: Sequence[int] | Ids) -> None:
+        self.known(seq)
+        super()._check(seq, ids)
+
+    def known(self, seq: int) -> int:
+        """The sequence's number. Raises SessionError for one that is none, or that generates in a batch."""
+        if not 0 <= seq < self.n_seq:
+            raise SessionError(f"a sequence must be 0 to {self.n_seq - 1}, got {seq}")
+        if self.batch is not None and seq in self.batch.going:
+            raise SessionError(f"sequence {seq} generates in a batch; end it there first (ContinuousBatch.end())")
+        return seq
