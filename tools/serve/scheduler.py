@@ -147,7 +147,7 @@ class Scheduler:
                 self.counts.steps += 1
         except CacheFullError as error:
             self._make_room(error)
-        except (GraphrtError, RuntimeError, MemoryError, ValueError) as error:
+        except Exception as error:  # whatever it is, the texts of other steps go on
             log.exception("a step failed, and with it %d texts", len(self.running))
             self._fail_all(error)
         events, self._events = self._events, []

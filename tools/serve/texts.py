@@ -39,12 +39,13 @@ COMPLETION_TOKENS = 16
 @dataclass
 class Maker:
     """Makes texts of requests. defaults: of the sampling parameters that a request leaves out; most: tokens of a text
-    with its prompt; most_made: tokens that a text may be asked for, -1 for no limit."""
+    with its prompt; most_made: tokens that a text may be asked for, -1 for no limit; most_texts: of a request."""
 
     model: Model
     defaults: SamplerParams
     most: int
     most_made: int = -1
+    most_texts: int = 1024
 
     def __post_init__(self) -> None:
         self._grammars = threading.Lock()
@@ -60,7 +61,13 @@ class Maker:
             raise ApiError("log-probabilities of a prompt are not here: leave out echo or logprobs", param="logprobs")
         n = self._limit(request.max_tokens or COMPLETION_TOKENS)
         rules = self._rules(request, n, request.logprobs)
-        return [text for ids in self.prompts(request.prompt) for text in self._texts(request, ids, n, rules, key)]
+        prompts = self.prompts(request.prompt)
+        self._check_count(len(prompts) * (request.n or 1))
+        return [text for ids in prompts for text in self._texts(request, ids, n, rules, key)]
+
+    def _check_count(self, n: int) -> None:
+        if n > self.most_texts:
+            raise ApiError(f"a request may ask for {self.most_texts} texts, got one for {n}; send several", param="n")
 
     def prompts(self, given: str | Sequence[Any]) -> list[list[int]]:
         """The ids of a prompt, or of several. Raises ApiError."""
@@ -89,6 +96,7 @@ class Maker:
             raise ApiError("top_logprobs needs logprobs: true; give both", param="top_logprobs")
         best = (request.top_logprobs or 0) if request.logprobs else None
         rules = self._rules(request, n, best, tool_calls.schema_of(*wanted))
+        self._check_count(request.n or 1)
         prompt = self.rendered(request.messages, wanted[0], request.chat_template_kwargs)
         return self._texts(request, self._chat_ids(prompt), n, rules, key)
 

@@ -110,7 +110,10 @@ class Worker:
                 commands, self._commands = self._commands, deque()
                 other = self._others.popleft() if self._others else None
             for command, text in commands:
-                command(text)
+                try:
+                    command(text)
+                except Exception:
+                    log.exception("a text could not be added or cancelled")
             if scheduler is not None:
                 self._send(scheduler.step())
             if other is not None:

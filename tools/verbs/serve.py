@@ -124,8 +124,9 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     from graphrt.tools.serve.worker import Worker
 
     limits, metrics = Limits(args.max_body, args.timeout, args.max_queue), Metrics()
+    most = args.parallel + args.max_queue  # texts that can be there at once
     scheduler = Scheduler(engine_of(model, args)) if isinstance(model.network, Decoder) else None
-    maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict)
+    maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict, most)
     if scheduler is not None:
         assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
     return State(
