@@ -239,7 +239,7 @@ class PreparedStep(AnyStep[StepInputs]):
         for leaf, value in ((inputs.tokens, tokens), (inputs.rows, rows), (inputs.uniform, uniform)):
             if value is not None and leaf is not None:
                 values.append((leaf, value))
-        for leaf, value in values:
-            self.own(leaf)[:] = value.reshape(-1)
+        for leaf, given in values:
+            self.own(leaf)[:] = given.reshape(-1)
         if not self.in_place:
             self.filled(leaf for leaf, _ in values)
