@@ -22,18 +22,19 @@ from graphrt.tensor import Tensor
 
 #: Rows that a program of attention_back_delta, and a step of attention_back_sinks, takes.
 DELTA_ROWS, SINK_ROWS = 16, 1024
+#: Of products, all operands being f32, since gradients need its range. (On an H100, f32 in three tf32 products was off by
+#: up to 4 times what a case allows, f16 in one too, whose operands the hardware cuts off at 10 bits; three spill.)
+PRECISION = "ieee"
 #: Bytes of shared memory from which the larger tiles fit.
 ROOMY = 140_000
 
 
-def tiling(d: int, exact: bool, target: Target) -> tuple[int, int, int]:
+def tiling(d: int, target: Target) -> tuple[int, int, int]:
     """Queries and keys of a tile, and warps, for heads of so many elements: what neither spills in its loops nor takes
-    more shared memory than there is. exact: products of f32, in three parts, which take more registers."""
+    more shared memory than there is."""
     if target.shared_memory < ROOMY:
         return (32, 32, 4) if d <= 64 else (16, 16, 4)
-    if exact:
-        return (32, 32, 8) if d <= 64 else (16, 32, 8) if d <= 128 else (16, 16, 8)
-    return (64, 64, 8) if d <= 64 else (32, 32, 8) if d <= 128 else (16, 32, 8)
+    return (32, 32, 8) if d <= 64 else (16, 32, 8) if d <= 128 else (16, 16, 8)
 
 
 def _delta(node: Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
@@ -79,20 +80,13 @@ def _arguments(node: Tensor, delta: torch.Tensor, ctx: Context) -> dict[str, Any
         "scale": p.scale, "softcap": p.softcap, "D_K": d_k, "D_V": d_v,
         "BLOCK_K": max(16, triton.next_power_of_2(d_k)), "BLOCK_V": max(16, triton.next_power_of_2(d_v)),
         "BLOCK_M": block_m, "BLOCK_N": block_n, "HAS_MASK": mask is not None, "SOFTCAP": p.softcap > 0,
-        "PRECISION": _precision(node, ctx), "PDL": ctx.target.has_pdl,
+        "PRECISION": PRECISION, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
 
 
 def _tiling(node: Tensor, ctx: Context) -> tuple[int, int, int]:
     d = max(node["k"].ne[0], node["v"].ne[0])
-    return tiling(d, _precision(node, ctx) == "tf32x3", ctx.target)
-
-
-def _precision(node: Tensor, ctx: Context) -> str:
-    """Of products, all operands being f32: of f16 and bf16 with 10 bits, whose range gradients need."""
-    if not ctx.target.is_nvidia:
-        return "ieee"
-    return "tf32x3" if node["k"].dtype.name == node["v"].dtype.name == "f32" else "tf32"
+    return tiling(d, ctx.target)
 
 
 def lower_flash_attn_back(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
