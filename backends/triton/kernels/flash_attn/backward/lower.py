@@ -22,8 +22,8 @@ from graphrt.tensor import Tensor
 
 #: Rows that a program of attention_back_delta, and a step of attention_back_sinks, takes.
 DELTA_ROWS, SINK_ROWS = 16, 1024
-#: Of products, all operands being f32, since gradients need its range. (On an H100, f32 in three tf32 products was off by
-#: up to 4 times what a case allows, f16 in one too, whose operands the hardware cuts off at 10 bits; three spill.)
+#: Of products, all operands being f32, since gradients need its range. (On an H100, f32 in three tf32 products was off
+#: by up to 4 times what a case allows, f16 in one too, whose operands the hardware cuts off at 10 bits; three spill.)
 PRECISION = "ieee"
 #: Bytes of shared memory from which the larger tiles fit.
 ROOMY = 140_000
