@@ -5,7 +5,7 @@ graphrt's own __init__, so that it is ready in a tenth of a second. Its argument
 "path": folders of Jinja, "memory": bytes, "compiling" and "margin": seconds of the processor, "out_of_memory": the
 exit status that says so}. Requests and replies are JSON, one a line: values only, so that neither side runs what the
 other sends. A request is {source, bos_token, eos_token, seconds}, to compile, and with {messages,
-add_generation_prompt, variables} to render; a reply {"text": ...} or {"error": a sentence}.
+add_generation_prompt}, perhaps {variables}, to render; a reply {"text": ...} or {"error": a sentence}.
 
 What a template does beyond the limits of chat_environment ends here, by the system: memory, time, files, processes.
 """
@@ -73,7 +73,7 @@ class _Server:
             if "messages" not in request:
                 return {"text": ""}
             _limit_seconds(request["seconds"] + self._margin)
-            given = (request[name] for name in ("messages", "add_generation_prompt", "variables"))
+            given = request["messages"], request["add_generation_prompt"], request.get("variables")
             return {"text": self.renderer.render(*given)}
         except self._error as error:
             return {"error": str(error)}

@@ -179,7 +179,7 @@ def test_a_silent_file_is_read_causally(tmp_path: Path) -> None:
         (lambda m: m.embed([[1] * 257]), "cut it into shorter"),
         (lambda m: m.embed([[128]]), "token id must be 0 to 127"),
         (lambda m: m.embed([[1]], "max"), "must be one of none, mean, cls, last, got 'max'"),
-        (lambda m: m.embed([[1]], n_batch=0), "at least 1"),
+        (lambda m: m.embed([[1]], n_batch=-1), "at least 1"),
         (lambda m: m.session(), "bert models are encoders.*graphrt embed"),
     ],
 )

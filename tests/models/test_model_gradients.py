@@ -91,7 +91,8 @@ def _is_trained(t: Tensor) -> bool:
 def _decoded(model: Any) -> tuple[Tensor, dict[str, Any]]:
     cache = model.session(OPTIONS).cache
     inputs = model.decoder.inputs(N, N, cache)
-    values = dict(inputs.places(np.arange(N)[None]))
+    places = inputs.places(np.arange(N)[None])
+    values = {leaf.name: np.array(value, _HOST[leaf.dtype.name]).reshape(-1) for leaf, value in places}
     values["inp_tokens"], values["inp_out_ids"] = np.array(tokens()[:N], np.int32), np.arange(N, dtype=np.int32)
     return model.decoder.result(inputs), values
 

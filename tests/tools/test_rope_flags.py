@@ -25,7 +25,7 @@ ARGS: dict[str, tuple[str, ...]] = {
     "run": (*P, "-n", "1"), "chat": ("-n", "1"), "check": ("-b", "cpu"), "dump": (), "explain": (), "memory": (),
     "trace": P, "diff": P, "perplexity": ("-f", "t.txt", "-c", "32", "--chunks", "1"),
     "embed": (*P, "--pooling", "mean"), "logits": ("--tokens", "1", "-o", "l.npy"),
-    "imatrix": ("-f", "t.txt", "-c", "32", "--chunks", "1"), "bench": ("-p", "2", "-n", "1", "-r", "1"),
+    "imatrix": ("-f", "t.txt", "-c", "32", "--chunks", "1"), "bench": ("-p", "2", "-n", "1", "-r", "1"), "serve": (),
 }  # fmt: skip
 
 
@@ -53,7 +53,8 @@ def test_verbs_that_have_them() -> None:
     assert all(verb_parser(name, modules[name]).has_flag(flag) for name in have for flag in FLAGS)
 
 
-@pytest.mark.parametrize("name", [name for name in ARGS if name != "bench"])  # it measures the machine first
+# bench measures the machine first, serve waits for requests
+@pytest.mark.parametrize("name", [name for name in ARGS if name not in ("bench", "serve")])
 def test_they_reach_the_model(
     name: str, asked: list[RopeOptions], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

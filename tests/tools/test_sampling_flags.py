@@ -121,7 +121,7 @@ def test_several_texts(graphrt: Cli) -> None:
     shown = graphrt(*given, "-np", "3", "--seed", "5")
     texts = "".join(f"--- text {i} of 3\n{sample['text']}\n" for i, sample in enumerate(found["samples"]))
     assert shown.out == texts and "generated 18 tokens in 3 texts" in shown.err
-    assert "--profile measures one text" in graphrt("-np", "2", "--profile", "x.json").err
+    assert "--profile measures a text in one ring" in graphrt("-np", "2", "--profile", "x.json").err
 
 
 @pytest.mark.parametrize("form", ["--grammar", "--grammar-file"])
