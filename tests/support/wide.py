@@ -1,7 +1,7 @@
 """Which parametrized tests run in `make test` with a few of their cases only; `make wide` runs the others.
 
-These are the same kernels over more shapes, types and models, in Triton's interpreter or an emulator of Gluon's
-kernels, where a case takes seconds that take microseconds on a GPU. CI runs both; a plain `pytest` runs all cases.
+These are the same code over more shapes, types and models, most of them in Triton's interpreter or an emulator of
+Gluon's kernels, where a case takes seconds that take microseconds on a GPU. CI runs both; a plain `pytest` runs all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import pytest
 
 #: Under tests/: of each test of this file, `make test` runs every so manieth case, the first included.
 EVERY = {
+    "backends/cpu/test_cpu_integer.py": 3,
+    "backends/cpu/test_fast_form.py": 3,
     "backends/triton/test_triton.py": 3,
+    "backends/triton/test_triton_aot.py": 2,
     "backends/triton/test_triton_archs.py": 4,
     "backends/triton/test_triton_batch_mma.py": 5,
     "backends/triton/test_triton_batch_wgmma.py": 8,
@@ -24,8 +27,13 @@ EVERY = {
     "backends/triton/test_triton_latent.py": 5,
     "backends/triton/test_triton_mul_mat.py": 4,
     "backends/triton/test_triton_rows.py": 4,
+    "backends/triton/test_triton_unfused.py": 4,
     "backends/triton/test_triton_varlen.py": 4,
     "backends/triton/test_triton_varlen_hopper.py": 5,
+    "models/test_engine_paged.py": 3,
+    "models/test_gguf_mutation.py": 2,
+    "models/test_model_gradients.py": 3,
+    "tools/test_order.py": 4,
 }
 
 
@@ -35,7 +43,7 @@ def mark(items: Sequence[pytest.Item]) -> None:
     for item in items:
         path, _, test = item.nodeid.partition("::")
         every = EVERY.get(path.removeprefix("tests/"))
-        if every is None:
+        if every is None or item.get_closest_marker("aot"):
             continue
         name = f"{path}::{test.partition('[')[0]}"
         if met[name] % every:
