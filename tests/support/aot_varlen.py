@@ -71,11 +71,7 @@ def chosen(arch: str, shape: Shape) -> Chosen:
 
 def launches(arch: str, shape: Shape) -> list[Launch]:
     """What the launcher makes of a shape, over memory of zeros."""
-    steps, found = _launched(arch, shape)
-    for step in steps:
-        if "STAGES" in step.args and found.shared is not None:  # as many as shared memory holds
-            step.args["STAGES"] = found.stages
-    return steps
+    return _launched(arch, shape)[0]
 
 
 def _launched(arch: str, shape: Shape) -> tuple[list[Launch], Chosen]:

@@ -60,12 +60,12 @@ class VarlenDecode(VarlenKernel):
         args = main_arguments(p, self.tiling, same, self.choice, plan, part, self.target)
         words = [word for word in ("causal", "window", "alibi") if args[word.upper()]]
         known = {
-            **args, "D": p.k.d, "STAGES": c.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
+            **args, "D": p.k.d, "STAGES": self.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
             "SEES": " ".join(["position", *words]),
             "lead": self.lead,
         }  # fmt: skip
         given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
-        fewer = tuple({"STAGES": n} for n in range(c.stages - 1, 0, -1))
+        fewer = tuple({"STAGES": n} for n in range(self.stages - 1, 0, -1))
         options = launch_options(self.target, c.warps)
         main = Launch(flash_attn_varlen_decode, (self.choice.programs,), given, options, fewer)
         return [main, portable.fixup_launch(args, self.tiling, p, self.target)] if self.shares_out else [main]
