@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-#: Under tests/: of each test of this file, `make test` runs every so manieth case, the first included; 0: none of them.
+#: Under tests/: of each test of this file, n: `make test` runs the first case and every n-th after it; 0: none.
 EVERY = {
     "backends/cpu/test_cpu_integer.py": 3,
     "backends/cpu/test_fast_form.py": 5,

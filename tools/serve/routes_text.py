@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +18,8 @@ from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generati
 from graphrt.tools.serve.state import State, events, json_response, key_of
 from graphrt.tools.serve.tool_calls import CallFinder
 
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+
 
 class TextRoutes:
     """Routes that generate text."""
@@ -26,22 +28,22 @@ class TextRoutes:
         self.state = state
 
     async def chat(self, request: Request) -> Response:
-        state, limits = self.state, self.state.limits
-        body = await body_of(request, ChatRequest, limits.max_body, limits.body_seconds)
-        _check(body)
-        state.check_model(body.model)
-        maker, key = state.generator(), key_of(request)
-        texts = await state.aside(lambda: maker.chat(body, key))
-        return await self._answer(request, body, texts, Chat(state, body, texts))
+        body, maker, key = await self._body(request, ChatRequest), self.state.generator(), key_of(request)
+        texts = await self.state.aside(lambda: maker.chat(body, key))
+        return await self._answer(request, body, texts, Chat(self.state, body, texts))
 
     async def completions(self, request: Request) -> Response:
-        state, limits = self.state, self.state.limits
-        body = await body_of(request, CompletionRequest, limits.max_body, limits.body_seconds)
+        body, maker, key = await self._body(request, CompletionRequest), self.state.generator(), key_of(request)
+        texts = await self.state.aside(lambda: maker.completion(body, key))
+        return await self._answer(request, body, texts, Completion(self.state, body, texts))
+
+    async def _body(self, request: Request, form: type[Asked]) -> Asked:
+        """What a request asks for. Raises ApiError for what can't be done, or not by this model."""
+        limits = self.state.limits
+        body = await body_of(request, form, limits.max_body, limits.body_seconds)
         _check(body)
-        state.check_model(body.model)
-        maker, key = state.generator(), key_of(request)
-        texts = await state.aside(lambda: maker.completion(body, key))
-        return await self._answer(request, body, texts, Completion(state, body, texts))
+        self.state.check_model(body.model)
+        return body
 
     async def _answer(
         self, request: Request, body: Generating, texts: Sequence[Text], answer: Chat | Completion
