@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
-#: Under tests/: of each test of this file, or of one test (file::name), n: `make test` runs the first case and every n-th
-#: after it; 0: none. A test's own row goes before its file's.
+#: Under tests/: of each test of this file, or of one test (file::name), n: `make test` runs the first case and every
+#: n-th after it; 0: none. A test's own row goes before its file's.
 EVERY = {
     "backends/cpu/test_cpu_integer.py": 3,
     "backends/cpu/test_cpu_integer.py::test_code_for_other_machines": 6,
