@@ -45,5 +45,7 @@ CODE_TYPES: dict[str, CodeType] = {
         CodeType("iq2_s", 256, 82, 16, k_natural, grid.iq2_s, signed=True),
         CodeType("iq3_xxs", 256, 98, 32, k_natural, grid.iq3_xxs, signed=True),
         CodeType("iq3_s", 256, 110, 32, k_natural, grid.iq3_s, signed=True),
+        CodeType("iq1_s", 256, 50, 32, k_natural, grid.iq1_s, signed=True),
+        CodeType("iq1_m", 256, 56, 16, k_natural, grid.iq1_m, signed=True),
     )
 }

@@ -1,6 +1,7 @@
-"""Types whose codes are points of a grid: 8 or 4 values by the number of a point, and a sign for each value.
+"""Types whose codes are points of a grid: 8 or 4 values by the number of a point.
 
-The grids are those of the package gguf.
+iq2 and iq3 have a sign for each value, iq1 has one of two shifts for a few points. The grids are those of the package
+gguf.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections.abc import Sequence
 import gguf
 
 from graphrt.backends.cpu.fast.code_type import Codes, half
-from graphrt.backends.cpu.fast.ir import F32, I1, I8, I16, I32, I64, Fn, Val
+from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, I64, Fn, Val
 
 
 @functools.cache
-def _points(name: str) -> tuple[int, ...]:
-    """A grid's points as words, the first value lowest."""
+def _points(name: str, times: int = 1) -> tuple[int, ...]:
+    """A grid's points, multiplied, as signed words, the first value lowest."""
     grid = gguf.quants.__dict__[name]
     grid.init_grid()
-    rows = grid.grid.astype("int64")[0, 0]
-    return tuple(sum(int(v) << 8 * i for i, v in enumerate(row)) for row in rows)
+    rows = (grid.grid[0, 0] * times).astype("int8")
+    return tuple(int.from_bytes(row.tobytes(), "little", signed=True) for row in rows)
 
 
 def _chunks(f: Fn, name: str, numbers: Sequence[Val], signs: Val) -> list[Val]:
@@ -100,3 +101,39 @@ def iq3_s(f: Fn, p: Val, count: int) -> Codes:
     numbers = ninth | f.load(p + 2, I8, 64).zext(I16)
     scales = (_nibble_scales(f, p + 106, 4) * 2.0 + 1.0) * half(f, p, 8)
     return Codes(_chunks(f, "IQ3_S", _lanes(f, numbers), f.load(p + 74, I64, 4)), scales)
+
+
+def _shifted(f: Fn, numbers: Val, shifts: Val) -> list[Val]:
+    """iq1's codes, eight times a value: 8 times a point's -1, 0 or 1, and the point's shift. numbers, shifts: 32 lanes."""
+    table = f.table("IQ1_S", _points("IQ1_S", 8), I64)
+    found = [f.load(table + n * 8, I64) for n in _lanes(f, numbers)]
+    chunks = []
+    for i in range(0, 32, 8):
+        points = f.join(found[i : i + 8]).bits(I8, 64)
+        chunks.append(points + shifts.shuffle([i + j // 8 for j in range(64)]))
+    return chunks
+
+
+def iq1_s(f: Fn, p: Val, count: int) -> Codes:
+    # of 32 values: three high bits of each point's number, three of the scale, and whether the shift is -1 or 1
+    runs = f.load(p + 34, I16, 8)
+    of_points = runs.shuffle([i // 4 for i in range(32)])
+    high = ((of_points >> f.vconst([0, 3, 6, 9] * 8, I16)) & 7) << 8
+    shifts = (of_points.shift_sign(15) | 1).trunc(I8)
+    scales = (((runs >> 12) & 7).zext(I32).to(F32) * 2.0 + 1.0) * (half(f, p, 8) * 0.125)
+    return Codes(_shifted(f, high | f.load(p + 2, I8, 32).zext(I16), shifts), scales)
+
+
+def iq1_m(f: Fn, p: Val, count: int) -> Codes:
+    # of 8 values: three high bits of the point's number, and whether the shift is -1 or 1
+    bytes_ = f.load(p + 32, I8, 16)
+    of_points = (bytes_ & 15).shuffle([i // 2 + 16 * (i % 2) for i in range(32)], bytes_ >> 4)
+    high = (of_points & 7).zext(I16) << 8
+    shifts = ((of_points << 4).shift_sign(7)) | 1
+    # four times four scales of 3 bits; the bits above are an f16 in four parts
+    word = f.load(p + 48, I64)
+    d = (word >> 12) & 0xF | (word >> 24) & 0xF0 | (word >> 36) & 0xF00 | (word >> 48) & 0xF000
+    three = f.splat(word, 4).bits(I16, 16).shuffle([i // 4 for i in range(16)]) >> f.vconst([0, 3, 6, 9] * 4, I16)
+    scale = f.splat(d.trunc(I16)).as_bits(F16).to(F32) * 0.125
+    scales = ((three & 7).zext(I32).to(F32) * 2.0 + 1.0) * scale
+    return Codes(_shifted(f, high | f.load(p, I8, 32).zext(I16), shifts), scales)
