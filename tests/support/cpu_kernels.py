@@ -14,7 +14,7 @@ GUARD = 256
 SCALES_AT = {
     "q2_K": (80, 82), "q3_K": (108,), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
     "iq2_xxs": (0,), "iq2_xs": (0,), "iq2_s": (0,), "iq3_xxs": (0,), "iq3_s": (0,), "tq1_0": (52,), "tq2_0": (64,),
-    "nvfp4": (),
+    "iq1_s": (0,), "iq1_m": (), "nvfp4": (),
 }  # fmt: skip
 
 
@@ -62,6 +62,8 @@ def encode(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nd
     for offset in SCALES_AT[name]:
         scale = rng.uniform(0.001, 0.01, (*raw.shape[:-1], 1)).astype(np.float16)
         raw[..., offset : offset + 2] = scale.view(np.uint8)
+    if name == "iq1_m":  # its scale, here of 0x1000 to 0x1fff (0.0005 to 0.008), lies in four parts: the last one is 1
+        raw[..., 55] = raw[..., 55] & 0x0F | 0x10
     return raw.reshape(*shape[:-1], -1)
 
 

@@ -73,6 +73,18 @@ def k_fours(count: int) -> list[list[int]]:
     return [[16 * run + 4 * part + i for run in range(16) for i in range(4)] for part in range(4)]
 
 
+def k_pairs(count: int) -> list[list[int]]:
+    """Of each half of 256 values the first 8 of each 16, then the others."""
+    return [
+        [at + 16 * run + 8 * part + i for run in range(8) for i in range(8)] for at in (0, 128) for part in range(2)
+    ]
+
+
+def k_twos(count: int) -> list[list[int]]:
+    """Of 256 values the first 2 of each 8, then the second 2, and so on: lanes of 4 bytes lie in 16 values in all chunks."""
+    return [[8 * i + 2 * part + j for i in range(32) for j in range(2)] for part in range(4)]
+
+
 # helpers
 
 

@@ -18,6 +18,8 @@ from graphrt.backends.cpu.fast.code_type import (
     k_eights,
     k_fours,
     k_natural,
+    k_pairs,
+    k_twos,
 )
 
 #: By ggml's name: values and bytes of a block, values with one scale, the order of codes, and how they are read.
@@ -40,12 +42,12 @@ CODE_TYPES: dict[str, CodeType] = {
         CodeType("nvfp4", 64, 36, 16, halves_of_16, small.nvfp4, zero=small.FP4_ZERO, at_once=2),
         CodeType("tq1_0", 256, 54, 32, k_natural, k.tq1_0, zero=1),
         CodeType("tq2_0", 256, 66, 32, k_eights, k.tq2_0, zero=1),
-        CodeType("iq2_xxs", 256, 66, 32, k_natural, grid.iq2_xxs, signed=True),
-        CodeType("iq2_xs", 256, 74, 16, k_natural, grid.iq2_xs, signed=True),
+        CodeType("iq2_xxs", 256, 66, 32, k_eights, grid.iq2_xxs, signed=True),
+        CodeType("iq2_xs", 256, 74, 16, k_pairs, grid.iq2_xs, signed=True),
         CodeType("iq2_s", 256, 82, 16, k_natural, grid.iq2_s, signed=True),
-        CodeType("iq3_xxs", 256, 98, 32, k_natural, grid.iq3_xxs, signed=True),
+        CodeType("iq3_xxs", 256, 98, 32, k_eights, grid.iq3_xxs, signed=True),
         CodeType("iq3_s", 256, 110, 32, k_natural, grid.iq3_s, signed=True),
-        CodeType("iq1_s", 256, 50, 32, k_natural, grid.iq1_s, signed=True),
-        CodeType("iq1_m", 256, 56, 16, k_natural, grid.iq1_m, signed=True),
+        CodeType("iq1_s", 256, 50, 32, k_twos, grid.iq1_s, offsets=True),
+        CodeType("iq1_m", 256, 56, 16, k_twos, grid.iq1_m, zero=9),
     )
 }
