@@ -81,7 +81,7 @@ def k_pairs(count: int) -> list[list[int]]:
 
 
 def k_twos(count: int) -> list[list[int]]:
-    """Of 256 values the first 2 of each 8, then the second 2, and so on: lanes of 4 bytes lie in 16 values in all chunks."""
+    """Of 256 values the first 2 of each 8, then the second 2, and so on: a lane of 4 bytes lies in one run of 16."""
     return [[8 * i + 2 * part + j for i in range(32) for j in range(2)] for part in range(4)]
 
 

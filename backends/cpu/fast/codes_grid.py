@@ -1,7 +1,7 @@
 """Types whose codes are points of a grid: 8 or 4 values by the number of a point.
 
-iq2 and iq3 have a sign for each value; of iq1 an eighth is added to, or taken from, the values of one or four points. The grids are those of the package
-gguf.
+iq2 and iq3 have a sign for each value; of iq1 an eighth is added to, or taken from, the values of one point or four.
+The grids are those of the package gguf.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _threes() -> tuple[int, ...]:
 
 
 def _by_twos(f: Fn, numbers: Val, bit: int) -> list[Val]:
-    """Codes of iq1 in the order of `k_twos`, i16 lanes of two values each, which begin at this bit. numbers: 32 lanes."""
+    """Codes of iq1 in the order of `k_twos`: i16 lanes of two values, each at this bit of its byte. numbers: 32 lanes."""
     table = f.table("IQ1", _threes(), I16)
     points = f.join([f.load(table + n * 2, I16) for n in _lanes(f, numbers)])
     moved = [points >> right if right > 0 else points << -right for right in (2 * k - bit for k in range(4))]
