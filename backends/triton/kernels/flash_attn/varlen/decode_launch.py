@@ -16,9 +16,6 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKerne
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
 from graphrt.backends.triton.launch import Launch, launch_options
 
-#: K-blocks that a program could visit in the time in which it ends a tile and begins the next: its copies start anew.
-LEAD = 2
-
 
 class VarlenDecode(VarlenKernel):
     """varlen/attend_decode.py: sequences that have few queries each, on NVIDIA's GPUs."""
@@ -45,10 +42,6 @@ class VarlenDecode(VarlenKernel):
         return self._found
 
     @property
-    def lead(self) -> int:
-        return LEAD
-
-    @property
     def per_sm(self) -> int:
         return self.config.per_sm
 
@@ -62,7 +55,6 @@ class VarlenDecode(VarlenKernel):
         known = {
             **args, "D": p.k.d, "STAGES": self.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
             "SEES": " ".join(["position", *words]),
-            "lead": self.lead,
         }  # fmt: skip
         given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
         fewer = tuple({"STAGES": n} for n in range(self.stages - 1, 0, -1))

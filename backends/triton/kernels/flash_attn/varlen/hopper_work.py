@@ -16,7 +16,7 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 #: The numbers among the kernels' arguments, in their order, which compiled code does not depend on.
 NUMBERS = (
     "scale", "softcap", "sq_t", "sq_h", "so_t", "so_h", "n_head", "gqa", "n_groups", "n_tiles", "n_seq", "n_pages",
-    "max_blocks", "s_table", "window", "lead", "splits",
+    "max_blocks", "s_table", "window", "splits",
 )  # fmt: skip
 POINTERS = ("q", "out", "lse", "slopes", "sinks", "tiles", "table", "unit_start", "part")
 OF_PROGRAM = ("whole_rounds", "first_tile", "first_unit", "stop_unit", "turns")
@@ -55,7 +55,6 @@ class VarlenWork:
     max_blocks: gl.tensor
     s_table: gl.tensor
     window: gl.tensor
-    lead: gl.tensor
     splits: gl.tensor
     whole_rounds: gl.tensor
     first_tile: gl.tensor
@@ -112,8 +111,9 @@ class VarlenWork:
             # The program's range counted from the tile's start; before its first tile it may begin earlier.
             first = gl.maximum(self.first_unit - start, 0)
             low, high, finishes, whole = part_of_tile(0, n, first, self.stop_unit - start)
-            low = gl.maximum(low - self.lead, 0)
-            high = gl.maximum(high - self.lead, 0)
+            lacking = n - n_units  # units before the tile's own
+            low = gl.maximum(low - lacking, 0)
+            high = gl.maximum(high - lacking, 0)
             slot = slot_of_part(gl.program_id(0), self.splits, finishes)
         return low, high, whole, slot
 
