@@ -58,7 +58,7 @@ def shapes(names, nodes=None):
             print(f"## {name} nodes {n_nodes}: {us:.1f} us a node {wrong} [{time.time() - t0:.1f} s]")
             found = kernels(lambda: (exe.run(), exe.synchronize()), 1)
             base = found[0][0]
-            for ts, dur, kernel, grid, regs in found[:24]:
+            for ts, dur, kernel, grid, regs in found[:7]:
                 print(f"     at {ts - base:8.1f} for {dur:8.2f}  {kernel[:48]} {grid} r{regs}")
             sys.stdout.flush()
             del exe, program
