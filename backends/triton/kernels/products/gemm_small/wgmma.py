@@ -294,17 +294,6 @@ def batch_wgmma(
             [4, 4],
             [form.registers[0], form.registers[1]],
         )
-    elif form.warpgroups == 3:
-        gl.warp_specialize(
-            [
-                (consume, (rings, x_ring, barriers, pointers, work, 0, form)),
-                (consume, (rings, x_ring, barriers, pointers, work, 1, form)),
-                (consume, (rings, x_ring, barriers, pointers, work, 2, form)),
-                (produce, (copies, form)),
-            ],
-            [4, 4, 4],
-            [form.registers[0], form.registers[0], form.registers[1]],
-        )
     else:
         gl.warp_specialize(
             [
