@@ -68,7 +68,9 @@ class Launcher:
         steps, beside = list[Step](), list[str]()
         for part in parts:
             kernel, refused = self._first(part, varlen_kernels_of(self.target), {})
-            plan, made = self.lengths.plan(part, kernel.tiling, kernel.sharing, kernel.rounds, kernel.turn)
+            plan, made = self.lengths.plan(
+                part, kernel.tiling, kernel.sharing, kernel.rounds, kernel.turn, kernel.lead
+            )  # fmt: skip
             steps += [*made, *kernel.launches(plan, not made, self.scratch)]
             beside.append(f"{part.part.text}: {kernel.kernel}, {kernel.choice.summary()}")
         if both is not None:

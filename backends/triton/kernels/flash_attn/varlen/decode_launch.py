@@ -24,6 +24,7 @@ class VarlenDecode(VarlenKernel):
     name = kernel = "varlen_decode"
     file = "varlen/attend_decode.py"
     few_rows = ROWS.value
+    lead = 2
 
     @cached_property
     def _found(self) -> Config | str:
