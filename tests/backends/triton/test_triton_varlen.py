@@ -231,13 +231,13 @@ def test_the_list_of_tiles(starts: list[int]) -> None:
 
 
 def _divided(
-    units: list[int], n_groups: int, programs: int, turn: int, rounds: bool, lead: int = 0
+    units: list[int], n_groups: int, programs: int, turn: int, rounds: bool, more: int = 0
 ) -> tuple[list[int], int, int]:
     """(units' starts, whole tiles, programs that share) as sum_varlen_units has them of units of query tiles."""
     n_tiles = len(units) * n_groups
     found = torch.full((n_tiles + 3,), -1, dtype=torch.int32)
     args = {"p_units": torch.tensor(units, dtype=torch.int32), "p_unit_start": found, "n_tiles": n_tiles, "CHUNK": 16}
-    args |= {"n_groups": n_groups, "programs": programs, "turn": turn, "lead": lead, "ROUNDS": rounds}
+    args |= {"n_groups": n_groups, "programs": programs, "turn": turn, "more": more, "ROUNDS": rounds}
     Launch(sum_varlen_units, (1,), args)()
     *starts, whole, sharing = found.tolist()
     return starts, whole, sharing
@@ -275,9 +275,9 @@ def test_each_unit_has_one_program(rng: np.random.Generator) -> None:
     for _ in range(150):
         longest, spread = int(rng.integers(1, 60)), int(rng.choice([0, 1, 3, 60]))
         units = rng.integers(max(1, longest - spread), longest + 1, int(rng.integers(1, 12))).tolist()
-        n_groups, programs, lead = int(rng.integers(1, 5)), int(rng.integers(1, 60)), int(rng.integers(3))
-        listed = [n + lead for n in units] + [0] * 2
-        starts, whole, sharing = _divided(listed, n_groups, programs, 3, bool(rng.integers(2)), lead)
+        n_groups, programs, more = int(rng.integers(1, 5)), int(rng.integers(1, 60)), int(rng.integers(3))
+        listed = [n + more for n in units] + [0] * 2
+        starts, whole, sharing = _divided(listed, n_groups, programs, 3, bool(rng.integers(2)), more)
         own = np.repeat(units, n_groups)
         counted = np.diff(starts)[whole : len(own)]
         assert not whole % programs and 1 <= sharing <= programs and (counted >= own[whole:]).all()
@@ -287,11 +287,9 @@ def test_each_unit_has_one_program(rng: np.random.Generator) -> None:
             first, end = starts[tile], starts[tile + 1]
             parts = [(p * total // sharing, (p + 1) * total // sharing) for p in range(sharing)]
             parts = [(max(low, first) - first, min(high, end) - first) for low, high in parts if low < end and high > first]
-            lacking = end - first - n
-            done = [i for low, high in parts for i in range(max(low - lacking, 0), max(high - lacking, 0))]
-            assert done == list(range(n))
+            assert [i for low, high in parts for i in range(low, min(high, n))] == list(range(n))
             if even:
-                assert len(parts) == sharing // len(counted) and all(high > lacking for _, high in parts)
+                assert len(parts) == sharing // len(counted) and all(low < n for low, _ in parts)
     assert evenly > 10
 
 
@@ -338,7 +336,7 @@ def test_the_decode_kernel(case: Case, schedule: str | None) -> None:
 
 @pytest.mark.parametrize(("d", "kernel"), [((64, 64), "varlen_decode"), ((40, 40), "varlen")])
 def test_tiles_of_about_one_length(d: tuple[int, int], kernel: str) -> None:
-    """Cut into as many parts each; the shorter ones lack some units of the first, and some programs have nothing."""
+    """Cut into as many parts each; the shorter ones lack some units of the last, and some programs have nothing."""
     case = as_case("FLASH_ATTN_VARLEN", Axes(d=d, page=16, seqs=((1, 1000), (1, 860))))
     chosen, _, found, expected = varlen_emulation.run(case, 9)
     assert chosen.kernel == kernel

@@ -69,7 +69,7 @@ class Launcher:
         for part in parts:
             kernel, refused = self._first(part, varlen_kernels_of(self.target), {})
             plan, made = self.lengths.plan(
-                part, kernel.tiling, kernel.sharing, kernel.rounds, kernel.turn, kernel.lead
+                part, kernel.tiling, kernel.sharing, kernel.rounds, kernel.turn, kernel.more
             )  # fmt: skip
             steps += [*made, *kernel.launches(plan, not made, self.scratch)]
             beside.append(f"{part.part.text}: {kernel.kernel}, {kernel.choice.summary()}")

@@ -111,9 +111,7 @@ def flash_attn_varlen(
             row0, n, length, behind, skip, window, PACK, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, ALIBI
         )
         n_full = full_end - full_first
-        lacking = n_units - tl.maximum(end - first, 1)  # units before the tile's own
-        low = tl.maximum(low - lacking, 0)
-        high = tl.minimum(tl.maximum(high - lacking, 0), end - first)
+        high = tl.minimum(high, end - first)
         head0 = (tile % n_groups) * PACK
         i_kv_head = head0 // gqa
         row = row0 + tl.arange(0, BLOCK_M)

@@ -76,9 +76,8 @@ def flash_attn_varlen_decode(
         first, end, first_key, end_key = visited_keys(
             row0, n, length, behind, skip, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
         )  # fmt: skip
-        lacking = n_units - gl.maximum(end - first, 1)  # units before the tile's own
-        low = first + gl.maximum(low - lacking, 0)
-        high = gl.minimum(first + gl.maximum(high - lacking, 0), end)
+        low += first
+        high = gl.minimum(first + high, end)
 
         p_kh = p_k + k_first * sk_n + i_group.to(gl.int64) * sk_h
         p_vh = p_v + k_first * sv_n + i_group.to(gl.int64) * sv_h

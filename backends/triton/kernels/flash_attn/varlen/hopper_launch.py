@@ -182,7 +182,7 @@ class VarlenLatent(VarlenHopper):
     name = kernel = "hopper_varlen_mla"
     file = "varlen/attend_latent.py"
     turn = 5
-    lead = 1
+    more = 1
 
     def _why_not(self) -> str | None:
         p = self.p

@@ -111,9 +111,6 @@ class VarlenWork:
             # The program's range counted from the tile's start; before its first tile it may begin earlier.
             first = gl.maximum(self.first_unit - start, 0)
             low, high, finishes, whole = part_of_tile(0, n, first, self.stop_unit - start)
-            lacking = n - n_units  # units before the tile's own
-            low = gl.maximum(low - lacking, 0)
-            high = gl.maximum(high - lacking, 0)
             slot = slot_of_part(gl.program_id(0), self.splits, finishes)
         return low, high, whole, slot
 
@@ -124,7 +121,7 @@ class VarlenWork:
         first, full_first, full_end, end, first_key, end_key = self.span(seq)
         n_units = gl.maximum(end - first, 1)
         low, high, _whole, _slot = self.units(tile, n_units)
-        n_all = gl.minimum(high, n_units) - low
+        n_all = gl.maximum(gl.minimum(high, n_units) - low, 0)
         if self.spec.visits_one:  # of a tile without any, one that is hidden
             n_all = gl.maximum(n_all, 1)
         n_full = gl.minimum(gl.maximum(full_end - full_first - low, 0), n_all)

@@ -26,13 +26,13 @@ class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
 
     few_rows: the most query rows of a KV head of a sequence that it is for, 0: any number; rounds: its programs take
     the first tiles whole; turn: the k-blocks that a program could visit in the time in which it goes on from one tile
-    to the next, with what is lost to its neighbours; lead: as many as a listed tile counts for that.
+    to the next, with what its neighbours lose; more: as many as a listed tile counts for that.
     """
 
     few_rows: ClassVar[int] = 0
     rounds: ClassVar[bool] = False
     turn: ClassVar[int] = 2
-    lead: ClassVar[int] = 0
+    more: ClassVar[int] = 0
 
     @property
     def sharing(self) -> int:
@@ -42,7 +42,7 @@ class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
     @property
     def too_many_units(self) -> str | None:
         """Why a kernel that reckons in 32 bits does not serve, None if it does."""
-        most = replace(self.tiling, n_blocks=self.tiling.n_blocks + self.lead)
+        most = replace(self.tiling, n_blocks=self.tiling.n_blocks + self.more)
         return None if portable.units_fit(most, self.choice.programs) else "programs times units pass 2^31"
 
     @cached_property

@@ -71,12 +71,12 @@ def _queries(
 @accesses(reads="p_q_starts p_kv p_prefixes", writes="p_tiles p_units", helper=True)
 @triton.jit(
     do_not_specialize=[
-        "n_seq", "n_prefixes", "n_tokens", "most_keys", "n_qt", "window", "gqa", "lead", "least_rows",
+        "n_seq", "n_prefixes", "n_tokens", "most_keys", "n_qt", "window", "gqa", "more", "least_rows",
         "most_rows",
     ]
 )  # fmt: skip
 def list_varlen_tiles(
-    p_q_starts, p_kv, p_prefixes, p_tiles, p_units, n_seq, n_prefixes, n_tokens, most_keys, n_qt, window, gqa, lead,
+    p_q_starts, p_kv, p_prefixes, p_tiles, p_units, n_seq, n_prefixes, n_tokens, most_keys, n_qt, window, gqa, more,
     least_rows, most_rows, PAGE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr, PREFIX: tl.constexpr, SKIPS: tl.constexpr,
     CHUNK: tl.constexpr, TILES: tl.constexpr,
@@ -85,8 +85,8 @@ def list_varlen_tiles(
 
     q_starts: int32 [n_seq + 1]; kv: lengths int32 [n_seq] of pages, k_starts int32 [n_seq + 1] if PAGE is 0;
     prefixes: int32 [n_prefixes, 3]; most_keys: what a sequence may have of pages, or all packed keys; least_rows,
-    most_rows: query rows of a KV head of a sequence that is not left out; lead: units of a tile before those of its
-    k-blocks, which stand for the time that a program takes to go on from one tile to the next: they do nothing.
+    most_rows: query rows of a KV head of a sequence that is not left out; more: units of a tile behind those of its
+    k-blocks, which stand for the time that a program takes to go on from one tile to the next: nothing is done in them.
     CHUNK sequences are looked at at a time.
     """
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
@@ -142,7 +142,7 @@ def list_varlen_tiles(
     tl.store(p + 5, k_first, mask=listed)
     tl.store(p + 6, behind, mask=listed)
     tl.store(p + 7, skip, mask=listed)
-    tl.store(p_units + tile, tl.where(there, tl.maximum(end - first, 1) + lead, 0), mask=listed)
+    tl.store(p_units + tile, tl.where(there, tl.maximum(end - first, 1) + more, 0), mask=listed)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _units(p_units, base, n_tiles, n_groups, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _division(p_units, n_tiles, n_groups, programs, turn, lead, ROUNDS: tl.constexpr, CHUNK: tl.constexpr):
+def _division(p_units, n_tiles, n_groups, programs, turn, more, ROUNDS: tl.constexpr, CHUNK: tl.constexpr):
     """(whole tiles, units that each of the others counts as, 0: as it has; programs that share these): see
     sum_varlen_units."""
     used = 0
@@ -175,7 +175,7 @@ def _division(p_units, n_tiles, n_groups, programs, turn, lead, ROUNDS: tl.const
         shortest = tl.minimum(shortest, tl.min(tl.where((tile >= most) & (n > 0), n, 2**31 - 1), 0))
     left = used - most
     spread = longest - shortest
-    longest = tl.maximum(longest - lead, 0)
+    longest = tl.maximum(longest - more, 0)
     parts = tl.minimum(programs // tl.maximum(left, 1), longest)
     even = (left <= programs) & ((left == 0) | (longest // tl.maximum(parts, 1) > spread))
     alike = last_round + (longest + parts - 1) // tl.maximum(parts, 1)
@@ -188,9 +188,9 @@ def _division(p_units, n_tiles, n_groups, programs, turn, lead, ROUNDS: tl.const
 
 
 @accesses(reads="p_units", writes="p_unit_start", helper=True)
-@triton.jit(do_not_specialize=["n_tiles", "n_groups", "programs", "turn", "lead"])
+@triton.jit(do_not_specialize=["n_tiles", "n_groups", "programs", "turn", "more"])
 def sum_varlen_units(
-    p_units, p_unit_start, n_tiles, n_groups, programs, turn, lead, ROUNDS: tl.constexpr, CHUNK: tl.constexpr
+    p_units, p_unit_start, n_tiles, n_groups, programs, turn, more, ROUNDS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """unit_start: int32 [n_tiles + 3], the prefix sums of the units of all tiles that are shared out, the number of
     whole ones before them, which count as none, and how many programs share. units: of query tiles.
@@ -201,13 +201,13 @@ def sum_varlen_units(
     - the last round's tiles and the rest, one to two rounds: equal shares of all units. Most programs then have parts
       of two tiles, and to go on from one to the other takes as long as `turn` units do;
     - the rest alone, tiles of about one length: each cut into as many parts as there are programs for it, one for each.
-      All count as the longest without its lead, so that the programs' equal shares end where tiles do. The units that
-      a tile lacks come before its own and are nobody's, fewer than a part has.
+      All count as the longest without what it has for its turn, so that the programs' equal shares end where tiles do.
+      The units that a tile lacks are nobody's, fewer than a part has.
     """
     whole = 0
     as_long = 0
     if programs > 0:
-        whole, as_long, programs = _division(p_units, n_tiles, n_groups, programs, turn, lead, ROUNDS, CHUNK)
+        whole, as_long, programs = _division(p_units, n_tiles, n_groups, programs, turn, more, ROUNDS, CHUNK)
     total = 0
     tl.store(p_unit_start, 0)
     tl.store(p_unit_start + n_tiles + 1, whole)
