@@ -260,7 +260,7 @@ def _divided(
 def test_how_tiles_are_divided(
     units: list[int], n_groups: int, programs: int, turn: int, rounds: bool, found: tuple[int, int, int]
 ) -> None:
-    """found: units that all tiles behind the whole ones count as, -1: as they have; whole tiles; programs that share."""
+    """found: units that tiles behind the whole ones count as, -1: as they have; whole tiles; programs that share."""
     starts, *rest = _divided([*units, 0], n_groups, programs, turn, rounds)
     alike, whole, sharing = found
     counted = np.diff(starts)[whole : len(units) * n_groups]
@@ -270,7 +270,7 @@ def test_how_tiles_are_divided(
 
 
 def test_each_unit_has_one_program(rng: np.random.Generator) -> None:
-    """Whatever tiles there are; and where tiles are cut evenly, a program has one part, with a unit of the tile's own."""
+    """Whatever tiles there are; where they are cut evenly, a program has one part, with a unit of the tile's own."""
     evenly = 0
     for _ in range(150):
         longest, spread = int(rng.integers(1, 60)), int(rng.choice([0, 1, 3, 60]))
@@ -286,7 +286,9 @@ def test_each_unit_has_one_program(rng: np.random.Generator) -> None:
         for tile, n in enumerate(own[whole:].tolist(), whole):
             first, end = starts[tile], starts[tile + 1]
             parts = [(p * total // sharing, (p + 1) * total // sharing) for p in range(sharing)]
-            parts = [(max(low, first) - first, min(high, end) - first) for low, high in parts if low < end and high > first]
+            parts = [
+                (max(low, first) - first, min(high, end) - first) for low, high in parts if low < end and high > first
+            ]
             assert [i for low, high in parts for i in range(low, min(high, n))] == list(range(n))
             if even:
                 assert len(parts) == sharing // len(counted) and all(low < n for low, _ in parts)

@@ -30,8 +30,8 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 @accesses(
     reads="p_q p_k p_v p_sinks p_slopes p_tiles p_table p_unit_start",
     writes="p_out p_lse p_part",
-    early_if={"PLAN_EARLY": "p_tiles p_unit_start"},
-    uncached="p_tiles p_unit_start",
+    early_if={"PLAN_EARLY": "p_unit_start"},
+    uncached="p_unit_start",
 )
 @gluon.jit(
     do_not_specialize=[
@@ -40,14 +40,15 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 )  # fmt: skip
 def flash_attn_varlen_decode(
     p_q, p_k, p_v, p_sinks, p_slopes, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
-    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window, splits, sign, factor, softcap, has_sinks, has_lse,
+    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
+    splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SEES: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
-    COLUMNS: gl.constexpr, PLAN_EARLY: gl.constexpr,
+    WINDOW: gl.constexpr, SEES: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    PLAN_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
-    CAUSAL, WINDOW and ALiBi are to decode.py's logits. PLAN_EARLY: as decode.py's, of the list. Not BIG nor WIDE.
+    CAUSAL, WINDOW and ALiBi are to decode.py's logits. PLAN_EARLY: as decode.py's, of units. Not BIG nor WIDE.
 
     Parts are joined by fixup.py: with the join here too, as decode.py has it, the loop had 8 % more instructions, and
     1 x 65536 keys took 103.8 us instead of 101.9 (H100)."""
@@ -55,9 +56,11 @@ def flash_attn_varlen_decode(
     NW: gl.constexpr = BLOCK_N // W
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0)
     pid = gl.program_id(0)
-    if PDL and not PLAN_EARLY:  # what follows reads the list
+    if PDL and not PLAN_EARLY:
         gdc_wait()
     tile, _, unit, stop = listed_range(pid, splits, n_tiles, p_unit_start, False)
+    if PDL and PLAN_EARLY:  # also without a unit: the launch behind this one waits for this one alone
+        gdc_wait()
     while unit < stop:
         i_qt = quotient(tile, n_groups)
         i_group = tile - i_qt * n_groups
@@ -88,8 +91,6 @@ def flash_attn_varlen_decode(
         visits = (p_table, 0, 0, 0, high)
         queries = (p_q + q_first.to(gl.int64) * sq_t, sq_t, sq_h, row0, n, sign)
         sight = (behind, p_slopes, window, first_key)
-        if PDL and PLAN_EARLY:
-            gdc_wait()
         for i in range(STAGES):
             copy_block(
                 caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, COLUMNS
