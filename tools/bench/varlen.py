@@ -18,7 +18,7 @@ from graphrt.backend import Backend
 from graphrt.graph import Graph
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import AnyArray, dequantize, nmse
-from graphrt.tools.bench.op_inputs import CACHES_BYTES, CACHES_TIMES, Noise
+from graphrt.tools.bench.op_inputs import CACHES_BYTES, CACHES_TIMES, DECODE_NODES, Noise
 from graphrt.tools.bench.timing import Clock, runs_for
 from graphrt.tools.bench.varlen_shapes import TABLES, VarlenShape
 from graphrt.tools.common import markdown_lines, table_lines
@@ -27,8 +27,9 @@ COLUMNS = (
     "model", "BS", "HQ", "HK", "SEQ_LEN", "HEAD_DIM", "shape", "Time_(ms)", "TFLOPS", "Bandwidth_(GB/s)", "of_ceiling",
     "beside",
 )  # fmt: skip
-#: The most nodes of a graph, and the fewest of one of decode.
-_MOST_NODES, _ROWS = 16, 24
+#: The most nodes of a graph, and the fewest where a node's caches are at most so many bytes: lists of tiles are made
+#: once for all of a run's layers, and one layer alone would pay for what a model's share. Rows that are checked.
+_MOST_NODES, _LARGE, _ROWS = 16, 2**29, 24
 #: NMSE over which a result is not reported: products in f16.
 _LIMIT = 1e-4
 
@@ -187,7 +188,8 @@ def measure(
         row = VarlenRow(shape)
         rows.append(row)
         try:
-            n_nodes = min(max(max(CACHES_BYTES, CACHES_TIMES * cache_bytes) // shape.cache_bytes, 1), _MOST_NODES)
+            least = DECODE_NODES[0] if shape.cache_bytes <= _LARGE else 1
+            n_nodes = min(max(max(CACHES_BYTES, CACHES_TIMES * cache_bytes) // shape.cache_bytes, least), _MOST_NODES)
             program = build(shape, n_nodes if cache_bytes else 2, noise)
             exe = graphrt.prepare(Graph(*program.nodes), backend)
             for leaf, values in program.values.items():

@@ -30,8 +30,8 @@ def lower_norm_mul(found: ScaledNorm, ctx: Context) -> list[Step]:
     n, k = scaled.n_rows, scaled.ne[0]
     rows = Rows(x.data, n, k, x.strides[1], x.strides[0])
     whole = Rows(ctx.view(scaled).data, n, k, k) if stored.form is Form.AS_IS else None
-    ordered = stored.form is Form.F16_ORDERED
-    return [norm_quantize(ctx.target, rows, weight.row, weight.eps, _rounded(scaled, ctx), whole, ordered)]
+    ordered, early = stored.form is Form.F16_ORDERED, ctx.is_constant(scaled["b"])
+    return [norm_quantize(ctx.target, rows, weight.row, weight.eps, _rounded(scaled, ctx), whole, ordered, early)]
 
 
 def lower_add_norm(found: NormOfSum, ctx: Context) -> list[Step]:

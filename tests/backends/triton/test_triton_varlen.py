@@ -33,8 +33,11 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import attention_plan
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
+from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import sum_varlen_units
 from graphrt.backends.triton.kernels.flash_attn.visits import spanned_block, visited_span
+from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.ops.cases.flash_attn_varlen import Axes, as_case
 
 OPS = ("FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE")
 #: On a GPU the conformance tool runs whole sets; this is every n-th case of the quick ones, others for each schedule.
@@ -224,7 +227,72 @@ def test_the_list_of_tiles(starts: list[int]) -> None:
             units += [max(1, -(-keys // 32))] * 2
     assert len(expected) <= t.n_qt and records[: len(expected)].tolist() == expected
     units += [0] * (t.n_tiles - len(units))
-    assert unit_start.tolist() == [0, *np.cumsum(units), 0]
+    assert unit_start.tolist() == [0, *np.cumsum(units), 0, 0]
+
+
+def _divided(
+    units: list[int], n_groups: int, programs: int, turn: int, rounds: bool, more: int = 0
+) -> tuple[list[int], int, int]:
+    """(units' starts, whole tiles, programs that share) as sum_varlen_units has them of units of query tiles."""
+    n_tiles = len(units) * n_groups
+    found = torch.full((n_tiles + 3,), -1, dtype=torch.int32)
+    args = {"p_units": torch.tensor(units, dtype=torch.int32), "p_unit_start": found, "n_tiles": n_tiles, "CHUNK": 16}
+    args |= {"n_groups": n_groups, "programs": programs, "turn": turn, "more": more, "ROUNDS": rounds}
+    Launch(sum_varlen_units, (1,), args)()
+    *starts, whole, sharing = found.tolist()
+    return starts, whole, sharing
+
+
+@pytest.mark.parametrize(
+    ("units", "n_groups", "programs", "turn", "rounds", "found"),
+    [
+        ([512], 8, 132, 2, False, (512, 0, 128)),  # 16 parts of each
+        ([40] * 32, 1, 132, 5, True, (40, 0, 128)),
+        ([129, 130, 131, 132] * 4, 8, 132, 12, True, (132, 0, 128)),  # a tile each, shorter ones too
+        ([10] * 66, 4, 132, 2, True, (0, 264, 132)),  # two rounds, nothing is left
+        ([10] * 75, 4, 132, 12, True, (10, 264, 108)),  # and 36 tiles, in three parts
+        ([10] * 75, 4, 132, 0, True, (-1, 132, 132)),  # which equal shares of all do sooner
+        ([30] * 100, 1, 132, 2, True, (-1, 0, 132)),  # a tile each would leave programs idle
+        ([30, 2, 30], 1, 12, 20, False, (-1, 0, 12)),  # a part without keys
+        ([1], 2, 132, 2, False, (1, 0, 2)),
+    ],
+)
+def test_how_tiles_are_divided(
+    units: list[int], n_groups: int, programs: int, turn: int, rounds: bool, found: tuple[int, int, int]
+) -> None:
+    """found: units that tiles behind the whole ones count as, -1: as they have; whole tiles; programs that share."""
+    starts, *rest = _divided([*units, 0], n_groups, programs, turn, rounds)
+    alike, whole, sharing = found
+    counted = np.diff(starts)[whole : len(units) * n_groups]
+    assert rest == [whole, sharing]
+    own = np.repeat(units, n_groups)[whole:]
+    np.testing.assert_array_equal(counted, own if alike < 0 else np.full_like(own, alike))
+
+
+def test_each_unit_has_one_program(rng: np.random.Generator) -> None:
+    """Whatever tiles there are; where they are cut evenly, a program has one part, with a unit of the tile's own."""
+    evenly = 0
+    for _ in range(150):
+        longest, spread = int(rng.integers(1, 60)), int(rng.choice([0, 1, 3, 60]))
+        units = rng.integers(max(1, longest - spread), longest + 1, int(rng.integers(1, 12))).tolist()
+        n_groups, programs, more = int(rng.integers(1, 5)), int(rng.integers(1, 60)), int(rng.integers(3))
+        listed = [n + more for n in units] + [0] * 2
+        starts, whole, sharing = _divided(listed, n_groups, programs, 3, bool(rng.integers(2)), more)
+        own = np.repeat(units, n_groups)
+        counted = np.diff(starts)[whole : len(own)]
+        assert not whole % programs and 1 <= sharing <= programs and (counted >= own[whole:]).all()
+        total, even = starts[-1], len(set(counted.tolist())) == 1 and sharing % len(counted) == 0
+        evenly += even and bool((counted > own[whole:]).any())
+        for tile, n in enumerate(own[whole:].tolist(), whole):
+            first, end = starts[tile], starts[tile + 1]
+            parts = [(p * total // sharing, (p + 1) * total // sharing) for p in range(sharing)]
+            parts = [
+                (max(low, first) - first, min(high, end) - first) for low, high in parts if low < end and high > first
+            ]
+            assert [i for low, high in parts for i in range(low, min(high, n))] == list(range(n))
+            if even:
+                assert len(parts) == sharing // len(counted) and all(low < n for low, _ in parts)
+    assert evenly > 10
 
 
 def test_more_sequences_than_are_looked_at_at_a_time() -> None:
@@ -243,7 +311,7 @@ def test_wrong_numbers_stay_inside(rng: np.random.Generator) -> None:
     )
     seq, first, n, _, length, _ = records[:, :6].T
     assert (first >= 0).all() and ((first + n) <= 40).all() and (length >= 0).all() and (length <= 256 * 16).all()
-    assert (torch.diff(unit_start[:-1]) >= 0).all() and (seq >= 0).all()
+    assert (torch.diff(unit_start[:-2]) >= 0).all() and (seq >= 0).all()
 
 
 #: What the decode kernel is emulated on, over a GPU of six multiprocessors: heads of each size, pages smaller and
@@ -265,6 +333,15 @@ def test_the_decode_kernel(case: Case, schedule: str | None) -> None:
     """Its source, with copies that land as late as they may; memory that nothing was written to holds NaN."""
     chosen, _, found, expected = varlen_emulation.run(case, 6, schedule=schedule)
     assert chosen.kernel == "varlen_decode"
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize(("d", "kernel"), [((64, 64), "varlen_decode"), ((40, 40), "varlen")])
+def test_tiles_of_about_one_length(d: tuple[int, int], kernel: str) -> None:
+    """Cut into as many parts each; the shorter ones lack some units of the last, and some programs have nothing."""
+    case = as_case("FLASH_ATTN_VARLEN", Axes(d=d, page=16, seqs=((1, 1000), (1, 860))))
+    chosen, _, found, expected = varlen_emulation.run(case, 9)
+    assert chosen.kernel == kernel
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 

@@ -4,6 +4,7 @@ many orders; attentions in several parts."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ if device.unusable() is not None:
 from support import varlen_emulation
 
 from graphrt.backends.triton.kernels.flash_attn import launcher
-from graphrt.backends.triton.kernels.flash_attn.varlen.hopper_launch import VarlenTiles
+from graphrt.backends.triton.kernels.flash_attn.varlen.hopper_launch import VarlenHopper, VarlenLatent, VarlenTiles
+from graphrt.ops.cases.flash_attn_varlen import Axes, as_case
 
 HALF = r"d=.64,64.,heads=.4,2.,types=.f16,f16.,"
 #: Pages smaller and larger than k-blocks and boxes, packed keys, heads of each size, windows, ALiBi, sinks, soft caps;
@@ -56,6 +58,21 @@ def test_tiles(case: Case, sm_count: int, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("sm_count", [1, 7])
 def test_latent_heads(case: Case, sm_count: int) -> None:
     _check(case, sm_count, sm_count, "hopper_varlen_mla")
+
+
+@pytest.mark.parametrize(("kind", "sm_count"), [(VarlenTiles, 9), (VarlenTiles, 4), (VarlenLatent, 9)])
+def test_tiles_of_about_one_length(kind: type[VarlenHopper], sm_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut into as many parts each, or whole; the shorter ones lack some units, and some programs have nothing."""
+    monkeypatch.setattr(launcher, "varlen_kernels_of", lambda target: (kind,))
+    axes = Axes(page=16, seqs=((1, 1000), (1, 860)))
+    if kind is VarlenLatent:
+        axes = replace(axes, d=(576, 512), heads=(16, 1), layout="v_in_k")
+    _check(
+        as_case("FLASH_ATTN_VARLEN", axes),
+        sm_count,
+        0,
+        "hopper_varlen_mla" if kind is VarlenLatent else "hopper_varlen_attn",
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

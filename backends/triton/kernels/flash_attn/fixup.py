@@ -9,7 +9,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.flash_attn.forward import normalized
-from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot
+from graphrt.backends.triton.kernels.flash_attn.ranges import fixup_range, part_slot, planned
 from graphrt.backends.triton.kernels.flash_attn.tiles import slot_elements
 from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import tile_record
 
@@ -38,6 +38,8 @@ def flash_attn_fixup(
     """Program (tile, i, j) joins ROWS rows, COLS columns of a tile, PARTS parts at a time. Arguments: flash_attn's; if
     VARLEN flash_attn_varlen's, whose lengths are a plan as a mask's are (HAS_MASK)."""
     tile = tl.program_id(0)
+    if VARLEN:  # how many share tiles is known on the device
+        programs = planned(p_unit_start + n_tiles + 2)
     # Of the mask's plan, which is older than the launch that wrote the parts. That one let this one start after a
     # gdc_wait of its own only, when all launches before it were complete.
     first, last, n_units, total = fixup_range(

@@ -114,16 +114,6 @@ class AttentionKernel(ABC, Generic[P, L]):
         """The mask's plan must have the tiles' units summed up."""
         return self.shares_out and not self.tiling.uniform(True)
 
-    @property
-    def rounds_of(self) -> int:
-        """Programs that take listed tiles whole, in rounds, before they share out the last; 0: they share out all."""
-        return 0
-
-    @property
-    def lead(self) -> int:
-        """Units that a listed tile has before those of its k-blocks, for what it takes to begin one."""
-        return 0
-
     @abstractmethod
     def launches(self, plan: L | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         """The launches. plan: of the mask or of lengths, None without one; plan_is_old: a launch comes between that and

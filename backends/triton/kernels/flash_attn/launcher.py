@@ -16,6 +16,7 @@ from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, S
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel
 from graphrt.backends.triton.kernels.flash_attn.varlen.parts import by_rows, cascade
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
@@ -68,7 +69,10 @@ class Launcher:
         steps, beside = list[Step](), list[str]()
         for part in parts:
             kernel, refused = self._first(part, varlen_kernels_of(self.target), {})
-            plan, made = self.lengths.plan(part, kernel.tiling, kernel.rounds_of, kernel.lead)
+            assert isinstance(kernel, VarlenKernel)
+            plan, made = self.lengths.plan(
+                part, kernel.tiling, kernel.sharing, kernel.rounds, kernel.turn, kernel.more
+            )  # fmt: skip
             steps += [*made, *kernel.launches(plan, not made, self.scratch)]
             beside.append(f"{part.part.text}: {kernel.kernel}, {kernel.choice.summary()}")
         if both is not None:

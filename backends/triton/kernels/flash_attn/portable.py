@@ -146,7 +146,7 @@ def fixup_launch(main: dict[str, Any], t: Tiling, p: Problem, target: Target) ->
 
     Many parts of few rows (decode) are cut along the columns too, since the time of one program is what it takes.
     """
-    most = main["splits"] or main["programs"] // t.n_tiles + 2
+    most = main["splits"] or max(main["programs"] // t.n_tiles, 1) + (0 if main["VARLEN"] else 2)
     parts = min(PARTS, max(2, 1 << (most - 1).bit_length()))
     width = 1 << (main["DV0"] + main["DV1"] - 1).bit_length()
     cols = max(16, min(width, 32 if parts >= 128 else 64 if parts >= 16 else 256))

@@ -88,6 +88,15 @@ def program_range(
 
 
 @triton.jit
+def listed_range(pid, splits, n_tiles, p_unit_start, BIG: tl.constexpr):
+    """program_range of tiles that varlen/tile_list.py lists, whose units say how many programs share them: the others
+    have none."""
+    programs = planned(p_unit_start + n_tiles + 2)
+    tile, unit, stop = program_range(pid, programs, splits, n_tiles, 0, p_unit_start, p_unit_start, False, False, BIG)
+    return tile, unit, tl.where((splits == 0) & (pid >= programs), unit, stop)
+
+
+@triton.jit
 def part_of_tile(start, n_units, unit, stop):
     """(first unit, end, whether the tile's last unit is in it, whether all are) of what a program has of a tile.
 

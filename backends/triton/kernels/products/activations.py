@@ -172,25 +172,30 @@ def _store_bytes(byte, p_q, at, m):
 
 
 @triton.jit
-def ordered_place(i):
-    """Where element i lies in gemm_small/wgmma.py's order: of its place in 128 the bits c1 c0 h i1 i0 b1 b0 become
-    h i1 i0 b1 c1 c0 b0."""
-    return (i // 128) * 128 + (i // 16 % 2 * 64 + i // 4 % 4 * 16 + i // 2 % 2 * 8 + i // 32 % 4 * 2 + i % 2)
-
-
-@triton.jit
 def ordered_element(place):
-    """Which element lies at a place: ordered_place()'s inverse."""
+    """Which element lies at a place of gemm_small/wgmma.py's order: of an element's place in 128 the bits
+    c1 c0 h i1 i0 b1 b0 become h i1 i0 b1 c1 c0 b0."""
     return (place // 128) * 128 + (
         place // 2 % 4 * 32 + place // 64 % 2 * 16 + place // 16 % 4 * 4 + place // 8 % 2 * 2 + place % 2
     )
 
 
 @triton.jit
+def in_order(x):
+    """Values of whole 128s of elements, as they lie in gemm_small/wgmma.py's order: for every place what
+    ordered_element() says. In registers and shared memory, so that rows are read and written wide."""
+    x = tl.reshape(x, (x.numel // 128, 4, 2, 4, 2, 2))  # .., c1 c0, h, i1 i0, b1, b0
+    return tl.permute(x, (0, 2, 3, 4, 1, 5))
+
+
+@triton.jit
 def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
-    """The same as f16, of rows that need not be whole groups. at: elements, m: which of them, [groups, 32]."""
-    place = ordered_place(at) if ORDERED else at
-    tl.store(p_q + place, x.to(tl.float16), mask=m)
+    """The same as f16, of rows that need not be whole groups. at: elements, m: which of them, [groups, 32]; if ORDERED
+    whole 128s of them."""
+    x = x.to(tl.float16)
+    if ORDERED:
+        x = tl.reshape(in_order(x), x.shape)
+    tl.store(p_q + at, x, mask=m)
 
 
 # --- kernels ---
@@ -218,21 +223,23 @@ def round_rows(
         _store_f16(x, p_q, row * k + at, m, False)
 
 
-@accesses(reads="p_x p_w", writes="p_out p_q p_d p_s")
+@accesses(reads="p_x p_w", writes="p_out p_q p_d p_s", early_if={"EARLY": "p_w"})
 @triton.jit
 def norm_rows(
     p_x, x_row, x_col, p_w, eps, p_out, out_row, p_q, p_d, p_s, k,
-    TO_F32: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+    TO_F32: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): x / sqrt(mean(x**2) + eps) * w of a row of x. w: f32 [k] or None.
 
     TO_F32: into `out`, rows out_row apart; TO: "q8" (in PARTS) or "f16" as round_rows, "ordered": f16 in that order
-    (half.Activations), "" for none of these. WHOLE: a block is a row.
+    (half.Activations), "" for none of these. EARLY: w is read before what other kernels wrote. WHOLE: a block is a row.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     p_row = p_x + row * x_row
+    if p_w is not None and EARLY:
+        w = tl.load(p_w + i, mask=i < k, other=0.0)
     if PDL:
         gdc_wait()
     x = tl.load(p_row + i * x_col, mask=i < k, other=0.0).to(tl.float32)
@@ -251,7 +258,9 @@ def norm_rows(
             x = tl.load(p_row + at * x_col, mask=m, other=0.0).to(tl.float32)
         y = x * factor
         if p_w is not None:
-            y *= tl.load(p_w + at, mask=m, other=0.0)
+            if not EARLY:
+                w = tl.load(p_w + at, mask=m, other=0.0)
+            y *= w
         if TO_F32:
             tl.store(p_out + row * out_row + at, y, mask=m)
         if TO == "q8":
@@ -325,11 +334,12 @@ def quantize_rows(target: Target, x: Rows, out: Q8Rows | torch.Tensor) -> Launch
 
 def norm_quantize(
     target: Target, x: Rows, weight: torch.Tensor | None, eps: float, out: Q8Rows | torch.Tensor | None,
-    out_f32: Rows | None = None, ordered: bool = False,
+    out_f32: Rows | None = None, ordered: bool = False, early: bool = False,
 ) -> Launch:  # fmt: skip
     """Rounds the RMS norm of x's rows times `weight` (f32 [k]). out: as quantize_rows, or None for out_f32 alone.
 
     out_f32: takes the result unrounded, its elements side by side; it may be x itself. ordered: f16 in that order.
+    early: no kernel of a run writes the weight.
     """
     block = min(_NORM_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
     assert out_f32 is None or out_f32.stride == 1
@@ -337,7 +347,7 @@ def norm_quantize(
         "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, "p_w": weight, "eps": eps,
         "p_out": None if out_f32 is None else out_f32.data, "out_row": 0 if out_f32 is None else out_f32.row_stride,
         **_outputs(out), "k": x.k, "TO_F32": out_f32 is not None, "TO": _form_of(out, ordered), "BLOCK": block,
-        "WHOLE": x.k <= block, "PDL": target.has_pdl,
+        "EARLY": early and x.k <= block, "WHOLE": x.k <= block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(norm_rows, (x.n,), args, launch_options(target, min(16, max(1, block // 256))))
 

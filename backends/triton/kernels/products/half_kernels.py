@@ -8,7 +8,7 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.activation import glu
 from graphrt.backends.triton.kernels.common.pdl import take_turn
-from graphrt.backends.triton.kernels.products.activations import ordered_element
+from graphrt.backends.triton.kernels.products.activations import in_order, ordered_element
 
 
 @triton.jit
@@ -41,19 +41,24 @@ def round_rows(
     """Program i: row i of x f32 [.., n_2, n_1, k], of any strides, to f16 [rows, k] and its factor.
 
     WHOLE: a block holds a row, which stays in registers until its largest value is known. ORDERED: as half.Activations;
-    what is read is out of order, not what is written, since reads come through a cache.
+    of rows that no block holds, what is read is out of order, not what is written: reads come through a cache.
     """
     i_row = tl.program_id(0)
     i_1, i_2, i_3 = i_row % n_1, i_row // n_1 % n_2, i_row // n_1 // n_2
     p_x += i_1.to(tl.int64) * stride_1 + i_2.to(tl.int64) * stride_2 + i_3.to(tl.int64) * stride_3
+    if ORDERED:
+        k = k // 128 * 128  # as it is: now the compiler knows, too, and loads and stores many at once
     p_out += i_row.to(tl.int64) * k
     i_block = tl.arange(0, BLOCK)
     take_turn(PDL)
     if WHOLE:
-        element = ordered_element(i_block) if ORDERED else i_block
-        x = tl.load(p_x + element.to(tl.int64) * stride_0, mask=i_block < k, other=0.0)
+        m = i_block // 128 < k // 128 if ORDERED else i_block < k
+        x = tl.load(p_x + i_block.to(tl.int64) * stride_0, mask=m, other=0.0)
         scale, factor = scaling_of(x)
-        tl.store(p_out + i_block, (x * scale).to(tl.float16), mask=i_block < k)
+        x = (x * scale).to(tl.float16)
+        if ORDERED:
+            x = tl.reshape(in_order(x), x.shape)
+        tl.store(p_out + i_block, x, mask=m)
     else:
         most = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, k, BLOCK):

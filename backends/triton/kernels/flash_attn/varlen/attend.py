@@ -23,7 +23,7 @@ from graphrt.backends.triton.kernels.flash_attn.forward import (
     store_tile,
     weigh,
 )
-from graphrt.backends.triton.kernels.flash_attn.ranges import part_of_tile, program_range, slot_of_part, tile_units
+from graphrt.backends.triton.kernels.flash_attn.ranges import listed_range, part_of_tile, slot_of_part, tile_units
 from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import tile_record
 from graphrt.backends.triton.kernels.flash_attn.visits import page_of, paged_rows, spanned_block, visited_span
 
@@ -74,7 +74,7 @@ def _attend(
 
 #: Numbers that compiled code does not depend on: neither more sequences nor longer tables compile anything.
 GENERAL = [
-    "n_head", "gqa", "n_groups", "n_tiles", "n_seq", "n_pages", "max_blocks", "s_table", "window", "programs", "splits",
+    "n_head", "gqa", "n_groups", "n_tiles", "n_seq", "n_pages", "max_blocks", "s_table", "window", "splits",
     "has_sinks", "has_lse",
 ]  # fmt: skip
 
@@ -87,7 +87,7 @@ GENERAL = [
 def flash_attn_varlen(
     p_q, p_k, p_v, p_sinks, p_slopes, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
     sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
-    programs, splits, sign, factor, softcap, has_sinks, has_lse,
+    splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
@@ -101,7 +101,7 @@ def flash_attn_varlen(
     pid = tl.program_id(0)
     if PDL:
         gdc_wait()
-    tile, unit, stop = program_range(pid, programs, splits, n_tiles, 0, p_unit_start, p_unit_start, False, False, BIG)
+    tile, unit, stop = listed_range(pid, splits, n_tiles, p_unit_start, BIG)
     while unit < stop:
         start, n_units = tile_units(tile, p_unit_start, 0, p_unit_start, False, False, BIG)
         low, high, finishes, whole = part_of_tile(start, n_units, unit, stop)

@@ -17,9 +17,9 @@ from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, join
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS, column_mma_layout, join_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_operands import allocate
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
+    listed_range,
     part_of_tile,
     planned,
-    program_range,
     quotient,
     tile_units,
 )
@@ -30,23 +30,25 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 @accesses(
     reads="p_q p_k p_v p_sinks p_slopes p_tiles p_table p_unit_start",
     writes="p_out p_lse p_part",
+    early_if={"PLAN_EARLY": "p_unit_start"},
+    uncached="p_unit_start",
 )
 @gluon.jit(
     do_not_specialize=[
-        "n_groups", "n_tiles", "n_seq", "n_pages", "max_blocks", "s_table", "window", "lead", "programs", "splits",
-        "has_sinks", "has_lse",
+        "n_groups", "n_tiles", "n_seq", "n_pages", "max_blocks", "s_table", "window", "splits", "has_sinks", "has_lse",
     ],
 )  # fmt: skip
 def flash_attn_varlen_decode(
     p_q, p_k, p_v, p_sinks, p_slopes, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
-    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window, lead,
-    programs, splits, sign, factor, softcap, has_sinks, has_lse,
+    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
+    splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SEES: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    PLAN_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
-    CAUSAL, WINDOW and ALiBi are to decode.py's logits. Not BIG nor WIDE. lead: see tile_list.py.
+    CAUSAL, WINDOW and ALiBi are to decode.py's logits. PLAN_EARLY: as decode.py's, of units. Not BIG nor WIDE.
 
     Parts are joined by fixup.py: with the join here too, as decode.py has it, the loop had 8 % more instructions, and
     1 x 65536 keys took 103.8 us instead of 101.9 (H100)."""
@@ -54,11 +56,11 @@ def flash_attn_varlen_decode(
     NW: gl.constexpr = BLOCK_N // W
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0)
     pid = gl.program_id(0)
-    if PDL:
+    if PDL and not PLAN_EARLY:
         gdc_wait()
-    tile, _, unit, stop = program_range(
-        pid, programs, splits, n_tiles, 0, p_unit_start, p_unit_start, False, False, False
-    )  # fmt: skip
+    tile, _, unit, stop = listed_range(pid, splits, n_tiles, p_unit_start, False)
+    if PDL and PLAN_EARLY:  # also without a unit: the launch behind this one waits for this one alone
+        gdc_wait()
     while unit < stop:
         i_qt = quotient(tile, n_groups)
         i_group = tile - i_qt * n_groups
@@ -77,8 +79,8 @@ def flash_attn_varlen_decode(
         first, end, first_key, end_key = visited_keys(
             row0, n, length, behind, skip, window, PACK, ROWS, BLOCK_N, CAUSAL, WINDOW
         )  # fmt: skip
-        low = first + gl.maximum(low - lead, 0)
-        high = gl.minimum(first + gl.maximum(high - lead, 0), end)
+        low += first
+        high = gl.minimum(first + high, end)
 
         p_kh = p_k + k_first * sk_n + i_group.to(gl.int64) * sk_h
         p_vh = p_v + k_first * sv_n + i_group.to(gl.int64) * sv_h
@@ -110,7 +112,7 @@ def flash_attn_varlen_decode(
         sinks = gl.where(i_seq < n_seq, has_sinks, 0)
         deliver(
             p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, q_first, row0, i_group, whole, finishes, n, n_head,
-            sinks, has_lse, p_part, p_unit_start, p_unit_start, tile, programs, n_tiles, 0,
+            sinks, has_lse, p_part, p_unit_start, p_unit_start, tile, 0, n_tiles, 0,
             LAYOUT, PACK, D, V_KIND, False, False, 0, 0,
         )  # fmt: skip
         tile += 1

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import planned, program_range
+from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import listed_range, planned
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import consume
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_turns, tile_shared_layout
 from graphrt.backends.triton.kernels.flash_attn.varlen.hopper_rings import make_page_ring
@@ -22,11 +22,8 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.hopper_work import NUMBER
 def program_share(unit_start, n_tiles, splits):
     """(rounds of whole tiles, first tile of those that are shared out, first unit, end, tiles it has anything of) of
     this program. unit_start: see tile_list.py's sum_varlen_units."""
-    programs = gl.num_programs(0)
-    whole = planned(unit_start + n_tiles + 1) // programs
-    first_tile, last_tile, first_unit, stop_unit = program_range(
-        gl.program_id(0), programs, splits, n_tiles, 0, unit_start, unit_start, False, False, True
-    )
+    whole = planned(unit_start + n_tiles + 1) // gl.num_programs(0)
+    first_tile, last_tile, first_unit, stop_unit = listed_range(gl.program_id(0), splits, n_tiles, unit_start, True)
     turns = whole + gl.where(first_unit < stop_unit, last_tile - first_tile + 1, 0)
     return whole, first_tile, first_unit, stop_unit, turns
 
@@ -51,7 +48,7 @@ def produce(p, desc, ring, last: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_varlen_attn(
     q, out, lse, slopes, sinks, tiles, table, unit_start, part, k_desc, v_desc, scale, softcap, sq_t, sq_h, so_t, so_h,
-    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits,
+    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
     registers: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
     """q: f32; out: f32 [n_tokens, n_head, d]; lse: f32 [n_tokens, n_head]; k_desc, v_desc: of pages, see PageRing.fill;
@@ -61,7 +58,7 @@ def hopper_varlen_attn(
     whole, first_tile, first_unit, stop_unit, turns = program_share(unit_start, n_tiles, splits)
     p = VarlenWork(
         spec, q, out, lse, slopes, sinks, tiles, table, unit_start, part, scale, softcap, sq_t, sq_h, so_t, so_h,
-        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits,
+        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
         whole, first_tile, first_unit, stop_unit, turns,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype

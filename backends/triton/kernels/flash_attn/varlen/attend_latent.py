@@ -38,7 +38,7 @@ def produce(p, k_desc, rings, last: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_varlen_mla(
     q, out, lse, slopes, sinks, tiles, table, unit_start, part, k_desc, scale, softcap, sq_t, sq_h, so_t, so_h,
-    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits, spec: gl.constexpr,
+    n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits, spec: gl.constexpr,
 ):  # fmt: skip
     """See attend_hopper.py's hopper_varlen_attn for the arguments, mla.py for the warpgroups."""
     if spec.pdl:
@@ -46,7 +46,7 @@ def hopper_varlen_mla(
     whole, first_tile, first_unit, stop_unit, turns = program_share(unit_start, n_tiles, splits)
     p = VarlenWork(
         spec, q, out, lse, slopes, sinks, tiles, table, unit_start, part, scale, softcap, sq_t, sq_h, so_t, so_h,
-        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, lead, splits,
+        n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
         whole, first_tile, first_unit, stop_unit, turns,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype

@@ -41,6 +41,8 @@ PRODUCER_REGISTERS = {1: 24, 4: 40}
 class VarlenHopper(VarlenKernel):
     """What both have."""
 
+    rounds = True
+
     def serves(self) -> str | None:
         p = self.p
         if p.out is None or p.v_t is None:
@@ -55,10 +57,6 @@ class VarlenHopper(VarlenKernel):
     @abstractmethod
     def _why_not(self) -> str | None:
         """serves(), as far as kernels differ in it."""
-
-    @property
-    def rounds_of(self) -> int:
-        return self.choice.programs if self.choice.schedule == "stream_k" else 0
 
     def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         assert plan is not None
@@ -100,7 +98,7 @@ class VarlenHopper(VarlenKernel):
             **dict(zip(("so_t", "so_h"), strides_in(self._vec, out, (1, 2)))),
             "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_tiles": t.n_tiles, "n_seq": p.n_seq,
             "n_pages": p.k_t.ne[3], "max_blocks": table.ne[0] if table is not None else 1,
-            "s_table": table.nb[1] // 4 if table is not None else 0, "window": params.window, "lead": self.lead,
+            "s_table": table.nb[1] // 4 if table is not None else 0, "window": params.window,
             "splits": 0 if self.choice.schedule == "stream_k" else self.choice.splits,
         }  # fmt: skip
 
@@ -131,6 +129,7 @@ class VarlenTiles(VarlenHopper):
 
     name = kernel = "hopper_varlen"
     file = "varlen/attend_hopper.py"
+    turn = 12
 
     def _why_not(self) -> str | None:
         k, v = self.p.k_t, self.p.v_t
@@ -182,6 +181,8 @@ class VarlenLatent(VarlenHopper):
 
     name = kernel = "hopper_varlen_mla"
     file = "varlen/attend_latent.py"
+    turn = 5
+    more = 1
 
     def _why_not(self) -> str | None:
         p = self.p
@@ -198,10 +199,6 @@ class VarlenLatent(VarlenHopper):
     @property
     def shared(self) -> int:
         return self.config.shared_bytes
-
-    @property
-    def lead(self) -> int:
-        return 1
 
     @property
     def workers(self) -> str:

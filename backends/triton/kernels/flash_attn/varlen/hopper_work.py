@@ -16,7 +16,7 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 #: The numbers among the kernels' arguments, in their order, which compiled code does not depend on.
 NUMBERS = (
     "scale", "softcap", "sq_t", "sq_h", "so_t", "so_h", "n_head", "gqa", "n_groups", "n_tiles", "n_seq", "n_pages",
-    "max_blocks", "s_table", "window", "lead", "splits",
+    "max_blocks", "s_table", "window", "splits",
 )  # fmt: skip
 POINTERS = ("q", "out", "lse", "slopes", "sinks", "tiles", "table", "unit_start", "part")
 OF_PROGRAM = ("whole_rounds", "first_tile", "first_unit", "stop_unit", "turns")
@@ -55,7 +55,6 @@ class VarlenWork:
     max_blocks: gl.tensor
     s_table: gl.tensor
     window: gl.tensor
-    lead: gl.tensor
     splits: gl.tensor
     whole_rounds: gl.tensor
     first_tile: gl.tensor
@@ -112,8 +111,6 @@ class VarlenWork:
             # The program's range counted from the tile's start; before its first tile it may begin earlier.
             first = gl.maximum(self.first_unit - start, 0)
             low, high, finishes, whole = part_of_tile(0, n, first, self.stop_unit - start)
-            low = gl.maximum(low - self.lead, 0)
-            high = gl.maximum(high - self.lead, 0)
             slot = slot_of_part(gl.program_id(0), self.splits, finishes)
         return low, high, whole, slot
 
@@ -124,7 +121,7 @@ class VarlenWork:
         first, full_first, full_end, end, first_key, end_key = self.span(seq)
         n_units = gl.maximum(end - first, 1)
         low, high, _whole, _slot = self.units(tile, n_units)
-        n_all = gl.minimum(high, n_units) - low
+        n_all = gl.maximum(gl.minimum(high, n_units) - low, 0)
         if self.spec.visits_one:  # of a tile without any, one that is hidden
             n_all = gl.maximum(n_all, 1)
         n_full = gl.minimum(gl.maximum(full_end - full_first - low, 0), n_all)

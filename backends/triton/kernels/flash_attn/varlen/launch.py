@@ -24,15 +24,25 @@ from graphrt.ops.soft_max import alibi_slopes
 class VarlenKernel(AttentionKernel[VarlenProblem, VarlenPlan]):
     """A kernel over the device's list of tiles (tile_list.py).
 
-    few_rows: the most query rows of a KV head of a sequence that it is for, 0: any number.
+    few_rows: the most query rows of a KV head of a sequence that it is for, 0: any number; rounds: its programs take
+    the first tiles whole; turn: the k-blocks that a program could visit in the time in which it goes on from one tile
+    to the next, with what its neighbours lose; more: as many as a listed tile counts for that.
     """
 
     few_rows: ClassVar[int] = 0
+    rounds: ClassVar[bool] = False
+    turn: ClassVar[int] = 2
+    more: ClassVar[int] = 0
+
+    @property
+    def sharing(self) -> int:
+        """Programs that share listed tiles, 0: each tile has its own."""
+        return self.choice.programs if self.choice.schedule == "stream_k" else 0
 
     @property
     def too_many_units(self) -> str | None:
         """Why a kernel that reckons in 32 bits does not serve, None if it does."""
-        most = replace(self.tiling, n_blocks=self.tiling.n_blocks + self.lead)
+        most = replace(self.tiling, n_blocks=self.tiling.n_blocks + self.more)
         return None if portable.units_fit(most, self.choice.programs) else "programs times units pass 2^31"
 
     @cached_property

@@ -71,12 +71,12 @@ def _queries(
 @accesses(reads="p_q_starts p_kv p_prefixes", writes="p_tiles p_units", helper=True)
 @triton.jit(
     do_not_specialize=[
-        "n_seq", "n_prefixes", "n_tokens", "most_keys", "n_qt", "window", "gqa", "lead", "least_rows",
+        "n_seq", "n_prefixes", "n_tokens", "most_keys", "n_qt", "window", "gqa", "more", "least_rows",
         "most_rows",
     ]
 )  # fmt: skip
 def list_varlen_tiles(
-    p_q_starts, p_kv, p_prefixes, p_tiles, p_units, n_seq, n_prefixes, n_tokens, most_keys, n_qt, window, gqa, lead,
+    p_q_starts, p_kv, p_prefixes, p_tiles, p_units, n_seq, n_prefixes, n_tokens, most_keys, n_qt, window, gqa, more,
     least_rows, most_rows, PAGE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr, PREFIX: tl.constexpr, SKIPS: tl.constexpr,
     CHUNK: tl.constexpr, TILES: tl.constexpr,
@@ -85,9 +85,9 @@ def list_varlen_tiles(
 
     q_starts: int32 [n_seq + 1]; kv: lengths int32 [n_seq] of pages, k_starts int32 [n_seq + 1] if PAGE is 0;
     prefixes: int32 [n_prefixes, 3]; most_keys: what a sequence may have of pages, or all packed keys; least_rows,
-    most_rows: query rows of a KV head of a sequence that is not left out; lead: units of a tile before those of its
-    k-blocks, which stand for the time that a program takes to go on from one tile to the next. CHUNK sequences are
-    looked at at a time.
+    most_rows: query rows of a KV head of a sequence that is not left out; more: units of a tile behind those of its
+    k-blocks, which stand for the time that a program takes to go on from one tile to the next: nothing is done in them.
+    CHUNK sequences are looked at at a time.
     """
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     seq = tile * 0
@@ -142,30 +142,78 @@ def list_varlen_tiles(
     tl.store(p + 5, k_first, mask=listed)
     tl.store(p + 6, behind, mask=listed)
     tl.store(p + 7, skip, mask=listed)
-    tl.store(p_units + tile, tl.where(there, tl.maximum(end - first, 1) + lead, 0), mask=listed)
+    tl.store(p_units + tile, tl.where(there, tl.maximum(end - first, 1) + more, 0), mask=listed)
+
+
+@triton.jit
+def _units(p_units, base, n_tiles, n_groups, CHUNK: tl.constexpr):
+    """(numbers, units) of CHUNK tiles from `base` on; no units behind the last."""
+    tile = base + tl.arange(0, CHUNK)
+    return tile, tl.load(p_units + tile // n_groups, mask=tile < n_tiles, other=0)
+
+
+@triton.jit
+def _division(p_units, n_tiles, n_groups, programs, turn, more, ROUNDS: tl.constexpr, CHUNK: tl.constexpr):
+    """(whole tiles, units that each of the others counts as, 0: as it has; programs that share these): see
+    sum_varlen_units."""
+    used = 0
+    for base in range(0, n_tiles, CHUNK):
+        _, n = _units(p_units, base, n_tiles, n_groups, CHUNK)
+        used += tl.sum((n > 0).to(tl.int32), 0)
+    rounds = used // programs if ROUNDS else 0
+    some = tl.maximum(rounds - 1, 0) * programs
+    most = rounds * programs
+    shared = 0
+    last_round = 0
+    longest = 0
+    shortest = 2**31 - 1
+    for base in range(some // CHUNK * CHUNK, n_tiles, CHUNK):
+        tile, n = _units(p_units, base, n_tiles, n_groups, CHUNK)
+        shared += tl.sum(tl.where(tile >= some, n, 0), 0)
+        last_round = tl.maximum(last_round, tl.max(tl.where((tile >= some) & (tile < most), n, 0), 0))
+        longest = tl.maximum(longest, tl.max(tl.where(tile >= most, n, 0), 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where((tile >= most) & (n > 0), n, 2**31 - 1), 0))
+    left = used - most
+    spread = longest - shortest
+    longest = tl.maximum(longest - more, 0)
+    parts = tl.minimum(programs // tl.maximum(left, 1), longest)
+    even = (left <= programs) & ((left == 0) | (longest // tl.maximum(parts, 1) > spread))
+    alike = last_round + (longest + parts - 1) // tl.maximum(parts, 1)
+    if even & (alike <= (shared + programs - 1) // programs + turn):
+        some = most
+        programs = tl.where(left > 0, left * parts, programs)
+    else:
+        longest = 0
+    return some, longest, programs
 
 
 @accesses(reads="p_units", writes="p_unit_start", helper=True)
-@triton.jit(do_not_specialize=["n_tiles", "n_groups", "rounds_of"])
-def sum_varlen_units(p_units, p_unit_start, n_tiles, n_groups, rounds_of, CHUNK: tl.constexpr):
-    """unit_start: int32 [n_tiles + 2], the prefix sums of the units of all tiles that are shared out, and the number of
-    whole ones before them, which count as none. units: of query tiles.
+@triton.jit(do_not_specialize=["n_tiles", "n_groups", "programs", "turn", "more"])
+def sum_varlen_units(
+    p_units, p_unit_start, n_tiles, n_groups, programs, turn, more, ROUNDS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """unit_start: int32 [n_tiles + 3], the prefix sums of the units of all tiles that are shared out, the number of
+    whole ones before them, which count as none, and how many programs share. units: of query tiles.
 
-    rounds_of programs take whole tiles in as many rounds as leave one to two rounds of them to share out; 0: none.
+    programs: that share tiles, 0: each tile has its own, and only sums are asked for. ROUNDS: they take the first tiles
+    whole, in rounds of one each. What the rounds leave is shared out in one of two ways, whichever takes less time:
+
+    - the last round's tiles and the rest, one to two rounds: equal shares of all units. Most programs then have parts
+      of two tiles, and to go on from one to the other takes as long as `turn` units do;
+    - the rest alone, tiles of about one length: each cut into as many parts as there are programs for it, one for each.
+      All count as the longest without what it has for its turn, so that the programs' equal shares end where tiles do.
+      The units that a tile lacks are nobody's, fewer than a part has.
     """
     whole = 0
-    if rounds_of > 0:
-        used = 0
-        for base in range(0, n_tiles, CHUNK):
-            tile = base + tl.arange(0, CHUNK)
-            n = tl.load(p_units + tile // n_groups, mask=tile < n_tiles, other=0)
-            used += tl.sum((n > 0).to(tl.int32), 0)
-        whole = tl.maximum(used // rounds_of - 1, 0) * rounds_of
+    as_long = 0
+    if programs > 0:
+        whole, as_long, programs = _division(p_units, n_tiles, n_groups, programs, turn, more, ROUNDS, CHUNK)
     total = 0
     tl.store(p_unit_start, 0)
     tl.store(p_unit_start + n_tiles + 1, whole)
+    tl.store(p_unit_start + n_tiles + 2, programs)
     for base in range(0, n_tiles, CHUNK):
-        tile = base + tl.arange(0, CHUNK)
-        n = tl.load(p_units + tile // n_groups, mask=(tile >= whole) & (tile < n_tiles), other=0)
+        tile, n = _units(p_units, base, n_tiles, n_groups, CHUNK)
+        n = tl.where((tile >= whole) & (n > 0), tl.where(as_long > 0, as_long, n), 0)
         tl.store(p_unit_start + 1 + tile, total + tl.cumsum(n, 0), mask=tile < n_tiles)
         total += tl.sum(n, 0)
