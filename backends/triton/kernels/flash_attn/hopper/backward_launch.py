@@ -1,0 +1,135 @@
+"""Launches of Hopper's kernels for attention's gradients, from tensors in torch's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_keys import hopper_attn_back_keys
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_queries import hopper_attn_back_queries
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
+    KEYS,
+    N_WG,
+    PLAN_QUERIES,
+    QUERIES,
+    BackConfig,
+    BackSpec,
+)
+from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
+    MAX_SHARED_BYTES,
+    aligned,
+    box_descriptor,
+    strides_in,
+)
+from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS
+from graphrt.backends.triton.launch import Launch
+
+#: Registers of a thread at launch: an even share of all, the producer's group included.
+OPTIONS = {"num_warps": 4, "maxnreg": 65536 // (128 * (N_WG + 1)) // 8 * 8}
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What both kernels are given. q, d_out: of 16 bits, [n_seq, n_head, n_q, d]; k, v: their type, [n_seq, n_head_kv,
+    n_kv, d], any strides that TMA takes; rows, scales: see backward_rows.py; mask: f16 [m3, m2, n_q, n_kv] or None;
+    slopes: f32 [n_head], None without ALiBi."""
+
+    q: torch.Tensor
+    d_out: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rows: torch.Tensor
+    scales: torch.Tensor
+    mask: torch.Tensor | None
+    slopes: torch.Tensor | None
+    scale: float
+    softcap: float
+
+    @property
+    def d(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def mask_groups(self) -> int:
+        """Heads whose masks differ."""
+        return 1 if self.mask is None or self.mask.shape[1] == 1 else self.q.shape[1]
+
+    def numbers(self) -> dict[str, Any]:
+        """The kernels' numbers, by name."""
+        n_seq, n_head, n_q, _ = self.q.shape
+        mask_strides, m3, m2 = [0, 0, 0], 1, 1
+        if self.mask is not None:
+            m3, m2 = self.mask.shape[:2]
+            mask_strides = strides_in(self.mask_vec, self.mask, (2, 1, 0))
+        return {
+            "scale": self.scale, "softcap": self.softcap, **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)),
+            "mask_heads": m2, "mask_seqs": m3, "mask_groups": self.mask_groups, "n_seq": n_seq, "n_head": n_head,
+            "gqa": n_head // self.k.shape[1], "n_q": n_q, "n_kv": self.k.shape[2],
+        }  # fmt: skip
+
+    @property
+    def mask_vec(self) -> int:
+        return 8 if self.mask is not None and aligned(self.mask, 8) else 1
+
+    def box(self, t: torch.Tensor, rows: int) -> Any:
+        """TMA descriptor of rows of q, d_out, k or v."""
+        return box_descriptor(t, rows, self.d, idle=self.d)
+
+    def mask_ring(self, used: int, rows: int, parts: int, cols: int) -> tuple[int, Any]:
+        """(buffers of the mask's ring, at most two, that fit beside so many bytes; its descriptor), of boxes of rows
+        and cols; none where TMA can't bring the mask."""
+        if self.mask is None or self.mask_vec == 1 or self.mask.stride(3) != 1:
+            return 0, None
+        stages = min(2, (MAX_SHARED_BYTES - used) // (2 * rows * cols * parts))
+        return stages, box_descriptor(self.mask, rows, cols, idle=8) if stages else None
+
+    def spec(self, c: BackConfig) -> BackSpec:
+        """Without the mask's ring."""
+        bits = WEIGHT_BITS if self.k.dtype == torch.float16 else 0
+        return BackSpec(
+            d=self.d, block_m=c.block_m, block_n=c.block_n, stages=c.stages, has_mask=self.mask is not None,
+            has_softcap=self.softcap != 0.0, has_alibi=self.slopes is not None, weight=2.0**-bits,
+            mask_vec=self.mask_vec,
+        )  # fmt: skip
+
+    def common(self) -> dict[str, Any]:
+        return {"rows": self.rows, "mask": self.mask, "slopes": self.slopes, "scales": self.scales, **self.numbers()}
+
+
+def keys_launch(
+    x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, dk: torch.Tensor | None,
+    dv: torch.Tensor | None, config: BackConfig | None = None,
+) -> Launch:  # fmt: skip
+    """The launch for dk and dv, f32 [n_seq, n_head_kv, n_kv, d], None for one that nobody wants. counts, blocks: the
+    mask's turned lists."""
+    c = config or KEYS[x.d]
+    parts = c.block_n // WG_ROWS
+    stages, mask_desc = x.mask_ring(c.keys_bytes(x.d), c.block_m, parts, WG_ROWS)
+    spec = replace(x.spec(c), mask_stages=stages, of_k=dk is not None, of_v=dv is not None)
+    some = dk if dk is not None else dv
+    args = x.common() | {
+        "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
+        "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks,
+        "dk": dk if dk is not None else some, "dv": dv if dv is not None else some, "spec": spec,
+    }  # fmt: skip
+    n_seq, n_head_kv, n_kv, _ = x.k.shape
+    return Launch(hopper_attn_back_keys, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
+
+
+def queries_launch(
+    x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, seen: torch.Tensor | None, dq: torch.Tensor,
+    config: BackConfig | None = None,
+) -> Launch:  # fmt: skip
+    """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan."""
+    c = config or QUERIES[x.d]
+    stages, mask_desc = x.mask_ring(c.queries_bytes(x.d), WG_ROWS, N_WG, c.block_n)
+    args = x.common() | {
+        "q_desc": x.box(x.q, PLAN_QUERIES), "o_desc": x.box(x.d_out, PLAN_QUERIES), "k_desc": x.box(x.k, c.block_n),
+        "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks, "seen": seen,
+        "dq": dq, "spec": replace(x.spec(c), mask_stages=stages),
+    }  # fmt: skip
+    n_seq, n_head, n_q, _ = x.q.shape
+    return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
