@@ -191,7 +191,7 @@ def hopper_attn_back_keys(
     buffers: gl.constexpr = spec.of_queries
     q_ring = make_ring(dtype, spec.d, spec.n_wg, buffers)
     o_ring = make_ring(dtype, spec.d, spec.n_wg, buffers)
-    row_ring = make_row_ring(spec)
+    row_ring = make_row_ring(spec, spec.n_wg)
     # Without a ring for the mask, that of Q stands in its place, unused, and its descriptor.
     mask_ring = q_ring
     mask_source = q_desc

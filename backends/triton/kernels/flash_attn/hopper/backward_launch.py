@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     BackConfig,
     BackSpec,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_wide import hopper_attn_back_wide
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     MAX_SHARED_BYTES,
     aligned,
@@ -116,7 +117,8 @@ def keys_launch(
         "dk": dk if dk is not None else some, "dv": dv if dv is not None else some, "spec": spec,
     }  # fmt: skip
     n_seq, n_head_kv, n_kv, _ = x.k.shape
-    return Launch(hopper_attn_back_keys, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
+    kernel = hopper_attn_back_wide if c.wide else hopper_attn_back_keys
+    return Launch(kernel, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
 
 
 def queries_launch(

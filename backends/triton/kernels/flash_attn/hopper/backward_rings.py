@@ -58,10 +58,10 @@ class RowRing:
 
 
 @gluon.jit
-def make_row_ring(spec: gl.constexpr):
+def make_row_ring(spec: gl.constexpr, readers: gl.constexpr):
     buffers = gl.allocate_shared_memory(gl.float32, [2 * spec.stages, spec.block_m], ROW)
     full = make_barriers(spec.stages, THREADS)
-    empty = make_barriers(spec.stages, spec.n_wg)
+    empty = make_barriers(spec.stages, readers)
     return RowRing(buffers, full, empty, spec.stages)
 
 
