@@ -26,9 +26,11 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     as_left,
     score_gradients,
     store_rows,
+    unpacked,
     weights_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, BackWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import as_operand, packed
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -96,7 +98,9 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     q_ring.wait_full(step)
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     o_ring.wait_full(step)
-    # A soft cap, or a mask over many queries, takes so many registers that the weights are made first.
+    # Many queries, or a soft cap, leave too few registers for weights of 32 bits beside the products under way; a mask
+    # of many queries, or a soft cap, too few for both products at once.
+    narrow: gl.constexpr = p.spec.has_softcap or p.spec.block_m > 64
     early: gl.constexpr = p.spec.of_k and not p.spec.has_softcap and not (partial and p.spec.block_m > 64)
     d_w = s
     if early:
@@ -108,12 +112,10 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     lse = row_ring.read(step, 0)
     s = warpgroup_mma_wait(1 if early else 0, [s])
     w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
-    w = w.to(k.dtype)
-    if p.spec.has_softcap:
-        bent = bent.to(k.dtype)
-    else:
-        bent = w
-    left = as_left(w, d)
+    pairs = packed(w, k.dtype)
+    left = as_operand(p, pairs, k.dtype)
+    if narrow and p.spec.has_softcap:
+        pairs = packed(bent, k.dtype)
     if p.spec.of_k and not early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     if p.spec.of_v:
@@ -121,7 +123,9 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     if p.spec.of_k:
         delta = row_ring.read(step, 1)
         d_w = warpgroup_mma_wait(1 if p.spec.of_v else 0, [d_w])
-        d_s = score_gradients(bent.to(gl.float32), d_w, ratio, delta[None, :], partial)
+        if narrow:
+            bent = unpacked(pairs, k.dtype)
+        d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial)
         grads = as_left(d_s.to(k.dtype), d)
         dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
         dk, dv, left, grads = warpgroup_mma_wait(0, [dk, dv, left, grads])

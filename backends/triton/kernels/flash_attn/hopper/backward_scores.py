@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import capped_scores
 
@@ -14,7 +15,7 @@ def weights_of(p, s, lse, mask, factor, masked: gl.constexpr):
     that broadcasts to it. masked: there are mask values, of which -inf hides a score, NaN or not; factor: theirs. The
     bend is what a soft cap's slope makes of the weights, without one the weights."""
     if p.spec.has_softcap:
-        t = capped_scores(p, s, 0.0, 8)
+        t = capped_scores(p, s, 0.0, 4)
         x = t * LOG2E - lse
     else:
         x = s * (p.scale * LOG2E) - lse
@@ -45,8 +46,18 @@ def as_left(x, d: gl.constexpr):
 
 
 @gluon.jit
+def unpacked(pairs, dtype: gl.constexpr):
+    """What consumer.packed() packed, f32 in the scores' registers."""
+    cols: gl.constexpr = 2 * pairs.shape[1]
+    low = pairs.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    return gl.convert_layout(gl.join(low, high).reshape([pairs.shape[0], cols]), mma_layout(cols), assert_trivial=True)
+
+
+@gluon.jit
 def store_rows(p_rows, first, n, acc, factor, d: gl.constexpr):
     """Store acc * factor, f32 [64, d], to rows first .. of n in all, side by side."""
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, mma_layout(d)))
+    # Else the compiler makes all addresses before the loops, and has no registers left in them.
+    row = kept_inside(first) + gl.arange(0, 64, gl.SliceLayout(1, mma_layout(d)))
     col = gl.arange(0, d, gl.SliceLayout(0, mma_layout(d)))
     gl.store(p_rows + (row * d)[:, None] + col[None, :], acc * factor, mask=(row < n)[:, None])
