@@ -5,7 +5,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from concurrent.futures import ThreadPoolExecutor
 from graphrt.backends.triton.kernels.flash_attn.hopper import backward_launch as bl
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import KEYS, QUERIES, BackConfig
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import KEYS, QUERIES, GradientConfig
 dev = "cuda"
 
 def lists(mask, bn):

@@ -66,12 +66,28 @@ def _points() -> Iterator[Axes]:
     yield replace(base, max_bias=8.0, heads=(6, 2))
     yield replace(base, d_lse=True, sinks=True)
     yield replace(base, layout="cache")
+    yield from _long_points(base)
     for bias in ((1, 1), (4, 2), (2, 1)):
         yield replace(base, bias=bias, n_seq=2, bias_type="bf16" if bias == (1, 1) else "f32")
     yield replace(base, bias=(1, 1), max_bias=4.0, bias_type="f16")
     yield replace(base, dropout_p=0.3, n_seq=2, n_q=9)
     yield replace(base, dropout_p=0.9, mask=None)
     yield replace(base, dropout_p=0.1, softcap=2.0, max_bias=4.0, sinks=True, bias=(2, 1), d_lse=True, n_seq=2)
+
+
+def _long_points(base: Axes) -> Iterator[Axes]:
+    """Several tiles of 64 or 128 queries and keys, of 16 bits, whose last ones are not whole; rows of the mask that
+    start on 16 bytes, and others."""
+    for d, kind in ((64, "f16"), (128, "bf16"), (256, "f16")):
+        yield replace(base, n_q=150, n_kv=203, d=(d, d), type=kind, mask=None)
+    base = replace(base, n_q=140, n_kv=208)
+    yield replace(base, d=(128, 128), type="f16", mask="causal", heads=(4, 1), n_seq=2, d_lse=True)
+    yield replace(base, d=(64, 64), type="bf16", softcap=2.0, sinks=True)
+    yield replace(base, d=(64, 64), type="f16", n_kv=207, heads=(6, 2), max_bias=8.0, empty=2)
+    yield replace(base, d=(128, 128), type="f16", heads=(2, 2), softcap=2.0, mask="per_head", n_seq=2)
+    yield replace(base, d=(256, 256), type="f16", n_q=64, softcap=2.0, layout="cache")
+    yield replace(base, d=(256, 256), type="bf16", n_q=70, mask="causal")
+    yield replace(base, d=(64, 64), type="f16", n_q=400, n_kv=400, mask="window", heads=(2, 1), layout="cache")
 
 
 def axes_of_cases() -> Iterator[Axes]:

@@ -29,7 +29,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     unpacked,
     weights_of,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, BackWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import as_operand, packed
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
@@ -89,7 +89,7 @@ def turned_mask(p, mask_ring, seq, head, key, query, step, part: gl.constexpr):
 @gluon.jit
 def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl.constexpr, wg: gl.constexpr):
     """Add what a step's queries give to the sums of 64 keys. place: (sequence, head, first key,
-    factor of the mask, BackWork.ratio)."""
+    factor of the mask, GradientWork.ratio)."""
     k, v = tiles
     q_ring, o_ring, row_ring, mask_ring = rings
     seq, head, key, factor, ratio = place
@@ -180,12 +180,13 @@ def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_keys(
     q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, dk, dv, scale, softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, spec: gl.constexpr,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+    spec: gl.constexpr,
 ):  # fmt: skip
     """dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, None for one that nobody asked for."""
-    p = BackWork(
+    p = GradientWork(
         spec, rows, mask, counts, blocks, None, slopes, scales, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -15,11 +15,12 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     N_WG,
     PLAN_QUERIES,
     QUERIES,
-    BackConfig,
-    BackSpec,
+    GradientConfig,
+    GradientSpec,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_wide import hopper_attn_back_wide
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
+    L2_SECTION_BYTES,
     MAX_SHARED_BYTES,
     aligned,
     box_descriptor,
@@ -87,51 +88,61 @@ class Given:
         stages = min(2, (MAX_SHARED_BYTES - used) // (2 * rows * cols * parts))
         return stages, box_descriptor(self.mask, rows, cols, idle=8) if stages else None
 
-    def spec(self, c: BackConfig) -> BackSpec:
+    def spec(self, c: GradientConfig) -> GradientSpec:
         """Without the mask's ring."""
         bits = WEIGHT_BITS if self.k.dtype == torch.float16 else 0
-        return BackSpec(
+        return GradientSpec(
             d=self.d, block_m=c.block_m, block_n=c.block_n, stages=c.stages, has_mask=self.mask is not None,
             has_softcap=self.softcap != 0.0, has_alibi=self.slopes is not None, weight=2.0**-bits,
             mask_vec=self.mask_vec,
         )  # fmt: skip
 
-    def common(self) -> dict[str, Any]:
-        return {"rows": self.rows, "mask": self.mask, "slopes": self.slopes, "scales": self.scales, **self.numbers()}
+    def common(self, section: int) -> dict[str, Any]:
+        """Arguments of both. section: heads whose programs run side by side."""
+        return {"section": section, "rows": self.rows, "mask": self.mask, "slopes": self.slopes, "scales": self.scales, **self.numbers()}
+
+
+def side_by_side(x: Given, rows: int, heads: int) -> int:
+    """Of how many heads programs run side by side: those of one KV head where tiles are equally long, else as many as
+    keep what they walk within the L2 cache, so that the longest tiles of many come first. rows: of 16 bits, twice, that
+    a KV head's programs walk; heads: so many have a KV head's."""
+    return heads * (1 if x.mask is None else max(1, L2_SECTION_BYTES // (4 * x.d * max(1, rows))))
 
 
 def keys_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, dk: torch.Tensor | None,
-    dv: torch.Tensor | None, config: BackConfig | None = None,
+    dv: torch.Tensor | None, config: GradientConfig | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for dk and dv, f32 [n_seq, n_head_kv, n_kv, d], None for one that nobody wants. counts, blocks: the
     mask's turned lists."""
     c = config or KEYS[x.d]
+    n_seq, n_head_kv, n_kv, _ = x.k.shape
+    gqa, n_q = x.q.shape[1] // n_head_kv, x.q.shape[2]
     parts = c.block_n // WG_ROWS
     stages, mask_desc = x.mask_ring(c.keys_bytes(x.d), c.block_m, parts, WG_ROWS)
     spec = replace(x.spec(c), mask_stages=stages, of_k=dk is not None, of_v=dv is not None)
     some = dk if dk is not None else dv
-    args = x.common() | {
+    args = x.common(side_by_side(x, gqa * n_q, 1)) | {
         "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
         "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks,
         "dk": dk if dk is not None else some, "dv": dv if dv is not None else some, "spec": spec,
     }  # fmt: skip
-    n_seq, n_head_kv, n_kv, _ = x.k.shape
     kernel = hopper_attn_back_wide if c.wide else hopper_attn_back_keys
     return Launch(kernel, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
 
 
 def queries_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, seen: torch.Tensor | None, dq: torch.Tensor,
-    config: BackConfig | None = None,
+    config: GradientConfig | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan."""
     c = config or QUERIES[x.d]
+    n_seq, n_head, n_q, _ = x.q.shape
+    gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]
     stages, mask_desc = x.mask_ring(c.queries_bytes(x.d), WG_ROWS, N_WG, c.block_n)
-    args = x.common() | {
+    args = x.common(side_by_side(x, n_kv, gqa)) | {
         "q_desc": x.box(x.q, PLAN_QUERIES), "o_desc": x.box(x.d_out, PLAN_QUERIES), "k_desc": x.box(x.k, c.block_n),
         "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks, "seen": seen,
         "dq": dq, "spec": replace(x.spec(c), mask_stages=stages),
     }  # fmt: skip
-    n_seq, n_head, n_q, _ = x.q.shape
     return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)

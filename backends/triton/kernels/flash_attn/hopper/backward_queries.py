@@ -27,7 +27,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     store_rows,
     weights_of,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, BackWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside, key_columns, load_mask
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import (
     make_mask_ring,
@@ -45,8 +45,8 @@ def produce_keys(p, q_desc, o_desc, k_desc, v_desc, mask_desc, tiles, rings):
     seq, head, qt = p.query_tile()
     query = qt * LISTED
     mbarrier.expect(here.index(0), q_desc.block_type.nbytes + o_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [seq, head, query, 0], here.index(0), q_tile)
-    tma.async_copy_global_to_shared(o_desc, [seq, head, query, 0], here.index(0), o_tile)
+    tma.async_copy_global_to_shared(q_desc, [seq, head, query, 0], here.index(0), q_tile.index(0))
+    tma.async_copy_global_to_shared(o_desc, [seq, head, query, 0], here.index(0), o_tile.index(0))
     n_full, n_all, start = p.key_visits(seq, head, qt)
     group = head // p.gqa
     for j in range(n_all):
@@ -90,10 +90,23 @@ def none_past_end(p, w, block):
 
 
 @gluon.jit
+def own_rows(p, tiles, wg: gl.constexpr):
+    """A warpgroup's [64, d] of Q and of d_out."""
+    q_tile, o_tile, here = tiles
+    d: gl.constexpr = p.spec.d
+    at = 0
+    if d > 128:  # else the compiler makes the descriptors of all pieces before the loop, and has no registers for them
+        at = kept_inside(gl.to_tensor(0))
+    q = q_tile.index(at).reshape([LISTED, d]).slice(64 * wg, 64, dim=0)
+    o = o_tile.index(at).reshape([LISTED, d]).slice(64 * wg, 64, dim=0)
+    return q, o
+
+
+@gluon.jit
 def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.constexpr, wg: gl.constexpr):
     """Add what a block of keys gives to the sum of 64 queries. place: (sequence, head, first query, lse, delta, factor
-    of the mask, BackWork.ratio, list)."""
-    q, o = tiles
+    of the mask, GradientWork.ratio, list)."""
+    q, o = own_rows(p, tiles, wg)
     k_ring, v_ring, mask_ring = rings
     seq, head, query, lse, delta, factor, ratio, start = place
     d: gl.constexpr = p.spec.d
@@ -139,8 +152,6 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
     q_tile, o_tile, here = tiles
     d: gl.constexpr = p.spec.d
     rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
-    q = q_tile.reshape([LISTED, d]).slice(64 * wg, 64, dim=0)
-    o = o_tile.reshape([LISTED, d]).slice(64 * wg, 64, dim=0)
     seq, head, qt = p.query_tile()
     query = qt * LISTED + 64 * wg
     p_lse, behind = p.rows_of(seq, head)
@@ -152,10 +163,10 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
     dq = gl.full([64, d], 0.0, gl.float32, mma_layout(d))
     mbarrier.wait(here.index(0), 0)
     for j in range(n_full):
-        dq = add_block(p, (q, o), rings, place, dq, j, 0, 0, False, wg)
+        dq = add_block(p, tiles, rings, place, dq, j, 0, 0, False, wg)
     for j in range(n_full, n_all):
         block = p.key_block(start, j)
-        dq = add_block(p, (q, o), rings, place, dq, j, block, j - n_full, True, wg)
+        dq = add_block(p, tiles, rings, place, dq, j, block, j - n_full, True, wg)
     first = (seq * p.n_head + head).to(gl.int64) * p.n_q * d
     store_rows(dq_out + first, query, p.n_q, dq, p.unscaled_scores(), d)
 
@@ -164,17 +175,18 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_queries(
     q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, seen, slopes, scales, dq, scale, softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, spec: gl.constexpr,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+    spec: gl.constexpr,
 ):  # fmt: skip
     """dq: f32 [n_seq, n_head, n_q, d], written."""
-    p = BackWork(
+    p = GradientWork(
         spec, rows, mask, counts, blocks, seen, slopes, scales, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)
-    q_tile = gl.allocate_shared_memory(dtype, [1, 1, LISTED, spec.d], layout)
-    o_tile = gl.allocate_shared_memory(dtype, [1, 1, LISTED, spec.d], layout)
+    q_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, LISTED, spec.d], layout)
+    o_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, LISTED, spec.d], layout)
     here = make_barriers(1, 1)
     k_ring = make_ring(dtype, spec.d, spec.n_wg, spec)
     buffers: gl.constexpr = spec.of_values

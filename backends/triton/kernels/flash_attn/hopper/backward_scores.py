@@ -16,23 +16,29 @@ def weights_of(p, s, lse, mask, factor, masked: gl.constexpr):
     bend is what a soft cap's slope makes of the weights, without one the weights."""
     if p.spec.has_softcap:
         t = capped_scores(p, s, 0.0, 4)
-        x = t * LOG2E - lse
+        x = t * LOG2E
     else:
-        x = s * (p.scale * LOG2E) - lse
+        x = s * (p.scale * LOG2E)
     if masked:
-        bias = mask.to(gl.float32)
-        x = gl.where(bias != NEG_INF, x + bias * factor, NEG_INF)
+        # Past the last query, and where nothing is seen, the mask may be 0, but lse is infinite.
+        bias = mask.to(gl.float32) * factor - lse
+        x = gl.where(bias != NEG_INF, x + bias, NEG_INF)
+    else:
+        x = x - lse
     w = gl.exp2(x)
     if p.spec.has_softcap:
         slope = t * (1.0 / p.softcap)
-        return w, w * (1.0 - slope * slope)
+        bent = w * (1.0 - slope * slope)
+        if masked:  # what is hidden may have a slope of NaN
+            bent = gl.where(w == 0.0, 0.0, bent)
+        return w, bent
     else:
         return w, w
 
 
 @gluon.jit
 def score_gradients(bent, d_w, ratio, delta, partial: gl.constexpr):
-    """dS without the attention's scale, times its own factor (BackWork.ratio; delta has it). Where the weight is 0 it is 0, whatever V holds, in blocks where keys may be hidden."""
+    """dS without the attention's scale, times its own factor (GradientWork.ratio; delta has it). Where the weight is 0 it is 0, whatever V holds, in blocks where keys may be hidden."""
     d_s = bent * (d_w * ratio - delta)
     if partial:
         d_s = gl.where(bent == 0.0, 0.0, d_s)

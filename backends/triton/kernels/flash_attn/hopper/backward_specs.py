@@ -21,7 +21,7 @@ class Buffers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackSpec:
+class GradientSpec:
     """What the kernels of keys and of queries have.
 
     d: the head size; n_wg: warpgroups that multiply; block_m: queries of a step; block_n: keys of a block; stages:
@@ -59,8 +59,8 @@ class BackSpec:
 
 
 @dataclass(frozen=True)
-class BackConfig:
-    """block_m, block_n, stages: see BackSpec. wide: one warpgroup adds up the gradient of V and one that of K, both
+class GradientConfig:
+    """block_m, block_n, stages: see GradientSpec. wide: one warpgroup adds up the gradient of V and one that of K, both
     for all keys of the block; else each has both for 64 keys."""
 
     block_m: int
@@ -82,14 +82,14 @@ class BackConfig:
 
 
 #: Of the kernels that own keys, by head size.
-KEYS: dict[int, BackConfig] = {
-    64: BackConfig(block_m=128, block_n=128, stages=2),
-    128: BackConfig(block_m=64, block_n=128, stages=2),
-    256: BackConfig(block_m=64, block_n=64, stages=2, wide=True),
+KEYS: dict[int, GradientConfig] = {
+    64: GradientConfig(block_m=128, block_n=128, stages=2),
+    128: GradientConfig(block_m=64, block_n=128, stages=2),
+    256: GradientConfig(block_m=64, block_n=64, stages=2, wide=True),
 }
 #: Of the kernel that owns queries, by head size.
-QUERIES: dict[int, BackConfig] = {
-    64: BackConfig(block_m=128, block_n=128, stages=2),
-    128: BackConfig(block_m=128, block_n=128, stages=2),
-    256: BackConfig(block_m=128, block_n=64, stages=2),
+QUERIES: dict[int, GradientConfig] = {
+    64: GradientConfig(block_m=128, block_n=128, stages=2),
+    128: GradientConfig(block_m=128, block_n=128, stages=2),
+    256: GradientConfig(block_m=128, block_n=64, stages=2),
 }

@@ -24,7 +24,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     store_rows,
     weights_of,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, BackWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -182,12 +182,13 @@ def add_keys(p, tiles, rings, dk_out):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_wide(
     q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, dk, dv, scale, softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, spec: gl.constexpr,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+    spec: gl.constexpr,
 ):  # fmt: skip
     """As hopper_attn_back_keys."""
-    p = BackWork(
+    p = GradientWork(
         spec, rows, mask, counts, blocks, None, slopes, scales, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -11,21 +11,21 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import PLA
 #: The numbers among the kernels' arguments, in their order, which compiled code does not depend on.
 NUMBERS = (
     "scale", "softcap", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs", "mask_groups", "n_seq", "n_head", "gqa",
-    "n_q", "n_kv",
+    "n_q", "n_kv", "section",
 )  # fmt: skip
-#: What a BackWork is made of.
+#: What a GradientWork is made of.
 ARGUMENTS = ("rows", "mask", "counts", "blocks", "seen", "slopes", "scales", *NUMBERS)
 #: Queries of a block in lists.
 LISTED = gl.constexpr(PLAN_QUERIES)
 
 
 @aggregate
-class BackWork:
+class GradientWork:
     """A kernel's run-time arguments. Strides of the mask are in units of spec.mask_vec; unused pointers are None.
 
     rows: f32 [n_seq, n_head, 2, padded n_q], see backward_rows.py. counts, blocks: int32, of each list how many full
     and partial blocks it has, and these; in kernels of queries a mask's plan (mask_plan.py), in kernels of keys its
-    turned lists (backward/turned.py). seen: the plan's. slopes: f32 [n_head]. scales: f32 [2], the factors of
+    columns (backward/plans.py). seen: the plan's. slopes: f32 [n_head]. scales: f32 [2], the factors of
     d_out as it is read and of dS.
     """
 
@@ -49,6 +49,7 @@ class BackWork:
     gqa: gl.tensor
     n_q: gl.tensor
     n_kv: gl.tensor
+    section: gl.tensor
     spec: gl.constexpr
 
     @gluon.constexpr_function
@@ -69,23 +70,31 @@ class BackWork:
         return gl.cdiv(self.n_kv, self.spec.block_n)
 
     @gluon.jit
-    def key_tile(self):
-        """(sequence, KV head, block of keys) of a program that owns keys. Of a causal mask the first ones of a head,
-        which most queries see, come first."""
-        n = self.key_blocks()
-        heads = self.n_head // self.gqa
+    def place(self, n):
+        """(head of all, its tile) of a program, each head having n tiles: `section` heads at a time, all first tiles of
+        these, then all second ones."""
         i = gl.program_id(0)
-        i_head = i // n
-        return i_head // heads, i_head % heads, i - i_head * n
+        first = i // (n * self.section) * self.section
+        rest = i - first * n
+        width = gl.minimum(self.section, gl.num_programs(0) // n - first)
+        tile = rest // width
+        return first + rest - tile * width, tile
+
+    @gluon.jit
+    def key_tile(self):
+        """(sequence, KV head, block of keys) of a program that owns keys. Of a causal mask the first ones, which most
+        queries see, come first."""
+        heads = self.n_head // self.gqa
+        head, block = self.place(self.key_blocks())
+        return head // heads, head % heads, block
 
     @gluon.jit
     def query_tile(self):
         """(sequence, head, block of queries) of a program that owns queries. Those that see most of a causal mask's
         keys come first."""
         n = self.query_blocks()
-        i = gl.program_id(0)
-        i_head = i // n
-        return i_head // self.n_head, i_head % self.n_head, n - 1 - (i - i_head * n)
+        head, block = self.place(n)
+        return head // self.n_head, head % self.n_head, n - 1 - block
 
     @gluon.jit
     def query_visits(self, seq, head, block):
