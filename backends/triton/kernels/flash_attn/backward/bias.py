@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.pieces import (
     load_lse,
     load_two,
     weights,
+    zeros,
 )
 from graphrt.backends.triton.kernels.flash_attn.backward.queries import GENERAL
 from graphrt.backends.triton.kernels.flash_attn.visits import mask_tile
@@ -41,7 +42,7 @@ def attention_back_bias(
     i_q, i_k = row0 + i_m, key0 + i_n
     m_q, m_k = i_q < n_q, i_k < n_kv
     of_d_out, of_score = tl.load(x.scales), tl.load(x.scales + 1)
-    acc = tl.zeros([spec.block_m, spec.block_n], tl.float32)
+    acc = zeros(spec.block_m, spec.block_n)
     p_bias = x.bias + (i_bias % b2).to(tl.int64) * st.b_h + (i_bias // b2).to(tl.int64) * st.b_s
     per_seq = n_head // b2
     for i in range(0, per_seq * (n_seq // b3)):

@@ -23,6 +23,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.pieces import (
     load_lse,
     load_two,
     weights,
+    zeros,
 )
 from graphrt.backends.triton.kernels.flash_attn.backward.queries import GENERAL
 from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import tile_record
@@ -124,10 +125,10 @@ def attention_back_keys(
     of_d_out, of_score = tl.load(x.scales), tl.load(x.scales + 1)
     of_d_w = inverse * of_score * spec.unit / of_d_out
 
-    dk0 = tl.zeros([spec.block_n, spec.dk0], tl.float32) if spec.makes_k else i_n
-    dk1 = tl.zeros([spec.block_n, spec.dk1], tl.float32) if spec.makes_k and spec.dk1 > 0 else i_n
-    dv0 = tl.zeros([spec.block_n, spec.dv0], tl.float32) if spec.makes_v else i_n
-    dv1 = tl.zeros([spec.block_n, spec.dv1], tl.float32) if spec.makes_v and spec.dv1 > 0 else i_n
+    dk0 = zeros(spec.block_n, spec.dk0) if spec.makes_k else i_n
+    dk1 = zeros(spec.block_n, spec.dk1) if spec.makes_k and spec.dk1 > 0 else i_n
+    dv0 = zeros(spec.block_n, spec.dv0) if spec.makes_v else i_n
+    dv1 = zeros(spec.block_n, spec.dv1) if spec.makes_v and spec.dv1 > 0 else i_n
     if spec.keep:
         own_k0, own_k1 = load_two(p_k, start, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
         own_v0, own_v1 = load_two(p_v, start, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec)

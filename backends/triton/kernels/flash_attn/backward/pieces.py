@@ -143,6 +143,11 @@ class BackSpec:
 
 
 @triton.jit
+def zeros(M: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([M, N], tl.float32)
+
+
+@triton.jit
 def of_query(x, TURNED: tl.constexpr):
     """A vector of queries along a tile of scores."""
     return x[None, :] if TURNED else x[:, None]

@@ -24,7 +24,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.configs import (
 from graphrt.backends.triton.kernels.flash_attn.backward.kernel import BackKernel
 from graphrt.backends.triton.kernels.flash_attn.backward.keys import attention_back_keys
 from graphrt.backends.triton.kernels.flash_attn.backward.pieces import BackSpec, Given, Steps
-from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS
+from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
 from graphrt.backends.triton.kernels.flash_attn.backward.queries import attention_back_queries
 from graphrt.backends.triton.kernels.flash_attn.backward.rows import attention_back_sinks
 from graphrt.backends.triton.kernels.flash_attn.backward.shared import Shared
@@ -36,6 +36,8 @@ from graphrt.ops.soft_max import alibi_slopes
 
 #: Rows that a step of attention_back_sinks takes.
 SINK_ROWS = 1024
+#: Head sizes up to which a program can have several sums.
+LONGEST = 256
 DOTS = {"f16": tl.float16, "bf16": tl.bfloat16, "f32": tl.float32}
 #: Triton 3.6 multiplies second parts of fewer columns wrongly on Hopper, see problem.py's operand().
 LEAST_PART = 64
@@ -166,15 +168,26 @@ class Keys(Portable):
 
 
 class SplitQ(Queries):
-    name, owner, makes, forms = "queries", QUERIES, ("q",), ("split",)
+    name, owner, makes = "queries", QUERIES, ("q",)
 
 
 class SplitKV(Keys):
-    name, owner, makes, forms = "keys", KEYS, ("k", "v"), ("split",)
+    """Of long heads k and v apart: together their sums take more registers than there are."""
+
+    name, owner, makes = "keys", KEYS, ("k", "v")
+
+    def launches(self, shared: Shared) -> list[Step]:
+        if len(self.of) < 2 or max(self.p.d) <= LONGEST:
+            return super().launches(shared)
+        each = (SplitKV(self.p, (of,), self.target) for of in self.of)
+        return [step for kernel in each for step in kernel.launches(shared)]
 
 
 class FusedQ(Queries):
     name, owner, makes, forms = "fused-q", FUSED_Q, ("q", "k", "v"), ("fused-q",)
+
+    def serves(self) -> str | None:
+        return _too_long(self.p)
 
     @property
     def repeatable(self) -> bool:
@@ -183,6 +196,9 @@ class FusedQ(Queries):
 
 class FusedK(Keys):
     name, owner, makes, forms = "fused-k", FUSED_K, ("q", "k", "v"), ("fused-k",)
+
+    def serves(self) -> str | None:
+        return _too_long(self.p)
 
 
 class Bias(Portable):
@@ -233,6 +249,13 @@ class Sinks(BackKernel):
             "ROWS": SINK_ROWS, "PACKED": p.is_packed, "PDL": target.has_pdl,
         }  # fmt: skip
         return [*steps, Launch(attention_back_sinks, (p.n_head,), args, launch_options(target, 4))]
+
+
+def _too_long(p: BackProblem) -> str | None:
+    longest = max(p.d)
+    return f"all three sums of heads over {LONGEST} take more registers than there are, here {longest}" if (
+        longest > LONGEST
+    ) else None  # fmt: skip
 
 
 def _zeros(shared: Shared, n: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class BackProblem(Problem):
 
     @property
     def dropout_p(self) -> float:
-        return float(getattr(self.params, "dropout_p", 0.0))
+        return float(getattr(self.params, "dropout_p", 0.0))  # packed sequences have none
 
     def strides(self, t: Tensor) -> tuple[int, int, int, int]:
         """In elements."""

@@ -22,6 +22,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.pieces import (
     load_lse,
     load_two,
     weights,
+    zeros,
 )
 from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import tile_record
 from graphrt.backends.triton.kernels.flash_attn.visits import (
@@ -116,8 +117,8 @@ def attention_back_queries(
     dk_rows = p_dk + ((i_s * n_kv_head + i_g) * n_kv + k_first) * spec.d_k
     dv_rows = p_dv + ((i_s * n_kv_head + i_g) * n_kv + k_first) * spec.d_v
 
-    acc0 = tl.zeros([spec.block_m, spec.dk0], tl.float32)
-    acc1 = tl.zeros([spec.block_m, spec.dk1], tl.float32) if spec.dk1 > 0 else delta
+    acc0 = zeros(spec.block_m, spec.dk0)
+    acc1 = zeros(spec.block_m, spec.dk1) if spec.dk1 > 0 else delta
     if spec.keep:
         own_q0, own_q1 = load_two(p_q, start, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
         own_d0, own_d1 = load_two(p_d, start, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
