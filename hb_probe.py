@@ -143,6 +143,32 @@ def speed(d, h, hk, n, kind, how, softcap=0.0, peer=True, cfgs=((None, None),), 
                 text += f" {nm} {type(e).__name__}"
     print(text, flush=True)
 
+def graph(d, h, hk, n, kind, how, softcap=0.0, sinks=False, of=("q", "k", "v"), n_rep=10, form="split"):
+    import graphrt
+    from graphrt import ops
+    from graphrt.graph import Graph
+    from graphrt.tensor import new_input
+    from graphrt.ops.flash_attn_ext import FlashAttnParams
+    from graphrt.backends.triton.backend import TritonBackend
+    name = {torch.float16: "f16", torch.bfloat16: "bf16"}[kind]
+    t = lambda k, *ne, nm: new_input(k, *ne, name=nm)
+    q, k, v = t("f32", d, n, h, nm="q"), t(name, d, n, hk, nm="k"), t(name, d, n, hk, nm="v")
+    out, dout, lse = t("f32", d, h, n, nm="out"), t("f32", d, h, n, nm="dout"), t("f32", h, n, nm="lse")
+    mask = None if how == "full" else t("f16", n, n, nm="mask")
+    sk = t("f32", h, nm="sinks") if sinks else None
+    par = FlashAttnParams(d**-0.5, 8.0 if how == "alibi" else 0.0, softcap)
+    nodes = [ops.flash_attn_back(o, dout, q, k, v, out, lse, par, mask=mask, sinks=sk) for o in (*of, *(("sinks",) if sinks else ()))]
+    exe = graphrt.prepare(Graph(*nodes), TritonBackend(exact=False, backward=form))
+    rng = np.random.default_rng(0)
+    for x in (q, k, v, out, dout): exe.write(x, rng.standard_normal(x.shape, dtype=np.float32).astype(np.float16 if x.dtype.name == "f16" else np.float32))
+    exe.write(lse, np.full(lse.shape, math.log(n), np.float32))
+    if sk is not None: exe.write(sk, np.zeros(sk.shape, np.float32))
+    if mask is not None: exe.write(mask, causal(n, n, dist=how == "alibi").cpu().numpy())
+    exe.run(); exe.run(); torch.cuda.synchronize()
+    ms = bench(exe.run, n_rep)
+    flop = 10.0 * n * n * d * h / (1 if how == "full" else 2)
+    print(f"graph {form} D{d} H{h}/{hk} S{n} {name} {how} cap{softcap:g} sinks{int(sinks)}: {ms*1e3:.0f}us {flop/ms/1e9:.0f} TF", flush=True)
+
 f16, bf16 = torch.float16, torch.bfloat16
 if __name__ == "__main__":
     exec(sys.argv[1])
