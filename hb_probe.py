@@ -5,7 +5,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from concurrent.futures import ThreadPoolExecutor
 from graphrt.backends.triton.kernels.flash_attn.hopper import backward_launch as bl
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import KEYS, QUERIES, GradientConfig
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import config_of
 dev = "cuda"
 
 def lists(mask, bn):
@@ -75,13 +75,13 @@ def given(q, k, v, do, lse, delta, mask, scale, softcap, slopes, d_scale=1.0, s_
 def launches(x, cfgk=None, cfgq=None, want=("k", "v")):
     new = lambda t: torch.full(t.shape, math.nan, device=dev)
     dq, dk, dv = new(x.q), new(x.k), new(x.v)
-    ck, cq = cfgk or KEYS[x.d], cfgq or QUERIES[x.d]
+    ck, cq = config_of('keys', x.d, x.softcap != 0), config_of('queries', x.d, x.softcap != 0)
     tk = tq = (None, None); seen = None
     if x.mask is not None:
         tk = lists(x.mask, ck.block_n)[1]
         tq, _, seen = lists(x.mask, cq.block_n)
-    a = bl.keys_launch(x, *tk, dk if "k" in want else None, dv if "v" in want else None, ck)
-    b = bl.queries_launch(x, *tq, seen, dq, cq)
+    a = bl.keys_launch(x, *tk, dk if "k" in want else None, dv if "v" in want else None)
+    b = bl.queries_launch(x, *tq, seen, dq)
     return a, b, dq, dk, dv
 
 def err(a, e):

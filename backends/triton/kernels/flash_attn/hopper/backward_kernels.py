@@ -17,8 +17,8 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     KEYS,
     N_WG,
     PLAN_QUERIES,
-    QUERIES,
     GradientConfig,
+    config_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import as_torch
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
@@ -33,10 +33,10 @@ LSE_ROWS = 128
 
 
 class HopperGradient(BackKernel):
-    """What both have. configs: by head size."""
+    """What both have. own: what its programs own, for config_of()."""
 
     forms = ("split",)
-    configs: ClassVar[dict[int, GradientConfig]]
+    own: ClassVar[str]
 
     def serves(self) -> str | None:
         p, (d_k, d_v) = self.p, self.p.d
@@ -48,8 +48,8 @@ class HopperGradient(BackKernel):
             return f"it has no dropout, dropout_p is {p.dropout_p:g}"
         if p.k_t.dtype is not p.v_t.dtype or p.kind not in ("f16", "bf16"):
             return f"K and V must both be f16 or both bf16, they are {p.k_t.dtype.name} and {p.v_t.dtype.name}"
-        if d_k != d_v or d_k not in self.configs:
-            return f"heads must be of {', '.join(map(str, self.configs))}, they are of {d_k} and {d_v}"
+        if d_k != d_v or d_k not in KEYS:
+            return f"heads must be of {', '.join(map(str, KEYS))}, they are of {d_k} and {d_v}"
         if min(p.n_q, p.n_kv) < MIN_ROWS:
             return f"it takes {MIN_ROWS} queries and keys or more, here {p.n_q} and {p.n_kv}"
         if p.params.scale <= 0:
@@ -62,7 +62,7 @@ class HopperGradient(BackKernel):
 
     @cached_property
     def config(self) -> GradientConfig:
-        return self.configs[self.p.d[0]]
+        return config_of(self.own, self.p.d[0], self.p.params.softcap != 0.0)
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -120,7 +120,7 @@ class HopperKeys(HopperGradient):
 
     name, makes = "hopper_keys", ("k", "v")
     file = "hopper/backward_keys.py"
-    configs = KEYS
+    own = "keys"
 
     @property
     def tiles(self) -> str:
@@ -143,7 +143,7 @@ class HopperQueries(HopperGradient):
 
     name, makes = "hopper_queries", ("q",)
     file = "hopper/backward_queries.py"
-    configs = QUERIES
+    own = "queries"
 
     @property
     def tiles(self) -> str:

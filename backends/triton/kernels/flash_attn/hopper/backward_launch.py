@@ -11,12 +11,11 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_keys import hopp
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_queries import hopper_attn_back_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
-    KEYS,
     N_WG,
     PLAN_QUERIES,
-    QUERIES,
     GradientConfig,
     GradientSpec,
+    config_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_wide import hopper_attn_back_wide
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
@@ -111,11 +110,11 @@ def side_by_side(x: Given, rows: int, heads: int) -> int:
 
 def keys_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, dk: torch.Tensor | None,
-    dv: torch.Tensor | None, config: GradientConfig | None = None,
+    dv: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     """The launch for dk and dv, f32 [n_seq, n_head_kv, n_kv, d], None for one that nobody wants. counts, blocks: the
     mask's turned lists."""
-    c = config or KEYS[x.d]
+    c = config_of("keys", x.d, x.softcap != 0.0)
     n_seq, n_head_kv, n_kv, _ = x.k.shape
     gqa, n_q = x.q.shape[1] // n_head_kv, x.q.shape[2]
     parts = c.block_n // WG_ROWS
@@ -133,10 +132,9 @@ def keys_launch(
 
 def queries_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, seen: torch.Tensor | None, dq: torch.Tensor,
-    config: GradientConfig | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan."""
-    c = config or QUERIES[x.d]
+    c = config_of("queries", x.d, x.softcap != 0.0)
     n_seq, n_head, n_q, _ = x.q.shape
     gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]
     stages, mask_desc = x.mask_ring(c.queries_bytes(x.d), WG_ROWS, N_WG, c.block_n)

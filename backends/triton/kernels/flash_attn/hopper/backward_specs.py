@@ -81,15 +81,23 @@ class GradientConfig:
         return 2 * d * (2 * WG_ROWS * N_WG + ring * self.block_n) + 1024
 
 
-#: Of the kernels that own keys, by head size.
+#: Of the kernels that own keys, by head size; and of those with a soft cap, which takes more registers.
 KEYS: dict[int, GradientConfig] = {
     64: GradientConfig(block_m=128, block_n=128, stages=2),
     128: GradientConfig(block_m=64, block_n=128, stages=2),
     256: GradientConfig(block_m=64, block_n=64, stages=2, wide=True),
 }
-#: Of the kernel that owns queries, by head size.
+KEYS_CAPPED = KEYS | {64: GradientConfig(block_m=64, block_n=128, stages=2)}
+#: Of the kernel that owns queries, likewise.
 QUERIES: dict[int, GradientConfig] = {
     64: GradientConfig(block_m=128, block_n=128, stages=2),
     128: GradientConfig(block_m=128, block_n=128, stages=2),
     256: GradientConfig(block_m=128, block_n=64, stages=2),
 }
+QUERIES_CAPPED = QUERIES | {128: GradientConfig(block_m=128, block_n=64, stages=3)}
+
+
+def config_of(own: str, d: int, capped: bool) -> GradientConfig:
+    """The configuration of the kernels that own "keys" or "queries"."""
+    tables = (KEYS, KEYS_CAPPED) if own == "keys" else (QUERIES, QUERIES_CAPPED)
+    return tables[capped][d]
