@@ -40,21 +40,23 @@ class HopperGradient(BackKernel):
 
     def serves(self) -> str | None:
         p, (d_k, d_v) = self.p, self.p.d
+        v = p.v_t
+        assert v is not None
         if p.is_packed:
             return "it takes no packed sequences"
         if p.bias_t is not None:
             return "it adds no attn_bias"
         if p.dropout_p > 0.0:
             return f"it has no dropout, dropout_p is {p.dropout_p:g}"
-        if p.k_t.dtype is not p.v_t.dtype or p.kind not in ("f16", "bf16"):
-            return f"K and V must both be f16 or both bf16, they are {p.k_t.dtype.name} and {p.v_t.dtype.name}"
+        if p.k_t.dtype is not v.dtype or p.kind not in ("f16", "bf16"):
+            return f"K and V must both be f16 or both bf16, they are {p.k_t.dtype.name} and {v.dtype.name}"
         if d_k != d_v or d_k not in KEYS:
             return f"heads must be of {', '.join(map(str, KEYS))}, they are of {d_k} and {d_v}"
         if min(p.n_q, p.n_kv) < MIN_ROWS:
             return f"it takes {MIN_ROWS} queries and keys or more, here {p.n_q} and {p.n_kv}"
         if p.params.scale <= 0:
             return f"the scale must be positive, it is {p.params.scale:g}"
-        return "addresses and strides of K and V must be whole 16 bytes" if self._unaligned(p.k_t, p.v_t) else None
+        return "addresses and strides of K and V must be whole 16 bytes" if self._unaligned(p.k_t, v) else None
 
     def _unaligned(self, *sources: Tensor) -> bool:
         """TMA takes addresses and strides of whole 16 bytes."""
@@ -80,6 +82,7 @@ class HopperGradient(BackKernel):
             mask = as_torch(p.mask_t, p.memory(p.mask_t, torch.float16))
             if p.params.max_bias > 0:
                 slopes = torch.tensor(alibi_slopes(p.n_head, p.params.max_bias), device=self.target.device)
+        assert p.v_t is not None
         k, v = as_torch(p.k_t, p.k.data), as_torch(p.v_t, p.v.data)
         q, d_out = self._half(halves)
         x = Given(q, d_out, k, v, lse, rows.scales, mask, slopes, float(p.params.scale), float(p.params.softcap))
@@ -87,7 +90,7 @@ class HopperGradient(BackKernel):
 
     def _half(self, halves: Halves) -> tuple[torch.Tensor, torch.Tensor]:
         """Q and d_out as tensors of torch's."""
-        p, shape = self.p, (self.p.n_seq, self.p.n_head, self.p.n_q, self.p.d[0])
+        shape = (self.p.n_seq, self.p.n_head, self.p.n_q, self.p.d[0])
         return halves.q.view(shape), halves.d_out.view(shape)
 
     def _lse(self, rows: Rows, shared: Shared) -> tuple[torch.Tensor, list[Step]]:
@@ -126,7 +129,8 @@ class HopperKeys(HopperGradient):
     def tiles(self) -> str:
         c = self.config
         who = "one adds up of V, one of K" if c.wide else f"{c.block_n // N_WG} keys each"
-        return f"{c.block_m} queries x {c.block_n} keys, {N_WG} warpgroups multiply ({who}), a warp brings Q and d_out by TMA"
+        tile = f"{c.block_m} queries x {c.block_n} keys"
+        return f"{tile}, {N_WG} warpgroups multiply ({who}), a warp brings Q and d_out by TMA"
 
     def launches(self, shared: Shared) -> list[Step]:
         x, steps = self._given(shared)

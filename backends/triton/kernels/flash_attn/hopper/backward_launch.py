@@ -98,7 +98,8 @@ class Given:
 
     def common(self, section: int) -> dict[str, Any]:
         """Arguments of both. section: heads whose programs run side by side."""
-        return {"section": section, "rows": self.rows, "mask": self.mask, "slopes": self.slopes, "scales": self.scales, **self.numbers()}
+        given = {"rows": self.rows, "mask": self.mask, "slopes": self.slopes, "scales": self.scales}
+        return given | self.numbers() | {"section": section}
 
 
 def side_by_side(x: Given, rows: int, heads: int) -> int:

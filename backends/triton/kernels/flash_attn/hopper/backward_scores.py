@@ -38,7 +38,8 @@ def weights_of(p, s, lse, mask, factor, masked: gl.constexpr):
 
 @gluon.jit
 def score_gradients(bent, d_w, ratio, delta, partial: gl.constexpr):
-    """dS without the attention's scale, times its own factor (GradientWork.ratio; delta has it). Where the weight is 0 it is 0, whatever V holds, in blocks where keys may be hidden."""
+    """dS without the attention's scale, times its own factor (GradientWork.ratio; delta has it). Where the weight is 0
+    it is 0, whatever V holds, in blocks where keys may be hidden."""
     d_s = bent * (d_w * ratio - delta)
     if partial:
         d_s = gl.where(bent == 0.0, 0.0, d_s)

@@ -25,7 +25,7 @@ class GradientSpec:
     """What the kernels of keys and of queries have.
 
     d: the head size; n_wg: warpgroups that multiply; block_m: queries of a step; block_n: keys of a block; stages:
-    buffers of what is walked; of_k, of_v: which gradients are stored. weight: what the factor of weights is divided by, see
+    buffers of what is walked; of_k, of_v: which gradients are stored. weight: 1 over the factor of weights, see
     backward_rows.py. mask_vec: strides of the mask come in units of so many elements; mask_stages: buffers of the ring
     through which TMA brings the mask, 0: consumers load it themselves.
     """
