@@ -13,6 +13,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.pieces import (
     Numbers,
     d_logits,
     d_weights,
+    dot_chunks,
     dot_two,
     kept_of,
     load_lse,
@@ -67,14 +68,18 @@ def attention_back_bias(
             lse = load_lse(x.lse + i_h.to(tl.int64) * st.l_h + i_s * st.l_s, st.l_t, i_q, m_q, spec)
             row = (i_s * n_head + i_h) * n_q + i_q
             delta = tl.load(x.delta + row, mask=m_q, other=0.0) * (of_score * spec.unit)
-            q0, q1 = load_two(p_q, row0, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
-            k0, k1 = load_two(p_k, key0, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
-            s = dot_two(q0, q1, k0, k1, spec.dk1, spec)
+            if spec.accurate:
+                s = dot_chunks(p_q, row0, i_m, st.q_t, m_q, p_k, key0, i_n, st.k_n, m_k, spec.d_k, spec)
+                d_w = dot_chunks(p_d, row0, i_m, st.d_t, m_q, p_v, key0, i_n, st.v_n, m_k, spec.d_v, spec)
+            else:
+                q0, q1 = load_two(p_q, row0, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
+                k0, k1 = load_two(p_k, key0, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
+                s = dot_two(q0, q1, k0, k1, spec.dk1, spec)
+                d0, d1 = load_two(p_d, row0, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
+                v0, v1 = load_two(p_v, key0, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec)
+                d_w = dot_two(d0, d1, v0, v1, spec.dv1, spec)
             w, _ = weights(s, lse, i_q, i_k, p_mask, st.m_t, p_bias, st.b_t, n, spec, True, False)
-            d0, d1 = load_two(p_d, row0, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
-            v0, v1 = load_two(p_v, key0, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec)
-            kept = kept_of(i_q, key0, n, spec, False)
-            d_w = d_weights(dot_two(d0, d1, v0, v1, spec.dv1, spec), kept, n, spec)
+            d_w = d_weights(d_w, kept_of(i_q, key0, n, spec, False), n, spec)
             acc += d_logits(w, d_w, delta, True, False)
     at = (i_bias.to(tl.int64) * n_q + i_q)[:, None] * n_kv + i_k[None, :]
     tl.store(p_result + at, acc / of_score, mask=m_q[:, None] & m_k[None, :])

@@ -39,16 +39,12 @@ MANY = 1 << 30
 #: Of f32, whose products take no matrix units: what a tile needs is registers.
 _PLAIN = tuple(
     Row(owner, d, "f32", config)
-    for owner, warps in ((QUERIES, 8), (KEYS, 16), (FUSED_Q, 16), (FUSED_K, 16))
+    for owner in (QUERIES, KEYS, FUSED_Q, FUSED_K)
     for d, config in (
-        (64, BackConfig(32, 32, 8, 1)), (128, BackConfig(16, 32, 8, 1)), (MANY, BackConfig(16, 32, warps, 1, "reload")),
+        (64, BackConfig(32, 32, 8, 1, "reload")), (256, BackConfig(16, 32, 8, 1, "reload")),
+        (MANY, BackConfig(16, 32, 16, 1, "reload")),
     )
 )  # fmt: skip
-_SMALL = tuple(
-    Row(owner, d, "f32", config)
-    for owner in (QUERIES, KEYS, FUSED_Q, FUSED_K)
-    for d, config in ((64, BackConfig(32, 32, 4, 1)), (MANY, BackConfig(16, 32, 8, 1, "reload")))
-)
 _HOPPER = (
     Row(QUERIES, 64, "half", BackConfig(128, 64, 8, 2)),
     Row(QUERIES, 128, "half", BackConfig(128, 64, 8, 2)),
@@ -91,18 +87,18 @@ _CDNA3 = (
     Row(KEYS, MANY, "half", BackConfig(16, 32, 8, 1, "reload")),
     Row(FUSED_Q, MANY, "half", BackConfig(16, 32, 8, 1, "reload")),
     Row(FUSED_K, MANY, "half", BackConfig(16, 32, 8, 1, "reload")),
-    *_SMALL,
+    *_PLAIN,
 )
 #: Small tiles, so that small shapes have several; whatever is owned is kept by some and read again by others.
 _INTERPRETER = tuple(
     Row(owner, d, kind, BackConfig(*tile, 1, 1, keep))
     for owner, tile in ((QUERIES, (32, 32)), (KEYS, (32, 64)), (FUSED_Q, (64, 32)), (FUSED_K, (32, 32)))
-    for d, kind, keep in ((MANY, "half", "keep"), (48, "f32", "reload"), (MANY, "f32", "keep"))
+    for d, kind, keep in ((48, "half", "reload"), (MANY, "half", "keep"), (MANY, "f32", "reload"))
 )
 
 TABLES: dict[str, tuple[Row, ...]] = {
-    "sm_80": (*_AMPERE, *_PLAIN), "sm_86": (*_AMPERE, *_SMALL), "sm_89": (*_AMPERE, *_SMALL),
-    "sm_120": (*_AMPERE, *_SMALL), "sm_90": _HOPPER, "sm_100": _HOPPER, "gfx942": _CDNA3, "interpreter": _INTERPRETER,
+    "sm_80": (*_AMPERE, *_PLAIN), "sm_86": (*_AMPERE, *_PLAIN), "sm_89": (*_AMPERE, *_PLAIN),
+    "sm_120": (*_AMPERE, *_PLAIN), "sm_90": _HOPPER, "sm_100": _HOPPER, "gfx942": _CDNA3, "interpreter": _INTERPRETER,
 }  # fmt: skip
 
 #: Tiles of too few rows for wgmma, of head sizes whose rows are loaded in masked pieces: see _NO_WGMMA of configs.py.

@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.pieces import (
     Numbers,
     d_logits,
     d_weights,
+    dot_chunks,
     dot_two,
     kept_of,
     load_lse,
@@ -129,7 +130,7 @@ def attention_back_keys(
     dk1 = zeros(spec.block_n, spec.dk1) if spec.makes_k and spec.dk1 > 0 else i_n
     dv0 = zeros(spec.block_n, spec.dv0) if spec.makes_v else i_n
     dv1 = zeros(spec.block_n, spec.dv1) if spec.makes_v and spec.dv1 > 0 else i_n
-    if spec.keep:
+    if spec.keep and not spec.accurate:
         own_k0, own_k1 = load_two(p_k, start, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
         own_v0, own_v1 = load_two(p_v, start, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec)
     for head in range(0, gqa):
@@ -161,19 +162,23 @@ def attention_back_keys(
                 i_q = i_qt * spec.block_m + i_m
                 m_q = i_q < q_end
                 at = q_first + i_qt * spec.block_m
-                if spec.keep:
-                    k0, k1, v0, v1 = own_k0, own_k1, own_v0, own_v1
-                else:
-                    # tl.minimum(i, 0) is 0, but the compiler must not take the loads out of the loop.
-                    again = start + tl.minimum(i, 0)
-                    k0, k1 = load_two(p_k, again, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
-                    v0, v1 = load_two(p_v, again, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec)
-                q0, q1 = load_two(p_q, at, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
+                # tl.minimum(i, 0) is 0, but the compiler must not take the loads out of the loop.
+                again = start + tl.minimum(i, 0)
                 lse = load_lse(p_lse, st.l_t, at + i_m, m_q, spec)
-                s = dot_two(k0, k1, q0, q1, spec.dk1, spec)
+                if spec.accurate:
+                    s = dot_chunks(p_k, again, i_n, st.k_n, m_k, p_q, at, i_m, st.q_t, m_q, spec.d_k, spec)
+                else:
+                    if spec.keep:
+                        k0, k1, v0, v1 = own_k0, own_k1, own_v0, own_v1
+                    else:
+                        k0, k1 = load_two(p_k, again, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
+                        v0, v1 = load_two(p_v, again, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec)
+                    q0, q1 = load_two(p_q, at, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
+                    s = dot_two(k0, k1, q0, q1, spec.dk1, spec)
                 w, bend = weights(s, lse, i_q, i_k, p_mask, st.m_t, p_bias, st.b_t, n, spec, PARTIAL == 1, True)
                 kept = kept_of(i_q, key0, n, spec, True)
-                d0, d1 = load_two(p_d, at, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
+                if spec.makes_v or not spec.accurate:
+                    d0, d1 = load_two(p_d, at, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
                 if spec.makes_v:
                     used = (tl.where(kept, w, 0.0) if spec.dropout else w).to(spec.dot)
                     dv0 = tl.dot(used, d0, dv0, input_precision=spec.precision)
@@ -182,7 +187,15 @@ def attention_back_keys(
                 if spec.makes_q or spec.makes_k:
                     row = (i_s * n_head + i_h) * n_q + at
                     delta = tl.load(x.delta + row + i_m, mask=m_q, other=0.0) * (of_score * spec.unit)
-                    d_w = d_weights(dot_two(v0, v1, d0, d1, spec.dv1, spec), kept, n, spec)
+                    if spec.accurate:
+                        d_w = dot_chunks(p_v, again, i_n, st.v_n, m_k, p_d, at, i_m, st.d_t, m_q, spec.d_v, spec)
+                        if spec.makes_k:
+                            q0, q1 = load_two(p_q, at, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
+                        if spec.makes_q:
+                            k0, k1 = load_two(p_k, again, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
+                    else:
+                        d_w = dot_two(v0, v1, d0, d1, spec.dv1, spec)
+                    d_w = d_weights(d_w, kept, n, spec)
                     d_s = (d_logits(w, d_w, delta, PARTIAL == 1, True) * bend).to(spec.dot)
                     if spec.makes_k:
                         dk0 = tl.dot(d_s, q0, dk0, input_precision=spec.precision)

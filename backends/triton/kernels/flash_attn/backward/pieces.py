@@ -20,6 +20,8 @@ from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.flash_attn.dropout import kept_weights
 
 WEIGHT_BITS = tl.constexpr(4)
+#: Columns of products of f32 at a time.
+CHUNK = tl.constexpr(32)
 INF = tl.constexpr(float("inf"))
 
 
@@ -100,7 +102,7 @@ class BackSpec:
 
     d_k, d_v, and the powers of two that cover them: dk0 and dk1, dv0 and dv1; block_m, block_n: queries and keys of a
     tile; dot: the type of products; precision: of those of f32; keep: what a program owns is read once and stays on
-    chip, else it is read again for each tile; makes_q, makes_k, makes_v: the gradients that are made; stages: tiles in
+    chip, else it is read again for each tile (and always of f32, a few columns at a time); makes_q, makes_k, makes_v: the gradients that are made; stages: tiles in
     flight; packed: sequences follow one another; wide: offsets within a tile need 64 bits.
     """
 
@@ -197,6 +199,21 @@ def dot_two(a0, a1, b0, b1, D1: tl.constexpr, spec: tl.constexpr):
     made = tl.dot(a0, tl.trans(b0), input_precision=spec.precision)
     if D1 > 0:
         made = tl.dot(a1, tl.trans(b1), made, input_precision=spec.precision)
+    return made
+
+
+@triton.jit
+def dot_chunks(p_a, first_a, i_a, stride_a, m_a, p_b, first_b, i_b, stride_b, m_b, D: tl.constexpr, spec: tl.constexpr):
+    """Rows a times rows b transposed, CHUNK columns at a time: of f32 products, whose operands lie in registers."""
+    made = tl.zeros([i_a.shape[0], i_b.shape[0]], tl.float32)
+    for start in tl.range(0, D, CHUNK, num_stages=1):
+        i_d = start + tl.arange(0, CHUNK)
+        m_d = (i_d < D)[None, :]
+        at_a = (first_a.to(tl.int64) + i_a)[:, None] * stride_a + i_d[None, :]
+        at_b = (first_b.to(tl.int64) + i_b)[:, None] * stride_b + i_d[None, :]
+        a = tl.load(p_a + at_a, mask=m_a[:, None] & m_d, other=0.0).to(tl.float32)
+        b = tl.load(p_b + at_b, mask=m_b[:, None] & m_d, other=0.0).to(tl.float32)
+        made = tl.dot(a, tl.trans(b), made, input_precision=spec.precision)
     return made
 
 

@@ -17,6 +17,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.pieces import (
     Numbers,
     d_logits,
     d_weights,
+    dot_chunks,
     dot_two,
     kept_of,
     load_lse,
@@ -119,7 +120,7 @@ def attention_back_queries(
 
     acc0 = zeros(spec.block_m, spec.dk0)
     acc1 = zeros(spec.block_m, spec.dk1) if spec.dk1 > 0 else delta
-    if spec.keep:
+    if spec.keep and not spec.accurate:
         own_q0, own_q1 = load_two(p_q, start, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
         own_d0, own_d1 = load_two(p_d, start, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
     for PARTIAL in tl.static_range(2):  # full k-blocks first
@@ -135,30 +136,42 @@ def attention_back_queries(
             if PARTIAL and spec.has_mask:  # cells that the mask hides from all rows are not read: they may hold NaN
                 bits = load_index(p_bits + i_kb * (spec.block_n // 32) + i_n // 32, spec.ptx)
                 m_k &= ((bits >> (i_n % 32)) & 1) != 0
-            if spec.keep:
-                q0, q1, d0, d1 = own_q0, own_q1, own_d0, own_d1
-            else:
-                # tl.minimum(i, 0) is 0, but the compiler must not take the loads out of the loop.
-                again = start + tl.minimum(i, 0)
-                q0, q1 = load_two(p_q, again, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
-                d0, d1 = load_two(p_d, again, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
             at = k_first + i_kb * spec.block_n
-            k0, k1 = load_two(p_k, at, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec, PARTIAL == 0)
-            s = dot_two(q0, q1, k0, k1, spec.dk1, spec)
+            # tl.minimum(i, 0) is 0, but the compiler must not take the loads out of the loop.
+            again = start + tl.minimum(i, 0)
+            if spec.accurate:
+                s = dot_chunks(p_q, again, i_m, st.q_t, m_q, p_k, at, i_n, st.k_n, m_k, spec.d_k, spec)
+            else:
+                if spec.keep:
+                    q0, q1, d0, d1 = own_q0, own_q1, own_d0, own_d1
+                else:
+                    q0, q1 = load_two(p_q, again, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
+                    d0, d1 = load_two(p_d, again, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
+                k0, k1 = load_two(p_k, at, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec, PARTIAL == 0)
+                s = dot_two(q0, q1, k0, k1, spec.dk1, spec)
             w, bend = weights(s, lse, i_q, i_k, p_mask, st.m_t, p_bias, st.b_t, n, spec, PARTIAL == 1, False)
             kept = kept_of(i_q, i_kb * spec.block_n, n, spec, False)
             if spec.makes_v:
                 used = tl.where(kept, w, 0.0) if spec.dropout else w
+                if spec.accurate:
+                    d0, d1 = load_two(p_d, again, i_m, st.d_t, m_q, spec.d_v, spec.dv0, spec.dv1, spec)
                 _add_two(
                     dv_rows, used, d0, d1, inverse * spec.unit / of_d_out, i_k, m_k, spec.d_v, spec.dv0, spec.dv1, spec
                 )
             if spec.makes_q or spec.makes_k:
-                v0, v1 = load_two(p_v, at, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec, PARTIAL == 0)
-                d_w = d_weights(dot_two(d0, d1, v0, v1, spec.dv1, spec), kept, n, spec)
-                d_s = d_logits(w, d_w, delta, PARTIAL == 1, False) * bend
+                if spec.accurate:
+                    d_w = dot_chunks(p_d, again, i_m, st.d_t, m_q, p_v, at, i_n, st.v_n, m_k, spec.d_v, spec)
+                else:
+                    v0, v1 = load_two(p_v, at, i_n, st.v_n, m_k, spec.d_v, spec.dv0, spec.dv1, spec, PARTIAL == 0)
+                    d_w = dot_two(d0, d1, v0, v1, spec.dv1, spec)
+                d_s = d_logits(w, d_weights(d_w, kept, n, spec), delta, PARTIAL == 1, False) * bend
                 if spec.makes_k:
+                    if spec.accurate:
+                        q0, q1 = load_two(p_q, again, i_m, st.q_t, m_q, spec.d_k, spec.dk0, spec.dk1, spec)
                     _add_two(dk_rows, d_s, q0, q1, scale / of_score, i_k, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
                 if spec.makes_q:
+                    if spec.accurate:
+                        k0, k1 = load_two(p_k, at, i_n, st.k_n, m_k, spec.d_k, spec.dk0, spec.dk1, spec)
                     d_s = d_s.to(spec.dot)
                     acc0 = tl.dot(d_s, k0, acc0, input_precision=spec.precision)
                     if spec.dk1 > 0:
