@@ -27,6 +27,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.forms import FORMS
 from graphrt.backends.triton.kernels.flash_attn.backward.keys import _seeing_span
 from graphrt.backends.triton.kernels.flash_attn.backward.pieces import BackSpec
 from graphrt.backends.triton.kernels.flash_attn.visits import visited_span
+from graphrt.backends.triton.launch import Launch
 from graphrt.errors import BackendError
 from graphrt.graph import Graph
 from graphrt.ops.cases.flash_attn_back import Axes
@@ -143,7 +144,7 @@ def test_one_launch_for_several_gradients(form: str) -> None:
 
 def test_what_is_told_of_the_choice() -> None:
     exe, _ = _attention("fused-q")
-    [step] = [s for split in exe.splits for s in split.program.steps if len(s.group.nodes) == 5]
+    [step] = [s for split in exe.splits for s in split.run.steps if len(s.group.nodes) == 5]
     facts = list(step.choice.facts())
     assert ("form", facts[0][1]) == facts[0] and facts[0][1].startswith("fused-q: ")
     kernels = [text for of, text in facts if of == "kernel"]
@@ -159,7 +160,7 @@ def test_a_form_that_does_not_serve_leaves_the_work_to_split() -> None:
     out, lse = new_input("f32", 320, 1, 8, name="out"), new_input("f32", 1, 8, name="lse")
     node = ops.flash_attn_back("k", out, q, k, v, out, lse, FlashAttnParams(1.0))
     exe = prepare(Graph(node), TritonBackend(backward="fused-k"))
-    [step] = exe.splits[0].program.steps
+    [step] = exe.splits[0].run.steps
     assert step.choice.kernel == "keys" and "320" in step.choice.refused["fused-k"]
 
 
@@ -205,7 +206,8 @@ def test_who_sees_keys_is_who_they_are_seen_by() -> None:
         )  # fmt: skip
         tiles, blocks = -(-queries // m), -(-keys // n)
         seeing, seen = (torch.zeros(count, 4, dtype=torch.int32) for count in (blocks, tiles))
-        _both_spans[(1,)](seeing, seen, tiles, blocks, queries, keys, window, spec)
+        args = {"p_keys": seeing, "p_queries": seen, "n_qt": tiles, "n_blocks": blocks, "queries": queries}
+        Launch(_both_spans, (1,), args | {"keys": keys, "window": window, "spec": spec})()
         for j, (first, full_first, full_end, end) in enumerate(seeing.tolist()):
             assert list(range(first, end)) == [i for i, s in enumerate(seen.tolist()) if s[0] <= j < s[3]]
             full = {i for i, s in enumerate(seen.tolist()) if s[1] <= j < s[2]}
