@@ -12,6 +12,7 @@ from graphrt.backends.triton.capture import Captured
 from graphrt.backends.triton.device import Target, current, has_triton, interpreting, unusable
 from graphrt.backends.triton.device import target as target_of
 from graphrt.backends.triton.kernel_cache import keep_private
+from graphrt.backends.triton.kernels.flash_attn.backward.forms import check_form
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
@@ -29,9 +30,10 @@ class TritonBackend(Backend):
     exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
     tokens round activations to 8 bits in groups of 32, short rows in two parts. schedule: forces a schedule of the
     attention kernel (tile, split, stream_k), None to choose; config: forces the portable attention kernel with that
-    configuration, as `graphrt tune` does; capture: replay a split as a CUDA graph; device: the GPU's number;
+    configuration, as `graphrt tune` does; backward: the form of attention's gradients (split, fused-q, fused-k: see
+    kernels/flash_attn/backward/forms.py); capture: replay a split as a CUDA graph; device: the GPU's number;
     target: plan for that GPU, which need not be here: graphs are prepared as there, and nothing can run. Raises
-    BackendError for an unknown schedule and a GPU that is not there.
+    BackendError for an unknown schedule or form and a GPU that is not there.
     """
 
     name: ClassVar[str] = "triton"
@@ -45,6 +47,7 @@ class TritonBackend(Backend):
         exact: bool = True,
         schedule: str | None = None,
         config: Config | None = None,
+        backward: str = "split",
         capture: bool = True,
         device: int = 0,
         target: Target | None = None,
@@ -53,6 +56,7 @@ class TritonBackend(Backend):
         self.reads_shared_once = not exact
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
+        self.backward = check_form(backward)
         self.number = device
         self.target = target or target_of(device)
         self.capture = capture and not interpreting()
@@ -133,7 +137,7 @@ class TritonBackend(Backend):
         from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
         from graphrt.backends.triton.lowering import lower
 
-        attention = Launcher(self.target, place, self.schedule, self.config)
+        attention = Launcher(self.target, place, self.schedule, self.config, self.backward)
         with current(self.target.device):
             segments = lower(groups, Context(place, self.target, self.exact), attention)
         return Captured(segments, self.target, self.capture, attention.scratch.redone)

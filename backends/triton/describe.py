@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from graphrt.backends.triton.device import Target, current
+from graphrt.backends.triton.kernels.flash_attn.backward.facts import gradient_data, gradient_facts
+from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackChosen
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
@@ -21,7 +23,9 @@ def step_info(segment: Segment, target: Target) -> StepInfo:
     """A segment for those who ask. target: that it was compiled for."""
     launches = tuple(step.info() for step in segment.steps)
     choice: Choice | None = None
-    if segment.chosen is not None:
+    if isinstance(segment.chosen, BackChosen):
+        choice = GradientsChoice(segment.chosen)
+    elif segment.chosen is not None:
         choice = AttentionChoice(segment.chosen, target.sm_count)
     elif segment.products is not None or segment.stored is not None:
         choice = ProductsChoice(segment.products, segment.stored, _split(launches))
@@ -77,6 +81,21 @@ class AttentionChoice(Choice):
                 for b in plan.bars for s in [b.segment]
             ],
         }}  # fmt: skip
+
+
+class GradientsChoice(Choice):
+    """The kernels of an attention's gradients, and their form."""
+
+    def __init__(self, chosen: BackChosen) -> None:
+        names = ", ".join(kernel.name for kernel in chosen.kernels)
+        super().__init__(names, (), chosen.refused, f"form {chosen.form}", chosen.problem.mask_t)
+        self.chosen = chosen
+
+    def facts(self, mask: MaskValues = None) -> Iterator[Fact]:
+        return gradient_facts(self.chosen)
+
+    def data(self, mask: MaskValues = None) -> dict[str, Any]:
+        return {"gradients": gradient_data(self.chosen)}
 
 
 class ProductsChoice(Choice):

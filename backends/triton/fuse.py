@@ -11,7 +11,7 @@ from __future__ import annotations
 from graphrt.backends.triton.kernels.elementwise import SOFTCAP
 from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
 from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
-from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_LSE
+from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_BACK, ATTENTION_LSE
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, NORM_MUL, NORM_MUL_ADD_NORM
 from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, PROJECTIONS
@@ -37,6 +37,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ROPE_CACHE,
     SOFTCAP,
     ATTENTION_LSE,
+    ATTENTION_BACK,
 )
 
 

@@ -18,8 +18,7 @@ from graphrt.backends.triton.kernels import (
     sort,
 )
 from graphrt.backends.triton.kernels.experts import lower as experts
-from graphrt.backends.triton.kernels.flash_attn.backward import lower as attention_back
-from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
+from graphrt.backends.triton.kernels.flash_attn.fusions import BACK, Gradients, attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products import lower as products
 from graphrt.backends.triton.kernels.products.plan import planned
@@ -32,7 +31,7 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
     **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, **products.LOWERINGS,
-    **experts.LOWERINGS, **attention_back.LOWERINGS,
+    **experts.LOWERINGS,
 }  # fmt: skip
 
 
@@ -44,13 +43,15 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
         nodes = group.working
         if not nodes:
             continue
-        if nodes[0].op.startswith("FLASH_ATTN") and nodes[0].op not in OPS:
-            steps = attention.launches(group.captured or attention_of(nodes[0]))
+        if nodes[0].op.startswith("FLASH_ATTN"):
+            alone = Gradients((nodes[0],)) if nodes[0].op in BACK else attention_of(nodes[0])
+            steps = attention.launches(group.captured or alone)
         elif group.fusion is not None:
             steps = group.fusion.lower(group.captured, ctx)
         else:
             steps = OPS[nodes[0].op](nodes, ctx)
         made = next((plan.products[n] for n in nodes if n in plan.products), None)
         stored = plan.stored.get(group.results[-1])
-        segments.append(Segment(group, steps, attention.chosen.get(nodes[0]), made, stored))
+        chosen = attention.chosen.get(nodes[0]) or attention.backward.chosen.get(nodes[0])
+        segments.append(Segment(group, steps, chosen, made, stored))
     return segments

@@ -10,8 +10,6 @@ from graphrt.tensor import Tensor
 #: Types of K and V: attention's kernels read blocks whose scales are f16.
 KV_TYPES = tuple(t for t in CACHES if (p := packing_of(t)) is None or p.scale in (F16_SCALE, F16_MIN))
 MAX_HEAD_SIZE = 576
-#: Of its gradients, whose tiles hold q, k, v and d_out at once.
-MAX_BACK_HEAD_SIZE = 256
 #: Ops beside attention and views.
 OPS = {
     "ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "UNARY", "GLU", "NORM", "RMS_NORM", "L2_NORM",
@@ -25,15 +23,11 @@ def why_unsupported(node: Tensor) -> str | None:
     """None when the backend runs a node, else a sentence why not."""
     if op_spec(node.op).is_view:
         return None
-    if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE") and node["attn_bias"] is not None:
-        return "its attention kernels add no attn_bias"
-    if node.op == "FLASH_ATTN_EXT" and node.params.dropout_p > 0.0:
-        return f"its attention kernels have no dropout, dropout_p is {node.params.dropout_p:g}"
     if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         return _why_not_attention(node, {"k": node["k"], "v": node["v"]})
     if node.op in ("FLASH_ATTN_LSE", "FLASH_ATTN_VARLEN_LSE"):
         return _why_not_attention(node, {"k": node["k"]})
-    if node.op == "FLASH_ATTN_BACK":
+    if node.op in ("FLASH_ATTN_BACK", "FLASH_ATTN_VARLEN_BACK"):
         return _why_not_backward(node)
     if node.op not in OPS:
         return f"it has no kernel for {node.op}"
@@ -81,13 +75,9 @@ def _why_not_attention(node: Tensor, caches: dict[str, Tensor]) -> str | None:
 
 
 def _why_not_backward(node: Tensor) -> str | None:
-    if node["attn_bias"] is not None:
-        return "its attention kernels add no attn_bias, and have no gradient of one"
-    if node.params.dropout_p > 0.0:
-        return f"its attention kernels have no dropout, dropout_p is {node.params.dropout_p:g}"
     largest = max(node["k"].ne[0], node["v"].ne[0])
-    if largest > MAX_BACK_HEAD_SIZE:
-        return f"its gradients of attention have head sizes up to {MAX_BACK_HEAD_SIZE}, this one is {largest}"
+    if largest > MAX_HEAD_SIZE:
+        return f"its gradients of attention have head sizes up to {MAX_HEAD_SIZE}, this one is {largest}"
     beside = [name for name in ("lse", "d_lse") if name in node.sources_by_name()]
     rows = {name: t for name, t in node.sources_by_name().items() if name not in (*beside, "sinks")}
     apart = next((name for name, t in rows.items() if t.nb[0] != t.dtype.type_size and t.ne[0] > 1), None)

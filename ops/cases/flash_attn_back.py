@@ -25,7 +25,7 @@ from graphrt.testing.values import Spoiled
 class Axes:
     """One point. heads: of q, and of k and v; d: D_k and D_v; type: of k and v. mask: None, causal, window, random, or
     per_head; empty: so many of the first and last rows see nothing; bias: dimensions 2 and 3 of attn_bias, None for
-    none; layout: plain, or cache (heads inside rows, NaN in cells that nobody sees)."""
+    none; layout: plain, or cache (heads inside rows, NaN in cells that nobody sees); size: of d_out's numbers."""
 
     of: str
     n_q: int = 5
@@ -44,6 +44,7 @@ class Axes:
     d_lse: bool = False
     dropout_p: float = 0.0
     layout: str = "plain"
+    size: float = 1.0
 
 
 def _points() -> Iterator[Axes]:
@@ -66,12 +67,35 @@ def _points() -> Iterator[Axes]:
     yield replace(base, max_bias=8.0, heads=(6, 2))
     yield replace(base, d_lse=True, sinks=True)
     yield replace(base, layout="cache")
+    yield from _long_points(base)
     for bias in ((1, 1), (4, 2), (2, 1)):
         yield replace(base, bias=bias, n_seq=2, bias_type="bf16" if bias == (1, 1) else "f32")
     yield replace(base, bias=(1, 1), max_bias=4.0, bias_type="f16")
     yield replace(base, dropout_p=0.3, n_seq=2, n_q=9)
     yield replace(base, dropout_p=0.9, mask=None)
+    yield replace(base, type="f16", dropout_p=0.3, bias=(1, 1), softcap=2.0, n_q=40, mask="causal")
+    yield replace(base, type="bf16", dropout_p=0.3, bias=(2, 1), n_seq=2, d=(128, 128), mask=None)
+    for size in (1e-7, 1e6):
+        yield replace(base, type="f16", size=size, d=(64, 64), bias=(1, 1))
+    for kind in ("f16", "f32"):
+        yield replace(base, type=kind, d=(576, 512), heads=(2, 1), n_q=3)
+        yield replace(base, type=kind, d=(256, 256), heads=(2, 1), mask="causal", n_q=33)
     yield replace(base, dropout_p=0.1, softcap=2.0, max_bias=4.0, sinks=True, bias=(2, 1), d_lse=True, n_seq=2)
+
+
+def _long_points(base: Axes) -> Iterator[Axes]:
+    """Several tiles of 64 or 128 queries and keys, of 16 bits, whose last ones are not whole; rows of the mask that
+    start on 16 bytes, and others."""
+    for d, kind in ((64, "f16"), (128, "bf16"), (256, "f16")):
+        yield replace(base, n_q=150, n_kv=203, d=(d, d), type=kind, mask=None)
+    base = replace(base, n_q=140, n_kv=208)
+    yield replace(base, d=(128, 128), type="f16", mask="causal", heads=(4, 1), n_seq=2, d_lse=True)
+    yield replace(base, d=(64, 64), type="bf16", softcap=2.0, sinks=True)
+    yield replace(base, d=(64, 64), type="f16", n_kv=207, heads=(6, 2), max_bias=8.0, empty=2)
+    yield replace(base, d=(128, 128), type="f16", heads=(2, 2), softcap=2.0, mask="per_head", n_seq=2)
+    yield replace(base, d=(256, 256), type="f16", n_q=64, softcap=2.0, layout="cache")
+    yield replace(base, d=(256, 256), type="bf16", n_q=70, mask="causal")
+    yield replace(base, d=(64, 64), type="f16", n_q=400, n_kv=400, mask="window", heads=(2, 1), layout="cache")
 
 
 def axes_of_cases() -> Iterator[Axes]:
@@ -114,7 +138,8 @@ def _make(axes: Axes, i: Inputs) -> Tensor:
     if axes.bias is not None:
         bias = i("attn_bias", axes.bias_type, (axes.n_kv, n_q, *axes.bias))
     sinks = i("sinks", "f32", (n_head,), Uniform(1.0, 4.0)) if axes.sinks else None
-    out, d_out = (i(name, "f32", (d_v, *rows), Normal(1.0)) for name in ("out", "d_out"))
+    out = i("out", "f32", (d_v, *rows), Normal(1.0))
+    d_out = i("d_out", "f32", (d_v, *rows), Normal(axes.size))
     lse: Init = Given((-math.inf,)) if axes.mask is None and axes.n_kv == 1 else _lse(axes)
     params = FlashAttnParams(d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5)
     return flash_attn_back(

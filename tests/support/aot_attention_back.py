@@ -1,36 +1,81 @@
-"""The kernels of FLASH_ATTN_BACK, shape by shape, for compiling without a GPU (see aot.py)."""
+"""The kernels of attention's gradients, shape by shape, for compiling without a GPU (see aot.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from graphrt import ops
-from graphrt.backends.triton.kernels.flash_attn.backward.lower import lower_flash_attn_back
+from graphrt.backends.triton.accesses import declaration_of
+from graphrt.backends.triton.kernels.flash_attn.backward.forms import FORMS
+from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
+from graphrt.backends.triton.kernels.flash_attn.fusions import Gradients
 from graphrt.ops.flash_attn_ext import FlashAttnParams
+from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.tensor import Tensor, new_tensor
 from support.aot_small_ops import Case, made
 
-#: D_k and D_v, the type of k and v, with a mask or without, softcap.
+
+@dataclass(frozen=True)
+class Shape:
+    """d: D_k and D_v; kind: of k and v; of: whose gradients, letters of "qkv", b for the bias, s for the sinks."""
+
+    d: tuple[int, int]
+    kind: str = "f16"
+    mask: bool = True
+    softcap: float = 0.0
+    bias: bool = False
+    dropout_p: float = 0.0
+    packed: bool = False
+    of: str = "qkv"
+    forms: tuple[str, ...] = FORMS
+
+
+NAMES = {"q": "q", "k": "k", "v": "v", "b": "attn_bias", "s": "sinks"}
+_BASE = Shape((128, 128))
 SHAPES = (
-    ((128, 128), "f16", True, 0.0), ((64, 64), "f16", False, 0.0), ((256, 256), "bf16", True, 30.0),
-    ((128, 128), "f32", True, 0.0), ((64, 64), "f32", True, 0.0), ((40, 40), "f16", True, 0.0),
-    ((192, 128), "f16", False, 0.0),
+    *(replace(_BASE, d=d) for d in ((64, 64), (128, 128), (256, 256), (576, 512))),
+    *(replace(_BASE, d=d, forms=("split",)) for d in ((40, 40), (192, 128))),
+    *(replace(_BASE, d=d, kind="f32") for d in ((64, 64), (128, 128))),
+    *(replace(_BASE, d=d, kind="f32", forms=("split",)) for d in ((256, 256), (576, 512))),
+    replace(_BASE, mask=False, kind="bf16", of="qkvs"), replace(_BASE, softcap=30.0, forms=("split",)),
+    replace(_BASE, bias=True, dropout_p=0.1, of="qkvb"), replace(_BASE, d=(64, 64), dropout_p=0.1, of="qk"),
+    replace(_BASE, packed=True, mask=False, of="qkvs"), replace(_BASE, packed=True, mask=False, kind="f32", d=(64, 64)),
 )  # fmt: skip
 
 
-def node(of: str, d: tuple[int, int], kind: str, mask: bool, softcap: float) -> Tensor:
-    """A gradient of 512 queries and keys of 8 heads over 2."""
-    (d_k, d_v), n = d, 512
+def nodes(shape: Shape) -> list[Tensor]:
+    """Gradients of 512 queries and keys of 8 heads over 2; of two packed sequences."""
+    (d_k, d_v), n = shape.d, 512
     q, rows = new_tensor("f32", d_k, n, 8), (8, n)
-    k, v = new_tensor(kind, d_k, n, 2), new_tensor(kind, d_v, n, 2)
+    k, v = new_tensor(shape.kind, d_k, n, 2), new_tensor(shape.kind, d_v, n, 2)
     out, d_out, lse = new_tensor("f32", d_v, *rows), new_tensor("f32", d_v, *rows), new_tensor("f32", *rows)
-    given = {"mask": new_tensor("f16", n, n) if mask else None, "sinks": new_tensor("f32", 8)}
-    return ops.flash_attn_back(of, d_out, q, k, v, out, lse, FlashAttnParams(d_k**-0.5, softcap=softcap), **given)
+    sinks = new_tensor("f32", 8)
+    wanted = [NAMES[of] for of in shape.of]
+    if shape.packed:
+        starts, packed = new_tensor("i32", 3), FlashAttnVarlenParams(d_k**-0.5, window=100)
+        return [
+            ops.flash_attn_varlen_back(of, d_out, q, k, v, out, lse, starts, starts, packed, sinks=sinks)
+            for of in wanted
+        ]
+    given: dict[str, Any] = {"mask": new_tensor("f16", n, n) if shape.mask else None, "sinks": sinks}
+    given["attn_bias"] = new_tensor("f16", n, n, 8) if shape.bias else None
+    params = FlashAttnParams(d_k**-0.5, softcap=shape.softcap, dropout_p=shape.dropout_p)
+    return [ops.flash_attn_back(of, d_out, q, k, v, out, lse, params, **given) for of in wanted]
 
 
 def aot_cases(arch: str) -> Iterator[Case]:
-    """A name, a kernel, its arguments by name (tensors for pointers) and the options of its launch."""
+    """A name, a kernel, its arguments by name (tensors for pointers) and the options of its launch. Of helpers those of
+    the first shapes that need them."""
+    seen: set[tuple[Any, ...]] = set()
     for shape in SHAPES:
-        for of in ("q", "k", "v", "sinks"):
-            for launch in made(lambda ctx, of=of, shape=shape: lower_flash_attn_back([node(of, *shape)], ctx), arch):
-                yield f"attention back {of} {shape}", launch.kernel, launch.args, launch.options
+        for form in shape.forms:
+            found = made(lambda ctx, s=shape, f=form: BackLauncher(ctx.target, ctx.place, f).launches(
+                Gradients(tuple(nodes(s)))), arch)  # fmt: skip
+            for launch in found:
+                same = (launch.name, shape.kind, shape.packed)
+                if declaration_of(launch.kernel).helper and same in seen:
+                    continue
+                seen.add(same)
+                yield f"attention back {form} {launch.name} {shape}", launch.kernel, launch.args, launch.options

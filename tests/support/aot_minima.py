@@ -21,9 +21,14 @@ _WEIGHTS = "what scores are reduced by before e^x: a score that is NaN gives a w
 _JOINED = "what parts are reduced by when they are joined: a part with a NaN has it in its sums, which are added up"
 _SINK = "what a row and its sink are reduced by: both are in the sum, which is NaN if one of them is"
 _SIZE = "a row's size, which decides by which power of two it is held as f16: the row itself keeps its NaN"
+_LENGTH = "by which power of two a gradient is held as f16: what is not finite was left out, and keeps its NaN itself"
 #: File and function of each place where the plain form stands, and why a NaN gets through all the same.
 PLAIN = {
     "experts/route.py _shares": _WEIGHTS,
+    "flash_attn/backward/rows.py _power": _LENGTH,
+    "flash_attn/backward/rows.py attention_back_delta": _LENGTH,
+    "flash_attn/backward/rows.py attention_back_norms": _LENGTH,
+    "flash_attn/backward/rows.py attention_back_scales": _LENGTH,
     "flash_attn/decode.py softmax_step": _WEIGHTS,
     "flash_attn/decode_join.py join_parts": _JOINED,
     "flash_attn/decode_join.py joined_ways": _JOINED,

@@ -26,7 +26,8 @@ def _capped_weights(p: Any, s: Value, m: Value, level: Any) -> tuple[Value, Valu
 #: By name: what only orders instructions, pairs of 16 bits in registers, the soft cap's forms.
 IN_PTX = {
     "settle": lambda den: den, "together": lambda m: m, "kept_inside": lambda x: x,
-    "packed": lambda weights, dtype: weights.to(dtype), "as_operand": lambda p, pairs, dtype: pairs,
+    "packed": lambda weights, dtype: weights.to(dtype),
+    "unpacked": lambda pairs, dtype: Value(pairs.data.astype(np.float32)), "as_operand": lambda p, pairs, dtype: pairs,
     "reciprocal": lambda x: 1.0 / x, "cap_level": lambda p, s, m, top, both: 0,
     "capped": lambda p, s, shift, level, unit, pack: _cap(p, s, unit) + shift,
     "capped_scores": lambda p, s, bias, at_once: _cap(p, s, 1.0) + bias, "capped_weights": _capped_weights,

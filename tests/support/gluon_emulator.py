@@ -327,7 +327,8 @@ class Gl:
         self.program = 0
         self.programs = 1
         for name in ("int8", "int16", "int32", "uint32", "int64", "float16", "float32"):
-            setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp")))
+            bits = int(name.strip("uintfloa"))
+            setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp"), primitive_bitwidth=bits))
 
     def program_id(self, axis: int) -> Value:
         return Value(np.int32(self.program))

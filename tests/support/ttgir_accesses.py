@@ -205,8 +205,13 @@ def _flow(block: _Block, edges: Edges) -> None:
         edges += [(value, name) for name, value in pairs]
         if op.name == "scf.for":
             edges += [(value, result) for (_, value), result in zip(pairs, results)]
-        elif op.name not in _NO_FLOW and not op.carried:
+        elif op.name not in _NO_FLOW and not op.carried and not _loads_by_asm(op.name, rest):
             edges += [(value, result) for value in op.operands for result in results]
+
+
+def _loads_by_asm(name: str, rest: str) -> bool:
+    """It is PTX that loads: what it gives is what lies there."""
+    return name == "tt.elementwise_inline_asm" and re.search(r'"[^"]*\bld\.', rest) is not None
 
 
 def _region_flow(part: _Block, op: _Operation, edges: Edges) -> None:
@@ -264,8 +269,7 @@ def _all_waited(name: str, ends: list[bool]) -> bool:
 
 def _note(name: str, rest: str, waited: bool, roots: dict[str, set[str]], found: Found) -> None:
     """Notes what an operation reads and writes."""
-    by_asm = name == "tt.elementwise_inline_asm" and re.search(r'"[^"]*\bld\.', rest) is not None
-    reads, writes = name in _READS | _BOTH or by_asm, name in _WRITES | _BOTH
+    reads, writes = name in _READS | _BOTH or _loads_by_asm(name, rest), name in _WRITES | _BOTH
     if not (reads or writes):
         return
     args = roots.get(next(iter(_VALUE.findall(rest)), ""), set())

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from graphrt.tools.bench.op_report import Report, Row
     from graphrt.tools.bench.timing import Clock, Times
 
-#: The op that has tables of its own.
-VARLEN = "FLASH_ATTN_VARLEN"
+#: The ops that have tables of their own.
+VARLEN, BACKWARD = "FLASH_ATTN_VARLEN", "FLASH_ATTN_BACK"
 #: Runs before anything is looked at: a backend may compile in the first and capture in the next ones.
 WARM_UP_RUNS = 3
 #: Ours and the peers are measured in turn, so that all meet the same machine.
@@ -33,7 +33,7 @@ ROUNDS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", help=f"the op: {', '.join(SHAPES)} or {VARLEN}")
+    parser.add_argument("op", metavar="OP", help=f"the op: {', '.join(SHAPES)}, {VARLEN} or {BACKWARD}")
     add = parser.add_argument_group("which shapes").add_argument
     add("-s", "--shape", default="", metavar="SUBSTRING", help="only shapes with that in their names")
     add("--set", default="default", choices=SETS, help="default: default, about a minute; full: KV up to 65536")
@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.op.upper() == VARLEN:
         return _varlen(args)
+    if args.op.upper() == BACKWARD and not args.csv:
+        return _backward(args)
     if args.csv:
         raise GraphError(f"--csv is for {VARLEN}, got {args.op[:40]!r}; use --json or --md")
     shapes = shapes_of(args.op, args.set, args.shape)
@@ -113,6 +115,44 @@ def _varlen(args: argparse.Namespace) -> int:
         write_text(args.output_file, text + "\n")
     print(text)
     return 1 if varlen.failed(rows) else 0
+
+
+def _backward(args: argparse.Namespace) -> int:
+    """Gradients of attention, in several forms: a table of its own."""
+    from graphrt.backend import get_backend
+    from graphrt.tools.bench import back_shapes, backward
+    from graphrt.tools.bench.machine import on_gpu, versions
+    from graphrt.tools.bench.timing import CudaClock, HostClock, ceilings
+
+    shapes = back_shapes.shapes_of(args.shape)
+    if args.list:
+        print_table(["shape", "form", "beside"], [[s.name, s.form, s.beside or "-"] for s in shapes])
+        return 0
+    backend = _backend(args)
+    cuda, forms = on_gpu(backend), {"split": backend}
+
+    def backend_of(form: str) -> Backend:
+        if backend.name == "triton" and form not in forms:
+            forms[form] = get_backend(backend.id, backward=form)
+        return forms.get(form, backend)
+
+    clock: Clock = CudaClock() if cuda else HostClock()
+    before = ceilings(cuda)
+    rows = backward.measure(
+        back_shapes.tiny(shapes) if args.tiny else shapes, backend_of, clock, cuda, args.repetitions,
+        not args.no_peers, lambda text: print(text, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    best = before.best(ceilings(cuda))
+    product = best.tflop_per_s.get("f16") or max(best.tflop_per_s.values())
+    if args.json:
+        machine, said = versions(backend), {"copy_gb_per_s": best.copy_gb_per_s, "tflop_per_s": best.tflop_per_s}
+        text = json.dumps({"machine": machine, "ceilings": said, "results": backward.as_json(rows)}, indent=1)
+    else:
+        text = "\n".join(backward.lines(rows, "md" if args.md else "table", product))
+    if args.output_file is not None:
+        write_text(args.output_file, text + "\n")
+    print(text)
+    return 1 if backward.failed(rows) else 0
 
 
 def _list(args: argparse.Namespace, shapes: list[Shape]) -> None:

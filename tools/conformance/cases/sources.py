@@ -20,6 +20,10 @@ from graphrt.testing import Case, all_cases
 FAST: dict[str, tuple[str, dict[str, int]]] = {
     "cpu-fast": ("cpu", {}), "cpu-int8": ("cpu", {"activation_bits": 8}), "triton-fast": ("triton", {})
 }  # fmt: skip
+#: Names for forms of attention's gradients that are not the default, all else being exact.
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    f"triton-{form}": ("triton", {"backward": form}) for form in ("fused-q", "fused-k")
+}  # fmt: skip
 SETS = ("quick", "full", "ggml", "broken")
 
 
@@ -116,11 +120,14 @@ def _regex(text: str, option: str) -> re.Pattern[str]:
 
 def make_backend(name: str) -> Backend:
     """A backend by name ("triton:1" for its second device), or `module:Class` for one that isn't installed. FAST has
-    names of backends' fast forms."""
+    names of backends' fast forms, FORMS of others."""
     base, colon, rest = name.partition(":")
     if base in FAST:
         plain, options = FAST[base]
         return get_backend(plain + colon + rest, exact=False, **options)
+    if base in FORMS:
+        plain, form = FORMS[base]
+        return get_backend(plain + colon + rest, **form)
     if not colon or rest.isdecimal():
         return get_backend(name)
     module, _, attribute = name.partition(":")

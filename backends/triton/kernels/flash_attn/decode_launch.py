@@ -77,6 +77,8 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         return config_for(p, p.n_q * p.gqa, tiles, self.target.has_pdl)
 
     def serves(self) -> str | None:
+        if self.p.portable_only is not None:
+            return self.p.portable_only
         if isinstance(self._found, str):
             return self._found
         return None if portable.units_fit(self.tiling, self.choice.programs) else "programs times units pass 2^31"

@@ -21,6 +21,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.blocks import is_quantized
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.flash_attn.dropout import kept_weights
 from graphrt.backends.triton.kernels.flash_attn.ranges import (
     longest_first,
     next_bad,
@@ -174,13 +175,17 @@ def scores(
 
 @triton.jit
 def weigh(
-    s, factor, k0, p_vb, at, m_key, m, l, acc0, acc1, D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    s, factor, k0, p_vb, at, m_key, m, l, acc0, acc1, kept, inverse, D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr, V_DOT: tl.constexpr, WAYS: tl.constexpr, V_IN_K: tl.constexpr,
-    HAS_V: tl.constexpr, ALL: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_V: tl.constexpr, ALL: tl.constexpr, GUARD: tl.constexpr, DROPOUT: tl.constexpr, PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """m, l and acc with a k-block's scores. k0: K's tile, which holds V's if V_IN_K. ALL: no score is -inf."""
-    p, m, l, alpha = softmax_step(s, factor, m, l, not ALL)
+    """m, l and acc with a k-block's scores. k0: K's tile, which holds V's if V_IN_K. ALL: every key is there; GUARD: a
+    score may be -inf; DROPOUT: of the weights those that are kept count, times inverse; l has all."""
+    p, m, l, alpha = softmax_step(s, factor, m, l, GUARD)
     if HAS_V:
+        if DROPOUT:
+            p = tl.where(kept, p * inverse, 0.0)
         p = p.to(V_DOT)
         if V_IN_K:
             v0 = k0
@@ -195,14 +200,16 @@ def weigh(
 
 @triton.jit
 def attend(
-    p_k, p_v, sk_n, sv_n, p_mask_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor, softcap,
-    D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    p_k, p_v, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor,
+    softcap, token, head, i_seq, dropout, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr,
-    PTX: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
+    PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count."""
+    """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count.
+    token, head: of each row, along rows of scores; dropout: (seed_low, seed_high, offset, least, inverse) as
+    dropout_arguments() has them."""
     i_key = key_index(BLOCK_N, WAYS)
     col = i_kb * BLOCK_N + i_key
     m_key = col < n_kv
@@ -215,6 +222,9 @@ def attend(
         p_k + row * sk_n, i_row * sk_n, m_key, q0, q1, factor, softcap, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS,
         SOFTCAP, not PARTIAL, PTX, PRECISION,
     )  # fmt: skip
+    if HAS_BIAS:
+        added = tl.load(p_bias_rows + keys_last(col, WAYS), mask=m_rows & keys_last(col < n_kv, WAYS), other=0.0)
+        s += unit * added.to(tl.float32)
     if PARTIAL:
         if HAS_MASK:
             m_mask = m_rows & keys_last(col < n_kv, WAYS)
@@ -222,9 +232,14 @@ def attend(
             s = tl.where(bias == NEG_INF, NEG_INF, s + (slope * unit) * bias)
         else:
             s = tl.where(keys_last(col < n_kv, WAYS), s, NEG_INF)
+    kept = m_rows
+    seed_low, seed_high, offset, least, inverse = dropout
+    if DROPOUT:
+        four = i_kb * (BLOCK_N // 4) + keys_last(key_index(BLOCK_N // 4, WAYS), WAYS)
+        kept = kept_weights(token, four, head, i_seq, offset, seed_low, seed_high, least)
     return weigh(
-        s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, D_V, DV0, DV1, V_KIND, V_ALIGNED, V_DOT,
-        WAYS, V_IN_K, HAS_V, not PARTIAL, PTX, PRECISION,
+        s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, kept, inverse, D_V, DV0, DV1, V_KIND,
+        V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or HAS_BIAS, DROPOUT, PTX, PRECISION,
     )  # fmt: skip
 
 
@@ -317,33 +332,33 @@ def store_tile(
 #: Numbers that compiled code does not depend on: neither a longer context nor another batch compiles anything.
 GENERAL = [
     "n_q", "n_head", "gqa", "n_groups", "n_qt", "n_blocks", "n_tiles", "m2", "m3", "mask_groups", "programs", "splits",
-    "section", "has_sinks", "has_lse",
+    "section", "has_sinks", "has_lse", "b2", "b3", "seed_low", "seed_high", "offset", "least", "inverse",
 ]  # fmt: skip
 
 
 @accesses(
-    reads="p_q p_k p_v p_mask p_sinks p_slopes p_counts p_blocks p_seen p_unit_start p_bad",
+    reads="p_q p_k p_v p_mask p_bias p_sinks p_slopes p_counts p_blocks p_seen p_unit_start p_bad",
     writes="p_out p_lse p_part p_bad",
 )
 @triton.jit(do_not_specialize=GENERAL)
 def flash_attn(
-    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start, p_part, p_bad,
-    sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,
+    p_q, p_k, p_v, p_mask, p_bias, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start, p_part,
+    p_bad, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, sb_t, sb_h, sb_s,
     n_q, n_kv, n_head, gqa, n_groups, n_qt, n_blocks, n_tiles, m2, m3, mask_groups,
-    programs, splits, section, sign, factor, softcap, has_sinks, has_lse,
-    sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
+    programs, splits, section, sign, factor, softcap, has_sinks, has_lse, b2, b3, seed_low, seed_high, offset, least,
+    inverse, sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
-    PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
     REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. Strides count elements (quantized K and V: words, or halves unless aligned); those between keys
     are a model's own and known when compiled, which saves the registers of all but one address a tile.
 
-    q: f32; mask: f16; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head]. counts, blocks, seen: what
+    q: f32; mask: f16; bias: f16, bf16 or f32; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head]. counts, blocks, seen: what
     mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
     [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
     the order of longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is set; its last number counts them, run
@@ -409,6 +424,8 @@ def flash_attn(
         if PER_HEAD:
             mask_row += (head % m2).to(tl.int64) * sm_h
         p_mask_rows = p_mask + per_row(mask_row, RANK)
+        bias_row = (i_seq % b3).to(tl.int64) * sb_s + token.to(tl.int64) * sb_t + (head % b2).to(tl.int64) * sb_h
+        p_bias_rows = p_bias + per_row(bias_row, RANK)
         slope = per_row(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
         m_rows = per_row(m_row, RANK)
         p_list = p_blocks + i_mask.to(tl.int64) * n_blocks
@@ -421,9 +438,11 @@ def flash_attn(
             for i in tl.range(first, end, num_stages=STAGES):
                 i_kb = visited_block(p_list, i, n_blocks, HAS_MASK, PTX)
                 m, l, acc0, acc1 = attend(
-                    p_kh, p_vh, sk_n, sv_n, p_mask_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l, acc0, acc1,
-                    factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT,
-                    BLOCK_N, WAYS, SOFTCAP, HAS_MASK, V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION,
+                    p_kh, p_vh, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l,
+                    acc0, acc1, factor, softcap, per_row(token, RANK), per_row(head, RANK), i_seq,
+                    (seed_low, seed_high, offset, least, inverse), D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND,
+                    K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT, V_IN_K,
+                    HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION,
                 )  # fmt: skip
 
         if not SOFTCAP:

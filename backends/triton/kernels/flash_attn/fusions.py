@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from graphrt.backend import Group
@@ -11,12 +12,16 @@ from graphrt.tensor import Tensor
 
 #: An attention, and the node that has the logs of its denominators, and the sources that decide them.
 LSE = {
-    "FLASH_ATTN_EXT": ("FLASH_ATTN_LSE", ("q", "k", "mask", "sinks")),
+    "FLASH_ATTN_EXT": ("FLASH_ATTN_LSE", ("q", "k", "mask", "sinks", "attn_bias")),
     "FLASH_ATTN_VARLEN": (
         "FLASH_ATTN_VARLEN_LSE", ("q", "k", "q_starts", "lengths", "block_table", "k_starts", "sinks",
         "prefixes"),
     ),
 }  # fmt: skip
+
+
+#: The gradients of attentions.
+BACK = ("FLASH_ATTN_BACK", "FLASH_ATTN_VARLEN_BACK")
 
 
 class Attention(NamedTuple):
@@ -28,6 +33,12 @@ class Attention(NamedTuple):
     @property
     def nodes(self) -> list[Tensor]:
         return [node for node in self if node is not None]
+
+
+class Gradients(NamedTuple):
+    """Of one attention: nodes of the same sources and parameters, but for whose gradient it is."""
+
+    nodes: tuple[Tensor, ...]
 
 
 def attention_of(node: Tensor) -> Attention:
@@ -45,5 +56,19 @@ def attention_lse(nodes: Nodes) -> Iterator[Group]:
                 yield Group([attention, lse], kernel="attention_lse", results=[attention, lse], captured=found)
 
 
+def attention_back(nodes: Nodes) -> Iterator[Group]:
+    """All gradients of an attention that are wanted."""
+    groups: dict[object, list[Tensor]] = {}
+    for node in nodes.of(*BACK):
+        groups.setdefault((node.op, node.params.attn, *node.sources_by_name().items()), []).append(node)
+    for found in groups.values():
+        if len(found) > 1 and len({node.params.of for node in found}) == len(found):
+            yield Group(found, kernel="attention_back", results=found, captured=Gradients(tuple(found)))
+
+
 def _same_scores(attention: Tensor, lse: Tensor, sources: Sequence[str]) -> bool:
-    return attention.params == lse.params and all(attention[name] is lse[name] for name in sources)
+    """Dropout is no matter: denominators are of all weights."""
+    plain = attention.params
+    if getattr(plain, "dropout_p", 0.0):
+        plain = replace(plain, dropout_p=0.0, seed=0, offset=0)
+    return plain == lse.params and all(attention[name] is lse[name] for name in sources)

@@ -9,9 +9,10 @@ from typing import Any
 from graphrt.backend import Place
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
-from graphrt.backends.triton.kernels.flash_attn.fusions import Attention, attention_lse
+from graphrt.backends.triton.kernels.flash_attn.fusions import Attention, Gradients, attention_back, attention_lse
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
@@ -28,8 +29,8 @@ class Launcher:
     """Makes the launches of a program's attentions. They run in order, so they share scratch and plans of masks and of
     lengths.
 
-    schedule: forces one. config: forces the portable kernel, with that configuration. chosen: what each node got, for
-    those who ask why.
+    schedule: forces one. config: forces the portable kernel, with that configuration. backward: the form of gradients.
+    chosen: what each node got, for those who ask why.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Launcher:
         place: Callable[[Tensor], Place],
         schedule: str | None = None,
         config: Config | None = None,
+        backward: str = "split",
     ) -> None:
         self.target = target
         self.place = place
@@ -47,9 +49,12 @@ class Launcher:
         self.lengths = VarlenPlans(target.device)
         self.scratch = Scratch(target.device)
         self.chosen: dict[Tensor, Chosen] = {}
+        self.backward = BackLauncher(target, place, backward)
 
-    def launches(self, attention: Attention) -> list[Step]:
-        """The launches of an attention, the node of its denominators, or both of the same sources."""
+    def launches(self, attention: Attention | Gradients) -> list[Step]:
+        """The launches of an attention, the node of its denominators, or both of the same sources; or of its gradients."""
+        if isinstance(attention, Gradients):
+            return self.backward.launches(attention)
         if attention.nodes[0].op.startswith("FLASH_ATTN_VARLEN"):
             return self._varlen(VarlenProblem(attention, self.place))
         p = Problem(attention, self.place)
@@ -112,3 +117,5 @@ class Launcher:
 
 #: Lowered by a Launcher, as attentions by themselves are.
 ATTENTION_LSE = Fusion("attention_lse", attention_lse, exact=True)
+#: So are gradients; in form "split" each is what it is by itself.
+ATTENTION_BACK = Fusion("attention_back", attention_back, exact=True)

@@ -17,7 +17,7 @@ class MaskPlan:
     """A plan in device memory, int32; see mask.py.
 
     counts [mask tiles, 2], blocks [mask tiles, n_blocks], seen [mask tiles, n_blocks, block_n / 32], unit_start
-    [tiles + 1], runs [mask tiles, 2].
+    [tiles + 1], runs [mask tiles, 2]; kinds [mask tiles, n_blocks], of which the lists were made.
     """
 
     counts: torch.Tensor
@@ -25,6 +25,7 @@ class MaskPlan:
     seen: torch.Tensor
     unit_start: torch.Tensor
     runs: torch.Tensor
+    kinds: torch.Tensor | None = None
 
 
 class MaskPlans:
@@ -42,7 +43,7 @@ class MaskPlans:
         launches: list[Launch] = []
         if key not in self._plans:
             self._plans[key] = self._empty(tiling)
-            launches += _classify(p, tiling, self._plans[key], self._zeros(tiling.n_mask_tiles, tiling.n_blocks))
+            launches += _classify(p, tiling, self._plans[key])
         if needs_sums and key not in self._summed:
             self._summed.add(key)
             launches.append(_sum(p, tiling, self._plans[key]))
@@ -53,7 +54,7 @@ class MaskPlans:
         return MaskPlan(
             zeros(t.n_mask_tiles, 2), zeros(t.n_mask_tiles, t.n_blocks),
             zeros(t.n_mask_tiles, t.n_blocks, t.block_n // 32), zeros(t.n_tiles + 1),
-            zeros(t.n_mask_tiles, 2),
+            zeros(t.n_mask_tiles, 2), zeros(t.n_mask_tiles, t.n_blocks),
         )  # fmt: skip
 
     def _zeros(self, *shape: int) -> torch.Tensor:
@@ -61,7 +62,7 @@ class MaskPlans:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
 
-def _classify(p: Problem, t: Tiling, plan: MaskPlan, kinds: torch.Tensor) -> list[Launch]:
+def _classify(p: Problem, t: Tiling, plan: MaskPlan) -> list[Launch]:
     mask = p.mask_t
     assert mask is not None
     per_head = p.m2 > 1
@@ -74,14 +75,14 @@ def _classify(p: Problem, t: Tiling, plan: MaskPlan, kinds: torch.Tensor) -> lis
     columns = min(1024, 8192 // (rows if unit > 1 else 4 * rows))
     chunk = max(1, min(1 << (t.n_blocks - 1).bit_length(), columns // t.block_n))
     args = {
-        "p_mask": p.memory(mask, torch.int16 if unit == 1 else torch.int32), "p_class": kinds, "p_seen": plan.seen,
+        "p_mask": p.memory(mask, torch.int16 if unit == 1 else torch.int32), "p_class": plan.kinds, "p_seen": plan.seen,
         **dict(zip(("sm_t", "sm_h", "sm_s"), (n // (2 * unit) for n in mask.nb[1:]))), "n_q": p.n_q, "n_kv": p.n_kv,
         "m2": p.m2, "heads_packed": t.pack, "mask_groups": t.mask_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks,
         "PER_HEAD": per_head, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "ROWS": rows, "CHUNK": chunk, "UNIT": unit,
     }  # fmt: skip
     step = min(1024, 1 << (t.n_blocks - 1).bit_length())
     lists = {
-        "p_class": kinds, "p_counts": plan.counts, "p_blocks": plan.blocks, "p_runs": plan.runs, "n_blocks": t.n_blocks,
+        "p_class": plan.kinds, "p_counts": plan.counts, "p_blocks": plan.blocks, "p_runs": plan.runs, "n_blocks": t.n_blocks,
         "CHUNK": step,
     }  # fmt: skip
     return [

@@ -12,6 +12,7 @@ from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_config
+from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
 from graphrt.backends.triton.kernels.flash_attn.fixup import flash_attn_fixup
 from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
@@ -19,6 +20,7 @@ from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.tiles import same_order
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.backends.triton.memory import TORCH_TYPES
 from graphrt.ops.soft_max import alibi_slopes
 
 LOG2E = math.log2(math.e)
@@ -78,11 +80,14 @@ def main_arguments(
     none = torch.zeros(1, dtype=torch.int32, device=target.device)
     absent = none.view(torch.float32)
     mask_strides = [n // 2 for n in p.mask_t.nb[1:]] if p.mask_t is not None else [0, 0, 0]
+    bias = p.bias_t
+    bias_strides = [n // bias.dtype.type_size for n in bias.nb[1:]] if bias is not None else [0, 0, 0]
     plan = plan or MaskPlan(none, none, none, none, none)
     ranges = choice.schedule != "tile"
     return {
         "p_q": p.memory(p.q_t, torch.float32), "p_k": k.data, "p_v": v.data,
         "p_mask": p.memory(p.mask_t, torch.float16) if p.mask_t is not None else none.view(torch.float16),
+        "p_bias": p.memory(bias, TORCH_TYPES[bias.dtype.name]) if bias is not None else absent,
         "p_sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else absent,
         "p_slopes": torch.tensor(alibi_slopes(p.n_head, params.max_bias), device=target.device),
         "p_out": p.memory(p.out, torch.float32) if p.out is not None else absent,
@@ -92,13 +97,14 @@ def main_arguments(
         "p_part": part, "p_bad": torch.zeros_like(none),
         **dict(zip(("sq_t", "sq_h", "sq_s"), (n // 4 for n in p.q_t.nb[1:]))),
         **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
-        **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)),
+        **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)), **dict(zip(("sb_t", "sb_h", "sb_s"), bias_strides)),
+        "b2": p.b2, "b3": p.b3, **dropout_arguments(params),
         "n_q": p.n_q, "n_kv": p.n_kv, "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_qt": t.n_qt,
         "n_blocks": t.n_blocks, "n_tiles": t.n_tiles, "m2": p.m2, "m3": p.m3, "mask_groups": t.mask_groups,
         "programs": choice.programs, "splits": choice.splits if choice.schedule == "split" else 0,
         "section": _section(p, t, target), **scaling(params),
         "softcap": params.softcap, "has_sinks": int(p.sinks_t is not None), "has_lse": int(p.lse is not None),
-        "HAS_MASK": p.mask_t is not None, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
+        "HAS_MASK": p.mask_t is not None, "HAS_BIAS": bias is not None, "DROPOUT": p.dropout_p > 0, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
         "UNIFORM": t.uniform(p.mask_t is not None), "REPAIR": False, **constants(p, t, config, choice, target),
     }  # fmt: skip
 

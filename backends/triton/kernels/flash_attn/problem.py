@@ -91,6 +91,19 @@ class Problem:
         self.n_kv, self.n_q, self.n_head, self.n_seq = k.ne[1], q.ne[1], q.ne[2], q.ne[3]
         self.gqa = q.ne[2] // k.ne[2]
         self.m2, self.m3 = (mask.ne[2], mask.ne[3]) if mask is not None else (1, 1)
+        self.bias_t = node["attn_bias"]
+        self.b2, self.b3 = self.bias_t.ne[2:] if self.bias_t is not None else (1, 1)
+
+    @property
+    def dropout_p(self) -> float:
+        return float(getattr(self.params, "dropout_p", 0.0)) if self.out is not None else 0.0
+
+    @property
+    def portable_only(self) -> str | None:
+        """What only the portable kernel does of it, None where it asks for nothing of the kind."""
+        if self.bias_t is not None:
+            return "it adds no attn_bias, which the portable kernel does"
+        return f"it has no dropout, which the portable kernel has, {self.dropout_p:g} here" if self.dropout_p else None
 
     @property
     def v_in_k(self) -> bool:

@@ -60,7 +60,7 @@ class HopperKernel(AttentionKernel[Problem, MaskPlan]):
     def serves(self) -> str | None:
         if self.p.out is None or self.p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
-        reason = self._why_not()
+        reason = self.p.portable_only or self._why_not()
         if reason is None and self.p.params.scale < 0:
             reason = f"the scale must not be negative, it is {self.p.params.scale:g}"
         return reason

@@ -67,8 +67,8 @@ def _attend(
             s -= (slope * unit) * tl.abs(key - position).to(tl.float32)
         s = tl.where(seen, s, NEG_INF)
     return weigh(
-        s, factor, k0, p_v + v_base, v_at, m_key, m, l, acc0, acc1, D_V, DV0, DV1, V_KIND, V_ALIGNED, V_DOT, WAYS,
-        V_IN_K, HAS_V, not PARTIAL, PTX, PRECISION,
+        s, factor, k0, p_v + v_base, v_at, m_key, m, l, acc0, acc1, False, 1.0, D_V, DV0, DV1, V_KIND, V_ALIGNED,
+        V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL, False, PTX, PRECISION,
     )  # fmt: skip
 
 

@@ -56,7 +56,8 @@ class VarlenProblem(Problem):
         self.v = operand(v, place(v)) if v is not None else self.k
         self.n_kv, self.n_q, self.n_head, self.n_seq = longest(node), q.ne[1], q.ne[2], node["q_starts"].ne[0] - 1
         self.gqa = q.ne[2] // k.ne[2]
-        self.m2 = self.m3 = 1
+        self.m2 = self.m3 = self.b2 = self.b3 = 1
+        self.bias_t = None
         self.q_starts, self.table_t, self.prefixes = node["q_starts"], node["block_table"], node["prefixes"]
         lengths, k_starts = node["lengths"], node["k_starts"]
         kv = lengths if lengths is not None else k_starts

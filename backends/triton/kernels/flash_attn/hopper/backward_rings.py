@@ -1,0 +1,120 @@
+"""Rings of the kernels that own keys: of rows of lse and delta, and of blocks of the mask, which they read turned."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
+from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout, tile_shared_layout
+
+ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+THREADS = gl.constexpr(32)  # of the producer
+
+
+@aggregate
+class RowRing:
+    """`stages` pairs of rows [block_m], f32: lse and delta of a step's queries."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, stages):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def fill(self, p_lse, behind, step):
+        """Producer: copy the rows at p_lse, and those so far behind, into the step-th buffers, once they are free."""
+        slot = step % self.stages
+        mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
+        n: gl.constexpr = self.buffers.shape[1]
+        at = gl.arange(0, n, gl.BlockedLayout([n // THREADS], [THREADS], [1], [0]))
+        async_copy.async_copy_global_to_shared(self.buffers.index(2 * slot), p_lse + at)
+        async_copy.async_copy_global_to_shared(self.buffers.index(2 * slot + 1), p_lse + behind + at)
+        async_copy.mbarrier_arrive(self.full.index(slot), increment_count=False)
+
+    @gluon.jit
+    def wait_full(self, step):
+        """Consumer: wait until the step-th rows have arrived."""
+        mbarrier.wait(self.full.index(step % self.stages), (step // self.stages) & 1)
+
+    @gluon.jit
+    def read(self, step, which: gl.constexpr):
+        """Consumer: lse (0) or delta (1) of the step-th queries, for the columns of [64, block_m]."""
+        row = self.buffers.index(2 * (step % self.stages) + which)
+        return row.load(gl.SliceLayout(0, mma_layout(self.buffers.shape[1])))
+
+    @gluon.jit
+    def release(self, step):
+        """Consumer: the warpgroup's threads have read the step-th rows and met since."""
+        mbarrier.arrive(self.empty.index(step % self.stages), count=1)
+
+
+@gluon.jit
+def make_row_ring(spec: gl.constexpr, readers: gl.constexpr):
+    buffers = gl.allocate_shared_memory(gl.float32, [2 * spec.stages, spec.block_m], ROW)
+    full = make_barriers(spec.stages, THREADS)
+    empty = make_barriers(spec.stages, readers)
+    return RowRing(buffers, full, empty, spec.stages)
+
+
+@aggregate
+class TurnedMaskRing:
+    """Buffers of the mask's blocks: for each of `stages` and each 64 keys [1, 1, block_m, 64]."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+    parts: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, stages, parts):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.parts = gl.constexpr(parts)
+
+    @gluon.jit
+    def fill(self, desc, seq, head, row, col, step):
+        """Producer: copy a step's queries, `row` and on, of the keys from `col` on."""
+        slot = step % self.stages
+        mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
+        full = self.full.index(slot)
+        mbarrier.expect(full, desc.block_type.nbytes * self.parts)
+        for i in gl.static_range(self.parts):
+            place = [seq, head, row, col + i * 64]
+            tma.async_copy_global_to_shared(desc, place, full, self.buffers.index(slot * self.parts + i))
+
+    @gluon.jit
+    def read(self, step, part: gl.constexpr):
+        """Consumer: [64 keys, block_m] mask values of the step-th block in the scores' registers."""
+        slot = step % self.stages
+        mbarrier.wait(self.full.index(slot), (step // self.stages) & 1)
+        tile = self.buffers.index(slot * self.parts + part)
+        block_m: gl.constexpr = tile.shape[2]
+        return tile.reshape([block_m, 64]).permute((1, 0)).load(mma_layout(block_m))
+
+    @gluon.jit
+    def release(self, step):
+        """Consumer: the warpgroup's threads have read the step-th block and met since."""
+        mbarrier.arrive(self.empty.index(step % self.stages), count=1)
+
+
+@gluon.jit
+def make_turned_mask_ring(spec: gl.constexpr, readers: gl.constexpr):
+    parts: gl.constexpr = spec.block_n // 64
+    layout: gl.constexpr = tile_shared_layout(gl.float16, 4)
+    shape: gl.constexpr = [spec.mask_stages * parts, 1, 1, spec.block_m, 64]
+    buffers = gl.allocate_shared_memory(gl.float16, shape, layout)
+    full = make_barriers(spec.mask_stages, 1)
+    empty = make_barriers(spec.mask_stages, readers)
+    return TurnedMaskRing(buffers, full, empty, spec.mask_stages, parts)

@@ -1,0 +1,70 @@
+"""What the kernels of keys and of queries have in common: scores to softmax weights, and gradients of scores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside
+from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
+from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import capped_scores
+
+
+@gluon.jit
+def weights_of(p, s, lse, mask, factor, masked: gl.constexpr):
+    """(weights, what bends the gradient) of raw scores s, f32 [64, n]; lse in log2 units, in the scores' shape or one
+    that broadcasts to it. masked: there are mask values, of which -inf hides a score, NaN or not; factor: theirs. The
+    bend is what a soft cap's slope makes of the weights, without one the weights."""
+    if p.spec.has_softcap:
+        t = capped_scores(p, s, 0.0, 4)
+        x = t * LOG2E
+    else:
+        x = s * (p.scale * LOG2E)
+    if masked:
+        # Past the last query, and where nothing is seen, the mask may be 0, but lse is infinite.
+        bias = mask.to(gl.float32) * factor - lse
+        x = gl.where(bias != NEG_INF, x + bias, NEG_INF)
+    else:
+        x = x - lse
+    w = gl.exp2(x)
+    if p.spec.has_softcap:
+        slope = t * (1.0 / p.softcap)
+        bent = w * (1.0 - slope * slope)
+        if masked:  # what is hidden may have a slope of NaN
+            bent = gl.where(w == 0.0, 0.0, bent)
+        return w, bent
+    else:
+        return w, w
+
+
+@gluon.jit
+def score_gradients(bent, d_w, ratio, delta, partial: gl.constexpr):
+    """dS without the attention's scale, times its own factor (GradientWork.ratio; delta has it). Where the weight is 0
+    it is 0, whatever V holds, in blocks where keys may be hidden."""
+    d_s = bent * (d_w * ratio - delta)
+    if partial:
+        d_s = gl.where(bent == 0.0, 0.0, d_s)
+    return d_s
+
+
+@gluon.jit
+def as_left(x, d: gl.constexpr):
+    """x of 16 bits as the left operand of a product with d columns; the registers already lie as it wants them."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, mma_layout(d), 2), assert_trivial=True)
+
+
+@gluon.jit
+def unpacked(pairs, dtype: gl.constexpr):
+    """What consumer.packed() packed, f32 in the scores' registers."""
+    cols: gl.constexpr = 2 * pairs.shape[1]
+    low = pairs.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    return gl.convert_layout(gl.join(low, high).reshape([pairs.shape[0], cols]), mma_layout(cols), assert_trivial=True)
+
+
+@gluon.jit
+def store_rows(p_rows, first, n, acc, factor, d: gl.constexpr):
+    """Store acc * factor, f32 [64, d], to rows first .. of n in all, side by side."""
+    # Else the compiler makes all addresses before the loops, and has no registers left in them.
+    row = kept_inside(first) + gl.arange(0, 64, gl.SliceLayout(1, mma_layout(d)))
+    col = gl.arange(0, d, gl.SliceLayout(0, mma_layout(d)))
+    gl.store(p_rows + (row * d)[:, None] + col[None, :], acc * factor, mask=(row < n)[:, None])

@@ -1,0 +1,77 @@
+"""Hopper's kernels of attention's gradients without a GPU: their source on numpy arrays, warps, TMA and wgmma in many
+orders; which problems they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+
+from graphrt.backends.triton import device
+from graphrt.ops.cases.flash_attn_back import Axes, _make
+from graphrt.testing import Case, all_cases
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+from support import back_emulation
+
+#: Every case of f16 that the kernels take, but for its source: several blocks and ragged ends, heads of each size,
+#: masks that TMA brings and others, of each head, windows, ALiBi, soft caps, empty rows, NaN in cells that nobody sees.
+CASE = r"of=q,n_q=\d{2,},n_kv=\d{3},.*d=.(64|128|256),.*type=f16"
+CASES = [c for c in all_cases("FLASH_ATTN_BACK") if re.search(CASE, str(c))]
+
+
+def _check(found: np.ndarray, expected: np.ndarray) -> None:
+    """Operands, weights and gradients of scores have 11 bits."""
+    assert np.isfinite(found).all()
+    assert np.linalg.norm(found - expected) <= 6e-4 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_gradients_at_once(case: Case) -> None:
+    """K's and V's come of one launch."""
+    chosen, ran, pairs = back_emulation.run(case, ("q", "k", "v"), seed=len(str(case)))
+    assert [kernel.name for kernel in chosen.kernels] == ["hopper_keys", "hopper_queries"], chosen.refused
+    assert len([name for name in ran if name.startswith("hopper")]) == 2, ran
+    for found, expected in pairs:
+        _check(found, expected)
+
+
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+@pytest.mark.parametrize("case", CASES[:2] + CASES[-2:], ids=str)
+def test_one_by_itself(case: Case, of: str) -> None:
+    _, ran, pairs = back_emulation.run(case, (of,), seed=7)
+    assert len([name for name in ran if name.startswith("hopper")]) == 1, ran
+    _check(*pairs[0])
+
+
+def test_the_same_in_every_order() -> None:
+    results = [back_emulation.run(CASES[0], ("q", "k", "v"), seed)[2] for seed in range(3)]
+    for again in results[1:]:
+        for (first, _), (second, _) in zip(results[0], again):
+            np.testing.assert_array_equal(first, second)
+
+
+REFUSED = {
+    "type=f16,mask=None": "heads must be of 64, 128, 256, they are of 40 and 40",
+    "dropout_p=0.9": "it has no dropout, dropout_p is 0.9",
+    "bias=[1,1]": "it adds no attn_bias",
+    "d=[64,64]": "K and V must both be f16 or both bf16, they are f32 and f32",
+}
+
+
+@pytest.mark.parametrize(("part", "why"), list(REFUSED.items()))
+def test_refused_with_a_reason(part: str, why: str) -> None:
+    case = next(c for c in all_cases("FLASH_ATTN_BACK") if part in str(c))
+    chosen = back_emulation.chosen(case, ("q", "k"))
+    assert all(chosen.refused[name] == why for name in ("hopper_keys", "hopper_queries")), chosen.refused
+
+
+def test_few_rows_are_refused() -> None:
+    case = dataclasses.replace(CASES[0], make=partial(_make, Axes("q", n_q=47, n_kv=64, d=(64, 64), type="f16")))
+    refused = back_emulation.chosen(case, ("q",)).refused
+    assert refused == {"hopper_queries": "it takes 48 queries and keys or more, here 47 and 64"}

@@ -1,0 +1,110 @@
+"""Dropout of the triton backend in Triton's interpreter: the generator's bits, and the same weights left out whatever the
+schedule, in the forward and in the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from graphrt.backends.triton import device
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+from graphrt import ops, prepare
+from graphrt.backends.triton.backend import TritonBackend
+from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments, kept_weights
+from graphrt.backends.triton.launch import Launch
+from graphrt.graph import Graph
+from graphrt.ops.dropout import kept
+from graphrt.ops.flash_attn_ext import FlashAttnParams
+from graphrt.tensor import new_input
+
+N, SEED, OFFSET, RATE = 40, 2**63 + 2**31 + 5, 2**32 - 2, 0.3
+
+
+@triton.jit(do_not_specialize=["i_seq", "seed_low", "seed_high", "offset", "least"])
+def _keep(p_out, i_seq, seed_low, seed_high, offset, least, BLOCK: tl.constexpr):
+    row, four = (
+        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK),
+        tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4),
+    )
+    made = kept_weights(row[:, None], four[None, :], tl.program_id(2), i_seq, offset, seed_low, seed_high, least)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = (tl.program_id(2) * 64 + row[:, None]) * 64 + col[None, :]
+    tl.store(p_out + at, made.to(tl.int8))
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_the_same_bits_as_numpy(block: int) -> None:
+    for seq in (0, 3):
+        out = torch.zeros(2, 64, 64, dtype=torch.int8)
+        numbers = dropout_arguments(FlashAttnParams(1.0, dropout_p=RATE, seed=SEED, offset=OFFSET))
+        inverse = numbers.pop("inverse")
+        Launch(_keep, (64 // block, 64 // block, 2), {"p_out": out, "i_seq": seq, **numbers, "BLOCK": block})()
+        np.testing.assert_array_equal(out.numpy() != 0, kept(RATE, SEED, OFFSET, (4, 2, 64, 64))[seq])
+        assert inverse == 1 / (1 - RATE)
+
+
+def _leaf(name: str, kind: str, *ne: int) -> Any:
+    return new_input(kind, *ne, name=name)
+
+
+def _forward(schedule: str | None, n_q: int) -> npt.NDArray[np.float32]:
+    """The weights that attention multiplies the values with, [head, query, key]: all keys are alike, V is the identity."""
+    q, k, v = _leaf("q", "f32", 64, n_q, 2), _leaf("k", "f16", 64, N, 1), _leaf("v", "f16", 64, N, 1)
+    node = ops.flash_attn_ext(q, k, v, None, 0.1, dropout_p=RATE, seed=SEED, offset=OFFSET)
+    exe = prepare(Graph(node), TritonBackend(schedule=schedule))
+    exe.write(q, np.zeros(q.shape, np.float32))
+    exe.write(k, np.zeros(k.shape, np.float16))
+    exe.write(v, np.eye(N, 64, dtype=np.float16).reshape(v.shape))
+    exe.run()
+    return np.asarray(exe.read(node)).reshape(n_q, 2, 64)[..., :N].transpose(1, 0, 2)
+
+
+@pytest.mark.parametrize("schedule", ["tile", "split", "stream_k"])
+@pytest.mark.parametrize("n_q", [5, N])
+def test_the_same_weights_in_every_schedule(schedule: str, n_q: int) -> None:
+    expected = kept(RATE, SEED, OFFSET, (1, 2, n_q, N))[0] / (N * (1 - RATE))
+    np.testing.assert_allclose(_forward(schedule, n_q), expected, rtol=1e-3)
+
+
+def test_the_same_weights_in_the_gradient_of_v() -> None:
+    """With d_out the identity, v's gradient is the dropped weights, turned, summed over the heads that share v."""
+    d_out, q = _leaf("d_out", "f32", 64, 1, N), _leaf("q", "f32", 64, N, 1)
+    k, v, lse = _leaf("k", "f16", 64, N, 1), _leaf("v", "f16", 64, N, 1), _leaf("lse", "f32", 1, N)
+    params = FlashAttnParams(0.1, dropout_p=RATE, seed=SEED, offset=OFFSET)
+    node = ops.flash_attn_back("v", d_out, q, k, v, d_out, lse, params)
+    exe = prepare(Graph(node), TritonBackend())
+    for t in (q, k, v):
+        exe.write(t, np.zeros(t.shape, np.float16 if t.dtype.name == "f16" else np.float32))
+    exe.write(d_out, np.eye(N, 64, dtype=np.float32).reshape(d_out.shape))
+    exe.write(lse, np.full(lse.shape, np.log(N), np.float32))
+    exe.run()
+    made = np.asarray(exe.read(node)).reshape(N, 64)[:, :N]
+    expected = kept(RATE, SEED, OFFSET, (1, 1, N, N))[0, 0].T / (N * (1 - RATE))
+    np.testing.assert_allclose(made, expected, rtol=1e-3)
+
+
+def test_who_has_neither_says_so() -> None:
+    from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
+    from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
+    from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+    from graphrt.backends.triton.memory import allocate
+    from graphrt.backend import Usage
+    from support.aot_arch import target_of
+
+    q, k, v = _leaf("q", "f32", 64, 1, 2), _leaf("k", "f16", 64, N, 1), _leaf("v", "f16", 64, N, 1)
+    for given, said in (({"dropout_p": 0.5}, "dropout"), ({"attn_bias": _leaf("b", "f32", N, 1)}, "attn_bias")):
+        node = ops.flash_attn_ext(q, k, v, None, 1.0, **given)
+        p = Problem(attention_of(node), lambda t: (allocate(t.nbytes, Usage.COMPUTE, "cpu"), 0))
+        assert said in (Decode(p, target_of("sm_90")).serves() or "")

@@ -1,0 +1,78 @@
+"""Gradients of attention through the launches of an sm_90, Gluon kernels in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+import graphrt
+from graphrt import ops
+from graphrt.backend import Usage
+from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackChosen, BackLauncher
+from graphrt.backends.triton.kernels.flash_attn.fusions import Gradients
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.graph import Graph
+from graphrt.tensor import Tensor
+from graphrt.testing import Case
+from support import gluon_attention
+from support.aot_arch import target_of
+
+
+def siblings(node: Tensor, of: Sequence[str]) -> list[Tensor]:
+    """The gradients of these sources of the attention that a node has a gradient of."""
+    named = node.sources_by_name()
+    first = [named[name] for name in ("d_out", "q", "k", "v", "out", "lse")]
+    rest = {name: t for name, t in named.items() if name in ("mask", "sinks", "attn_bias", "d_lse")}
+    return [ops.flash_attn_back(source, *first, node.params.attn, **rest) for source in of]
+
+
+def _launcher(case: Case, of: Sequence[str]) -> tuple[Any, dict[Tensor, TritonBuffer], list[Tensor], BackLauncher]:
+    """A case's inputs, where its tensors lie, the nodes of these sources, and a launcher for an sm_90."""
+    inputs, places = case.build(), dict[Tensor, TritonBuffer]()
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
+        return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
+
+    for leaf, values in inputs.values.items():
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
+    launcher = BackLauncher(replace(target_of("sm_90"), sm_count=4), place, "split")
+    return inputs, places, siblings(inputs.result, of), launcher
+
+
+def chosen(case: Case, of: Sequence[str]) -> BackChosen:
+    """What is chosen for these sources."""
+    _, _, nodes, launcher = _launcher(case, of)
+    launcher.launches(Gradients(tuple(nodes)))
+    return launcher.chosen[nodes[0]]
+
+
+def run(case: Case, of: Sequence[str], seed: int = 0) -> tuple[BackChosen, list[str], list[tuple[Any, Any]]]:
+    """(what was chosen, kernels that ran, for each source the gradient and the CPU's). Memory that nothing was written
+    to holds NaN. seed: of the order of things."""
+    inputs, places, nodes, launcher = _launcher(case, of)
+    ran = []
+    for step in launcher.launches(Gradients(tuple(nodes))):
+        if isinstance(step, Launch):
+            ran.append(step.kernel.__name__)
+            if isinstance(step.kernel, GluonJITFunction):
+                gluon_attention.emulate(step, seed)
+                continue
+            step.args |= {name: False for name in ("PDL", "PTX") if name in step.args}
+            step.options.pop("launch_pdl", None)
+        step()
+    pairs = []
+    for node in nodes:
+        exact = graphrt.prepare(Graph(node), "cpu")
+        inputs.fill(exact)
+        exact.run()
+        found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
+        pairs.append((found, exact.read(node)))
+    return launcher.chosen[nodes[0]], ran, pairs
