@@ -133,7 +133,7 @@ def _threes() -> tuple[int, ...]:
 
 
 def _by_twos(f: Fn, numbers: Val, bit: int) -> list[Val]:
-    """Codes of iq1 in the order of `k_twos`: i16 lanes of two values, each at this bit of its byte. numbers: 32 lanes."""
+    """Codes of iq1 in the order of `k_twos`: i16 lanes of two values, at this bit of a byte. numbers: 32 lanes."""
     table = f.table("IQ1", _threes(), I16)
     points = f.join([f.load(table + n * 2, I16) for n in _lanes(f, numbers)])
     moved = [points >> right if right > 0 else points << -right for right in (2 * k - bit for k in range(4))]
