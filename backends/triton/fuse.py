@@ -8,6 +8,7 @@ GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_
 
 from __future__ import annotations
 
+from graphrt.backends.triton.kernels.backward.steps import ADAMW_STEP
 from graphrt.backends.triton.kernels.elementwise import SOFTCAP
 from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
 from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
@@ -37,6 +38,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ROPE_CACHE,
     SOFTCAP,
     ATTENTION_LSE,
+    ADAMW_STEP,
 )
 
 
