@@ -9,18 +9,14 @@ MODEL may be a model, of which the step is shown that takes more (prefill or dec
 from __future__ import annotations
 
 import argparse
-import math
-import re
 from dataclasses import replace
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import print_json, session_options, write_text
+from graphrt.tools.common import print_json, session_options, size, write_text
 from graphrt.tools.inspect.subject import Subject, add_subject_arguments, subject_of
 from graphrt.tools.memory.limit import Fit, fits
 from graphrt.tools.memory.text import arena_bytes
 from graphrt.tools.outputs import OutputFile
-
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     alive = "write the bytes alive in the arenas while each node runs, for `graphrt dump --overlay`"
     parser.add_argument("--overlay", type=OutputFile, metavar="FILE", help=alive)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-
-
-def size(text: str) -> int:
-    """Bytes of `8G`, `512MiB`, `1.5g` or `1000`; units are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    nbytes = float(match[1]) * UNITS[match[2].upper()] if match else 0
-    if not 1 <= nbytes < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a size of at least a byte, such as 8G or 512M, got {text[:40]!r}")
-    return int(nbytes)
 
 
 def main(args: argparse.Namespace) -> int:
