@@ -84,7 +84,7 @@ class PlainLlama:
         else:
             self._once()
         assert self.loss is not None
-        return float(self.loss)
+        return float(self.loss.detach())
 
     def _capture(self) -> None:
         """One step to warm up, then the same captured; eager where torch can't."""
@@ -140,7 +140,7 @@ class PlainLlama:
         return F.rms_norm(x, x.shape[-1:], self.weights[name], self.hp.norm_eps)
 
     def _linear(self, x: T, name: str) -> T:
-        y = F.linear(x, self.weights[name])
+        y = F.linear(x, self.weights[name], self.weights.get(f"{name.removesuffix('weight')}bias"))
         if name not in self.lora:
             return y
         a, b = self.lora[name]
