@@ -11,14 +11,15 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from graphrt.host import host_type
 from graphrt.models.model import Model
 from graphrt.models.training.lora import LoraOptions
 from graphrt.models.training.trainer import AdamW
 from graphrt.ops.rope import rope_frequencies
 from graphrt.tensor import Tensor
+from graphrt.testing import dequantize as dequantize_blocks
 
 T = torch.Tensor
-DEVICE = "cuda"
 
 
 def why_not(model: Model) -> str | None:
@@ -29,55 +30,60 @@ def why_not(model: Model) -> str | None:
     return None
 
 
-def dequantized(leaf: Tensor) -> T:
-    """A weight on the GPU as bf16, of its torch shape [rows, columns] or [columns]."""
+def dequantized(leaf: Tensor, device: str) -> T:
+    """A weight's values in torch's shape, [rows, columns] or [columns]."""
     from graphrt.backends.triton.kernels.dequantize import dequantize
     from graphrt.backends.triton.packing import PackedBuffer
 
     buffer = leaf.buffer
     assert buffer is not None
     if isinstance(buffer, PackedBuffer):
-        out = torch.empty(leaf.ne[1], leaf.ne[0], dtype=torch.float16, device=DEVICE)
+        out = torch.empty(leaf.ne[1], leaf.ne[0], dtype=torch.float16, device=device)
         dequantize(buffer.packed, out)()
-        return out.bfloat16()
-    kinds = {"f32": np.float32, "f16": np.float16}
-    raw = buffer.read(leaf.offset, leaf.nbytes).view(kinds[leaf.dtype.name])
+        return out
+    raw = buffer.read(leaf.offset, leaf.nbytes)
     shape = leaf.ne[1::-1] if leaf.n_dims == 2 else leaf.ne[:1]
-    return torch.tensor(raw.reshape(shape), device=DEVICE).bfloat16()
+    stored = raw.reshape(shape[0], -1) if leaf.dtype.is_quantized else raw.view(host_type(leaf.dtype)).reshape(shape)
+    return torch.tensor(np.asarray(dequantize_blocks(stored, leaf.dtype), np.float32), device=device)
 
 
 class PlainLlama:
-    """Trains copies of given adapters, f32, by name of their weight. what: says how it runs."""
+    """Trains copies of given adapters, by name of their weight. device; kind: of weights and activations, adapters are
+    f32, or f64 if these are. what: says how it runs."""
 
     def __init__(
         self, model: Model, adapters: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
-        lora: LoraOptions, optimizer: AdamW,
+        lora: LoraOptions, optimizer: AdamW, device: str = "cuda", kind: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         self.hp = model.decoder.hp
+        self.device, self.kind = device, kind
+        on_gpu = device != "cpu"
         self.scale = lora.alpha / lora.rank
         decoder = model.decoder
-        self.weights = {name: dequantized(t) for name, t in model.weights.loaded.items()}
+        self.weights = {name: dequantized(t, device).to(kind) for name, t in model.weights.loaded.items()}
         self.output = self.weights[decoder.output.name]
+        self._own = own = torch.promote_types(kind, torch.float32)
         self.lora = {
-            name: [torch.tensor(side, device=DEVICE, requires_grad=True) for side in both]
+            name: [torch.tensor(side, device=device, dtype=own, requires_grad=True) for side in both]
             for name, both in adapters.items()
         }
         trained = [side for both in self.lora.values() for side in both]
         self.optimizer = torch.optim.AdamW(
             trained, lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay, fused=True, capturable=True,
+            weight_decay=optimizer.weight_decay, fused=on_gpu, capturable=on_gpu,
         )  # fmt: skip
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.what = f"torch {torch.__version__}, bf16, eager"
+        self.what = f"torch {torch.__version__}, {str(kind).removeprefix('torch.')}, eager"
         self.ids: T | None = None
         self.loss: T | None = None
 
     def step(self, ids: npt.NDArray[np.int32]) -> float:
         """The loss before a step."""
         if self.ids is None:
-            self.ids = torch.tensor(ids, device=DEVICE, dtype=torch.int64)
+            self.ids = torch.tensor(ids, device=self.device, dtype=torch.int64)
             self._tables(len(ids))
-            self._capture()
+            if self.device != "cpu":
+                self._capture()
         self.ids.copy_(torch.tensor(ids))
         if self.graph is not None:
             self.graph.replay()
@@ -108,7 +114,7 @@ class PlainLlama:
         assert self.ids is not None
         self.optimizer.zero_grad(set_to_none=True)
         logits = self._logits(self.ids)
-        self.loss = F.cross_entropy(logits[:-1].float(), self.ids[1:])
+        self.loss = F.cross_entropy(logits[:-1].to(self._own), self.ids[1:])
         self.loss.backward()  # type: ignore[no-untyped-call]
         if update:
             self.optimizer.step()
@@ -118,11 +124,11 @@ class PlainLlama:
         assert self.hp.rope is not None
         factors = self.weights.get("rope_freqs.weight")
         theta, magnitude = rope_frequencies(self.hp.rope)
-        angle = torch.tensor(theta, dtype=torch.float64, device=DEVICE)
+        angle = torch.tensor(theta, dtype=torch.float64, device=self.device)
         if factors is not None:
             angle = angle / factors.double()
-        angle = torch.arange(n, device=DEVICE, dtype=torch.float64)[:, None] * angle
-        self.cos, self.sin = ((f(angle) * magnitude).float()[:, None] for f in (torch.cos, torch.sin))
+        angle = torch.arange(n, device=self.device, dtype=torch.float64)[:, None] * angle
+        self.cos, self.sin = ((f(angle) * magnitude).to(self._own)[:, None] for f in (torch.cos, torch.sin))
 
     def _logits(self, ids: T) -> T:
         hp = self.hp
@@ -144,7 +150,7 @@ class PlainLlama:
         if name not in self.lora:
             return y
         a, b = self.lora[name]
-        return y + F.linear(F.linear(x, a.bfloat16()) * self.scale, b.bfloat16())
+        return y + F.linear(F.linear(x, a.to(self.kind)) * self.scale, b.to(self.kind))
 
     def _attention(self, il: int, q: T, k: T, v: T) -> T:
         """[n, heads * d] each to [n, heads * d]."""
@@ -157,5 +163,5 @@ class PlainLlama:
 
     def _rotated(self, t: T) -> T:
         """[n, heads, d], neighbouring pairs turned."""
-        x, y = t[..., ::2].float(), t[..., 1::2].float()
+        x, y = t[..., ::2].to(self._own), t[..., 1::2].to(self._own)
         return torch.stack((x * self.cos - y * self.sin, x * self.sin + y * self.cos), -1).flatten(-2).to(t.dtype)
