@@ -8,6 +8,7 @@ GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_
 
 from __future__ import annotations
 
+from graphrt.backends.triton.kernels.backward.glu import GLU_BACK
 from graphrt.backends.triton.kernels.backward.steps import ADAMW_STEP
 from graphrt.backends.triton.kernels.elementwise import SOFTCAP
 from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
@@ -38,6 +39,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ROPE_CACHE,
     SOFTCAP,
     ATTENTION_LSE,
+    GLU_BACK,
     ADAMW_STEP,
 )
 

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 from graphrt import ops
 from graphrt.backend import Group, Region
+from graphrt.backends.triton.kernels.backward.glu import lower_glu_back
+from graphrt.backends.triton.kernels.backward.glu_fusions import glu_back
 from graphrt.backends.triton.kernels.backward.step_fusions import adamw_step
 from graphrt.backends.triton.kernels.backward.steps import lower_adamw_step
 from graphrt.fusion import Nodes
 from graphrt.graph import Graph
+from graphrt.op import op_spec
 from graphrt.ops.opt_step import adamw_moments
 from graphrt.ops.rope import RopeParams
 from graphrt.ops.unary import UNARY_KINDS
@@ -77,10 +80,22 @@ def adamw_group() -> Group:
     return group
 
 
+def glu_group() -> Group:
+    """Both gradients of a GLU, as the fusion finds them."""
+    gate, value, d = (f32(14336, 512) for _ in range(3))
+    rule = op_spec("GLU").backward
+    assert not isinstance(rule, str)
+    found = set(rule(ops.glu(gate, value, "swiglu"), d, frozenset({"gate", "value"})).values())
+    (group,) = glu_back(Nodes(Region(Graph(*found).nodes, lambda t: t in found)))
+    return group
+
+
 def aot_cases(arch: str) -> Iterator[Case]:
     """A name, a kernel, its arguments by name (tensors for pointers) and the options of its launch."""
     for name, node in (*_maps(), *_rows(), *_movement(), *_products(), *_steps()):
         for launch in made(lambda ctx, node=node: lowered(node, ctx), arch):
             yield name, launch.kernel, launch.args, launch.options
+    for launch in made(lambda ctx: lower_glu_back(glu_group().captured, ctx), arch):
+        yield "glu back", launch.kernel, launch.args, launch.options
     for launch in made(lambda ctx: lower_adamw_step(adamw_group().captured, ctx), arch):
         yield "adamw in place", launch.kernel, launch.args, launch.options

@@ -17,7 +17,7 @@ from support.aot_backward import adamw_group
 from support.planned import routed
 from support.tiny import tokens, write_model
 
-from graphrt import Graph, get_backend, new_input, new_tensor, ops, prepare
+from graphrt import Graph, get_backend, gradients, new_input, new_tensor, ops, prepare
 from graphrt.backend import Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.backend import TritonBackend
@@ -164,6 +164,22 @@ def test_a_step_of_adamw_is_one_launch() -> None:
     for ours, other in zip(leafs, expected):
         np.testing.assert_allclose(*(t.buffer.read(0, t.nbytes).view(np.float32) for t in (ours, other)), rtol=2e-6)
     assert len(adamw_group().nodes) == 11
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "reglu"])
+def test_both_gradients_of_a_glu_are_one_launch(kind: str) -> None:
+    gate, value, d = (new_input("f32", 130, 9, name=name) for name in ("gate", "value", "d"))
+    found = gradients(ops.glu(gate, value, kind), [gate, value], d_loss=d)
+    rng, made = np.random.default_rng(2), []
+    given = {name: rng.normal(size=(9, 130)).astype(np.float32) for name in ("gate", "value", "d")}
+    for backend in (TritonBackend(), TritonBackend(exact=False)):
+        exe = prepare(Graph(*found), backend)
+        exe.write_all(given)
+        exe.run()
+        made.append([np.array(exe.read(t)) for t in found])
+    assert [step.kernel for step in exe.splits[0].run.steps] == ["glu_gradients"]
+    for ours, expected in zip(*made[::-1]):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_the_same_bits_each_time() -> None:
