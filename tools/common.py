@@ -52,6 +52,18 @@ def size(text: str) -> int:
     return int(nbytes)
 
 
+def add_training_arguments(parser: argparse.ArgumentParser, tokens: str) -> None:
+    """--train and --recompute. tokens: the option that says how long the text is."""
+    parser.add_argument(
+        "--train", metavar="lora:RANK",
+        help=f"a step of training: adapters of that rank beside all linear layers, on a text of {tokens} tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recompute", type=size, metavar="SIZE",
+        help="with --train: its results may take SIZE, such as 12G; parts of the forward are computed again",
+    )  # fmt: skip
+
+
 def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `high`."""
 

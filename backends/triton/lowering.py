@@ -18,8 +18,8 @@ from graphrt.backends.triton.kernels import (
     sort,
 )
 from graphrt.backends.triton.kernels.backward import loss, movement
-from graphrt.backends.triton.kernels.backward import steps as opt_steps
 from graphrt.backends.triton.kernels.backward import rows as rows_back
+from graphrt.backends.triton.kernels.backward import steps as opt_steps
 from graphrt.backends.triton.kernels.experts import back as experts_back
 from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.flash_attn.backward import lower as attention_back

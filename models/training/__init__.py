@@ -1,1 +1,1 @@
-"""Fine-tuning: adapters beside a model's weights, which stay as they lie, quantized or not, and steps that train them."""
+"""Fine-tuning: adapters beside a model's weights, which stay as they lie, and steps that train them."""

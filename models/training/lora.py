@@ -43,6 +43,14 @@ class LoraOptions:
             raise SessionError(f"rank must be 1 to 4096 and alpha over 0, got rank {self.rank} and alpha {self.alpha}")
 
 
+def lora_of(text: str) -> LoraOptions:
+    """What `lora:16` says. Raises SessionError for anything else."""
+    kind, _, rank = text.partition(":")
+    if kind != "lora" or not rank.isdecimal() or len(rank) > 4:
+        raise SessionError(f"what is trained must be lora:RANK, such as lora:16, got {text[:40]!r}")
+    return LoraOptions(rank=int(rank), alpha=2.0 * int(rank))
+
+
 class Adapter(NamedTuple):
     """What a product with `weight`, [k, m], gets added: alpha / rank * b (a x). a: f32 [k, rank]; b: f32 [rank, m]."""
 
@@ -123,9 +131,7 @@ def save(path: Path, adapters: Sequence[Adapter], arch: str, alpha: float) -> No
         "general.type": gguf_write.string("adapter"), "general.architecture": gguf_write.string(arch),
         "adapter.type": gguf_write.string("lora"), "adapter.lora.alpha": struct.pack("=If", _F32_KEY, alpha),
     }  # fmt: skip
-    parts = [
-        (f"{x.weight.name}.lora_{side}", leaf) for x in adapters for side, leaf in (("a", x.a), ("b", x.b))
-    ]
+    parts = [(f"{x.weight.name}.lora_{side}", leaf) for x in adapters for side, leaf in (("a", x.a), ("b", x.b))]
     tensors = [gguf_write.Planned(name, F32, leaf.ne[:2]) for name, leaf in parts]
     with gguf_write.writing(path, keys, tensors) as writer:
         for planned, (_, leaf) in zip(tensors, parts):

@@ -14,7 +14,6 @@ from graphrt import ops
 from graphrt.arguments import check_fields, checked
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
-from graphrt.graph import Graph
 from graphrt.models.engine import Engine, SessionOptions
 from graphrt.models.model import Model
 from graphrt.models.placement import for_weights
@@ -99,8 +98,8 @@ class Trainer:
         """The optimizer's, after all gradients, which are made of the weights that it overwrites."""
         home, by = for_weights(self.model.backends), self.optimizer
         for leaf, grad in zip(trained, self.gradients):
-            means = [state(leaf.ne, f"{leaf.name[:50]}.{name}", home) for name in ("m", "v")]
-            moments = adamw_moments(grad, *means, by.beta1, by.beta2)
+            m, v = (state(leaf.ne, f"{leaf.name[:50]}.{name}", home) for name in ("m", "v"))
+            moments = adamw_moments(grad, m, v, by.beta1, by.beta2)
             self.graph.expand(ops.cpy(ops.opt_step_adamw(leaf, *moments, self._hyper), leaf))
 
     def _place(self) -> None:
@@ -158,8 +157,9 @@ class Trainer:
             raise SessionError("some token after a text's first must count, got weights that are all 0")
         wanted = np.roll(ids.reshape(shape), -1, 1).astype(np.int64)
         places = np.arange(ids.size, dtype=np.int64) * n_vocab + wanted.reshape(-1)
+        counts *= ids.size / counts.sum()
         self.exe.write_all({
-            self._inputs.tokens: ids, self._labels: places, self._counts: counts.reshape(-1) * (ids.size / counts.sum()),
+            self._inputs.tokens: ids, self._labels: places, self._counts: counts.reshape(-1),
             self._hyper: self.optimizer.numbers(self.steps + 1, lr),
         })  # fmt: skip
 

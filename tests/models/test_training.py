@@ -13,11 +13,11 @@ from graphrt import get_backend
 from graphrt.errors import SessionError
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.model import Model
-from graphrt.models.training.lora import LoraOptions, values_of
+from graphrt.models.training.lora import LoraOptions, lora_of, values_of
 from graphrt.models.training.trainer import AdamW, Trainer
 from graphrt.ops.recompute import backward_order, peak_of, post_order
 from graphrt.tools.bench.torch_lora import PlainLlama, why_not
-from graphrt.tools.bench.training import flops, lora_of, scattered
+from graphrt.tools.bench.training import flops, scattered
 
 N = 10
 #: With biases, parts of one matrix, experts, latent attention, a matrix that is also the embedding.

@@ -4,7 +4,6 @@ attention, autograd, and its fused AdamW, captured as one CUDA graph where that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -157,8 +156,8 @@ class PlainLlama:
         hp, n = self.hp, q.shape[0]
         q, k, v = (t.view(n, -1, hp.d_k) for t in (q, k, v))
         q, k = self._rotated(q), self._rotated(k)
-        given: list[Any] = [t.transpose(0, 1)[None] for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*given, is_causal=True, scale=hp.attn_scale, enable_gqa=True)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=hp.attn_scale, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(n, -1)
 
     def _rotated(self, t: T) -> T:

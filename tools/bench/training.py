@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphrt.errors import SessionError
 from graphrt.models.training.lora import Adapter, LoraOptions, values_of
 from graphrt.models.training.trainer import AdamW, Trainer
 from graphrt.tools.bench.machine import on_gpu
@@ -25,14 +24,6 @@ if TYPE_CHECKING:
 
 #: Of the model whose gradients are held against the reference's: layers, and tokens of its text.
 LAYERS, TOKENS = 2, 128
-
-
-def lora_of(text: str) -> LoraOptions:
-    """What `lora:16` says. Raises SessionError for anything else."""
-    kind, _, rank = text.partition(":")
-    if kind != "lora" or not rank.isdecimal() or len(rank) > 4:
-        raise SessionError(f"what is trained must be lora:RANK, such as lora:16, got {text[:40]!r}")
-    return LoraOptions(rank=int(rank), alpha=2.0 * int(rank))
 
 
 def scattered(adapters: Sequence[Adapter]) -> None:
@@ -65,7 +56,9 @@ def check(source: Source, model: Model, lora: LoraOptions) -> Checked:
     limit = model.backends[0].logits_nmse
     if not (np.isfinite(theirs).all() and abs(loss - expected) <= math.sqrt(limit) * abs(expected)):
         error = math.inf
-    what = f"all gradients of a step of {TOKENS} tokens" + (f", of the same recipe with {layers} layers" if layers else "")
+    what = f"all gradients of a step of {TOKENS} tokens" + (
+        f", of the same recipe with {layers} layers" if layers else ""
+    )
     return Checked(error, limit, what)
 
 

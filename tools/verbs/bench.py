@@ -27,12 +27,12 @@ from graphrt.tools.bench.workload import Batch, Test
 from graphrt.tools.common import (
     add_fast_argument,
     add_session_arguments,
+    add_training_arguments,
     markdown_lines,
     print_json,
     print_table,
     rounding_backend,
     session_options,
-    size,
     use_threads,
 )
 
@@ -72,17 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "between:N:LOW:HIGH for N of different lengths, or a file of lengths: these are read as prompts, and tokens "
         "generated after them; of an encoder, texts that are embedded together",
     )
-    parser.add_argument(
-        "--train",
-        metavar="lora:RANK",
-        help="a step of training instead: adapters of that rank beside all linear layers, on a text of -p tokens",
-    )
-    parser.add_argument(
-        "--recompute",
-        type=size,
-        metavar="SIZE",
-        help="with --train: results of a step may take SIZE, such as 12G; parts of the forward are computed again",
-    )
+    add_training_arguments(parser, "-p")
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
     parser.add_argument("--exact", action="store_true", help="measure the reference forms")
@@ -178,11 +168,12 @@ def _encoder(args: argparse.Namespace, source: Source, model: Model) -> Measured
 
 def _training(args: argparse.Namespace, source: Source, model: Model) -> Measured | str:
     """The same of steps of training on texts of -p tokens."""
+    from graphrt.models.training.lora import lora_of
     from graphrt.tools.bench import training
 
     if args.peer_python:
         raise SessionError("a peer (--peer-python) is measured of inference, --train has plain torch; leave it out")
-    lora = training.lora_of(args.train)
+    lora = lora_of(args.train)
     checked = training.check(source, model, lora)
     if not checked.right:
         return _wrong("loss or gradients", checked)
@@ -251,8 +242,8 @@ def _print(report: dict[str, Any], found: Machine, checked: Checked, markdown: b
     else:
         print_table(columns, cells)
     print(
-        f"\n{report['backend']}: {found.text}; {_what(report)} within NMSE {checked.error:.1e} of the reference ({checked.what})"
-        + (f"; peer: llama-cpp-python {report['peer']}" if report["peer"] else "")
+        f"\n{report['backend']}: {found.text}; {_what(report)} within NMSE {checked.error:.1e} of the reference "
+        f"({checked.what})" + (f"; peer: llama-cpp-python {report['peer']}" if report["peer"] else "")
     )
 
 

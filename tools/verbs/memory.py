@@ -3,7 +3,8 @@ reuse saved and how fragmented it is. The plan is checked too: two tensors that 
 named, and the exit code is 1.
 
 MODEL may be a model, of which the step is shown that takes more (prefill or decode, unless --phase says), a case that
-`graphrt test --save` wrote, or script.py:build, a function that returns a graphrt Graph.
+`graphrt test --save` wrote, or script.py:build, a function that returns a graphrt Graph. With --train a model's step
+of training is shown instead.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import argparse
 from dataclasses import replace
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import print_json, session_options, size, write_text
-from graphrt.tools.inspect.subject import Subject, add_subject_arguments, subject_of
+from graphrt.tools.common import add_training_arguments, print_json, session_options, size, write_text
+from graphrt.tools.inspect.subject import Subject, add_subject_arguments, subject_of, training_subject_of
 from graphrt.tools.memory.limit import Fit, fits
 from graphrt.tools.memory.text import arena_bytes
 from graphrt.tools.outputs import OutputFile
@@ -21,6 +22,7 @@ from graphrt.tools.outputs import OutputFile
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_subject_arguments(parser)
+    add_training_arguments(parser, "--tokens")
     parser.add_argument(
         "--limit",
         type=size,
@@ -45,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.cache_types and args.limit is None:
         raise SessionError("--cache-types belongs to a limit, got no --limit; give one, such as --limit 8G")
-    subject, other = _larger(subject_of(args), args)
+    subject, other = (training_subject_of(args), None) if args.train else _larger(subject_of(args), args)
     found = report(subject)
     fitting = _fits(subject, args)
     if args.svg is not None:

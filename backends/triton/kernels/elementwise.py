@@ -50,8 +50,7 @@ def function_of(OP):
 
 @triton.jit
 def combined(a, b, x, y, OP: tl.constexpr):
-    """The result of an op: its name, the kind of a UNARY or GLU, or that of a UNARY behind BACK. x, y: its parameters.
-    """
+    """The result of an op: its name, a UNARY's or GLU's kind, or BACK and a UNARY's kind. x, y: its parameters."""
     FUNCTION: tl.constexpr = function_of(OP)
     if OP == "ADD":
         return a + b

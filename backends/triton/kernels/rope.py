@@ -1,4 +1,5 @@
-"""ROPE and ROPE_BACK: a table of cosines and sines, made once a run for all layers that share it, and the rotations that read it.
+"""ROPE and ROPE_BACK: a table of cosines and sines, made once a run for all layers that share it, and the rotations
+that read it.
 
 The fused form rotates q, rotates k into its cache's rows and writes v into its own, in one launch.
 """

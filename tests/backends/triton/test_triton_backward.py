@@ -81,7 +81,11 @@ def test_products_of_weights_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_infinite_and_missing_logits() -> None:
     """-inf has no share; a row of them, and NaN, give NaN in that row alone."""
-    x, labels, d = new_input("f32", 40, 4, name="x"), new_input("f32", 40, 4, name="labels"), new_input("f32", 1, name="d")
+    x, labels, d = (
+        new_input("f32", 40, 4, name="x"),
+        new_input("f32", 40, 4, name="labels"),
+        new_input("f32", 1, name="d"),
+    )
     back = ops.cross_entropy_loss_back(d, x, labels)
     given = np.random.default_rng(0).normal(size=(4, 40)).astype(np.float32)
     given[0, 5:] = -np.inf
@@ -122,7 +126,9 @@ def test_routes() -> None:
     """A product that is a gradient has a kernel of its own, and forward ones never have it."""
     weights, x = new_tensor("q4_K", 256, 64), new_tensor("f32", 256, 4)
     back = routed(ops.out_prod(weights, ops.transpose(new_tensor("f32", 64, 4))), Setting())
-    assert back.kernel.name == "gemm_large_back" and "dequantized to scratch" in back.reason and "4 tokens" in back.reason
+    assert (
+        back.kernel.name == "gemm_large_back" and "dequantized to scratch" in back.reason and "4 tokens" in back.reason
+    )
     assert "along a weight's rows" in back.refused["gemv"] and back.form.value == "f16"
     assert routed(ops.mul_mat(weights, x), Setting()).kernel.name == "gemv"
     ids, experts = new_tensor("i32", 2, 4), new_tensor("q8_0", 64, 32, 8)

@@ -102,7 +102,7 @@ def rows_by_id(
 
 def _size(n: int) -> int:
     """Elements of a row of n that one program takes."""
-    return max(32, min(_MOST, triton.next_power_of_2(n)))
+    return max(32, min(_MOST, 1 << (n - 1).bit_length()))
 
 
 def lower_repeat_back(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
@@ -153,7 +153,6 @@ def lower_set_rows_back(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
 
 # ---- views ----
-
 
 
 def disjoint_parts(ne: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[slice, ...]]:

@@ -127,9 +127,7 @@ def lower_rows_back(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
         "D_VEC": layout.vec(0), "A_VEC": layout.vec(1), "BIG": layout.big, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     if n0 > MAX_ROW:
-        return [
-            Launch(long_rows_back, (layout.n_rows,), args | {"COLS": LONG_BLOCK}, launch_options(ctx.target, 16))
-        ]
+        return [Launch(long_rows_back, (layout.n_rows,), args | {"COLS": LONG_BLOCK}, launch_options(ctx.target, 16))]
     rows, cols = rows_a_program(n0, layout.n_rows, ctx.target.sm_count), triton.next_power_of_2(n0)
     args |= {"n_rows": layout.n_rows, "D_UNIT": d0 == 1, "A_UNIT": a0 == 1, "ROWS": rows, "COLS": cols}
     programs = triton.cdiv(layout.n_rows, rows)
