@@ -52,7 +52,7 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """title: what it is called; phase: "prefill", "decode" or "train" of a model, else "graph"; n_tokens: that a model's
+    """title: what it is called; phase: a model's "prefill", "decode" or "train", else "graph"; n_tokens: that a model's
     step reads, else 0. session: a model's, its sequence still empty, or engine: one over pages; inputs: a saved case's,
     with their values; prefixes: what the engine's step reads once of what its sequences share, and why."""
 
