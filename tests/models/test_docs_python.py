@@ -18,7 +18,5 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
     model = write_model(tmp_path / "m.gguf", "llama", tokenizer="spm", chat=CHAT)
     monkeypatch.setattr(hub, "resolve", lambda name: model)
     monkeypatch.chdir(tmp_path)
-    failed, tried = doctest.testfile(
-        str(ROOT / "docs" / name), module_relative=False, optionflags=doctest.ELLIPSIS
-    )
+    failed, tried = doctest.testfile(str(ROOT / "docs" / name), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert tried >= least and failed == 0
