@@ -14,7 +14,7 @@ from graphrt.models.training.lora import Adapter, LoraOptions, values_of
 from graphrt.models.training.trainer import AdamW, Trainer
 from graphrt.tools.bench.machine import on_gpu
 from graphrt.tools.bench.model import WARM_UP_STEPS, Source, seconds
-from graphrt.tools.bench.model_check import Checked
+from graphrt.tools.bench.model_check import WHOLE, Checked
 from graphrt.tools.memory.lifetimes import arenas_of
 from graphrt.tools.memory.report import arena_report
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Of the model whose gradients are held against the reference's: layers, and tokens of its text.
 LAYERS, TOKENS = 2, 128
+#: The same of a file that is too large for the reference to read many.
+FEW_TOKENS = 16
 
 
 def scattered(adapters: Sequence[Adapter]) -> None:
@@ -42,11 +44,13 @@ def check(source: Source, model: Model, lora: LoraOptions) -> Checked:
     root."""
     from graphrt.backend import get_backend
 
-    layers = LAYERS if source.synthetic else None
-    ids = np.random.default_rng(2).integers(0, model.decoder.hp.n_vocab, TOKENS).astype(np.int32)
+    layers, hp = LAYERS if source.synthetic else None, model.decoder.hp
+    n = min(FEW_TOKENS if layers is None and source.nbytes > WHOLE else TOKENS, hp.n_ctx_train)
+    ids = np.random.default_rng(2).integers(0, hp.n_vocab, n).astype(np.int32)
     found = []
     for backends in (list(model.backends), [get_backend("cpu")]):
-        trainer = Trainer(source.load(backends, layers), TOKENS, lora=lora)
+        same = layers is None and backends == model.backends
+        trainer = Trainer(model if same else source.load(backends, layers), n, lora=lora)
         scattered(trainer.adapters)
         loss = trainer.step(ids, lr=0.0)
         grads = [np.asarray(trainer.exe.read(g), np.float64).reshape(-1) for g in trainer.gradients]
@@ -56,9 +60,7 @@ def check(source: Source, model: Model, lora: LoraOptions) -> Checked:
     limit = model.backends[0].logits_nmse
     if not (np.isfinite(theirs).all() and abs(loss - expected) <= math.sqrt(limit) * abs(expected)):
         error = math.inf
-    what = f"all gradients of a step of {TOKENS} tokens" + (
-        f", of the same recipe with {layers} layers" if layers else ""
-    )
+    what = f"all gradients of a step of {n} tokens" + (f", of the same recipe with {layers} layers" if layers else "")
     return Checked(error, limit, what)
 
 

@@ -12,13 +12,14 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from support import tiny_archs
 from support.aot_arch import target_of
 from support.aot_backward import adamw_group
 from support.planned import routed
 from support.tiny import tokens, write_model
 
 from graphrt import Graph, get_backend, gradients, new_input, new_tensor, ops, prepare
-from graphrt.backend import Usage
+from graphrt.backend import Usage, backend_elsewhere
 from graphrt.backends.triton import device
 from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.kernels.backward import loss, rows
@@ -31,7 +32,9 @@ from graphrt.models.training.trainer import AdamW, Trainer
 from graphrt.ops.opt_step import adamw_moments
 from graphrt.testing import Case, all_cases
 from graphrt.tools.bench.training import scattered
+from graphrt.tools.check.order_report import ordered
 from graphrt.tools.conformance.run.step import run_case
+from graphrt.tools.explain.devices import known_device
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
@@ -220,6 +223,17 @@ def test_a_step_of_training_is_the_cpu_s(tmp_path: Path, arch: str) -> None:
     (loss_cpu, expected), (loss_gpu, actual) = found
     assert loss_gpu == pytest.approx(loss_cpu, rel=2e-3)
     assert np.linalg.norm(actual - expected) < 0.03 * np.linalg.norm(expected)  # 8-bit activations of 6 tokens
+
+
+@pytest.mark.parametrize(("arch", "n"), [("llama Q4_0", 5), *[(f"{name} Q4_K", 80) for name in [*tiny_archs.WIDE][:1]]])
+def test_launches_of_a_step_come_in_order(tmp_path: Path, arch: str, n: int) -> None:
+    """Planned for an H100: adapters that a step overwrites are read by the next one, which may begin early."""
+    backends = [backend_elsewhere("triton", known_device("h100").elsewhere, exact=False), get_backend("cpu")]
+    model = Model(GGUFFile.open(write_model(tmp_path / "m.gguf", *arch.split())), backends)
+    trainer = Trainer(model, n, lora=LoraOptions(rank=4))
+    assert len(trainer.exe.splits) == 1
+    found = ordered("training", trainer.exe)
+    assert not found.violations and found.starts_early > 20
 
 
 def test_large_rows_of_a_loss_keep_all_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
