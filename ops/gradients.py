@@ -14,10 +14,10 @@ from graphrt.tensor import MAX_NAME, Tensor
 
 
 def _dependent(order: Sequence[Tensor], wrt: Sequence[Tensor]) -> set[Tensor]:
-    """The tensors whose values depend on one of `wrt`, those included; integers don't."""
+    """The tensors whose values depend on one of `wrt`, those included; integers don't, nor what takes only a shape."""
     found = set(wrt)
     for node in order:
-        if node.dtype.kind != "int" and any(s in found for s in node.sources()):
+        if node.dtype.kind != "int" and node.op != "FILL" and any(s in found for s in node.sources()):
             found.add(node)
     return found
 

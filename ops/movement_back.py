@@ -140,7 +140,7 @@ def view_back(d: Tensor, like: Tensor, view: ViewParams, name: str = "") -> Tens
     """
     size = like.dtype.type_size
     require(not like.dtype.is_quantized, "VIEW_BACK", "the source must have a plain type", like)
-    nb = full_dims([max(n // size * 4, 1) for n in like.nb])
+    n0, n1, n2, n3 = (max(n // size * 4, 1) for n in like.nb)
     strides = (view.nb[0] // size * 4, view.nb[1] // size * 4, view.nb[2] // size * 4)
-    params = ViewBackParams(like.ne, nb, view.ne, strides, view.offs // size * 4)
+    params = ViewBackParams(like.ne, (n0, n1, n2, n3), view.ne, strides, view.offs // size * 4)
     return build(VIEW_BACK, d, params=params, name=name)

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,31 @@ MODEL_HELP = f"a .gguf file, {MODEL_NAMES}"
 #: Of explain/devices.py, spelt out here since that takes long to import; a test holds them equal.
 DEVICE_NAMES = "h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090 or rtx5090"
 MAX_THREADS = 512
+
+
+#: Units of sizes.
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def size(text: str) -> int:
+    """Bytes of `8G`, `512MiB`, `1.5g` or `1000`; units are powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
+    nbytes = float(match[1]) * UNITS[match[2].upper()] if match else 0
+    if not 1 <= nbytes < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a size of at least a byte, such as 8G or 512M, got {text[:40]!r}")
+    return int(nbytes)
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, tokens: str) -> None:
+    """--train and --recompute. tokens: the option that says how long the text is."""
+    parser.add_argument(
+        "--train", metavar="lora:RANK",
+        help=f"a step of training: adapters of that rank beside all linear layers, on a text of {tokens} tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recompute", type=size, metavar="SIZE",
+        help="with --train: its results may take SIZE, such as 12G; parts of the forward are computed again",
+    )  # fmt: skip
 
 
 def whole(low: int, high: float = math.inf) -> Callable[[str], int]:

@@ -8,6 +8,8 @@ GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_
 
 from __future__ import annotations
 
+from graphrt.backends.triton.kernels.backward.glu import GLU_BACK
+from graphrt.backends.triton.kernels.backward.steps import ADAMW_STEP
 from graphrt.backends.triton.kernels.elementwise import SOFTCAP
 from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
 from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
@@ -38,6 +40,8 @@ FUSIONS: tuple[Fusion, ...] = (
     SOFTCAP,
     ATTENTION_LSE,
     ATTENTION_BACK,
+    GLU_BACK,
+    ADAMW_STEP,
 )
 
 

@@ -17,6 +17,10 @@ from graphrt.backends.triton.kernels import (
     soft_max,
     sort,
 )
+from graphrt.backends.triton.kernels.backward import loss, movement
+from graphrt.backends.triton.kernels.backward import rows as rows_back
+from graphrt.backends.triton.kernels.backward import steps as opt_steps
+from graphrt.backends.triton.kernels.experts import back as experts_back
 from graphrt.backends.triton.kernels.experts import lower as experts
 from graphrt.backends.triton.kernels.flash_attn.fusions import BACK, Gradients, attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
@@ -31,7 +35,8 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
     **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, **products.LOWERINGS,
-    **experts.LOWERINGS,
+    **experts.LOWERINGS, **rows_back.LOWERINGS, **movement.LOWERINGS, **loss.LOWERINGS, **opt_steps.LOWERINGS,
+    **experts_back.LOWERINGS,
 }  # fmt: skip
 
 

@@ -15,8 +15,12 @@ OPS = {
     "ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "UNARY", "GLU", "NORM", "RMS_NORM", "L2_NORM",
     "SUM_ROWS", "SOFT_MAX", "ROPE", "GET_ROWS", "SET_ROWS", "CPY", "CONT", "DUP", "CONCAT", "REPEAT", "ARGMAX",
     "ARGSORT", "TOP_K", "SAMPLE", "KQ_MASK", "MUL_MAT",
-    "MUL_MAT_ID", "ADD_ID", "FILL",
+    "MUL_MAT_ID", "ADD_ID", "FILL", "SILU_BACK", "UNARY_BACK", "RMS_NORM_BACK", "ROPE_BACK", "SOFT_MAX_BACK",
+    "REPEAT_BACK", "GET_ROWS_BACK", "SET_ROWS_BACK", "VIEW_BACK", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID",
+    "CROSS_ENTROPY_LOSS", "CROSS_ENTROPY_LOSS_BACK", "OPT_STEP_SGD", "OPT_STEP_ADAMW",
 }  # fmt: skip
+#: Ops that read their first source in any type.
+DECODING = ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "OUT_PROD", "MUL_MAT_ID_BACK")
 
 
 def why_unsupported(node: Tensor) -> str | None:
@@ -38,11 +42,11 @@ def _why_not_types(node: Tensor) -> str | None:
     source = next(node.sources())
     if node.op == "CPY" and source.dtype != node.dtype and node.dtype.is_quantized and node.dtype.name not in WRITABLE:
         return f"it does not round to {node.dtype.name}"
-    decodes = node.op in ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS") or (node.op == "CPY" and source.dtype != node.dtype)
+    decodes = node.op in DECODING or (node.op == "CPY" and source.dtype != node.dtype)
     kind = source.dtype.name
     if decodes and source.dtype.is_quantized and packing_of(kind) is None:
         return f"it has no decoder for {kind}"
-    if node.op == "MUL_MAT_ID" and kind == "f64":
+    if node.op in ("MUL_MAT_ID", "MUL_MAT_ID_BACK") and kind == "f64":
         return "it multiplies experts' matrices of f32 at most, not f64"
     return None
 

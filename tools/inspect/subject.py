@@ -52,9 +52,9 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """title: what it is called; phase: "prefill" or "decode" of a model, else "graph"; n_tokens: that a model's step
-    reads, else 0. session: a model's, its sequence still empty, or engine: one over pages; inputs: a saved case's, with
-    their values; prefixes: what the engine's step reads once of what its sequences share, and why."""
+    """title: what it is called; phase: a model's "prefill", "decode" or "train", else "graph"; n_tokens: that a model's
+    step reads, else 0. session: a model's, its sequence still empty, or engine: one over pages; inputs: a saved case's,
+    with their values; prefixes: what the engine's step reads once of what its sequences share, and why."""
 
     title: str
     phase: str
@@ -138,6 +138,25 @@ def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = No
     options, text = session_options(args), args.synthetic or args.model
     synthetic, rope, many = bool(args.synthetic), rope_options(args), Sequences(args.sequences, args.shared)
     return subject(text, backends, args.phase, args.tokens, options, many=many, synthetic=synthetic, rope=rope)
+
+
+def training_subject_of(args: argparse.Namespace) -> Subject:
+    """A model's step of training on --tokens tokens, as --train and --recompute say. Raises SessionError for what is no
+    model, and what Trainer does."""
+    from graphrt.models.training.lora import lora_of
+    from graphrt.models.training.trainer import Trainer
+    from graphrt.tools.bench.model import backends_for
+
+    text, lora = args.synthetic or args.model or "", lora_of(args.train)
+    if (args.model is None) == (args.synthetic is None) or is_graph(text) or args.page or args.phase or args.limit:
+        raise SessionError("--train is of one model, without pages, phases and limits; give MODEL and --tokens alone")
+    use_threads(args)
+    model, title = load_subject(
+        text, backends_for(args.backend, args.exact), synthetic=bool(args.synthetic), rope=rope_options(args)
+    )
+    n = args.tokens or min(session_options(args).n_batch, model.decoder.hp.n_ctx_train)
+    trainer = Trainer(model, n, lora=lora, recompute=args.recompute)
+    return Subject(f"{title}, {args.train}", "train", n, trainer.exe)
 
 
 def subject(

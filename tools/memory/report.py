@@ -118,12 +118,14 @@ def rows(named: Sequence[tuple[str, Tensor]]) -> tuple[Row, ...]:
 
 
 def _kind(leaf: Tensor, subject: Subject) -> str:
-    """`full k`: the cells that a layer's cache uses, and keys or values; "state" for what belongs to no session."""
+    """`full k`: the cells that a layer's cache uses, and keys or values; of a step of training what it trains, and the
+    optimizer's means of it; "state" for what belongs to no session."""
     holder = subject.session or subject.engine
     for layer in holder.cache.layers if holder is not None else ():
         if any(leaf is mine for mine in layer.leafs):
             return f"{layer.kind} {'k' if leaf is layer.k else 'v'}"
-    return "state"
+    kinds = {"lora_a": "adapters", "lora_b": "adapters", "m": "optimizer", "v": "optimizer"}
+    return kinds.get(leaf.name.rpartition(".")[2], "state")
 
 
 # ---- arenas ----

@@ -23,9 +23,9 @@ LIFE_COLUMNS = ("tensor", "op", "size", "offset", "first use", "last use")
 def heading(subject: Subject) -> str:
     """`smol.gguf, decode of 1 token, context of 4096`."""
     holder = subject.session or subject.engine
-    if holder is None:
-        return printable(subject.title)
     tokens = f"{subject.n_tokens} token{'s' * (subject.n_tokens > 1)}"
+    if holder is None:
+        return printable(subject.title) + (f", a step on {tokens}" if subject.phase == "train" else "")
     many = f", {subject.engine.n_seq} sequences" if subject.engine is not None else ""
     return f"{printable(subject.title)}, {subject.phase} of {tokens}{many}, context of {holder.n_ctx}"
 

@@ -27,6 +27,7 @@ from graphrt.tools.bench.workload import Batch, Test
 from graphrt.tools.common import (
     add_fast_argument,
     add_session_arguments,
+    add_training_arguments,
     markdown_lines,
     print_json,
     print_table,
@@ -46,8 +47,10 @@ if TYPE_CHECKING:
 #: In llama-bench's order, with its names; a table has those of which there is something.
 COLUMNS = (
     "model", "size", "params", "backend", "threads", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s",
-    "ratio", "dense t/s", "of dense",
+    "ratio", "dense t/s", "of dense", "ms a step", "memory", "torch t/s", "of torch",
 )  # fmt: skip
+#: Of a step's memory: what it takes at once.
+TAKEN = ("weights", "trained", "arenas")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "between:N:LOW:HIGH for N of different lengths, or a file of lengths: these are read as prompts, and tokens "
         "generated after them; of an encoder, texts that are embedded together",
     )
+    add_training_arguments(parser, "-p")
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--peer-python", metavar="PYTHON", help="a Python with llama-cpp-python, to measure beside")
     parser.add_argument("--exact", action="store_true", help="measure the reference forms")
@@ -92,8 +96,12 @@ def main(args: argparse.Namespace) -> int:
     backends = [rounding_backend(args.backend, args.exact)] if fast else backends_for(args.backend, args.exact)
     model = source.load(backends)
     before = machine(backends[0])
-    encodes = isinstance(model.network, Encoder)
-    measured = _encoder(args, source, model) if encodes else _decoder(args, source, model, tests)
+    if args.train:
+        measured = _training(args, source, model)
+    elif isinstance(model.network, Encoder):
+        measured = _encoder(args, source, model)
+    else:
+        measured = _decoder(args, source, model, tests)
     if isinstance(measured, str):
         print(f"not measured: {measured}", file=sys.stderr)
         return 1
@@ -158,6 +166,21 @@ def _encoder(args: argparse.Namespace, source: Source, model: Model) -> Measured
     return Measured(checked, None, bench_encoder.rows(model, embedder, tests, args.repetitions))
 
 
+def _training(args: argparse.Namespace, source: Source, model: Model) -> Measured | str:
+    """The same of steps of training on texts of -p tokens."""
+    from graphrt.models.training.lora import lora_of
+    from graphrt.tools.bench import training
+
+    if args.peer_python:
+        raise SessionError("a peer (--peer-python) is measured of inference, --train has plain torch; leave it out")
+    lora = lora_of(args.train)
+    checked = training.check(source, model, lora)
+    if not checked.right:
+        return _wrong("loss or gradients", checked)
+    lengths = [n for n in _numbers(args.n_prompt) if n]
+    return Measured(checked, None, training.rows(model, lora, lengths, args.repetitions, args.recompute))
+
+
 def _tests(args: argparse.Namespace) -> list[Test]:
     """Every length at every depth; several sequences of one length only generate. Raises SessionError."""
     lengths = [("pp", n) for n in _numbers(args.n_prompt) if n] + [("tg", n) for n in _numbers(args.n_gen) if n]
@@ -219,9 +242,13 @@ def _print(report: dict[str, Any], found: Machine, checked: Checked, markdown: b
     else:
         print_table(columns, cells)
     print(
-        f"\n{report['backend']}: {found.text}; logits within NMSE {checked.error:.1e} of the reference ({checked.what})"
-        + (f"; peer: llama-cpp-python {report['peer']}" if report["peer"] else "")
+        f"\n{report['backend']}: {found.text}; {_what(report)} within NMSE {checked.error:.1e} of the reference "
+        f"({checked.what})" + (f"; peer: llama-cpp-python {report['peer']}" if report["peer"] else "")
     )
+
+
+def _what(report: dict[str, Any]) -> str:
+    return "gradients" if any(r.get("kind") == "train" for r in report["results"]) else "logits"
 
 
 def _row(report: dict[str, Any], r: dict[str, Any]) -> dict[str, str]:
@@ -235,7 +262,11 @@ def _row(report: dict[str, Any], r: dict[str, Any]) -> dict[str, str]:
         row["threads"] = str(report["threads"])
     if "dense" in r:
         row |= {"dense t/s": f"{r['dense']['tokens_per_s']:.1f}", "of dense": f"{r['dense_ratio']:.2f}"}
-    if "peer" in r:
+    if r.get("kind") == "train":
+        row |= {"ms a step": f"{r['ms']:.1f}", "memory": human_bytes(sum(r["memory"][k] for k in TAKEN))}
+        if "peer" in r:
+            row |= {"torch t/s": f"{r['peer']['tokens_per_s']:.1f}", "of torch": f"{r['ratio']:.2f}"}
+    elif "peer" in r:
         row |= {"llama.cpp t/s": f"{r['peer']['tokens_per_s']:.1f}", "ratio": f"{r['ratio']:.2f}"}
     return row
 

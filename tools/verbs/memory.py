@@ -3,28 +3,26 @@ reuse saved and how fragmented it is. The plan is checked too: two tensors that 
 named, and the exit code is 1.
 
 MODEL may be a model, of which the step is shown that takes more (prefill or decode, unless --phase says), a case that
-`graphrt test --save` wrote, or script.py:build, a function that returns a graphrt Graph.
+`graphrt test --save` wrote, or script.py:build, a function that returns a graphrt Graph. With --train a model's step
+of training is shown instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import re
 from dataclasses import replace
 
 from graphrt.errors import SessionError
-from graphrt.tools.common import print_json, session_options, write_text
-from graphrt.tools.inspect.subject import Subject, add_subject_arguments, subject_of
+from graphrt.tools.common import add_training_arguments, print_json, session_options, size, write_text
+from graphrt.tools.inspect.subject import Subject, add_subject_arguments, subject_of, training_subject_of
 from graphrt.tools.memory.limit import Fit, fits
 from graphrt.tools.memory.text import arena_bytes
 from graphrt.tools.outputs import OutputFile
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_subject_arguments(parser)
+    add_training_arguments(parser, "--tokens")
     parser.add_argument(
         "--limit",
         type=size,
@@ -41,15 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
-def size(text: str) -> int:
-    """Bytes of `8G`, `512MiB`, `1.5g` or `1000`; units are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    nbytes = float(match[1]) * UNITS[match[2].upper()] if match else 0
-    if not 1 <= nbytes < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a size of at least a byte, such as 8G or 512M, got {text[:40]!r}")
-    return int(nbytes)
-
-
 def main(args: argparse.Namespace) -> int:
     from graphrt.tools.inspect.overlay import write_overlay
     from graphrt.tools.memory import svg as memory_svg
@@ -58,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.cache_types and args.limit is None:
         raise SessionError("--cache-types belongs to a limit, got no --limit; give one, such as --limit 8G")
-    subject, other = _larger(subject_of(args), args)
+    subject, other = (training_subject_of(args), None) if args.train else _larger(subject_of(args), args)
     found = report(subject)
     fitting = _fits(subject, args)
     if args.svg is not None:

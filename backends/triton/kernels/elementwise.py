@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
-"""ADD, SUB, MUL, DIV, SCALE, CLAMP, SQR, SQRT, FILL, UNARY, GLU: one kernel for what maps elements to elements.
+"""ADD, SUB, MUL, DIV, SCALE, CLAMP, SQR, SQRT, FILL, UNARY, GLU, SILU_BACK, UNARY_BACK: one kernel for what maps
+elements to elements.
 
 Tensors of any strides are seen with as few dimensions as they allow: those without gaps are one row of any shape.
 All arithmetic is f32; a result is rounded once, to its own type.
@@ -20,6 +21,7 @@ from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.activation import activation, clamped, glu, tanh
 from graphrt.backends.triton.kernels.common.bits import stored_as
+from graphrt.backends.triton.kernels.common.derivative import derivative
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.elementwise_fusions import softcap
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -27,6 +29,8 @@ from graphrt.fusion import Fusion, Softcap
 from graphrt.tensor import Tensor
 
 BINARY_OPS = ("ADD", "SUB", "MUL", "DIV")
+#: What the gradient of a UNARY is called, before its kind: it multiplies what comes from the result by the derivative.
+BACK = "back of "
 #: Offsets over this are computed in 64 bits. Less than 2^31, because lanes that a mask hides go past the end.
 MAX_OFFSET = 2**31 - 2**24
 #: Elements a program: of small tensors, and of those that keep a GPU busy for long.
@@ -35,12 +39,19 @@ BLOCK, BIG_BLOCK, BIG_FROM = 1024, 4096, 1 << 22
 
 @triton.constexpr_function
 def has_second(OP):
-    return OP in ("ADD", "SUB", "MUL", "DIV", "reglu", "geglu", "swiglu", "swiglu_oai")
+    return OP in ("ADD", "SUB", "MUL", "DIV", "reglu", "geglu", "swiglu", "swiglu_oai") or OP.startswith(BACK)
+
+
+@triton.constexpr_function
+def function_of(OP):
+    """The function whose gradient an op is, "" for any other op."""
+    return OP[len(BACK) :] if OP.startswith(BACK) else ""
 
 
 @triton.jit
 def combined(a, b, x, y, OP: tl.constexpr):
-    """The result of an op: its name, or the kind of a UNARY or GLU. x, y: its parameters."""
+    """The result of an op: its name, a UNARY's or GLU's kind, or BACK and a UNARY's kind. x, y: its parameters."""
+    FUNCTION: tl.constexpr = function_of(OP)
     if OP == "ADD":
         return a + b
     elif OP == "SUB":
@@ -61,6 +72,8 @@ def combined(a, b, x, y, OP: tl.constexpr):
         return a * a
     elif OP == "SQRT":
         return tl.sqrt_rn(a)
+    elif FUNCTION != "":
+        return a * derivative(b, FUNCTION)
     elif has_second(OP):
         return glu(a, b, x, y, OP, False)
     else:
@@ -302,6 +315,12 @@ def lower_unary(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return _launch(nodes[0], ctx, nodes[0].params.kind)
 
 
+def lower_unary_back(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """SILU_BACK, UNARY_BACK."""
+    p = nodes[0].params
+    return _launch(nodes[0], ctx, BACK + ("silu" if p is None else p.kind))
+
+
 def lower_glu(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     node = nodes[0]
     p = node.params
@@ -322,6 +341,7 @@ LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     "FILL": lower_fill,
     "UNARY": lower_unary,
     "GLU": lower_glu,
+    **dict.fromkeys(("SILU_BACK", "UNARY_BACK"), lower_unary_back),
 }
 
 SOFTCAP = Fusion("softcap", softcap, lower_softcap)

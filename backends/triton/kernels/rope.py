@@ -1,4 +1,5 @@
-"""ROPE: a table of cosines and sines, made once a run for all layers that share it, and the rotations that read it.
+"""ROPE and ROPE_BACK: a table of cosines and sines, made once a run for all layers that share it, and the rotations
+that read it.
 
 The fused form rotates q, rotates k into its cache's rows and writes v into its own, in one launch.
 """
@@ -81,8 +82,10 @@ def fill_table(
 def rotate_heads(
     p_in, s0, s1, p_out, so1, head, n_head, p_cos, p_sin, p_weight, eps,
     D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr,
+    BACK: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotates HEADS heads of one token from `head` on. p_in, p_out: head 0; p_cos, p_sin: the token's angles.
+    """Rotates HEADS heads of one token from `head` on. p_in, p_out: head 0; p_cos, p_sin: the token's angles; BACK: by
+    their negatives.
 
     p_weight: f32 [D]: heads are normalized and multiplied with it before; None: they aren't.
     Every element is read once, by whoever writes it: out may be in.
@@ -96,6 +99,8 @@ def rotate_heads(
     pair = tl.arange(0, WIDTH)
     cos = tl.load(p_cos + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(p_sin + pair, mask=pair < HALF, other=0.0)[None, :]
+    if BACK:
+        sin = -sin
     i_rest = N_DIMS + tl.arange(0, power_of_two(max(D - N_DIMS, 1)))[None, :]
     if D > N_DIMS:
         rest = tl.load(p_in + i_rest.to(tl.int64) * s0, mask=m_head & (i_rest < D), other=0.0).to(tl.float32)
@@ -177,7 +182,8 @@ def rotate_into_blocks(
 @triton.jit
 def rotate(
     p_in, p_out, p_cos, p_sin, n_head, n_tokens, s0, s1, s2, s3, so1, so2, so3,
-    D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, N_DIMS: tl.constexpr, NEOX: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i) rotates HEADS heads. in, out: f32 or f16 [D, n_head, n_tokens, n_seq] with strides s, so."""
     take_turn(PDL)
@@ -187,7 +193,7 @@ def rotate(
     angles = token.to(tl.int64) * (N_DIMS // 2)
     rotate_heads(
         p_in + at, s0, s1, p_out + out_at, so1, tl.program_id(1) * HEADS, n_head, p_cos + angles, p_sin + angles,
-        None, 0.0, D, N_DIMS, NEOX, HEADS, "f32",
+        None, 0.0, D, N_DIMS, NEOX, HEADS, "f32", BACK,
     )  # fmt: skip
 
 
@@ -292,14 +298,21 @@ def lower_rope(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return [*steps, _rotate_launch(ctx.view(node["a"]), ctx.view(node), table, ctx)]
 
 
-def _rotate_launch(a: View, out: View, table: RopeTable, ctx: Context) -> Launch:
+def lower_rope_back(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """ROPE_BACK: it reads the table of the ROPE whose gradient it is."""
+    node = nodes[0]
+    table, steps = rope_table(node, ctx)
+    return [*steps, _rotate_launch(ctx.view(node["d"]), ctx.view(node), table, ctx, back=True)]
+
+
+def _rotate_launch(a: View, out: View, table: RopeTable, ctx: Context, back: bool = False) -> Launch:
     d, n_head, n_tokens, n_seq = a.ne
     heads = heads_a_program(n_head, n_tokens * n_seq, d, ctx)
     s0, s1, s2, s3 = a.strides
     args = {
         "p_in": a.data, "p_out": out.data, "p_cos": table.cos, "p_sin": table.sin, "n_head": n_head,
         "n_tokens": n_tokens, "s0": s0, "s1": s1, "s2": s2, "s3": s3, "so1": out.strides[1], "so2": out.strides[2],
-        "so3": out.strides[3], **rotation_constants(table.params, d, heads, ctx),
+        "so3": out.strides[3], "BACK": back, **rotation_constants(table.params, d, heads, ctx),
     }  # fmt: skip
     grid = (n_tokens * n_seq, -(-n_head // heads))
     return Launch(rotate, grid, args, launch_options(ctx.target, warps_of(heads, d)))
@@ -371,7 +384,9 @@ def lower_rope_cache(found: RopeCache, ctx: Context) -> list[Step]:
     )  # fmt: skip
 
 
-LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"ROPE": lower_rope}
+LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
+    "ROPE": lower_rope, "ROPE_BACK": lower_rope_back,
+}  # fmt: skip
 
 ROPE_CACHE = Fusion("rope_cache", rope_cache, lower_rope_cache)
 NORM_ROPE_CACHE = Fusion("norm_rope_cache", norm_rope_cache, lower_rope_cache)

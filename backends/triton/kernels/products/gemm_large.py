@@ -60,8 +60,8 @@ def multiply_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
 def packed_steps(packed: Packed, first: int, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
     """Rows first to first + m - 1 of a packed matrix times x, f16 [n, k], to out, f32 [n, m]."""
     steps: list[Step] = []
-    for a, b in _slices(m, packed.k):
-        w = _scratch(b - a, packed.k, ctx)
+    for a, b in slices(m, packed.k):
+        w = scratch(b - a, packed.k, ctx)
         steps += [dequantize(packed.part(first + a, first + b), w), multiply_step(x, w, out[:, a:b])]
     return steps
 
@@ -71,7 +71,7 @@ def packed_each_steps(packed: Packed, m: int, x: torch.Tensor, out: torch.Tensor
     steps: list[Step] = []
     for matrices, rows in _pieces(x.shape[0], m, packed.k):
         first = matrices.start * m + rows.start
-        w = _scratch(_size(matrices) * _size(rows), packed.k, ctx)
+        w = scratch(_size(matrices) * _size(rows), packed.k, ctx)
         steps.append(dequantize(packed.part(first, first + w.shape[0]), w))
         steps.append(_each_step(x, w, out, matrices, rows))
     return steps
@@ -97,16 +97,17 @@ def _pieces(count: int, m: int, k: int) -> Iterator[tuple[slice, slice]]:
     if at_once:
         yield from ((slice(i, min(i + at_once, count)), slice(0, m)) for i in range(0, count, at_once))
     else:
-        yield from ((slice(i, i + 1), slice(a, b)) for i in range(count) for a, b in _slices(m, k))
+        yield from ((slice(i, i + 1), slice(a, b)) for i in range(count) for a, b in slices(m, k))
 
 
-def _slices(m: int, k: int) -> Iterator[tuple[int, int]]:
+def slices(m: int, k: int) -> Iterator[tuple[int, int]]:
+    """Which of m rows of k elements are dequantized at a time: the first and the end of each slice."""
     step = max(1, SCRATCH // (2 * k))
     for first in range(0, m, step):
         yield first, min(first + step, m)
 
 
-def _scratch(rows: int, k: int, ctx: Context) -> torch.Tensor:
+def scratch(rows: int, k: int, ctx: Context) -> torch.Tensor:
     """f16 [rows, k], the same memory for all products of a split."""
     nbytes = 2 * rows * k
     return ctx.shared_scratch("weights in f16", nbytes)[:nbytes].view(torch.float16).view(rows, k)

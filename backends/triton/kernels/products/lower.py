@@ -8,6 +8,7 @@ from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.products.emit import product
 from graphrt.backends.triton.kernels.products.fusions import Products, gate_up_glu, matmul_add, projections
 from graphrt.backends.triton.kernels.products.plan import plan_of
+from graphrt.backends.triton.kernels.products.transposed import transposed_product
 from graphrt.fusion import Fusion
 from graphrt.tensor import Tensor
 
@@ -22,7 +23,14 @@ def lower_mul_mat(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return product(plan_of(ctx).of(nodes[0]), ctx)
 
 
-LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"MUL_MAT": lower_mul_mat}
+def lower_out_prod(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """OUT_PROD."""
+    return transposed_product(plan_of(ctx).of(nodes[0]), ctx)
+
+
+LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
+    "MUL_MAT": lower_mul_mat, "OUT_PROD": lower_out_prod,
+}  # fmt: skip
 GATE_UP_GLU = Fusion("gate_up_glu", gate_up_glu, lower_products)
 PROJECTIONS = Fusion("projections", projections, lower_products)
 MATMUL_ADD = Fusion("matmul_add", matmul_add, lower_products)

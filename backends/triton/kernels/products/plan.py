@@ -26,7 +26,7 @@ from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
 from graphrt.backends.triton.kernels.products.gemm_small.arguments import MAX_SEGMENTS
 from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE
 from graphrt.backends.triton.kernels.products.half import MAX_WHOLE_ROW
-from graphrt.backends.triton.kernels.products.product import Product, ProductGroup, products_of
+from graphrt.backends.triton.kernels.products.product import PRODUCTS, Product, ProductGroup, products_of
 from graphrt.backends.triton.kernels.products.route import SMALL_MMA, Route, route_of
 from graphrt.op import made_by
 from graphrt.tensor import Tensor
@@ -71,7 +71,7 @@ class Planned:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """products: by the first MUL_MAT or MUL_MAT_ID of a group; stored: of results that are not just as the graph has
+    """products: by the first of a group's products; stored: of results that are not just as the graph has
     them, or have a copy."""
 
     products: dict[Tensor, Planned] = field(default_factory=dict)
@@ -98,7 +98,8 @@ def planned(groups: Sequence[Group], ctx: Context) -> Plan:
     wishes: dict[Tensor, list[tuple[Product, Route]]] = {}
     for made in asked:
         for p in made.products if made is not None else ():
-            wishes.setdefault(made_by(p.x), []).append((p, route_of(p, ctx)))
+            if not p.transposed:  # which converts what it reads by itself
+                wishes.setdefault(made_by(p.x), []).append((p, route_of(p, ctx)))
     plan = Plan()
     for group, made in zip(groups, asked):
         own = plan_group(made, ctx, plan) if made is not None else None
@@ -107,7 +108,7 @@ def planned(groups: Sequence[Group], ctx: Context) -> Plan:
         if stored != Stored():
             plan.stored[out] = stored
         if own is not None:
-            first = next(n for n in group.nodes if n.op in ("MUL_MAT", "MUL_MAT_ID"))
+            first = next(n for n in group.nodes if n.op in PRODUCTS)
             plan.products[first] = replace(own, stored=stored)
     return plan
 
@@ -166,7 +167,8 @@ def _made(products: Sequence[Product], route: Route, has_copy: bool) -> Made:
         if route.kernel.name == "expert_wgmma":
             return Made.BEFORE
         return Made.INSIDE if products[0].is_packed else Made.AS_IT_LIES
-    return Made.AS_IT_LIES if x.dtype.name == route.form.value and x.is_contiguous else Made.BEFORE
+    even = x.is_contiguous or (products[0].transposed and route.form is Form.F32)
+    return Made.AS_IT_LIES if x.dtype.name == route.form.value and even else Made.BEFORE
 
 
 def rounds_inside(products: Sequence[Product], x: Tensor) -> bool:

@@ -17,6 +17,10 @@ from graphrt.tensor import Tensor
 
 #: Types of weights that are multiplied as they are, without a form of this backend's own.
 PLAIN = ("f32", "f16", "bf16")
+#: Products that are gradients of others.
+TRANSPOSED = ("OUT_PROD", "MUL_MAT_ID_BACK")
+#: All products.
+PRODUCTS = ("MUL_MAT", "MUL_MAT_ID", *TRANSPOSED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +41,7 @@ class Product:
     partner: Tensor | None = None
     gate: Gate | None = None
     by_token: bool = False
+    transposed: bool = False
     x_form: Form = Form.AS_IS
     x_aligned: bool = True
     aligned: bool = True
@@ -56,8 +61,9 @@ class Product:
 
     @property
     def broadcast(self) -> Broadcast:
-        """Which of a MUL_MAT's matrices serves which tokens."""
-        return broadcast_of(self.weight, self.x.ne)
+        """Which of a MUL_MAT's or OUT_PROD's matrices serves which tokens."""
+        ne = self.x.ne
+        return broadcast_of(self.weight, (ne[1], ne[0], *ne[2:]) if self.transposed else ne)
 
     @property
     def halves(self) -> tuple[Tensor, ...]:
@@ -101,8 +107,10 @@ def of_matrices(
 
 
 def products_of(group: Group) -> ProductGroup | None:
-    """The products of a group of fuse.py, or of a MUL_MAT or MUL_MAT_ID by itself; None if there are none."""
+    """The products of a group of fuse.py, or of a node by itself; None if there are none."""
     found, nodes = group.captured, group.working
+    if len(nodes) == 1 and nodes[0].op in TRANSPOSED:
+        return _of_transposed(nodes[0])
     if len(nodes) == 1 and nodes[0].op in ("MUL_MAT", "MUL_MAT_ID"):
         found = Products((Summed(nodes[0], nodes[0]),))
     if isinstance(found, Products):
@@ -113,6 +121,13 @@ def products_of(group: Group) -> ProductGroup | None:
         product = found.product if isinstance(found, HeadProducts) else found.query.product
         return ProductGroup((Product(product["weights"], product["x"], by_token=True),))
     return None
+
+
+def _of_transposed(node: Tensor) -> ProductGroup:
+    """OUT_PROD or MUL_MAT_ID_BACK."""
+    if node.op == "OUT_PROD":
+        return ProductGroup((Product(node["a"], node["b"], transposed=True),), (node,))
+    return ProductGroup((Product(node["weights"], node["d"], node["ids"], transposed=True),), (node,))
 
 
 def _of_products(found: Products) -> ProductGroup:

@@ -8,7 +8,8 @@ the answer depends on is in the Product (product.py) and the Setting, so that pl
 Up to 8 tokens: gemv.py, gemv_heads.py and experts/gemv.py read each weight once a token and are bound by memory; packed
 weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64:
 gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized to scratch, then
-the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their own.
+the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their own, and so do the
+products that are gradients of others (Product.transposed): they add up over the rows of a weight.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Kernel:
     form: Callable[[Product], Form]
     why: Callable[[Product], str]
     joins: Callable[[Product], bool] = lambda p: False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,6 +248,12 @@ EXPERT_KERNELS = (
         lambda p: "it takes any number, sorted by expert on the device"
         + "; weights dequantized to scratch in each run" * (not (p.is_packed or p.is_plain)),
     ),
+    Kernel(
+        "expert_back", _serves_all, _in_16_bits,
+        lambda p: "it adds up over weights' rows, pairs sorted by expert on the device"
+        + "; weights dequantized to scratch in each run" * (not p.is_plain),
+        transposed=True,
+    ),
 )  # fmt: skip
 KERNELS = (
     Kernel("gemv_heads", _gemv_heads, _as_is, _up_to_8),
@@ -268,6 +276,10 @@ KERNELS = (
         lambda p: f"any number of tokens, {'results written in place, ' * p.by_token}{_vendor(p)} of all matrices",
     ),
     Kernel("gemm_large", _serves_all, _in_16_bits, lambda p: f"any number of tokens, {_vendor(p)}"),
+    Kernel(
+        "gemm_large_back", _serves_all, _in_16_bits, lambda p: f"it adds up over weights' rows, {_vendor(p)}",
+        transposed=True,
+    ),
 )  # fmt: skip
 #: Those of mma_launch.py.
 SMALL_MMA = ("gemm_small_wgmma", "gemm_small_mma")
@@ -277,12 +289,18 @@ def route_of(p: Product, s: Setting) -> Route:
     """How a product is made."""
     refused: dict[str, str] = {}
     for kernel in KERNELS if p.ids is None else EXPERT_KERNELS:
-        reason = kernel.serves(p, s) or _why_not_form(kernel, p)
+        reason = _why_not_transposed(kernel, p) or kernel.serves(p, s) or _why_not_form(kernel, p)
         if reason is None:
             joined = p.partner is not None and kernel.joins(p)
             return Route(kernel, kernel.form(p), joined, f"{_tokens(p)}: {kernel.why(p)}", refused)
         refused[kernel.name] = reason
     raise AssertionError(f"the last kernel of a list serves everything: {refused}")
+
+
+def _why_not_transposed(kernel: Kernel, p: Product) -> str | None:
+    if kernel.transposed == p.transposed:
+        return None
+    return "adds up over a weight's rows" if kernel.transposed else "adds up along a weight's rows"
 
 
 def _why_not_form(kernel: Kernel, p: Product) -> str | None:

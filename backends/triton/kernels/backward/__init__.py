@@ -1,0 +1,1 @@
+"""Gradients of what moves, maps and reduces elements, losses and optimizers' steps."""
