@@ -18,22 +18,23 @@ from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.engine import MAX_AHEAD, Ids
 from graphrt.models.paged_steps import PagedSteps
-from graphrt.models.sampling import Uniforms
+from graphrt.models.sampling_device import Drawn, candidates, place_of
+from graphrt.models.step import Values
 from graphrt.models.step_paged import PagedStep
-from graphrt.ops import SampleParams
+from graphrt.tensor import Tensor
 
 
 @dataclass(eq=False)
 class Going:
     """A sequence that reads or generates. left: its tokens that no step reads yet; row: where on the board the latest
     step leaves its next one; wanted, unasked: tokens that are still to be given, and of those the ones that no step has
-    been queued for; token: the last one given; uniforms: what its tokens are drawn by."""
+    been queued for; token: the last one given; how: how its tokens are chosen."""
 
     seq: int
     left: Ids
     wanted: int
     unasked: int
-    uniforms: Uniforms | None
+    how: Drawn
     row: int = -1
     token: int = -1
 
@@ -60,9 +61,12 @@ class Queued(NamedTuple):
 
 
 class ContinuousBatch:
-    """Sequences of an engine that generate together: the likeliest tokens or, with `sampling`, drawn ones. Use it as a
-    context: it leaves the engine with the tokens that were given, but for each sequence's last, as read. An engine has
-    one at a time; what else is done with its sequences meanwhile is refused for those that generate.
+    """Sequences of an engine that generate together, each one's tokens chosen in its own way. Use it as a context: it
+    leaves the engine with the tokens that were given, but for each sequence's last, as read. An engine has one at a
+    time; what else is done with its sequences meanwhile is refused for those that generate.
+
+    A grammar's mask for a token follows from the one before: while a sequence has one, no step is queued ahead. failed:
+    sequences whose grammar let nothing through or took too much, which have ended, with the error.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)
@@ -70,8 +74,9 @@ class ContinuousBatch:
                 for seq, token in batch.step().items(): ...    # and add() or end() any sequence, at any time
     """
 
-    def __init__(self, engine: PagedSteps, sampling: SampleParams | None = None) -> None:
-        self.engine, self.sampling = engine, sampling
+    def __init__(self, engine: PagedSteps) -> None:
+        self.engine = engine
+        self.failed: dict[int, SessionError] = {}
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
         engine.begin(self)
@@ -88,24 +93,24 @@ class ContinuousBatch:
         return list(self._going)
 
     @checked(SessionError)
-    def add(self, seq: int, tokens: Sequence[int] | Ids, n: int = -1, uniforms: Uniforms | None = None) -> None:
+    def add(self, seq: int, tokens: Sequence[int] | Ids, n: int = -1, how: Drawn = Drawn()) -> None:
         """A sequence reads these tokens, of which it takes over what the cache has, and then generates n, -1: until its
-        context is full. uniforms: what they are drawn by. Raises SessionError as PagedEngine.read() does and for an n
-        of 0 or numbers to draw by where none are drawn or none given; CacheFullError where the cache has too few pages
-        for the tokens; then nothing has changed."""
+        context is full. how: how they are chosen, the likeliest unless told. Raises SessionError as PagedEngine.read()
+        does and for an n of 0; CacheFullError where the cache has too few pages for the tokens; then nothing has
+        changed."""
         engine = self.engine
         if n < -1 or n == 0:
             raise SessionError(f"a sequence generates at least 1 token, or -1, until its context is full, got {n}")
-        if (uniforms is None) != (self.sampling is None):
-            raise SessionError(
-                "tokens are drawn by numbers, and only then, got "
-                + ("none; give uniforms" if uniforms is None else "some without sampling; leave them out")
-            )
         with engine.alone():
+            before = engine.cache.pool.of(seq).ids
             left = engine.after_what_is_known(engine.checked({seq: tokens}))[seq]
             most = engine.n_ctx + 1 - int(engine.lengths[seq]) - len(left)
             n = most if n < 0 else min(n, most)
-            self._going[seq] = Going(seq, left, n, n, uniforms)
+            if not how.is_plain:
+                engine.tables.begin(seq, how, [*before, *tokens] if before is not None else list(tokens))
+            elif "tables" in vars(engine):
+                engine.tables.begin(seq, how, ())
+            self._going[seq] = Going(seq, left, n, n, how)
 
     @checked(SessionError)
     def end(self, seq: int) -> None:
@@ -131,15 +136,18 @@ class ContinuousBatch:
         all that it wanted ends by itself. Raises CacheFullError where the next step's tokens have no pages: then all
         that was read stays, and once a sequence has ended and was freed, it goes on. Raises SessionError for logits
         that are no numbers, after which nothing goes on. !! A backend that queues its work doesn't look at these."""
-        ahead = MAX_AHEAD if self.engine.home.asynchronous else 1
+        waits = any(going.how.matcher for going in self._going.values())
+        ahead = MAX_AHEAD if self.engine.home.asynchronous and not waits else 1
         found: dict[int, int] = {}
-        while not found and (self._going or self._queued):
+        while not found and not self.failed and (self._going or self._queued):
             with self.engine.alone():
                 while len(self._queued) < ahead and (reads := self._next_reads()) and self._has_room(reads):
                     with self._all_or_none():
-                        self._queued.append(self._queue(reads))
-                with self._all_or_none():
-                    found = self._taken(self._queued.popleft())
+                        if reads := self._allow(reads):
+                            self._queued.append(self._queue(reads))
+                if self._queued:
+                    with self._all_or_none():
+                        found = self._taken(self._queued.popleft())
         return found
 
     def _next_reads(self) -> list[Read]:
@@ -174,10 +182,12 @@ class ContinuousBatch:
         n = sum(new.values())
         engine.cache.append(new)
         plan = engine.plan(new)
-        step = engine.choosing(plan.size, self.sampling)
+        drawn = any(not read.of.how.is_plain for read in reads)
+        most = candidates(read.of.how.settings for read in reads) if drawn else 0
+        step = engine.choosing(plan.size, most)
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         rows = np.cumsum(list(new.values()), dtype=np.int32) - 1
-        step.write(new, self._sources(reads, n), rows, self._uniform(reads), plan.prefixes.groups)
+        step.write(new, self._sources(reads, n), rows, plan.prefixes.groups, self._choice(step, reads))
         buffer, offset = step.exe.place(engine.board)
         if len(given):
             buffer.write(offset + 4 * engine.n_seq, given.view(np.uint8))
@@ -203,16 +213,44 @@ class ContinuousBatch:
             at += read.n
         return found
 
-    def _uniform(self, reads: Sequence[Read]) -> npt.NDArray[np.float64] | None:
-        """What the wanted tokens are drawn by: beyond the draws that are queued."""
-        if self.sampling is None:
+    def _choice(self, step: PagedStep, reads: Sequence[Read]) -> dict[Tensor, Values] | None:
+        """What the next tokens are chosen by, where tables say it: numbers beyond the draws that are queued, and what
+        grammars let through."""
+        choice, pool = step.inputs.choice, self.engine.cache.pool
+        if choice is None:
             return None
-        return np.array(
-            [
-                read.of.uniforms.peek(read.of.wanted - read.of.unasked) if read.of.uniforms and read.chooses else 0.0
-                for read in reads
-            ]
-        )
+        lengths = [pool.of(read.of.seq).reserved for read in reads]
+        uniforms, places = np.zeros((len(reads), 2)), np.full(choice.places.ne[0], -1)
+        for row, (going, _, chooses) in enumerate(reads):
+            how = going.how
+            if not chooses:
+                continue
+            if how.uniforms is not None:
+                first = (going.wanted - going.unasked) * how.n_uniforms
+                uniforms[row, 0] = how.uniforms.peek(first + how.n_uniforms - 1)
+                uniforms[row, 1] = how.uniforms.peek(first)
+            if how.settings.penalizes:
+                places[row] = place_of(going.seq, lengths[row])
+        slots = np.array([read.of.seq for read in reads], np.int32)
+        return {
+            choice.slots: slots, choice.uniforms: uniforms, choice.lengths: np.array(lengths, np.int32),
+            choice.places: places,
+        }  # fmt: skip
+
+    def _allow(self, reads: Sequence[Read]) -> list[Read]:
+        """Has the device know what grammars let through. The reads without those of sequences that fail by it."""
+        for read in reads:
+            if read.chooses and read.of.how.matcher is not None:
+                try:
+                    self.engine.tables.allow(read.of.seq, read.of.how)
+                except SessionError as error:
+                    self._fail(read.of, error)
+        return [read for read in reads if self._going.get(read.of.seq) is read.of]
+
+    def _fail(self, going: Going, error: SessionError) -> None:
+        self.failed[going.seq] = error
+        del self._going[going.seq]
+        self.engine.forget([going.seq])
 
     def _taken(self, queued: Queued) -> dict[int, int]:
         """What a step has read counts as read from now on, but for sequences that have ended since. Its tokens."""
@@ -229,11 +267,21 @@ class ContinuousBatch:
             if chooses:
                 found[seq] = going.token = int(token)
                 going.wanted -= 1
-                if going.uniforms is not None:
-                    going.uniforms.take()
+                for _ in range(going.how.n_uniforms):
+                    going.how.uniforms.take()  # type: ignore[union-attr]
                 if not going.wanted:
                     del self._going[seq]
+                self._accept(going)
         return found
+
+    def _accept(self, going: Going) -> None:
+        """A grammar goes on behind the token that was given."""
+        if going.how.matcher is not None:
+            try:
+                going.how.matcher.accept(going.token)
+            except SessionError as error:
+                self.failed[going.seq] = error
+                self._going.pop(going.seq, None)
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:

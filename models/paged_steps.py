@@ -19,9 +19,10 @@ from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
 from graphrt.models.hparams import HParams
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.paging.prefixes import Prefixes
+from graphrt.models.sampling_device import SampleTables, candidates
 from graphrt.models.step import Logits
 from graphrt.models.step_paged import PagedStep, StepSize
-from graphrt.ops import SampleParams
+from graphrt.ops import RowSettings, SampleParams
 from graphrt.tensor import Tensor, new_tensor
 
 #: Prepared steps that an engine keeps. Sizes are rungs of a ladder, so that more are seldom in use.
@@ -84,17 +85,24 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
         return self._prepared.made(size, make)
 
-    def choosing(self, size: StepSize, sampling: SampleParams | None = None) -> PagedStep:
-        """The same that finds its tokens on the board and leaves the next ones there, the likeliest or drawn ones."""
+    def choosing(self, size: StepSize, most: int = 0) -> PagedStep:
+        """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
+        those that the sequences' tables say, of so many candidates."""
         if self.board.buffer is None:
             self.board.buffer = self.home.alloc(self.board.nbytes, Usage.STATE)
 
         def make() -> PagedStep:
             keep_logits = not self.home.asynchronous
-            made = self.decoder.paged_chosen(self.board, size, self.cache, sampling, keep_logits=keep_logits)
+            tables = self.tables if most else None
+            made = self.decoder.paged_chosen(self.board, size, self.cache, tables, most, keep_logits=keep_logits)
             return PagedStep(made[0], prepare(made[1], self.backends))
 
-        return self._prepared.made((size, sampling), make)
+        return self._prepared.made((size, most), make)
+
+    @cached_property
+    def tables(self) -> SampleTables:
+        """What the sequences' tokens are chosen by on a device; made on first use."""
+        return SampleTables(self.decoder.hp.n_vocab, self.n_seq, self.home)
 
     @cached_property
     def board(self) -> Tensor:
@@ -133,7 +141,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         return self.prepared(self.largest_size(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
 
     def chained(self, sampling: SampleParams | None = None) -> PagedStep:
-        return self.choosing(self.largest_size(self.n_seq, self.n_seq), sampling)
+        most = candidates([RowSettings.of(sampling)]) if sampling is not None else 0
+        return self.choosing(self.largest_size(self.n_seq, self.n_seq), most)
 
     # ---- reading ----
 

@@ -11,6 +11,7 @@ from graphrt.backends.triton.kernels import (
     elementwise,
     kq_mask,
     norm,
+    penalize,
     rope,
     rows,
     sample,
@@ -31,8 +32,8 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 #: By op, for nodes that run by themselves.
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
-    **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, **products.LOWERINGS,
-    **experts.LOWERINGS, **attention_back.LOWERINGS,
+    **rope.LOWERINGS, **sample.LOWERINGS, **penalize.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS,
+    **products.LOWERINGS, **experts.LOWERINGS, **attention_back.LOWERINGS,
 }  # fmt: skip
 
 

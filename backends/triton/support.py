@@ -16,7 +16,7 @@ MAX_BACK_HEAD_SIZE = 256
 OPS = {
     "ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "UNARY", "GLU", "NORM", "RMS_NORM", "L2_NORM",
     "SUM_ROWS", "SOFT_MAX", "ROPE", "GET_ROWS", "SET_ROWS", "CPY", "CONT", "DUP", "CONCAT", "REPEAT", "ARGMAX",
-    "ARGSORT", "TOP_K", "SAMPLE", "KQ_MASK", "MUL_MAT",
+    "ARGSORT", "TOP_K", "SAMPLE", "SAMPLE_EACH", "PENALIZE", "KQ_MASK", "MUL_MAT",
     "MUL_MAT_ID", "ADD_ID", "FILL",
 }  # fmt: skip
 

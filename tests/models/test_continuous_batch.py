@@ -21,7 +21,8 @@ from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.paged_steps import MAX_STEPS
 from graphrt.models.paging.check import check
 from graphrt.models.paging.prefixes import Prefix, PrefixRule
-from graphrt.models.sampling import Sampler, Uniforms
+from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_device import drawn
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.models.step_paged import PagedStep
 
@@ -158,12 +159,12 @@ def test_drawn_tokens(llama: Model, ahead: bool) -> None:
             tokens.append(sampler.sample(logits, [*text, *tokens]))
             logits = session.eval(tokens[-1:])
         wanted.append(tokens)
-    sampling = Sampler(params).device_params()
-    assert sampling is not None
     engine, found = paged(llama, 3), dict[int, list[int]]()
-    with ContinuousBatch(engine, sampling) as batch:
+    with ContinuousBatch(engine) as batch:
         for i in (1, 0, 2):
-            batch.add(i, texts[i], 12, Uniforms(i))
+            how = drawn(Sampler(replace(params, seed=i)), 96)
+            assert how is not None
+            batch.add(i, texts[i], 12, how)
             run(batch, found)
         while batch.going:
             run(batch, found)
@@ -248,8 +249,6 @@ def test_what_can_not_be(llama: Model) -> None:
         for n in (0, -2):
             with pytest.raises(SessionError, match=f"at least 1 token, or -1, until its context is full, got {n}"):
                 batch.add(1, [3], n)
-        with pytest.raises(SessionError, match="only then, got some without sampling"):
-            batch.add(1, [3], 4, Uniforms(1))
         with pytest.raises(SessionError, match=r"must be going on, \[0\] are, got 1"):
             batch.end(1)
         with pytest.raises(SessionError, match="the context holds 96 tokens of each sequence, got 97"):
