@@ -19,9 +19,7 @@ from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.engine import MAX_AHEAD, Ids
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates, place_of
-from graphrt.models.step import Values
-from graphrt.models.step_paged import PagedStep
-from graphrt.tensor import Tensor
+from graphrt.models.step_paged import Filling, PagedStep
 
 
 @dataclass(eq=False)
@@ -213,7 +211,7 @@ class ContinuousBatch:
             at += read.n
         return found
 
-    def _choice(self, step: PagedStep, reads: Sequence[Read]) -> dict[Tensor, Values] | None:
+    def _choice(self, step: PagedStep, reads: Sequence[Read]) -> Filling | None:
         """What the next tokens are chosen by, where tables say it: numbers beyond the draws that are queued, and what
         grammars let through."""
         choice, pool = step.inputs.choice, self.engine.cache.pool

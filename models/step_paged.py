@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,10 @@ from graphrt.models.paging.prefixes import Prefix
 from graphrt.models.sampling_device import RowInputs
 from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs, Values
 from graphrt.tensor import Tensor, new_input
+
+
+#: Values of inputs; a graph may lack an input, and None leaves one as it is.
+Filling: TypeAlias = Mapping[Tensor | None, Values | None]
 
 
 class StepSize(NamedTuple):
@@ -110,7 +114,7 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         prefixes: Sequence[Prefix] = (),
-        choice: Mapping[Tensor, Values] | None = None,
+        choice: Filling | None = None,
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
@@ -119,8 +123,7 @@ class PagedStep(AnyStep[PagedInputs]):
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
-        wanted: dict[Tensor | None, Values | None] = {read: tokens, inputs.rows: rows, inputs.prefixes: shared}
-        given = self.fill(wanted | dict(choice or {}))
+        given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared, **(choice or {})})
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:
