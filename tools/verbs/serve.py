@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import SessionError
 from graphrt.models.hub_known import DEFAULT_MODEL, KNOWN
+from graphrt.models.synthetic_recipes import RECIPES
 from graphrt.tools.common import (
     MODEL_HELP,
     add_fast_argument,
@@ -40,6 +41,8 @@ PAGE = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    made_up = f"random weights in a known shape instead, to measure with: {', '.join(RECIPES)}, with :q4_k_m behind"
+    parser.add_argument("--synthetic", metavar="NAME", help=made_up)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     group.add_argument(
@@ -78,6 +81,8 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError(
             f"a server needs packages that are not installed ({error.name}); pip install 'graphrt[serve]'"
         ) from error
+    if args.synthetic and args.model:
+        raise SessionError("one model may be served, got MODEL and --synthetic; leave one of them out")
     sampling, keys = sampler_params(args), api_keys(args)
     listening = listen(args.host, args.port)
     with listening:
@@ -139,6 +144,8 @@ def names_of(model: Model, args: argparse.Namespace) -> list[str]:
     """What requests may call the model: as the command line did, or by its file, unless --alias says how."""
     if args.alias is not None:
         return [args.alias]
+    if args.synthetic:
+        return [args.synthetic]
     known = [args.model or DEFAULT_MODEL] if args.model in (None, *KNOWN) else []
     return [*known, *(path.stem for path in map(Path, model.file.paths[:1]))]
 
