@@ -17,7 +17,6 @@ from graphrt.models.sampling_device import RowInputs
 from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs, Values
 from graphrt.tensor import Tensor, new_input
 
-
 #: Values of inputs; a graph may lack an input, and None leaves one as it is.
 Filling: TypeAlias = Mapping[Tensor | None, Values | None]
 
