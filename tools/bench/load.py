@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,9 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     found |= {"seconds": seconds, "output_tokens": made, "prompt_tokens": read}
     found |= {"output_tokens_per_s": made / seconds, "total_tokens_per_s": (made + read) / seconds}
     found["requests_per_s"] = len(good) / seconds
-    series = {
+    series: dict[str, list[float]] = {
         "time_to_first_token_ms": [a.came[0] - a.began for a in good if a.came],
-        "between_pieces_ms": [gap for a in good for gap in np.diff(a.came)],
+        "between_pieces_ms": [late - soon for a in good for soon, late in pairwise(a.came)],
         "per_token_ms": [(a.came[-1] - a.came[0]) / (a.n_made - 1) for a in good if a.came and a.n_made > 1],
         "request_ms": [a.ended - a.began for a in good],
     }
