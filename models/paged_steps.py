@@ -25,8 +25,9 @@ from graphrt.models.step_paged import PagedStep, StepSize
 from graphrt.ops import RowSettings, SampleParams
 from graphrt.tensor import Tensor, new_tensor
 
-#: Prepared steps that an engine keeps. Sizes are rungs of a ladder, so that more are seldom in use.
-MAX_STEPS = 24
+#: Prepared steps that an engine keeps: a server's of 64 texts are 12 of single tokens, in two ways to choose, and those
+#: that read prompts.
+MAX_STEPS = 48
 
 _NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
 
@@ -106,8 +107,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     @cached_property
     def board(self) -> Tensor:
-        """i32 [1, n_seq + most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
-        return new_tensor("i32", 1, self.n_seq + self.most_tokens, name="token_board")
+        """i32 [1, 2 * most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
+        return new_tensor("i32", 1, 2 * self.most_tokens, name="token_board")
 
     def plan(self, new: Mapping[int, int], *, every: bool = False) -> StepPlan:
         """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
@@ -117,15 +118,16 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         longest = max(self.cache.pool.of(seq).reserved for seq in new)
         shared = self.cache.prefixes(new) if self.home.reads_shared_once else _NOT_TOLD
         blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks)
-        size = self._size(sum(new.values()), len(new), blocks, every=every)
+        size = self.size_of(sum(new.values()), len(new), blocks, every=every)
         n_groups = coarse_rung(len(shared.groups), self.n_seq) if shared.groups else 0
         return StepPlan(size._replace(n_groups=n_groups), shared)
 
     def largest_size(self, n_tokens: int, n_seq: int, *, every: bool = False) -> StepSize:
         """That of a step of sequences that may be as long as the context and share nothing."""
-        return self._size(n_tokens, n_seq, self.cache.sizes.max_blocks, every=every)
+        return self.size_of(n_tokens, n_seq, self.cache.sizes.max_blocks, every=every)
 
-    def _size(self, n_tokens: int, n_seq: int, n_blocks: int, *, every: bool) -> StepSize:
+    def size_of(self, n_tokens: int, n_seq: int, n_blocks: int, *, every: bool = False) -> StepSize:
+        """That of a step of so many tokens of so many sequences, whose tables have so many entries: rungs."""
         n = rung(n_tokens, self.most_tokens)
         if n_tokens == n_seq:
             n = min(n, self.n_seq)

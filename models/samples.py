@@ -106,7 +106,7 @@ def _continued(
         for i, token in going.items():
             batch.add(i, [token], n, ways[i])
         while batch.going:
-            for i, token in sorted(batch.step().items()):
+            for i, (token,) in sorted(batch.step().items()):
                 piece = texts[i][1].add(token, None, full=bool(engine.lengths[i] >= engine.n_ctx))
                 if piece.finish and i in batch.going:
                     batch.end(i)

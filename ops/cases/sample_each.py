@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -82,20 +83,20 @@ def _make_penalize(inputs: Inputs, n: int, rows: int, size: int) -> Tensor:
 def _each_cases() -> Iterator[Case]:
     points = [(300, 8, 0.0, 64, 8), (300, 6, 0.5, 64, 8), (3001, 8, 0.0, 64, 8), (40, 5, 0.0, 64, 8)]
     for n, rows, step, most, table in [*points, (3001, 3, 0.25, 1024, 8), (70, 2, 0.0, 7, 2)]:
-        axes = {"n": n, "rows": rows, "step": step, "most": most, "table": table}
+        axes: dict[str, Any] = {"n": n, "rows": rows, "step": step, "most": most, "table": table}
         yield Case("SAMPLE_EACH", axes, partial(_make_each, **axes))
 
 
 def _each_full() -> Iterator[Case]:
     yield from _each_cases()
     for rows, step, most in ((8, 0.0, 64), (3, 0.25, 1024)):
-        axes = {"n": 128256, "rows": rows, "step": step, "most": most, "table": 8}
+        axes: dict[str, Any] = {"n": 128256, "rows": rows, "step": step, "most": most, "table": 8}
         yield Case("SAMPLE_EACH", axes, partial(_make_each, **axes))
 
 
 def _penalize_cases() -> Iterator[Case]:
     for n, rows, size in ((50, 7, 16), (4097, 7, 64), (300, 3, 200), (31, 5, 7)):
-        axes = {"n": n, "rows": rows, "size": size}
+        axes: dict[str, Any] = {"n": n, "rows": rows, "size": size}
         yield Case("PENALIZE", axes, partial(_make_penalize, **axes))
 
 

@@ -24,6 +24,7 @@ from graphrt.errors import CacheFullError, GraphrtError, SessionError
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece, Pieces
+from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler
 from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.tools.serve.fair_queue import FairQueue
@@ -94,10 +95,10 @@ class Counts:
 
 
 class Scheduler:
-    """The texts of one engine."""
+    """The texts of one engine. lookup: tokens of a text that prompt lookup guesses at a time, 0 for none."""
 
-    def __init__(self, engine: PagedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: PagedEngine, lookup: int = 0) -> None:
+        self.engine, self.lookup = engine, lookup
         self.waiting: FairQueue[Text] = FairQueue()
         self.running: dict[int, Text] = {}  # by sequence, in the order in which they began
         self.counts = Counts()
@@ -216,8 +217,11 @@ class Scheduler:
             self._batch = ContinuousBatch(self.engine)
             for text in self.running.values():
                 self._join_batch(text)
-        for seq, token in self._batch.step().items():
-            self._made(self.running[seq], token)
+        for seq, tokens in self._batch.step().items():
+            text = self.running[seq]
+            for token in tokens:
+                if text.state != ENDED:
+                    self._made(text, token)
         while self._batch is not None and self._batch.failed:
             seq, error = self._batch.failed.popitem()
             if seq in self.running:
@@ -230,7 +234,8 @@ class Scheduler:
             return
         room = self.most_tokens + 1 - len(text.tokens)
         left = room if text.most < 0 else min(room, text.most - text.n_made)
-        self._batch.add(text.seq, self._unread(text), left, text.how)
+        lookup = PromptLookup(text.tokens, self.lookup) if self.lookup else None
+        self._batch.add(text.seq, self._unread(text), left, text.how, lookup)
 
     def _leave_batch(self) -> None:
         """What the device has chosen and nobody was told is chosen again."""

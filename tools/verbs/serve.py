@@ -67,6 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-queue", type=whole(0), default=1024, metavar="N", help=queue)
     drain = "seconds that SIGTERM waits for requests to end, 0: as long as they take (default)"
     group.add_argument("--shutdown-timeout", type=whole(0), default=0, metavar="N", help=drain)
+    guessed = "tokens that are guessed at a time from where a text's last ones stood before (default: 0, none)"
+    group.add_argument("--lookup", type=whole(0, 32), default=0, metavar="N", help=guessed)
+    no_warm_up = "answer at once: the first requests then wait for kernels of a GPU to be compiled"
+    group.add_argument("--no-warmup", action="store_true", help=no_warm_up)
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
     group.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     add_fast_argument(parser)
@@ -130,7 +134,7 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
 
     limits, metrics = Limits(args.max_body, args.timeout, args.max_queue), Metrics()
     most = args.parallel + args.max_queue  # texts that can be there at once
-    scheduler = Scheduler(engine_of(model, args)) if isinstance(model.network, Decoder) else None
+    scheduler = Scheduler(engine_of(model, args), args.lookup) if isinstance(model.network, Decoder) else None
     maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict, most)
     if scheduler is not None:
         assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
@@ -154,6 +158,7 @@ def engine_of(model: Model, args: argparse.Namespace) -> PagedEngine:
     """The sequences of all texts. Raises SessionError, MemoryPlanError."""
     from graphrt.models.engine import check_options
     from graphrt.models.engine_paged import PagedEngine
+    from graphrt.models.warm_up import warm_up
 
     options = session_options(args)
     n_ctx, _ = check_options(options, model.decoder.hp)
@@ -162,4 +167,6 @@ def engine_of(model: Model, args: argparse.Namespace) -> PagedEngine:
     engine = PagedEngine(model.decoder, model.backends, replace(options, page=PAGE, n_pages=pages), args.parallel)
     for sentence in engine.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
+    if not args.no_warmup:
+        warm_up(engine)
     return engine

@@ -20,6 +20,8 @@ I_REPEAT, I_FREQUENCY, I_PRESENCE = (tl.constexpr(i) for i in (REPEAT, FREQUENCY
 I_LAST_N, I_N_BIASES, I_MASKED = (tl.constexpr(i) for i in (LAST_N, N_BIASES, MASKED))
 #: Logits that a program copies; biases that it adds at a time; tokens that it counts, and those it compares them with.
 _COPIED, _BIASES, _MINE, _OTHERS = 2048, 128, 32, 64
+#: Sources that are read whole.
+_TABLES = ("slots", "settings", "biased", "biases", "past", "lengths")
 
 
 @accesses(reads="p_a p_slots p_settings p_mask", writes="p_out")
@@ -93,20 +95,20 @@ def change_some(
 
 def lower_penalize(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     """PENALIZE."""
-    node = nodes[0]
-    a, out = ctx.view(node["logits"]), ctx.view(node)
-    data = {name: ctx.view(node[name]).data for name in ("slots", "settings", "biased", "biases", "past", "lengths")}
+    node, sources = nodes[0], nodes[0].sources_by_name()
+    a, out = ctx.view(sources["logits"]), ctx.view(node)
+    data = {name: ctx.view(sources[name]).data for name in _TABLES}
     named, pdl = {f"p_{name}": tensor for name, tensor in data.items()}, {"PDL": ctx.target.has_pdl}
     n, m = a.ne[:2]
     there = a.data.data_ptr() == out.data.data_ptr()
     mask = {
-        "p_a": a.data, "p_slots": data["slots"], "p_settings": data["settings"], "p_mask": ctx.view(node["mask"]).data,
-        "p_out": out.data, "n": n, "words": node["mask"].ne[0], "sa": a.strides[1], "so": out.strides[1],
-        "COPY": not there, "SIZE": _COPIED, **pdl,
+        "p_a": a.data, "p_slots": data["slots"], "p_settings": data["settings"],
+        "p_mask": ctx.view(sources["mask"]).data, "p_out": out.data, "n": n, "words": sources["mask"].ne[0],
+        "sa": a.strides[1], "so": out.strides[1], "COPY": not there, "SIZE": _COPIED, **pdl,
     }  # fmt: skip
     change = {
-        "p_out": out.data, **named, "n": n, "so": out.strides[1], "most_biases": node["biased"].ne[0],
-        "size": node["past"].ne[0], "BIASES": _BIASES, "MINE": _MINE, "OTHERS": _OTHERS, **pdl,
+        "p_out": out.data, **named, "n": n, "so": out.strides[1], "most_biases": sources["biased"].ne[0],
+        "size": sources["past"].ne[0], "BIASES": _BIASES, "MINE": _MINE, "OTHERS": _OTHERS, **pdl,
     }  # fmt: skip
     exact = {**launch_options(ctx.target, 4), "enable_fp_fusion": False}
     return [

@@ -160,7 +160,7 @@ def _highest(a: View, k: int, ctx: Context) -> tuple[list[Step], torch.Tensor]:
         "p_a": a.data, "p_tops": tops, "p_kept": kept, "p_keys": keys, "capacity": capacity, "k": k, **sizes,
         "SIZE": size, **pdl,
     }  # fmt: skip
-    found = [
+    found: list[Step] = [
         Launch(block_maxima, (m, parts), first, options),
         in_order(maxima, all_blocks, tops),
         Launch(keep_keys, (m, parts), third, options),
