@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 #: Texts that are made at once, unless told.
 PARALLEL = 8
-#: Whole contexts that the cache holds for all of them, unless told: few texts are as long as they may be.
-CONTEXTS = 4
+#: Whole contexts that the cache holds for all of them, unless told, and tokens for each: few texts are as long as they
+#: may be.
+CONTEXTS, EACH = 4, 1024
 #: Tokens of a page: the end of a prompt that isn't a whole page is read anew for each text.
 PAGE = 64
 
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="the same, a key a line")
     many = f"texts that are made at once; others wait (default: {PARALLEL})"
     group.add_argument("-np", "--parallel", type=whole(1, 4096), default=PARALLEL, metavar="N", help=many)
-    total = f"tokens that the cache holds for all texts together (default: {CONTEXTS} contexts)"
+    total = f"tokens that the cache holds for all texts together (default: {CONTEXTS} contexts, or {EACH} for each)"
     group.add_argument("--max-total-tokens", type=whole(1), metavar="N", help=total)
     predict = "the most tokens of a text, whatever is asked for, -1: no limit (default)"
     group.add_argument("-n", "--predict", type=whole(-1), default=-1, metavar="N", help=predict)
@@ -162,7 +163,8 @@ def engine_of(model: Model, args: argparse.Namespace) -> PagedEngine:
 
     options = session_options(args)
     n_ctx, _ = check_options(options, model.decoder.hp)
-    total = args.max_total_tokens or n_ctx * min(args.parallel, CONTEXTS)
+    usual = max(n_ctx * min(args.parallel, CONTEXTS), args.parallel * min(n_ctx, EACH))
+    total = args.max_total_tokens or usual
     pages = max(1, -(-total // PAGE))
     engine = PagedEngine(model.decoder, model.backends, replace(options, page=PAGE, n_pages=pages), args.parallel)
     for sentence in engine.fallbacks():
