@@ -89,15 +89,15 @@ def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """Server-sent events: "data:" and JSON texts, and [DONE] at the end. leave: called when the client goes, and in any
-    case at the end. A client that reads slowly is waited for."""
+    """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end. last:
+    data of the last event, "" for none. A client that reads slowly is waited for."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, values: AsyncIterator[str], leave: Callable[[], None]) -> None:
+    def __init__(self, values: AsyncIterator[str], leave: Callable[[], None], last: str = "[DONE]") -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._values, self._leave = values, leave
+        self._values, self._leave, self._last = values, leave, last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -105,7 +105,8 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for value in self._values:
                     await _send(send, f"data: {value}\n\n")
-                await _send(send, "data: [DONE]\n\n")
+                if self._last:
+                    await _send(send, f"data: {self._last}\n\n")
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._leave()
