@@ -9,12 +9,13 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from graphrt.errors import GraphrtError
@@ -36,8 +37,11 @@ from graphrt.tools.serve.state import State, json_response
 
 log = logging.getLogger("graphrt.serve")
 
+_PAGE = Path(__file__).with_name("page.html")
+#: The page talks to this server alone, and runs nothing but what is in it.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 #: What anybody may ask for.
-PUBLIC = {"/health", "/v1/health"}
+PUBLIC = {"/", "/health", "/v1/health"}
 
 
 def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[], None] = lambda: None) -> Starlette:
@@ -49,7 +53,11 @@ def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[
     async def openapi(request: Request) -> Response:
         return json_response(told)
 
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_bytes(), headers={"content-security-policy": _POLICY})
+
     served.append(Served("GET", "/openapi.json", openapi, "this description"))
+    served.append(Served("GET", "/", page, "a page to chat with the model"))
     door = _Door(state, api_keys)
     routes = [Route(each.path, door.guarded(each.path, each.endpoint), methods=[each.method]) for each in served]
 
