@@ -162,7 +162,7 @@ def sample_each(
     min_p and XTC leave, in this order; XTC takes part where uniforms[1, j] is at most its probability. With temp 0 or
     less: the id of the highest logit. logits: f32 [n_vocab, n]; uniforms: f64 [2, n] in [0, 1); slots: i32 [n], the
     column of row j; settings: f64 [N_SETTINGS, slots], of RowSettings; most: the most candidates of any row, 1 to 1024,
-    which a larger top_k is taken for. The result is i32 [n]. Source: llama.cpp's llama-sampler; ggml has no such op.
-    Raises GraphError for other types, shapes and parameters.
+    which a larger top_k is taken for; one under 1 is 1. The result is i32 [n]. Source: llama.cpp's llama-sampler; ggml
+    has no such op. Raises GraphError for other types, shapes and parameters.
     """
     return build(SAMPLE_EACH, logits, uniforms, slots, settings, params=SampleEachParams(int(most)), name=name)

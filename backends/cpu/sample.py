@@ -27,7 +27,7 @@ def sample_each(
     """The same, of each row by its slot's settings."""
     rows, (draws, xtc) = logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1, 2).T.tolist()
     chosen = [
-        _drawn(row, u, v, (s := _settings(settings, slot)), min(int(s.top_k), node.params.most))
+        _drawn(row, u, v, (s := _settings(settings, slot)), max(1, min(int(s.top_k), node.params.most)))
         for row, u, v, slot in zip(rows, draws, xtc, slots.reshape(-1).tolist())
     ]
     return torch.tensor(chosen).reshape(node.shape)

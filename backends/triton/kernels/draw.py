@@ -89,7 +89,7 @@ def draw(
     if p_slots is not None:
         p_settings += tl.load(p_slots + row) * COLUMN
     temp, min_keep = tl.load(p_settings + I_TEMP), tl.load(p_settings + I_MIN_KEEP).to(tl.int32)
-    n = tl.minimum(tl.load(p_settings + I_TOP_K).to(tl.int32), k)
+    n = tl.maximum(tl.minimum(tl.load(p_settings + I_TOP_K).to(tl.int32), k), 1)
     x, top = _logits(tl.load(p_row + j, mask=j < k, other=0)), _logits(tl.load(p_row))
     place = tl.full([], 0, tl.int32)
     if (temp > 0) & (top > float("-inf")):
