@@ -12,6 +12,7 @@ import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -101,6 +102,11 @@ class Backend(ABC):
     def device(self) -> Device | None:
         """(optional) The device that this instance runs on, None for one that is not here."""
         return next(iter(self.devices()), None)
+
+    def compiling(self, threads: int) -> AbstractContextManager[None]:
+        """(optional) What programs begin to compile inside (Program.compile_ahead()) is compiled by so many threads,
+        and is done at its end."""
+        return nullcontext()
 
     @classmethod
     @abstractmethod

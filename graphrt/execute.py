@@ -89,6 +89,11 @@ class Executable:
         for step in self._program:
             step()
 
+    def compile_ahead(self) -> None:
+        """Begins to compile what the first run would; inside Backend.compiling() of its backends."""
+        for split in self.splits:
+            split.run.compile_ahead()
+
     def _check_fork(self) -> None:
         lost = [split.backend.id for split in self.splits if not split.backend.survives_fork]
         if lost:

@@ -291,6 +291,9 @@ class Program:
         """The groups with a node that is no view."""
         return (group for group in self.groups if group.working)
 
+    def compile_ahead(self) -> None:
+        """(optional) Begins to compile what the first run would, inside Backend.compiling()."""
+
     def redone(self) -> int:
         """(optional) How many pieces of results it has computed twice so far: a backend's fastest kernel may leave what
         it can't do (values that are not finite, say) to another one. The conformance tool holds it against the inputs,

@@ -5,7 +5,7 @@ next step, so that steps are queued ahead of the host, which learns their tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,33 +18,43 @@ from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.engine import MAX_AHEAD, Ids
 from graphrt.models.paged_steps import PagedSteps
-from graphrt.models.sampling import Uniforms
-from graphrt.models.step_paged import PagedStep
-from graphrt.ops import SampleParams
+from graphrt.models.prompt_lookup import PromptLookup
+from graphrt.models.sampling_device import Drawn, candidates, place_of
+from graphrt.models.step_paged import Filling, PagedStep
 
 
 @dataclass(eq=False)
 class Going:
     """A sequence that reads or generates. left: its tokens that no step reads yet; row: where on the board the latest
     step leaves its next one; wanted, unasked: tokens that are still to be given, and of those the ones that no step has
-    been queued for; token: the last one given; uniforms: what its tokens are drawn by."""
+    been queued for; token: the last one given; how: how its tokens are chosen; lookup: what guesses some of them, None
+    for nothing."""
 
     seq: int
     left: Ids
     wanted: int
     unasked: int
-    uniforms: Uniforms | None
+    how: Drawn
+    lookup: PromptLookup | None = None
     row: int = -1
     token: int = -1
+
+    @property
+    def guesses(self) -> bool:
+        """Its next tokens may be guessed: then its latest one must be known."""
+        steady = self.how.matcher is None and not self.how.settings.penalizes
+        return self.lookup is not None and not self.lookup.pauses and steady
 
 
 class Read(NamedTuple):
     """What a queued step reads of a sequence. ids: its tokens, None for the one that the step before leaves; chooses:
-    the next one is wanted."""
+    the next one is wanted; guessed: how many of the tokens, at their end, are guesses. What is chosen after each of
+    them is looked at: so far as guesses are what is chosen before them, they are the text's own."""
 
     of: Going
     ids: Ids | None
     chooses: bool
+    guessed: int = 0
 
     @property
     def n(self) -> int:
@@ -52,26 +62,32 @@ class Read(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A step that was queued, and what waits for its tokens."""
+    """A step that was queued, and what waits for its tokens. rows: where those of each read begin on the board."""
 
     step: PagedStep
     reads: list[Read]
+    rows: list[int]
     answer: Callable[[], npt.NDArray[np.uint8]]
 
 
 class ContinuousBatch:
-    """Sequences of an engine that generate together: the likeliest tokens or, with `sampling`, drawn ones. Use it as a
-    context: it leaves the engine with the tokens that were given, but for each sequence's last, as read. An engine has
-    one at a time; what else is done with its sequences meanwhile is refused for those that generate.
+    """Sequences of an engine that generate together, each one's tokens chosen in its own way. Use it as a context: it
+    leaves the engine with the tokens that were given, but for each sequence's last, as read. An engine has one at a
+    time; what else is done with its sequences meanwhile is refused for those that generate.
+
+    A grammar's mask for a token follows from the one before, and so do guesses: while a sequence has a grammar or is
+    guessed, no step is queued ahead. Tokens are what they are without guesses, but for rounding. failed: sequences
+    whose grammar let nothing through or took too much, which have ended, with the error.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)
             while batch.going:
-                for seq, token in batch.step().items(): ...    # and add() or end() any sequence, at any time
+                for seq, tokens in batch.step().items(): ...    # and add() or end() any sequence, at any time
     """
 
-    def __init__(self, engine: PagedSteps, sampling: SampleParams | None = None) -> None:
-        self.engine, self.sampling = engine, sampling
+    def __init__(self, engine: PagedSteps) -> None:
+        self.engine = engine
+        self.failed: dict[int, SessionError] = {}
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
         engine.begin(self)
@@ -88,24 +104,31 @@ class ContinuousBatch:
         return list(self._going)
 
     @checked(SessionError)
-    def add(self, seq: int, tokens: Sequence[int] | Ids, n: int = -1, uniforms: Uniforms | None = None) -> None:
+    def add(
+        self,
+        seq: int,
+        tokens: Sequence[int] | Ids,
+        n: int = -1,
+        how: Drawn = Drawn(),
+        lookup: PromptLookup | None = None,
+    ) -> None:
         """A sequence reads these tokens, of which it takes over what the cache has, and then generates n, -1: until its
-        context is full. uniforms: what they are drawn by. Raises SessionError as PagedEngine.read() does and for an n
-        of 0 or numbers to draw by where none are drawn or none given; CacheFullError where the cache has too few pages
-        for the tokens; then nothing has changed."""
+        context is full. how: how they are chosen, the likeliest unless told; lookup: guesses them. Raises SessionError
+        as PagedEngine.read() does and for an n of 0; CacheFullError where the cache has too few pages for the tokens;
+        then nothing has changed."""
         engine = self.engine
         if n < -1 or n == 0:
             raise SessionError(f"a sequence generates at least 1 token, or -1, until its context is full, got {n}")
-        if (uniforms is None) != (self.sampling is None):
-            raise SessionError(
-                "tokens are drawn by numbers, and only then, got "
-                + ("none; give uniforms" if uniforms is None else "some without sampling; leave them out")
-            )
         with engine.alone():
+            before = engine.cache.pool.of(seq).ids
             left = engine.after_what_is_known(engine.checked({seq: tokens}))[seq]
             most = engine.n_ctx + 1 - int(engine.lengths[seq]) - len(left)
             n = most if n < 0 else min(n, most)
-            self._going[seq] = Going(seq, left, n, n, uniforms)
+            if not how.is_plain:
+                engine.tables.begin(seq, how, [*before, *tokens] if before is not None else list(tokens))
+            elif "tables" in vars(engine):
+                engine.tables.begin(seq, how, ())
+            self._going[seq] = Going(seq, left, n, n, how, lookup)
 
     @checked(SessionError)
     def end(self, seq: int) -> None:
@@ -126,26 +149,31 @@ class ContinuousBatch:
         self.engine.end(self)
 
     @checked(SessionError)
-    def step(self) -> dict[int, int]:
-        """Reads on until there are tokens, and gives them by sequence; {} where nothing goes on. A sequence that has
-        all that it wanted ends by itself. Raises CacheFullError where the next step's tokens have no pages: then all
-        that was read stays, and once a sequence has ended and was freed, it goes on. Raises SessionError for logits
-        that are no numbers, after which nothing goes on. !! A backend that queues its work doesn't look at these."""
-        ahead = MAX_AHEAD if self.engine.home.asynchronous else 1
-        found: dict[int, int] = {}
-        while not found and (self._going or self._queued):
+    def step(self) -> dict[int, list[int]]:
+        """Reads on until there are tokens, and gives them by sequence, several where they were guessed; {} where
+        nothing goes on. A sequence that has all that it wanted ends by itself. Raises CacheFullError where the next
+        step's tokens have no pages: then all that was read stays, and once a sequence has ended and was freed, it goes
+        on. Raises SessionError for logits that are no numbers, after which nothing goes on. !! A backend that queues
+        its work doesn't look at these."""
+        waits = any(going.how.matcher or going.guesses for going in self._going.values())
+        ahead = MAX_AHEAD if self.engine.home.asynchronous and not waits else 1
+        found: dict[int, list[int]] = {}
+        while not found and not self.failed and (self._going or self._queued):
             with self.engine.alone():
                 while len(self._queued) < ahead and (reads := self._next_reads()) and self._has_room(reads):
                     with self._all_or_none():
-                        self._queued.append(self._queue(reads))
-                with self._all_or_none():
-                    found = self._taken(self._queued.popleft())
+                        if reads := self._allow(reads):
+                            self._queued.append(self._queue(reads))
+                if self._queued:
+                    with self._all_or_none():
+                        found = self._taken(self._queued.popleft())
         return found
 
     def _next_reads(self) -> list[Read]:
         """What the next step reads: a token of each sequence that generates, and n_batch tokens of prompts, in the
-        order in which they came."""
+        order in which they came; or, where there are no prompts, guesses."""
         reads, room = [], self.engine.n_batch
+        prompts = any(len(going.left) > 1 for going in self._going.values())
         for going in self._going.values():
             if len(going.left):
                 ids = going.left[: room if len(going.left) > 1 else 1]
@@ -153,9 +181,27 @@ class ContinuousBatch:
                 if len(ids):
                     reads.append(Read(going, ids, len(ids) == len(going.left)))
             elif going.unasked:
-                reads.append(Read(going, None, True))
+                guess = [] if prompts else self._guess(going, room)
+                room -= len(guess)
+                guessed = np.array([going.token, *guess], np.int32) if guess else None
+                reads.append(Read(going, guessed, True, len(guess)))
         place = {seq: i for i, seq in enumerate(self.engine.arranged([read.of.seq for read in reads]))}
         return sorted(reads, key=lambda read: place[read.of.seq])
+
+    def _guess(self, going: Going, room: int) -> list[int]:
+        """The tokens that a sequence may be about to say, at most so many: those that it can still have, and that have
+        pages by themselves."""
+        if going.lookup is None or not going.guesses or going.unasked < going.wanted:
+            return []
+        engine = self.engine
+        left = engine.n_ctx - int(engine.lengths[going.seq]) - 1
+        guess = going.lookup.guess(max(0, min(room, going.unasked - 1, left)))
+        try:
+            seqs = {seq: 1 for seq, other in self._going.items() if other.unasked}
+            engine.cache.pool.check_room(seqs | {going.seq: 1 + len(guess)})
+        except CacheFullError:
+            return []
+        return guess
 
     def _has_room(self, reads: Sequence[Read]) -> bool:
         """Whether a step's tokens have pages now. Raises CacheFullError where they have none and no step is under way,
@@ -171,29 +217,33 @@ class ContinuousBatch:
     def _queue(self, reads: list[Read]) -> Queued:
         engine = self.engine
         new = {read.of.seq: read.n for read in reads}
-        n = sum(new.values())
+        counts = np.array(list(new.values()), np.int32)
+        n, every = int(counts.sum()), any(read.guessed for read in reads)
         engine.cache.append(new)
-        plan = engine.plan(new)
-        step = engine.choosing(plan.size, self.sampling)
+        plan = engine.plan(new, every=every)
+        drawn = any(not read.of.how.is_plain for read in reads)
+        most = candidates(read.of.how.settings for read in reads) if drawn else 0
+        step = engine.choosing(plan.size, most)
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
-        rows = np.cumsum(list(new.values()), dtype=np.int32) - 1
-        step.write(new, self._sources(reads, n), rows, self._uniform(reads), plan.prefixes.groups)
+        wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
+        step.write(new, self._sources(reads, n), wanted, plan.prefixes.groups, self._choice(step, reads))
         buffer, offset = step.exe.place(engine.board)
         if len(given):
-            buffer.write(offset + 4 * engine.n_seq, given.view(np.uint8))
+            buffer.write(offset + 4 * engine.most_tokens, given.view(np.uint8))
         with threads.using(engine.n_threads_batch if n > len(reads) else 0):
             step.exe.run()
-        for row, read in enumerate(reads):
+        rows = (np.cumsum(counts) - counts).tolist() if every else list(range(len(reads)))
+        for row, read in zip(rows, reads):
             read.of.left = read.of.left[len(read.ids) :] if read.ids is not None else read.of.left
             read.of.unasked -= read.chooses
             read.of.row = row
-        return Queued(step, reads, buffer.read_later(offset, 4 * len(reads)))
+        return Queued(step, reads, rows, buffer.read_later(offset, 4 * len(wanted)))
 
     def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:
         """The row of the board in which each token is found: the step before leaves its own in the first ones, those
         that the host gives lie behind."""
         found = np.empty(n, np.int32)
-        at, given = 0, self.engine.n_seq
+        at, given = 0, self.engine.most_tokens
         for read in reads:
             if read.ids is None:
                 found[at] = read.of.row
@@ -203,37 +253,97 @@ class ContinuousBatch:
             at += read.n
         return found
 
-    def _uniform(self, reads: Sequence[Read]) -> npt.NDArray[np.float64] | None:
-        """What the wanted tokens are drawn by: beyond the draws that are queued."""
-        if self.sampling is None:
+    def _choice(self, step: PagedStep, reads: Sequence[Read]) -> Filling | None:
+        """What the next tokens are chosen by, where tables say it: numbers beyond the draws that are queued, and what
+        grammars let through."""
+        choice, pool = step.inputs.choice, self.engine.cache.pool
+        if choice is None:
             return None
-        return np.array(
-            [
-                read.of.uniforms.peek(read.of.wanted - read.of.unasked) if read.of.uniforms and read.chooses else 0.0
-                for read in reads
-            ]
-        )
+        every = any(read.guessed for read in reads)
+        slots, lengths, uniforms, places = list[int](), list[int](), list[tuple[float, float]](), list[int]()
+        for read in reads:
+            going, how = read.of, read.of.how
+            end, before = pool.of(going.seq).reserved, going.wanted - going.unasked
+            for i in range(read.n if every else 1):
+                numbers, place = (0.0, 0.0), -1
+                if read.chooses and how.uniforms is not None:
+                    first = (before + i) * how.n_uniforms
+                    numbers = how.uniforms.peek(first + how.n_uniforms - 1), how.uniforms.peek(first)
+                if read.chooses and how.settings.penalizes:
+                    place = place_of(going.seq, end)
+                slots.append(going.seq)
+                lengths.append(end)
+                uniforms.append(numbers)
+                places.append(place)
+        places += [-1] * (choice.places.ne[0] - len(places))
+        return {
+            choice.slots: np.array(slots, np.int32), choice.uniforms: np.array(uniforms),
+            choice.lengths: np.array(lengths, np.int32), choice.places: np.array(places),
+        }  # fmt: skip
 
-    def _taken(self, queued: Queued) -> dict[int, int]:
-        """What a step has read counts as read from now on, but for sequences that have ended since. Its tokens."""
-        engine, found = self.engine, dict[int, int]()
+    def _allow(self, reads: Sequence[Read]) -> list[Read]:
+        """Has the device know what grammars let through. The reads without those of sequences that fail by it."""
+        for read in reads:
+            if read.chooses and read.of.how.matcher is not None:
+                try:
+                    self.engine.tables.allow(read.of.seq, read.of.how)
+                except SessionError as error:
+                    self._fail(read.of, error)
+        return [read for read in reads if self._going.get(read.of.seq) is read.of]
+
+    def _fail(self, going: Going, error: SessionError) -> None:
+        self.failed[going.seq] = error
+        del self._going[going.seq]
+        self.engine.forget([going.seq])
+
+    def _taken(self, queued: Queued) -> dict[int, list[int]]:
+        """What a step has read counts as read from now on, but for sequences that have ended since, and guesses that
+        were wrong. Its tokens."""
+        engine, found = self.engine, dict[int, list[int]]()
         tokens = queued.answer().view(np.int32)
         queued.step.check_chosen(tokens)
-        for (going, ids, chooses), token in zip(queued.reads, tokens):
-            seq = going.seq
+        for read, row in zip(queued.reads, queued.rows):
+            going, seq = read.of, read.of.seq
             if self._going.get(seq) is not going:
                 continue
-            ids_read = [going.token] if ids is None else ids.tolist()
-            engine.cache.pool.commit(seq, ids_read)
-            engine.lengths[seq] += len(ids_read)
-            if chooses:
-                found[seq] = going.token = int(token)
-                going.wanted -= 1
-                if going.uniforms is not None:
-                    going.uniforms.take()
-                if not going.wanted:
-                    del self._going[seq]
+            ids = [going.token] if read.ids is None else read.ids.tolist()
+            chosen = tokens[row : row + 1 + read.guessed].tolist()
+            right = next((i for i in range(read.guessed) if chosen[i] != ids[1 + i]), read.guessed)
+            ids = ids[: len(ids) - read.guessed + right]
+            engine.cache.pool.commit(seq, ids)
+            engine.lengths[seq] += len(ids)
+            if right < read.guessed:
+                engine.forget([seq])
+            if read.chooses:
+                found[seq] = chosen[: 1 + right]
+                if read.guessed:  # else a later step may have been queued since
+                    going.row, going.unasked = row + right, going.unasked - right
+                self._given(going, found[seq], read.guessed)
         return found
+
+    def _given(self, going: Going, tokens: Sequence[int], guessed: int) -> None:
+        """A sequence's next tokens are known, all but the last of which were guessed."""
+        going.token = tokens[-1]
+        going.wanted -= len(tokens)
+        for _ in range(going.how.n_uniforms * len(tokens)):
+            going.how.uniforms.take()  # type: ignore[union-attr]
+        if going.lookup is not None:
+            for token in tokens:
+                going.lookup.push(token)
+            if guessed:
+                going.lookup.told(guessed, len(tokens) - 1)
+        if not going.wanted:
+            del self._going[going.seq]
+        self._accept(going)
+
+    def _accept(self, going: Going) -> None:
+        """A grammar goes on behind the token that was given."""
+        if going.how.matcher is not None:
+            try:
+                going.how.matcher.accept(going.token)
+            except SessionError as error:
+                self.failed[going.seq] = error
+                self._going.pop(going.seq, None)
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
@@ -250,5 +360,5 @@ class ContinuousBatch:
 def generated(batch: ContinuousBatch) -> Iterator[Ids]:
     """The tokens of all sequences of an engine, each of which generates as many: int32 [n_seq] after each step."""
     while batch.going:
-        found: Mapping[int, int] = batch.step()
-        yield np.array([found[seq] for seq in range(batch.engine.n_seq)], np.int32)
+        found = batch.step()
+        yield np.array([found[seq][0] for seq in range(batch.engine.n_seq)], np.int32)

@@ -16,8 +16,9 @@ from graphrt.models.continuous_batch import ContinuousBatch, generated
 from graphrt.models.engine import Ids
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling import Uniforms
+from graphrt.models.sampling_device import Drawn
 from graphrt.models.step import Logits
-from graphrt.ops import SampleParams
+from graphrt.ops import RowSettings, SampleParams
 
 
 class PagedEngine(PagedSteps):
@@ -55,9 +56,10 @@ class PagedEngine(PagedSteps):
     ) -> Generator[Ids, None, None]:
         self.checked(dict(enumerate(tokens[:, None])))
         most = min(n, int(self.n_ctx - self.lengths.max()))
-        with ContinuousBatch(self, sampling) as batch:
+        how = Drawn() if sampling is None else Drawn(RowSettings.of(sampling), uniforms)
+        with ContinuousBatch(self) as batch:
             for seq, token in enumerate(tokens[:, None] if most > 0 else ()):
-                batch.add(seq, token, most, uniforms)
+                batch.add(seq, token, most, how)
             yield from generated(batch)
 
     def reset(self) -> None:

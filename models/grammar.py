@@ -86,13 +86,20 @@ class GrammarMatcher:
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come next: [n_vocab]. Raises SessionError where finding them takes too much."""
+        return np.unpackbits(self.bits().view(np.uint8), count=self._n_vocab, bitorder="little").view(np.bool_)
+
+    def bits(self) -> npt.NDArray[np.uint32]:
+        """The same, a bit a token, valid until it is asked for again."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
-            allowed = np.zeros(self._n_vocab, np.bool_)
-            allowed[self._eog_ids] = True
-            return allowed
+            self._bits[:] = 0
+            for token in self._eog_ids:
+                self._bits[token // 32] |= np.uint32(1 << token % 32)
+            return self._bits
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
-        return np.unpackbits(self._bits.view(np.uint8), count=self._n_vocab, bitorder="little").view(np.bool_)
+        if self._n_vocab % 32:
+            self._bits[-1] &= np.uint32((1 << self._n_vocab % 32) - 1)
+        return self._bits
 
     def accept(self, token: int) -> None:
         """Goes on behind a token. Raises SessionError for one that may not come."""

@@ -362,14 +362,14 @@ class Model:
 
 @checked(ModelError)
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | GGUFFile,
     backend: str | Sequence[str | Backend] | Backend = "auto",
     *,
     exact: bool = False,
     rope: RopeOptions | None = None,
     before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
 ) -> Model:
-    """Opens a GGUF file and puts its weights where the backend wants them.
+    """Opens a GGUF file, unless one that is open is given, and puts its weights where the backend wants them.
 
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
     they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
@@ -380,7 +380,7 @@ def load(
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
     if all(b.name != "cpu" for b in backends):
         backends.append(get_backend("cpu", exact=exact))
-    file = GGUFFile.open(path)
+    file = path if isinstance(path, GGUFFile) else GGUFFile.open(path)
     if rope is not None:
         rope.apply(file)
     if before is not None:

@@ -19,13 +19,15 @@ from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
 from graphrt.models.hparams import HParams
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.paging.prefixes import Prefixes
+from graphrt.models.sampling_device import SampleTables, candidates
 from graphrt.models.step import Logits
 from graphrt.models.step_paged import PagedStep, StepSize
-from graphrt.ops import SampleParams
+from graphrt.ops import RowSettings, SampleParams
 from graphrt.tensor import Tensor, new_tensor
 
-#: Prepared steps that an engine keeps. Sizes are rungs of a ladder, so that more are seldom in use.
-MAX_STEPS = 24
+#: Prepared steps that an engine keeps: a server's of 64 texts are 12 of single tokens, in two ways to choose, and those
+#: that read prompts.
+MAX_STEPS = 48
 
 _NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
 
@@ -84,22 +86,29 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
         return self._prepared.made(size, make)
 
-    def choosing(self, size: StepSize, sampling: SampleParams | None = None) -> PagedStep:
-        """The same that finds its tokens on the board and leaves the next ones there, the likeliest or drawn ones."""
+    def choosing(self, size: StepSize, most: int = 0) -> PagedStep:
+        """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
+        those that the sequences' tables say, of so many candidates."""
         if self.board.buffer is None:
             self.board.buffer = self.home.alloc(self.board.nbytes, Usage.STATE)
 
         def make() -> PagedStep:
             keep_logits = not self.home.asynchronous
-            made = self.decoder.paged_chosen(self.board, size, self.cache, sampling, keep_logits=keep_logits)
+            tables = self.tables if most else None
+            made = self.decoder.paged_chosen(self.board, size, self.cache, tables, most, keep_logits=keep_logits)
             return PagedStep(made[0], prepare(made[1], self.backends))
 
-        return self._prepared.made((size, sampling), make)
+        return self._prepared.made((size, most), make)
+
+    @cached_property
+    def tables(self) -> SampleTables:
+        """What the sequences' tokens are chosen by on a device; made on first use."""
+        return SampleTables(self.decoder.hp.n_vocab, self.n_seq, self.home)
 
     @cached_property
     def board(self) -> Tensor:
-        """i32 [1, n_seq + most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
-        return new_tensor("i32", 1, self.n_seq + self.most_tokens, name="token_board")
+        """i32 [1, 2 * most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
+        return new_tensor("i32", 1, 2 * self.most_tokens, name="token_board")
 
     def plan(self, new: Mapping[int, int], *, every: bool = False) -> StepPlan:
         """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
@@ -109,15 +118,16 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         longest = max(self.cache.pool.of(seq).reserved for seq in new)
         shared = self.cache.prefixes(new) if self.home.reads_shared_once else _NOT_TOLD
         blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks)
-        size = self._size(sum(new.values()), len(new), blocks, every=every)
+        size = self.size_of(sum(new.values()), len(new), blocks, every=every)
         n_groups = coarse_rung(len(shared.groups), self.n_seq) if shared.groups else 0
         return StepPlan(size._replace(n_groups=n_groups), shared)
 
     def largest_size(self, n_tokens: int, n_seq: int, *, every: bool = False) -> StepSize:
         """That of a step of sequences that may be as long as the context and share nothing."""
-        return self._size(n_tokens, n_seq, self.cache.sizes.max_blocks, every=every)
+        return self.size_of(n_tokens, n_seq, self.cache.sizes.max_blocks, every=every)
 
-    def _size(self, n_tokens: int, n_seq: int, n_blocks: int, *, every: bool) -> StepSize:
+    def size_of(self, n_tokens: int, n_seq: int, n_blocks: int, *, every: bool = False) -> StepSize:
+        """That of a step of so many tokens of so many sequences, whose tables have so many entries: rungs."""
         n = rung(n_tokens, self.most_tokens)
         if n_tokens == n_seq:
             n = min(n, self.n_seq)
@@ -133,7 +143,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         return self.prepared(self.largest_size(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
 
     def chained(self, sampling: SampleParams | None = None) -> PagedStep:
-        return self.choosing(self.largest_size(self.n_seq, self.n_seq), sampling)
+        most = candidates([RowSettings.of(sampling)]) if sampling is not None else 0
+        return self.choosing(self.largest_size(self.n_seq, self.n_seq), most)
 
     # ---- reading ----
 

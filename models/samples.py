@@ -14,6 +14,7 @@ from graphrt.models.engine import SessionOptions, check_options
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece, Pieces
 from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.models.step import Logits
 from graphrt.ops import SampleParams
 
@@ -49,7 +50,7 @@ def samples(
         engine.fork(0, i)
     histories = [list(tokens) for _ in texts]
     rows = dict.fromkeys(range(len(texts) if n else 0), first)
-    chosen_there, params = _on_device(engine, texts)
+    ways = _on_device(engine, texts)
     while rows:
         going: dict[int, int] = {}
         for i, logits in rows.items():
@@ -60,8 +61,8 @@ def samples(
             yield i, piece
             if not piece.finish:
                 going[i] = token
-        if going and chosen_there:
-            yield from _continued(engine, going, n - 1 if n > 0 else -1, texts, params)
+        if going and ways is not None:
+            yield from _continued(engine, going, n - 1 if n > 0 else -1, texts, ways)
             return
         rows = dict(zip(going, engine.read({i: [token] for i, token in going.items()}))) if going else {}
 
@@ -88,26 +89,24 @@ def _read(engine: PagedEngine, tokens: Sequence[int], cache: Path | None) -> Log
     return logits
 
 
-def _on_device(engine: PagedEngine, texts: Texts) -> tuple[bool, SampleParams | None]:
-    """Whether the device chooses the texts' tokens, and by which parameters, None for the likeliest: all are chosen
-    alike, and it gains by that."""
-    samplers = [sampler for sampler, _ in texts]
-    if all(s.is_greedy and not s.never for s in samplers):
-        return engine.runs_ahead, None
-    params = samplers[0].device_params()
-    alike = params is not None and all(s.device_params() == params for s in samplers)
-    return (alike and params is not None and engine.draws_ahead(params)), params
+def _on_device(engine: PagedEngine, texts: Texts) -> list[Drawn] | None:
+    """How the device chooses the texts' tokens, None where it doesn't: it can choose all of them and gains by that."""
+    found = [drawn(sampler, engine.n_ctx) for sampler, _ in texts]
+    ways = [how for how in found if how is not None and how.matcher is None]
+    plain = all(how.is_plain for how in ways)
+    gains = len(ways) == len(texts) and (engine.home.asynchronous or plain) and engine.runs_ahead
+    return ways if gains and (plain or engine.draws_ahead(SampleParams())) else None
 
 
 def _continued(
-    engine: PagedEngine, going: dict[int, int], n: int, texts: Texts, params: SampleParams | None
+    engine: PagedEngine, going: dict[int, int], n: int, texts: Texts, ways: Sequence[Drawn]
 ) -> Iterator[tuple[int, Piece]]:
     """The pieces of those texts that go on, from each one's latest token on."""
-    with ContinuousBatch(engine, params) as batch:
+    with ContinuousBatch(engine) as batch:
         for i, token in going.items():
-            batch.add(i, [token], n, None if params is None else texts[i][0].uniforms)
+            batch.add(i, [token], n, ways[i])
         while batch.going:
-            for i, token in sorted(batch.step().items()):
+            for i, (token,) in sorted(batch.step().items()):
                 piece = texts[i][1].add(token, None, full=bool(engine.lengths[i] >= engine.n_ctx))
                 if piece.finish and i in batch.going:
                     batch.end(i)

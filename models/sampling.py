@@ -70,6 +70,9 @@ class Matcher(Protocol):
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come: [tokens of the vocabulary]."""
 
+    def bits(self) -> npt.NDArray[np.uint32]:
+        """The same, a bit a token: bit b of word w is that of token 32 w + b."""
+
     def accept(self, token: int) -> None:
         """Goes on behind a token, which may come."""
 
@@ -78,10 +81,10 @@ class Sampler:
     """Draws tokens by the given parameters; its random numbers follow from the seed alone.
 
     never: ids of tokens that are never drawn, to which come those with a bias of -inf; matcher: what a grammar lets
-    through; breakers: what DRY's sequence breakers are in this vocabulary; best: how many likeliest tokens `logprobs`
-    names beside the chosen one, None for no log-probabilities. seed: the seed in use, also when the parameters ask for
-    a random one. uniforms: its random numbers; one a token, and one more before it where XTC is on. logprobs: of the
-    latest choice, if asked for.
+    through; breakers: what DRY's sequence breakers are in this vocabulary; biases: what is added to logits by id; best:
+    how many likeliest tokens `logprobs` names beside the chosen one, None for no log-probabilities. seed: the seed in
+    use, also when the parameters ask for a random one. uniforms: its random numbers; one a token, and one more before
+    it where XTC is on. logprobs: of the latest choice, if asked for.
     """
 
     def __init__(
@@ -98,19 +101,19 @@ class Sampler:
         self.matcher, self.breakers = matcher, breakers
         self.best = check_best(best)
         self.logprobs: Logprobs | None = None
-        self._biases = self.params.biases | dict.fromkeys(never, -math.inf)
-        self.never = frozenset(token for token, bias in self._biases.items() if bias == -math.inf)
+        self.biases = self.params.biases | dict.fromkeys(never, -math.inf)
+        self.never = frozenset(token for token, bias in self.biases.items() if bias == -math.inf)
         self.reset()
 
     @property
     def is_greedy(self) -> bool:
         """Every choice is the likeliest token of the model's own but for those of `never`, whatever came before, and
         nobody asks how likely."""
-        moved = len(self._biases) > len(self.never)
-        return self._takes_the_first and not moved and not self._looks_back
+        moved = len(self.biases) > len(self.never)
+        return self.takes_the_first and not moved and not self._looks_back
 
     @property
-    def _takes_the_first(self) -> bool:
+    def takes_the_first(self) -> bool:
         """The highest of the changed logits is chosen, never drawn."""
         p = self.params
         return p.temp <= 0 and (p.mirostat > 0 or p.temp + p.dynatemp_range <= 0)
@@ -122,18 +125,27 @@ class Sampler:
 
     @property
     def _penalizes(self) -> bool:
+        return self.has_penalties or self.has_dry
+
+    @property
+    def has_penalties(self) -> bool:
+        """Tokens that were there before are less likely, or more."""
         p = self.params
-        if p.mirostat:
-            return False
         same = p.repeat_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0
-        return (not same and p.repeat_last_n != 0) or (p.dry_multiplier != 0.0 and p.dry_penalty_last_n != 0)
+        return not p.mirostat and not same and p.repeat_last_n != 0
+
+    @property
+    def has_dry(self) -> bool:
+        """Repetitions cost."""
+        p = self.params
+        return not p.mirostat and p.dry_multiplier != 0.0 and p.dry_penalty_last_n != 0
 
     def device_params(self) -> SampleParams | None:
         """Parameters of the op SAMPLE that make it choose as this sampler does, given its uniforms; None where nothing
         does: greedy, biases, penalties, a grammar, log-probabilities, and samplers that the op lacks: top_n_sigma,
         typical_p, XTC, a temperature that changes, mirostat, and a top_k that is off or over what it takes."""
         p = self.params
-        if self._biases or self._looks_back or p.temp <= 0 or p.typical_p < 1 or p.xtc_probability > 0:
+        if self.biases or self._looks_back or p.temp <= 0 or p.typical_p < 1 or p.xtc_probability > 0:
             return None
         if p.top_n_sigma > 0 or p.dynatemp_range > 0 or p.mirostat or not 1 <= p.top_k <= MAX_TOP_K:
             return None
@@ -161,7 +173,7 @@ class Sampler:
 
     def _allowed(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The logits with biases, and -inf for what a grammar forbids."""
-        values = add_biases(logits, self._biases)
+        values = add_biases(logits, self.biases)
         if self.matcher is not None:
             mask = self.matcher.mask()[: len(values)]
             values = np.where(mask, values[: len(mask)], np.float32(-np.inf))
@@ -177,7 +189,7 @@ class Sampler:
             values = penalties(values, recent, p.repeat_penalty, p.frequency_penalty, p.presence_penalty)
             recent = _last(history, p.dry_penalty_last_n)
             values = dry(values, recent, p.dry_multiplier, p.dry_base, p.dry_allowed_length, self.breakers)
-        if self._takes_the_first:
+        if self.takes_the_first:
             return int(values.argmax())
         if self._mirostat is not None:
             return self._mirostat.choose(temperature(top_k(values, 0), p.temp), len(values), self.uniforms.take())

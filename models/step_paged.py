@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,12 @@ from graphrt import ops
 from graphrt.models.cache_paged import PagedCache, cells_at
 from graphrt.models.paging.pool import GONE
 from graphrt.models.paging.prefixes import Prefix
-from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs
+from graphrt.models.sampling_device import RowInputs
+from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs, Values
 from graphrt.tensor import Tensor, new_input
+
+#: Values of inputs; a graph may lack an input, and None leaves one as it is.
+Filling: TypeAlias = Mapping[Tensor | None, Values | None]
 
 
 class StepSize(NamedTuple):
@@ -36,7 +40,8 @@ class PagedInputs(Inputs[PagedCache]):
     source: i32 [n_tokens], in which row of a board each token is found (Decoder.paged_chosen()), None where they are an
     input; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first token of each sequence;
     lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32 [n_blocks, n], the pages of
-    each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where nothing is read once.
+    each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where nothing is read once; choice:
+    what tokens are chosen by, None where the likeliest are taken.
     """
 
     source: Tensor | None
@@ -44,10 +49,11 @@ class PagedInputs(Inputs[PagedCache]):
     lengths: Tensor
     tables: Mapping[str, Tensor]
     prefixes: Tensor | None
+    choice: RowInputs | None
 
     @classmethod
     def of(cls, cache: PagedCache, size: StepSize, board: Tensor | None = None, *, draws: bool = False) -> PagedInputs:
-        """New inputs. board: where the tokens are found; draws: the next ones are drawn."""
+        """New inputs. board: where the tokens are found; draws: the next ones are chosen by tables."""
         (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
         if board is None:
             source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
@@ -60,12 +66,13 @@ class PagedInputs(Inputs[PagedCache]):
             new_input("i32", n_tokens, name="inp_pos"),
             new_input("i32", n_outputs, name="inp_out_ids"),
             {kind: new_input("i64", n_tokens, name=f"attn_inp_k_idxs{SUFFIX[kind]}") for kind in kinds},
-            new_input("f64", n_outputs, name="inp_uniform") if draws else None,
+            None,
             source,
             new_input("i32", n + 1, name="attn_inp_q_starts"),
             new_input("i32", n, name="attn_inp_kv_lengths"),
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
             new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
+            RowInputs.of(n_outputs) if draws else None,
         )
 
     @property
@@ -105,17 +112,17 @@ class PagedStep(AnyStep[PagedInputs]):
         new: Mapping[int, int],
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
-        uniform: npt.NDArray[np.float64] | None = None,
         prefixes: Sequence[Prefix] = (),
+        choice: Filling | None = None,
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
         the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
-        places in `new`."""
+        places in `new`; choice: what the inputs of that name get."""
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
-        given = self.fill({read: tokens, inputs.rows: rows, inputs.uniform: uniform, inputs.prefixes: shared})
+        given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared, **(choice or {})})
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:

@@ -78,14 +78,15 @@ def _fitting(kind: DType, k: int) -> DType:
     return dtype("f16") if k % kind.block_size else kind
 
 
-def synthetic(name: str, layers: int | None = None) -> SyntheticFile:
-    """The model "RECIPE:MIX", or "RECIPE" in its usual mix. layers: cut down to the first so many.
+def synthetic(name: str, layers: int | None = None, *, vocabulary: bool = False) -> SyntheticFile:
+    """The model "RECIPE:MIX", or "RECIPE" in its usual mix. layers: cut down to the first so many; vocabulary: it has
+    one, of made-up words, and a chat template.
 
     Raises SessionError for a name that isn't known.
     """
     shape, _, mix = name.lower().partition(":")
     recipe = _known("a synthetic model", RECIPES, shape)
-    return SyntheticFile(shape, recipe, mix or recipe.mix, layers)
+    return SyntheticFile(shape, recipe, mix or recipe.mix, layers, vocabulary=vocabulary)
 
 
 def _known(what: str, table: Mapping[str, Any], name: str) -> Any:
@@ -102,7 +103,7 @@ class SyntheticFile(GGUFFile):
     nbytes: of all tensors.
     """
 
-    def __init__(self, shape: str, recipe: Recipe, mix: str, layers: int | None) -> None:
+    def __init__(self, shape: str, recipe: Recipe, mix: str, layers: int | None, *, vocabulary: bool = False) -> None:
         types: Mix = _known(f"a quantization of {shape}", MIXES, mix)
         self.name = f"{shape}:{mix}"
         self.recipe = recipe
@@ -113,6 +114,7 @@ class SyntheticFile(GGUFFile):
         values: dict[str, Any] = {"general.architecture": recipe.arch, "tokenizer.ggml.model": "no_vocab"}
         for key, value in keys.items():
             values[key if key.startswith("tokenizer.") else f"{recipe.arch}.{key}"] = value
+        values |= _words(int(recipe.keys["vocab_size"])) if vocabulary else {}
         self.metadata = Metadata(values, bytearray(), "<")
         self.tensors = {}
         offset = 0
@@ -162,6 +164,19 @@ class SyntheticFile(GGUFFile):
     @property
     def _label(self) -> str:
         return f"synthetic {self.name}"
+
+
+def _words(n: int) -> dict[str, Any]:
+    """The keys of a vocabulary of n tokens: what every one has, all bytes, and words that are numbers."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [*tokens, *(f"\u2581w{i}" for i in range(len(tokens), n))][:n]
+    found = {
+        "tokens": tokens, "scores": -np.arange(n, dtype=np.float32),
+        "token_type": np.array([2, 3, 3, *[6] * 256, *[1] * n][:n], np.int32), "model": "llama",
+        "bos_token_id": 1, "eos_token_id": 2,
+        "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
+    }  # fmt: skip
+    return {f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}": value for key, value in found.items()}
 
 
 class _Asked(Weights):

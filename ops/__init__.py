@@ -22,19 +22,20 @@ from graphrt.ops.out_prod import mul_mat_id_back, out_prod, out_prod_id
 from graphrt.ops.rope import RopeParams, rope
 from graphrt.ops.rows import get_rows, set_rows
 from graphrt.ops.sample import SampleParams, sample
+from graphrt.ops.sample_each import RowSettings, penalize, sample_each
 from graphrt.ops.soft_max import soft_max
 from graphrt.ops.sort import argmax, argsort, top_k
 from graphrt.ops.unary import glu, unary
 
 __all__ = [
-    "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams", "add", "add_id",
+    "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "RowSettings", "SampleParams", "add", "add_id",
     "argmax", "argsort", "clamp", "concat", "cont", "cpy", "cross_entropy_loss", "cross_entropy_loss_back",
     "div", "dup", "fill", "flash_attn_back", "flash_attn_ext", "flash_attn_lse", "flash_attn_varlen",
     "flash_attn_varlen_back", "flash_attn_varlen_lse", "get_rows", "get_rows_back", "glu", "kq_mask", "l2_norm",
     "mul", "mul_mat", "mul_mat_id", "mul_mat_id_back", "norm", "opt_step_adamw", "opt_step_sgd", "out_prod",
-    "out_prod_id", "permute", "repeat", "repeat_back", "reshape", "rms_norm", "rms_norm_back", "rope",
-    "rope_back", "sample", "scale", "set_rows", "set_rows_back", "silu_back", "soft_max", "soft_max_back",
-    "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "unary_back", "view", "view_back",
+    "out_prod_id", "penalize", "permute", "repeat", "repeat_back", "reshape", "rms_norm", "rms_norm_back", "rope",
+    "rope_back", "sample", "sample_each", "scale", "set_rows", "set_rows_back", "silu_back", "soft_max",
+    "soft_max_back", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "unary_back", "view", "view_back",
 ]  # fmt: skip
 
 register_cases_module("graphrt.ops.cases")

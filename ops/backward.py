@@ -431,8 +431,9 @@ def _flash_attn_varlen_of_lse(node: Tensor, d: Tensor, wanted: Wanted) -> Mappin
 
 # -- what has none
 
-for _op in ("ARGMAX", "ARGSORT", "TOP_K", "SAMPLE"):
+for _op in ("ARGMAX", "ARGSORT", "TOP_K", "SAMPLE", "SAMPLE_EACH"):
     register_backward(_op, f"{_op} yields integers, which have no gradient")
+register_backward("PENALIZE", "PENALIZE changes logits that a token is chosen by, which has no gradient")
 register_backward("KQ_MASK", "KQ_MASK is made of integers, which have no gradient")
 for _op in (
     "SILU_BACK", "UNARY_BACK", "RMS_NORM_BACK", "ROPE_BACK", "SOFT_MAX_BACK", "REPEAT_BACK", "GET_ROWS_BACK",

@@ -18,9 +18,12 @@ def _infer_get_rows(params: None, table: Tensor, ids: Tensor) -> Result:
 
 def _infer_set_rows(params: None, rows: Tensor, ids: Tensor, target: Tensor) -> Result:
     op = "SET_ROWS"
-    require(rows.dtype.name in ("f32", "f16"), op, "rows must be f32 or f16", rows)
+    whole = target.dtype.name == "i32"
+    require(whole or rows.dtype.name in ("f32", "f16"), op, "rows must be f32 or f16", rows)
+    require(not whole or rows.dtype.name == "i32", op, "rows must be i32 as the target is", rows, target)
     require(ids.dtype.name in ("i64", "i32"), op, "indices must be i64 or i32", ids)
-    require(target.dtype.name in WRITABLE, op, f"the target must be one of {', '.join(WRITABLE)}", target)
+    kinds = f"the target must be i32 or one of {', '.join(WRITABLE)}"
+    require(whole or target.dtype.name in WRITABLE, op, kinds, target)
     require(rows.ne[0] == target.ne[0], op, "rows and target must have equal ne[0]", rows, target)
     require(rows.ne[2:] == target.ne[2:], op, "rows and target must agree in dimensions 2 and 3", rows, target)
     require(rows.ne[1] == ids.ne[0], op, "there must be one index a row", rows, ids)
@@ -61,8 +64,8 @@ def set_rows(rows: Tensor, ids: Tensor, target: Tensor, name: str = "") -> Tenso
     """Writes rows by index into `target`, in its type: result[:, ids[i, x, y], x, y] = rows[:, i, x, y].
 
     rows: f32 or f16 [n, n_ids, d2, d3]; ids: i64 or i32 [n_ids, e2, e3], e2 and e3 dividing d2 and d3 (then x mod e2
-    and y mod e3 in the formula); target: [n, n_rows, d2, d3], one of WRITABLE. The result is a view of `target`. !!
-    Equal indices in one call leave either row; an index outside 0..n_rows-1 writes nothing. Source: ggml_set_rows.
-    Raises GraphError for other types and shapes.
+    and y mod e3 in the formula); target: [n, n_rows, d2, d3], one of WRITABLE; or rows and target are both i32. The
+    result is a view of `target`. !! Equal indices in one call leave either row; an index outside 0..n_rows-1 writes
+    nothing. Source: ggml_set_rows, which takes no i32. Raises GraphError for other types and shapes.
     """
     return build(SET_ROWS, rows, ids, target, name=name)

@@ -45,7 +45,7 @@ VERBS = {
     "imatrix": "measure on a text which weights matter most, for `quantize --imatrix`",
     "split": "cut a model's file into parts",
     "merge": "join the parts of a split model",
-    "bench": "speed of a model, beside the machine's ceilings and a peer; `bench op OP`: of one op on a GPU",
+    "bench": "speed of a model, beside the machine's ceilings and a peer; of one op (`op OP`), of a server (`serve`)",
     "test": "conformance of a backend, op by op",
     "tune": "measure configurations of the portable attention kernel, and write the fastest as rows of its table",
     "replay": "run a case that a test saved when it failed",
@@ -54,7 +54,7 @@ VERBS = {
 
 
 #: A verb and its first argument -> the module of graphrt.tools.verbs that takes the rest. A file of that name is ./op.
-FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op"}
+FORMS: dict[tuple[str, ...], str] = {("bench", "op"): "bench_op", ("bench", "serve"): "bench_serve"}
 
 
 #: The exit code that shells give to what a closed pipe ended.

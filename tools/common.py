@@ -186,13 +186,17 @@ def rounding_backend(name: str, exact: bool) -> Backend:
 def load_model(
     args: argparse.Namespace, exact: bool, before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None
 ) -> Model:
-    """The model that `args.model` names, pulled if need be. before: see models.load()."""
+    """The model that `args.model` names, pulled if need be, or with a verb's --synthetic one that is made up. before:
+    see models.load()."""
     from graphrt.models import hub
     from graphrt.models.model import load
+    from graphrt.models.synthetic import synthetic
 
     use_threads(args)
     backend = rounding_backend(args.backend, exact) if getattr(args, "eight_bits", False) else args.backend
-    return load(hub.resolve(args.model), backend, exact=exact, rope=rope_options(args), before=before)
+    made_up = getattr(args, "synthetic", None)
+    file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
+    return load(file, backend, exact=exact, rope=rope_options(args), before=before)
 
 
 def use_threads(args: argparse.Namespace) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -141,6 +143,16 @@ class TritonBackend(Backend):
         with current(self.target.device):
             segments = lower(groups, Context(place, self.target, self.exact), attention)
         return Captured(segments, self.target, self.capture, attention.scratch.redone)
+
+    @contextmanager
+    def compiling(self, threads: int) -> Iterator[None]:
+        import triton
+
+        if interpreting() or not self.target.is_here or not hasattr(triton, "AsyncCompileMode"):
+            yield
+            return
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            yield
 
     def synchronize(self) -> None:
         if self.target.is_here and not interpreting():

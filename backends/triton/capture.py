@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from graphrt.backends.triton.device import Target, current
+from graphrt.backends.triton.device import Target, current, interpreting
+from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.segment import Segment
 from graphrt.errors import BackendError
 from graphrt.program import Program, StepInfo, in_order
@@ -64,6 +65,13 @@ class Captured(Program):
         else:
             self._run()
             self.warm = True
+
+    def compile_ahead(self) -> None:
+        if self.target.is_here and not interpreting():
+            with current(self.target.device):
+                for launch in self.launches:
+                    if isinstance(launch, Launch):
+                        launch.compile_ahead()
 
     def redone(self) -> int:
         """How many tiles of attention were done again by the portable kernel, in all runs so far. Waits for them."""

@@ -52,6 +52,10 @@ class Launch:
                     raise
                 self.args |= self.smaller.pop(0)
 
+    def compile_ahead(self) -> None:
+        """Begins to compile the kernel, where a pool of threads does that; else compiles it."""
+        self.kernel.warmup(grid=self.grid, **self.args, **self.options)
+
     @property
     def starts_early(self) -> bool:
         """It may begin before the launch before it has ended."""

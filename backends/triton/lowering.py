@@ -11,6 +11,7 @@ from graphrt.backends.triton.kernels import (
     elementwise,
     kq_mask,
     norm,
+    penalize,
     rope,
     rows,
     sample,
@@ -34,9 +35,9 @@ Lowering = Callable[[Sequence[Tensor], Context], list[Step]]
 #: By op, for nodes that run by themselves.
 OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
-    **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS, **products.LOWERINGS,
-    **experts.LOWERINGS, **rows_back.LOWERINGS, **movement.LOWERINGS, **loss.LOWERINGS, **opt_steps.LOWERINGS,
-    **experts_back.LOWERINGS,
+    **rope.LOWERINGS, **sample.LOWERINGS, **penalize.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS,
+    **products.LOWERINGS, **experts.LOWERINGS, **rows_back.LOWERINGS, **movement.LOWERINGS, **loss.LOWERINGS,
+    **opt_steps.LOWERINGS, **experts_back.LOWERINGS,
 }  # fmt: skip
 
 

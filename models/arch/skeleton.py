@@ -14,6 +14,7 @@ from graphrt.models.arch.transformer import Transformer, linear
 from graphrt.models.cache import KVCache, LayerCache
 from graphrt.models.cache_paged import PagedCache
 from graphrt.models.hparams import HParams, Keys
+from graphrt.models.sampling_device import SampleTables
 from graphrt.models.step import AnyInputs, AttentionParams, StepInputs
 from graphrt.models.step_paged import PagedInputs, StepSize
 from graphrt.ops import SampleParams
@@ -71,14 +72,23 @@ class Decoder(Transformer):
         board: Tensor,
         size: StepSize,
         cache: PagedCache,
-        sampling: SampleParams | None = None,
+        tables: SampleTables | None = None,
+        most: int = 0,
         *,
         keep_logits: bool = False,
     ) -> tuple[PagedInputs, Graph]:
         """The same over pages, of any tokens: `board` is a leaf i32 [1, rows] with a buffer, where the step finds its
-        tokens in any order and leaves the next one of each wanted row in the first ones."""
-        inputs = PagedInputs.of(cache, size, board, draws=sampling is not None)
-        return inputs, self._choosing(inputs, ops.view(board, (size.n_outputs,)), sampling, keep_logits)
+        tokens in any order and leaves the next one of each wanted row in the first ones: the likeliest, or chosen by
+        these tables from at most so many candidates."""
+        inputs = PagedInputs.of(cache, size, board, draws=tables is not None)
+        target = ops.view(board, (size.n_outputs,))
+        if tables is None:
+            return inputs, self._choosing(inputs, target, None, keep_logits)
+        assert inputs.choice is not None
+        logits = self.result(inputs)
+        chosen, said = tables.choose(logits, inputs.choice, most)
+        ends = [ops.cpy(chosen, target, name="next_token"), said, *([logits] if keep_logits else [])]
+        return inputs, Graph(*ends)
 
     def _choosing(self, inputs: AnyInputs, target: Tensor, sampling: SampleParams | None, keep_logits: bool) -> Graph:
         """Writes the next token of each wanted row to `target`, i32 [n_outputs]."""

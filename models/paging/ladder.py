@@ -22,9 +22,9 @@ def coarse_rung(n: int, most: int) -> int:
 
 
 def block_rung(n: int, most: int) -> int:
-    """The same of 8, 16, 32, 64, ...: entries of a table, of which those behind a sequence's end are written and not
+    """The same of 32, 64, 128, ...: entries of a table, of which those behind a sequence's end are written and not
     read."""
-    return min(max(8, 1 << (n - 1).bit_length()), most)
+    return min(max(32, 1 << (n - 1).bit_length()), most)
 
 
 def close_rung(n: int) -> int:

@@ -62,6 +62,8 @@ def _set_rows_axes() -> Iterator[_Axes]:
         yield replace(base, batch=(4, 2), ids_batch=(2, 1))  # each matrix of indices serves several
         yield replace(base, n_rows=700, n_ids=300, rows="f16")
         yield replace(base, batch=(3, 2), gaps=True)
+    yield _Axes("i32", 3, rows="i32")
+    yield _Axes("i32", 1, n_rows=700, n_ids=64, rows="i32")
     yield from grid(_Axes("f16", 1, n_ids=1), {"n": (1, 127, 1025), "type": ("f16", "f32", "bf16")})
     yield from grid(_Axes("q8_0", 4096, n_ids=1), {"type": ("q8_0", "q4_0", "f16"), "ids": ("i64", "i32")})
 

@@ -23,6 +23,7 @@ from graphrt.models import sampling_steps as host
 from graphrt.models.choices import choices
 from graphrt.models.engine import MAX_AHEAD, SessionOptions
 from graphrt.models.sampling import Sampler, Uniforms
+from graphrt.models.sampling_device import drawn
 from graphrt.ops.sample import MAX_TOP_K, SampleParams
 from graphrt.testing import all_cases
 
@@ -58,7 +59,7 @@ def plainly(model: Model, prompt: list[int], n: int, sampler: Sampler, options: 
     return made
 
 
-def drawn(logits: np.ndarray, uniforms: np.ndarray, params: SampleParams, backend: str = "cpu") -> list[int]:
+def op_draws(logits: np.ndarray, uniforms: np.ndarray, params: SampleParams, backend: str = "cpu") -> list[int]:
     """The op's choices. logits: [n, n_vocab]; uniforms: [n]."""
     a, u = graphrt.new_input("f32", *logits.shape[::-1], name="a"), graphrt.new_input("f64", len(uniforms), name="u")
     node = ops.sample(a, u, params)
@@ -90,7 +91,45 @@ def test_the_op_chooses_as_the_sampler(sampling: SamplerParams, backend: str) ->
     rows = np.stack([*rng.normal(size=(3, 700)) * 3, *ties, np.zeros(700), spiked, cut, zeros, -np.sort(-cut)])
     for logits in (rows.astype(np.float32), rows[:, :3].astype(np.float32)):
         expected = [sampler.sample(row) for row in logits]
-        assert drawn(logits, np.array([ahead.take() for _ in logits]), params, backend) == expected
+        assert op_draws(logits, np.array([ahead.take() for _ in logits]), params, backend) == expected
+
+
+#: What SAMPLE has not, and a greedy one.
+EACH = [
+    SamplerParams(seed=21, temp=0.0),
+    SamplerParams(seed=22, temp=1.3, typical_p=0.6, top_p=1.0, min_p=0.0),
+    SamplerParams(seed=23, temp=2.0, top_k=30, typical_p=0.9, min_keep=4),
+    SamplerParams(seed=24, temp=1.5, xtc_probability=0.6, xtc_threshold=0.02, top_p=1.0),
+    SamplerParams(seed=25, temp=1.5, xtc_probability=1.0, xtc_threshold=0.0, min_keep=3),
+    SAMPLING[0],
+]
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_each_row_chooses_as_its_own_sampler(backend: str) -> None:
+    """Each sampler's settings in a column; three rows of each in any order, with ties in two of them."""
+    rng = np.random.default_rng(31)
+    n, samplers = 90, [Sampler(p) for p in EACH]
+    hows = [drawn(sampler, 1000) for sampler in samplers]
+    slots = rng.permutation(np.repeat(np.arange(len(EACH)), 3)).astype(np.int32)
+    logits = rng.normal(size=(len(slots), n)) * 2
+    logits[::3], logits[1::3] = np.round(logits[::3]), 0.0
+    logits, uniforms, expected = logits.astype(np.float32), np.zeros((len(slots), 2)), list[int]()
+    for row, slot in enumerate(slots.tolist()):
+        how = hows[slot]
+        assert how is not None
+        if how.uniforms is not None:
+            uniforms[row] = how.uniforms.peek(how.n_uniforms - 1), how.uniforms.peek(0)
+        expected.append(samplers[slot].sample(logits[row]))
+    a, u = graphrt.new_input("f32", n, len(slots), name="a"), graphrt.new_input("f64", 2, len(slots), name="u")
+    s, t = graphrt.new_input("i32", len(slots), name="s"), graphrt.new_input("f64", 16, len(EACH), name="t")
+    node = ops.sample_each(a, u, s, t)
+    exe = graphrt.prepare(graphrt.Graph(node), backend)
+    table = np.array([how.settings.column for how in hows if how is not None])
+    for leaf, values in ((a, logits), (u, uniforms), (s, slots), (t, table)):
+        exe.write(leaf, values)
+    exe.run()
+    assert exe.read(node).reshape(-1).tolist() == expected
 
 
 @pytest.mark.parametrize("backend", backends())
@@ -101,14 +140,14 @@ def test_equal_shares_reach_top_p_where_the_host_has_them_do_so(backend: str) ->
         candidates = host.top_p(host.top_k(logits[0], top_k), share)
         last = [math.nextafter(1.0, 0.0)]
         expected = host.draw(candidates, last[0])
-        assert drawn(logits, np.array(last), SampleParams(1.0, top_k, share, 0.0), backend) == [expected]
+        assert op_draws(logits, np.array(last), SampleParams(1.0, top_k, share, 0.0), backend) == [expected]
 
 
 @pytest.mark.parametrize("backend", backends())
 def test_a_number_that_a_sum_meets_is_passed_by_the_next(backend: str) -> None:
     numbers = np.array([0.0, 0.25, 0.5, 0.75])
     expected = [host.draw(host.top_k(np.zeros(9, np.float32), 4), u) for u in numbers.tolist()]
-    assert drawn(np.zeros((4, 9)), numbers, SampleParams(1.0, 4, 1.0, 0.0), backend) == expected == [0, 1, 2, 3]
+    assert op_draws(np.zeros((4, 9)), numbers, SampleParams(1.0, 4, 1.0, 0.0), backend) == expected == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("backend", backends())
@@ -123,7 +162,7 @@ def test_sums_that_end_beside_one_are_taken_as_they_are(backend: str) -> None:
         assert expected == [int((sums <= u * sums[-1]).sum()) for u in numbers]
         assert expected != [int((sums <= u).sum()) for u in numbers]
         rows = np.zeros((len(numbers), n))
-        assert drawn(rows, numbers, SampleParams(1.0, n, 1.0, 0.0), backend) == expected
+        assert op_draws(rows, numbers, SampleParams(1.0, n, 1.0, 0.0), backend) == expected
 
 
 @pytest.mark.parametrize("backend", backends())
@@ -137,14 +176,14 @@ def test_as_many_tokens_are_kept_as_are_asked_for(top_p: float, min_p: float, ba
     numbers = np.array([0.1, 0.5, 0.9])
     device_params = Sampler(params).device_params()
     assert device_params is not None
-    assert drawn(np.tile(logits, (3, 1)), numbers, device_params, backend) == [1, 2, 0]
+    assert op_draws(np.tile(logits, (3, 1)), numbers, device_params, backend) == [1, 2, 0]
 
 
 @pytest.mark.parametrize("backend", backends())
 def test_no_logit_to_draw_gives_the_first(backend: str) -> None:
     rows = np.full((2, 9), -math.inf)
     rows[1, 3:5] = math.nan
-    assert drawn(rows, np.array([0.9, 0.9]), SampleParams(), backend) == [0, 3]
+    assert op_draws(rows, np.array([0.9, 0.9]), SampleParams(), backend) == [0, 3]
 
 
 def test_no_case_lies_on_an_edge() -> None:

@@ -21,9 +21,13 @@ from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.paged_steps import MAX_STEPS
 from graphrt.models.paging.check import check
 from graphrt.models.paging.prefixes import Prefix, PrefixRule
-from graphrt.models.sampling import Sampler, Uniforms
+from graphrt.models.prompt_lookup import PromptLookup
+from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.models.step_paged import PagedStep
+from graphrt.models.warm_up import warm_up
+from graphrt.program import Program
 
 OPTIONS = SessionOptions(n_ctx=96, n_batch=12, type_k="f32", type_v="f32", page=16)
 RINGS = replace(OPTIONS, page=0)
@@ -73,8 +77,8 @@ def texts_of(n: int, seed: int = 5, longest: int = 60) -> list[list[int]]:
 
 
 def run(batch: ContinuousBatch, found: dict[int, list[int]]) -> None:
-    for seq, token in batch.step().items():
-        found.setdefault(seq, []).append(token)
+    for seq, tokens in batch.step().items():
+        found.setdefault(seq, []).extend(tokens)
 
 
 def test_sequences_come_and_go(model: Model, ahead: bool) -> None:
@@ -142,9 +146,9 @@ def test_steps_are_queued_ahead_and_few(llama: Model, monkeypatch: pytest.Monkey
 def test_tables_are_as_wide_as_texts_need(llama: Model) -> None:
     engine = paged(llama, 2, n_ctx=2048)
     engine.read({0: [1] * 20})
-    engine.read({1: [2] * 300})
+    engine.read({1: [2] * 900})
     widths = {key.n_blocks for key in engine._prepared}
-    assert widths == {8, 16, 32} and engine.largest_size(2, 2).n_blocks == 128
+    assert widths == {32, 64} and engine.largest_size(2, 2).n_blocks == 128
 
 
 def test_drawn_tokens(llama: Model, ahead: bool) -> None:
@@ -158,18 +162,110 @@ def test_drawn_tokens(llama: Model, ahead: bool) -> None:
             tokens.append(sampler.sample(logits, [*text, *tokens]))
             logits = session.eval(tokens[-1:])
         wanted.append(tokens)
-    sampling = Sampler(params).device_params()
-    assert sampling is not None
     engine, found = paged(llama, 3), dict[int, list[int]]()
-    with ContinuousBatch(engine, sampling) as batch:
+    with ContinuousBatch(engine) as batch:
         for i in (1, 0, 2):
-            batch.add(i, texts[i], 12, Uniforms(i))
+            how = drawn(Sampler(replace(params, seed=i)), 96)
+            assert how is not None
+            batch.add(i, texts[i], 12, how)
             run(batch, found)
         while batch.going:
             run(batch, found)
     for i, tokens in enumerate(wanted):
         assert found[i] == tokens
     assert len({tuple(tokens) for tokens in found.values()}) == 3
+
+
+class Guesses(PromptLookup):
+    """Guesses what is right at first, and then something else, of any length."""
+
+    def __init__(self, text: list[int], right: list[int]) -> None:
+        super().__init__(text, 8)
+        self.right, self.n, self.seen = right, len(text), list[int]()
+        self.draws = np.random.default_rng(len(text))
+
+    def guess(self, room: int) -> list[int]:
+        at, n, good = len(self._ids) - self.n, int(self.draws.integers(0, 7)), int(self.draws.integers(0, 7))
+        guess = [*self.right[at : at + good], *self.draws.integers(0, 60, 7).tolist()][:n]
+        return guess[:room]
+
+    def told(self, guessed: int, right: int) -> None:
+        self.seen.append(right)
+
+
+def test_guesses_change_nothing(model: Model, ahead: bool) -> None:
+    """Right ones, wrong ones and none, of greedy and drawn texts beside others that nobody guesses."""
+    params = SamplerParams(temp=1.5, top_k=40, seed=3, xtc_probability=0.5, xtc_threshold=0.05)
+    texts, engine, found = texts_of(4, 12, 40), paged(model, 4), dict[int, list[int]]()
+    wanted = {seq: alone(model, text, 14) for seq, text in enumerate(texts)}
+    sampler, session = Sampler(params), model.session(RINGS)
+    logits, wanted[3] = session.eval(texts[3]), []
+    for _ in range(14):
+        wanted[3].append(sampler.sample(logits, [*texts[3], *wanted[3]]))
+        logits = session.eval(wanted[3][-1:])
+    how = drawn(Sampler(params), 96)
+    assert how is not None
+    lookups = {seq: Guesses(texts[seq], wanted[seq]) for seq in (0, 2, 3)}
+    with ContinuousBatch(engine) as batch:
+        for seq in (0, 1, 3):
+            batch.add(seq, texts[seq], 14, how if seq == 3 else Drawn(), lookups.get(seq))
+        for _ in range(4):
+            run(batch, found)
+        batch.add(2, texts[2], 14, Drawn(), lookups[2])
+        while batch.going:
+            run(batch, found)
+    check(engine.cache.pool)
+    assert found == wanted
+    seen = [right for lookup in lookups.values() for right in lookup.seen]
+    assert max(seen) > 3 and 0 in seen
+    for seq in lookups:
+        assert engine.tokens(seq) == [*texts[seq], *wanted[seq][:-1]]
+        assert engine.cache.pool.of(seq).reserved == engine.lengths[seq], "nothing of a wrong guess stays"
+
+
+def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of all sizes have run, and nothing of it is seen afterwards; a backend that doesn't queue does nothing."""
+    engine = paged(llama, 5)
+    warm_up(engine)
+    assert not any(size for size in engine._prepared if isinstance(size, tuple) and size[-1]), "no ways to choose"
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    engine, compiled = paged(llama, 5), list[int]()
+    monkeypatch.setattr(Program, "compile_ahead", lambda program: compiled.append(1))
+    warm_up(engine)
+    assert len(compiled) >= 2 * 5 + 4 and not engine.lengths.any() and engine.batch is None
+    check(engine.cache.pool)
+    before, found = len(engine._prepared), dict[int, list[int]]()
+    texts = texts_of(5, 4, 12)
+    with ContinuousBatch(engine) as batch:
+        for seq, text in enumerate(texts):
+            batch.add(seq, text[:1], 6)
+        while batch.going:
+            run(batch, found)
+    assert len(engine._prepared) == before, "all sizes were there"
+    assert found == {seq: alone(llama, text[:1], 6) for seq, text in enumerate(texts)}
+
+
+def test_what_is_guessed() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 2, 3], 6)
+    assert lookup.guess(9) == [7, 8], "what followed the latest 2, 3"
+    assert lookup.guess(1) == [7] and lookup.guess(0) == []
+    lookup.told(2, 2)
+    assert lookup.guess(9) == [7, 8, 2, 3], "twice as many as were right"
+    lookup.push(4)
+    assert lookup.guess(9) == [5, 9, 2, 3], "the longer run, 2 3 4, stood elsewhere"
+    lookup.push(6)
+    assert lookup.guess(9) == []
+    for _ in range(4):
+        lookup.told(2, 0)
+    assert lookup.pauses
+    for token in range(20, 36):
+        lookup.push(token)
+    assert not lookup.pauses
+    for _ in range(4):
+        lookup.told(2, 0)
+    for token in range(40, 56):
+        lookup.push(token)
+    assert lookup.pauses, "twice as long"
 
 
 def test_a_full_cache_is_said_and_goes_on(llama: Model, ahead: bool) -> None:
@@ -248,8 +344,6 @@ def test_what_can_not_be(llama: Model) -> None:
         for n in (0, -2):
             with pytest.raises(SessionError, match=f"at least 1 token, or -1, until its context is full, got {n}"):
                 batch.add(1, [3], n)
-        with pytest.raises(SessionError, match="only then, got some without sampling"):
-            batch.add(1, [3], 4, Uniforms(1))
         with pytest.raises(SessionError, match=r"must be going on, \[0\] are, got 1"):
             batch.end(1)
         with pytest.raises(SessionError, match="the context holds 96 tokens of each sequence, got 97"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,6 +47,23 @@ def _varlen(**given: object) -> Tensor:
 
 PLAIN = ops.FlashAttnParams(1.0)
 PACKED = ops.FlashAttnVarlenParams(1.0)
+
+
+def _each(**given: object) -> Tensor:
+    """Two rows of four logits by a table of three, but for what is given."""
+    sources: dict[str, object] = {
+        "logits": f32(4, 2), "uniforms": t("f64", 2, 2), "slots": t("i32", 2), "settings": t("f64", 16, 3), **given,
+    }  # fmt: skip
+    return ops.sample_each(**sources)  # type: ignore[arg-type]
+
+
+def _penalize(**given: object) -> Tensor:
+    """Two rows of 40 logits by tables of three, but for what is given."""
+    sources: dict[str, object] = {
+        "logits": f32(40, 2), "slots": t("i32", 2), "settings": t("f64", 16, 3), "biased": t("i32", 4, 3),
+        "biases": t("f64", 4, 3), "past": t("i32", 8, 3), "lengths": t("i32", 2), "mask": t("i32", 2, 3), **given,
+    }  # fmt: skip
+    return ops.penalize(**sources)  # type: ignore[arg-type]
 
 
 def _back(of: str = "q", params: ops.FlashAttnParams = PLAIN, **given: object) -> Tensor:
@@ -190,6 +208,26 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("SAMPLE", lambda: ops.sample(f32(4), f32(1), ops.SampleParams(top_k=0)), ("top_k must be 1 to 1024, got 0",)),
     ("SAMPLE", lambda: ops.sample(f32(4), f32(1), ops.SampleParams(min_p=2)), ("must be 0 to 1, got 0.95, 2",)),
     ("SAMPLE", lambda: ops.sample(f32(4), f32(1), ops.SampleParams(min_keep=-1)), ("min_keep must be 0 to 1024",)),
+    *(
+        ("SAMPLE_EACH", partial(_each, **given), said)
+        for given, said in (
+            ({"logits": f32(4, 2, 2)}, ("an f32 matrix", "f32[4, 2, 2]")),
+            ({"uniforms": t("f64", 2)}, ("two numbers, f64, a row", "f64[2]")),
+            ({"slots": t("i64", 2)}, ("slots must be i32, one a row", "i64[2]")),
+            ({"settings": t("f64", 15, 3)}, ("settings must be f64 [16, slots]", "f64[15, 3]")),
+            ({"most": 1025}, ("most must be 1 to 1024, got 1025",)),
+        )
+    ),
+    *(
+        ("PENALIZE", partial(_penalize, **given), said)
+        for given, said in (
+            ({"logits": t("f16", 40, 2)}, ("an f32 matrix", "f16[40, 2]")),
+            ({"biases": t("f64", 5, 3)}, ("biased must be i32 and biases f64, both", "f64[5, 3]")),
+            ({"past": t("i32", 8, 2)}, ("past must be i32 [n, slots]", "i32[8, 2]")),
+            ({"lengths": t("i32", 3)}, ("lengths must be i32, one a row", "i32[3]")),
+            ({"mask": t("i32", 1, 3)}, ("mask must be i32 with a bit a logit", "i32[1, 3]")),
+        )
+    ),
     ("KQ_MASK", lambda: ops.kq_mask(t("i64", 4), t("i32", 2)), ("the cells' positions", "i32 matrix", "i64[4]")),
     ("KQ_MASK", lambda: ops.kq_mask(t("i32", 4), t("i32", 2, 1, 2)), ("the tokens' positions", "i32[2, 1, 2]")),
     (
@@ -268,7 +306,7 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     (
         "SET_ROWS",
         lambda: ops.set_rows(f32(256), t("i64", 1), t("q4_K", 256, 9)),
-        ("target must be one of", "q4_K[256, 9]"),
+        ("target must be i32 or one of", "q4_K[256, 9]"),
     ),
     ("SET_ROWS", lambda: ops.set_rows(f32(4, 2), f32(2), f32(4, 9)), ("indices must be i64 or i32", "f32[2]")),
     (
@@ -577,6 +615,8 @@ WORK: list[tuple[Tensor, int, int]] = [
     (ops.argsort(f32(4, 3)), 10 * 12, 2 * 48),
     (ops.top_k(f32(4, 3), 2), 10 * 12, 48 + 24),
     (ops.sample(f32(4, 3), t("f64", 3)), 10 * 12, 48 + 24 + 12),
+    (_each(), 10 * 8, 32 + 32 + 8 + 3 * 128 + 8),
+    (_penalize(), 0, 2 * 320),
     (ops.kq_mask(t("i32", 8, 2), t("i32", 3, 2)), 3 * 48, 64 + 24 + 96),
     (ops.mul_mat(t("q8_0", 64, 5), f32(64, 3)), 2 * 64 * 5 * 3, 5 * 2 * 34 + 64 * 3 * 4 + 5 * 3 * 4),
     (ops.mul_mat(f32(4, 5, 2), f32(4, 3, 4)), 2 * 4 * 5 * 3 * 4, 160 + 192 + 240),
@@ -684,6 +724,7 @@ def test_an_op_that_maps_elements_may_take_its_sources_memory() -> None:
     arithmetic = ("ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "FILL", "UNARY", "ADD_ID")
     plain = (*arithmetic, "NORM", "RMS_NORM", "L2_NORM", "SOFT_MAX", "ROPE")
     mapping = {**dict.fromkeys(plain, ("a",)), "GLU": ("gate", "value"), "CROSS_ENTROPY_LOSS_BACK": ("logits",)}
+    mapping["PENALIZE"] = ("logits",)
     mapping |= dict.fromkeys(("SILU_BACK", "UNARY_BACK", "RMS_NORM_BACK", "ROPE_BACK", "SOFT_MAX_BACK"), ("d",))
     assert {name: spec.inplace for name, spec in registered_ops().items() if spec.inplace} == mapping
 

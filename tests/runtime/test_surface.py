@@ -18,14 +18,14 @@ PUBLIC = {
     "load", "new_input", "new_tensor", "prepare", "register_backend",
 }  # fmt: skip
 OPS = {
-    "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams", "add", "add_id",
+    "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "RowSettings", "SampleParams", "add", "add_id",
     "argmax", "argsort", "clamp", "concat", "cont", "cpy", "cross_entropy_loss", "cross_entropy_loss_back",
     "div", "dup", "fill", "flash_attn_back", "flash_attn_ext", "flash_attn_lse", "flash_attn_varlen",
     "flash_attn_varlen_back", "flash_attn_varlen_lse", "get_rows", "get_rows_back", "glu", "kq_mask", "l2_norm",
     "mul", "mul_mat", "mul_mat_id", "mul_mat_id_back", "norm", "opt_step_adamw", "opt_step_sgd", "out_prod",
-    "out_prod_id", "permute", "repeat", "repeat_back", "reshape", "rms_norm", "rms_norm_back", "rope",
-    "rope_back", "sample", "scale", "set_rows", "set_rows_back", "silu_back", "soft_max", "soft_max_back",
-    "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "unary_back", "view", "view_back",
+    "out_prod_id", "penalize", "permute", "repeat", "repeat_back", "reshape", "rms_norm", "rms_norm_back", "rope",
+    "rope_back", "sample", "sample_each", "scale", "set_rows", "set_rows_back", "silu_back", "soft_max",
+    "soft_max_back", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "unary_back", "view", "view_back",
 }  # fmt: skip
 ERRORS = {
     "GraphrtError": "Exception", "GraphError": "GraphrtError", "BackendError": "GraphrtError",
@@ -53,7 +53,7 @@ def test_the_exception_tree() -> None:
 
 
 def test_every_op_has_a_builder() -> None:
-    other = {"FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "SampleParams"}
+    other = {"FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "RowSettings", "SampleParams"}
     registered = {name.lower() for name in graphrt.op.registered_ops()}
     assert registered == OPS - other
 

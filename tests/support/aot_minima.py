@@ -50,7 +50,7 @@ PLAIN = {
     "products/half_kernels.py _larger": _SIZE,
     "products/half_kernels.py round_rows": _SIZE,
     "products/half_kernels.py scaling_of": _SIZE,
-    "sample.py draw": _WEIGHTS,
+    "draw.py draw": _WEIGHTS,
     "soft_max.py soft_max_long_rows": _WEIGHTS,
     "soft_max.py soft_max_rows": _WEIGHTS,
 }

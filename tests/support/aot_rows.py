@@ -11,7 +11,7 @@ from graphrt import ops
 from graphrt.backend import Group, Place, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels import kq_mask, latent, rope, rows, sample, sort
+from graphrt.backends.triton.kernels import kq_mask, latent, penalize, rope, rows, sample, sort
 from graphrt.backends.triton.kernels.latent_fusions import LatentQuery, LatentRopeCache, LatentRow
 from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.kernels.rope_fusions import RopeCache
@@ -107,6 +107,8 @@ def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
         a, factors = Tensor(kind, (80, 5, 33, 2)), Tensor("f32", (10,))
         node = ops.rope(a, Tensor("i32", (33,)), RopeParams(20, mode), factors)
         yield f"rope {mode} {kind}", rope.lower_rope([node], context(target))
+    node = ops.set_rows(Tensor("i32", (1, 64)), Tensor("i64", (64,)), Tensor("i32", (1, 4096)))
+    yield "set_rows i32", rows.lower_set_rows([node], context(target))
     for kind in ("f32", "f16", "bf16", "q8_0", "q5_1"):
         node = ops.set_rows(Tensor("f32", (1024, 5, 3)), Tensor("i64", (5, 3)), Tensor(kind, (1024, 9, 3)))
         yield f"set_rows {kind}", rows.lower_set_rows([node], context(target))
@@ -118,6 +120,13 @@ def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
     for n, k in ((1000, 1), (32000, 1024), (262144, 40), (262144, 1024)):
         node = ops.sample(Tensor("f32", (n, 1)), Tensor("f64", (1,)), ops.SampleParams(top_k=k))
         yield f"sample {n} {k}", sample.lower_sample([node], context(target))
+    for n, m, most in ((128256, 1, 64), (128256, 64, 64), (32000, 8, 1024)):
+        logits, slots, settings = Tensor("f32", (n, m)), Tensor("i32", (m,)), Tensor("f64", (16, 64))
+        node = ops.sample_each(logits, Tensor("f64", (2, m)), slots, settings, most)
+        yield f"sample_each {n} {m} {most}", sample.lower_sample_each([node], context(target))
+        tables = Tensor("i32", (512, 64)), Tensor("f64", (512, 64)), Tensor("i32", (1024, 64))
+        node = ops.penalize(logits, slots, settings, *tables, Tensor("i32", (m,)), Tensor("i32", (n // 32, 64)))
+        yield f"penalize {n} {m}", penalize.lower_penalize([node], context(target))
     for n_cells, n_tokens in ((8192, 1), (8192, 512), (4097, 1), (4097, 9)):
         node = ops.kq_mask(Tensor("i32", (n_cells,)), Tensor("i32", (n_tokens,)), 512)
         yield f"kq_mask {n_cells} {n_tokens}", kq_mask.lower_kq_mask([node], context(target))

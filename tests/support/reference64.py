@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.ops.sample_each import RowSettings
 from graphrt.tensor import Tensor
 
 Array = npt.NDArray[np.generic]
@@ -172,30 +173,82 @@ def top_k(node: Tensor, a: Array) -> Array:
     return np.array(best).reshape(node.shape)
 
 
+def _shares(entries: list[tuple[float, int]], temp: float) -> list[float]:
+    """Probabilities of (logit, id), the highest first."""
+    weights = [math.exp((x - entries[0][0]) / temp) for x, _ in entries]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def _first_over(parts: list[float], holds: Callable[[float], bool]) -> int:
+    """The first index up to which the parts' exact sum `holds`, their number if none: sums only grow."""
+    return bisect.bisect_left(range(len(parts)), True, key=lambda j: holds(math.fsum(parts[: j + 1])))
+
+
+def _drawn(row: Array, u: float, v: float, s: RowSettings, top_k: int) -> int:
+    """u: what the token is drawn by; v: what says whether XTC takes part."""
+    left = sorted(((float(x), j) for j, x in enumerate(row)), key=lambda e: (-e[0], e[1]))[:top_k]
+    if s.temp <= 0:
+        return left[0][1]
+    keep = max(1, int(s.min_keep))
+    if s.typical_p < 1:
+        shares = _shares(left, 1.0)
+        entropy = math.fsum(-p * math.log(p) for p in shares if p > 0)
+        away = [abs(-math.log(p) - entropy) if p > 0 else math.inf for p in shares]
+        order = sorted(range(len(left)), key=lambda j: (away[j], j))
+        n = max(keep, _first_over([shares[j] for j in order], lambda total: total > s.typical_p) + 1)
+        left = [left[j] for j in sorted(order[:n])]
+    if s.top_p < 1:
+        kept = _first_over(_shares(left, 1.0), lambda total: total >= s.top_p)
+        left = left[: max(keep, kept + 1)]
+    if s.least > -math.inf:
+        left = [e for j, e in enumerate(left) if j < keep or e[0] - left[0][0] >= s.least]
+    if s.xtc_probability > 0 and v <= s.xtc_probability and s.xtc_threshold <= 0.5:
+        last = sum(p >= s.xtc_threshold for p in _shares(left, 1.0)) - 1
+        left = left[last:] if last > 0 and len(left) - last >= s.min_keep else left
+    return left[min(_first_over(_shares(left, s.temp), lambda total: total > u), len(left) - 1)][1]
+
+
+def _settings(table: Array, slot: int) -> RowSettings:
+    return RowSettings(*table[0, 0, slot, : len(RowSettings.__dataclass_fields__)].tolist())
+
+
 @reference64("SAMPLE")
 def sample(node: Tensor, logits: Array, uniforms: Array) -> Array:
-    p = node.params
+    p, numbers = node.params, uniforms.reshape(-1)
+    chosen = [_drawn(row, numbers[i], 0.0, RowSettings.of(p), p.top_k) for (*_, i), row in _rows(logits)]
+    return np.array(chosen).reshape(node.shape)
 
-    def shares(entries: list[tuple[float, int]], temp: float) -> list[float]:
-        weights = [math.exp((x - entries[0][0]) / temp) for x, _ in entries]
-        total = math.fsum(weights)
-        return [w / total for w in weights]
 
-    def first_over(parts: list[float], holds: Callable[[float], bool]) -> int:
-        """The first index up to which the parts' exact sum `holds`, their number if none: sums only grow."""
-        return bisect.bisect_left(range(len(parts)), True, key=lambda j: holds(math.fsum(parts[: j + 1])))
-
+@reference64("SAMPLE_EACH")
+def sample_each(node: Tensor, logits: Array, uniforms: Array, slots: Array, settings: Array) -> Array:
     chosen = []
     for (*_, i), row in _rows(logits):
-        left = sorted(((float(x), j) for j, x in enumerate(row)), key=lambda e: (-e[0], e[1]))[: p.top_k]
-        if p.top_p < 1:
-            kept = first_over(shares(left, 1.0), lambda total: total >= p.top_p)
-            left = left[: max(1, p.min_keep, kept + 1)]
-        if p.min_p > 0:
-            left = [e for j, e in enumerate(left) if j < max(1, p.min_keep) or math.exp(e[0] - left[0][0]) >= p.min_p]
-        drawn = first_over(shares(left, p.temp), lambda total, u=uniforms.reshape(-1)[i]: total > u)
-        chosen.append(left[min(drawn, len(left) - 1)][1])
+        s, (u, v) = _settings(settings, int(slots.reshape(-1)[i])), uniforms.reshape(-1, 2)[i]
+        chosen.append(_drawn(row, u, v, s, min(int(s.top_k), node.params.most)))
     return np.array(chosen).reshape(node.shape)
+
+
+@reference64("PENALIZE")
+def penalize(
+    node: Tensor, logits: Array, slots: Array, settings: Array, biased: Array, biases: Array, past: Array,
+    lengths: Array, mask: Array,
+) -> Array:  # fmt: skip
+    """Token by token."""
+    out, size = logits.copy(), past.shape[-1]
+    for (*_, i), row in _rows(out):
+        slot, length = int(slots.reshape(-1)[i]), int(lengths.reshape(-1)[i])
+        s = _settings(settings, slot)
+        added = dict(zip(biased[0, 0, slot, : int(s.n_biases)], biases[0, 0, slot]))
+        last = [past[0, 0, slot, p % size] for p in range(length - min(int(s.last_n), size, length), length)]
+        for j in range(len(row)):
+            row[j] += added.get(j, 0.0)
+            if s.masked and not int(mask[0, 0, slot, j // 32]) >> j % 32 & 1:
+                row[j] = -math.inf
+            if (count := last.count(j)) and s.penalizes:
+                row[j] = row[j] * s.repeat if row[j] <= 0 else row[j] / s.repeat
+                row[j] -= count * s.frequency + s.presence
+    return out
 
 
 @reference64("KQ_MASK")

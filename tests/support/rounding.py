@@ -94,6 +94,13 @@ def rounded_once(node: Tensor, expected: Array, *sources: Array | None) -> Array
     return ROUNDING * expected**2
 
 
+@variance("PENALIZE")
+def penalize(node: Tensor, expected: Array, logits: Array, *tables: Array) -> Array:
+    """Each step rounds what is at most as large as the logit, the result and the difference of both."""
+    finite = np.where(np.isfinite(expected), expected, 0.0)
+    return 4 * ROUNDING * (np.abs(logits) + np.abs(finite)) ** 2
+
+
 @variance("GET_ROWS")
 def get_rows(node: Tensor, expected: Array, a: Array, ids: Array) -> Array:
     """Of decoded rows; those of a plain type are moved, see judging.py."""

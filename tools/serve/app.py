@@ -8,49 +8,58 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.routes_other import OtherRoutes
+from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
-from graphrt.tools.serve.state import State
+from graphrt.tools.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    ResponsesRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
+from graphrt.tools.serve.state import State, json_response
 
 log = logging.getLogger("graphrt.serve")
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+_PAGE = Path(__file__).with_name("page.html")
+#: The page talks to this server alone, and runs nothing but what is in it.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 #: What anybody may ask for.
-PUBLIC = {"/health", "/v1/health"}
+PUBLIC = {"/", "/health", "/v1/health"}
 
 
 def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[], None] = lambda: None) -> Starlette:
     """The server as an ASGI application. api_keys: one of these must come with every request but those for health;
     none: nobody is asked; on_ready: called when requests are answered."""
-    text, other = TextRoutes(state), OtherRoutes(state)
-    served: list[tuple[str, str, Endpoint]] = [
-        ("POST", "/v1/chat/completions", text.chat),
-        ("POST", "/v1/completions", text.completions),
-        ("POST", "/v1/embeddings", other.embeddings),
-        ("GET", "/v1/models", other.models),
-        ("GET", "/v1/models/{name:path}", other.model),
-        ("POST", "/tokenize", other.tokenize),
-        ("POST", "/detokenize", other.detokenize),
-        ("POST", "/apply-template", other.apply_template),
-        ("GET", "/health", other.health),
-        ("GET", "/v1/health", other.health),
-        ("GET", "/metrics", other.metrics),
-        ("GET", "/props", other.props),
-        ("GET", "/slots", other.slots),
-    ]
+    served = routes_of(state)
+    told = description(served)
+
+    async def openapi(request: Request) -> Response:
+        return json_response(told)
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_bytes(), headers={"content-security-policy": _POLICY})
+
+    served.append(Served("GET", "/openapi.json", openapi, "this description"))
+    served.append(Served("GET", "/", page, "a page to chat with the model"))
     door = _Door(state, api_keys)
-    routes = [Route(path, door.guarded(path, endpoint), methods=[method]) for method, path, endpoint in served]
+    routes = [Route(each.path, door.guarded(each.path, each.endpoint), methods=[each.method]) for each in served]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -63,6 +72,27 @@ def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[
             state.threads.shutdown(cancel_futures=True)
 
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+
+
+def routes_of(state: State) -> list[Served]:
+    """What there is, but for its description."""
+    text, other, responses = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state)
+    return [
+        Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
+        Served("POST", "/v1/completions", text.completions, "texts after prompts", CompletionRequest),
+        Served("POST", "/v1/responses", responses.responses, "an answer, in the newer form", ResponsesRequest),
+        Served("POST", "/v1/embeddings", other.embeddings, "vectors of texts", EmbeddingsRequest),
+        Served("GET", "/v1/models", other.models, "the model's names"),
+        Served("GET", "/v1/models/{name:path}", other.model, "what is known of it"),
+        Served("POST", "/tokenize", other.tokenize, "the tokens of a text", TokenizeRequest),
+        Served("POST", "/detokenize", other.detokenize, "the text of tokens", DetokenizeRequest),
+        Served("POST", "/apply-template", other.apply_template, "a conversation as a prompt", TemplateRequest),
+        Served("GET", "/health", other.health, "whether it works"),
+        Served("GET", "/v1/health", other.health, "whether it works"),
+        Served("GET", "/metrics", other.metrics, "figures in Prometheus' form"),
+        Served("GET", "/props", other.props, "settings"),
+        Served("GET", "/slots", other.slots, "the texts that are made"),
+    ]
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,19 @@ from starlette.types import Receive, Scope, Send
 from graphrt.tools.serve.errors import ApiError, of_validation
 
 B = TypeVar("B", bound=BaseModel)
+#: A value as JSON. json.dumps() would make an encoder for each.
+encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+class Chunks:
+    """Pieces of a streamed answer as JSON texts. What all have in common is made once."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = encoded(dict(head))[:-1]
+
+    def __call__(self, choice: Mapping[str, Any]) -> str:
+        """A piece of one choice."""
+        return f'{self._head},"choices":[{encoded(choice)}]}}'
 
 
 async def body_of(request: Request, kind: type[B], most: int, seconds: float) -> B:
@@ -76,24 +89,24 @@ def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """Server-sent events: "data:" and JSON, and [DONE] at the end. leave: called when the client goes, and in any case
-    at the end. A client that reads slowly is waited for."""
+    """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end. last:
+    data of the last event, "" for none. A client that reads slowly is waited for."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, values: AsyncIterator[dict[str, Any]], leave: Callable[[], None]) -> None:
+    def __init__(self, values: AsyncIterator[str], leave: Callable[[], None], last: str = "[DONE]") -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._values, self._leave = values, leave
+        self._values, self._leave, self._last = values, leave, last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with watched(receive, self._leave):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for value in self._values:
-                    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-                    await _send(send, f"data: {data}\n\n")
-                await _send(send, "data: [DONE]\n\n")
+                    await _send(send, f"data: {value}\n\n")
+                if self._last:
+                    await _send(send, f"data: {self._last}\n\n")
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._leave()

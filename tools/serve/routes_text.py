@@ -12,7 +12,7 @@ from starlette.responses import Response
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
-from graphrt.tools.serve.http import EventStream, body_of, watched
+from graphrt.tools.serve.http import Chunks, EventStream, body_of, encoded, watched
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating
 from graphrt.tools.serve.state import State, events, json_response, key_of
@@ -100,21 +100,22 @@ class Chat:
             "finish_reason": "tool_calls" if calls else answers.FINISH[pieces[-1].finish],
         }
 
-    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[str]:
         """Piece by piece."""
         head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage else {})
+        chunk = Chunks(head)
         for i in range(len(self.texts)):
-            yield head | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}
+            yield chunk(_delta(i, {"role": "assistant", "content": ""}))
         try:
             async for i, event in events(self.texts, inbox):
                 assert event.piece is not None
                 for choice in self._pieces(i, event.piece):
-                    yield head | {"choices": [choice]}
+                    yield chunk(choice)
         except ApiError as error:
-            yield error.body()
+            yield encoded(error.body())
             return
         if usage:
-            yield head | {"choices": [], "usage": answers.usage(self.texts)}
+            yield encoded(head | {"choices": [], "usage": answers.usage(self.texts)})
 
     def _pieces(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         finder = self._finders[i]
@@ -165,13 +166,13 @@ class Completion:
         logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
-    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[str]:
         """Piece by piece."""
         head = self._head | ({"usage": None} if usage else {})
-        offsets = [0] * len(self.texts)
+        offsets, chunk = [0] * len(self.texts), Chunks(head)
         for i, text in enumerate(self._echo):
             if text:
-                yield head | {"choices": [self._choice(i, text, [], "")]}
+                yield chunk(self._choice(i, text, [], ""))
         try:
             async for i, event in events(self.texts, inbox):
                 piece = event.piece
@@ -180,9 +181,9 @@ class Completion:
                 told = choice["logprobs"]
                 offsets[i] += sum(map(len, told["tokens"])) if told else 0
                 if piece.text or piece.finish or told:
-                    yield head | {"choices": [choice]}
+                    yield chunk(choice)
         except ApiError as error:
-            yield error.body()
+            yield encoded(error.body())
             return
         if usage:
-            yield head | {"choices": [], "usage": answers.usage(self.texts)}
+            yield encoded(head | {"choices": [], "usage": answers.usage(self.texts)})

@@ -17,6 +17,10 @@ from graphrt.tools.serve.state import State
 
 log = logging.getLogger("graphrt.serve")
 
+#: Seconds after which a thread that computes lets another one go on. The thread that owns the engine has little to do
+#: in a step, and all texts wait for it while the one that writes answers goes on.
+SWITCH_SECONDS = 0.0005
+
 
 def run(state: State, api_keys: Sequence[str], listening: socket.socket, address: str, shutdown_timeout: int) -> int:
     """Serves until a signal comes: then no new connection is taken, and requests that are there are answered, for at
@@ -40,6 +44,7 @@ def run(state: State, api_keys: Sequence[str], listening: socket.socket, address
     # uvicorn raises the signal that ended it once more when all is done: then nothing is to happen
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    sys.setswitchinterval(SWITCH_SECONDS)
     uvicorn.Server(config).run(sockets=[listening])
     log.info("ended")
     return 0

@@ -6,8 +6,8 @@ its beginning, reads the rest in chunks beside those that generate, and generate
 came last gives its pages back and waits again: its tokens are read anew, or taken over where the tree still has them.
 No new text begins until one has ended, so that two don't take each other's pages in turn.
 
-Where all texts choose alike (greedily, or drawn by the same parameters) and the engine gains by it, a ContinuousBatch
-chooses on the device; else the host reads logits and each text's own sampler chooses.
+Where the device can choose all texts' tokens and the engine gains by it, a ContinuousBatch does; else the host reads
+logits and each text's own sampler chooses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from graphrt.errors import CacheFullError, GraphrtError, SessionError
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece, Pieces
+from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler
-from graphrt.ops import SampleParams
+from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.tools.serve.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ class Text:
     prompt that reads it first.
 
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
-    until it begins; seq: of the engine, -1 for none; came, began, last: seconds by the clock, 0 while it has not
-    happened."""
+    until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't; came,
+    began, last: seconds by the clock, 0 while it has not happened."""
 
     prompt: Sequence[int]
     most: int
@@ -54,6 +55,7 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     n_cached: int = -1
     seq: int = -1
+    how: Drawn | None = None
     came: float = 0.0
     began: float = 0.0
     last: float = 0.0
@@ -92,14 +94,11 @@ class Counts:
     steps: int = 0
 
 
-_OnDevice = SampleParams | str | None
-
-
 class Scheduler:
-    """The texts of one engine."""
+    """The texts of one engine. lookup: tokens of a text that prompt lookup guesses at a time, 0 for none."""
 
-    def __init__(self, engine: PagedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: PagedEngine, lookup: int = 0) -> None:
+        self.engine, self.lookup = engine, lookup
         self.waiting: FairQueue[Text] = FairQueue()
         self.running: dict[int, Text] = {}  # by sequence, in the order in which they began
         self.counts = Counts()
@@ -129,7 +128,7 @@ class Scheduler:
     def add(self, text: Text) -> None:
         """A text waits for its turn."""
         text.came = text.came or time.monotonic()
-        text.tokens = list(text.prompt)
+        text.tokens, text.how = list(text.prompt), self._on_device(text)
         self.waiting.put(text.key, text)
 
     def cancel(self, text: Text) -> None:
@@ -204,41 +203,39 @@ class Scheduler:
 
     # ---- reading ----
 
-    def _on_device(self, text: Text) -> _OnDevice:
-        """How a device chooses a text's tokens, None where it can't."""
-        if not self._runs_ahead:
-            return None
-        if text.sampler.is_greedy and not text.sampler.never:
-            return "greedy"
-        return text.sampler.device_params() if self.engine.home.asynchronous else None
+    def _on_device(self, text: Text) -> Drawn | None:
+        """How a device chooses a text's tokens, None where it can't or gains nothing by it."""
+        how = drawn(text.sampler, self.engine.n_ctx) if self._runs_ahead else None
+        return how if how is not None and (self.engine.home.asynchronous or how.is_plain) else None
 
     def _read(self) -> None:
-        ways = {self._on_device(text) for text in self.running.values()}
-        way = ways.pop() if len(ways) == 1 else None
-        sampling = way if isinstance(way, SampleParams) else None
-        if way is None or (self._batch is not None and self._batch.sampling != sampling):
+        if any(text.how is None for text in self.running.values()):
             self._leave_batch()
-        if way is None:
             self._step_by_host()
             return
         if self._batch is None:
-            self._batch = ContinuousBatch(self.engine, sampling)
+            self._batch = ContinuousBatch(self.engine)
             for text in self.running.values():
                 self._join_batch(text)
-        for seq, token in self._batch.step().items():
-            self._made(self.running[seq], token)
+        for seq, tokens in self._batch.step().items():
+            text = self.running[seq]
+            for token in tokens:
+                if text.state != ENDED:
+                    self._made(text, token)
+        while self._batch is not None and self._batch.failed:
+            seq, error = self._batch.failed.popitem()
+            if seq in self.running:
+                self._fail(self.running[seq], error)
 
     def _join_batch(self, text: Text) -> None:
         assert self._batch is not None
-        way = self._on_device(text)
-        sampling = way if isinstance(way, SampleParams) else None
-        if way is None or sampling != self._batch.sampling:
+        if text.how is None:
             self._leave_batch()
             return
         room = self.most_tokens + 1 - len(text.tokens)
         left = room if text.most < 0 else min(room, text.most - text.n_made)
-        uniforms = None if sampling is None else text.sampler.uniforms
-        self._batch.add(text.seq, self._unread(text), left, uniforms)
+        lookup = PromptLookup(text.tokens, self.lookup) if self.lookup else None
+        self._batch.add(text.seq, self._unread(text), left, text.how, lookup)
 
     def _leave_batch(self) -> None:
         """What the device has chosen and nobody was told is chosen again."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import SessionError
 from graphrt.models.hub_known import DEFAULT_MODEL, KNOWN
+from graphrt.models.synthetic_recipes import RECIPES
 from graphrt.tools.common import (
     MODEL_HELP,
     add_fast_argument,
@@ -32,14 +33,17 @@ if TYPE_CHECKING:
 
 #: Texts that are made at once, unless told.
 PARALLEL = 8
-#: Whole contexts that the cache holds for all of them, unless told: few texts are as long as they may be.
-CONTEXTS = 4
+#: Whole contexts that the cache holds for all of them, unless told, and tokens for each: few texts are as long as they
+#: may be.
+CONTEXTS, EACH = 4, 1024
 #: Tokens of a page: the end of a prompt that isn't a whole page is read anew for each text.
 PAGE = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    made_up = f"random weights in a known shape instead, to measure with: {', '.join(RECIPES)}, with :q4_k_m behind"
+    parser.add_argument("--synthetic", metavar="NAME", help=made_up)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     group.add_argument(
@@ -51,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="the same, a key a line")
     many = f"texts that are made at once; others wait (default: {PARALLEL})"
     group.add_argument("-np", "--parallel", type=whole(1, 4096), default=PARALLEL, metavar="N", help=many)
-    total = f"tokens that the cache holds for all texts together (default: {CONTEXTS} contexts)"
+    total = f"tokens that the cache holds for all texts together (default: {CONTEXTS} contexts, or {EACH} for each)"
     group.add_argument("--max-total-tokens", type=whole(1), metavar="N", help=total)
     predict = "the most tokens of a text, whatever is asked for, -1: no limit (default)"
     group.add_argument("-n", "--predict", type=whole(-1), default=-1, metavar="N", help=predict)
@@ -64,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-queue", type=whole(0), default=1024, metavar="N", help=queue)
     drain = "seconds that SIGTERM waits for requests to end, 0: as long as they take (default)"
     group.add_argument("--shutdown-timeout", type=whole(0), default=0, metavar="N", help=drain)
+    guessed = "tokens that are guessed at a time from where a text's last ones stood before (default: 0, none)"
+    group.add_argument("--lookup", type=whole(0, 32), default=0, metavar="N", help=guessed)
+    no_warm_up = "answer at once: the first requests then wait for kernels of a GPU to be compiled"
+    group.add_argument("--no-warmup", action="store_true", help=no_warm_up)
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
     group.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     add_fast_argument(parser)
@@ -78,6 +86,8 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError(
             f"a server needs packages that are not installed ({error.name}); pip install 'graphrt[serve]'"
         ) from error
+    if args.synthetic and args.model:
+        raise SessionError("one model may be served, got MODEL and --synthetic; leave one of them out")
     sampling, keys = sampler_params(args), api_keys(args)
     listening = listen(args.host, args.port)
     with listening:
@@ -125,7 +135,7 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
 
     limits, metrics = Limits(args.max_body, args.timeout, args.max_queue), Metrics()
     most = args.parallel + args.max_queue  # texts that can be there at once
-    scheduler = Scheduler(engine_of(model, args)) if isinstance(model.network, Decoder) else None
+    scheduler = Scheduler(engine_of(model, args), args.lookup) if isinstance(model.network, Decoder) else None
     maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict, most)
     if scheduler is not None:
         assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
@@ -139,6 +149,8 @@ def names_of(model: Model, args: argparse.Namespace) -> list[str]:
     """What requests may call the model: as the command line did, or by its file, unless --alias says how."""
     if args.alias is not None:
         return [args.alias]
+    if args.synthetic:
+        return [args.synthetic]
     known = [args.model or DEFAULT_MODEL] if args.model in (None, *KNOWN) else []
     return [*known, *(path.stem for path in map(Path, model.file.paths[:1]))]
 
@@ -147,12 +159,16 @@ def engine_of(model: Model, args: argparse.Namespace) -> PagedEngine:
     """The sequences of all texts. Raises SessionError, MemoryPlanError."""
     from graphrt.models.engine import check_options
     from graphrt.models.engine_paged import PagedEngine
+    from graphrt.models.warm_up import warm_up
 
     options = session_options(args)
     n_ctx, _ = check_options(options, model.decoder.hp)
-    total = args.max_total_tokens or n_ctx * min(args.parallel, CONTEXTS)
+    usual = max(n_ctx * min(args.parallel, CONTEXTS), args.parallel * min(n_ctx, EACH))
+    total = args.max_total_tokens or usual
     pages = max(1, -(-total // PAGE))
     engine = PagedEngine(model.decoder, model.backends, replace(options, page=PAGE, n_pages=pages), args.parallel)
     for sentence in engine.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
+    if not args.no_warmup:
+        warm_up(engine)
     return engine

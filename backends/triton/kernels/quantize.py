@@ -27,10 +27,10 @@ BLOCK = 32
 
 
 def stored(view: View) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """A tensor of a WRITABLE type with contiguous rows as kernels write it: its memory and the strides of ne[1] to
-    ne[3] in elements of that; int16 for bf16 and for blocks."""
+    """A tensor of a WRITABLE type or i32, with contiguous rows, as kernels write it: its memory and the strides of
+    ne[1] to ne[3] in elements of that; int16 for bf16 and for blocks."""
     data, (_, s1, s2, s3) = view.data, view.strides
-    if view.kind in ("f32", "f16"):
+    if view.kind in ("f32", "f16", "i32"):
         return data, (s1, s2, s3)
     unit = 2 // data.itemsize
     return data.view(torch.int16), (s1 // unit, s2 // unit, s3 // unit)
@@ -167,6 +167,9 @@ def store_part(p_in, s0, p_out, part, n, KIND: tl.constexpr, SIZE: tl.constexpr)
         i = i_block[:, None, None] * 32 + block_elements(KIND)[None, :, :]
         x = tl.load(p_in + i.to(tl.int64) * s0, mask=m_block[:, None, None], other=0.0).to(tl.float32)
         store_blocks(p_out + i_block.to(tl.int64) * halves_a_block(KIND), x, m_block, KIND)
+    elif KIND == "i32":
+        i = part * SIZE + tl.arange(0, SIZE)
+        tl.store(p_out + i, tl.load(p_in + i.to(tl.int64) * s0, mask=i < n), mask=i < n)
     else:
         i = part * SIZE + tl.arange(0, SIZE)
         x = tl.load(p_in + i.to(tl.int64) * s0, mask=i < n, other=0.0).to(tl.float32)

@@ -1,4 +1,5 @@
-"""SAMPLE: the k highest logits in order, then the truncations and the draw, in five launches without the host.
+"""SAMPLE and SAMPLE_EACH: the k highest logits in order, then the truncations and the draw, in five launches without
+the host.
 
 A key has a logit's order above its place in the row (sort.order_keys): no two of a row are equal, so that "the k
 highest" is one set and its order is one order, whichever program comes first.
@@ -7,12 +8,11 @@ highest" is one set and its order is one order, whichever program comes first.
 2. The blocks' largest keys in order: that bound.
 3. What is not below the bound, in any order. Few keys beyond k, and never more than k blocks of them.
 4. These in order, by how many are larger than each.
-5. The truncations and the draw, one program a row.
+5. The truncations and the draw, one program a row (draw.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.context import Context, Step
+from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.common.pdl import take_turn
+from graphrt.backends.triton.kernels.draw import draw
 from graphrt.backends.triton.kernels.sort import LEAST_KEY, order_keys
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.ops.sample_each import N_SETTINGS, RowSettings
 from graphrt.tensor import Tensor
 
 #: Most elements of a block, and of what one program reads of a row.
@@ -96,78 +98,42 @@ def sort_keys(
         tl.store(p_sorted + row * k + place, mine, mask=(i < n) & (place < k))
 
 
-@triton.jit
-def _logits(keys):
-    """What order_keys() made keys of; 0 for -0."""
-    ordered = (keys >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _shares(x, top, mask):
-    """softmax in f64 of f32 logits, the highest of which is `top`; +inf logits share everything."""
-    exact = tl.exp(x.to(tl.float64) - top.to(tl.float64))
-    w = tl.where(tl.abs(top) == float("inf"), (x == top).to(tl.float64), exact)
-    w = tl.where(mask, w, 0.0)
-    return w / tl.sum(w, 0)
-
-
-@accesses(reads="p_sorted p_uniforms p_numbers p_shares", writes="p_shares p_out")
-@triton.jit
-def draw(
-    p_sorted, p_uniforms, p_numbers, p_shares, p_out, k, min_keep, su,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (row) draws one of k keys in order, k <= SIZE. numbers: f64, temp, top_p, log(min_p); shares: f64 [rows,
-    2, SIZE], scratch; out: int32 [rows].
-
-    Running sums go one by one, in order, as the host's do: equal logits have sums that meet top_p exactly.
-    """
-    take_turn(PDL)
-    row = tl.program_id(0)
-    j = tl.arange(0, SIZE)
-    p_row, p_shares = p_sorted + row * k, p_shares + row * 2 * SIZE
-    x, top = _logits(tl.load(p_row + j, mask=j < k, other=0)), _logits(tl.load(p_row))
-    n = k
-    if TOP_P:
-        tl.store(p_shares + j, _shares(x, top, j < n))
-        tl.debug_barrier()
-        limit = tl.load(p_numbers + 1)
-        total = tl.full([], 0.0, tl.float64)
-        below = tl.full([], 0, tl.int32)
-        for i in tl.range(0, n, loop_unroll_factor=8):
-            total += tl.load(p_shares + i)
-            below += (total < limit).to(tl.int32)
-        n = tl.minimum(tl.maximum(below + 1, min_keep), n)
-    if MIN_P:
-        least = top + tl.load(p_numbers + 2).to(tl.float32)
-        count = tl.sum(((j < n) & (x >= least)).to(tl.int32), 0)
-        n = tl.minimum(tl.maximum(count, min_keep), n)
-    # The highest is moved to 0 first, so that a tiny temp leaves it finite; infinity can't be moved.
-    moved = tl.where(tl.abs(top) == float("inf"), x, x - top)
-    y = (moved.to(tl.float64) / tl.load(p_numbers)).to(tl.float32)
-    p_shares += SIZE
-    tl.store(p_shares + j, _shares(y, tl.max(tl.where(j < n, y, float("-inf")), 0), j < n))
-    tl.debug_barrier()
-    total = tl.full([], 0.0, tl.float64)
-    for i in tl.range(0, n, loop_unroll_factor=8):
-        total += tl.load(p_shares + i)
-    target = tl.load(p_uniforms + row * su).to(tl.float64) * total
-    total = tl.full([], 0.0, tl.float64)
-    place = tl.full([], 0, tl.int32)
-    for i in tl.range(0, n, loop_unroll_factor=8):
-        total += tl.load(p_shares + i)
-        place += (total <= target).to(tl.int32)
-    place = tl.where(top > float("-inf"), tl.minimum(place, n - 1), 0)
-    tl.store(p_out + row, 0x7FFFFFFF - (tl.load(p_row + place) & 0x7FFFFFFF).to(tl.int32))
-
-
 def lower_sample(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """SAMPLE."""
+    """SAMPLE: all rows by one column of settings."""
     node = nodes[0]
-    a, u, p = ctx.view(node["logits"]), ctx.view(node["uniforms"]), node.params
+    settings = ctx.scratch((N_SETTINGS,), torch.float64)
+    settings.copy_(torch.tensor(RowSettings.of(node.params).column, dtype=torch.float64))
+    return _drawn(node, node.params.top_k, settings, None, ctx.view(node["uniforms"]).strides[0], ctx)
+
+
+def lower_sample_each(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """SAMPLE_EACH."""
+    node = nodes[0]
+    settings, slots = (ctx.view(node[name]).data for name in ("settings", "slots"))
+    return _drawn(node, node.params.most, settings, slots, 2, ctx)
+
+
+def _drawn(
+    node: Tensor, most: int, settings: torch.Tensor, slots: torch.Tensor | None, su: int, ctx: Context
+) -> list[Step]:
+    """The five launches. most: candidates of a row; su: the stride of rows' uniform numbers."""
+    a, options = ctx.view(node["logits"]), launch_options(ctx.target, 4)
     n, m = a.ne[:2]
-    k = min(p.top_k, n)
+    k = min(most, n)
+    width = triton.next_power_of_2(k)
+    steps, best = _highest(a, k, ctx)
+    last = {
+        "p_sorted": best, "p_uniforms": ctx.view(node["uniforms"]).data, "p_slots": slots, "p_settings": settings,
+        "p_shares": ctx.scratch((m, 2, width), torch.float64), "p_out": ctx.view(node).data, "k": k, "su": su,
+        "SIZE": width, "PDL": ctx.target.has_pdl,
+    }  # fmt: skip
+    exact = {**options, "num_warps": max(1, min(8, width // 128)), "enable_fp_fusion": False}
+    return [*steps, Launch(draw, (m,), last, exact)]
+
+
+def _highest(a: View, k: int, ctx: Context) -> tuple[list[Step], torch.Tensor]:
+    """What finds the k highest of each row, and where their keys are then, in order: [rows, k]."""
+    n, m = a.ne[:2]
     block = min(_BLOCK, 1 << (max(1, n // (_BLOCKS_A_KEY * k)).bit_length() - 1))
     n_blocks, capacity = -(-n // block), min(n, k * block)
     wanted = max(1, ctx.target.sm_count // m)
@@ -175,9 +141,6 @@ def lower_sample(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     maxima, keys = (ctx.scratch((m, width), torch.int64) for width in (n_blocks, capacity))
     tops, best = (ctx.scratch((m, k), torch.int64) for _ in "ab")
     all_blocks, kept = (ctx.scratch((m,), torch.int32).fill_(n_blocks) for _ in "ab")
-    width = triton.next_power_of_2(k)
-    numbers = ctx.scratch((3,), torch.float64)
-    numbers.copy_(torch.tensor([p.temp, p.top_p, math.log(p.min_p) if p.min_p else -math.inf], dtype=torch.float64))
     pdl, sizes = {"PDL": ctx.target.has_pdl}, {"n": n, "s0": a.strides[0], "s1": a.strides[1]}
 
     def in_order(source: torch.Tensor, count: torch.Tensor, target: torch.Tensor) -> Launch:
@@ -197,20 +160,15 @@ def lower_sample(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
         "p_a": a.data, "p_tops": tops, "p_kept": kept, "p_keys": keys, "capacity": capacity, "k": k, **sizes,
         "SIZE": size, **pdl,
     }  # fmt: skip
-    last = {
-        "p_sorted": best, "p_uniforms": u.data, "p_numbers": numbers,
-        "p_shares": ctx.scratch((m, 2, width), torch.float64), "p_out": ctx.view(node).data, "k": k,
-        "min_keep": max(1, p.min_keep), "su": u.strides[0], "TOP_P": p.top_p < 1, "MIN_P": p.min_p > 0, "SIZE": width,
-        **pdl,
-    }  # fmt: skip
-    exact = {**launch_options(ctx.target, max(1, min(8, width // 128))), "enable_fp_fusion": False}
-    return [
+    found: list[Step] = [
         Launch(block_maxima, (m, parts), first, options),
         in_order(maxima, all_blocks, tops),
         Launch(keep_keys, (m, parts), third, options),
         in_order(keys, kept, best),
-        Launch(draw, (m,), last, exact),
     ]
+    return found, best
 
 
-LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {"SAMPLE": lower_sample}
+LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
+    "SAMPLE": lower_sample, "SAMPLE_EACH": lower_sample_each,
+}  # fmt: skip

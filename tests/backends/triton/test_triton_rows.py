@@ -31,7 +31,7 @@ from support.aot_rows import context, latent_group, rope_cache_found
 from support.planned import lowered_group
 
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels import copy, kq_mask, rope, rows, sample, sort
+from graphrt.backends.triton.kernels import copy, kq_mask, penalize, rope, rows, sample, sort
 from graphrt.backends.triton.kernels.rope_fusions import RopeCache
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
@@ -39,10 +39,14 @@ from graphrt.program import Program
 
 LOWERINGS = {
     **rows.LOWERINGS, **copy.LOWERINGS, **rope.LOWERINGS, **sample.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS,
+    **penalize.LOWERINGS,
 }  # fmt: skip
 #: `graphrt test -b triton` runs all cases; this is every n-th of the quick ones, less what takes long interpreted.
-EVERY = {"SET_ROWS": 4, "GET_ROWS": 7, "ROPE": 5, "CPY": 4, "ARGMAX": 1, "TOP_K": 1, "SAMPLE": 4, "KQ_MASK": 3}
-SLOW = ("top_k=1024", "n_rows=700", "batch=[4,2]", "n=4096", "n=8193", "ne=[40,5,33,1]")
+EVERY = {
+    "SET_ROWS": 4, "GET_ROWS": 7, "ROPE": 5, "CPY": 4, "ARGMAX": 1, "TOP_K": 1, "SAMPLE": 4, "KQ_MASK": 3,
+    "SAMPLE_EACH": 1, "PENALIZE": 1,
+}  # fmt: skip
+SLOW = ("most=1024", "top_k=1024", "n_rows=700", "batch=[4,2]", "n=4096", "n=8193", "ne=[40,5,33,1]")
 QUANTIZED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 
 

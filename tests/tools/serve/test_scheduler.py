@@ -108,6 +108,42 @@ def test_texts_are_those_that_each_is_alone(llama: Model, kinds: list[tuple[Samp
     check_nothing_left(scheduler)
 
 
+#: What the device chooses each in its own way, beside each other.
+DEVICE: list[tuple[SamplerParams, dict[str, Any]]] = [
+    (GREEDY, {}),
+    (replace(DRAWN, repeat_penalty=1.3, presence_penalty=0.4, repeat_last_n=12, logit_bias=((40, 3.0),)), {}),
+    (replace(GREEDY, frequency_penalty=2.0, repeat_last_n=-1), {"ignore_eos": True}),
+    (replace(DRAWN, xtc_probability=0.5, xtc_threshold=0.02, typical_p=0.9, seed=11), {}),
+    (replace(DRAWN, top_k=1000, top_p=0.5, min_p=0.0, seed=12), {"grammar": "root ::= [a-z ]{3,20}"}),
+    (GREEDY, {"grammar": 'root ::= ("ab" | [c-f]){2,6}'}),
+]
+
+
+@pytest.mark.parametrize("kinds", [DEVICE[:4], DEVICE], ids=["queued ahead", "with grammars"])
+def test_the_device_chooses_each_texts_tokens_as_its_sampler(
+    llama: Model, monkeypatch: pytest.MonkeyPatch, kinds: list[tuple[SamplerParams, dict[str, Any]]]
+) -> None:
+    """Texts come, go and begin again, and no step gives its logits to the host."""
+    texts, wanted = [], []
+    for i, prompt in enumerate(prompts(9, seed=17)):
+        params, rules = kinds[i % len(kinds)]
+        texts.append(text_of(llama, prompt, 6 + i, params, rules=rules))
+        wanted.append(alone(llama, texts[-1], params, **rules))
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    scheduler = scheduler_of(llama, 3, n_pages=11)
+    monkeypatch.setattr(scheduler, "_step_by_host", None)
+    for text in texts[:5]:
+        scheduler.add(text)
+    for _ in range(4):
+        scheduler.step()
+    for text in texts[5:]:
+        scheduler.add(text)
+    events = run(scheduler)
+    assert not [e.error for e in events if e.error]
+    assert [made(text) for text in texts] == wanted
+    check_nothing_left(scheduler)
+
+
 @pytest.mark.parametrize("queued", [False, True], ids=["one at a time", "queued ahead"])
 def test_texts_change_between_device_and_host(llama: Model, monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
     """A text that the host chooses for comes and goes among greedy ones."""
@@ -197,11 +233,16 @@ class Refuses:
     def mask(self) -> np.ndarray:
         return np.full(self.n_vocab, self.left > 0)
 
+    def bits(self) -> np.ndarray:
+        return np.packbits(np.resize(self.mask(), -(-self.n_vocab // 32) * 32), bitorder="little").view(np.uint32)
+
     def accept(self, token: int) -> None:
         self.left -= 1
 
 
-def test_a_text_that_fails_is_alone_in_that(llama: Model) -> None:
+@pytest.mark.parametrize("queued", [False, True], ids=["by the host", "by the device"])
+def test_a_text_that_fails_is_alone_in_that(llama: Model, monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", queued)
     scheduler = scheduler_of(llama)
     bad, good = (text_of(llama, prompt, 8) for prompt in prompts(2))
     bad.sampler.matcher = Refuses(llama.network.hp.n_vocab)

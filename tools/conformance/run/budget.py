@@ -85,5 +85,7 @@ _ROUNDS: dict[str, Callable[[Tensor], int]] = {
     "FLASH_ATTN_VARLEN": lambda t: t["q_starts"].ne[0],
     "FLASH_ATTN_VARLEN_LSE": lambda t: t["q_starts"].ne[0],
     "SAMPLE": lambda t: t.n_elements,
+    "SAMPLE_EACH": lambda t: t.n_elements,
+    "PENALIZE": lambda t: t.ne[1] * (1 + t["biased"].ne[0] + t["past"].ne[0]),
     "ROPE": lambda t: t.params.n_dims // 64,
 }

@@ -112,11 +112,14 @@ def _tensor(item: Checked, made: list[Tensor]) -> Tensor:
     return t
 
 
-#: Ops that take rows by index, with what they call the table; which row is there is the caller's to know, and kernels
-#: don't ask again.
-_INDEXED = {"GET_ROWS": "table", "SET_ROWS": "target"}
+#: Ops that take rows by index, with what they call the table and the indices; which row is there is the caller's to
+#: know, and kernels don't ask again.
+_INDEXED = {
+    "GET_ROWS": ("table", "ids"), "SET_ROWS": ("target", "ids"), "SAMPLE_EACH": ("settings", "slots"),
+    "PENALIZE": ("settings", "slots"),
+}  # fmt: skip
 #: Ops whose results are indices into their first source's ne[0].
-_ORDERING = ("ARGMAX", "ARGSORT", "TOP_K", "SAMPLE")
+_ORDERING = ("ARGMAX", "ARGSORT", "TOP_K", "SAMPLE", "SAMPLE_EACH")
 
 
 def _check_indices(graph: Graph, inputs: Inputs) -> None:
@@ -125,7 +128,7 @@ def _check_indices(graph: Graph, inputs: Inputs) -> None:
     for node in graph.nodes:
         if node.op not in _INDEXED:
             continue
-        table, ids = node[_INDEXED[node.op]], node["ids"]
+        table, ids = (node[name] for name in _INDEXED[node.op])
         if ids.root.is_leaf and ids.root not in written:
             raw = np.ascontiguousarray(inputs.values[ids.root]).reshape(-1).view(np.uint8)
             found = as_stored(ids, raw, ids.view_offs)
