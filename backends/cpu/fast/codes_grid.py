@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import gguf
 
-from graphrt.backends.cpu.fast.code_type import Codes, half
+from graphrt.backends.cpu.fast.code_type import Codes, half, numbered
 from graphrt.backends.cpu.fast.ir import F32, I1, I8, I16, I32, I64, Fn, Val
 
 
@@ -98,5 +98,5 @@ def iq3_s(f: Fn, p: Val, count: int) -> Codes:
     bits = f.load(p + 66, I64).bits(I1, 64)
     ninth = f.select(bits, f.zeros(I16, 64) + 256, f.zeros(I16, 64))
     numbers = ninth | f.load(p + 2, I8, 64).zext(I16)
-    scales = (_nibble_scales(f, p + 106, 4) * 2.0 + 1.0) * half(f, p, 8)
-    return Codes(_chunks(f, "IQ3_S", _lanes(f, numbers), f.load(p + 74, I64, 4)), scales)
+    chunks = _chunks(f, "IQ3_S", _lanes(f, numbers), f.load(p + 74, I64, 4))
+    return numbered(chunks, _nibble_scales(f, p + 106, 4) * 2.0 + 1.0, half(f, p, 16))
