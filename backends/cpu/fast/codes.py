@@ -38,7 +38,7 @@ CODE_TYPES: dict[str, CodeType] = {
         CodeType("q6_K", 256, 210, 16, k_fours, k.q6_k, zero=32, largest=128 * 32),
         CodeType("iq4_xs", 256, 136, 32, k_eights, k.iq4_xs, signed=True, largest=32 * 127),
         CodeType("nvfp4", 64, 36, 16, halves_of_16, small.nvfp4, zero=small.FP4_ZERO, at_once=2),
-        CodeType("tq1_0", 256, 54, 32, k_natural, k.tq1_0, zero=1),
+        CodeType("tq1_0", 256, 54, 32, k.tq1_layout, k.tq1_0, zero=1, at_once=2),
         CodeType("tq2_0", 256, 66, 32, k_eights, k.tq2_0, zero=1),
         CodeType("iq2_xxs", 256, 66, 32, k_natural, grid.iq2_xxs, signed=True),
         CodeType("iq2_xs", 256, 74, 16, k_natural, grid.iq2_xs, signed=True),

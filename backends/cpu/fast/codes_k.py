@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.backends.cpu.fast.code_type import Codes, half, half_pairs, numbered, numbers, spread
+from graphrt.backends.cpu.fast.code_type import Codes, each, half, half_pairs, numbered, numbers, spread
 from graphrt.backends.cpu.fast.codes_small import IQ4_VALUES
 from graphrt.backends.cpu.fast.ir import F32, I8, I16, I32, I64, Fn, Val, concat
 
@@ -91,13 +91,32 @@ def tq2_0(f: Fn, p: Val, count: int) -> Codes:
     return Codes(chunks, half(f, p + 64, 8))
 
 
+def tq1_layout(count: int) -> list[list[int]]:
+    """Of each block the first 160 values by their digit; of the others two digits of 16 bytes each together, the last
+    of these with the four digits of the last bytes."""
+    blocks = range(0, 256 * count, 256)
+    first = [[b + 32 * d + i for b in blocks for i in range(32)] for d in range(5)]
+    then = [[b + 160 + 16 * d + i for b in blocks for i in range(16)] for d in range(5)]
+    last = [b + 240 + 4 * d + i for d in range(4) for b in blocks for i in range(4)]
+    return [*first, then[0] + then[1], then[2] + then[3], then[4] + last]
+
+
+def _digits(f: Fn, v: Val) -> Val:
+    """Of bytes as fractions the first digit of base 3: what a product with 3 carries out of 8 bits."""
+    one = f.zeros(I8, v.lanes) + 1
+    parts = (f.call("llvm.usub.sat", v, f.zeros(I8, v.lanes) + below) for below in (85, 170))
+    a, b = (f.call("llvm.umin", part, one) for part in parts)
+    return a + b
+
+
 def tq1_0(f: Fn, p: Val, count: int) -> Codes:
-    """Five digits of base 3 in a byte, as a fraction: the next one is what a product with 3 carries out of 8 bits."""
-    digits = [[f.load(p + at, I8, n)] for at, n in ((0, 32), (32, 16), (48, 4))]
-    for powers in digits:
-        while len(powers) < 5:
-            powers.append(powers[-1] + powers[-1] + powers[-1])
-    a, b, last = digits
-    parts = [concat(a[:2]), concat(a[2:4]), concat([a[4], concat(b[:2])])]
-    parts.append(concat([concat(b[2:4]), concat([b[4], concat(last[:4])])]))
-    return Codes([f.unsigned_at_least(v, 86) + f.unsigned_at_least(v, 171) for v in parts], half(f, p + 52, 8))
+    """Five digits of base 3 in a byte, as a fraction: tripled, the next one is its first."""
+    powers = []
+    for at, n, digits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
+        v = [each(f, p + at, 54, count, n)]
+        while len(v) < digits:
+            v.append(v[-1] + v[-1] + v[-1])
+        powers.append(v)
+    a, b, last = powers
+    chunks = [_digits(f, v) for v in (*a, concat(b[:2]), concat(b[2:4]), concat([b[4], concat(last)]))]
+    return Codes(chunks, concat([half(f, p + 52 + 54 * i, 8) for i in range(count)]))

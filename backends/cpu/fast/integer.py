@@ -35,6 +35,8 @@ AT_ONCE = 8
 #: How many bytes ahead of its reading a row is asked for. The hardware looks ahead too, but not past the end of a page
 #: of 4 KiB, and a page is read in 0.3 us.
 AHEAD = 8192
+#: Bytes ahead that are asked for from the second cache into the nearest.
+SOON = 512
 #: Of activations about as much as stays in the nearest cache while rows of weights pass by. A row that is longer by no
 #: more than this is still one piece: rows then follow one another in address order, which memory likes.
 PIECE_BYTES, SPARE_BYTES = 12 * 1024, 4 * 1024
@@ -204,7 +206,7 @@ def round_rows(form: Form, *, dst: int, x: int, n_rows: int, n: int, x_nb: int) 
 def integer_dots(f: Fn, form: Form, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
     """dot(row, x) for each rounded row x, in f32; n: values in a row."""
     sums = [_Sum(f, form) for _ in xs]
-    for_units(f, form, n, lambda unit: _add_unit(f, form, unit, row, xs, sums, f.const(AHEAD), far=True))
+    for_units(f, form, n, lambda unit: _add_unit(f, form, unit, row, xs, sums, f.const(AHEAD)))
     totals = [total.lanes() for total in sums]
     if len(xs) == 1:
         return [f.sum(totals[0])]
@@ -235,7 +237,7 @@ def many_dots(
             # what comes next: the row's next piece, and after the last one the row so many further on
             ahead = f.select(i + 1 < n_pieces, piece * t.bytes, w_nb * AT_ONCE - i * piece * t.bytes)
             with f.range(start, f.min_int(start + piece, stop), together) as block:
-                _add_unit(f, form, unit_at(form, n, block, together), row, xs, sums, ahead, far=False)
+                _add_unit(f, form, unit_at(form, n, block, together), row, xs, sums, ahead)
             for k, total in enumerate(sums):
                 f.store(mine + k * vector, total.lanes())
     for k in range(n_x):
@@ -261,14 +263,13 @@ class _Sum:
         return self.products.v + rest if t.offsets else self.f.fma(rest, -float(zero), self.products.v)
 
 
-def _add_unit(
-    f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: Sequence[_Sum], ahead: Val, far: bool
-) -> None:
-    """Adds a unit's products; what lies `ahead` bytes further is asked for, as `Fn.prefetch` does it."""
+def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: Sequence[_Sum], ahead: Val) -> None:
+    """Adds a unit's products. What lies `ahead` bytes further is asked for, and what comes soon once more."""
     t = form.type
     blocks = row + unit.block * t.bytes
     for line in range(0, t.bytes * unit.count, LINE):
-        f.prefetch(blocks + (ahead + line), far)
+        f.prefetch(blocks + (ahead + line), far=True)
+        f.prefetch(blocks + (SOON + line))
     decoded = t.decode(f, blocks, unit.count)
     runs, size = form.runs(unit.count), t.size * unit.count
     weighted = decoded.offsets if decoded.offsets is not None else decoded.scales

@@ -263,10 +263,6 @@ class Fn:
             x, y = self.splat(x, n), self.splat(y, n)
         return Val(self, self.b.select(cond.v, x.v, y.v))
 
-    def unsigned_at_least(self, a: Val, n: int) -> Val:
-        """1 where a lane, as an unsigned number, is n or more, else 0."""
-        return Val(self, self.b.icmp_unsigned(">=", a.v, a._operand(n))).zext(a.t.element)
-
     def any_set(self, cond: Val) -> Val:
         """True when a lane of an i1 vector is set."""
         return cond.bits(ir.IntType(cond.lanes)).ne(0)
