@@ -115,12 +115,30 @@ def test_products(
     check(name, bits, x[:, :n], w, way(mem, name, bits, x[:, :n], w))
 
 
-@pytest.mark.parametrize(("name", "n"), [("q4_K", 4608), ("q8_0", 4704)])
+@pytest.mark.parametrize(("name", "n"), [("q4_K", 4864), ("q8_0", 4768)])
 def test_rows_in_pieces(name: str, n: int, mem: Memory, rng: np.random.Generator) -> None:
-    """Several activations that are more than the nearest cache holds: pieces, the last one shorter, and a rest."""
+    """More activations and weights than the nearest cache holds: pieces, the last one shorter, and a rest."""
     w, x = encode(rng, name, (19, n)), mem.put(rng.standard_normal((7, n)).astype(np.float32))
     assert x.shape[0] * 2 * n > 4 * integer.PIECE_BYTES
-    check(name, 16, x, w, product(mem, name, 16, x, w))
+    for way in (product, tiles):
+        check(name, 16, x, w, way(mem, name, 16, x, w))
+
+
+#: A block with the largest products of a code and its run's number, its scale 1, and what each value then is.
+LARGEST_BLOCKS = {
+    "q5_K": (b"\0\x3c\0\0" + b"\xff" * 172, 63.0 * 31),
+    "q6_K": (b"\0" * 192 + b"\x80" * 16 + b"\0\x3c", 128.0 * 32),
+    "iq4_xs": (b"\0\x3c" + b"\0" * 134, 32.0 * 127),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST_BLOCKS)
+def test_the_largest_sums_fit(name: str, mem: Memory) -> None:
+    block, value = LARGEST_BLOCKS[name]
+    w = np.tile(np.frombuffer(block, np.uint8), (17, 2))
+    assert (decode(name, w) == value).all()
+    y = tiles(mem, name, 16, mem.put(np.full((2, 512), -1.0, np.float32)), w)
+    np.testing.assert_allclose(y, -512 * value, rtol=1e-6)
 
 
 def test_all_instructions_give_the_same_bits(mem: Memory, rng: np.random.Generator) -> None:
