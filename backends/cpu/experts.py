@@ -79,7 +79,8 @@ def _mul_mat_id(low: Lowering, product: Tensor, out: Tensor, bias: Tensor | None
 def _tiles(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor, bias: Tensor | None) -> list[fast.Step]:
     """Each used expert's rows unpacked once for its pairs of a token and a slot."""
     n_slots, n_tok, n_expert = *out.ne[1:3], experts.ne[2]
-    given, (panels, n_panels) = low.activations(x, experts.dtype.name), panels_for(low, experts)
+    given = low.activations(x, experts.dtype.name, panels=True)
+    panels, n_panels = panels_for(low, experts, n_slots * n_tok)
     starts, order = low.experts_in_order(ids, n_expert, n_slots, n_tok)
     x_nb = given.row_bytes if x.ne[1] > 1 else 0, given.row_bytes * x.ne[1]
     return [

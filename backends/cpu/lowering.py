@@ -78,13 +78,14 @@ class Lowering:
         """Whether products with weights of a type round their activations."""
         return self.bits < 32 and kind in fast.CODE_TYPES
 
-    def activations(self, x: Tensor, kind: str) -> Given:
-        """`x`, whose rows lie evenly, for weights of a type. Weights that want the same form share what was rounded."""
+    def activations(self, x: Tensor, kind: str, panels: bool = False) -> Given:
+        """`x`, whose rows lie evenly, for weights of a type. panels: for products of 16 rows at once. Weights that want
+        the same form share what was rounded."""
         rows = rows_of(x)
         assert rows is not None
         if not self.rounds(kind):
             return Given([], self.at(x), rows[1], 32)
-        form, n = fast.form_of(kind, self.bits), x.ne[0]
+        form, n = (fast.panel_form_of if panels else fast.form_of)(kind, self.bits), x.ne[0]
         row_bytes = form.row_bytes(n)
         target = self.temporary(f"rounded {form.key}", rows[0], row_bytes // 4).data_ptr()
         if self._rounded.get(target) is x:

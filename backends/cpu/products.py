@@ -113,8 +113,8 @@ def _side_by_side(low: Lowering, out: Tensor) -> list[fast.Step] | None:
 
 def _tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int = 0, res_nb: int = 0) -> list[fast.Step]:
     """y = x times weights, whose codes are unpacked 16 rows at a time; rows of y lie side by side."""
-    given, n, kind = low.activations(x, weight.dtype.name), weight.ne[0], weight.dtype.name
-    panels, n_panels = panels_for(low, weight)
+    given, n, kind = low.activations(x, weight.dtype.name, panels=True), weight.ne[0], weight.dtype.name
+    panels, n_panels = panels_for(low, weight, x.n_rows)
     product = fast.gemm(
         kind, y=y, w=low.at(weight), x=given.at, panels=panels, n_panels=n_panels, n_rows=weight.ne[1], n=n,
         n_tok=x.n_rows, w_nb=weight.nb[1], x_nb=given.row_bytes, y_nb=4 * weight.ne[1], bits=low.bits, res=res,
@@ -123,10 +123,11 @@ def _tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int = 0, res_n
     return [*given.steps, product]
 
 
-def panels_for(low: Lowering, weight: Tensor) -> tuple[int, int]:
-    """The address of panels that rows of a matrix are unpacked into, and how many there are: one a thread."""
+def panels_for(low: Lowering, weight: Tensor, n_tok: int) -> tuple[int, int]:
+    """The address of panels that rows of a matrix are unpacked into for n_tok tokens, and how many there are: one a
+    thread."""
     n_panels = fast.max_threads()
-    n_bytes = fast.panel_bytes(fast.form_of(weight.dtype.name, low.bits), weight.ne[0])
+    n_bytes = fast.panel_bytes(fast.panel_form_of(weight.dtype.name, low.bits), n_tok)
     return low.temporary("panels", n_panels, n_bytes // 4).data_ptr(), n_panels
 
 

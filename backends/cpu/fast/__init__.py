@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.blocks import TYPES
     from graphrt.backends.cpu.fast.codes import CODE_TYPES
     from graphrt.backends.cpu.fast.experts import expert_gemm, expert_gemv, expert_order, order_bytes
-    from graphrt.backends.cpu.fast.integer import form_of, round_rows
+    from graphrt.backends.cpu.fast.integer import form_of, panel_form_of, round_rows
     from graphrt.backends.cpu.fast.masks import kq_mask
     from graphrt.backends.cpu.fast.math_ops import elementwise
     from graphrt.backends.cpu.fast.matvec import MAX_TOKENS, gemv, gemv_glu
@@ -45,7 +45,7 @@ _WHERE = {
     "blocks": ("TYPES",),
     "codes": ("CODE_TYPES",),
     "experts": ("expert_gemm", "expert_gemv", "expert_order", "order_bytes"),
-    "integer": ("form_of", "round_rows"),
+    "integer": ("form_of", "panel_form_of", "round_rows"),
     "masks": ("kq_mask",),
     "matvec": ("MAX_TOKENS", "gemv", "gemv_glu"),
     "math_ops": ("elementwise",),
@@ -88,6 +88,7 @@ __all__ = [
     "order",
     "order_bytes",
     "panel_bytes",
+    "panel_form_of",
     "rms_norm",
     "rope",
     "round_rows",

@@ -16,11 +16,16 @@ from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, I64, Fn, Val, c
 
 @dataclass(frozen=True)
 class Codes:
-    """Decoded blocks. chunks: i8 vectors; scales, offsets: f32 vectors with a lane for each run of `sub` values."""
+    """Decoded blocks. chunks: i8 vectors; scales, offsets: f32 vectors with a lane for each run of `sub` values.
+
+    numbers: where scales are whole numbers times one scale of the block, these numbers as f32, and that scale in 16
+    lanes.
+    """
 
     chunks: list[Val]
     scales: Val
     offsets: Val | None = None
+    numbers: tuple[Val, Val] | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class CodeType:
     sub: consecutive values with one scale. layout(count): for each chunk of `count` blocks the index of the value that
     each byte is. decode(f, address, count): so many blocks. zero: the code of the value `offset`. signed: codes are
     -128 to 127, else 0 to 127. offsets: runs have offsets, else 0. at_once: blocks that are best decoded together, 1 or
-    a power of two.
+    a power of two. largest: where scales are whole numbers times one scale of the block (of a type with at_once 1), the
+    largest product of such a number and a code less its zero; else 0.
     """
 
     name: str
@@ -43,6 +49,7 @@ class CodeType:
     signed: bool = False
     offsets: bool = False
     at_once: int = 1
+    largest: int = 0
 
 
 # layouts
@@ -140,6 +147,11 @@ def spread(f: Fn, v: Val, lanes: Sequence[int], shifts: Sequence[int], mask: int
 
 def numbers(bytes_: Val) -> Val:
     return bytes_.zext(I32).to(F32)
+
+
+def numbered(chunks: list[Val], n: Val, whole: Val) -> Codes:
+    """Codes whose scales are the numbers n times `whole`, 16 equal lanes."""
+    return Codes(chunks, n * whole.part(0, n.lanes), None, (n, whole))
 
 
 def nibble_chunks(f: Fn, p: Val, step: int, count: int) -> list[Val]:

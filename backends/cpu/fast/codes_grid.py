@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import gguf
 
-from graphrt.backends.cpu.fast.code_type import Codes, half, k_eights, k_pairs
+from graphrt.backends.cpu.fast.code_type import Codes, half, k_eights, k_pairs, numbered
 from graphrt.backends.cpu.fast.ir import F16, F32, I1, I8, I16, I32, I64, Fn, Val
 
 
@@ -117,8 +117,8 @@ def iq3_s(f: Fn, p: Val, count: int) -> Codes:
     bits = f.load(p + 66, I64).bits(I1, 64)
     ninth = f.select(bits, f.zeros(I16, 64) + 256, f.zeros(I16, 64))
     numbers = ninth | f.load(p + 2, I8, 64).zext(I16)
-    scales = (_nibble_scales(f, p + 106, 4) * 2.0 + 1.0) * half(f, p, 8)
-    return Codes(_chunks(f, "IQ3_S", _lanes(f, numbers), f.load(p + 74, I64, 4)), scales)
+    chunks = _chunks(f, "IQ3_S", _lanes(f, numbers), f.load(p + 74, I64, 4))
+    return numbered(chunks, _nibble_scales(f, p + 106, 4) * 2.0 + 1.0, half(f, p, 16))
 
 
 @functools.cache

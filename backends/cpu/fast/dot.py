@@ -13,20 +13,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graphrt.backends.cpu.fast.ir import I8, I16, I32, Fn, Host, Val
 
 
 @dataclass(frozen=True, eq=False)
 class Dot(ABC):
-    """One instruction set's way. bias: what is added to signed codes, for instructions that want unsigned ones."""
+    """One instruction set's way. bias: what is added to signed codes, for instructions that want unsigned ones;
+    columns: vectors that `prepared` makes."""
 
     name: str
     bias: int
+    columns: ClassVar[int] = 1
 
     @abstractmethod
     def parts(self, bits: int) -> int:
         """Bytes that an activation takes when it is to have 8 or 16 bits."""
+
+    def of_panels(self, bits: int) -> Dot:
+        """What multiplies 16 rows at once."""
+        return self
 
     @abstractmethod
     def chunks(self, f: Fn, ws: Sequence[Val], x: Val, ats: Sequence[int], unit: int, bits: int) -> Val:
@@ -39,7 +46,7 @@ class Dot(ABC):
 
     @abstractmethod
     def prepared(self, f: Fn, w: Val) -> list[Val]:
-        """Four codes of each of 16 rows, i32 lanes, as `add` takes them."""
+        """Four codes of each of 16 rows, i32 lanes, as panels keep them."""
 
     @abstractmethod
     def place(self, at: int, lane: int) -> int:
@@ -47,7 +54,8 @@ class Dot(ABC):
 
     @abstractmethod
     def add(self, f: Fn, totals: list[Val], w: list[Val], x: Val, lanes: int, unit: int) -> list[Val]:
-        """Adds the products with the four activations whose first is at x, in chunks of `lanes` bytes."""
+        """Adds the products of w, what `prepared` made as i32 lanes, with the four activations whose first is at x, in
+        chunks of `lanes` bytes."""
 
     @abstractmethod
     def end(self, totals: list[Val]) -> Val:
@@ -60,13 +68,21 @@ class Dot(ABC):
 
 @dataclass(frozen=True, eq=False)
 class ByteDot(Dot):
-    """By an instruction for bytes. symbols: LLVM's names of it by bytes; words: its operands are vectors of i32."""
+    """By an instruction for bytes. symbols: LLVM's names of it by bytes; words: its operands are vectors of i32.
+
+    panels: what 16 rows are multiplied by where activations have 16 bits: an instruction for pairs of words has as many
+    products as two for bytes, but gives one sum, and takes signed codes.
+    """
 
     symbols: dict[int, str]
     words: bool
+    panels: WordDot | None = None
 
     def parts(self, bits: int) -> int:
         return bits // 8
+
+    def of_panels(self, bits: int) -> Dot:
+        return self.panels if self.panels is not None and bits == 16 else self
 
     def chunks(self, f: Fn, ws: Sequence[Val], x: Val, ats: Sequence[int], unit: int, bits: int) -> Val:
         # a sum for each part, so that neither waits for the other
@@ -89,7 +105,7 @@ class ByteDot(Dot):
         return [f.zeros(I32) for _ in range(bits // 8)]
 
     def prepared(self, f: Fn, w: Val) -> list[Val]:
-        return [w.bits(I8, 4 * w.lanes)]
+        return [w]
 
     def place(self, at: int, lane: int) -> int:
         return at + lane
@@ -98,7 +114,8 @@ class ByteDot(Dot):
         out = []
         for part, total in enumerate(totals):
             four = f.splat(f.load(x + part * unit, I32), total.lanes)
-            out.append(self._dot(f, total, w[0], four.bits(I8, 4 * total.lanes)))
+            n = 4 * total.lanes
+            out.append(self._dot(f, total, w[0].bits(I8, n), four.bits(I8, n)))
         return out
 
     def end(self, totals: list[Val]) -> Val:
@@ -114,9 +131,12 @@ class ByteDot(Dot):
 
 @dataclass(frozen=True, eq=False)
 class WordDot(Dot):
-    """By an instruction for pairs of 16-bit numbers. symbols: its names by bytes; none: by LLVM's plain arithmetic."""
+    """By an instruction for pairs of 16-bit numbers. symbols: its names by bytes; none: by LLVM's plain arithmetic.
+    adds: it adds to a sum."""
 
     symbols: dict[int, str]
+    adds: bool = False
+    columns: ClassVar[int] = 2
 
     def parts(self, bits: int) -> int:
         return 2
@@ -127,19 +147,21 @@ class WordDot(Dot):
             pairs = w.bits(I16, n)
             even, odd = (pairs << 8).shift_sign(8), pairs.shift_sign(8)
             x_even, x_odd = (f.load(x + self.place(at, 0) + 2 * n * i, I16, n) for i in range(2))
-            dot = self._dot(f, even, x_even) + self._dot(f, odd, x_odd)
-            total = dot if total is None else total + dot
+            before = total if total is not None else f.zeros(I32, n // 2)
+            total = self._dot(f, self._dot(f, before, even, x_even), odd, x_odd)
         assert total is not None
         return total
 
-    def _dot(self, f: Fn, w: Val, x: Val) -> Val:
+    def _dot(self, f: Fn, total: Val, w: Val, x: Val) -> Val:
         if not self.symbols:
             a, b = w.bits(I32, w.lanes // 2), x.bits(I32, w.lanes // 2)
-            return (a << 16).shift_sign(16) * (b << 16).shift_sign(16) + a.shift_sign(16) * b.shift_sign(16)
+            return total + ((a << 16).shift_sign(16) * (b << 16).shift_sign(16) + a.shift_sign(16) * b.shift_sign(16))
 
         def part(at: int, n: int) -> Val:
-            a, b = (v.part(at // 2, n // 2) for v in (w, x))
-            return f.intrinsic(self.symbols[n], f.zeros(I32, n // 4).t, a, b)
+            before, a, b = total.part(at // 4, n // 4), w.part(at // 2, n // 2), x.part(at // 2, n // 2)
+            if self.adds:
+                return f.intrinsic(self.symbols[n], before.t, before, a.bits(I32, n // 4), b.bits(I32, n // 4))
+            return before + f.intrinsic(self.symbols[n], before.t, a, b)
 
         return f.by_parts(self.symbols, 2 * w.lanes, part)
 
@@ -157,7 +179,8 @@ class WordDot(Dot):
         (total,) = totals
         for odd in range(2):
             pair = f.splat(f.load(x + odd * lanes, I32), total.lanes)
-            total = total + self._dot(f, w[odd], pair.bits(I16, 2 * total.lanes))
+            n = 2 * total.lanes
+            total = self._dot(f, total, w[odd].bits(I16, n), pair.bits(I16, n))
         return [total]
 
     def end(self, totals: list[Val]) -> Val:
@@ -169,6 +192,7 @@ class WordDot(Dot):
 
 
 _VPDPBUSD = {n: f"llvm.x86.avx512.vpdpbusd.{8 * n}" for n in (16, 32, 64)}
+_VPDPWSSD = {n: f"llvm.x86.avx512.vpdpwssd.{8 * n}" for n in (16, 32, 64)}
 _VPMADDWD = {16: "llvm.x86.sse2.pmadd.wd", 32: "llvm.x86.avx2.pmadd.wd", 64: "llvm.x86.avx512.pmaddw.d.512"}
 
 
@@ -176,11 +200,11 @@ def _up_to(symbols: dict[int, str], n: int) -> dict[int, str]:
     return {width: symbol for width, symbol in symbols.items() if width <= n}
 
 
-VNNI512 = ByteDot("vnni512", 128, _VPDPBUSD, True)
-VNNI256 = ByteDot("vnni256", 128, _up_to(_VPDPBUSD, 32), True)
-SDOT = ByteDot("sdot", 0, {16: "llvm.aarch64.neon.sdot.v4i32.v16i8"}, False)
+VNNI512 = ByteDot("vnni512", 128, _VPDPBUSD, True, WordDot("words512", 0, _VPDPWSSD, True))
+VNNI256 = ByteDot("vnni256", 128, _up_to(_VPDPBUSD, 32), True, WordDot("words256", 0, _up_to(_VPDPWSSD, 32), True))
 MADD512 = WordDot("madd512", 0, _VPMADDWD)
 MADD256 = WordDot("madd256", 0, _up_to(_VPMADDWD, 32))
+SDOT = ByteDot("sdot", 0, {16: "llvm.aarch64.neon.sdot.v4i32.v16i8"}, False)
 PORTABLE = WordDot("portable", 0, {})
 
 #: The fastest first: what a machine must have for each.

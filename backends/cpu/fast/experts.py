@@ -10,13 +10,13 @@ import functools
 import math
 from collections.abc import Callable
 
-from graphrt.backends.cpu.fast.integer import Form, form_of, integer_dots
+from graphrt.backends.cpu.fast.integer import Form, integer_dots, panel_form_of
 from graphrt.backends.cpu.fast.ir import F32, I32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import F32_BITS, Rows, check_rows
 from graphrt.backends.cpu.fast.pool import Entry, Step
 from graphrt.backends.cpu.fast.rows import in_range, load_index
-from graphrt.backends.cpu.fast.tiles import PutEach, dots, in_fours, own_panel, put_rows, unpack_rows
+from graphrt.backends.cpu.fast.tiles import multiply_rows, own_panel, put_rows
 
 #: Most pairs of an expert whose rows are decoded one by one: unpacking 16 rows pays beyond.
 ROW_BY_ROW = 2
@@ -172,12 +172,17 @@ class _Pairs:
         return base + pair % self.n_slots * slot_nb + pair // self.n_slots * tok_nb
 
 
+def _x_row(pairs: _Pairs, first: Val, i: Val) -> Val:
+    return pairs.row("x", first + i)
+
+
 def _build_gemm(f: Fn, form: Form) -> None:
     """Experts one after the other; threads share the rows of each."""
     w, panels, n_panels, n_rows, n, n_expert = f.args("w", "panels", "n_panels", "n_rows", "n", "n_expert")
     w_nb, expert_nb, bias, bias_nb = f.args("w_nb", "expert_nb", "bias", "bias_nb")
     f.nth = f.min_int(f.nth, n_panels)  # further threads find no rows
-    panel, pairs = own_panel(f, form, panels, n), _Pairs(f)
+    n_slots, n_tok = f.args("n_slots", "n_tok")
+    panel, pairs = own_panel(f, form, panels, n_slots * n_tok), _Pairs(f)
     start, stop = f.share(n_rows, LANES)
     with f.range(0, n_expert) as e:
         first, last = pairs.of(e)
@@ -197,14 +202,12 @@ def _build_gemm(f: Fn, form: Form) -> None:
                 few(count)
         with f.if_(last - first > ROW_BY_ROW), f.range(start, stop, LANES) as r0:
             rows = f.min_int(stop - r0, LANES)
-            unpack_rows(f, form, n, matrix + r0 * w_nb, rows, w_nb, panel)
-
-            def tokens(places: list[Val], put: PutEach) -> None:
-                found = dots(f, form, panel, n, [pairs.row("x", place) for place in places])
-                biases = added + r0 * 4
-                put(found, lambda at, lanes: put_rows(f, lanes, rows, pairs.row("y", at) + r0 * 4, biases, bias))
-
-            in_fours(f, first, last, tokens)
+            n_pairs = last - first
+            row_of = functools.partial(_x_row, pairs, first)
+            multiply_rows(f, form, panel, n, matrix + r0 * w_nb, rows, w_nb, n_pairs, row_of)
+            with f.range(0, n_pairs) as i:
+                sums, target = panel.sums + i * (4 * LANES), pairs.row("y", first + i) + r0 * 4
+                put_rows(f, sums, rows, target, added + r0 * 4, bias)
     first, last = pairs.of(n_expert)
     with f.range(first, last) as at, f.range(start, stop) as r:
         f.store(pairs.row("y", at) + r * 4, f.const(math.nan, F32))
@@ -215,8 +218,8 @@ def gemm_kernel(type_name: str, form: Form) -> Kernel:
     strides = [f"{name}_{of}_nb" for name in ("y", "x") for of in ("slot", "tok")]
     return Kernel(
         f"expert_gemm_{type_name}_{form.dot.name}_{8 * form.parts}",
-        ("y", "w", "x", "starts", "bias", "panels", "n_panels", "n_rows", "n", "n_slots", "n_expert", "w_nb",
-         "expert_nb", "bias_nb", *strides),
+        ("y", "w", "x", "starts", "bias", "panels", "n_panels", "n_rows", "n", "n_slots", "n_tok", "n_expert",
+         "w_nb", "expert_nb", "bias_nb", *strides),
         lambda f: _build_gemm(f, form),
         optional=("bias", "bias_nb"),
     )  # fmt: skip
@@ -245,14 +248,14 @@ def expert_gemm(
     bias_nb: int = 0,
 ) -> Step:
     """As expert_gemv(), for any number of tokens. starts: what expert_order() made of their experts; x: rows that
-    round_rows() rounded to `bits` (16 or 8) for this type; panels: n_panels times panel_bytes() of memory, so many
-    threads may work."""
+    round_rows() rounded to `bits` (16 or 8) for panels of this type; panels: n_panels times panel_bytes() of memory, so
+    many threads may work."""
     check_rows(n, type_name)
-    form = form_of(type_name, bits)
+    form = panel_form_of(type_name, bits)
     kernel = gemm_kernel(type_name, form)
     block = kernel.pack(
         y=y, w=w, x=x, starts=starts, bias=bias, panels=panels, n_panels=n_panels, n_rows=n_rows, n=n, n_slots=n_slots,
-        n_expert=n_expert, w_nb=w_nb, expert_nb=expert_nb, bias_nb=bias_nb, y_slot_nb=y_nb[0], y_tok_nb=y_nb[1],
-        x_slot_nb=x_nb[0], x_tok_nb=x_nb[1],
+        n_tok=n_tok, n_expert=n_expert, w_nb=w_nb, expert_nb=expert_nb, bias_nb=bias_nb, y_slot_nb=y_nb[0],
+        y_tok_nb=y_nb[1], x_slot_nb=x_nb[0], x_tok_nb=x_nb[1],
     )  # fmt: skip
     return Step([Entry(kernel, block)], n_slots * n_tok * n_rows * w_nb)

@@ -34,7 +34,9 @@ SMALLEST = 2.0**-110
 AT_ONCE = 8
 #: How many bytes ahead of its reading a row is asked for. The hardware looks ahead too, but not past the end of a page
 #: of 4 KiB, and a page is read in 0.3 us.
-AHEAD = 4096
+AHEAD = 8192
+#: Bytes ahead that are asked for from the second cache into the nearest.
+SOON = 512
 #: Of activations about as much as stays in the nearest cache while rows of weights pass by. A row that is longer by no
 #: more than this is still one piece: rows then follow one another in address order, which memory likes.
 PIECE_BYTES, SPARE_BYTES = 12 * 1024, 4 * 1024
@@ -66,6 +68,22 @@ class Form:
         """Codes as the instruction takes them."""
         return codes ^ -self.dot.bias if self.type.signed and self.dot.bias else codes
 
+    @property
+    def panel_zero(self) -> int:
+        """The code of the value `offset` in panels."""
+        return self.type.zero + (self.dot.bias if self.type.signed else 0) if self.dot.bias else 0
+
+    def panel_codes(self, codes: Val) -> Val:
+        """Codes as panels have them: without their zero, where the instruction takes signed ones."""
+        return self.biased(codes) if self.dot.bias or not self.type.zero else codes - self.type.zero
+
+    @property
+    def sum_values(self) -> int:
+        """How many products with codes times their runs' numbers an i32 holds, 32 or 16; 0 where panels have codes."""
+        if not self.type.largest or self.dot.columns == 1:
+            return 0
+        return next(n for n in (32, 16) if self.type.largest * LARGEST[16] * n < 2**31)
+
     def row_bytes(self, n: int) -> int:
         """Of a rounded row of n values: an odd number of cache lines, so that rows don't push each other out."""
         return (-(-(n * self.parts + 8 * n // self.type.sub) // LINE) | 1) * LINE
@@ -74,6 +92,11 @@ class Form:
 def form_of(type_name: str, bits: int) -> Form:
     """How this machine rounds activations for a type."""
     return Form(CODE_TYPES[type_name], best_dot(host()), bits)
+
+
+def panel_form_of(type_name: str, bits: int) -> Form:
+    """How it rounds them for panels of 16 rows."""
+    return Form(CODE_TYPES[type_name], best_dot(host()).of_panels(bits), bits)
 
 
 @dataclass(frozen=True)
@@ -88,18 +111,23 @@ class Unit:
 
 def for_units(f: Fn, form: Form, n: Val, body: Callable[[Unit], None], shared: bool = False) -> None:
     """body(unit) for each unit of a row of n values; shared: for this thread's."""
-    blocks = n // form.type.size
-    whole = blocks // form.type.at_once * form.type.at_once
-    for first, stop, count in ((f.const(0), whole, form.type.at_once), (whole, blocks, 1)):
-        if first is whole and form.type.at_once == 1:
-            return  # nothing is left over
+    for first, stop, count in block_ranges(f, form, n):
         units = (stop - first) // count
         start, end = f.share(units) if shared else (f.const(0), units)
         with f.range(start, end) as u:
-            body(_unit(form, n, first + u * count, count))
+            body(unit_at(form, n, first + u * count, count))
 
 
-def _unit(form: Form, n: Val, block: Val, count: int) -> Unit:
+def block_ranges(f: Fn, form: Form, n: Val) -> list[tuple[Val, Val, int]]:
+    """Of a row of n values: blocks from the first to before the second are units of so many."""
+    blocks, together = n // form.type.size, form.type.at_once
+    if together == 1:
+        return [(f.const(0), blocks, 1)]
+    whole = blocks // together * together
+    return [(f.const(0), whole, together), (whole, blocks, 1)]
+
+
+def unit_at(form: Form, n: Val, block: Val, count: int) -> Unit:
     """The unit of `count` blocks that begins at `block` of a row of n values."""
     size = form.type.size * form.parts
     return Unit(count, block, block * size, n * form.parts + block * (8 * form.runs(1)))
@@ -196,11 +224,7 @@ def many_dots(
     """
     t, vector, n_x = form.type, 4 * LANES, len(xs)
     kept = f.buffer(F32, LANES * LANES * n_x)
-    blocks = n // t.size
-    whole = blocks // t.at_once * t.at_once
-    for first, stop, together in ((f.const(0), whole, t.at_once), (whole, blocks, 1)):
-        if first is whole and t.at_once == 1:
-            break  # nothing is left over
+    for first, stop, together in block_ranges(f, form, n):
         n_bytes = (stop - first) * (n_x * form.parts * t.size)
         n_pieces = f.max_int((n_bytes + (PIECE_BYTES - 1 - SPARE_BYTES)) // PIECE_BYTES, 1)
         n_pieces = f.select(stop > first, n_pieces, f.const(0))
@@ -213,7 +237,7 @@ def many_dots(
             # what comes next: the row's next piece, and after the last one the row so many further on
             ahead = f.select(i + 1 < n_pieces, piece * t.bytes, w_nb * AT_ONCE - i * piece * t.bytes)
             with f.range(start, f.min_int(start + piece, stop), together) as block:
-                _add_unit(f, form, _unit(form, n, block, together), row, xs, sums, ahead)
+                _add_unit(f, form, unit_at(form, n, block, together), row, xs, sums, ahead)
             for k, total in enumerate(sums):
                 f.store(mine + k * vector, total.lanes())
     for k in range(n_x):
@@ -240,11 +264,12 @@ class _Sum:
 
 
 def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: Sequence[_Sum], ahead: Val) -> None:
-    """Adds a unit's products; what lies `ahead` bytes further is asked for."""
+    """Adds a unit's products. What lies `ahead` bytes further is asked for, and what comes soon once more."""
     t = form.type
     blocks = row + unit.block * t.bytes
     for line in range(0, t.bytes * unit.count, LINE):
-        f.prefetch(blocks + (ahead + line))
+        f.prefetch(blocks + (ahead + line), far=True)
+        f.prefetch(blocks + (SOON + line))
     decoded = t.decode(f, blocks, unit.count)
     runs, size = form.runs(unit.count), t.size * unit.count
     weighted = decoded.offsets if decoded.offsets is not None else decoded.scales

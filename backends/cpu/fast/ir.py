@@ -263,10 +263,6 @@ class Fn:
             x, y = self.splat(x, n), self.splat(y, n)
         return Val(self, self.b.select(cond.v, x.v, y.v))
 
-    def unsigned_at_least(self, a: Val, n: int) -> Val:
-        """1 where a lane, as an unsigned number, is n or more, else 0."""
-        return Val(self, self.b.icmp_unsigned(">=", a.v, a._operand(n))).zext(a.t.element)
-
     def any_set(self, cond: Val) -> Val:
         """True when a lane of an i1 vector is set."""
         return cond.bits(ir.IntType(cond.lanes)).ne(0)
@@ -293,11 +289,15 @@ class Fn:
     def store(self, addr: Val, value: Val) -> None:
         self.b.store(value.v, self._pointer(addr), align=1)
 
-    def prefetch(self, addr: Val) -> None:
-        """Asks for the cache line of a byte address. Reads nothing: the address need not be anyone's memory."""
+    def prefetch(self, addr: Val, far: bool = False) -> None:
+        """Asks for the cache line of a byte address. Reads nothing: the address need not be anyone's memory.
+
+        far: into the second cache only. The nearest has few places for lines that are on their way, and what waits for
+        memory there keeps loads from it.
+        """
         symbol, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32])
         fn = self.module.globals.get(symbol) or ir.Function(self.module, kind, symbol)
-        self.b.call(fn, [self._pointer(addr), I32(0), I32(3), I32(1)])  # to read, into the nearest cache, data
+        self.b.call(fn, [self._pointer(addr), I32(0), I32(2 if far else 3), I32(1)])  # to read, how near, data
 
     def table(self, name: str, values: Sequence[int], t: Any) -> Val:
         """The address of constants, once in a module."""

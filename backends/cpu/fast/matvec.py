@@ -23,6 +23,8 @@ F32_BITS = 32
 #: Tokens in f32 that share one decoding of a row. A further group decodes it again, from the nearest cache: with more
 #: sums in flight than this, registers and x's cache lines run out, which costs more.
 TOKENS_AT_ONCE = 4
+#: The same of rounded ones: more are taken in two halves, 16 rows of weights at a time.
+ROUNDED_AT_ONCE = 6
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,19 @@ class Rows:
     ) -> None:
         """Writes the dots of up to 16 rows with xs[t] to targets[t], f32 side by side."""
         if self.bits != F32_BITS and len(xs) > 1:
-            many_dots(f, self._form, rows, w_nb, count, xs, n, lambda t, lanes: f.store(targets[t], lanes))
+            half = -(-len(xs) // 2) if len(xs) > ROUNDED_AT_ONCE else len(xs)
+            for at in (0, half)[: -(-len(xs) // half)]:
+                these = targets[at : at + half]
+                put = functools.partial(_store, f, these)
+                many_dots(f, self._form, rows, w_nb, count, xs[at : at + half], n, put)
             return
         with f.range(0, count) as j:
             for target, dot in zip(targets, self.dots(f, rows + j * w_nb, xs, n), strict=True):
                 f.store(target + j * 4, dot)
+
+
+def _store(f: Fn, targets: Sequence[Val], t: int, lanes: Val) -> None:
+    f.store(targets[t], lanes)
 
 
 def _f32_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:

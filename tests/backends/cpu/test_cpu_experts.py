@@ -63,13 +63,13 @@ def test_many_tokens(
     w = encode(rng, name, (N_EXPERT, n_rows, n))
     held = mem.put(np.pad(w, ((0, 0), (0, 2), (0, 6)), constant_values=0xFF), offset=2)
     x = mem.put(rng.standard_normal((n_tok * (n_slots if own_x else 1), n)).astype(np.float32))
-    form = fast.form_of(name, 16)
+    form = fast.panel_form_of(name, 16)
     nb = form.row_bytes(n)
     rows = mem.put(np.full((len(x), nb), 0xFF, np.uint8))
     run(fast.round_rows(form, dst=at(rows), x=at(x), n_rows=len(x), n=n, x_nb=x.strides[0]))
     bias = mem.put(rng.standard_normal((N_EXPERT, n_rows + 1)).astype(np.float32))
     y, starts = mem.nan(n_tok, n_slots, n_rows + 2), in_order(mem, IDS)
-    panels = mem.put(np.zeros((2, fast.panel_bytes(form, n)), np.uint8))
+    panels = mem.put(np.full((2, fast.panel_bytes(form, n_tok * n_slots)), 0xFF, np.uint8))
     y[...] = 7.0
     run(fast.expert_gemm(
         name, y=at(y), w=at(held), x=at(rows), starts=at(starts), panels=at(panels), n_panels=2, n_rows=n_rows, n=n,

@@ -325,19 +325,19 @@ def before_a_wall(values: np.ndarray) -> np.ndarray:
 
 
 def integers_up_to_the_wall(name: str, w: np.ndarray, x: np.ndarray) -> None:
-    form, n = fast.form_of(name, 16), x.shape[1]
-    rounded = before_a_wall(np.zeros((3, form.row_bytes(n)), np.uint8))
-    panels, y = (
-        before_a_wall(np.zeros((2, fast.panel_bytes(form, n)), np.uint8)),
-        before_a_wall(np.zeros((3, 17), "f4")),
-    )
-    run(fast.round_rows(form, dst=at(rounded), x=at(x), n_rows=3, n=n, x_nb=4 * n))
-    common: dict[str, Any] = {
-        "y": at(y), "w": at(w), "x": at(rounded), "n_rows": 17, "n": n, "w_nb": w.shape[1], "n_tok": 3,
-        "x_nb": rounded.shape[1], "y_nb": 68, "bits": 16,
-    }  # fmt: skip
-    run(fast.gemv(name, **common))
-    run(fast.gemm(name, panels=at(panels), n_panels=2, **common))
+    n, y = x.shape[1], before_a_wall(np.zeros((3, 17), "f4"))
+    for form in (fast.form_of(name, 16), fast.panel_form_of(name, 16)):
+        rounded = before_a_wall(np.zeros((3, form.row_bytes(n)), np.uint8))
+        run(fast.round_rows(form, dst=at(rounded), x=at(x), n_rows=3, n=n, x_nb=4 * n))
+        common: dict[str, Any] = {
+            "y": at(y), "w": at(w), "x": at(rounded), "n_rows": 17, "n": n, "w_nb": w.shape[1], "n_tok": 3,
+            "x_nb": rounded.shape[1], "y_nb": 68, "bits": 16,
+        }  # fmt: skip
+        if form == fast.form_of(name, 16):
+            run(fast.gemv(name, **common))
+        if form == fast.panel_form_of(name, 16):
+            panels = before_a_wall(np.zeros((2, fast.panel_bytes(form, 3)), np.uint8))
+            run(fast.gemm(name, panels=at(panels), n_panels=2, **common))
 
 
 def read_up_to_the_wall() -> None:

@@ -44,9 +44,8 @@ from graphrt.tools.conformance.run.step import run_case  # noqa: E402
 HERE: list[dot.Dot] = [d for d, has in dot.CHOICES if has(jit.host())]
 
 
-def rounded(mem: Memory, name: str, bits: int, x: np.ndarray) -> tuple[np.ndarray, int]:
+def rounded(mem: Memory, form: Any, x: np.ndarray) -> tuple[np.ndarray, int]:
     """Rounded rows of x, and bytes of each."""
-    form = fast.form_of(name, bits)
     nb = form.row_bytes(x.shape[-1])
     rows = mem.put(np.full((len(x), nb), 0xFF, np.uint8))
     run(fast.round_rows(form, dst=at(rows), x=at(x), n_rows=len(x), n=x.shape[-1], x_nb=x.strides[0]))
@@ -56,7 +55,7 @@ def rounded(mem: Memory, name: str, bits: int, x: np.ndarray) -> tuple[np.ndarra
 def product(mem: Memory, name: str, bits: int, x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """y [tokens, rows] of x [tokens, n] and w [rows, bytes], whose rows have gaps between them."""
     padded = mem.put(np.pad(w, ((0, 0), (0, 6)), constant_values=0xFF), offset=2)
-    rows, nb = rounded(mem, name, bits, x)
+    rows, nb = rounded(mem, fast.form_of(name, bits), x)
     y = mem.nan(len(x), len(w))
     run(fast.gemv(
         name, y=at(y), w=at(padded), x=at(rows), n_rows=len(w), n=x.shape[1], w_nb=padded.shape[1], n_tok=len(x),
@@ -79,9 +78,10 @@ def check(name: str, bits: int, x: np.ndarray, w: np.ndarray, y: np.ndarray) -> 
 def tiles(mem: Memory, name: str, bits: int, x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """The same by panels of 16 rows, added to what y holds."""
     padded = mem.put(np.pad(w, ((0, 0), (0, 6)), constant_values=0xFF), offset=2)
-    rows, nb = rounded(mem, name, bits, x)
+    form = fast.panel_form_of(name, bits)
+    rows, nb = rounded(mem, form, x)
     y = mem.put(np.full((len(x), len(w)), 3.0, np.float32))
-    panels = mem.put(np.zeros((2, fast.panel_bytes(fast.form_of(name, bits), x.shape[1])), np.uint8))
+    panels = mem.put(np.full((2, fast.panel_bytes(form, len(x))), 0xFF, np.uint8))
     run(fast.gemm(
         name, y=at(y), w=at(padded), x=at(rows), panels=at(panels), n_panels=2, n_rows=len(w), n=x.shape[1],
         n_tok=len(x), w_nb=padded.shape[1], x_nb=nb, y_nb=y.strides[0], bits=bits, res=at(y), res_nb=y.strides[0],
@@ -115,12 +115,30 @@ def test_products(
     check(name, bits, x[:, :n], w, way(mem, name, bits, x[:, :n], w))
 
 
-@pytest.mark.parametrize(("name", "n"), [("q4_K", 4608), ("q8_0", 4704)])
+@pytest.mark.parametrize(("name", "n"), [("q4_K", 4864), ("q8_0", 4768)])
 def test_rows_in_pieces(name: str, n: int, mem: Memory, rng: np.random.Generator) -> None:
-    """Several activations that are more than the nearest cache holds: pieces, the last one shorter, and a rest."""
+    """More activations and weights than the nearest cache holds: pieces, the last one shorter, and a rest."""
     w, x = encode(rng, name, (19, n)), mem.put(rng.standard_normal((7, n)).astype(np.float32))
     assert x.shape[0] * 2 * n > 4 * integer.PIECE_BYTES
-    check(name, 16, x, w, product(mem, name, 16, x, w))
+    for way in (product, tiles):
+        check(name, 16, x, w, way(mem, name, 16, x, w))
+
+
+#: A block with the largest products of a code and its run's number, its scale 1, and what each value then is.
+LARGEST_BLOCKS = {
+    "q5_K": (b"\0\x3c\0\0" + b"\xff" * 172, 63.0 * 31),
+    "q6_K": (b"\0" * 192 + b"\x80" * 16 + b"\0\x3c", 128.0 * 32),
+    "iq4_xs": (b"\0\x3c" + b"\0" * 134, 32.0 * 127),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST_BLOCKS)
+def test_the_largest_sums_fit(name: str, mem: Memory) -> None:
+    block, value = LARGEST_BLOCKS[name]
+    w = np.tile(np.frombuffer(block, np.uint8), (17, 2))
+    assert (decode(name, w) == value).all()
+    y = tiles(mem, name, 16, mem.put(np.full((2, 512), -1.0, np.float32)), w)
+    np.testing.assert_allclose(y, -512 * value, rtol=1e-6)
 
 
 def test_all_instructions_give_the_same_bits(mem: Memory, rng: np.random.Generator) -> None:
@@ -201,18 +219,20 @@ def assembly(kernel: jit.Kernel) -> str:
 @pytest.mark.parametrize("name", ["q4_K", "q8_0", "iq4_nl"])
 @pytest.mark.parametrize("way", TARGETS)
 def test_code_for_other_machines(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of few tokens and of many, also of experts, are sums by the machine's own instruction; rounding is made
-    too."""
+    """Products of few tokens and of many, also of experts, are sums by the machine's own instruction, those of panels
+    by the one for words; rounding is made too."""
     elsewhere(way, monkeypatch)
-    form = fast.form_of(name, 16)
-    assembly(integer.rounding_kernel(form.key, form))
-    for kernel in (
-        matvec.gemv_kernel(matvec.Rows(name, 16), 1),
-        gemm_kernel(name, form),
-        *([experts.gemm_kernel(name, form)] if name == "q4_K" else []),
+    few, many = fast.form_of(name, 16), fast.panel_form_of(name, 16)
+    for form in {few.key: few, many.key: many}.values():
+        assembly(integer.rounding_kernel(form.key, form))
+    of_words = [word.replace("vpdpbusd", "vpdpwssd") for word in TARGETS[way][3]]
+    for kernel, words in (
+        (matvec.gemv_kernel(matvec.Rows(name, 16), 1), TARGETS[way][3]),
+        (gemm_kernel(name, many), of_words),
+        *([(experts.gemm_kernel(name, many), of_words)] if name == "q4_K" else []),
     ):
         lines = assembly(kernel).splitlines()
-        assert any(all(word in line for word in TARGETS[way][3]) for line in lines)
+        assert any(all(word in line for word in words) for line in lines)
 
 
 #: What isn't a product, one of each kind.
