@@ -96,12 +96,13 @@ def test_the_same_weights_in_the_gradient_of_v() -> None:
 
 
 def test_who_has_neither_says_so() -> None:
+    from support.aot_arch import target_of
+
+    from graphrt.backend import Usage
     from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
     from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
     from graphrt.backends.triton.kernels.flash_attn.problem import Problem
     from graphrt.backends.triton.memory import allocate
-    from graphrt.backend import Usage
-    from support.aot_arch import target_of
 
     q, k, v = _leaf("q", "f32", 64, 1, 2), _leaf("k", "f16", 64, N, 1), _leaf("v", "f16", 64, N, 1)
     for given, said in (({"dropout_p": 0.5}, "dropout"), ({"attn_bias": _leaf("b", "f32", N, 1)}, "attn_bias")):

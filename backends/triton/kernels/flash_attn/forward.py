@@ -175,7 +175,8 @@ def scores(
 
 @triton.jit
 def weigh(
-    s, factor, k0, p_vb, at, m_key, m, l, acc0, acc1, kept, inverse, D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    s, factor, k0, p_vb, at, m_key, m, l, acc0, acc1, kept, inverse,
+    D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr, V_DOT: tl.constexpr, WAYS: tl.constexpr, V_IN_K: tl.constexpr,
     HAS_V: tl.constexpr, ALL: tl.constexpr, GUARD: tl.constexpr, DROPOUT: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -201,7 +202,8 @@ def weigh(
 @triton.jit
 def attend(
     p_k, p_v, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor,
-    softcap, token, head, i_seq, dropout, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    softcap, token, head, i_seq, dropout,
+    D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
