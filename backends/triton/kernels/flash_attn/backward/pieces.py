@@ -28,7 +28,8 @@ INF = tl.constexpr(float("inf"))
 class Given(NamedTuple):
     """Pointers. q, d_out: as Halves has them; lse, delta: f32, delta [n_seq, n_head, n_q]; slopes: ALiBi's of each
     head; scales: rows.py's. counts, blocks, seen: of mask.py for tiles of queries; column_counts, columns, ranks: of
-    lists.py for tiles of keys; tiles: of packed sequences, tile_list.py's. What is absent is any memory: nobody reads it."""
+    lists.py for tiles of keys; tiles: of packed sequences, tile_list.py's. What is absent is any
+    memory: nobody reads it."""
 
     q: Any
     k: Any
