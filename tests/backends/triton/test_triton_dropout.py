@@ -1,5 +1,5 @@
-"""Dropout of the triton backend in Triton's interpreter: the generator's bits, and the same weights left out whatever the
-schedule, in the forward and in the gradients."""
+"""Dropout of the triton backend in Triton's interpreter: the generator's bits, and the same weights left out whatever
+the schedule, in the forward and in the gradients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _leaf(name: str, kind: str, *ne: int) -> Any:
 
 
 def _forward(schedule: str | None, n_q: int) -> npt.NDArray[np.float32]:
-    """The weights that attention multiplies the values with, [head, query, key]: all keys are alike, V is the identity."""
+    """The weights that values are multiplied with, [head, query, key]: all keys are alike, V is the identity."""
     q, k, v = _leaf("q", "f32", 64, n_q, 2), _leaf("k", "f16", 64, N, 1), _leaf("v", "f16", 64, N, 1)
     node = ops.flash_attn_ext(q, k, v, None, 0.1, dropout_p=RATE, seed=SEED, offset=OFFSET)
     exe = prepare(Graph(node), TritonBackend(schedule=schedule))
