@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # they import Triton, which whoever lists backends must not w
 class Segment:
     """A group of nodes and the steps that do its work, in order: what a profiler runs and names by itself.
 
-    chosen: of an attention its kernel and schedule (flash_attn/chosen.py), of gradients of one those (backward/launcher.py); products: of matrix products their routes
+    chosen: of an attention its kernel and schedule (flash_attn/chosen.py), of gradients of one
+    those (backward/launcher.py); products: of matrix products their routes
     (kernels/products/plan.py); stored: how the last result lies in memory."""
 
     group: Group

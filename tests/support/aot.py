@@ -359,7 +359,7 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 #: them together would take minutes more on two cores.
 LISTS = {
     "aot_gemm": (1, 3), "aot_experts": (1, 3), "aot_gemv": (1, 8), "aot_rows": (2, 6), "aot_dequantize": (2, 12),
-    "aot_small_ops": (2, 4), "aot_varlen": (1, 3), "aot_attention_back": (1, 6), "aot_back_hopper": (3, 1),
+    "aot_small_ops": (2, 4), "aot_varlen": (1, 3), "aot_attention_back": (2, 8), "aot_back_hopper": (3, 1),
     "aot_backward": (2, 6),
 }  # fmt: skip
 

@@ -70,7 +70,7 @@ def build(shape: BackShape, noise: Noise, backend: Backend) -> BackProgram:
                 of, d_out, q, k, v, out, lse, starts, starts, program.params, sinks=sinks
             )
         else:
-            given = {name: program.leafs.get(name) for name in ("mask", "attn_bias")}
+            given: dict[str, Any] = {name: program.leafs.get(name) for name in ("mask", "attn_bias")}
             program.nodes[of] = ops.flash_attn_back(
                 of, d_out, q, k, v, out, lse, program.params, sinks=sinks, **given
             )  # fmt: skip
@@ -91,7 +91,7 @@ def _forward(
     else:
         mask = leaf("mask", "f16", (s.n, s.n), _mask(s)) if s.causal else None
         same["attn_bias"] = leaf("attn_bias", "f16", (s.n, s.n)) if s.bias else None
-        dropout = {"dropout_p": s.dropout_p, "seed": SEED, "offset": OFFSET} if s.dropout_p else {}
+        dropout: dict[str, Any] = {"dropout_p": s.dropout_p, "seed": SEED, "offset": OFFSET} if s.dropout_p else {}
         made = ops.flash_attn_ext(q, k, v, mask, p.scale, **same, **dropout)
         logs = ops.flash_attn_lse(q, k, mask, p.scale, **same)
     exe = graphrt.prepare(Graph(made, logs), backend)
@@ -163,7 +163,7 @@ class _Truth:
             _, d_s, _ = self._scores(head, [i], everyone)
             found = self.p.scale * d_s @ self.k[head // per].double()
         elif of == "attn_bias":
-            found = sum(self._scores(h, [i], everyone)[2] for h in range(self.s.heads[0]))  # type: ignore[assignment]
+            found = sum(self._scores(h, [i], everyone)[2] for h in range(self.s.heads[0]))
         else:
             found = torch.zeros(1, self.s.d, dtype=torch.float64, device=self.device)
             for h in range(head * per, head * per + per):

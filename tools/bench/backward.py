@@ -1,4 +1,4 @@
-"""`graphrt bench op FLASH_ATTN_BACK`: gradients of attention, beside the backward of torch's SDPA in the same process."""
+"""`graphrt bench op FLASH_ATTN_BACK`: gradients of attention, beside those of torch's SDPA in the same process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Dropout of the triton backend in Triton's interpreter: the generator's bits, and the same weights left out whatever the
-schedule, in the forward and in the gradients."""
+"""Dropout of the triton backend in Triton's interpreter: the generator's bits, and the same weights left out whatever
+the schedule, in the forward and in the gradients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _leaf(name: str, kind: str, *ne: int) -> Any:
 
 
 def _forward(schedule: str | None, n_q: int) -> npt.NDArray[np.float32]:
-    """The weights that attention multiplies the values with, [head, query, key]: all keys are alike, V is the identity."""
+    """The weights that values are multiplied with, [head, query, key]: all keys are alike, V is the identity."""
     q, k, v = _leaf("q", "f32", 64, n_q, 2), _leaf("k", "f16", 64, N, 1), _leaf("v", "f16", 64, N, 1)
     node = ops.flash_attn_ext(q, k, v, None, 0.1, dropout_p=RATE, seed=SEED, offset=OFFSET)
     exe = prepare(Graph(node), TritonBackend(schedule=schedule))
@@ -96,12 +96,13 @@ def test_the_same_weights_in_the_gradient_of_v() -> None:
 
 
 def test_who_has_neither_says_so() -> None:
+    from support.aot_arch import target_of
+
+    from graphrt.backend import Usage
     from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
     from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
     from graphrt.backends.triton.kernels.flash_attn.problem import Problem
     from graphrt.backends.triton.memory import allocate
-    from graphrt.backend import Usage
-    from support.aot_arch import target_of
 
     q, k, v = _leaf("q", "f32", 64, 1, 2), _leaf("k", "f16", 64, N, 1), _leaf("v", "f16", 64, N, 1)
     for given, said in (({"dropout_p": 0.5}, "dropout"), ({"attn_bias": _leaf("b", "f32", N, 1)}, "attn_bias")):

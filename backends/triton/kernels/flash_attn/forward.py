@@ -175,7 +175,8 @@ def scores(
 
 @triton.jit
 def weigh(
-    s, factor, k0, p_vb, at, m_key, m, l, acc0, acc1, kept, inverse, D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    s, factor, k0, p_vb, at, m_key, m, l, acc0, acc1, kept, inverse,
+    D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr, V_DOT: tl.constexpr, WAYS: tl.constexpr, V_IN_K: tl.constexpr,
     HAS_V: tl.constexpr, ALL: tl.constexpr, GUARD: tl.constexpr, DROPOUT: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -201,7 +202,8 @@ def weigh(
 @triton.jit
 def attend(
     p_k, p_v, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor,
-    softcap, token, head, i_seq, dropout, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    softcap, token, head, i_seq, dropout,
+    D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
@@ -346,19 +348,22 @@ def flash_attn(
     p_bad, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, sb_t, sb_h, sb_s,
     n_q, n_kv, n_head, gqa, n_groups, n_qt, n_blocks, n_tiles, m2, m3, mask_groups,
     programs, splits, section, sign, factor, softcap, has_sinks, has_lse, b2, b3, seed_low, seed_high, offset, least,
-    inverse, sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
+    inverse,
+    sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
+    V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
+    PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
     REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. Strides count elements (quantized K and V: words, or halves unless aligned); those between keys
     are a model's own and known when compiled, which saves the registers of all but one address a tile.
 
-    q: f32; mask: f16; bias: f16, bf16 or f32; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head]. counts, blocks, seen: what
+    q: f32; mask: f16; bias: f16, bf16 or f32; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head].
+    counts, blocks, seen: what
     mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
     [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
     the order of longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is set; its last number counts them, run

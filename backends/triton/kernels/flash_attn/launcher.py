@@ -52,7 +52,7 @@ class Launcher:
         self.backward = BackLauncher(target, place, backward)
 
     def launches(self, attention: Attention | Gradients) -> list[Step]:
-        """The launches of an attention, the node of its denominators, or both of the same sources; or of its gradients."""
+        """The launches of an attention, the node of its denominators, both of the same sources, or its gradients."""
         if isinstance(attention, Gradients):
             return self.backward.launches(attention)
         if attention.nodes[0].op.startswith("FLASH_ATTN_VARLEN"):

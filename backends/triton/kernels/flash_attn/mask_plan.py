@@ -82,8 +82,8 @@ def _classify(p: Problem, t: Tiling, plan: MaskPlan) -> list[Launch]:
     }  # fmt: skip
     step = min(1024, 1 << (t.n_blocks - 1).bit_length())
     lists = {
-        "p_class": plan.kinds, "p_counts": plan.counts, "p_blocks": plan.blocks, "p_runs": plan.runs, "n_blocks": t.n_blocks,
-        "CHUNK": step,
+        "p_class": plan.kinds, "p_counts": plan.counts, "p_blocks": plan.blocks, "p_runs": plan.runs,
+        "n_blocks": t.n_blocks, "CHUNK": step,
     }  # fmt: skip
     return [
         Launch(classify_blocks, (t.n_mask_tiles, -(-t.n_blocks // chunk)), args, {"num_warps": 1}),

@@ -104,7 +104,8 @@ def main_arguments(
         "programs": choice.programs, "splits": choice.splits if choice.schedule == "split" else 0,
         "section": _section(p, t, target), **scaling(params),
         "softcap": params.softcap, "has_sinks": int(p.sinks_t is not None), "has_lse": int(p.lse is not None),
-        "HAS_MASK": p.mask_t is not None, "HAS_BIAS": bias is not None, "DROPOUT": p.dropout_p > 0, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
+        "HAS_MASK": p.mask_t is not None, "HAS_BIAS": bias is not None,
+        "DROPOUT": p.dropout_p > 0, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
         "UNIFORM": t.uniform(p.mask_t is not None), "REPAIR": False, **constants(p, t, config, choice, target),
     }  # fmt: skip
 

@@ -15,8 +15,9 @@ QUERIES, KEYS, FUSED_Q, FUSED_K = "queries", "keys", "fused-q", "fused-k"
 
 @dataclass(frozen=True)
 class BackConfig:
-    """block_m, block_n: queries and keys of a tile, the latter 32 or more; warps; stages: tiles in flight; keep: "keep", what a program owns is
-    read once and stays on chip, or "reload", it is read again for each tile, which leaves room for more programs."""
+    """block_m, block_n: queries and keys of a tile, the latter 32 or more; warps; stages: tiles in flight; keep:
+    "keep", what a program owns is read once and stays on chip, or "reload", it is read again for each tile, which
+    leaves room for more programs (of f32 all are "reload")."""
 
     block_m: int
     block_n: int

@@ -1,4 +1,4 @@
-"""What a kernel of attention's gradients is to the launcher: of which sources, which problems it serves, its launches."""
+"""What a kernel of attention's gradients is to the launcher: whose it makes, which problems it serves, its launches."""
 
 from __future__ import annotations
 

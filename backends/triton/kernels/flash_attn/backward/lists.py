@@ -46,7 +46,7 @@ def list_seeing_tiles(p_class, p_counts, p_columns, n_qt, n_blocks, CHUNK: tl.co
 @accesses(reads="p_class", writes="p_ranks", helper=True)
 @triton.jit(do_not_specialize=["n_blocks"])
 def rank_blocks(p_class, p_ranks, n_blocks, CHUNK: tl.constexpr):
-    """ranks: int32 [mask tiles, n_blocks], how many k-blocks before it a tile of queries sees. Program i: mask tile i."""
+    """ranks: int32 [mask tiles, n_blocks], how many k-blocks before it a tile of queries sees. A program a tile."""
     at = tl.program_id(0).to(tl.int64) * n_blocks
     before = 0
     for base in range(0, n_blocks, CHUNK):

@@ -26,9 +26,10 @@ INF = tl.constexpr(float("inf"))
 
 
 class Given(NamedTuple):
-    """Pointers. q, d_out: as Halves has them; lse, delta: f32, delta [n_seq, n_head, n_q]; slopes: ALiBi's of each head;
-    scales: rows.py's. counts, blocks, seen: of mask.py for tiles of queries; column_counts, columns, ranks: of lists.py
-    for tiles of keys; tiles: of packed sequences, tile_list.py's. What is absent is any memory: nobody reads it."""
+    """Pointers. q, d_out: as Halves has them; lse, delta: f32, delta [n_seq, n_head, n_q]; slopes: ALiBi's of each
+    head; scales: rows.py's. counts, blocks, seen: of mask.py for tiles of queries; column_counts, columns, ranks: of
+    lists.py for tiles of keys; tiles: of packed sequences, tile_list.py's. What is absent is any
+    memory: nobody reads it."""
 
     q: Any
     k: Any
@@ -102,8 +103,9 @@ class BackSpec:
 
     d_k, d_v, and the powers of two that cover them: dk0 and dk1, dv0 and dv1; block_m, block_n: queries and keys of a
     tile; dot: the type of products; precision: of those of f32; keep: what a program owns is read once and stays on
-    chip, else it is read again for each tile (and always of f32, a few columns at a time); makes_q, makes_k, makes_v: the gradients that are made; stages: tiles in
-    flight; packed: sequences follow one another; wide: offsets within a tile need 64 bits.
+    chip, else it is read again for each tile (and always of f32, a few columns at a time); makes_q, makes_k, makes_v:
+    the gradients that are made; stages: tiles in flight; packed: sequences follow one another; wide: offsets within a
+    tile need 64 bits.
     """
 
     d_k: int
@@ -219,7 +221,7 @@ def dot_chunks(p_a, first_a, i_a, stride_a, m_a, p_b, first_b, i_b, stride_b, m_
 
 @triton.jit
 def load_lse(p_lse, step, i_q, m_q, spec: tl.constexpr):
-    """lse of queries, as weights() takes it: +inf, which makes weights 0, for a row that is not there or sees nothing."""
+    """lse of queries, as weights() takes it: +inf, which makes weights 0, of rows that are not there or see nothing."""
     lse = tl.load(p_lse + i_q.to(tl.int64) * step, mask=m_q, other=NEG_INF)
     lse = tl.where(lse == NEG_INF, INF, lse)
     return lse if spec.accurate else lse * LOG2E - WEIGHT_BITS

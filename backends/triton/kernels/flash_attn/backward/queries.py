@@ -64,8 +64,8 @@ def attention_back_queries(
     x, st, p_dq, p_dk, p_dv, n_q, n_kv, n_head, gqa, n_qt, n_blocks, m2, m3, mask_groups, b2, b3, window, scale,
     softcap, seed_low, seed_high, offset, least, inverse, spec: tl.constexpr,
 ):  # fmt: skip
-    """dq [D_k, n_q, n_head, n_seq] = scale * dS k. Program (i, h, s): BLOCK_M queries of a head of a sequence; of packed
-    ones the i-th tile of the list.
+    """dq [D_k, n_q, n_head, n_seq] = scale * dS k. Program (i, h, s): BLOCK_M queries of a head of a sequence; of
+    packed ones the i-th tile of the list.
 
     With "k" and spec.makes_v: adds to dk [D_k, n_kv, n_head_kv, n_seq] and dv, which hold zeros. x, st: Given and
     Steps of pieces.py.

@@ -94,7 +94,7 @@ def _power(x, bits):
 def attention_back_scales(
     p_sizes, p_norms, p_scales, n_sizes, n_norms, inverse, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """scales [2] of what the two kernels above found. inverse: what dropout multiplies kept weights with. One program."""
+    """scales [2] of what the two kernels above found, by one program. inverse: what dropout gives kept weights."""
     take_turn(PDL)
     i = tl.arange(0, BLOCK)
     length, delta, norm = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
