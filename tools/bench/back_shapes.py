@@ -65,7 +65,13 @@ _FUSED = (
     replace(_CAUSAL, name="d128 causal fused-k", form="fused-k", first="340", goal="1.05 of cuDNN"),
     replace(_FULL, name="d128 full fused-q", form="fused-q", first="", goal=""),
 )
-_PART = {"first": "0.85 of plain", "goal": "0.95 of plain"}
+
+
+def _beside(plain: BackShape, first: str = "0.85 of plain", goal: str = "0.95 of plain") -> BackShape:
+    """The same shape, to be changed in something that is timed beside it."""
+    return replace(plain, beside=plain.name, first=first, goal=goal)
+
+
 _SEQS = tuple(64 + 4032 * (i * i) // 225 for i in range(16))
 SHAPES = (
     _FULL, _CAUSAL, *_FUSED,
@@ -74,14 +80,11 @@ SHAPES = (
     BackShape("d64 full", 64, (32, 32), (4096,), first="280", goal="cuDNN"),
     BackShape("d256 full", 256, (16, 16), (4096,), first="300", goal="cuDNN"),
     BackShape("d128 causal 16384", 128, (32, 32), (16384,), causal=True, first="400", goal="540"),
-    replace(_FULL, name="d128 full softcap", softcap=30.0, beside=_FULL.name, **_PART),
-    replace(_CAUSAL, name="d128 causal alibi", max_bias=8.0, beside=_CAUSAL.name, **_PART),
-    replace(_FULL, name="d128 full sinks", sinks=True, beside=_FULL.name, **_PART),
-    replace(_FULL, name="d128 full dropout", dropout_p=0.1, beside=_FULL.name, first="", goal=""),
-    replace(
-        _FULL, name="d128 full dropout bias", dropout_p=0.1, bias=True, beside=_FULL.name, first="0.65 of plain",
-        goal="0.8 of plain",
-    ),
+    replace(_beside(_FULL), name="d128 full softcap", softcap=30.0),
+    replace(_beside(_CAUSAL), name="d128 causal alibi", max_bias=8.0),
+    replace(_beside(_FULL), name="d128 full sinks", sinks=True),
+    replace(_beside(_FULL, "", ""), name="d128 full dropout", dropout_p=0.1),
+    replace(_beside(_FULL, "0.65 of plain", "0.8 of plain"), name="d128 full dropout bias", dropout_p=0.1, bias=True),
     BackShape("d128 packed equal", 128, (32, 32), (2048,) * 8, causal=True, packed=True),
     BackShape(
         "d128 packed 64 to 4096", 128, (32, 32), _SEQS, causal=True, packed=True, beside="d128 packed equal",

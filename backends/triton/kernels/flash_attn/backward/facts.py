@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from typing import Any
 
 from graphrt.backends.triton.kernels.flash_attn.backward.forms import FORMS
@@ -43,7 +43,7 @@ def gradient_data(chosen: BackChosen) -> dict[str, Any]:
             {
                 "name": kernel.name, "file": kernel.file, "of": list(kernel.of), "tiles": kernel.tiles,
                 "repeatable": kernel.repeatable,
-                "config": asdict(kernel.config) if is_dataclass(kernel.config) else None,
+                "config": asdict(kernel.config) if kernel.config is not None else None,
             }
             for kernel in chosen.kernels
         ],

@@ -26,6 +26,8 @@ class BackProblem(Problem):
     or "f32", what products may be computed in, which the types of k and v decide.
     """
 
+    v_t: Tensor  # there is no gradient without it
+
     def __init__(self, nodes: Sequence[Tensor], place: Callable[[Tensor], Place]) -> None:
         by_source = {node.params.of: node for node in nodes}
         self.of: Mapping[str, Tensor] = {name: by_source[name] for name in PARTS if name in by_source}
