@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +163,22 @@ def _run(args: argparse.Namespace, source: Any, cases: Sequence[tuple[int, Any]]
     from graphrt.tools.conformance.cases.graphs import run_any
     from graphrt.tools.conformance.cases.sources import make_backend
     from graphrt.tools.conformance.run.pool import Settings, sweep
+    from graphrt.tools.conformance.run.report import spoken
+    from graphrt.tools.conformance.run.step import BAD
 
     with progress(f"test {args.backend}", len(cases)) as advance:
+
+        def done(outcome: Any) -> None:
+            advance()
+            if outcome.status in BAD:  # at once: a long run that is broken off has then said what it found
+                print(f"{spoken(outcome.status)}: {outcome.case}", file=sys.stderr, flush=True)
+
         if args.jobs == 0:
             backend, saved, outcomes = make_backend(args.backend), Path(args.save) if args.save else None, []
             for _, case in cases:
                 outcomes.append(run_any(case, backend, args.seed, saved))
-                advance()
+                done(outcomes[-1])
             return outcomes
-        done: Callable[[object], None] = lambda outcome: advance()  # noqa: E731
         settings = Settings(source, args.backend, args.seed, args.time_limit, args.save)
         return list(sweep(cases, settings, args.jobs, done))
 

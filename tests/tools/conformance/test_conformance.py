@@ -163,7 +163,9 @@ def test_the_formats_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(rows) == 7 and rows[2]["status"] == "fail" and rows[2]["worst"].count(" ") == 3
     assert cli.main([*args, "--output", "junit", "-O", str(tmp_path / "report.xml")]) == 1
-    assert "FAILED: ADD(kind=spoilt)" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "FAILED: ADD(kind=spoilt)" in shown.out
+    assert "FAILED: ADD(kind=spoilt)" in shown.err  # when it fails, before the report
     suite = ElementTree.parse(tmp_path / "report.xml").getroot()
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("7", "1", "1")
 

@@ -34,26 +34,27 @@ def console(outcomes: Sequence[Outcome], about: Mapping[str, Any], verbose: bool
     width = max(len(op) for op in {o.op for o in outcomes})
     for op in dict.fromkeys(o.op for o in outcomes):
         mine = [o for o in outcomes if o.op == op]
-        shown = ", ".join(f"{n} {_spoken(status)}" for status, n in counts(mine).items() if n)
+        shown = ", ".join(f"{n} {spoken(status)}" for status, n in counts(mine).items() if n)
         margin = _margin(mine)
         lines.append(f"  {op:<{width}}  {shown}{margin}")
         lines += [f"  {'':<{width}}  {line}" for line in _rounded(mine)]
     for o in outcomes:
         if o.status in BAD or verbose:
             figures = f" NMSE {o.nmse:.2g} of {o.limit:.2g}" if verbose and o.nmse is not None and o.limit else ""
-            lines += ["", f"{_spoken(o.status)}: {o.case}{figures}"] + (
+            lines += ["", f"{spoken(o.status)}: {o.case}{figures}"] + (
                 [f"  {printable(o.message)}"] if o.message else []
             )
     refused = reasons(outcomes)
     if refused:
         lines += ["", "unsupported, by reason:"]
         lines += [f"  {n:>6}  {printable(reason)}" for reason, n in list(refused.items())[:20]]
-    total = ", ".join(f"{n} {_spoken(status)}" for status, n in counts(outcomes).items() if n)
+    total = ", ".join(f"{n} {spoken(status)}" for status, n in counts(outcomes).items() if n)
     lines += ["", f"{total} in {about['seconds']:.1f} s"]
     return "\n".join(lines)
 
 
-def _spoken(status: str) -> str:
+def spoken(status: str) -> str:
+    """A case's status in a report's words."""
     return {"pass": "passed", "fail": "FAILED", "crashed": "CRASHED", "timeout": "TIMED OUT"}.get(status, status)
 
 
