@@ -1,7 +1,7 @@
 """PENALIZE and SAMPLE_EACH: the next tokens of rows of logits, each row by settings of its own.
 
-Settings, biases, masks and what was said before lie in tables with a column for each text; a row says which column is
-its text's. So a batch of texts that come and go needs one graph, whatever each asks for.
+Settings, biases, bits of allowed tokens and what was said before lie in tables with a column for each text; a row says
+which column is its text's. So a batch of texts that come and go needs one graph, whatever each asks for.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _check_rows(op: str, logits: Tensor, slots: Tensor, settings: Tensor) -> Non
 
 def _infer_penalize(
     params: None, logits: Tensor, slots: Tensor, settings: Tensor, biased: Tensor, biases: Tensor, past: Tensor,
-    lengths: Tensor, mask: Tensor,
+    n_past: Tensor, allowed: Tensor,
 ) -> Result:  # fmt: skip
     op, n_slots = "PENALIZE", settings.ne[1]
     _check_rows(op, logits, slots, settings)
@@ -95,11 +95,12 @@ def _infer_penalize(
     kinds = (biased.dtype.name, biases.dtype.name) == ("i32", "f64")
     require(same and kinds, op, "biased must be i32 and biases f64, both [n, slots]", biased, biases)
     require(past.dtype.name == "i32" and past.ne[1:] == (n_slots, 1, 1), op, "past must be i32 [n, slots]", past)
-    known = lengths.dtype.name == "i32" and lengths.ne == slots.ne
-    require(known, op, "lengths must be i32, one a row of logits", lengths)
+    known = n_past.dtype.name == "i32" and n_past.ne == slots.ne
+    require(known, op, "n_past must be i32, one a row of logits", n_past)
     bits = (-(-logits.ne[0] // 32), n_slots, 1, 1)
-    require(mask.dtype.name == "i32" and mask.ne == bits, op, "mask must be i32 with a bit a logit for each slot", mask)
-    tables = (slots, settings, biased, biases, past, lengths, mask)
+    known = allowed.dtype.name == "i32" and allowed.ne == bits
+    require(known, op, "allowed must be i32 with a bit a logit for each slot", allowed)
+    tables = (slots, settings, biased, biases, past, n_past, allowed)
     require(all(t.is_contiguous for t in tables), op, "all but the logits must be contiguous", *tables)
     return Result(F32, logits.ne)
 
@@ -123,7 +124,7 @@ def _infer_each(params: SampleEachParams, logits: Tensor, uniforms: Tensor, slot
 PENALIZE = register(
     OpSpec(
         "PENALIZE", _infer_penalize, _penalize_work,
-        ("logits", "slots", "settings", "biased", "biases", "past", "lengths", "mask"), inplace=("logits",),
+        ("logits", "slots", "settings", "biased", "biases", "past", "n_past", "allowed"), inplace=("logits",),
     )
 )  # fmt: skip
 SAMPLE_EACH = register(
@@ -136,20 +137,20 @@ SAMPLE_EACH = register(
 
 @checked(GraphError)
 def penalize(
-    logits: Tensor, slots: Tensor, settings: Tensor, biased: Tensor, biases: Tensor, past: Tensor, lengths: Tensor,
-    mask: Tensor, name: str = "",
+    logits: Tensor, slots: Tensor, settings: Tensor, biased: Tensor, biases: Tensor, past: Tensor, n_past: Tensor,
+    allowed: Tensor, name: str = "",
 ) -> Tensor:  # fmt: skip
-    """Logits as llama.cpp's samplers change them before any choice: biases, then a grammar's mask, then penalties.
+    """Logits as llama.cpp's samplers change them before any choice: biases, then a grammar's bits, then penalties.
 
-    result[i, j] = logits[i, j] + its bias, in f64; -inf where the bias is or the mask's bit i is 0; and for a token
-    that is there `count` times among the last `last_n` ones: x * repeat where x <= 0, else x / repeat, then
-    less count * frequency + presence, each step in f32. Column slots[j] of all tables is row j's. logits: f32 [n_vocab,
+    result[i, j] = logits[i, j] + its bias, in f64; -inf where the bias is, or where bit i of `allowed` is 0; and for a
+    token that is there `count` times among the last `last_n` ones: x * repeat where x <= 0, else x / repeat, then less
+    count * frequency + presence, each step in f32. Column slots[j] of all tables is row j's. logits: f32 [n_vocab,
     n]; slots: i32 [n]; settings: f64 [N_SETTINGS, slots], of RowSettings; biased: i32 [n_biases, slots], ids, none
     twice in a column; biases: f64, as many; past: i32 [size, slots], a text's token at position p is at p mod size;
-    lengths: i32 [n], how many tokens row j's text has; mask: i32 [ceil(n_vocab / 32), slots], bit b of word w is token
-    32 w + b. Source: llama.cpp's llama-sampler; ggml has no such op. Raises GraphError for other types and shapes.
+    n_past: i32 [n], how many tokens row j's text has; allowed: i32 [ceil(n_vocab / 32), slots], bit b of word w is
+    token 32 w + b. Source: llama.cpp's llama-sampler; ggml has no such op. Raises GraphError for other types, shapes.
     """
-    return build(PENALIZE, logits, slots, settings, biased, biases, past, lengths, mask, name=name)
+    return build(PENALIZE, logits, slots, settings, biased, biases, past, n_past, allowed, name=name)
 
 
 @checked(GraphError)

@@ -80,19 +80,19 @@ def _shares(logits: torch.Tensor) -> torch.Tensor:
 @reference("PENALIZE", stored=("settings", "biases"))
 def penalize(
     node: Tensor, logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, biased: torch.Tensor,
-    biases: torch.Tensor, past: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor,
+    biases: torch.Tensor, past: torch.Tensor, n_past: torch.Tensor, allowed: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Steps in the compute type; tokens that are none of the row's have no effect."""
     out = logits.clone()
     n, size = logits.shape[-1], past.shape[-1]
-    for row, slot, length in zip(out.view(-1, n), slots.reshape(-1).tolist(), lengths.reshape(-1).tolist()):
+    for row, slot, length in zip(out.view(-1, n), slots.reshape(-1).tolist(), n_past.reshape(-1).tolist()):
         s = _settings(settings, slot)
         ids, values = (x[0, 0, slot, : int(s.n_biases)] for x in (biased, biases))
         for i, value in zip(ids.tolist(), values.tolist()):
             if 0 <= i < n:
                 row[i] = -math.inf if value == -math.inf else row[i].double() + value
         if s.masked:
-            bits = (mask[0, 0, slot, :, None] >> torch.arange(32)) & 1
+            bits = (allowed[0, 0, slot, :, None] >> torch.arange(32)) & 1
             row[bits.reshape(-1)[:n] == 0] = -math.inf
         if s.penalizes:
             first = max(0, length - min(int(s.last_n), size))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from graphrt.backends.triton.device import Target, current, interpreting
-from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.segment import Segment
 from graphrt.errors import BackendError
 from graphrt.program import Program, StepInfo, in_order
@@ -67,6 +66,8 @@ class Captured(Program):
             self.warm = True
 
     def compile_ahead(self) -> None:
+        from graphrt.backends.triton.launch import Launch  # Triton itself, which listing backends must not import
+
         if self.target.is_here and not interpreting():
             with current(self.target.device):
                 for launch in self.launches:

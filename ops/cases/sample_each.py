@@ -75,9 +75,9 @@ def _make_penalize(inputs: Inputs, n: int, rows: int, size: int) -> Tensor:
     biased = inputs("biased", "i32", (6, table), Rows(n, distinct=True))
     biases = inputs("biases", "f64", (6, table), Given((1.5, -math.inf, 0.25, -3.0, 100.0)))
     past = inputs("past", "i32", (size, table), Past(min(n, 30)))
-    lengths = inputs("lengths", "i32", (rows,), Rows(2 * size))
-    mask = inputs("mask", "i32", (-(-n // 32), table), Bits())
-    return penalize(logits, slots, settings, biased, biases, past, lengths, mask)
+    n_past = inputs("n_past", "i32", (rows,), Rows(2 * size))
+    allowed = inputs("allowed", "i32", (-(-n // 32), table), Bits())
+    return penalize(logits, slots, settings, biased, biases, past, n_past, allowed)
 
 
 def _each_cases() -> Iterator[Case]:

@@ -61,7 +61,7 @@ def _penalize(**given: object) -> Tensor:
     """Two rows of 40 logits by tables of three, but for what is given."""
     sources: dict[str, object] = {
         "logits": f32(40, 2), "slots": t("i32", 2), "settings": t("f64", 16, 3), "biased": t("i32", 4, 3),
-        "biases": t("f64", 4, 3), "past": t("i32", 8, 3), "lengths": t("i32", 2), "mask": t("i32", 2, 3), **given,
+        "biases": t("f64", 4, 3), "past": t("i32", 8, 3), "n_past": t("i32", 2), "allowed": t("i32", 2, 3), **given,
     }  # fmt: skip
     return ops.penalize(**sources)  # type: ignore[arg-type]
 
@@ -224,8 +224,8 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
             ({"logits": t("f16", 40, 2)}, ("an f32 matrix", "f16[40, 2]")),
             ({"biases": t("f64", 5, 3)}, ("biased must be i32 and biases f64, both", "f64[5, 3]")),
             ({"past": t("i32", 8, 2)}, ("past must be i32 [n, slots]", "i32[8, 2]")),
-            ({"lengths": t("i32", 3)}, ("lengths must be i32, one a row", "i32[3]")),
-            ({"mask": t("i32", 1, 3)}, ("mask must be i32 with a bit a logit", "i32[1, 3]")),
+            ({"n_past": t("i32", 3)}, ("n_past must be i32, one a row", "i32[3]")),
+            ({"allowed": t("i32", 1, 3)}, ("allowed must be i32 with a bit a logit", "i32[1, 3]")),
         )
     ),
     ("KQ_MASK", lambda: ops.kq_mask(t("i64", 4), t("i32", 2)), ("the cells' positions", "i32 matrix", "i64[4]")),

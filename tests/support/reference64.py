@@ -232,18 +232,18 @@ def sample_each(node: Tensor, logits: Array, uniforms: Array, slots: Array, sett
 @reference64("PENALIZE")
 def penalize(
     node: Tensor, logits: Array, slots: Array, settings: Array, biased: Array, biases: Array, past: Array,
-    lengths: Array, mask: Array,
+    n_past: Array, allowed: Array,
 ) -> Array:  # fmt: skip
     """Token by token."""
     out, size = logits.copy(), past.shape[-1]
     for (*_, i), row in _rows(out):
-        slot, length = int(slots.reshape(-1)[i]), int(lengths.reshape(-1)[i])
+        slot, length = int(slots.reshape(-1)[i]), int(n_past.reshape(-1)[i])
         s = _settings(settings, slot)
         added = dict(zip(biased[0, 0, slot, : int(s.n_biases)], biases[0, 0, slot]))
         last = [past[0, 0, slot, p % size] for p in range(length - min(int(s.last_n), size, length), length)]
         for j in range(len(row)):
             row[j] += added.get(j, 0.0)
-            if s.masked and not int(mask[0, 0, slot, j // 32]) >> j % 32 & 1:
+            if s.masked and not int(allowed[0, 0, slot, j // 32]) >> j % 32 & 1:
                 row[j] = -math.inf
             if (count := last.count(j)) and s.penalizes:
                 row[j] = row[j] * s.repeat if row[j] <= 0 else row[j] / s.repeat

@@ -453,7 +453,7 @@ def test_kinds_of_ops_are_known() -> None:
     views = {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}
     others = {name for name in registered_ops() if kind_of(name) == "other"} - views
     sums = {"SUM_ROWS", "CROSS_ENTROPY_LOSS", "CROSS_ENTROPY_LOSS_BACK"}
-    assert others == {*sums, "ARGMAX", "ARGSORT", "TOP_K", "SAMPLE"}
+    assert others == {*sums, "ARGMAX", "ARGSORT", "TOP_K", "SAMPLE", "SAMPLE_EACH", "PENALIZE"}
     assert [kind_of(op) for op in ("MUL_MAT+ADD", "RMS_NORM+MUL", "VIEW")] == ["matrix product", "norm", "other"]
     known = set(registered_ops()) | {"copy", "input"}
     assert {op for _, _, members in KINDS.values() for op in members} <= known

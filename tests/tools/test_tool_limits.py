@@ -175,7 +175,7 @@ def test_memory_exits_1_where_no_type_of_cache_fits_or_the_plan_is_wrong(
     monkeypatch.setattr(memory_report, "report", lambda subject: SimpleNamespace(wrong=wrong))
     monkeypatch.setattr(memory_text, "lines", lambda *rest: [])
     limit = None if needs is None else 100
-    args: Any = SimpleNamespace(cache_types=False, limit=limit, svg=None, overlay=None, json=False)
+    args: Any = SimpleNamespace(cache_types=False, limit=limit, svg=None, overlay=None, json=False, train=None)
     assert memory.main(args) == code
 
 

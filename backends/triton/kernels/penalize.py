@@ -21,7 +21,7 @@ I_LAST_N, I_N_BIASES, I_MASKED = (tl.constexpr(i) for i in (LAST_N, N_BIASES, MA
 #: Logits that a program copies; biases that it adds at a time; tokens that it counts, and those it compares them with.
 _COPIED, _BIASES, _MINE, _OTHERS = 2048, 128, 32, 64
 #: Sources that are read whole.
-_TABLES = ("slots", "settings", "biased", "biases", "past", "lengths")
+_TABLES = ("slots", "settings", "biased", "biases", "past", "n_past")
 
 
 @accesses(reads="p_a p_slots p_settings p_mask", writes="p_out")
@@ -45,14 +45,14 @@ def masked_rows(
         tl.store(p_row + i, float("-inf"), mask=(i < n) & (((bits >> (i % 32)) & 1) == 0))
 
 
-@accesses(reads="p_out p_slots p_settings p_biased p_biases p_past p_lengths", writes="p_out")
+@accesses(reads="p_out p_slots p_settings p_biased p_biases p_past p_n_past", writes="p_out")
 @triton.jit
 def change_some(
-    p_out, p_slots, p_settings, p_biased, p_biases, p_past, p_lengths, n, so, most_biases, size,
+    p_out, p_slots, p_settings, p_biased, p_biases, p_past, p_n_past, n, so, most_biases, size,
     BIASES: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row) adds its slot's biases, and takes penalties off the tokens of its text. out: rows of n logits at
-    stride so; biased: int32 [slots, most_biases], biases: f64, as many; past: int32 [slots, size]; lengths: int32
+    stride so; biased: int32 [slots, most_biases], biases: f64, as many; past: int32 [slots, size]; n_past: int32
     [rows]."""
     take_turn(PDL)
     row = tl.program_id(0)
@@ -67,7 +67,7 @@ def change_some(
         x = (tl.load(p_row + i, mask=known, other=0.0).to(tl.float64) + value).to(tl.float32)
         tl.store(p_row + i, tl.where(value == float("-inf"), float("-inf"), x), mask=known)
     tl.debug_barrier()
-    length = tl.load(p_lengths + row)
+    length = tl.load(p_n_past + row)
     last_n = tl.minimum(tl.minimum(tl.load(p_settings + I_LAST_N).to(tl.int32), size), length)
     repeat = tl.load(p_settings + I_REPEAT).to(tl.float32)
     frequency, presence = (
@@ -103,7 +103,7 @@ def lower_penalize(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     there = a.data.data_ptr() == out.data.data_ptr()
     mask = {
         "p_a": a.data, "p_slots": data["slots"], "p_settings": data["settings"],
-        "p_mask": ctx.view(sources["mask"]).data, "p_out": out.data, "n": n, "words": sources["mask"].ne[0],
+        "p_mask": ctx.view(sources["allowed"]).data, "p_out": out.data, "n": n, "words": sources["allowed"].ne[0],
         "sa": a.strides[1], "so": out.strides[1], "COPY": not there, "SIZE": _COPIED, **pdl,
     }  # fmt: skip
     change = {

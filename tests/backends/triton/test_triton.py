@@ -333,7 +333,7 @@ def test_processes_that_share_a_gpu_get_the_same_each_time(capsys: pytest.Captur
 
 
 #: What compiled code may depend on: how far apart rows lie (vector loads), and whether a multiple of 16 keys is there.
-_SPECIALIZED = {"n_kv", *(f"s{t}_{axis}" for t in "qkvm" for axis in "ths")}
+_SPECIALIZED = {"n_kv", *(f"s{t}_{axis}" for t in "qkvmb" for axis in "ths")}
 
 
 def test_nothing_is_compiled_by_a_length() -> None:

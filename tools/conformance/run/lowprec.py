@@ -287,15 +287,15 @@ def _get_rows(node: Tensor, a: T, ids: T) -> T:
 
 
 def _penalize(
-    node: Tensor, logits: T, slots: T, settings: T, biased: T, biases: T, past: T, lengths: T, mask: T
+    node: Tensor, logits: T, slots: T, settings: T, biased: T, biases: T, past: T, n_past: T, allowed: T
 ) -> T:  # fmt: skip
     """All of a row at a time, by tables of the vocabulary's size."""
     n, size, out = logits.shape[-1], past.shape[-1], logits.clone()
-    for row, slot, length in zip(out.view(-1, n), slots.flatten().tolist(), lengths.flatten().tolist()):
+    for row, slot, length in zip(out.view(-1, n), slots.flatten().tolist(), n_past.flatten().tolist()):
         s = RowSettings(*settings[0, 0, slot, : len(RowSettings.__dataclass_fields__)].tolist())
         n_biases, last = int(s.n_biases), range(max(0, length - min(int(s.last_n), size)), length)
         row += torch.zeros_like(row).index_add(0, biased[0, 0, slot, :n_biases], biases[0, 0, slot, :n_biases].to(row))
-        bits = (mask[0, 0, slot].repeat_interleave(32)[:n] >> (torch.arange(n) % 32)) & 1
+        bits = (allowed[0, 0, slot].repeat_interleave(32)[:n] >> (torch.arange(n) % 32)) & 1
         row.masked_fill_((bits == 0) & (s.masked != 0), -math.inf)
         said = torch.bincount(past[0, 0, slot, [p % size for p in last]], minlength=n)[:n]
         less = row * torch.where(row <= 0, s.repeat, 1 / s.repeat) - said * s.frequency - s.presence

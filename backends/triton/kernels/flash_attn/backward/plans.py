@@ -81,7 +81,7 @@ def packed_tiles(p: BackProblem, block: int, of_keys: bool, shared: Shared) -> t
             "p_q_starts": p.memory(own, torch.int32), "p_kv": p.memory(other, torch.int32),
             "p_prefixes": p.memory(own, torch.int32), "p_tiles": made, "p_units": _zeros(shared, n_tiles),
             "n_seq": p.n_seq, "n_prefixes": 0, "n_tokens": n_own, "most_keys": n_other, "n_qt": n_tiles, "window": 0,
-            "gqa": 1, "lead": 0, "least_rows": 0, "most_rows": MOST, "PAGE": 0, "PACK": 1, "BLOCK_M": block,
+            "gqa": 1, "more": 0, "least_rows": 0, "most_rows": MOST, "PAGE": 0, "PACK": 1, "BLOCK_M": block,
             "BLOCK_N": 32, "CAUSAL": False, "WINDOW": False, "ALIBI": False, "PREFIX": False, "SKIPS": False,
             "CHUNK": min(1024, 1 << p.n_seq.bit_length()), "TILES": LISTED,
         }  # fmt: skip
