@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from graphrt.backends.triton.kernels.flash_attn.backward.forms import FORMS
@@ -35,6 +35,10 @@ def gradient_facts(chosen: BackChosen) -> Iterator[Fact]:
     yield "repeatable", f"{again}: the same inputs give the same bits"
 
 
+def _config(config: object) -> dict[str, Any] | None:
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
+
+
 def gradient_data(chosen: BackChosen) -> dict[str, Any]:
     """The same for machines."""
     return {
@@ -43,7 +47,7 @@ def gradient_data(chosen: BackChosen) -> dict[str, Any]:
             {
                 "name": kernel.name, "file": kernel.file, "of": list(kernel.of), "tiles": kernel.tiles,
                 "repeatable": kernel.repeatable,
-                "config": asdict(kernel.config) if kernel.config is not None else None,
+                "config": _config(kernel.config),
             }
             for kernel in chosen.kernels
         ],
