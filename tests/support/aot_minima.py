@@ -25,10 +25,10 @@ _LENGTH = "by which power of two a gradient is held as f16: what is not finite w
 #: File and function of each place where the plain form stands, and why a NaN gets through all the same.
 PLAIN = {
     "experts/route.py _shares": _WEIGHTS,
-    "flash_attn/backward/rows.py _power": _LENGTH,
-    "flash_attn/backward/rows.py attention_back_delta": _LENGTH,
-    "flash_attn/backward/rows.py attention_back_norms": _LENGTH,
-    "flash_attn/backward/rows.py attention_back_scales": _LENGTH,
+    "flash_attn/backward/deltas.py _power": _LENGTH,
+    "flash_attn/backward/deltas.py attention_back_delta": _LENGTH,
+    "flash_attn/backward/deltas.py attention_back_norms": _LENGTH,
+    "flash_attn/backward/deltas.py attention_back_scales": _LENGTH,
     "flash_attn/decode.py softmax_step": _WEIGHTS,
     "flash_attn/decode_join.py join_parts": _JOINED,
     "flash_attn/decode_join.py joined_ways": _JOINED,

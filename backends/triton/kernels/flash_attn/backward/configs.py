@@ -38,13 +38,16 @@ class Row:
 
 MANY = 1 << 30
 #: Of f32, whose products take no matrix units: what a tile needs is registers.
-_PLAIN = tuple(
-    Row(owner, d, "f32", config)
-    for owner in (QUERIES, KEYS, FUSED_Q, FUSED_K)
-    for d, config in (
-        (64, BackConfig(32, 32, 8, 1, "reload")), (256, BackConfig(16, 32, 8, 1, "reload")),
-        (MANY, BackConfig(16, 32, 16, 1, "reload")),
-    )
+_PLAIN = (
+    Row(FUSED_K, 64, "f32", BackConfig(16, 32, 8, 1, "reload")),
+    *(
+        Row(owner, d, "f32", config)
+        for owner in (QUERIES, KEYS, FUSED_Q, FUSED_K)
+        for d, config in (
+            (64, BackConfig(32, 32, 8, 1, "reload")), (256, BackConfig(16, 32, 8, 1, "reload")),
+            (MANY, BackConfig(16, 32, 16, 1, "reload")),
+        )
+    ),
 )  # fmt: skip
 _HOPPER = (
     Row(QUERIES, 64, "half", BackConfig(128, 64, 8, 2)),

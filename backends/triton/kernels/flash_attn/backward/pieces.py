@@ -4,7 +4,7 @@
 
 Tiles of scores are [queries, keys], or TURNED [keys, queries], so that what is multiplied next lies where it is needed.
 Weights are 2^WEIGHT_BITS times P (of f32: P), which keeps small ones of long rows from the end of f16's range. dS is
-scales[1] times itself, see rows.py. ops/flash_attn_back.py has the formula and its letters.
+scales[1] times itself, see deltas.py. ops/flash_attn_back.py has the formula and its letters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INF = tl.constexpr(float("inf"))
 
 class Given(NamedTuple):
     """Pointers. q, d_out: as Halves has them; lse, delta: f32, delta [n_seq, n_head, n_q]; slopes: ALiBi's of each
-    head; scales: rows.py's. counts, blocks, seen: of mask.py for tiles of queries; column_counts, columns, ranks: of
+    head; scales: deltas.py's. counts, blocks, seen: of mask.py for tiles of queries; column_counts, columns, ranks: of
     lists.py for tiles of keys; tiles: of packed sequences, tile_list.py's. What is absent is any
     memory: nobody reads it."""
 

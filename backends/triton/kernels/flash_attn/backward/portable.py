@@ -1,4 +1,4 @@
-"""The portable kernels of attention's gradients (queries.py, keys.py, bias.py, rows.py's sinks): their launches."""
+"""The portable kernels of attention's gradients (queries.py, keys.py, bias.py, deltas.py's sinks): their launches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.keys import attention_b
 from graphrt.backends.triton.kernels.flash_attn.backward.pieces import BackSpec, Given, Steps
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
 from graphrt.backends.triton.kernels.flash_attn.backward.queries import attention_back_queries
-from graphrt.backends.triton.kernels.flash_attn.backward.rows import attention_back_sinks
+from graphrt.backends.triton.kernels.flash_attn.backward.deltas import attention_back_sinks
 from graphrt.backends.triton.kernels.flash_attn.backward.shared import Shared
 from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
 from graphrt.backends.triton.kernels.flash_attn.kernel import warps_text
@@ -205,9 +205,14 @@ class FusedK(Keys):
 
 
 class Bias(Portable):
-    """bias.py, with the tiles of queries.py."""
+    """bias.py, with the tiles of queries.py, half as wide: it keeps a tile's sums beside two products."""
 
     name, owner, makes, file = "bias", QUERIES, ("attn_bias",), "backward/bias.py"
+
+    @cached_property
+    def config(self) -> BackConfig:
+        found = back_config(self.target.arch, self.owner, self.p.d, self.p.kind)
+        return replace(found, block_n=max(32, found.block_n // 2))
 
     def launches(self, shared: Shared) -> list[Step]:
         p, t, made = self.p, self.tiling, list[Step]()
@@ -223,9 +228,9 @@ class Bias(Portable):
 
 
 class Sinks(BackKernel):
-    """rows.py's attention_back_sinks."""
+    """deltas.py's attention_back_sinks."""
 
-    name, makes, file = "sinks", ("sinks",), "backward/rows.py"
+    name, makes, file = "sinks", ("sinks",), "backward/deltas.py"
 
     def serves(self) -> str | None:
         return None

@@ -11,7 +11,7 @@ import triton
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target, interpreting
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
-from graphrt.backends.triton.kernels.flash_attn.backward.rows import (
+from graphrt.backends.triton.kernels.flash_attn.backward.deltas import (
     attention_back_delta,
     attention_back_halves,
     attention_back_norms,
