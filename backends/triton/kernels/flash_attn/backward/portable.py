@@ -21,12 +21,12 @@ from graphrt.backends.triton.kernels.flash_attn.backward.configs import (
     BackConfig,
     back_config,
 )
+from graphrt.backends.triton.kernels.flash_attn.backward.deltas import attention_back_sinks
 from graphrt.backends.triton.kernels.flash_attn.backward.kernel import BackKernel
 from graphrt.backends.triton.kernels.flash_attn.backward.keys import attention_back_keys
 from graphrt.backends.triton.kernels.flash_attn.backward.pieces import BackSpec, Given, Steps
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
 from graphrt.backends.triton.kernels.flash_attn.backward.queries import attention_back_queries
-from graphrt.backends.triton.kernels.flash_attn.backward.deltas import attention_back_sinks
 from graphrt.backends.triton.kernels.flash_attn.backward.shared import Shared
 from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
 from graphrt.backends.triton.kernels.flash_attn.kernel import warps_text

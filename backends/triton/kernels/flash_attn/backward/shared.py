@@ -10,13 +10,13 @@ import triton
 
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target, interpreting
-from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
 from graphrt.backends.triton.kernels.flash_attn.backward.deltas import (
     attention_back_delta,
     attention_back_halves,
     attention_back_norms,
     attention_back_scales,
 )
+from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
