@@ -70,6 +70,8 @@ def aot_cases(arch: str) -> Iterator[Case]:
     the first shapes that need them."""
     seen: set[tuple[Any, ...]] = set()
     for shape in SHAPES:
+        if arch == "gfx942" and shape.kind == "f32" and max(shape.d) > 512:
+            continue  # 32 keys take 66 KiB, of 64 that there are: the GPU refuses the launch
         for form in shape.forms:
             found = made(lambda ctx, s=shape, f=form: BackLauncher(ctx.target, ctx.place, f).launches(
                 Gradients(tuple(nodes(s)))), arch)  # fmt: skip
