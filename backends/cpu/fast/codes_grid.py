@@ -7,7 +7,7 @@ The grids are those of the package gguf.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import gguf
 
@@ -29,24 +29,16 @@ def _eights(sub: int) -> list[int]:
     return [i // 8 for chunk in (k_eights if sub == 32 else k_pairs)(1) for i in chunk[::8]]
 
 
-def _fours(sub: int) -> list[int]:
-    """The same as groups of 4 values."""
-    return [2 * i + half for i in _eights(sub) for half in range(2)]
-
-
-def _found(f: Fn, table: Val, numbers: Sequence[Val], a_point: int) -> Iterator[Val]:
-    """Points by their numbers in the order of codes, as chunks of 64 bytes; each is joined when it is asked for."""
-    found = [f.load(table + n * a_point, I64 if a_point == 8 else I32) for n in numbers]
-    step = 64 // a_point
-    return (f.join(found[i : i + step]).bits(I8, 64) for i in range(0, len(found), step))
-
-
 def _chunks(f: Fn, name: str, numbers: Sequence[Val], signs: Val) -> list[Val]:
     """In the order of codes. numbers: of points, i64; signs: bits, 64 in each of four i64 lanes."""
-    a_point = 8 if len(numbers) == 32 else 4
-    table = f.table(name, _points(name), I64 if a_point == 8 else I32)
-    points = _found(f, table, numbers, a_point)
-    return [f.select(signs[i].bits(I1, 64), 0 - codes, codes) for i, codes in enumerate(points)]
+    a_point, t = (8, I64) if len(numbers) == 32 else (4, I32)
+    table, a_chunk = f.table(name, _points(name), t), 64 // a_point
+    found = [f.load(table + n * a_point, t) for n in numbers]
+    chunks = []
+    for i in range(4):
+        codes = f.join(found[i * a_chunk : (i + 1) * a_chunk]).bits(I8, 64)
+        chunks.append(f.select(signs[i].bits(I1, 64), 0 - codes, codes))
+    return chunks
 
 
 def _in_order(signs: Val, sub: int) -> Val:
@@ -108,9 +100,9 @@ def _lanes(f: Fn, numbers: Val) -> list[Val]:
 
 
 def iq3_xxs(f: Fn, p: Val, count: int) -> Codes:
-    words = f.load(p + 66, I32, 8)
+    words, order = f.load(p + 66, I32, 8), [2 * i + half for i in _eights(32) for half in range(2)]
     scales = ((words >> 28).to(F32) + 0.5) * (half(f, p, 8) * 0.5)
-    return Codes(_chunks(f, "IQ3_XXS", _bytes(f, p + 2, _fours(32)), _in_order(_seven(f, words), 32)), scales)
+    return Codes(_chunks(f, "IQ3_XXS", _bytes(f, p + 2, order), _in_order(_seven(f, words), 32)), scales)
 
 
 def iq3_s(f: Fn, p: Val, count: int) -> Codes:
