@@ -89,6 +89,7 @@ class Session(Engine):
         architecture, and the price is that the next call reads the tokens behind `keep` again. Raises SessionError for
         numbers under 0, or more tokens than there are.
         """
+        keep, drop = int(keep), int(drop)  # numpy's would overflow in the sum
         with self.alone():
             if keep < 0 or drop < 0 or keep + drop > self.n_past:
                 raise SessionError(

@@ -27,7 +27,7 @@ def sample_each(
     """The same, of each row by its slot's settings."""
     rows, (draws, xtc) = logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1, 2).T.tolist()
     chosen = [
-        _drawn(row, u, v, (s := _settings(settings, slot)), max(1, min(int(s.top_k), node.params.most)))
+        _drawn(row, u, v, (s := _settings(settings, slot)), max(1, _count(s.top_k, node.params.most)))
         for row, u, v, slot in zip(rows, draws, xtc, slots.reshape(-1).tolist())
     ]
     return torch.tensor(chosen).reshape(node.shape)
@@ -37,12 +37,17 @@ def _settings(table: torch.Tensor, slot: int) -> RowSettings:
     return RowSettings(*table.reshape(-1, table.shape[-1])[slot, : len(RowSettings.__dataclass_fields__)].tolist())
 
 
+def _count(number: float, most: int) -> int:
+    """A number of a settings column as a count of 0 to `most`, which NaN and infinity are not."""
+    return int(min(max(0.0, number), most))  # max(0.0, NaN) is 0.0
+
+
 def _drawn(logits: torch.Tensor, uniform: float, xtc: float, s: RowSettings, top_k: int) -> int:
     """The id that is drawn by `uniform`, of candidates that XTC may lose by the number `xtc`."""
     highest, ids = (x[:top_k] for x in torch.sort(logits, descending=True, stable=True))
     if s.temp <= 0 or not highest[0] > -math.inf:
         return int(ids[0])
-    left, min_keep = torch.arange(len(ids)), int(s.min_keep)
+    left, min_keep = torch.arange(len(ids)), _count(s.min_keep, len(ids))
     if s.typical_p < 1:
         left = left[_typical(_shares(highest), s.typical_p, min_keep)]
     if s.top_p < 1:
@@ -87,7 +92,7 @@ def penalize(
     n, size = logits.shape[-1], past.shape[-1]
     for row, slot, length in zip(out.view(-1, n), slots.reshape(-1).tolist(), n_past.reshape(-1).tolist()):
         s = _settings(settings, slot)
-        ids, values = (x[0, 0, slot, : int(s.n_biases)] for x in (biased, biases))
+        ids, values = (x[0, 0, slot, : _count(s.n_biases, biases.shape[-1])] for x in (biased, biases))
         for i, value in zip(ids.tolist(), values.tolist()):
             if 0 <= i < n:
                 row[i] = -math.inf if value == -math.inf else row[i].double() + value
@@ -95,7 +100,7 @@ def penalize(
             bits = (allowed[0, 0, slot, :, None] >> torch.arange(32)) & 1
             row[bits.reshape(-1)[:n] == 0] = -math.inf
         if s.penalizes:
-            first = max(0, length - min(int(s.last_n), size))
+            first = max(0, length - _count(s.last_n, size))
             said = Counter(past[0, 0, slot, torch.arange(first, length) % size].tolist())
             for i, count in said.items():
                 if 0 <= i < n:

@@ -132,6 +132,17 @@ def test_each_row_chooses_as_its_own_sampler(backend: str) -> None:
     assert exe.read(node).reshape(-1).tolist() == expected
 
 
+def test_settings_that_are_no_numbers_draw_some_token() -> None:
+    """Of a saved case from a stranger: the reference neither raises nor loops."""
+    a, u = graphrt.new_input("f32", 90, 1, name="a"), graphrt.new_input("f64", 2, 1, name="u")
+    s, t = graphrt.new_input("i32", 1, name="s"), graphrt.new_input("f64", 16, 1, name="t")
+    node, logits = ops.sample_each(a, u, s, t), torch.randn(1, 1, 1, 90)
+    for odd in (math.nan, math.inf, -math.inf):
+        table = torch.full((1, 1, 1, 16), odd, dtype=torch.float64)
+        drawn = evaluate(node, [logits, torch.full((1, 1, 1, 2), 0.5), torch.zeros(1, 1, 1, 1, dtype=torch.int32), table])
+        assert 0 <= int(drawn) < 90
+
+
 @pytest.mark.parametrize("backend", backends())
 def test_equal_shares_reach_top_p_where_the_host_has_them_do_so(backend: str) -> None:
     """Sums of a tenth or a fortieth that meet 0.5, 0.95 and others exactly or not, as running sums in order do."""

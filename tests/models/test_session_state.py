@@ -148,6 +148,8 @@ def test_a_shift_that_can_not_be(llama: Model, keep: int, drop: int) -> None:
     session = fed_session(llama, IDS)
     with pytest.raises(SessionError, match="within the session's 60 tokens"):
         session.shift(keep, drop)
+    with pytest.raises(SessionError, match="within the session's 60 tokens"):
+        session.shift(np.int64(2**63 - 1), np.int64(2**63 - 1))  # whose own sum is -2
     assert session.tokens == IDS
 
 

@@ -28,7 +28,8 @@ ROUNDS, ROUNDS_PER_BYTE = 2048, 1 / 256
 def check_budget(graph: Graph, file_bytes: int) -> None:
     """Raises GraphError when a graph asks for more than a file of that size may."""
     elements = sum(t.n_elements for t in graph.leafs)
-    elements += sum(t.n_elements for t in graph.nodes if t.view_src is None)
+    # A view counts where it has more elements than what it looks at: a reference copies it out.
+    elements += sum(t.n_elements for t in graph.nodes if t.view_src is None or t.n_elements > t.root.n_elements)
     elements += 2 * sum(t.n_elements for t in graph.outputs) + sum(_most(_SCRATCH, t) for t in graph.nodes)
     asked = (
         ("elements", elements, ELEMENTS, ELEMENTS_PER_BYTE),
@@ -76,6 +77,8 @@ _SCRATCH: dict[str, Callable[[Tensor], int]] = {
     "FLASH_ATTN_LSE": _attention,
     "FLASH_ATTN_VARLEN": _varlen,
     "FLASH_ATTN_VARLEN_LSE": _varlen,
+    "FLASH_ATTN_BACK": lambda t: 3 * _attention(t),
+    "FLASH_ATTN_VARLEN_BACK": lambda t: 6 * t["q"].n_rows * t["k"].ne[1],  # all pairs, hidden or not
     "SOFT_MAX": lambda t: 2 * t.n_elements,
     "SET_ROWS": lambda t: t["rows"].n_elements,
 }
@@ -84,6 +87,7 @@ _ROUNDS: dict[str, Callable[[Tensor], int]] = {
     "KQ_MASK": lambda t: t.ne[3] * -(-t.ne[1] // 16),
     "FLASH_ATTN_VARLEN": lambda t: t["q_starts"].ne[0],
     "FLASH_ATTN_VARLEN_LSE": lambda t: t["q_starts"].ne[0],
+    "FLASH_ATTN_VARLEN_BACK": lambda t: t["q_starts"].ne[0],
     "SAMPLE": lambda t: t.n_elements,
     "SAMPLE_EACH": lambda t: t.n_elements,
     "PENALIZE": lambda t: t.ne[1] * (1 + t["biased"].ne[0] + t["past"].ne[0]),

@@ -183,12 +183,13 @@ def _varlen(
     for s in range(q_starts.numel() - 1):
         queries = (of == s).nonzero().flatten()
         if table is not None and lengths is not None:
-            key = torch.arange(int(lengths.flatten()[s]))
             size = node["k"].ne[1]
+            key = torch.arange(int(lengths.flatten()[s].clamp(0, table.shape[-1] * size)))
             rows = table[0, 0, s].clamp(min=0)[key // size] * size + key % size
         else:
             assert k_starts is not None
-            rows = torch.arange(*k_starts.flatten()[s : s + 2].tolist())
+            first, end = k_starts.flatten()[s : s + 2].clamp(0, node["k"].ne[1]).tolist()
+            rows = torch.arange(first, max(first, end))
         if len(queries) and len(rows):
             behind = (len(rows) - len(queries) + torch.arange(len(queries)))[:, None] - torch.arange(len(rows))
             hidden = ((behind < 0) & p.causal) | ((behind >= p.window) & (p.window > 0))
