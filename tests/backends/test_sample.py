@@ -139,8 +139,8 @@ def test_settings_that_are_no_numbers_draw_some_token() -> None:
     node, logits = ops.sample_each(a, u, s, t), torch.randn(1, 1, 1, 90)
     for odd in (math.nan, math.inf, -math.inf):
         table = torch.full((1, 1, 1, 16), odd, dtype=torch.float64)
-        drawn = evaluate(node, [logits, torch.full((1, 1, 1, 2), 0.5), torch.zeros(1, 1, 1, 1, dtype=torch.int32), table])
-        assert 0 <= int(drawn) < 90
+        halves, slot = torch.full((1, 1, 1, 2), 0.5), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+        assert 0 <= int(evaluate(node, [logits, halves, slot, table])) < 90
 
 
 @pytest.mark.parametrize("backend", backends())
