@@ -58,7 +58,7 @@ def test_forms_and_refusals(client: openai.OpenAI, served: Served) -> None:
     assert json.loads(found.output_text) == {"a": "t"} and found.status == "completed"
     for body, param in (
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x", "text": "a"}]}]},
          "input[0].content[0].type"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
