@@ -25,11 +25,11 @@ MAX_DEPTH, MAX_REFS = 64, 500
 #: The least common multiple of all that numbers must be multiples of: of so many states is a lexer that finds out.
 MAX_MULTIPLE = 100_000
 #: What llguidance may spend, in its own units: on a grammar 1,000,000 steps (20 ms), on a token as many (70 ms) and
-#: 2,000,000 Earley items (100 ms), and 50,000 states of its lexer (100 MB).
+#: 1,000,000 Earley items (50 ms, 170 MB), and 50,000 states of its lexer (100 MB).
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 1_000_000,
-    "step_max_items": 2_000_000,
+    "step_max_items": 1_000_000,
     "max_items_in_row": 3_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
