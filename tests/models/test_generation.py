@@ -314,7 +314,8 @@ def test_a_prompts_file(model: Model, tmp_path: Path, monkeypatch: pytest.Monkey
     prompt, options = tokens(40), replace(F32, page=16)
     wanted = list(model.samples(prompt, 2, 6, temp=0, options=options))
     back = 23 if any(model.decoder.hp.windowed) else 3  # beyond what a window holds all is read anew
-    for count, text, cost in ((2, prompt, 40), (2, prompt, 1), (1, [*prompt, 5], 1), (2, [*prompt[:20], 9, 8, 7], back)):
+    other = [*prompt[:20], 9, 8, 7]
+    for count, text, cost in ((2, prompt, 40), (2, prompt, 1), (1, [*prompt, 5], 1), (2, other, back)):
         read.clear()
         found = list(model.samples(text, count, 6, temp=0, options=options, cache=path))
         assert sum(read) == cost, "and tokens are chosen where the steps are"
