@@ -119,12 +119,13 @@ def for_units(f: Fn, form: Form, n: Val, body: Callable[[Unit], None], shared: b
 
 
 def block_ranges(f: Fn, form: Form, n: Val) -> list[tuple[Val, Val, int]]:
-    """Of a row of n values: blocks from the first to before the second are units of so many."""
-    blocks, together = n // form.type.size, form.type.at_once
-    if together == 1:
-        return [(f.const(0), blocks, 1)]
-    whole = blocks // together * together
-    return [(f.const(0), whole, together), (whole, blocks, 1)]
+    """Of a row of n values: blocks from the first to before the second are units of so many, the largest first."""
+    blocks, start, ranges = n // form.type.size, f.const(0), []
+    for together in form.type.units:
+        stop = blocks // together * together
+        ranges.append((start, stop, together))
+        start = stop
+    return ranges
 
 
 def unit_at(form: Form, n: Val, block: Val, count: int) -> Unit:
