@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt.backends.cpu.fast.code_type import Codes, byte_chunks, each, half_pairs, halves, nibble_chunks
+from graphrt.backends.cpu.fast.code_type import Codes, byte_chunks, each, eights_of_32, half_pairs, halves, nibble_chunks
 from graphrt.backends.cpu.fast.ir import F32, I1, I8, I32, Fn, Val
 
 
@@ -15,13 +15,11 @@ def q4_1(f: Fn, p: Val, count: int) -> Codes:
 
 
 def _five_bits(f: Fn, high: Val, low: Val, step: int, count: int) -> list[Val]:
-    """Nibbles with a fifth bit each, in the order of nibble_chunks(), each chunk with as many bytes of bits."""
-    nibbles = nibble_chunks(f, low, step, count)
-    n_bytes = 4 // len(nibbles)
+    """Nibbles with a fifth bit each, in the order of nibble_chunks()."""
     words = f.join([f.load(high + step * i, I32) for i in range(count)]).bits(I8, 4 * count)
     chunks = []
-    for at, nibble in zip(range(0, 4, n_bytes), nibbles, strict=True):
-        bits = words.shuffle([4 * i + at + j for i in range(count) for j in range(n_bytes)]).bits(I1, nibble.lanes)
+    for order, nibble in zip(eights_of_32(count), nibble_chunks(f, low, step, count), strict=True):
+        bits = words.shuffle([value // 8 for value in order[::8]]).bits(I1, nibble.lanes)
         chunks.append(nibble | f.select(bits, f.zeros(I8, nibble.lanes) + 16, f.zeros(I8, nibble.lanes)))
     return chunks
 
