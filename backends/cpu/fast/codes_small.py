@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from graphrt.backends.cpu.fast.code_type import Codes, byte_chunks, each, eights_of_32, half_pairs, halves, nibble_chunks
+from graphrt.backends.cpu.fast.code_type import (
+    Codes,
+    byte_chunks,
+    each,
+    eights_of_32,
+    half_pairs,
+    halves,
+    nibble_chunks,
+)
 from graphrt.backends.cpu.fast.ir import F32, I1, I8, I32, Fn, Val
 
 
