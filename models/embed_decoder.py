@@ -13,6 +13,7 @@ from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.embed import Floats, Ids, check_pooling, normalized
 from graphrt.models.engine import SessionOptions
+from graphrt.models.paging.ladder import rung
 from graphrt.models.session import Session
 from graphrt.models.step import PreparedStep
 
@@ -21,7 +22,9 @@ _ROWS = {"cls": slice(0, 1), "last": slice(-1, None)}
 
 
 class _Hidden(Session):
-    """A session whose steps end before the logits."""
+    """A session whose steps end before the logits, of all rounded-up sizes to 4096 tokens."""
+
+    most_prepared = 24
 
     def prepared(self, n: int, n_outputs: int) -> PreparedStep:
         def make() -> PreparedStep:
@@ -31,17 +34,22 @@ class _Hidden(Session):
         return self._prepared.made((n, n_outputs), make)
 
     def rows(self, ids: Ids) -> Floats:
-        """What the model holds of each token of a text of its own: float32 [n_tokens, n_embd]."""
+        """What the model holds of each token of a text of its own: float32 [n_tokens, n_embd].
+
+        Steps are of rounded-up sizes, so that few are prepared: behind the text's end come tokens 0, which no token
+        before them sees."""
         self.reset()
         found = []
         with self.alone():
             given = self.checked({0: ids})[0]
             for start in range(0, len(given), self.n_batch):
                 part = given[start : start + self.n_batch]
-                exe = self.feed({0: part}, every=True).exe
+                size = min(rung(len(part), self.n_batch), self.n_ctx - start)
+                exe = self.feed({0: np.pad(part, (0, size - len(part)))}, every=True).exe
                 exe.run()
                 self.lengths[0] += len(part)
-                found.append(np.asarray(exe.read(exe.graph.outputs[0]), np.float32).reshape(len(part), -1))
+                rows = np.asarray(exe.read(exe.graph.outputs[0]), np.float32).reshape(size, -1)
+                found.append(rows[: len(part)])
         return np.concatenate(found)
 
 
@@ -63,7 +71,8 @@ def embed(
             f"a text must have 1 to {decoder.hp.n_ctx_train} tokens, the model's own limit, got {longest}; cut it into "
             f"shorter ones"
         )
-    session = _Hidden(decoder, backends, SessionOptions(max(1, longest), n_batch, "f16", "f16"))
+    n_ctx = rung(max(1, longest), decoder.hp.n_ctx_train)
+    session = _Hidden(decoder, backends, SessionOptions(n_ctx, n_batch, "f16", "f16"))
     found = [_pooled(session.rows(ids), kind) for ids in texts]
     return [normalized(row) for row in found] if normalize else found
 

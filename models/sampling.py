@@ -164,6 +164,8 @@ class Sampler:
         SessionError for NaN logits, or if no token is left (all logits are -inf, or biases and grammar leave none).
         """
         given = check_logits(logits)
+        if self.is_greedy and (likeliest := int(given.argmax())) not in self.never:
+            return likeliest
         token = self._choose(self._allowed(given), history)
         if self.best is not None:
             self.logprobs = logprobs_of(given, token, self.best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support import tiny, tiny_archs  # noqa: F401 (its models are found by name
 from support.verbs import Verb
 
 from graphrt.errors import SessionError
-from graphrt.models import Model, load
+from graphrt.models import Model, embed_decoder, load
 
 TEXTS = [tiny.tokens(9), tiny.tokens(40), [5]]
 
@@ -35,6 +36,22 @@ def test_texts_do_not_know_of_each_other_nor_of_batches(name: str, tmp_path: Pat
     for ids, row in zip(TEXTS, together):
         assert np.allclose(other.embed([ids], "mean", n_batch=7)[0], row, atol=1e-4)
     assert np.abs(together[0] - together[1]).max() > 0.01
+
+
+def test_texts_of_about_one_length_share_a_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last steps are as long as the next size that there is; the context's end is one."""
+    made, prepare = list[int](), embed_decoder.prepare
+
+    def noted(*given: Any) -> Any:
+        exe = prepare(*given)
+        made.append(exe.graph.outputs[0].ne[1])
+        return exe
+
+    monkeypatch.setattr(embed_decoder, "prepare", noted)
+    texts = [tiny.tokens(n) for n in (17, 24, 20, 250, 193)]
+    together = model.embed(texts, "last", n_batch=200)
+    assert made == [24, 200, 56]
+    assert np.allclose(together[3], model.embed(texts[3:4], "last")[0], atol=1e-4)
 
 
 def test_poolings(model: Model) -> None:

@@ -322,6 +322,13 @@ def test_logprobs(logits: list[float], best: int) -> None:
     assert [x for _, x in found.best] == pytest.approx([expected[i] for i in order], abs=1e-12)
 
 
+def test_a_greedy_choice_is_never_one_that_is_never_drawn() -> None:
+    sampler = Sampler(SamplerParams(temp=0), never=[1])
+    assert sampler.is_greedy
+    assert sampler.sample(torch.tensor([0.0, 3.0, 2.0])) == 2
+    assert sampler.sample(torch.tensor([5.0, 3.0, 2.0])) == 0
+
+
 def test_logprobs_of_infinities() -> None:
     assert logprobs_of(f32([INF, 1.0, INF]), 2, 3) == (-math.log(2), ((0, -math.log(2)), (2, -math.log(2)), (1, -INF)))
     assert logprobs_of(f32([-INF, 0.0]), 0, 1) == (-INF, ((1, 0.0),))

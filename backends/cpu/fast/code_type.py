@@ -51,13 +51,25 @@ class CodeType:
     at_once: int = 1
     largest: int = 0
 
+    @property
+    def units(self) -> list[int]:
+        """How many blocks are decoded together: as many as are best, then of those that are left two, then one."""
+        return sorted({self.at_once, min(self.at_once, 2), 1}, reverse=True)
+
 
 # layouts
 
+#: Blocks of 32 that lie in eights.
+EIGHT = 8
 
-def halves_of_32(count: int) -> list[list[int]]:
-    """The first 16 values of each block of 32, then the others."""
-    return [[32 * b + 16 * half + i for b in range(count) for i in range(16)] for half in range(2)]
+
+def eights_of_32(count: int) -> list[list[int]]:
+    """Of 8 blocks of 32 the first 8 values of each, then the second 8, and so on: lanes have the same scales in all
+    chunks. Of fewer blocks the first 16 values of each, then the others; of 2 these are one chunk."""
+    if count == EIGHT:
+        return [[32 * b + 8 * part + i for b in range(count) for i in range(8)] for part in range(4)]
+    halves = [[32 * b + 16 * half + i for b in range(count) for i in range(16)] for half in range(2)]
+    return [halves[0] + halves[1]] if count == 2 else halves
 
 
 def halves_of_16(count: int) -> list[list[int]]:
@@ -154,6 +166,24 @@ def numbered(chunks: list[Val], n: Val, whole: Val) -> Codes:
     return Codes(chunks, n * whole.part(0, n.lanes), None, (n, whole))
 
 
+def eights(f: Fn, p: Val, step: int) -> list[Val]:
+    """Of 16 bytes of each of 8 blocks, `step` bytes apart, the first 8, and the others."""
+    a, b = (each(f, p + at * step, step, EIGHT // 2, 16).bits(I64, EIGHT) for at in (0, EIGHT // 2))
+    return [a.shuffle(range(i, 2 * EIGHT, 2), b).bits(I8, 8 * EIGHT) for i in range(2)]
+
+
+def byte_chunks(f: Fn, p: Val, step: int, count: int) -> list[Val]:
+    """32 bytes of each of `count` blocks, in the order of eights_of_32()."""
+    if count == EIGHT:
+        return [chunk for at in (0, 16) for chunk in eights(f, p + at, step)]
+    return _halves([each(f, p + at, step, count, 16) for at in (0, 16)], count)
+
+
 def nibble_chunks(f: Fn, p: Val, step: int, count: int) -> list[Val]:
-    z = each(f, p, step, count, 16)
-    return [z & 15, z >> 4]
+    """16 bytes of each of `count` blocks as 32 values, in the order of eights_of_32()."""
+    zs = eights(f, p, step) if count == EIGHT else [each(f, p, step, count, 16)]
+    return _halves([*(z & 15 for z in zs), *(z >> 4 for z in zs)], count)
+
+
+def _halves(chunks: list[Val], count: int) -> list[Val]:
+    return [concat(chunks)] if count == 2 else chunks

@@ -13,8 +13,8 @@ from graphrt.backends.cpu.fast import codes_k as k
 from graphrt.backends.cpu.fast import codes_small as small
 from graphrt.backends.cpu.fast.code_type import (
     CodeType,
+    eights_of_32,
     halves_of_16,
-    halves_of_32,
     k_eights,
     k_fours,
     k_natural,
@@ -26,13 +26,13 @@ from graphrt.backends.cpu.fast.code_type import (
 CODE_TYPES: dict[str, CodeType] = {
     t.name: t
     for t in (
-        CodeType("q4_0", 32, 18, 32, halves_of_32, small.q4_0, zero=8, at_once=4),
-        CodeType("q4_1", 32, 20, 32, halves_of_32, small.q4_1, offsets=True, at_once=4),
-        CodeType("q5_0", 32, 22, 32, halves_of_32, small.q5_0, zero=16, at_once=4),
-        CodeType("q5_1", 32, 24, 32, halves_of_32, small.q5_1, offsets=True, at_once=4),
-        CodeType("q8_0", 32, 34, 32, halves_of_32, small.q8_0, signed=True, at_once=4),
-        CodeType("iq4_nl", 32, 18, 32, halves_of_32, small.iq4_nl, signed=True, at_once=4),
-        CodeType("mxfp4", 32, 17, 32, halves_of_32, small.mxfp4, zero=small.FP4_ZERO, at_once=4),
+        CodeType("q4_0", 32, 18, 32, eights_of_32, small.q4_0, zero=8, at_once=8),
+        CodeType("q4_1", 32, 20, 32, eights_of_32, small.q4_1, offsets=True, at_once=8),
+        CodeType("q5_0", 32, 22, 32, eights_of_32, small.q5_0, zero=16, at_once=8),
+        CodeType("q5_1", 32, 24, 32, eights_of_32, small.q5_1, offsets=True, at_once=8),
+        CodeType("q8_0", 32, 34, 32, eights_of_32, small.q8_0, signed=True, at_once=8),
+        CodeType("iq4_nl", 32, 18, 32, eights_of_32, small.iq4_nl, signed=True, at_once=8),
+        CodeType("mxfp4", 32, 17, 32, eights_of_32, small.mxfp4, zero=small.FP4_ZERO, at_once=8),
         CodeType("q2_K", 256, 84, 16, k_fours, k.q2_k, offsets=True, largest=15 * 3),
         CodeType("q3_K", 256, 110, 16, k_fours, k.q3_k, zero=4, largest=32 * 4),
         CodeType("q4_K", 256, 144, 32, k_eights, k.q4_k, offsets=True, largest=63 * 15),

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from graphrt.backends.cpu.fast.code_type import Codes, each, half_pairs, halves, nibble_chunks
-from graphrt.backends.cpu.fast.ir import F32, I1, I8, I16, I32, Fn, Val
+from graphrt.backends.cpu.fast.code_type import (
+    Codes,
+    byte_chunks,
+    each,
+    eights_of_32,
+    half_pairs,
+    halves,
+    nibble_chunks,
+)
+from graphrt.backends.cpu.fast.ir import F32, I1, I8, I32, Fn, Val
 
 
 def q4_0(f: Fn, p: Val, count: int) -> Codes:
@@ -15,11 +23,12 @@ def q4_1(f: Fn, p: Val, count: int) -> Codes:
 
 
 def _five_bits(f: Fn, high: Val, low: Val, step: int, count: int) -> list[Val]:
-    """Nibbles with a fifth bit each, of which 16 lie together."""
+    """Nibbles with a fifth bit each, in the order of nibble_chunks()."""
+    words = f.join([f.load(high + step * i, I32) for i in range(count)]).bits(I8, 4 * count)
     chunks = []
-    for at, nibble in zip((0, 2), nibble_chunks(f, low, step, count), strict=True):
-        bits = f.join([f.load(high + at + step * i, I16) for i in range(count)]).bits(I1, 16 * count)
-        chunks.append(nibble | f.select(bits, f.zeros(I8, 16 * count) + 16, f.zeros(I8, 16 * count)))
+    for order, nibble in zip(eights_of_32(count), nibble_chunks(f, low, step, count), strict=True):
+        bits = words.shuffle([value // 8 for value in order[::8]]).bits(I1, nibble.lanes)
+        chunks.append(nibble | f.select(bits, f.zeros(I8, nibble.lanes) + 16, f.zeros(I8, nibble.lanes)))
     return chunks
 
 
@@ -32,7 +41,7 @@ def q5_1(f: Fn, p: Val, count: int) -> Codes:
 
 
 def q8_0(f: Fn, p: Val, count: int) -> Codes:
-    return Codes([each(f, p + 2 + at, 34, count, 16) for at in (0, 16)], halves(f, p, 34, count))
+    return Codes(byte_chunks(f, p + 2, 34, count), halves(f, p, 34, count))
 
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

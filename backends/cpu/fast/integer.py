@@ -119,12 +119,13 @@ def for_units(f: Fn, form: Form, n: Val, body: Callable[[Unit], None], shared: b
 
 
 def block_ranges(f: Fn, form: Form, n: Val) -> list[tuple[Val, Val, int]]:
-    """Of a row of n values: blocks from the first to before the second are units of so many."""
-    blocks, together = n // form.type.size, form.type.at_once
-    if together == 1:
-        return [(f.const(0), blocks, 1)]
-    whole = blocks // together * together
-    return [(f.const(0), whole, together), (whole, blocks, 1)]
+    """Of a row of n values: blocks from the first to before the second are units of so many, the largest first."""
+    blocks, start, ranges = n // form.type.size, f.const(0), []
+    for together in form.type.units:
+        stop = blocks // together * together
+        ranges.append((start, stop, together))
+        start = stop
+    return ranges
 
 
 def unit_at(form: Form, n: Val, block: Val, count: int) -> Unit:
@@ -224,22 +225,23 @@ def many_dots(
     """
     t, vector, n_x = form.type, 4 * LANES, len(xs)
     kept = f.buffer(F32, LANES * LANES * n_x)
-    for first, stop, together in block_ranges(f, form, n):
-        n_bytes = (stop - first) * (n_x * form.parts * t.size)
-        n_pieces = f.max_int((n_bytes + (PIECE_BYTES - 1 - SPARE_BYTES)) // PIECE_BYTES, 1)
-        n_pieces = f.select(stop > first, n_pieces, f.const(0))
-        piece = ((stop - first) // together + n_pieces - 1) // f.max_int(n_pieces, 1) * together
-        with f.range(0, count, AT_ONCE) as j0, f.range(0, n_pieces) as i, f.range(0, AT_ONCE) as of_group:
-            # rows past the last are the last again, in whose place their sums are of no harm
-            j, start = f.min_int(j0 + of_group, count - 1), first + i * piece
-            row, mine = rows + j * w_nb, kept + (j0 + of_group) * (n_x * vector)
-            sums = [_Sum(f, form, f.select(start.eq(0), f.zeros(), _kept(f, mine, k))) for k in range(n_x)]
-            # what comes next: the row's next piece, and after the last one the row so many further on
-            ahead = f.select(i + 1 < n_pieces, piece * t.bytes, w_nb * AT_ONCE - i * piece * t.bytes)
-            with f.range(start, f.min_int(start + piece, stop), together) as block:
-                _add_unit(f, form, unit_at(form, n, block, together), row, xs, sums, ahead)
-            for k, total in enumerate(sums):
-                f.store(mine + k * vector, total.lanes())
+    (_, whole, together), *rest = block_ranges(f, form, n)
+    n_pieces = f.max_int((whole * (n_x * form.parts * t.size) + (PIECE_BYTES - 1 - SPARE_BYTES)) // PIECE_BYTES, 1)
+    piece = (whole // together + n_pieces - 1) // n_pieces * together
+    with f.range(0, count, AT_ONCE) as j0, f.range(0, n_pieces) as i, f.range(0, AT_ONCE) as of_group:
+        # rows past the last are the last again, in whose place their sums are of no harm
+        j, start, is_last = f.min_int(j0 + of_group, count - 1), i * piece, (i + 1).eq(n_pieces)
+        row, mine = rows + j * w_nb, kept + (j0 + of_group) * (n_x * vector)
+        sums = [_Sum(f, form, f.select(start.eq(0), f.zeros(), _kept(f, mine, k))) for k in range(n_x)]
+        # what comes next: the row's next piece, and after the last one the row so many further on
+        ahead = f.select(is_last, w_nb * AT_ONCE - i * piece * t.bytes, piece * t.bytes)
+        # blocks that fill no unit are of the last piece
+        left = [(first, f.select(is_last, stop, first), units) for first, stop, units in rest]
+        for first, stop, units in [(start, f.min_int(start + piece, whole), together), *left]:
+            with f.range(first, stop, units) as block:
+                _add_unit(f, form, unit_at(form, n, block, units), row, xs, sums, ahead)
+        for k, total in enumerate(sums):
+            f.store(mine + k * vector, total.lanes())
     for k in range(n_x):
         put(k, f.sum_each([_kept(f, kept + j * (n_x * vector), k) for j in range(LANES)]))
 
