@@ -40,7 +40,9 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, best: int) -> Logpr
     wide = np.where(logits == top, 0.0, -np.inf) if np.isinf(top) else logits.astype(np.float64) - top
     found = wide - np.log(np.exp(wide).sum())
     n = min(best, len(found))
-    bound = np.partition(found, len(found) - n)[len(found) - n] if n else np.inf
-    near = np.flatnonzero(found >= bound)
-    order = near[np.argsort(-found[near], kind="stable")][:n]
+    if not n:
+        return Logprobs(float(found[token]), ())
+    # By logits: those that differ by less than float64 keeps of their sum have equal log-probabilities.
+    near = np.flatnonzero(logits >= np.partition(logits, len(found) - n)[len(found) - n])
+    order = near[np.argsort(-logits[near], kind="stable")][:n]
     return Logprobs(float(found[token]), tuple((int(i), float(found[i])) for i in order))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.tiny import bpe
 
@@ -312,6 +312,7 @@ def test_biases_are_values() -> None:
 
 
 @given(LOGITS, st.integers(0, 40))
+@example([0.0, 1e-30], 2)
 def test_logprobs(logits: list[float], best: int) -> None:
     values = f32(logits)
     found = logprobs_of(values, 1, best)
