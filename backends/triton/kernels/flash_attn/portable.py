@@ -63,6 +63,10 @@ class Forward(AttentionKernel[Problem, MaskPlan]):
     def stages(self) -> int:
         return stages_of(self.p, self.config)
 
+    @property
+    def tile_order(self) -> tuple[int, bool]:
+        return _section(self.p, self.tiling, self.target), True
+
 
 def config_for(p: Problem, rows: int, target: Target) -> Config:
     """The table's for so many query rows that share a KV head."""
