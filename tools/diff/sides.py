@@ -126,12 +126,14 @@ class Prompt:
 @dataclass
 class Pair:
     """reference and other: the two sides; low: the same work as the side that runs first in low precision. tokens: that
-    the sides have read, () for a graph."""
+    the sides have read, () for a graph. alike: node for node; else only nodes
+    with names of their own are compared, where both sides have them."""
 
     reference: Side
     other: Side
     low: RunSide
     tokens: Sequence[int] = ()
+    alike: bool = True
 
     @property
     def running(self) -> list[RunSide]:
@@ -202,8 +204,10 @@ def model_pair(
         sides.append(file_side(spec.name) if spec.is_file else read(spec, backends_of(spec)))
     first = next(spec for spec in specs if not spec.is_file)
     low = read(replace(first, text="low precision"), [_low_backend(sides)])
-    _check_alike(sides)
-    return Pair(sides[0], sides[1], low, [token for ids in batches for token in ids])
+    alike = len({spec.session_options(options).flash_attn for spec in specs if not spec.is_file}) == 1
+    if alike:
+        _check_alike(sides)
+    return Pair(sides[0], sides[1], low, [token for ids in batches for token in ids], alike)
 
 
 def _held_by(session: WatchedSession) -> dict[str, AnyArray]:

@@ -115,6 +115,11 @@ def _check(args: argparse.Namespace, specs: list[SideSpec]) -> None:
             f"--resync and --save feed one side with what the other has everywhere, {files[0].name[:80]!r} has only "
             f"some values; give two sides that run"
         )
+    forms = {spec.options["fa"] for spec in specs if "fa" in spec.options}
+    if forms and (args.resync or args.save or args.cut or args.filter):
+        raise SessionError(
+            "--resync, --save, --cut and --filter need sides of the same nodes, with fa= they may differ; leave one out"
+        )
     if args.tokens is not None and (args.prompt is not None or args.file is not None):
         raise SessionError("a prompt is a text or ids, got both; leave out --tokens, or -p and -f")
     if args.model is not None and is_graph(args.model):
