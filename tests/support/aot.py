@@ -1,7 +1,8 @@
 """Compiles kernels for GPUs that are not here, from the arguments that the launcher would give them.
 
 Run as a program in a process without TRITON_INTERPRET (see test_triton_aot.py): `python aot.py ARCH` prints one JSON
-line a compiled kernel: what it was compiled for, shared memory, registers, spills, and what it does to memory that its
+line a compiled kernel: what it was compiled for, shared memory, registers, spills, how many programs of it a
+multiprocessor holds and how many a table says, and what it does to memory that its
 declaration (backends/triton/accesses.py) does not have. `aot.py ARCH 0/3` compiles the first
 of every three, `aot.py ARCH 0/1 WORD` those whose names have a word, and `aot.py ARCH list` prints the names of the
 functions that it would compile.
@@ -36,6 +37,7 @@ from graphrt.backends.triton.kernels.flash_attn import (
     configs,
     portable,
 )
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import find_decode_config
 from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
@@ -44,6 +46,7 @@ from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskP
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.backends.triton.occupancy import occupancy
 from graphrt.dtypes import dtype
 from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.view import permute, view
@@ -376,6 +379,14 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 yield name, lambda launch=Launch(kernel, (1,), args, options): [launch]
 
 
+def table_says(arch: str, name: str, launch: Launch) -> int | None:
+    """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
+    if launch.name == "flash_attn_decode":
+        return find_decode_config(*(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))).per_sm
+    row = re.match(rf"{arch} row (\d+) ", name)
+    return configs.table_of(arch)[int(row[1])].config.per_sm if row and launch.name == "flash_attn" else None
+
+
 def main() -> None:
     arch, which, wanted = [*sys.argv[1:], *["0/1", ""][len(sys.argv) - 2 :]]
     if which == "list":
@@ -387,7 +398,11 @@ def main() -> None:
             for launch in make():
                 kernel = compiled(launch, arch)
                 undeclared = differences(launch, kernel.asm["ttgir"], kernel.asm.get("ptx", ""))
-                print(json.dumps({"name": name, **figures(kernel, arch), "undeclared": undeclared}), flush=True)
+                of = {"name": name, "kernel": launch.name, "per_sm": table_says(arch, name, launch)}
+                found = figures(kernel, arch)
+                held = occupancy(arch, found["registers"], found["shared"], kernel.metadata.num_warps)
+                of |= {"holds": held.programs, "bound": held.bound}
+                print(json.dumps({**of, **found, "undeclared": undeclared}), flush=True)
 
 
 if __name__ == "__main__":

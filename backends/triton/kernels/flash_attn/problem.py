@@ -78,7 +78,10 @@ def operand(t: Tensor, place: Place, f32: bool = False) -> Operand:
 
 
 class Problem:
-    """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one."""
+    """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one; f32:
+    products are to be in f32, whatever K's and V's types."""
+
+    f32 = False
 
     def __init__(self, attention: Attention, place: Callable[[Tensor], Place]) -> None:
         self.nodes, self.out, self.lse = attention.nodes, attention.out, attention.lse
