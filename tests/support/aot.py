@@ -129,7 +129,7 @@ def launches_for(kernel: AttentionKernel) -> list[Launch]:
 def compiled(launch: Launch, arch: str) -> Any:
     """The kernel of a launch, compiled for an architecture with the launch's own specialization."""
     kernel, args = launch.kernel, launch.args
-    options = {k: v for k, v in launch.options.items() if k in ("num_warps", "maxnreg") or arch.startswith("sm_")}
+    options = {k: v for k, v in launch.options.items() if k in ANYWHERE or arch.startswith("sm_")}
     constants: dict[tuple[int, ...], Any] = {}
     attrs: dict[tuple[int, ...], Any] = {}
     fixed = {p.name for p in kernel.params if p.is_constexpr}
@@ -160,6 +160,10 @@ _POINTERS = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.uint16: "u16", torch.int8: "i8", torch.uint8: "u8",
 }  # fmt: skip
+
+
+#: Options of a launch that both makers' compilers take, or AMD's alone.
+ANYWHERE = ("num_warps", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
 
 
 def _kind(value: Any) -> str | None:

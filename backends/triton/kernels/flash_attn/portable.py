@@ -134,9 +134,15 @@ def main_launch(arguments: dict[str, Any], config: Config, target: Target, kerne
     the fixup's too, or of this kernel alone."""
     stages = range(config.stages, 0, -1)
     return Launch(
-        kernel, (arguments["programs"],), known_to(kernel, arguments), launch_options(target, config.warps),
-        tuple({"STAGES": n} for n in stages[1:]),
+        kernel, (arguments["programs"],), known_to(kernel, arguments),
+        launch_options(target, config.warps) | amd_options(config, target), tuple({"STAGES": n} for n in stages[1:]),
     )  # fmt: skip
+
+
+def amd_options(config: Config, target: Target) -> dict[str, int]:
+    """What a configuration asks of AMD's compiler; nothing elsewhere."""
+    given = {name: getattr(config, name) for name in ("waves_per_eu", "matrix_instr_nonkdim")}
+    return {name: value for name, value in given.items() if value and target.arch.startswith("gfx")}
 
 
 def known_to(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
