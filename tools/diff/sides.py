@@ -49,8 +49,8 @@ class SideSpec:
     def session_options(self, options: SessionOptions) -> SessionOptions:
         given = self.options
         fused = switch(given["fa"]) if "fa" in given else options.flash_attn
-        kinds = {"type_k": given.get("ctk", options.type_k), "type_v": given.get("ctv", options.type_v)}
-        return replace(options, **kinds, flash_attn=fused)
+        type_k, type_v = given.get("ctk", options.type_k), given.get("ctv", options.type_v)
+        return replace(options, type_k=type_k, type_v=type_v, flash_attn=fused)
 
 
 def side_spec(text: str) -> SideSpec:

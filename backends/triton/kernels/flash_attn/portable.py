@@ -72,7 +72,7 @@ def config_for(p: Problem, rows: int, target: Target) -> Config:
     """The table's for so many query rows that share a KV head."""
     if not (p.k.aligned and p.v.aligned) and target.is_nvidia:
         rows = min(rows, 16)  # Triton 3.6 fails to compile Hopper's products with K read by halves
-    kinds = ("f32", "f32") if p.f32 else (p.k.kind, p.v.kind)
+    kinds = ("f32", "f32") if p.in_f32 else (p.k.kind, p.v.kind)
     return find_config(target.arch, rows, (p.k.d, p.v.d), *kinds, v_in_k=p.v_in_k)
 
 

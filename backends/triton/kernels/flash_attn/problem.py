@@ -78,10 +78,10 @@ def operand(t: Tensor, place: Place, f32: bool = False) -> Operand:
 
 
 class Problem:
-    """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one; f32:
+    """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one; in_f32:
     products are to be in f32, whatever K's and V's types."""
 
-    f32 = False
+    in_f32 = False
 
     def __init__(self, attention: Attention, place: Callable[[Tensor], Place]) -> None:
         self.nodes, self.out, self.lse = attention.nodes, attention.out, attention.lse
@@ -91,9 +91,9 @@ class Problem:
         self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, node["sinks"]
         self.params = node.params
         self.place = place
-        self.f32 = bool(getattr(node.params, "prec", 0))
-        self.k = operand(k, place(k), self.f32)
-        self.v = operand(v, place(v), self.f32) if v is not None else self.k
+        self.in_f32 = bool(getattr(node.params, "prec", 0))
+        self.k = operand(k, place(k), self.in_f32)
+        self.v = operand(v, place(v), self.in_f32) if v is not None else self.k
         self.n_kv, self.n_q, self.n_head, self.n_seq = k.ne[1], q.ne[1], q.ne[2], q.ne[3]
         self.gqa = q.ne[2] // k.ne[2]
         self.m2, self.m3 = (mask.ne[2], mask.ne[3]) if mask is not None else (1, 1)
@@ -107,7 +107,7 @@ class Problem:
     @property
     def portable_only(self) -> str | None:
         """What only the portable kernel does of it, None where it asks for nothing of the kind."""
-        if self.f32 and (self.k.kind, self.v.kind) != ("f32", "f32"):
+        if self.in_f32 and (self.k.kind, self.v.kind) != ("f32", "f32"):
             return "it multiplies in k's and v's types, prec asks for f32"
         if self.bias_t is not None:
             return "it adds no attn_bias, which the portable kernel does"
