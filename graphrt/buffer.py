@@ -62,6 +62,12 @@ class Buffer(ABC):
         not lie as in the file; "" where it does."""
         return ""
 
+    @property
+    def address(self) -> int | None:
+        """(optional) Of its first byte, in the memory of its device, as this process has it; None where it is not
+        told, or not there."""
+        return None
+
     def host_view(self) -> Bytes | None:
         """The memory itself as uint8 [nbytes] when the host can address it, else None."""
         return None

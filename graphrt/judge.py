@@ -78,7 +78,9 @@ class Verdict:
 
 
 def precision(node: Tensor) -> str:
-    """The key in PRECISIONS of what a node may compute in, which its sources' types decide."""
+    """The key in PRECISIONS of what a node may compute in, which its sources' types decide, or its parameter prec."""
+    if getattr(node.params, "prec", 0):
+        return "f32"
     names = {node[source].dtype.name for source in _DECIDING.get(node.op, ())}
     if names:
         return "bf16" if "bf16" in names else "f32" if names == {"f32"} else "f16"

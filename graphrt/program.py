@@ -238,6 +238,15 @@ class Choice:
         """The same for machines: what JSON can spell. Added to a step of `graphrt explain --json`."""
         return {}
 
+    def walk(self, program: int, mask: MaskValues = None) -> Iterable[Fact] | None:
+        """What one program of the launch does, in order, None where the step has no plan of tiles. Raises BackendError
+        for a program that the launch lacks."""
+        return None
+
+    def walk_data(self, program: int, mask: MaskValues = None) -> dict[str, Any] | None:
+        """The same for machines."""
+        return None
+
     def tiles(self, mask: MaskValues = None) -> TilePlan | None:
         """Which program has which part of each tile, None where the step does not work in tiles that are planned."""
         return None

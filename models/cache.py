@@ -95,7 +95,9 @@ class KVCache(Cache):
         type_k: str,
         type_v: str,
         n_seq: int = 1,
+        flash_attn: bool = True,
     ) -> None:
+        self.flash_attn = flash_attn
         sides = cache_sides(hp, type_k, type_v)
         self.type_k = type_k
         self.n_seq = n_seq

@@ -60,7 +60,8 @@ class SessionOptions:
     """n_ctx: the most tokens a sequence may have, 0 for what default_ctx() gives, the model's own limit or 4096,
     OWN_CTX for as many as the model was trained on; more are allowed where positions are computed, and warned of;
     n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types;
-    n_threads_batch: CPU threads of a step that reads several tokens of a sequence, 0 for as many as others have.
+    n_threads_batch: CPU threads of a step that reads several tokens of a sequence, 0 for as many as others have;
+    flash_attn: attention is one op; without it scores and weights lie in memory between ops of their own, to compare.
 
     Of engines: page, the tokens of a page of the cache, 16 to 256, 0 for a ring of n_ctx cells for each sequence;
     n_pages: pages of the layers that see all tokens, 0 for as many as whole contexts of all sequences take; share: full
@@ -74,6 +75,7 @@ class SessionOptions:
     page: int = 0
     n_pages: int = 0
     share: bool = True
+    flash_attn: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, SessionError)
@@ -88,6 +90,10 @@ def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
         raise SessionError(f"n_ctx, the context, must be 1 to {most}, {why}, got {n_ctx}")
     if options.n_threads_batch < 0:
         raise SessionError(f"threads must be at least 1, or 0 for the usual number, got {options.n_threads_batch}")
+    kinds = {options.type_k, options.type_v} - {"f16", "bf16", "f32"}
+    if not options.flash_attn and (kinds or options.page):
+        got = "pages" if options.page else f"a cache of {', '.join(sorted(kinds))}"
+        raise SessionError(f"attention without flash_attn reads a ring of f16, bf16 or f32, got {got}; leave one out")
     if options.n_batch < 1:
         raise SessionError(f"n_batch must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
@@ -281,7 +287,16 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
                 f"Model.engine()"
             )
         types = options.type_k, options.type_v
-        return KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=self.n_seq)
+        return KVCache(
+            hp,
+            self.home,
+            hp.windowed,
+            self.n_ctx,
+            self.n_batch,
+            *types,
+            n_seq=self.n_seq,
+            flash_attn=self.options.flash_attn,
+        )
 
     def prepared(self, n: int, n_outputs: int) -> PreparedStep:
         """The step of n tokens of each sequence and so many wanted rows; made on first use."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.execute import Executable
 from graphrt.host import host_type
+from graphrt.models.attention import AttentionParams, standard_attention
 from graphrt.models.cache import Cache, KVCache, LayerCache
 from graphrt.models.sampling import check_logits
 from graphrt.tensor import Tensor, new_input
@@ -24,16 +25,6 @@ Logits = npt.NDArray[np.float32]
 
 #: What the inputs' names of each kind of cells end in, as llama.cpp has it.
 SUFFIX = {"full": "", "swa": "_swa"}
-
-
-@dataclass(frozen=True)
-class AttentionParams:
-    """What a layer's attention is computed with: the op's own arguments."""
-
-    scale: float
-    max_bias: float
-    softcap: float
-    sinks: Tensor | None
 
 
 C = TypeVar("C", bound=Cache)
@@ -123,6 +114,8 @@ class StepInputs(Inputs[KVCache]):
         return ops.view(cache, ne, (cache.nb[1], cache.dtype.row_size(head_size), cache.nb[2]))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, kind: str, params: AttentionParams, name: str) -> Tensor:
+        if not self.cache.flash_attn:
+            return standard_attention(ops.permute(q, 0, 2, 1, 3), k, v, self.masks[kind], params, name)
         return ops.flash_attn_ext(
             ops.permute(q, 0, 2, 1, 3),
             k,

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt import ops
+from graphrt.models.attention import AttentionParams
 from graphrt.models.cache_paged import PagedCache, cells_at
 from graphrt.models.paging.pool import GONE
 from graphrt.models.paging.prefixes import Prefix
 from graphrt.models.sampling_device import RowInputs
-from graphrt.models.step import SUFFIX, AnyStep, AttentionParams, Inputs, Values
+from graphrt.models.step import SUFFIX, AnyStep, Inputs, Values
 from graphrt.tensor import Tensor, new_input
 
 #: Values of inputs; a graph may lack an input, and None leaves one as it is.

@@ -379,7 +379,7 @@ def _flash_attn(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]
     beside: dict[str, Any] = {name: node[name] for name in ("mask", "sinks", "attn_bias")}
     q, k, v = node["q"], node["k"], node["v"]
     lse = flash_attn_lse(q, k, beside["mask"], p.scale, sinks=beside["sinks"], max_bias=p.max_bias, softcap=p.softcap,
-                         attn_bias=beside["attn_bias"])  # fmt: skip
+                         attn_bias=beside["attn_bias"], prec=p.prec)  # fmt: skip
     d = contiguous(d)
     return {of: flash_attn_back(of, d, q, k, v, node, lse, p, **beside) for of in sorted(wanted)}
 

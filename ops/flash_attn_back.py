@@ -171,7 +171,8 @@ def flash_attn_back(
     for a source that is not there.
     """
     sources = (d_out, q, k, v, out, lse, mask, sinks, attn_bias, d_lse)
-    return build(FLASH_ATTN_BACK, *sources, params=FlashAttnBackParams(of, **asdict(params)), name=name)
+    given = {name: value for name, value in asdict(params).items() if name != "prec"}  # of the forward alone
+    return build(FLASH_ATTN_BACK, *sources, params=FlashAttnBackParams(of, **given), name=name)
 
 
 @checked(GraphError)

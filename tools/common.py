@@ -37,6 +37,8 @@ MODEL_HELP = f"a .gguf file, {MODEL_NAMES}"
 #: Of explain/devices.py, spelt out here since that takes long to import; a test holds them equal.
 DEVICE_NAMES = "h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090 or rtx5090"
 MAX_THREADS = 512
+#: Values of a switch.
+SWITCH = ("on", "off", "auto", "0", "1", "true", "false")
 
 
 #: Units of sizes.
@@ -139,12 +141,23 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
         flag, long = f"-ct{side}", f"--cache-type-{side}"
         kinds = f"the cache's type of {what}: {', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]} (default: f16)"
         group.add_argument(flag, long, default="f16", metavar="TYPE", help=kinds)
+    group.add_argument(
+        "-fa", "--flash-attn", type=switch, default=True, metavar="{on,off}",
+        help="off: attention as three ops, scores and weights in memory between them, to compare (default: on)",
+    )  # fmt: skip
     add_threads_argument(group)
     group.add_argument(
         "-tb", "--threads-batch", type=whole(-1, MAX_THREADS), default=0, metavar="N",
         help="CPU threads for reading prompts, 0 or -1 for as many as -t says (default)",
     )  # fmt: skip
     add_rope_arguments(parser)
+
+
+def switch(text: str) -> bool:
+    """`on` or `off`, as llama.cpp spells them; `auto` is on."""
+    if text.lower() not in SWITCH:
+        raise argparse.ArgumentTypeError(f"must be on or off, got {text[:40]!r}")
+    return text.lower() not in ("off", "0", "false")
 
 
 def add_page_arguments(parser: Any, what: str) -> None:
@@ -215,7 +228,8 @@ def session_options(args: argparse.Namespace) -> SessionOptions:
     if n_pages and not page:
         raise SessionError("--pages says how many pages there are, got no --page; give their size, such as --page 64")
     types = args.cache_type_k, args.cache_type_v
-    return SessionOptions(args.ctx_size, args.batch_size, *types, threads, page, n_pages)
+    fused = getattr(args, "flash_attn", True)
+    return SessionOptions(args.ctx_size, args.batch_size, *types, threads, page, n_pages, flash_attn=fused)
 
 
 def read_text(path: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphrt.errors import SessionError
+from graphrt.tools.common import SWITCH
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ _ROPE = "verbs that run a model change its rotation when they load it, as `graph
 _CHAT = "`graphrt chat` is for conversations; `graphrt run -p TEXT` answers once, and with --raw completes the text"
 _THREADS = "-t gives the threads of all work"
 
+#: Its value may be left out.
+_FLASH_ATTN = ("-fa", "--flash-attn")
 #: Names with their aliases -> what becomes of each. Flags that choose the model or our own names come first.
 _ROWS: dict[tuple[str, ...], Foreign] = {
     ("-hf", "-hfr", "--hf-repo"): Foreign("", 1, ours="hf:"),
@@ -56,7 +59,7 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("-tb", "--threads-batch", "-td", "--threads-draft"): _idle(_THREADS, 1),
     ("-C", "--cpu-mask", "-Cr", "--cpu-range", "--prio", "--poll", "--numa"): _idle(f"{_THREADS}; see taskset", 1),
     ("-ub", "--ubatch-size"): _idle("there is one size of batches, --batch-size", 1),
-    ("-fa", "--flash-attn"): _idle("attention is always the fused op FLASH_ATTN_EXT"),
+    _FLASH_ATTN: _idle("attention is always the fused op here"),
     ("--mlock",): _idle(f"{_MAPPED}; the system keeps in memory what is used"),
     ("--no-mmap", "--mmap", "-dio", "--direct-io", "--no-host"): _idle(_MAPPED),
     ("-nkvo", "--no-kv-offload", "-kvo", "--kv-offload"): _idle("a cache lies where its attention runs"),
@@ -98,8 +101,6 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
 }
 FOREIGN = {name: row for names, row in _ROWS.items() for name in names}
 MODEL = ("-m", "--model")
-#: Values that -fa takes or leaves out.
-_SWITCH = ("on", "off", "auto", "0", "1", "true", "false")
 
 
 def adapted(argv: Sequence[str], has_flag: Callable[[str], bool], has_model: bool) -> tuple[list[str], list[str]]:
@@ -116,14 +117,16 @@ def adapted(argv: Sequence[str], has_flag: Callable[[str], bool], has_model: boo
         if arg == "--":
             out += [arg, *rest]
             break
-        if not name.startswith("-") or has_flag(name):
+        if name in _FLASH_ATTN and has_flag(name):
+            out += [name, value if equals else rest.pop(0) if rest and rest[0] in SWITCH else "on"]
+        elif not name.startswith("-") or has_flag(name):
             out.append(arg)
         elif name in MODEL and has_model:
             model += [value] if equals else _values(name, rest, 1)
         elif name in FOREIGN:
             row = FOREIGN[name]
             values = [value] if equals else _values(name, rest, row.takes)
-            if name in ("-fa", "--flash-attn") and not equals and rest and rest[0] in _SWITCH:
+            if name in _FLASH_ATTN and not equals and rest and rest[0] in SWITCH:
                 values = [rest.pop(0)]
             said = _place(name, row, values, has_flag, out, model)
             notes += [f"{name} {said}"] if said else []

@@ -44,6 +44,10 @@ class CpuBuffer(Buffer):
     def copy(self, source: int, target: int, nbytes: int) -> None:
         self._bytes[target : target + nbytes] = self._bytes[source : source + nbytes]
 
+    @property
+    def address(self) -> int | None:
+        return self.memory.data_ptr() or None
+
     def host_view(self) -> Bytes:
         return self._bytes
 

@@ -11,8 +11,9 @@ from graphrt.backends.triton.device import Target, current
 from graphrt.backends.triton.kernels.flash_attn.backward.facts import gradient_data, gradient_facts
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackChosen
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
-from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
+from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts, block_rule_facts
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
+from graphrt.backends.triton.kernels.flash_attn.walk import walk_data, walk_facts
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
 from graphrt.backends.triton.kernels.products.plan import Part, Planned
 from graphrt.backends.triton.segment import Segment
@@ -26,7 +27,7 @@ def step_info(segment: Segment, target: Target) -> StepInfo:
     if isinstance(segment.chosen, BackChosen):
         choice = GradientsChoice(segment.chosen)
     elif segment.chosen is not None:
-        choice = AttentionChoice(segment.chosen, target.sm_count)
+        choice = AttentionChoice(segment.chosen, target)
     elif segment.products is not None or segment.stored is not None:
         choice = ProductsChoice(segment.products, segment.stored, _split(launches))
     elif _split(launches):
@@ -53,16 +54,23 @@ def _split(launches: Sequence[LaunchInfo]) -> str:
 class AttentionChoice(Choice):
     """An attention's kernel, tiles and schedule."""
 
-    def __init__(self, chosen: Chosen, sm_count: int) -> None:
+    def __init__(self, chosen: Chosen, target: Target) -> None:
         schedule = f"{chosen.choice.schedule}, {chosen.programs} programs"
         super().__init__(chosen.kernel, chosen.choice.reasons, chosen.refused, schedule, chosen.problem.mask_t)
-        self.chosen, self.sm_count = chosen, sm_count
+        self.chosen, self.target = chosen, target
 
     def tiles(self, mask: MaskValues = None) -> AttentionPlan:
-        return attention_plan(self.chosen, self.sm_count, mask)
+        return attention_plan(self.chosen, self.target.sm_count, mask)
 
     def facts(self, mask: MaskValues = None) -> Iterator[Fact]:
-        return attention_facts(self.tiles(mask))
+        yield from attention_facts(self.tiles(mask))
+        yield from block_rule_facts(self.chosen.problem, self.target.shared_memory)
+
+    def walk(self, program: int, mask: MaskValues = None) -> Iterator[Fact]:
+        return walk_facts(self.tiles(mask), program, mask)
+
+    def walk_data(self, program: int, mask: MaskValues = None) -> dict[str, Any]:
+        return walk_data(self.tiles(mask), program, mask)
 
     def data(self, mask: MaskValues = None) -> dict[str, Any]:
         c, plan = self.chosen, self.tiles(mask)

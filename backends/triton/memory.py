@@ -106,6 +106,10 @@ class TritonBuffer(Buffer):
     def write(self, offset: int, data: Bytes) -> None:
         upload(data, self.memory[offset : offset + data.size])
 
+    @property
+    def address(self) -> int | None:
+        return None if self.memory.is_meta else self.memory.data_ptr()
+
     def copy(self, source: int, target: int, nbytes: int) -> None:
         self.memory[target : target + nbytes].copy_(self.memory[source : source + nbytes])
 

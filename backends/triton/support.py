@@ -61,6 +61,8 @@ def _why_not_elements(node: Tensor) -> str | None:
 
 def _why_not_attention(node: Tensor, caches: dict[str, Tensor]) -> str | None:
     for name, t in caches.items():
+        if getattr(node.params, "prec", 0) and t.dtype.is_quantized:
+            return f"its attention kernel unpacks {name}'s {t.dtype.name} to f16, prec asks for products in f32"
         if t.dtype.name not in KV_TYPES:
             return f"{name} must be one of {', '.join(KV_TYPES)} for its attention kernel, this one is {t.dtype.name}"
         if t.ne[0] > MAX_HEAD_SIZE:

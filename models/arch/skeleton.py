@@ -11,11 +11,12 @@ from graphrt.errors import ArchError
 from graphrt.graph import Graph
 from graphrt.models.arch.layout import Loader
 from graphrt.models.arch.transformer import Transformer, linear
+from graphrt.models.attention import AttentionParams
 from graphrt.models.cache import KVCache, LayerCache
 from graphrt.models.cache_paged import PagedCache
 from graphrt.models.hparams import HParams, Keys
 from graphrt.models.sampling_device import SampleTables
-from graphrt.models.step import AnyInputs, AttentionParams, StepInputs
+from graphrt.models.step import AnyInputs, StepInputs
 from graphrt.models.step_paged import PagedInputs, StepSize
 from graphrt.ops import SampleParams
 from graphrt.tensor import Tensor, new_input

@@ -179,6 +179,15 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(_WIDE, {"bias": _BIASES, "n_q": (1, 9)}, {"mask": (None, "random"), "softcap": (5.0,)}),
         Group(replace(_WIDE, bias=_BIASES[2], softcap=5.0, sinks="near", mask="distance"), {"max_bias": (0.0, 8.0)}),
     ),
+    # Tolerances are those of f32: k, v or weights that are rounded show.
+    "precision": (
+        Group(replace(_WIDE, prec=10), {"types": [("f16", "f16"), ("bf16", "f32")], "n_q": (1, 9)}),
+        Group(
+            replace(_WIDE, prec=10, d=(96, 128), n_q=9),
+            {"types": [("f16", "q8_0")], "layout": ("padded",)},
+            {"d": [(128, 128), (256, 256)], "n_q": (1, 65)},
+        ),
+    ),
     "dropout": (
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),
         Group(replace(_WIDE, dropout_p=0.5, sinks="near", bias=_BIASES[3]), {"max_bias": (0.0, 8.0)}),

@@ -1,7 +1,8 @@
 """Compiles kernels for GPUs that are not here, from the arguments that the launcher would give them.
 
 Run as a program in a process without TRITON_INTERPRET (see test_triton_aot.py): `python aot.py ARCH` prints one JSON
-line a compiled kernel: what it was compiled for, shared memory, registers, spills, and what it does to memory that its
+line a compiled kernel: what it was compiled for, shared memory, registers, spills, how many programs of it a
+multiprocessor holds and how many a table says, and what it does to memory that its
 declaration (backends/triton/accesses.py) does not have. `aot.py ARCH 0/3` compiles the first
 of every three, `aot.py ARCH 0/1 WORD` those whose names have a word, and `aot.py ARCH list` prints the names of the
 functions that it would compile.
@@ -36,6 +37,7 @@ from graphrt.backends.triton.kernels.flash_attn import (
     configs,
     portable,
 )
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import find_decode_config
 from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
@@ -44,6 +46,7 @@ from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskP
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.backends.triton.occupancy import occupancy
 from graphrt.dtypes import dtype
 from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.view import permute, view
@@ -126,7 +129,7 @@ def launches_for(kernel: AttentionKernel) -> list[Launch]:
 def compiled(launch: Launch, arch: str) -> Any:
     """The kernel of a launch, compiled for an architecture with the launch's own specialization."""
     kernel, args = launch.kernel, launch.args
-    options = {k: v for k, v in launch.options.items() if k in ("num_warps", "maxnreg") or arch.startswith("sm_")}
+    options = {k: v for k, v in launch.options.items() if k in ANYWHERE or arch.startswith("sm_")}
     constants: dict[tuple[int, ...], Any] = {}
     attrs: dict[tuple[int, ...], Any] = {}
     fixed = {p.name for p in kernel.params if p.is_constexpr}
@@ -157,6 +160,10 @@ _POINTERS = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.uint16: "u16", torch.int8: "i8", torch.uint8: "u8",
 }  # fmt: skip
+
+
+#: Options of a launch that both makers' compilers take, or AMD's alone.
+ANYWHERE = ("num_warps", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
 
 
 def _kind(value: Any) -> str | None:
@@ -376,6 +383,14 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 yield name, lambda launch=Launch(kernel, (1,), args, options): [launch]
 
 
+def table_says(arch: str, name: str, launch: Launch) -> int | None:
+    """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
+    if launch.name == "flash_attn_decode":
+        return find_decode_config(*(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))).per_sm
+    row = re.match(rf"{arch} row (\d+) ", name)
+    return configs.table_of(arch)[int(row[1])].config.per_sm if row and launch.name == "flash_attn" else None
+
+
 def main() -> None:
     arch, which, wanted = [*sys.argv[1:], *["0/1", ""][len(sys.argv) - 2 :]]
     if which == "list":
@@ -387,7 +402,11 @@ def main() -> None:
             for launch in make():
                 kernel = compiled(launch, arch)
                 undeclared = differences(launch, kernel.asm["ttgir"], kernel.asm.get("ptx", ""))
-                print(json.dumps({"name": name, **figures(kernel, arch), "undeclared": undeclared}), flush=True)
+                of = {"name": name, "kernel": launch.name, "per_sm": table_says(arch, name, launch)}
+                found = figures(kernel, arch)
+                held = occupancy(arch, found["registers"], found["shared"], kernel.metadata.num_warps)
+                of |= {"holds": held.programs, "bound": held.bound}
+                print(json.dumps({**of, **found, "undeclared": undeclared}), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from graphrt.tensor import Tensor
 from graphrt.testing import CausalMask, dequantize
 from graphrt.tools import cli
 from graphrt.tools.bench import torch_sdpa as peers
-from graphrt.tools.bench.op_check import expected_rows, sample
+from graphrt.tools.bench.op_check import check, expected_rows, sample
 from graphrt.tools.bench.op_inputs import Noise, build, n_nodes_for
 from graphrt.tools.bench.op_report import PeerTime, Row, judge_marks, mean_of_llama, measured
 from graphrt.tools.bench.op_shapes import SETS, SHAPES, Mark, Shape, shapes_of, tiny
@@ -447,7 +447,7 @@ def test_the_report_with_peers_and_marks() -> None:
     low, high = Ceilings(3000.0, {"f16": 18.0, "bf16": 30.0}), Ceilings(2900.0, {"f16": 20.0, "bf16": 30.0})
     report = Report(OP, "triton", machine, low, high, [row])
     table = "\n".join(report.lines(markdown=True))
-    shown = "| 100.0 | 10 TFLOP/s | 50 % | - | 12.5 | - | 5 | 0.80 | 2.00 | yes (9 TFLOP/s) | no (1 of cuDNN) |"
+    shown = "| 100.0 | 10 | 10 | 50 % | - | 12.5 | - | 5 | 0.80 | 2.00 | yes (9 TFLOP/s) | no (1 of cuDNN) |"
     assert shown in table and "quoted, not measured here" in table and "mean of the ratios to llama.cpp: 2.00" in table
     found = report.as_json()["results"][0]
     assert found["llama"]["quoted"] is True and found["first"] == {"mark": "9 TFLOP/s", "met": True}
@@ -529,3 +529,59 @@ def test_one_cache_for_all_nodes_is_held_against_llama() -> None:
     assert row.of_llama == pytest.approx(0.6)
     row.reused = 8e-6
     assert row.of_llama == pytest.approx(1.5)
+
+
+# ---- models by name, and standard attention ----
+
+
+def test_shapes_of_a_model_by_name(bench: Bench) -> None:
+    code, out, _ = bench("--list", "--model", "llama-8b")
+    assert code == 0 and "decode D128 H32/8 1x65536" in out and "prefill D128 H32/8 512x16384 causal" in out
+    assert "decode D576/512 H16/1 1x4096" in bench("--list", "--model", "deepseek2-lite")[1]
+    assert "decode D64 H64/8" in bench("--list", "--model", "gpt-oss-20b")[1]
+    code, _, err = bench("--model", "llama-9b")
+    assert code == 2 and "a model's name must be one of llama-8b" in err
+    assert bench("--model", "llama-8b", op="FLASH_ATTN_BACK")[0] == 2
+
+
+def test_tables_of_packed_sequences_of_a_model(bench: Bench) -> None:
+    code, out, _ = bench("--list", "--model", "llama-8b", op="FLASH_ATTN_VARLEN")
+    assert code == 0 and "pa_decode" in out and "decode 256x4096 page 16" in out and "pa_prefill" in out
+    asked = ("--model", "llama-1b", "-s", "decode 4x", "--tiny", "-r", "1", "-b", "cpu", "--csv")
+    code, out, _ = bench(*asked, op="FLASH_ATTN_VARLEN")
+    head, row = (line.split(",") for line in out.splitlines()[:2])
+    assert code == 0 and row[head.index("HQ")] == "32" and row[head.index("HEAD_DIM")] == "64"
+    assert all(float(row[head.index(rate)]) >= 0 for rate in ("TFLOPS", "Bandwidth_(GB/s)")), "both rates, always"
+
+
+def test_standard_attention_beside_the_fused_op(bench: Bench) -> None:
+    argv = ("--set", "full", "-s", "prefill D64 H32/8 2048x2048", "--tiny", "-r", "1", "-b", "cpu")
+    code, out, err = bench(*argv, "--json")
+    rows = {r["shape"]: r for r in json.loads(out)["results"]}
+    assert code == 0 and len(rows) == 4 and {r["status"] for r in rows.values()} == {"ok"}, err
+    name = "prefill D64 H32/8 2048x2048"
+    for mask in ("", " causal"):
+        fused, apart = rows[name + mask], rows[f"{name}{mask} standard"]
+        n_scores = 8 * 16 * 32
+        assert apart["memory"] >= fused["memory"] + 4 * n_scores, "scores lie in memory"
+    code, out, _ = bench(*argv)
+    assert f"{name} standard: " in out and "times the time of the fused op" in out
+    assert "for results instead of" in out and "TFLOP/s" in out and "GB/s" in out
+
+
+def test_a_standard_attention_that_is_wrong_is_seen(noise: Noise) -> None:
+    shape = Shape("prefill", 64, 4, 2, 6, 24, 64, mask="causal", apart=True)
+    program = build(shape, 2, noise)
+    exe = graphrt.prepare(program.graph, CpuBackend())
+    program.fill(exe)
+    exe.run()
+    assert check(program, exe, "cpu").wrong == ""
+    program.shape = replace(shape, softcap=1.0)
+    assert "NMSE" in check(program, exe, "cpu").wrong and shape.name.endswith("causal standard")
+
+
+def test_rows_as_comma_separated_values(bench: Bench) -> None:
+    code, out, _ = bench("-s", "decode D64 H64/8 1x4096", "--tiny", "-r", "1", "-b", "cpu", "--csv")
+    head, row = (line.split(",") for line in out.splitlines())
+    assert code == 0 and head[:5] == ["shape", "status", "us", "tflop_per_s", "gb_per_s"] and row[1] == "ok"
+    assert bench("--csv", op="FLASH_ATTN_BACK")[0] == 2

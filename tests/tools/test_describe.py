@@ -372,7 +372,7 @@ def put(path: str, value: object) -> Callable[[Any], None]:
 
 DELETE = object()
 MALFORMED: dict[str, tuple[str, object, str]] = {
-    "version": ("version", 2, r"^\$\.version must be a whole number from 1 to 1, got 2"),
+    "version": ("version", 3, r"^\$\.version must be a whole number from 2 to 2, got 3"),
     "format": ("format", "gguf", r"^\$\.format must be one of graphrt graph, got 'gguf'"),
     "missing": ("tensors.2.nb", DELETE, r"^\$\.tensors\[2\] must have the field 'nb'"),
     "extra": ("tensors.2.note", 1, r"^\$\.tensors\[2\] must have no field 'note'"),

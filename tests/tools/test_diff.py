@@ -283,7 +283,7 @@ def test_every_node_over_is_ringed(run: Run, n: int) -> None:
     """Few as circles with tooltips, many as one path."""
     nodes = [_bad(i, f"a_name_as_long_as_llama_cpps_longest_{i}" * (1 + 4 * (i == 0))) for i in range(n)]
     tensors = tuple(
-        TensorInfo(7 + i, d.key, "SQR", None, "f32", (1, 1, 1, 1), (4, 4, 4, 4), (), None, (), None, 0, 0)
+        TensorInfo(7 + i, d.key, "SQR", None, None, "f32", (1, 1, 1, 1), (4, 4, 4, 4), (), None, (), None, 0, 0)
         for i, d in enumerate(nodes)
     )
     first = Finding(nodes[0], tensors[0], "", (), None, "", ())

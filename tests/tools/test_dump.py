@@ -163,18 +163,25 @@ def test_on_a_terminal_it_fits(info: GraphInfo, width: int, monkeypatch: pytest.
 # ---- formats and options ----
 
 
+def without_addresses(text: str) -> str:
+    """A dump less what every run places elsewhere."""
+    return re.sub(r'"address": \d+', '"address": 1', text)
+
+
 @pytest.mark.parametrize("kind", [f for f in FORMATS if f != "svg"])
 def test_every_format_prints_to_a_pipe_and_to_a_file(dump: Dump, tmp_path: Path, kind: str) -> None:
     printed = dump("script.py:build", *CPU, "--format", kind)
     written = dump("script.py:build", *CPU, "--format", kind, "-o", str(tmp_path / "out.json"))
     assert (printed.code, written.code, written.out) == (0, 0, "")
-    assert (tmp_path / "out.json").read_text() == printed.out and printed.out.endswith("\n")
+    out = (tmp_path / "out.json").read_text()
+    assert without_addresses(out) == without_addresses(printed.out) and printed.out.endswith("\n")
     assert "\x1b" not in printed.out, "a name can't steer a terminal"
 
 
 def test_json_is_the_graph(dump: Dump) -> None:
     result = dump("llama.gguf", *CPU, "--phase", "prefill", "--tokens", "7", "--json")
-    assert result.out == dump("llama.gguf", *CPU, "--phase", "prefill", "--tokens", "7", "--format", "json").out
+    again = dump("llama.gguf", *CPU, "--phase", "prefill", "--tokens", "7", "--format", "json").out
+    assert without_addresses(result.out) == without_addresses(again)
     assert result.out.count("\n") == 1 and result.out.isascii()
     found = loads(result.out)
     assert (found.title, found.phase, found.n_tokens) == ("llama.gguf", "prefill", 7)

@@ -93,7 +93,7 @@ def test_a_verbs_own_flags_go_first(capsys: pytest.CaptureFixture[str], tmp_path
     plain = graphrt(*argv, path, "--raw")
     typed = graphrt(*argv, "-m", path, "-no-cnv", "-ngl", "99", "-fa", "on", "--mlock", "-tb", "2")
     assert plain.code == typed.code == 0 and plain.json()["tokens"] == typed.json()["tokens"]
-    assert len(typed.err.splitlines()) == 3 and all(
+    assert len(typed.err.splitlines()) == 2 and all(
         line.startswith("graphrt run: -") for line in typed.err.splitlines()
     )
     assert graphrt("tokenize", "-m", path, "-p", "-cnv", "--ids").code == 0, "a text that looks like a flag is a text"

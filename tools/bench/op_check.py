@@ -72,7 +72,7 @@ def sample(n_head: int, n_q: int, seed: int) -> list[Row]:
 
 def _judge_rows(program: Program, node: Tensor, actual: Floats, rows: Sequence[Row], device: str) -> Checked:
     expected, low = expected_rows(program, node, rows, device)
-    verdict = judge(node, np.stack([actual[i, h] for h, i in rows]), expected, low)
+    verdict = judge(program.fused[node], np.stack([actual[i, h] for h, i in rows]), expected, low)
     error = math.sqrt(verdict.nmse) if verdict.nmse is not None else math.inf
     return Checked(f"{node.name}: {_told(verdict, rows)}" if not verdict.ok else "", error)
 
@@ -119,6 +119,7 @@ class _Sources:
 
     @classmethod
     def of(cls, program: Program, node: Tensor, group: int, rows: Sequence[Row], device: str) -> _Sources:
+        node = program.fused[node]
         s, mask, sinks = program.shape, node["mask"], node["sinks"]
         heads, queries = (list(x) for x in zip(*rows))
 

@@ -17,6 +17,7 @@ from graphrt.dtypes import DType, dtype
 from graphrt.execute import Executable
 from graphrt.graph import Graph
 from graphrt.host import host_type
+from graphrt.models.attention import AttentionParams, standard_attention
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import AnyArray, quantize
 from graphrt.tools.bench.op_shapes import Shape
@@ -65,12 +66,14 @@ class Noise:
 
 @dataclass
 class Program:
-    """A shape's graph. nodes: what is measured; masks and sinks are shared. values: every leaf's, as written."""
+    """A shape's graph. nodes: what is measured; masks and sinks are shared. values: every leaf's, as written; fused: by
+    node, FLASH_ATTN_EXT of the same sources, which of standard attention is not in the graph."""
 
     shape: Shape
     noise: Noise
     nodes: list[Tensor] = field(default_factory=list)
     values: dict[Tensor, AnyArray] = field(default_factory=dict)
+    fused: dict[Tensor, Tensor] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -83,7 +86,7 @@ class Program:
 
     def new_queries(self, exe: Executable, i: int) -> None:
         """Other values for node `i`'s queries."""
-        q = self.nodes[i]["q"]
+        q = self.fused[self.nodes[i]]["q"]
         self.values[q] = self.noise.take("f32", q.n_elements, len(self.nodes) + i).reshape(q.shape)
         exe.write(q, self.values[q])
 
@@ -115,11 +118,13 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
                 v = leaf(f"v{i}", s.kv_type, (s.d_v, s.n_kv, s.n_head_kv), 2 * i + 1)
             caches.append((k, v))
         k, v = caches[-1]
-        program.nodes.append(
-            ops.flash_attn_ext(
-                q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, name=f"out{i}"
-            )
+        fused = node = ops.flash_attn_ext(
+            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, name=f"out{i}"
         )
+        if s.apart:
+            node = standard_attention(q, k, v, mask, AttentionParams(s.scale, s.max_bias, s.softcap, sinks), fused.name)
+        program.nodes.append(node)
+        program.fused[node] = fused
     return program
 
 

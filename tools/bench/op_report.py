@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from graphrt.printing import human_bytes
 from graphrt.tools.bench.op_shapes import LLAMA_SOURCE, Mark, Shape
 from graphrt.tools.bench.timing import Ceilings, Times
 from graphrt.tools.common import markdown_lines, table_lines
@@ -15,8 +18,8 @@ from graphrt.tools.common import markdown_lines, table_lines
 BAD = ("wrong", "failed")
 #: llama.cpp's has an asterisk because it is quoted.
 COLUMNS = (
-    "shape", "us", "rate", "of ceiling", "one cache", "cuDNN", "flash", "llama.cpp*", "x peer", "x llama", "first",
-    "goal",
+    "shape", "us", "TFLOP/s", "GB/s", "of ceiling", "one cache", "cuDNN", "flash", "llama.cpp*", "x peer", "x llama",
+    "first", "goal",
 )  # fmt: skip
 
 
@@ -35,6 +38,7 @@ class Row:
     seconds: of one op, None unless ok. flops: counted ones of one op; moved: bytes of one op. error: the largest
     relative error of the rows that were judged. first, goal: is the mark met, None where there is none to judge by.
     reused: seconds where all nodes share one cache, which the device's own cache may hold: llama.cpp's figures are so.
+    memory: bytes that the graph of all nodes plans for results, inputs left out.
     """
 
     shape: Shape
@@ -51,6 +55,7 @@ class Row:
     reused: float | None = None
     first: bool | None = None
     goal: bool | None = None
+    memory: int | None = None
 
     @property
     def tflop_per_s(self) -> float | None:
@@ -151,6 +156,15 @@ class Report:
         """The ceilings that shares are of: the higher ones."""
         return self.before.best(self.after)
 
+    def csv(self) -> list[str]:
+        """The rows as comma-separated values, the first line their names."""
+        out = io.StringIO()
+        names = ("shape", "status", "us", "tflop_per_s", "gb_per_s", "memory", "share_of_ceiling", "relative_error")
+        table = csv.writer(out, lineterminator="\n")
+        table.writerow(names)
+        table.writerows([found[name] for name in names] for r in self.rows for found in [_row_json(r, self.best)])
+        return out.getvalue().splitlines()
+
     def as_json(self) -> dict[str, Any]:
         mean = mean_of_llama(self.rows)
         return {
@@ -193,6 +207,7 @@ class Report:
             if any(r.reused is not None for r in shown):
                 lines.append("one cache: all nodes read the same K and V, as llama.cpp's do; x llama is of that time.")
             lines += [f"* of {r.shape.name} it is that of {r.shape.elsewhere}." for r in shown if r.shape.elsewhere]
+        lines += _beside_standard(shown)
         mean = mean_of_llama(self.rows)
         if mean is not None:
             lines.append(f"Geometric mean of the ratios to llama.cpp: {mean[0]:.2f}, over {mean[1]} shapes.")
@@ -201,15 +216,30 @@ class Report:
         return lines
 
 
+def _beside_standard(rows: Sequence[Row]) -> list[str]:
+    """What the fused op saves, where both forms were measured."""
+    by_name, lines = {r.shape.name: r for r in rows}, []
+    for r in rows:
+        other = by_name.get(r.shape.name.replace(" standard", "")) if r.shape.apart else None
+        if other is not None and r.seconds and other.seconds:
+            memory = (
+                f", {human_bytes(r.memory)} for results instead of {human_bytes(other.memory)}"
+                if (r.memory is not None and other.memory is not None)
+                else ""
+            )
+            lines.append(f"{r.shape.name}: {r.seconds / other.seconds:.2f} times the time of the fused op{memory}.")
+    return lines
+
+
 def _cells(r: Row, best: Ceilings) -> list[str]:
     if r.seconds is None:
         return [r.shape.name, r.status, *["-"] * (len(COLUMNS) - 2)]
     share = r.share(best)
-    rate = f"{r.gb_per_s:.0f} GB/s" if r.shape.is_decode else f"{r.tflop_per_s:.3g} TFLOP/s"
+    rates = [f"{r.tflop_per_s:.3g}", f"{r.gb_per_s:.3g}" if (r.gb_per_s or 0) < 1 else f"{r.gb_per_s:.0f}"]
     llama = "-" if r.shape.llama is None else f"{r.shape.llama:g}"
     reused = "-" if r.reused is None else f"{1e6 * r.reused:.1f} us"
     return [
-        r.shape.name, f"{1e6 * r.seconds:.1f}", rate, f"{100 * (share or 0.0):.0f} %", reused, _peer(r, "cudnn"),
+        r.shape.name, f"{1e6 * r.seconds:.1f}", *rates, f"{100 * (share or 0.0):.0f} %", reused, _peer(r, "cudnn"),
         _peer(r, "flash"), llama, _ratio(r.of_best_peer), _ratio(r.of_llama), _mark(r.shape.first, r.first),
         _mark(r.shape.goal, r.goal),
     ]  # fmt: skip
@@ -251,6 +281,7 @@ def _row_json(r: Row, best: Ceilings) -> dict[str, Any]:
         "nodes": r.nodes,
         "tflop_per_s": r.tflop_per_s,
         "gb_per_s": r.gb_per_s,
+        "memory": r.memory,
         "share_of_ceiling": r.share(best),
         "ceiling": "copy" if s.is_decode else "product",
         "relative_error": r.error,

@@ -30,6 +30,7 @@ from typing import Any
 
 from graphrt.dtypes import dtype
 from graphrt.errors import GraphError
+from graphrt.tools.bench.models import heads_of
 
 #: A set holds the shapes of those before it too.
 SETS = ("quick", "default", "full")
@@ -57,7 +58,8 @@ class Shape:
     """One attention: q [d, n_q, n_head] f32, k [d, n_kv, n_head_kv] and v [d_v, n_kv, n_head_kv] of `kv_type`.
 
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
-    distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. llama: us for one query,
+    distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
+    three ops whose scores and weights lie in memory. llama: us for one query,
     else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
     """
 
@@ -74,6 +76,7 @@ class Shape:
     max_bias: float = 0.0
     sinks: bool = False
     v_in_k: bool = False
+    apart: bool = False
     llama: float | None = None
     elsewhere: str = ""
     first: Mark | None = None
@@ -116,6 +119,7 @@ def _name(s: Shape) -> str:
     """`prefill D128 H32/8 4096x4096 causal softcap`: sizes are heads of q/k, queries x keys."""
     size = f"D{s.d}" if s.d == s.d_v else f"D{s.d}/{s.d_v}"
     extras = [s.mask] if s.mask in ("causal", "dense") else ["alibi"] if s.mask == "distance" else []
+    extras += ["standard"] * s.apart
     extras += ["softcap"] * (s.softcap > 0) + ["sinks"] * s.sinks + [s.kv_type] * (s.kv_type != "f16")
     return " ".join([s.kind, size, f"H{s.n_head}/{s.n_head_kv}", f"{s.n_q}x{s.n_kv}", *extras])
 
@@ -213,12 +217,22 @@ _LONG = [
     ),
 ]
 
+#: Standard attention and the fused op over the same sizes: what the papers of FlashAttention compare.
+_BOTH = [
+    replace(_prefill(d, _H32_8, n, n, mask, set="full"), name="", apart=apart)
+    for d in (64, 128) for n in (1024, 2048, 4096, 8192) for mask in ("none", "causal") for apart in (False, True)
+]  # fmt: skip
+_KNOWN = {s.name for s in (*_PREFILL, *_LONG)}
+
 #: op -> its shapes.
-SHAPES: dict[str, list[Shape]] = {"FLASH_ATTN_EXT": [*_PREFILL, *_DECODE, *_CHUNKS, *_LONG]}
+SHAPES: dict[str, list[Shape]] = {
+    "FLASH_ATTN_EXT": [*_PREFILL, *_DECODE, *_CHUNKS, *_LONG, *(s for s in _BOTH if s.name not in _KNOWN)]
+}
 
 
-def shapes_of(op: str, which: str = "default", part: str = "") -> list[Shape]:
+def shapes_of(op: str, which: str = "default", part: str = "", model: str | None = None) -> list[Shape]:
     """The shapes of a set whose names have `part` in them, in any case, and those that their marks are relative to.
+    model: by its name, those of its attention instead of a set's.
 
     Raises GraphError for an op without shapes, and where nothing is left.
     """
@@ -227,13 +241,23 @@ def shapes_of(op: str, which: str = "default", part: str = "") -> list[Shape]:
             f"an op to measure must be one of {', '.join(SHAPES)}, got {op[:40]!r}; `graphrt test perf -o OP` times "
             f"the conformance cases of any op"
         )
-    everything = SHAPES[op.upper()]
+    everything = SHAPES[op.upper()] if model is None else model_shapes(model)
     in_set = [s for s in everything if SETS.index(s.set) <= SETS.index(which)]
     chosen = [s for s in in_set if part.lower() in s.name.lower()]
     if not chosen:
         raise GraphError(f"a shape's name must have {part[:80]!r} in it, none of set {which} does; --list shows them")
     wanted = {s.name for shape in chosen for s in (shape, *shape.needs)}
     return [s for s in everything if s.name in wanted]
+
+
+def model_shapes(name: str) -> list[Shape]:
+    """A model's attention: prompts, a batch at the end of a long cache, and steps of one token. Raises GraphError."""
+    n_head, n_head_kv, d_k, d_v = heads_of(name)
+    more: dict[str, Any] = {"d_v": d_v, "v_in_k": d_v != d_k, "set": "quick"}
+    heads = (n_head, n_head_kv)
+    found = [_prefill(d_k, heads, n, n, "causal", **more) for n in (512, 4096, 16384)]
+    found.append(_prefill(d_k, heads, 512, 16384, "causal", **more))
+    return [*found, *(_decode(d_k, heads, n, **more) for n in (4096, 16384, 65536))]
 
 
 def tiny(shapes: Sequence[Shape]) -> list[Shape]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from graphrt.dtypes import dtype
 from graphrt.errors import GraphError
+from graphrt.tools.bench.models import heads_of
 
 TABLES = ("pa_decode", "pa_prefill")
 #: By model: heads of q and of k, head sizes of k and v.
@@ -41,7 +42,7 @@ class VarlenShape:
     @property
     def heads(self) -> tuple[int, int, int, int]:
         """n_head, n_head_kv, D_k, D_v."""
-        return HEADS[self.model]
+        return HEADS[self.model] if self.model in HEADS else heads_of(self.model)
 
     @property
     def n_tokens(self) -> int:
@@ -133,13 +134,26 @@ def _shapes() -> list[VarlenShape]:
 SHAPES = _shapes()
 
 
-def shapes_of(part: str) -> list[VarlenShape]:
-    """Those with `part` in their table or name, and those whose share they are told as. Raises GraphError for none."""
-    chosen = [s for s in SHAPES if part.lower() in f"{s.table} {s.name}".lower()]
+#: Sequences of a step, and tokens of a prompt, of the tables of a model by name.
+_STEPS, _PROMPTS, _CONTEXT = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 4096, 16384), 4096
+
+
+def model_shapes(model: str) -> list[VarlenShape]:
+    """pa_decode and pa_prefill of a model. Raises GraphError for a name that is no recipe's."""
+    heads_of(model)
+    steps = [_decode(f"decode {n}x{_CONTEXT} page 16", model, [_CONTEXT] * n, 16) for n in _STEPS]
+    return [*steps, *(_prefill(f"prefill {n} page 16", [(n, n)], model) for n in _PROMPTS)]
+
+
+def shapes_of(part: str, model: str | None = None) -> list[VarlenShape]:
+    """Those with `part` in their table or name, and those whose share they are told as. model: its tables instead of
+    all. Raises GraphError for none."""
+    everything = SHAPES if model is None else model_shapes(model)
+    chosen = [s for s in everything if part.lower() in f"{s.table} {s.name}".lower()]
     if not chosen:
         raise GraphError(f"a shape's table or name must have {part[:80]!r} in it, none does; --list shows them")
     wanted = {name for s in chosen for name in (s.name, s.beside)}
-    return [s for s in SHAPES if s.name in wanted]
+    return [s for s in everything if s.name in wanted]
 
 
 def tiny(shapes: Sequence[VarlenShape]) -> list[VarlenShape]:

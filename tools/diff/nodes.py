@@ -175,16 +175,19 @@ def _wanted(name: str, patterns: Sequence[re.Pattern[str]]) -> bool:
 
 
 def compare_all(pair: Pair, patterns: Sequence[re.Pattern[str]] = ()) -> list[NodeDiff]:
-    """What both sides hold after their latest runs."""
+    """What both sides hold after their latest runs; by numbers of the other side's nodes where it runs."""
     graph = pair.running[0].run.exe.graph
     sides = [_reader(side, pair) for side in (pair.reference, pair.other, pair.low)]
     has_file = any(isinstance(side, FileSide) for side in (pair.reference, pair.other))
     found, grown = [], dict[str, float]()
-    for index, (key, node) in enumerate(node_keys(graph).items()):
+    shown = {key: i for i, key in enumerate(node_keys(pair.running[-1].run.exe.graph))}
+    for key, node in node_keys(graph).items():
+        if not pair.alike and UNNAMED.match(key):  # its number is another node's on the other side
+            continue
         if not _wanted(node.name, patterns) or (op_spec(node.op).is_view and not has_file):
             continue
         expected, actual, low = (read(key) for read in sides)
-        if expected is None or actual is None or low is None or expected.shape != actual.shape:
+        if expected is None or actual is None or low is None or expected.shape != actual.shape or key not in shown:
             continue
         order = None
         if node.op in ORDERS:
@@ -195,8 +198,12 @@ def compare_all(pair: Pair, patterns: Sequence[re.Pattern[str]] = ()) -> list[No
         stem = _stem(key)
         grown[stem] = max(own, grown.get(stem, 0.0))
         band = PRECISIONS[precision(node)].band + 2.0 * (grown[stem] - own)
-        found.append(compared(node, index, key, actual, expected, low, Precision(band, math.inf), order))
+        found.append(compared(node, shown[key], key, actual, expected, low, Precision(band, math.inf), order))
     return found
+
+
+#: Names that a graph gives to nodes without one, by their place.
+UNNAMED = re.compile(r"node_\d+$")
 
 
 def _widened(low: Values, expected: Values) -> tuple[Values, float]:

@@ -2,7 +2,7 @@
 
 A side is written NAME[,KEY=VALUE...]. NAME is a backend as `graphrt test -b` has it (cpu, cpu-fast, triton,
 triton-fast, MODULE:CLASS), or a .npz file of values by node name. Keys: fuse=0, every node by itself; ctk=TYPE and
-ctv=TYPE, the cache's types; model=FILE, another file of the same architecture.
+ctv=TYPE, the cache's types; fa=off, attention as three ops; model=FILE, another file of the same architecture.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from graphrt.models.model import Model
 from graphrt.models.rope_options import RopeOptions
 from graphrt.tensor import Tensor
 from graphrt.testing import AnyArray
+from graphrt.tools.common import SWITCH, switch
 from graphrt.tools.conformance.cases.sources import FAST, make_backend
 from graphrt.tools.conformance.run.low_backend import LowPrecision
 from graphrt.tools.conformance.run.lowprec import why_not_rounded
@@ -30,7 +31,7 @@ from graphrt.tools.inspect.graph_run import GraphRun, Make, made_from
 from graphrt.tools.inspect.subject import load_subject
 from graphrt.tools.inspect.traced_step import Step, WatchedSession, steps
 
-KEYS = ("fuse", "ctk", "ctv", "model")
+KEYS = ("fuse", "ctk", "ctv", "model", "fa")
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class SideSpec:
         return self.name.endswith(".npz")
 
     def session_options(self, options: SessionOptions) -> SessionOptions:
-        return replace(
-            options, type_k=self.options.get("ctk", options.type_k), type_v=self.options.get("ctv", options.type_v)
-        )
+        given = self.options
+        fused = switch(given["fa"]) if "fa" in given else options.flash_attn
+        type_k, type_v = given.get("ctk", options.type_k), given.get("ctv", options.type_v)
+        return replace(options, type_k=type_k, type_v=type_v, flash_attn=fused)
 
 
 def side_spec(text: str) -> SideSpec:
@@ -65,6 +67,8 @@ def side_spec(text: str) -> SideSpec:
     options = {key: value for key, _, value in pairs}
     if options.get("fuse", "0") not in ("0", "1"):
         raise SessionError(f"fuse must be 0 (every node by itself) or 1, got {options['fuse'][:40]!r}")
+    if options.get("fa", "on").lower() not in SWITCH:
+        raise SessionError(f"fa must be on, or off for attention as three ops, got {options['fa'][:40]!r}")
     return SideSpec(text, name, options)
 
 
@@ -122,12 +126,14 @@ class Prompt:
 @dataclass
 class Pair:
     """reference and other: the two sides; low: the same work as the side that runs first in low precision. tokens: that
-    the sides have read, () for a graph."""
+    the sides have read, () for a graph. alike: node for node; else only nodes
+    with names of their own are compared, where both sides have them."""
 
     reference: Side
     other: Side
     low: RunSide
     tokens: Sequence[int] = ()
+    alike: bool = True
 
     @property
     def running(self) -> list[RunSide]:
@@ -198,8 +204,10 @@ def model_pair(
         sides.append(file_side(spec.name) if spec.is_file else read(spec, backends_of(spec)))
     first = next(spec for spec in specs if not spec.is_file)
     low = read(replace(first, text="low precision"), [_low_backend(sides)])
-    _check_alike(sides)
-    return Pair(sides[0], sides[1], low, [token for ids in batches for token in ids])
+    alike = len({spec.session_options(options).flash_attn for spec in specs if not spec.is_file}) == 1
+    if alike:
+        _check_alike(sides)
+    return Pair(sides[0], sides[1], low, [token for ids in batches for token in ids], alike)
 
 
 def _held_by(session: WatchedSession) -> dict[str, AnyArray]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from graphrt.program import LaunchInfo
-from graphrt.tools.explain.node import facts, step_of
+from graphrt.tools.explain.node import facts, step_of, walk_data
 from graphrt.tools.explain.steps import Explained, Step
 from graphrt.tools.explain.text import rows_of
 from graphrt.tools.explain.weights import weights_of
@@ -16,8 +16,9 @@ from graphrt.tools.inspect.describe import TensorInfo
 _NOTHING_CHOSEN: dict[str, Any] = {"products": [], "stored": None, "attention": None}
 
 
-def as_json(found: Explained, node: TensorInfo | None) -> dict[str, Any]:
-    """Times in seconds, sizes in bytes. steps: of all, alike ones once; node, step and facts: of the one asked for."""
+def as_json(found: Explained, node: TensorInfo | None, program: int | None = None) -> dict[str, Any]:
+    """Times in seconds, sizes in bytes. steps: of all, alike ones once; node, step and facts: of the one asked for;
+    walk: what that program of the node's launch does."""
     info, device = found.info, found.device
     out: dict[str, Any] = {
         "title": info.title, "phase": info.phase, "n_tokens": info.n_tokens, "depth": found.depth,
@@ -38,6 +39,8 @@ def as_json(found: Explained, node: TensorInfo | None) -> dict[str, Any]:
     out["node"] |= {"nb": node.nb, "params": node.params, "view": asdict(node.view) if node.view else None}
     out["step"] = _step_json(found, step) if step is not None else None
     out["facts"] = [list(fact) for fact in facts(found, node)]
+    if program is not None:
+        out["walk"] = walk_data(found, node, program)
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphrt.backend import Elsewhere
 from graphrt.errors import BackendError
@@ -33,7 +33,8 @@ class Cost:
 @dataclass(frozen=True)
 class KnownDevice:
     """title: what it is called; arch to l2: see Elsewhere; copy: bytes/s read and written by a copy; product: FLOP/s of
-    an f16 matrix product; launch: seconds that a launch of a captured graph takes at least; source: of the rates."""
+    an f16 matrix product; launch: seconds that a launch of a captured graph takes at least; source: of the rates.
+    copy 0: no rate is known, so that nothing is said of time."""
 
     title: str
     arch: str
@@ -50,8 +51,10 @@ class KnownDevice:
         """What a backend plans for."""
         return Elsewhere(self.arch, self.sm_count, self.shared_memory, self.l2)
 
-    def cost(self, work: Work, launches: int) -> Cost:
-        """What work takes at the ceilings, in so many launches one after the other."""
+    def cost(self, work: Work, launches: int) -> Cost | None:
+        """What work takes at the ceilings, in so many launches one after the other; None where they are not known."""
+        if not self.copy:
+            return None
         return Cost(work.bytes / self.copy, work.flops / self.product, launches * self.launch)
 
 
@@ -100,6 +103,40 @@ def known_device(name: str) -> KnownDevice:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise BackendError(f"a device to plan for must be one of {', '.join(DEVICES)}, got {name[:40]!r}{hint}")
     return found
+
+
+#: Bytes of shared memory that a program may use, by architecture: CUDA programming guide; LDS of CDNA3 and 4.
+_SHARED = {
+    "sm_80": 166912, "sm_86": _SHARED_99, "sm_87": 166912, "sm_89": _SHARED_99, "sm_90": 232448, "sm_100": 232448,
+    "sm_103": 232448, "sm_120": _SHARED_99, "sm_121": _SHARED_99, "gfx942": 65536, "gfx950": 163840,
+}  # fmt: skip
+
+
+def device_of(
+    name: str | None, arch: str | None = None, sm_count: int | None = None, shared_memory: int | None = None
+) -> KnownDevice:
+    """The device of a name, changed as said; without a name one of an architecture and so many multiprocessors.
+
+    What is not a known device has no rates: only decisions are told of it. Raises BackendError for an unknown name or
+    architecture, and where too little is said.
+    """
+    if name is not None:
+        base = known_device(name)
+    elif arch is None or sm_count is None:
+        raise BackendError(
+            "a device that has no name here needs --arch and --sm-count, "
+            f"got {'--arch ' + arch if arch is not None else 'no --arch'}; or name one with --device"
+        )
+    else:
+        base = KnownDevice("", arch, sm_count, 0, 32 << 20, 0.0, 0.0, _LAUNCH, "")
+    arch = arch or base.arch
+    if arch not in _SHARED:
+        raise BackendError(f"an architecture must be one of {', '.join(_SHARED)}, got {arch[:40]!r}")
+    shared = shared_memory or (base.shared_memory if base.arch == arch else 0) or _SHARED[arch]
+    changed = replace(base, arch=arch, sm_count=sm_count or base.sm_count, shared_memory=shared)
+    if changed == base:
+        return base
+    return replace(changed, title=f"a GPU of {changed.sm_count} multiprocessors", copy=0.0, product=0.0, source="")
 
 
 def device_called(title: str) -> KnownDevice | None:

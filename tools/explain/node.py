@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from typing import Any
 
 from graphrt.errors import GraphError
 from graphrt.printing import count_text, human_bytes
@@ -68,6 +69,26 @@ def facts(found: Explained, node: TensorInfo) -> Iterator[Fact]:
     for i, launch in enumerate(step.launches, 1):
         yield "launches", f"{i}. {launch_text(launch)}"
     yield from _expected(found, step)
+
+
+def walk(found: Explained, node: TensorInfo, program: int) -> Iterator[Fact]:
+    """What one program of an attention's launch does. Raises GraphError for a node of another kind."""
+    step = _walked(found, node)
+    yield "node", f"#{node.index} {node.name}: {node.op} {type_text(node)}"
+    yield "kernel", f"{step.kernel}, {step.schedule}"
+    yield from step.walk(program) or ()
+
+
+def walk_data(found: Explained, node: TensorInfo, program: int) -> dict[str, Any]:
+    """The same for machines."""
+    return _walked(found, node).walk_data(program) or {}
+
+
+def _walked(found: Explained, node: TensorInfo) -> Step:
+    step = step_of(found, node)
+    if step is None or step.tiles is None:
+        raise GraphError("--program is of an attention that the triton backend runs, this node is none; name another")
+    return step
 
 
 def _maker(info: GraphInfo, node: TensorInfo) -> TensorInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,14 @@ class Step:
     def data(self) -> dict[str, Any]:
         """The same for machines."""
         return self._choice.data(self.mask)
+
+    def walk(self, program: int) -> Iterable[Fact] | None:
+        """What one program of the launch does, None for what works without a plan of tiles."""
+        return self._choice.walk(program, self.mask)
+
+    def walk_data(self, program: int) -> dict[str, Any] | None:
+        """The same for machines."""
+        return self._choice.walk_data(program, self.mask)
 
     @property
     def tiles(self) -> TilePlan | None:

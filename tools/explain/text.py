@@ -69,6 +69,9 @@ def device_lines(found: Explained) -> list[str]:
             "no ceilings are known for what runs here: no times (--device h100 plans for a GPU that need not be here)"
         ]
     how = "planned for" if found.planned else "on"
+    if not d.copy:
+        room = f"{human_bytes(d.shared_memory)} of shared memory a program"
+        return [f"{how} {d.title}: {d.arch}, {room}; its rates are not known: no times"]
     return [
         f"{how} {d.title}: {d.arch}, {d.sm_count} multiprocessors, copy {d.copy / 1e12:.3g} TB/s, f16 products "
         f"{d.product / 1e12:.0f} TFLOP/s ({d.source}), {d.launch * 1e6:.1f} us a launch"

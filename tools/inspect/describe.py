@@ -14,6 +14,7 @@ from graphrt.execute import Executable
 from graphrt.graph import Graph
 from graphrt.op import Work, op_spec
 from graphrt.tensor import Dims, Flag, Tensor
+from graphrt.tools.inspect.op_params import words_of
 from graphrt.work import group_work
 
 
@@ -27,18 +28,21 @@ class ViewInfo:
 
 @dataclass(frozen=True)
 class PlaceInfo:
-    """buffer: its index; offset: of the tensor's first byte in it; nbytes: to its last one, gaps included."""
+    """buffer: its index; offset: of the tensor's first byte in it; nbytes: to its last one, gaps included; address: of
+    the first byte in the memory of its device, in this process; None where it is planned only, or not told."""
 
     buffer: int
     offset: int
     nbytes: int
+    address: int | None = None
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """One leaf (op "NONE") or node.
 
-    index: its place in GraphInfo.tensors; params: by name, None for an op without; nb: strides in bytes; src: indices,
+    index: its place in GraphInfo.tensors; params: by name, None for an op without; op_params: the same as ggml's words,
+    None where it has none for them; nb: strides in bytes; src: indices,
     None for an absent one; layer: the model's layer that it belongs to, None outside of layers; flops, bytes: the work
     of a node by itself. Of a prepared graph: backend; split and group, None for leafs and views; place, None where it
     lives only inside its group.
@@ -48,6 +52,7 @@ class TensorInfo:
     name: str
     op: str
     params: dict[str, Any] | None
+    op_params: tuple[int, ...] | None
     dtype: str
     ne: Dims
     nb: Dims
@@ -158,8 +163,9 @@ def _tensor(t: Tensor, index: dict[Tensor, int], layer: int | None) -> TensorInf
     flags = tuple(f.name.lower() for f in (Flag.INPUT, Flag.OUTPUT) if t.flags & f and f.name)
     src = tuple(index[s] if s is not None else None for s in t.src)
     return TensorInfo(
-        index[t], t.name, t.op, params, t.dtype.name, t.ne, t.nb, src, view, flags, layer, work.flops, work.bytes
-    )
+        index[t], t.name, t.op, params, words_of(t.op, params), t.dtype.name, t.ne, t.nb, src, view, flags, layer,
+        work.flops, work.bytes,
+    )  # fmt: skip
 
 
 # ---- layers ----
@@ -233,4 +239,5 @@ class _Prepared:
             buffer, offset = self.exe.place(t)
         except MemoryPlanError:  # fused away
             return None
-        return PlaceInfo(self.buffers.setdefault(buffer, len(self.buffers)), offset, t.nbytes)
+        address = buffer.address + offset if buffer.address else None
+        return PlaceInfo(self.buffers.setdefault(buffer, len(self.buffers)), offset, t.nbytes, address)

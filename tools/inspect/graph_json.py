@@ -32,7 +32,7 @@ from graphrt.tools.inspect.describe import (
 )
 from graphrt.tools.inspect.rebuilt import MAX_LABEL, dims, params_of, rebuilt
 
-FORMAT, VERSION = "graphrt graph", 1
+FORMAT, VERSION = "graphrt graph", 2
 MAX_TITLE = 4096
 FLAGS = {"input": Flag.INPUT, "output": Flag.OUTPUT}
 USAGES = tuple(u.value for u in Usage)
@@ -70,8 +70,8 @@ def from_json(value: object) -> GraphInfo:
 
 def _tensor(item: Checked, index: int, sizes: Mapping[str, int]) -> TensorInfo:
     at = item.fields(
-        "index", "name", "op", "params", "dtype", "ne", "nb", "src", "view", "flags", "layer", "flops", "bytes",
-        "backend", "split", "group", "place",
+        "index", "name", "op", "params", "op_params", "dtype", "ne", "nb", "src", "view", "flags", "layer", "flops",
+        "bytes", "backend", "split", "group", "place",
     )  # fmt: skip
     op = at["op"].one_of(("NONE", *registered_ops()))
     return TensorInfo(
@@ -79,6 +79,7 @@ def _tensor(item: Checked, index: int, sizes: Mapping[str, int]) -> TensorInfo:
         name=at["name"].text(MAX_NAME - 1),
         op=op,
         params=params_of(at["params"], op),
+        op_params=at["op_params"].optional(lambda words: tuple(w.whole(-(2**31), 2**31 - 1) for w in words.items(16))),
         dtype=at["dtype"].one_of(TYPES),
         ne=dims(at["ne"], 1),
         nb=dims(at["nb"], 0),
@@ -105,8 +106,9 @@ def _view(at: Checked, index: int) -> ViewInfo:
 
 
 def _place(at: Checked, buffers: int) -> PlaceInfo:
-    field = at.fields("buffer", "offset", "nbytes")
-    return PlaceInfo(field["buffer"].whole(0, buffers - 1), field["offset"].whole(), field["nbytes"].whole())
+    field = at.fields("buffer", "offset", "nbytes", "address")
+    address = field["address"].optional(Checked.whole)
+    return PlaceInfo(field["buffer"].whole(0, buffers - 1), field["offset"].whole(), field["nbytes"].whole(), address)
 
 
 def _split(at: Checked, tensors: int) -> SplitInfo:

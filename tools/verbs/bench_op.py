@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("which shapes").add_argument
     add("-s", "--shape", default="", metavar="SUBSTRING", help="only shapes with that in their names")
     add("--set", default="default", choices=SETS, help="default: default, about a minute; full: KV up to 65536")
+    add("--model", metavar="NAME", help="shapes of this model's attention instead, by its name in --synthetic")
     add("--list", action="store_true", help="print the shapes and their marks, and measure nothing")
     add("--tiny", action="store_true", help="shrink every size, to try this out on a CPU")
     add = parser.add_argument_group("how").add_argument
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print a JSON object")
     add("--md", action="store_true", help="print a Markdown table")
-    add("--csv", action="store_true", help="print comma-separated values; of FLASH_ATTN_VARLEN")
+    add("--csv", action="store_true", help="print comma-separated values; not of FLASH_ATTN_BACK")
     add(
         "-o",
         "--output-file",
@@ -62,11 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.op.upper() == VARLEN:
         return _varlen(args)
+    if args.op.upper() == BACKWARD and args.model is not None:
+        raise GraphError(f"--model is for FLASH_ATTN_EXT and {VARLEN}, got {BACKWARD}; leave it out")
     if args.op.upper() == BACKWARD and not args.csv:
         return _backward(args)
-    if args.csv:
-        raise GraphError(f"--csv is for {VARLEN}, got {args.op[:40]!r}; use --json or --md")
-    shapes = shapes_of(args.op, args.set, args.shape)
+    if args.csv and args.op.upper() == BACKWARD:
+        raise GraphError(f"--csv is not for {BACKWARD}; use --json or --md")
+    shapes = shapes_of(args.op, args.set, args.shape, args.model)
     if args.list:
         _list(args, shapes)
         return 0
@@ -88,7 +91,7 @@ def _varlen(args: argparse.Namespace) -> int:
     from graphrt.tools.bench.machine import on_gpu, versions
     from graphrt.tools.bench.timing import CudaClock, HostClock, ceilings
 
-    shapes = varlen_shapes.shapes_of(args.shape)
+    shapes = varlen_shapes.shapes_of(args.shape, args.model)
     if args.list:
         print_table(
             ["table", "shape", "model", "beside"], [[s.table, s.name, s.model, s.beside or "-"] for s in shapes]
@@ -228,8 +231,11 @@ class _Bench:
         if checked.wrong:
             return Row(shape, "wrong", checked.wrong)
         times, peers = self._times(shape, exe, n_nodes)
-        work = op_spec(program.nodes[0].op).work(program.nodes[0])
-        row = measured(shape, times, n_nodes, work.flops * shape.counted, work.bytes, checked.error)
+        flops = op_spec("FLASH_ATTN_EXT").work(program.fused[program.nodes[0]]).flops * shape.counted
+        moved = sum(op_spec(n.op).work(n).bytes for n in program.graph.nodes) / n_nodes
+        row = measured(shape, times, n_nodes, flops, moved, checked.error)
+        held = sum(arena.buffer.nbytes for arena in exe.arenas.values())
+        row.memory = max(0, held - sum(leaf.data_nbytes for leaf in exe.graph.inputs))
         if shape.is_decode and shape.llama is not None and shape.cache_bytes < 2 * self.cache_bytes:
             row.reused = self._reused(shape)
         for name, peer in peers.items():
@@ -324,8 +330,9 @@ def _write(args: argparse.Namespace, report: Report) -> None:
         if args.json:
             print_json(report.as_json())
         else:
-            print("\n".join(report.lines(args.md)))
+            print("\n".join(report.csv() if args.csv else report.lines(args.md)))
         return
-    text = json.dumps(report.as_json(), indent=1) if args.json else "\n".join(report.lines(args.md))
+    lines = report.csv() if args.csv else report.lines(args.md)
+    text = json.dumps(report.as_json(), indent=1) if args.json else "\n".join(lines)
     write_text(args.output_file, text + "\n")
     print("\n".join(report.lines(markdown=False)))

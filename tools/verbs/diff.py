@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SUBJECT_HELP)
     parser.add_argument("--synthetic", metavar="NAME", help="random weights in a known shape instead; takes --tokens")
     add = parser.add_argument_group("the sides").add_argument
-    side = "NAME[,fuse=0][,ctk=TYPE][,ctv=TYPE][,model=FILE], or FILE.npz"
+    side = "NAME[,fuse=0][,fa=off][,ctk=TYPE][,ctv=TYPE][,model=FILE], or FILE.npz"
     add("-a", "--reference", default="cpu", metavar="SIDE", help=f"what is right: {side} (default: cpu)")
     add("-b", "--other", default="auto", metavar="SIDE", help="what is asked about (default: what `run` uses)")
     add = parser.add_argument_group("what they read").add_argument
@@ -114,6 +114,11 @@ def _check(args: argparse.Namespace, specs: list[SideSpec]) -> None:
         raise SessionError(
             f"--resync and --save feed one side with what the other has everywhere, {files[0].name[:80]!r} has only "
             f"some values; give two sides that run"
+        )
+    forms = {spec.options["fa"] for spec in specs if "fa" in spec.options}
+    if forms and (args.resync or args.save or args.cut or args.filter):
+        raise SessionError(
+            "--resync, --save, --cut and --filter need sides of the same nodes, with fa= they may differ; leave one out"
         )
     if args.tokens is not None and (args.prompt is not None or args.file is not None):
         raise SessionError("a prompt is a text or ids, got both; leave out --tokens, or -p and -f")

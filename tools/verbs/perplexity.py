@@ -56,7 +56,9 @@ def main(args: argparse.Namespace) -> int:
             f"a smaller -c"
         )
     n_chunks = len(ids) // n_ctx if args.chunks < 0 else min(args.chunks, len(ids) // n_ctx)
-    session = model.session(SessionOptions(n_ctx, args.batch_size, args.cache_type_k, args.cache_type_v))
+    session = model.session(
+        SessionOptions(n_ctx, args.batch_size, args.cache_type_k, args.cache_type_v, flash_attn=args.flash_attn)
+    )
     first = n_ctx // 2  # the first position whose prediction counts
     losses: list[np.ndarray] = []
     with progress("perplexity", n_chunks) as advance:

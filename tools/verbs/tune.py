@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphrt.errors import GraphrtError
@@ -48,14 +48,18 @@ class Measured:
     why: str = ""
 
 
-def candidates(form: str, tiny: bool = False) -> Iterator[Config]:
-    """The configurations to try for a form."""
+def candidates(form: str, tiny: bool = False, amd: bool = False) -> Iterator[Config]:
+    """The configurations to try for a form. amd: with what its compiler can be asked for."""
     from graphrt.backends.triton.kernels.flash_attn.configs import Config
 
     if tiny:
         yield from (Config(16, 32, 1, 1), Config(16, 64, 1, 1, ways=2))
         return
-    if form == "decode":
+    if amd:
+        for config, waves, size in itertools.product(candidates(form), (0, 1, 2, 3, 4), (16, 32)):
+            if not config.ways and config.stages < 3 and config.block_m >= size:
+                yield replace(config, waves_per_eu=waves, matrix_instr_nonkdim=size)
+    elif form == "decode":
         for block_n, warps, stages, ways in itertools.product((32, 64, 128), (4, 8), (1, 2, 3), (0, 4)):
             if not ways or block_n // ways >= 16:
                 yield Config(16, block_n, warps, stages, ways, per_sm=2 if block_n < 128 else 1)
@@ -112,7 +116,9 @@ def _shape(form: str, d: int, kind: str, tiny: bool) -> Shape:
 
 
 def _tune(form: str, d: int, kind: str, tiny: bool) -> list[Measured]:
-    tried = list(candidates(form, tiny))
+    import torch
+
+    tried = list(candidates(form, tiny, torch.version.hip is not None))
     shape = _shape(form, d, kind, tiny)
     with progress(f"{form} {d} {kind}", len(tried)) as advance:
         found = []
@@ -157,5 +163,10 @@ def _row_text(form: str, d: int, kind: str, best: Measured) -> str:
     c = best.config
     rows = "16" if form == "decode" else "MANY"
     ways = f", ways={c.ways}" if c.ways else ""
-    made = f"Config({c.block_m}, {c.block_n}, {c.warps}, {c.stages}{ways}, per_sm={c.per_sm})"
+    amd = "".join(
+        f", {name}={value}"
+        for name, value in (("waves_per_eu", c.waves_per_eu), ("matrix_instr_nonkdim", c.matrix_instr_nonkdim))
+        if value
+    )
+    made = f"Config({c.block_m}, {c.block_n}, {c.warps}, {c.stages}{ways}, per_sm={c.per_sm}{amd})"
     return f'    Row({rows}, {d}, ("{kind}",), {made}),  # {1e6 * (best.seconds or 0.0):.1f} us'

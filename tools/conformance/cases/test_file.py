@@ -28,8 +28,9 @@ from graphrt.ops.unary import GLU_KINDS, UNARY_KINDS, GluParams, UnaryParams
 from graphrt.tensor import Dims, Tensor
 from graphrt.testing import Case
 from graphrt.tools.conformance.cases.operands import Operand, case_of
+from graphrt.tools.inspect.op_params import GLU, ROPE_MODES, UNARY
 
-#: ggml_op, ggml_unary_op and ggml_glu_op of llama.cpp in 2026 (ggml.h), in the order of their numbers.
+#: ggml_op of llama.cpp in 2026 (ggml.h), in the order of their numbers; op_params.py has those of kinds.
 _OPS = """
 NONE DUP ADD ADD_ID ADD1 ACC SUB MUL DIV SQR SQRT LOG SIN COS SUM SUM_ROWS CUMSUM MEAN ARGMAX COUNT_EQUAL REPEAT
 REPEAT_BACK CONCAT SILU_BACK NORM RMS_NORM RMS_NORM_BACK GROUP_NORM L2_NORM MUL_MAT MUL_MAT_ID OUT_PROD SCALE SET CPY
@@ -41,12 +42,7 @@ RWKV_WKV6 GATED_LINEAR_ATTN RWKV_WKV7 SOLVE_TRI GATED_DELTA_NET LIGHTNING_INDEXE
 UNARY MAP_CUSTOM1 MAP_CUSTOM2 MAP_CUSTOM3 CUSTOM CROSS_ENTROPY_LOSS CROSS_ENTROPY_LOSS_BACK OPT_STEP_ADAMW OPT_STEP_SGD
 GLU
 """
-_UNARY = """
-ABS SGN NEG STEP TANH ELU RELU SIGMOID GELU GELU_QUICK SILU HARDSWISH HARDSIGMOID EXP EXPM1 SOFTPLUS GELU_ERF XIELU
-FLOOR CEIL ROUND TRUNC
-"""
-_GLU = "REGLU GEGLU SWIGLU SWIGLU_OAI GEGLU_ERF GEGLU_QUICK SWIGLU_CLAMP"
-OPS, UNARY, GLU = _OPS.split(), _UNARY.split(), _GLU.split()
+OPS = _OPS.split()
 
 
 #: Bytes of memory for each element of a case: drawing its inputs and the float64 reference hold it three times.
@@ -69,7 +65,7 @@ class _Words:
 
 
 def _rope(w: _Words) -> RopeParams:
-    mode = {0: "normal", 2: "neox"}.get(w.i(2))
+    mode = {number: name for name, number in ROPE_MODES.items()}.get(w.i(2))
     if mode is None:
         raise GraphError(f"ROPE of mode {w.i(2)} is not there")
     return RopeParams(w.i(1), mode, w.f(5), w.f(6), w.i(4), w.f(7), w.f(8), w.f(9), w.f(10))
@@ -105,7 +101,7 @@ _PARAMS: dict[str, _Params] = {
     "REPEAT": lambda w, ne, src: RepeatParams(ne),
     "ARGSORT": lambda w, ne, src: ArgsortParams(w.i(0) == 1),
     "TOP_K": lambda w, ne, src: TopKParams(ne[0]),
-    "FLASH_ATTN_EXT": lambda w, ne, src: FlashAttnParams(w.f(0), w.f(1), w.f(2)),
+    "FLASH_ATTN_EXT": lambda w, ne, src: FlashAttnParams(w.f(0), w.f(1), w.f(2), prec=w.i(3)),
     "UNARY": lambda w, ne, src: UnaryParams(_kind(UNARY, w.i(0), UNARY_KINDS, "UNARY")),
     "GLU": lambda w, ne, src: _glu(w),
 }

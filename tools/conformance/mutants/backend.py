@@ -46,6 +46,8 @@ class KernelBackend(Backend):
             return f"it has no kernel for {node.op}"
         if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE") and (node["attn_bias"] or node.params.dropout_p):
             return "its attention has neither attn_bias nor dropout"
+        if getattr(node.params, "prec", 0):
+            return "its attention multiplies in f16, prec asks for f32"
         return why_unsupported(node)
 
     def alloc(self, nbytes: int, usage: Usage) -> KernelBuffer:

@@ -20,7 +20,7 @@ class Chosen:
     under schedule "tile" fewer than tiles where they are persistent; join: who merges the parts of tiles: "fixup" (a
     launch of its own), "kernel" (the last of a tile's programs), "" where none is shared; repairs: a launch behind does
     again what the kernel flags; refused: why kernels that were asked before do not serve, by name; beside: what other
-    kernels do of the attention, and of which part, in words.
+    kernels do of the attention, and of which part, in words; section, last_first: AttentionKernel.tile_order.
     """
 
     kernel: str
@@ -37,3 +37,5 @@ class Chosen:
     repairs: bool
     refused: Mapping[str, str]
     beside: tuple[str, ...] = ()
+    section: int = 1
+    last_first: bool = False

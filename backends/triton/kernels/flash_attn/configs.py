@@ -13,7 +13,9 @@ class Config:
     """block_m: query rows a tile; block_n: keys a k-block; warps: of 32 threads, 64 on AMD; stages: k-blocks in flight;
     ways: of the decode form, keys are shared out to so many warps, 0 for the other form; per_sm: programs that a
     multiprocessor holds at once, for the chooser; ieee: f32 products without the matrix units (the three tf32 products
-    that stand for one take more registers than large heads leave).
+    that stand for one take more registers than large heads leave). On AMD, 0 for the compiler's choice: waves_per_eu,
+    waves that a SIMD shall hold, which bounds registers; matrix_instr_nonkdim: rows and columns of its matrix
+    instructions, 16 or 32.
     """
 
     block_m: int
@@ -23,6 +25,8 @@ class Config:
     ways: int = 0
     per_sm: int = 1
     ieee: bool = False
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
+from graphrt.ops.attention_loops import block_sizes, standard_traffic, traffic_1, traffic_2
 from graphrt.printing import count_text, human_bytes
 from graphrt.program import Fact
 
@@ -97,6 +98,24 @@ def _schedule(plan: AttentionPlan) -> Iterator[Fact]:
     )
     if plan.idle_places:
         yield "efficiency", f"{plan.idle_places} of the {plan.at_once} places have no program"
+
+
+def block_rule_facts(p: Problem, shared_memory: int) -> Iterator[Fact]:
+    """What FlashAttention-1's rule would make of the device's shared memory, in bytes, and what its loop order and that
+    of the kernels here move."""
+    if isinstance(p, VarlenProblem) or p.out is None:
+        return
+    d, d_v, heads = p.k.d, p.v.d, p.n_head * p.n_seq
+    rows, keys = block_sizes(shared_memory // 4, d)
+    room = f"{human_bytes(shared_memory)} of shared memory, {shared_memory // 4} f32"
+    yield "blocks", f"FlashAttention-1 would take blocks of {rows} rows x {keys} keys: {room} / (4 x {d})"
+    first, second = traffic_1(p.n_q, p.n_kv, d, d_v, keys), traffic_2(p.n_q, p.n_kv, d, d_v, rows)
+    kept = standard_traffic(p.n_q, p.n_kv, d, d_v)
+    each = ", ".join(
+        f"{name} {human_bytes(4 * heads * moved.total)}"
+        for name, moved in (("scores in memory", kept), ("keys outside", first), ("queries outside", second))
+    )
+    yield "blocks", f"memory that such blocks read and write, all in f32, {count_text(heads, 'head')}: {each}"
 
 
 def _fixup(plan: AttentionPlan) -> Iterator[Fact]:

@@ -146,6 +146,14 @@ class AttentionKernel(ABC, Generic[P, L]):
         """Who merges the parts of tiles, see Chosen.join."""
         return "fixup" if self.shares_out else ""
 
+    @property
+    def tile_order(self) -> tuple[int, bool]:
+        """In which order whole tiles are taken: (groups of heads side by side, whether their last queries come first).
+
+        So many groups at a time: all their tiles of one place along the queries, then those of the next.
+        """
+        return 1, False
+
     #: A launch behind does again what the kernel flags.
     repairs: ClassVar[bool] = False
 
@@ -153,7 +161,7 @@ class AttentionKernel(ABC, Generic[P, L]):
         """The record for those who ask. refused: why kernels that were asked before do not serve, by name."""
         return Chosen(
             self.kernel, self.file, self.p, self.tiling, self.choice, self.config, self.workers, self.stages,
-            self.shared, self.programs, self.joined_by, self.repairs, refused,
+            self.shared, self.programs, self.joined_by, self.repairs, refused, (), *self.tile_order,
         )  # fmt: skip
 
     def _choose(self, force: str | None) -> Choice:

@@ -63,12 +63,17 @@ class Forward(AttentionKernel[Problem, MaskPlan]):
     def stages(self) -> int:
         return stages_of(self.p, self.config)
 
+    @property
+    def tile_order(self) -> tuple[int, bool]:
+        return _section(self.p, self.tiling, self.target), True
+
 
 def config_for(p: Problem, rows: int, target: Target) -> Config:
     """The table's for so many query rows that share a KV head."""
     if not (p.k.aligned and p.v.aligned) and target.is_nvidia:
         rows = min(rows, 16)  # Triton 3.6 fails to compile Hopper's products with K read by halves
-    return find_config(target.arch, rows, (p.k.d, p.v.d), p.k.kind, p.v.kind, v_in_k=p.v_in_k)
+    kinds = ("f32", "f32") if p.in_f32 else (p.k.kind, p.v.kind)
+    return find_config(target.arch, rows, (p.k.d, p.v.d), *kinds, v_in_k=p.v_in_k)
 
 
 def main_arguments(
@@ -129,9 +134,15 @@ def main_launch(arguments: dict[str, Any], config: Config, target: Target, kerne
     the fixup's too, or of this kernel alone."""
     stages = range(config.stages, 0, -1)
     return Launch(
-        kernel, (arguments["programs"],), known_to(kernel, arguments), launch_options(target, config.warps),
-        tuple({"STAGES": n} for n in stages[1:]),
+        kernel, (arguments["programs"],), known_to(kernel, arguments),
+        launch_options(target, config.warps) | amd_options(config, target), tuple({"STAGES": n} for n in stages[1:]),
     )  # fmt: skip
+
+
+def amd_options(config: Config, target: Target) -> dict[str, int]:
+    """What a configuration asks of AMD's compiler; nothing elsewhere."""
+    given = {name: getattr(config, name) for name in ("waves_per_eu", "matrix_instr_nonkdim")}
+    return {name: value for name, value in given.items() if value and target.arch.startswith("gfx")}
 
 
 def known_to(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:

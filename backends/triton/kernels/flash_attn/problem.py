@@ -54,8 +54,8 @@ class Operand:
     parts: tuple[int, int]
 
 
-def operand(t: Tensor, place: Place) -> Operand:
-    """A tensor of K or V at its place."""
+def operand(t: Tensor, place: Place, f32: bool = False) -> Operand:
+    """A tensor of K or V at its place. f32: its products are to be in f32, whatever its type."""
     buffer, offset = place
     kind = t.dtype.name
     if t.dtype.is_quantized:
@@ -69,14 +69,19 @@ def operand(t: Tensor, place: Place) -> Operand:
     # (D 80 with gaps, D 96 of q4_1 and q5_1: seen on an H100). Quantized rows never do, others where Triton sees that
     # they are aligned: it asks whether 16 divides the strides that it is told when it compiles.
     copied = not t.dtype.is_quantized and n * unit.itemsize % 16 == 0 and h % 16 == 0 and s % 16 == 0
-    least = 16 if copied and offset % 16 == 0 else 64
+    # Nor do rows that are widened to f32 on the way.
+    widened = f32 and kind != "f32"
+    least = 16 if copied and offset % 16 == 0 and not widened else 64
     parts = split_head(t.ne[0], least)
     data = elements(buffer, offset, t, unit)
-    return Operand(data, (n, h, s), kind, aligned, by_words, dot_type(t.dtype), t.ne[0], parts)
+    return Operand(data, (n, h, s), kind, aligned, by_words, tl.float32 if f32 else dot_type(t.dtype), t.ne[0], parts)
 
 
 class Problem:
-    """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one."""
+    """FLASH_ATTN_EXT, FLASH_ATTN_LSE, or both of the same sources. out, lse: the nodes, None for an absent one; in_f32:
+    products are to be in f32, whatever K's and V's types."""
+
+    in_f32 = False
 
     def __init__(self, attention: Attention, place: Callable[[Tensor], Place]) -> None:
         self.nodes, self.out, self.lse = attention.nodes, attention.out, attention.lse
@@ -86,8 +91,9 @@ class Problem:
         self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, node["sinks"]
         self.params = node.params
         self.place = place
-        self.k = operand(k, place(k))
-        self.v = operand(v, place(v)) if v is not None else self.k
+        self.in_f32 = bool(getattr(node.params, "prec", 0))
+        self.k = operand(k, place(k), self.in_f32)
+        self.v = operand(v, place(v), self.in_f32) if v is not None else self.k
         self.n_kv, self.n_q, self.n_head, self.n_seq = k.ne[1], q.ne[1], q.ne[2], q.ne[3]
         self.gqa = q.ne[2] // k.ne[2]
         self.m2, self.m3 = (mask.ne[2], mask.ne[3]) if mask is not None else (1, 1)
@@ -101,6 +107,8 @@ class Problem:
     @property
     def portable_only(self) -> str | None:
         """What only the portable kernel does of it, None where it asks for nothing of the kind."""
+        if self.in_f32 and (self.k.kind, self.v.kind) != ("f32", "f32"):
+            return "it multiplies in k's and v's types, prec asks for f32"
         if self.bias_t is not None:
             return "it adds no attn_bias, which the portable kernel does"
         return f"it has no dropout, which the portable kernel has, {self.dropout_p:g} here" if self.dropout_p else None

@@ -76,9 +76,13 @@ def program_segments(chosen: Chosen, k_blocks: Sequence[int]) -> list[tuple[Segm
 
 
 def _launch_order(chosen: Chosen) -> list[int]:
-    """Tiles as they are launched where each is one program's: with a mask the last queries first, whose rows a causal
-    one leaves longest. (Kernels do so in sections of head groups, whose K and V stay in the cache.)"""
-    t = chosen.tiling
-    if chosen.problem.mask_t is None:
-        return list(range(t.n_tiles))
-    return sorted(range(t.n_tiles), key=lambda tile: (-(tile % t.n_qt), tile))
+    """Tiles as they are taken where each is one program's: see AttentionKernel.tile_order. (forward.py's longest_first
+    and the tile() of hopper/work.py.)"""
+    t, groups = chosen.tiling, chosen.tiling.n_groups * chosen.problem.n_seq
+    along = range(t.n_qt)[:: -1 if chosen.last_first else 1]
+    return [
+        group * t.n_qt + i_qt
+        for first in range(0, groups, chosen.section)
+        for i_qt in along
+        for group in range(first, min(first + chosen.section, groups))
+    ]

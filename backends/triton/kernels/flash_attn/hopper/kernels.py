@@ -32,6 +32,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     constants_of,
     mask_descriptor,
     programs_of,
+    side_by_side,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla import hopper_mla_attn
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla_parts import PART, REST
@@ -113,6 +114,10 @@ class WholeTiles(HopperKernel):
     @property
     def programs(self) -> int:
         return programs_of(self.tiling.n_tiles, self.config.persistent, self.target.sm_count)
+
+    @property
+    def tile_order(self) -> tuple[int, bool]:
+        return side_by_side(self.p, self.tiling), self.p.mask_t is not None
 
     def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         bad = scratch.flags(self.tiling.n_tiles)
