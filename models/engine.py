@@ -77,6 +77,9 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, SessionError)
+        for side in ("type_k", "type_v"):  # f8 and F16 are f8_e4m3 and f16; for what is no type the cache has words
+            with contextlib.suppress(GraphError):
+                object.__setattr__(self, side, dtype(getattr(self, side)).name)
 
 
 def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
