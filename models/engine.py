@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +19,8 @@ import numpy.typing as npt
 from graphrt.arguments import check_fields
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
-from graphrt.errors import SessionError
+from graphrt.dtypes import dtype
+from graphrt.errors import GraphError, SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
