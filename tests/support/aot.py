@@ -320,6 +320,11 @@ def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 #: Head sizes whose pieces are not all whole, which row of the table they have, and a mask whose rows are not aligned.
 ODD = [(40, 40), (72, 72), (90, 90), (65, 67)]
 DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
+#: The decode kernel's, where GPUs have an instruction for them.
+DECODE8 = [
+    *(Shape((d, d), 1, ("f8_e4m3", "f8_e4m3")) for d in (64, 128, 256)),
+    Shape((128, 128), 1, ("f8_e5m2", "q8_0")),
+]
 #: Floats of 8 bits, whose numbers every target makes otherwise: the portable kernel, few queries and many.
 FLOAT8 = [Shape((128, 128), n_q, (k, v)) for n_q in (1, 64) for k, v in (("f8_e4m3", "f8_e4m3"), ("f8_e5m2", "f16"))]
 PREFILL = [
@@ -342,7 +347,7 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for how in ("tile", "stream_k"):
             yield f"{arch} odd {shape} {how}", partial(portable_launches, arch, shape, config, how)
     if arch.startswith("sm_"):
-        for shape in DECODE if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
+        for shape in (*DECODE, *DECODE8) if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]
         if arch != "sm_80":
             yield f"{arch} decode, plan early", lambda: [decode_launch(arch, DECODE[0], early=True)]
