@@ -322,8 +322,8 @@ ODD = [(40, 40), (72, 72), (90, 90), (65, 67)]
 DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
 #: The decode kernel's, where GPUs have an instruction for them.
 DECODE8 = [
-    *(Shape((d, d), 1, ("f8_e4m3", "f8_e4m3")) for d in (64, 128, 256)),
-    Shape((128, 128), 1, ("f8_e5m2", "q8_0")),
+    *(Shape((d, d), 1, ("f8_e4m3", "f8_e4m3")) for d in (64, 128)),
+    Shape((128, 128), 1, ("f8_e4m3", "f16")),
 ]
 #: Floats of 8 bits, whose numbers every target makes otherwise: the portable kernel, few queries and many.
 FLOAT8 = [Shape((128, 128), n_q, (k, v)) for n_q in (1, 64) for k, v in (("f8_e4m3", "f8_e4m3"), ("f8_e5m2", "f16"))]

@@ -47,7 +47,7 @@ def has_one_nan(KIND):
 
 
 #: Two f16 of two codes each. sm_89 and later have an instruction. (Of e5m2 every GPU shifts.)
-_E4M3_CVT = tl.constexpr(
+E4M3_CVT = tl.constexpr(
     """
     {
     .reg .b16 a, b;
@@ -59,7 +59,7 @@ _E4M3_CVT = tl.constexpr(
 )
 #: The same before sm_89: a code under the f16's sign, exponent and mantissa, times 2^8. NaN's code is 480 then, the one
 #: number that times 144 is infinite in f16; 0 times that, added, is NaN, and 0 else.
-_E4M3_BITS = tl.constexpr(
+E4M3_BITS = tl.constexpr(
     """
     {
     .reg .b32 a, b, s, t, up, over, none;
@@ -72,12 +72,14 @@ _E4M3_BITS = tl.constexpr(
     shr.u32 t, b, 1;
     and.b32 s, s, 0x3F803F80;
     and.b32 t, t, 0x3F803F80;
-    lop3.b32 a, a, 0x80008000, s, 0xEA;
-    lop3.b32 b, b, 0x80008000, t, 0xEA;
-    mul.f16x2 a, a, up;
-    mul.f16x2 b, b, up;
-    mul.f16x2 s, a, over;
-    mul.f16x2 t, b, over;
+    and.b32 a, a, 0x80008000;
+    and.b32 b, b, 0x80008000;
+    or.b32 a, a, s;
+    or.b32 b, b, t;
+    mul.rn.f16x2 a, a, up;
+    mul.rn.f16x2 b, b, up;
+    mul.rn.f16x2 s, a, over;
+    mul.rn.f16x2 t, b, over;
     fma.rn.f16x2 $0, s, none, a;
     fma.rn.f16x2 $1, t, none, b;
     }
@@ -89,9 +91,9 @@ _E4M3_BITS = tl.constexpr(
 def float8_values(codes, KIND: tl.constexpr, PTX: tl.constexpr):
     """f16 of codes, uint8, each the number that is stored. PTX: the compute capability times 10, or 0."""
     if PTX >= 89 and has_one_nan(KIND):
-        return tl.inline_asm_elementwise(_E4M3_CVT, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(E4M3_CVT, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     elif PTX > 0 and has_one_nan(KIND):
-        return tl.inline_asm_elementwise(_E4M3_BITS, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(E4M3_BITS, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     else:
         wide = codes.to(tl.int16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << (10 - mantissa_bits(KIND)))

@@ -34,7 +34,6 @@ CONFIGS: dict[tuple[int, str], Config] = {
     (256, "half"): Config(64, 4, 3, 1),
     (64, "f8"): Config(64, 2, 4, 4),
     (128, "f8"): Config(64, 4, 4, 2),
-    (256, "f8"): Config(64, 4, 3, 1),
     (64, "q8_0"): Config(64, 2, 4, 4),
     (128, "q8_0"): Config(32, 2, 4, 4),
     (256, "q8_0"): Config(64, 4, 3, 1),
@@ -112,6 +111,8 @@ def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> 
         half = x.kind in ("f16", "bf16")
         if x.kind not in KINDS:
             return f"K and V must be one of {', '.join(KINDS)}, they are {k.kind} and {v.kind}"
+        if x.kind in FLOATS8 and k.d == 256:
+            return f"heads of 256 of {x.kind} spill its registers"
         if x.kind in FLOATS8 and not hopper:
             return f"it reads {x.kind} by an instruction that GPUs before sm_90 may lack"
         # What Triton must know to copy 16 bytes at once: of an address that they are its unit, of an element count that
