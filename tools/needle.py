@@ -74,8 +74,8 @@ def make_trial(tokenizer: Tokenizer, n_ctx: int, depth: float, seed: int) -> Tri
         sentences.append(sentence)
     if len(sentences) < 2 * _DECOYS:
         raise SessionError(
-            f"a needle needs a haystack of at least {2 * _DECOYS} sentences, {n_ctx} tokens hold {len(sentences)}; use a "
-            f"larger -c"
+            f"a needle needs a haystack of at least {2 * _DECOYS} sentences, {n_ctx} tokens hold {len(sentences)}; "
+            f"use a larger -c"
         )
     for decoy in decoys:  # each instead of sentences, where it does not make the whole longer
         at = rng.randrange(len(sentences))
