@@ -159,7 +159,7 @@ def test_all_codes_of_8_bits_come_back(kind: str) -> None:
 
 @pytest.mark.parametrize("asm", [E4M3_CVT, E4M3_BITS], ids=["sm_89", "sm_80"])
 def test_the_instructions_that_read_8_bits(asm: Any) -> None:
-    codes = np.arange(256, dtype=np.uint8)
+    codes = np.concatenate([np.roll(np.arange(256, dtype=np.uint8), i) for i in range(4)])  # each at every place
     words = run_ptx(asm.value, [np.int32, np.int32], [codes.view(np.uint32)])
     found = np.stack(words, -1).reshape(-1).view(np.float16)
     assert np.array_equal(found.astype(np.float64), float8.decode(codes, dtype("f8_e4m3")), equal_nan=True)
