@@ -1,7 +1,8 @@
-"""The table of GGML types: name, id, elements per block, bytes per block.
+"""The table of types: name, ggml's id, elements per block, bytes per block.
 
 Ids and block layouts are ggml's and are what a GGUF file stores. A plain type has one element per block; a quantized
-type packs `block_size` consecutive elements of ne[0] into `type_size` bytes.
+type packs `block_size` consecutive elements of ne[0] into `type_size` bytes. Floats of 8 bits are this project's own:
+plain types that ggml lacks, for caches and what is copied into them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from graphrt.errors import GraphError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One GGML type.
+    """One type.
 
-    name: ggml's lower-case name as files and flags spell it ("q4_K"); id: ggml's number;
-    block_size: elements per block; type_size: bytes per block; kind: "float", "int" or "quant".
+    name: ggml's lower-case name as files and flags spell it ("q4_K"); id: ggml's number, None for a type that ggml
+    lacks and no GGUF file can hold; block_size: elements per block; type_size: bytes per block; kind: "float",
+    "float8" (stored and read, never computed in), "int" or "quant".
     """
 
     name: str
-    id: int
+    id: int | None
     block_size: int
     type_size: int
     kind: str
@@ -29,6 +31,10 @@ class DType:
     @property
     def is_quantized(self) -> bool:
         return self.kind == "quant"
+
+    @property
+    def is_float8(self) -> bool:
+        return self.kind == "float8"
 
     def row_size(self, n: int) -> int:
         """Bytes of `n` contiguous elements. Raises GraphError when `n` is not a whole number of blocks."""
@@ -43,11 +49,11 @@ class DType:
         return self.name
 
 
-def _table(*rows: tuple[str, int, int, int, str]) -> dict[str, DType]:
+def _table(*rows: tuple[str, int | None, int, int, str]) -> dict[str, DType]:
     return {row[0]: DType(*row) for row in rows}
 
 
-#: Every type of ggml 0.25.3, by name.
+#: Every type of ggml 0.25.3 and the floats of 8 bits, by name.
 TYPES: dict[str, DType] = _table(
     ("f32", 0, 1, 4, "float"),
     ("f16", 1, 1, 2, "float"),
@@ -84,7 +90,27 @@ TYPES: dict[str, DType] = _table(
     ("nvfp4", 40, 64, 36, "quant"),
     ("q1_0", 41, 128, 18, "quant"),
     ("q2_0", 42, 64, 18, "quant"),
+    ("f8_e4m3", None, 1, 1, "float8"),
+    ("f8_e5m2", None, 1, 1, "float8"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """What the codes of a float of 8 bits mean: a sign, an exponent, a mantissa.
+
+    mantissa: its bits, the exponent has the other 7 - mantissa; bias: of the exponent; largest: the largest number,
+    which everything larger is rounded to, infinity too; nan: the code of NaN, sign bit 0.
+    """
+
+    mantissa: int
+    bias: int
+    largest: float
+    nan: int
+
+
+#: OCP 8-bit Floating Point Specification (OFP8) 1.0. e4m3 is e4m3fn: no infinities, one NaN of each sign.
+FLOATS8: dict[str, Float8] = {"f8_e4m3": Float8(3, 7, 448.0, 0x7F), "f8_e5m2": Float8(2, 15, 57344.0, 0x7F)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +136,8 @@ CACHES: dict[str, CacheType] = {
     "bf16": CacheType(logits_nmse=1e-5),
     "q8_0": CacheType(steps=127.0, logits_nmse=1e-4),
     "q4_0": CacheType(steps=8.0, logits_nmse=1e-2),
+    "f8_e4m3": CacheType(logits_nmse=1e-3),
+    "f8_e5m2": CacheType(),
     "q4_1": CacheType(steps=15.0, from_least=True),
     "q5_0": CacheType(steps=16.0),
     "q5_1": CacheType(steps=31.0, from_least=True),
@@ -125,8 +153,8 @@ REMOVED_IDS = {
     38: "iq4_nl_8_8",
 }  # fmt: skip
 
-_BY_ID = {t.id: t for t in TYPES.values()}
-_BY_LOWER_NAME = {t.name.lower(): t for t in TYPES.values()}
+_BY_ID = {t.id: t for t in TYPES.values() if t.id is not None}
+_BY_LOWER_NAME = {t.name.lower(): t for t in TYPES.values()} | {"f8": TYPES["f8_e4m3"]}
 
 F32, F16, BF16, F64 = TYPES["f32"], TYPES["f16"], TYPES["bf16"], TYPES["f64"]
 I8, I16, I32, I64 = TYPES["i8"], TYPES["i16"], TYPES["i32"], TYPES["i64"]
@@ -134,7 +162,8 @@ I8, I16, I32, I64 = TYPES["i8"], TYPES["i16"], TYPES["i32"], TYPES["i64"]
 
 @checked(GraphError)
 def dtype(name: str | DType) -> DType:
-    """The type of that name, in any case. Raises GraphError for an unknown one, listing what exists."""
+    """The type of that name, in any case; "f8" is f8_e4m3. Raises GraphError for an unknown one,
+    listing what exists."""
     if isinstance(name, DType):
         return name
     found = _BY_LOWER_NAME.get(name.lower())

@@ -118,4 +118,4 @@ def _signature(t: Tensor, index: dict[Tensor, int]) -> tuple[object, ...]:
     root = index.get(t.view_src) if t.view_src is not None else None
     place = (id(t.buffer), t.offset) if t.buffer is not None else None
     name = t.name if t.flags else ""
-    return (t.op, t.dtype.id, t.ne, t.nb, t.params, sources, root, t.view_offs, int(t.flags), name, place)
+    return (t.op, t.dtype.name, t.ne, t.nb, t.params, sources, root, t.view_offs, int(t.flags), name, place)

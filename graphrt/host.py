@@ -14,9 +14,10 @@ from graphrt.tensor import Tensor
 
 Array = npt.NDArray[np.generic]
 
-#: numpy's type for each plain type; bf16, which numpy lacks, travels as its 16 bits.
+#: numpy's type for each plain type; what numpy lacks travels as its bits: bf16 as 16, floats of 8 bits as 8.
 NUMPY_TYPES: dict[str, npt.DTypeLike] = {
     "f32": np.float32, "f16": np.float16, "f64": np.float64, "bf16": np.uint16,
+    "f8_e4m3": np.uint8, "f8_e5m2": np.uint8,
     "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
 }  # fmt: skip
 

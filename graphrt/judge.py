@@ -40,6 +40,8 @@ PRECISIONS = {
     "bf16": Precision(2.0**-10, 2.0**-6),
     "stored f16": Precision(2.0**-12, 2.0**-10),  # computed in f32, then rounded to the result's type
     "stored bf16": Precision(2.0**-9, 2.0**-7),
+    "stored f8_e4m3": Precision(2.0**-5, 2.0**-3),
+    "stored f8_e5m2": Precision(2.0**-4, 2.0**-2),
     # Activations that a backend rounds to 8 bits on purpose (Backend.rounds_activations), in groups of 32 with a step
     # of max|x| / 127. A rounding is off by step / sqrt(12) on average: 0.4 % of uniform x, 0.5 % of normal x, and since
     # max|x| is at most the group's length, sqrt(32 / 12) / 127 = 1.3 % of any x. On the suite's 109 products of few
@@ -84,7 +86,44 @@ def precision(node: Tensor) -> str:
     names = {node[source].dtype.name for source in _DECIDING.get(node.op, ())}
     if names:
         return "bf16" if "bf16" in names else "f32" if names == {"f32"} else "f16"
-    return f"stored {node.dtype.name}" if node.dtype.name in ("f16", "bf16") else "f32"
+    stored = f"stored {node.dtype.name}"
+    return stored if stored in PRECISIONS else "f32"
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many elements may be far off: `part` of those where |a - e| > atol + rtol * |e|, none of them by name."""
+
+    atol: float
+    rtol: float
+    part: float
+
+
+#: What results that floats of 8 bits went into must keep beside the relative error, as is usual for these types: they
+#: have few bits, so that single elements may be far off, but hardly any.
+SHARE = Share(0.3, 0.25, 0.005)
+
+
+def judge_share(node: Tensor, actual: npt.ArrayLike, expected: npt.ArrayLike, rule: Share = SHARE) -> Verdict:
+    """Judges a result by how many of its elements are far from what they must be; both in torch's shape, as numbers.
+
+    NaN and infinities of the reference are for judge() to look at and count here as right where they are met.
+    """
+    a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    same = (a == e) | (np.isnan(a) & np.isnan(e))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0.0, np.abs(a - e))
+        over = ~same & ~(error <= rule.atol + rule.rtol * np.abs(e))
+    count, most = int(over.sum()), rule.part * over.size
+    if count <= most:
+        return Verdict(True, max_abs=float(error.max(initial=0.0)))
+    first = tuple(int(i) for i in np.argwhere(over)[0])
+    message = (
+        f"{count} of {over.size} elements are off by more than {rule.atol:g} + {rule.rtol:g} times what they must be, "
+        f"{rule.part:.1%} may be; first at {place(first[::-1], node.op)}: {a[first]:.6g} instead of {e[first]:.6g}; "
+        f"{describe(over, node.op)}"
+    )
+    return Verdict(False, message, None, None, float(np.nan_to_num(error, nan=np.inf).max()), first[::-1])
 
 
 def judge(
@@ -97,6 +136,8 @@ def judge(
     """Judges a result. All three in torch's shape and as numbers; expected: float64; low: the low-precision one.
 
     rule: what was computed in, a key of PRECISIONS or figures of one's own, if it is not precision() of the node.
+
+    A result of floats of 8 bits, or of an op that reads k or v or a matrix of them, must keep judge_share()'s rule too.
 
     Where the reference is NaN or infinite the result must be so too, and nowhere else. A result of an integer type, or
     one that moves elements (low is None), must be equal.
@@ -112,7 +153,14 @@ def judge(
     allowed = rule if isinstance(rule, Precision) else PRECISIONS[rule or precision(node)]
     figures = _Figures(node, allowed, error, e, np.where(finite, np.asarray(low, np.float64), 0.0))
     message = figures.why_wrong(worst, a, e)
+    if not message and reads_float8(node):
+        message = judge_share(node, a, e).message
     return Verdict(not message, message, figures.nmse, figures.limit, float(error.max()), worst)
+
+
+def reads_float8(node: Tensor) -> bool:
+    """A node has floats of 8 bits, or computes with some."""
+    return node.dtype.is_float8 or any(node[source].dtype.is_float8 for source in _DECIDING.get(node.op, ()))
 
 
 def _special(node: Tensor, a: Floats, e: Floats) -> Verdict | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +19,8 @@ import numpy.typing as npt
 from graphrt.arguments import check_fields
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
-from graphrt.errors import SessionError
+from graphrt.dtypes import dtype
+from graphrt.errors import GraphError, SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.arch.skeleton import Decoder
@@ -79,6 +81,9 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, SessionError)
+        for side in ("type_k", "type_v"):  # f8 and F16 are f8_e4m3 and f16; for what is no type the cache has words
+            with contextlib.suppress(GraphError):
+                object.__setattr__(self, side, dtype(getattr(self, side)).name)
 
 
 def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:

@@ -72,12 +72,18 @@ def _text(text: str) -> bytes:
 
 
 def header(keys: Mapping[str, bytes], tensors: Sequence[Planned], alignment: int = ALIGNMENT) -> bytes:
-    """All that comes before the tensors' data, padding included. alignment: what `keys` say, or say nothing of."""
+    """All that comes before the tensors' data, padding included. alignment: what `keys` say, or say nothing of. Raises
+    GGUFError for a type that ggml lacks."""
     out = bytearray(b"GGUF" + struct.pack("=IQQ", _VERSION, len(tensors), len(keys)))
     for key, value in keys.items():
         out += _text(key) + value
     offset = 0
     for t in tensors:
+        if t.dtype.id is None:
+            raise GGUFError(
+                f"a GGUF file's tensors have types that ggml has, {t.name!r} is {t.dtype}, which is for caches and "
+                f"what is copied into them; copy it into f16 or q8_0 first"
+            )
         out += _text(t.name) + struct.pack(f"=I{len(t.ne)}QIQ", len(t.ne), *t.ne, t.dtype.id, offset)
         offset += padded(t.nbytes, alignment)
     return bytes(out) + bytes(-len(out) % alignment)

@@ -15,7 +15,7 @@ def _infer_cpy(params: None, a: Tensor, target: Tensor) -> Result:
     require(a.n_elements == target.n_elements, "CPY", "source and target must have equally many elements", a, target)
     same = a.ne == target.ne
     require(same or not target.dtype.is_quantized, "CPY", "a quantized target must have the source's shape", a, target)
-    floats = {"float", "quant"}
+    floats = {"float", "float8", "quant"}
     convertible = (
         a.dtype == target.dtype
         or (a.dtype.kind in floats and target.dtype.kind in floats)

@@ -36,7 +36,7 @@ def _check(loss: Tensor, wrt: Sequence[Tensor], d_loss: Tensor | None) -> None:
     if d_loss is not None and (d_loss.dtype.name != "f32" or d_loss.ne != loss.ne):
         raise GraphError(f"d_loss must be f32 in the loss's shape {loss.describe()}, got {_named(d_loss)}")
     for t in wrt:
-        if t.dtype.kind == "int" or t.dtype.is_quantized:
+        if t.dtype.kind != "float":
             raise GraphError(f"gradients are of tensors of a plain float type, got {_named(t)}; leave it out of wrt")
 
 

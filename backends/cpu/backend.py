@@ -226,7 +226,7 @@ class CpuBackend(Backend):
         if buffer.usage is Usage.WEIGHTS:
             assert isinstance(buffer, CpuBuffer)
             decoded = self._decoded.setdefault(buffer, {})
-            return lambda: self._constant(t, memory, decoded, (offset, t.dtype.id, t.ne, t.nb))
+            return lambda: self._constant(t, memory, decoded, (offset, t.dtype, t.ne, t.nb))
         return lambda: decode(memory, t.dtype, self.dtype)
 
     def _constant(

@@ -20,7 +20,8 @@ TORCH_TYPES: dict[str, torch.dtype] = {
 
 
 def torch_type(dt: DType) -> torch.dtype:
-    """torch's type of a plain type; uint8, the bytes of its blocks, for a quantized one."""
+    """torch's type of a plain type; uint8, the bytes of its blocks, for a quantized one, and the codes of a float of 8
+    bits."""
     return TORCH_TYPES.get(dt.name, torch.uint8)
 
 

@@ -29,8 +29,8 @@ PLAIN_TYPES = {
 class View:
     """A tensor in device memory.
 
-    data: flat, from the tensor's first element to its last; of its own type, uint8 for a quantized one; strides: of
-    ne[0] to ne[3], in elements of `data` (ne[0]'s of a quantized tensor: bytes a block).
+    data: flat, from the tensor's first element to its last; of its own type, uint8 for a quantized one and for floats
+    of 8 bits; strides: of ne[0] to ne[3], in elements of `data` (ne[0]'s of a quantized tensor: bytes a block).
     """
 
     tensor: Tensor

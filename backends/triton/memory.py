@@ -9,10 +9,13 @@ import torch
 
 from graphrt.backend import Buffer, Bytes, Comparison, Usage
 from graphrt.bounds import span
+from graphrt.dtypes import FLOATS8
 from graphrt.errors import MemoryPlanError
 from graphrt.tensor import Tensor
 
-TORCH_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+TORCH_TYPES = {
+    "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, **dict.fromkeys(FLOATS8, torch.uint8)
+}  # fmt: skip
 #: Bytes of pinned memory that hold what is on its way to the device, in so many pieces.
 STAGE_BYTES, STAGE_PIECES = 64 * 2**20, 4
 

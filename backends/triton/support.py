@@ -19,8 +19,9 @@ OPS = {
     "REPEAT_BACK", "GET_ROWS_BACK", "SET_ROWS_BACK", "VIEW_BACK", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID",
     "CROSS_ENTROPY_LOSS", "CROSS_ENTROPY_LOSS_BACK", "OPT_STEP_SGD", "OPT_STEP_ADAMW",
 }  # fmt: skip
-#: Ops that read their first source in any type.
-DECODING = ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "OUT_PROD", "MUL_MAT_ID_BACK")
+#: Ops that read their first source in any type, products floats of 8 bits aside.
+PRODUCTS = ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK")
+DECODING = (*PRODUCTS, "GET_ROWS")
 
 
 def why_unsupported(node: Tensor) -> str | None:
@@ -46,6 +47,8 @@ def _why_not_types(node: Tensor) -> str | None:
     kind = source.dtype.name
     if decodes and source.dtype.is_quantized and packing_of(kind) is None:
         return f"it has no decoder for {kind}"
+    if source.dtype.is_float8 and node.op in PRODUCTS:
+        return f"it multiplies no matrices of {kind}; copy them into f16 with CPY first"
     if node.op in ("MUL_MAT_ID", "MUL_MAT_ID_BACK") and kind == "f64":
         return "it multiplies experts' matrices of f32 at most, not f64"
     return None

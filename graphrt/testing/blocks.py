@@ -6,6 +6,7 @@ import gguf  # the format's own package: quantizes and dequantizes blocks
 import numpy as np
 import numpy.typing as npt
 
+from graphrt import float8
 from graphrt.dtypes import DType
 from graphrt.host import host_type
 
@@ -40,6 +41,8 @@ def quantize(values: AnyArray, dt: DType, rng: np.random.Generator | None = None
     """float64 or int values as the host array of a type; random blocks for a type that gguf can't quantize to."""
     if dt.name == "bf16":
         return _gguf_quantize(values, gguf.GGMLQuantizationType.BF16).view(np.uint16)
+    if dt.is_float8:
+        return float8.encode(values, dt)
     if not dt.is_quantized:
         return values.astype(host_type(dt))
     if dt.name in _SCALE_OFFSETS or dt.name in ("iq1_m", "nvfp4"):
@@ -57,6 +60,8 @@ def dequantize(raw: AnyArray, dt: DType) -> AnyArray:
     """The values of a host array: float64, or int64 for an integer type."""
     if dt.kind == "int":
         return raw.astype(np.int64)
+    if dt.is_float8:
+        return float8.decode(raw, dt)
     if dt.is_quantized or dt.name == "bf16":
         values: AnyArray = gguf.quants.dequantize(raw.view(np.uint8), gguf.GGMLQuantizationType(dt.id))
         return values.astype(np.float64)

@@ -268,6 +268,6 @@ IMPOSSIBLE: Mapping[str, Callable[[Axes], bool]] = {
     "v's end within a block": lambda a: a.layout == "v_after" and (a.d[0] - a.d[1]) % dtype(a.types[0]).block_size != 0,
     "a mask for every other head of odd ones": lambda a: a.mask == "some_heads" and a.heads[0] % 2 != 0,
     "a mask for every other of odd sequences": lambda a: a.mask == "some_heads" and a.n_seq > 1 and a.n_seq % 2 != 0,
-    "a k that blurs exact logits": lambda a: a.values in _EXACT and dtype(a.types[0]).is_quantized,
+    "a k that blurs exact logits": lambda a: a.values in _EXACT and dtype(a.types[0]).kind in ("quant", "float8"),
     "a padding without a mask": lambda a: a.layout == "mask_padded" and a.mask is None,
 }

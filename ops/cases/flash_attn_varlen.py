@@ -209,7 +209,7 @@ LONG = ((1, 700), (1, 3), (2, 257))
 #: Single tokens, and chunks beside them, behind keys that sequences may share.
 ALIKE = ((1, 170), (1, 163), (1, 135), (1, 40))
 CHUNKS = ((1, 100), (20, 150), (1, 90), (33, 135), (5, 88))
-TYPES = ("f32", "bf16", "q8_0", "q4_0")
+TYPES = ("f32", "bf16", "q8_0", "q4_0", "f8_e4m3")
 
 
 def _quick() -> Iterator[Axes]:

@@ -15,7 +15,7 @@ from graphrt.testing import Case, Inputs, Rows, grid, register_cases
 _GET_TYPES = (
     "f32", "f16", "bf16", "i32", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K",
     "iq4_nl", "iq4_xs", "mxfp4", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m", "tq1_0", "tq2_0",
-    "nvfp4",
+    "nvfp4", "f8_e4m3", "f8_e5m2",
 )  # fmt: skip
 
 

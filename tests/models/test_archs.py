@@ -259,7 +259,7 @@ def test_an_older_deepseek_file_is_refused(tmp_path: Path, monkeypatch: pytest.M
         load(write_model(tmp_path / "m.gguf", "older"), "cpu")
 
 
-@pytest.mark.parametrize(("type_k", "limit"), [("f32", 1e-10), ("f16", 1e-5)])
+@pytest.mark.parametrize(("type_k", "limit"), [("f32", 1e-10), ("f16", 1e-5), ("f8", 1e-1)])
 def test_a_latent_cache_holds_one_row_a_token(tmp_path: Path, type_k: str, limit: float) -> None:
     """And v is what k begins with; llama.cpp's logits with a cache of f32 are met as nearly as the type allows."""
     options = SessionOptions(n_ctx=64, type_k=type_k)

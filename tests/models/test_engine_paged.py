@@ -331,7 +331,7 @@ def paged_alone(model: Model, ids: list[int], cut: int) -> np.ndarray:
     return engine.read({0: ids[cut:]})[0]
 
 
-@pytest.mark.parametrize("types", [("f32", "f32"), ("q8_0", "f16")], ids="/".join)
+@pytest.mark.parametrize("types", [("f32", "f32"), ("q8_0", "f16"), ("f8", "f8_e4m3")], ids="/".join)
 def test_files_are_those_of_sessions(windowed: Model, tmp_path: Path, types: tuple[str, str]) -> None:
     kinds = {"type_k": types[0], "type_v": types[1]}
     engine, text = paged(windowed, 3, **kinds), np.resize(texts_of(1, 2)[0], 45).tolist()

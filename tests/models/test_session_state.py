@@ -187,7 +187,9 @@ def test_a_copy_goes_its_own_way(model: Model) -> None:
 # ---- files ----
 
 
-@pytest.mark.parametrize(("k", "v"), [("f32", "f32"), ("f16", "q8_0"), ("bf16", "q4_0"), ("q8_0", "f16")])
+@pytest.mark.parametrize(
+    ("k", "v"), [("f32", "f32"), ("f16", "q8_0"), ("bf16", "q4_0"), ("f8", "f16"), ("q8_0", "f8_e4m3")]
+)
 def test_a_session_read_back_is_the_one_that_was_written(windowed: Model, folder: Path, k: str, v: str) -> None:
     """Heads of 32 elements, so that every type serves; tokens that nobody has read yet too."""
     session = windowed.session(SessionOptions(n_ctx=96, type_k=k, type_v=v))

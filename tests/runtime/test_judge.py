@@ -7,7 +7,17 @@ import pytest
 
 from graphrt import new_input, ops
 from graphrt.dtypes import CACHES, WRITABLE, dtype
-from graphrt.judge import PRECISIONS, ROW_CEILING, judge, judge_equal, judge_order, judge_written, precision
+from graphrt.judge import (
+    PRECISIONS,
+    ROW_CEILING,
+    Precision,
+    judge,
+    judge_equal,
+    judge_order,
+    judge_share,
+    judge_written,
+    precision,
+)
 from graphrt.patterns import describe
 from graphrt.testing import dequantize, nmse, quantize
 
@@ -119,6 +129,43 @@ def test_what_is_moved_keeps_the_sign_of_zero_and_any_nan() -> None:
     other_nan.view(np.uint32)[..., 1] = 0x7FC12345
     assert judge_equal(node, right, right).ok and judge_equal(node, other_nan, right).ok
     assert not judge_equal(node, np.abs(right), right).ok
+
+
+def _off(part: float) -> tuple[np.ndarray, np.ndarray]:
+    """10,000 results, and the same with a part of them just over what the share rule calls near: 0.3 + a quarter."""
+    expected = np.random.default_rng(1).normal(size=(1, 1, 10, 1000)) + 10.0
+    actual = expected.copy()
+    actual.reshape(-1)[: round(part * actual.size)] *= 1.25
+    actual.reshape(-1)[: round(part * actual.size)] += 0.3001
+    return actual, expected
+
+
+@pytest.mark.parametrize(("part", "ok"), [(0.0051, False), (0.0049, True), (0.005, True), (0.0, True)])
+def test_half_a_percent_of_the_elements_may_be_far_off(part: float, ok: bool) -> None:
+    verdict = judge_share(ops.sqr(new_input("f32", 1000, 10, name="a")), *_off(part))
+    assert verdict.ok is ok and ("51 of 10000 elements are off by more than 0.3 + 0.25" in verdict.message) is not ok
+
+
+def test_what_is_near_counts_as_right_however_many_there_are() -> None:
+    _, expected = _off(0.0)
+    node = ops.sqr(new_input("f32", 1000, 10, name="a"))
+    assert judge_share(node, expected * 1.25 + 0.2999, expected).ok
+    assert not judge_share(node, expected * 1.25 + 0.3001, expected).ok
+    assert not judge_share(node, expected * 0.75 - 0.3001, expected).ok
+    assert not judge_share(node, np.full_like(expected, np.nan), expected).ok
+    assert judge_share(node, np.full_like(expected, np.nan), np.full_like(expected, np.nan)).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "ok"), [("f8_e4m3", 0.0051, False), ("f8_e4m3", 0.0049, True), ("f16", 0.0051, True)]
+)
+def test_results_of_8_bits_keep_both_rules(kind: str, part: float, ok: bool) -> None:
+    """The relative error allows what a low-precision computation is off by; the share of elements does not."""
+    q, k, v = (new_input(dt, 100, n, name=name) for dt, n, name in (("f32", 100, "q"), (kind, 4, "k"), ("f16", 4, "v")))
+    node = ops.flash_attn_ext(q, k, v, None, 1.0)
+    actual, expected = (x.reshape(node.shape) / 10 for x in _off(part))
+    actual = np.where(actual != expected, expected * 1.25 + 0.3001, expected)
+    assert judge(node, actual, expected, actual, Precision(1.0, 1.0)).ok is ok
 
 
 @pytest.mark.parametrize("name", [name for name in WRITABLE if dtype(name).is_quantized])

@@ -327,6 +327,13 @@ def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 #: Head sizes whose pieces are not all whole, which row of the table they have, and a mask whose rows are not aligned.
 ODD = [(40, 40), (72, 72), (90, 90), (65, 67)]
 DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
+#: The decode kernel's, where GPUs have an instruction for them.
+DECODE8 = [
+    *(Shape((d, d), 1, ("f8_e4m3", "f8_e4m3")) for d in (64, 128)),
+    Shape((128, 128), 1, ("f8_e4m3", "f16")),
+]
+#: Floats of 8 bits, whose numbers every target makes otherwise: the portable kernel, few queries and many.
+FLOAT8 = [Shape((128, 128), n_q, (k, v)) for n_q in (1, 64) for k, v in (("f8_e4m3", "f8_e4m3"), ("f8_e5m2", "f16"))]
 PREFILL = [
     *(Shape((d, d), 128, ("f16", "f16")) for d in (64, 128, 256)),
     Shape((128, 128), 128, ("bf16", "bf16"), softcap=30.0),
@@ -338,12 +345,16 @@ PREFILL = [
 def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     """Everything that is compiled for an architecture: a name, and what makes its launches."""
     yield from rows_of(arch)
+    for shape in FLOAT8:
+        config = configs.find_config(arch, shape.n_q * 4, shape.d, *shape.types)
+        how = "split" if shape.n_q == 1 else "stream_k"
+        yield f"{arch} float8 {shape}", partial(portable_launches, arch, shape, config, how)
     for d in ODD if arch == "sm_90" else []:
         shape, config = Shape(d, 33, ("f16", "f16"), n_kv=257), configs.find_config(arch, 33 * 4, d, "f16", "f16")
         for how in ("tile", "stream_k"):
             yield f"{arch} odd {shape} {how}", partial(portable_launches, arch, shape, config, how)
     if arch.startswith("sm_"):
-        for shape in DECODE if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
+        for shape in (*DECODE, *DECODE8) if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]
         if arch != "sm_80":
             yield f"{arch} decode, plan early", lambda: [decode_launch(arch, DECODE[0], early=True)]

@@ -88,7 +88,7 @@ def latent_group(kind: str, n: int, mode: str, n_seq: int = 1, d: int = 64, kv: 
 
 
 def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
-    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
+    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "f8_e4m3"):
         for n_tokens, mode in ((1, "neox"), (512, "normal")):
             nodes = rope_cache_found(kind, n_tokens, mode)
             yield f"rope_cache {kind} {mode} {n_tokens}", rope.lower_rope_cache(nodes, context(target))
@@ -97,7 +97,7 @@ def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
         for n_tokens, n_seq in ((1, 1), (16, 16), (512, 1)):
             nodes = rope_cache_found(kind, n_tokens, "neox", 256, 256, (4, 1), n_seq=n_seq, norms=True)
             yield f"norm_rope_cache {kind} {n_tokens}", rope.lower_rope_cache(nodes, context(target))
-    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
+    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "f8_e4m3"):
         for n, n_seq, mode in ((1, 1, "normal"), (256, 2, "neox")):
             steps = lowered_group(latent_group(kind, n, mode, n_seq), context(target))
             yield f"latent_rope_cache {kind} {mode}", [s for s in steps if isinstance(s, Launch)][-1:]
@@ -109,10 +109,10 @@ def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
         yield f"rope {mode} {kind}", rope.lower_rope([node], context(target))
     node = ops.set_rows(Tensor("i32", (1, 64)), Tensor("i64", (64,)), Tensor("i32", (1, 4096)))
     yield "set_rows i32", rows.lower_set_rows([node], context(target))
-    for kind in ("f32", "f16", "bf16", "q8_0", "q5_1"):
+    for kind in ("f32", "f16", "bf16", "q8_0", "q5_1", "f8_e4m3", "f8_e5m2"):
         node = ops.set_rows(Tensor("f32", (1024, 5, 3)), Tensor("i64", (5, 3)), Tensor(kind, (1024, 9, 3)))
         yield f"set_rows {kind}", rows.lower_set_rows([node], context(target))
-    for kind in ("f32", "bf16", "i32"):
+    for kind in ("f32", "bf16", "i32", "f8_e4m3"):
         node = ops.get_rows(Tensor(kind, (1025, 9)), Tensor("i32", (5,)))
         yield f"get_rows {kind}", rows.lower_get_rows([node], context(target))
     for n in (1000, 128256, 262144):

@@ -99,7 +99,8 @@ SHAPES = (
     Shape((128, 128), 0, "q4_0", n_tokens=200), Shape((128, 128), 16, groups=2),
     Shape((128, 128), 16, "bf16", n_tokens=300, groups=1), Shape((576, 512), 16, heads=(64, 1)),
     Shape((64, 64), 128, n_tokens=500, max_bias=8.0, softcap=10.0), Shape((256, 256), 64, n_tokens=256),
-    Shape((128, 128), 64, n_tokens=64, n_seq=64, heads=(32, 8)),
+    Shape((128, 128), 64, n_tokens=64, n_seq=64, heads=(32, 8)), Shape((128, 128), 16, "f8_e4m3"),
+    Shape((128, 128), 64, "f8_e4m3", n_tokens=512),
 )  # fmt: skip
 
 

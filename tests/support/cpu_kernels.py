@@ -7,7 +7,9 @@ from typing import Any
 import gguf
 import numpy as np
 
+from graphrt import float8
 from graphrt.backends.cpu import fast
+from graphrt.dtypes import FLOATS8, dtype
 
 GUARD = 256
 #: Where the f16 scales of a block are, for types that gguf can't quantize to.
@@ -55,6 +57,8 @@ def encode(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nd
     values = rng.standard_normal(shape).astype(np.float32)
     if name in ("f32", "f16"):
         return values.astype(name.replace("f", "float")).view(np.uint8)
+    if name in FLOATS8:
+        return float8.encode(values, dtype(name))
     if name not in SCALES_AT:
         return np.ascontiguousarray(gguf.quants.quantize(values, quant_type(name)))
     block = fast.TYPES[name]
@@ -69,6 +73,8 @@ def encode(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nd
 
 def decode(name: str, data: np.ndarray) -> np.ndarray:
     rows = np.ascontiguousarray(data)
+    if name in FLOATS8:
+        return float8.decode(rows, dtype(name)).astype(np.float32)
     return np.asarray(gguf.quants.dequantize(rows, quant_type(name)), np.float32).reshape(*data.shape[:-1], -1)
 
 

@@ -17,7 +17,11 @@ import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.language import PropagateNan, constexpr
 
+from graphrt import float8
+from graphrt.dtypes import dtype
+
 _GAP = 256
+_E4M3 = dtype("f8_e4m3")
 _TYPES = {
     "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "fp16": np.float16, "fp32": np.float32,
     "uint32": np.uint32, "int1": np.bool_,
@@ -502,6 +506,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "sub.f16x2": lambda a, b: _pairwise(np.subtract, a, b),
     "mul.rn.f16x2": lambda a, b: _pairwise(np.multiply, a, b),
     "fma.rn.f16x2": lambda a, b, c: _pairwise(lambda x, y, z: x * y + z, a, b, c),
+    "cvt.rn.f16x2.e4m3x2": lambda a: _joined(*(float8.decode((a >> n & 0xFF).astype(np.uint8), _E4M3) for n in (0, 8))),
     "cvt.f32.f16": lambda a: _halves(a)[0].astype(np.float32).view(np.uint32),
     "mul.rn.f32": lambda a, b: _single(np.multiply, a, b),
     "fma.rn.f32": lambda a, b, c: _single(lambda x, y, z: x * y + z, a, b, c),

@@ -30,7 +30,10 @@ FUNCTION = 4 * ROUNDING
 #: A bound is passed by chance once in e**UNLIKELY = 7e10 results.
 UNLIKELY = 25.0
 #: Relative half units in the last place, and the absolute ones below the smallest normal number.
-UNITS = {"f32": (2.0**-24, 2.0**-150), "f16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134)}
+UNITS = {
+    "f32": (2.0**-24, 2.0**-150), "f16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134),
+    "f8_e4m3": (2.0**-4, 2.0**-10), "f8_e5m2": (2.0**-3, 2.0**-17),
+}  # fmt: skip
 
 VARIANCE: dict[str, Variance] = {}
 

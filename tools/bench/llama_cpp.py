@@ -47,7 +47,13 @@ class Peer:
     itself. Raises SessionError when it can't be started or ends early."""
 
     def __init__(self, python: str, path: str, options: SessionOptions, threads: int, gpu: bool) -> None:
-        types = [str(dtype(kind).id) for kind in (options.type_k, options.type_v)]
+        kinds = [dtype(kind) for kind in (options.type_k, options.type_v)]
+        unknown = next((kind for kind in kinds if kind.id is None), None)
+        if unknown is not None:
+            raise SessionError(
+                f"llama.cpp's caches have types that ggml has, this one is {unknown}; leave out --peer-python"
+            )
+        types = [str(kind.id) for kind in kinds]
         numbers = [str(options.n_ctx), str(options.n_batch), str(threads), *types, "-1" if gpu else "0"]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         env = {**os.environ, "PYTHONSAFEPATH": "1"}  # nothing is imported from the working directory

@@ -128,7 +128,7 @@ class _Sources:
 
         def one_head(t: Tensor) -> torch.Tensor:
             raw = program.values[t].reshape(s.n_head_kv, s.n_kv, -1)[group]
-            return put(dequantize(raw, t.dtype) if t.dtype.is_quantized else raw)
+            return put(dequantize(raw, t.dtype) if t.dtype.kind != "float" else raw)
 
         keys = one_head(node["k"])
         bias = None

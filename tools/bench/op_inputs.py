@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ class Noise:
 
     def _drawn(self, dt: DType, count: int) -> npt.NDArray[np.uint8]:
         """uint8 [at least `count` blocks, bytes a block]; a longer pool begins as a shorter one does."""
-        rng = np.random.default_rng([self.seed, dt.id])
+        rng = np.random.default_rng([self.seed, dt.id if dt.id is not None else crc32(dt.name.encode())])
         period, count = _DRAWN // dt.block_size + 1, 1 << (count - 1).bit_length()
         values = rng.standard_normal((period, dt.block_size), np.float32)
         pattern = np.ascontiguousarray(quantize(values, dt)).view(np.uint8).reshape(period, dt.type_size)

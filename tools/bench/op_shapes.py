@@ -145,7 +145,7 @@ def _relative(of: Shape, **change: Any) -> Shape:
 
 
 def _quantized(of: Shape, kind: str, first: float, goal: float) -> Shape:
-    """`of` with a quantized cache, which is to take these parts of its time."""
+    """`of` with a quantized cache, or one of 8-bit floats, which is to take these parts of its time."""
     marks = (Mark(first, "time of", of), Mark(goal, "time of", of))
     return replace(of, kv_type=kind, name="", llama=None, first=marks[0], goal=marks[1])
 
@@ -192,6 +192,7 @@ _DECODE = [
     _decode(256, (32, 2), 20000, (22, 15), llama=522),
     _quantized(_DECODE_128[2], "q8_0", 0.9, 0.58),
     _quantized(_DECODE_128[2], "q4_0", 0.75, 0.38),
+    _quantized(_DECODE_128[2], "f8_e4m3", 0.62, 0.54),
     *(
         _decode(64, _H64_8, 7680, llama=us, kv_type=kind)
         for kind, us in (("f16", 17.6), ("q8_0", 25.9), ("q4_0", 29.2))

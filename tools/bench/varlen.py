@@ -160,7 +160,7 @@ def _row(program: VarlenProgram, node: Tensor, token: int, head: int) -> npt.NDA
     def rows(t: Tensor, d: int) -> npt.NDArray[np.float64]:
         stored = program.values[t.root]
         raw = stored.reshape(len(stored), n_head_kv, -1)[cells, kv_head]
-        values = dequantize(raw, t.dtype) if t.dtype.is_quantized else raw
+        values = dequantize(raw, t.dtype) if t.dtype.kind != "float" else raw
         return np.asarray(values.reshape(seen, -1)[:, :d], np.float64)
 
     logits = rows(node["k"], d_k) @ program.values[node["q"].root][0, token, head].astype(np.float64) * d_k**-0.5

@@ -1,12 +1,15 @@
 """Perplexity of a text by llama-perplexity's method: chunks of the context's size, the second half of each scored.
 
-Where the model's tokenizer adds a BOS, each chunk's first token is replaced by it before the chunk is read.
+Where the model's tokenizer adds a BOS, each chunk's first token is replaced by it before the chunk is read. --needle
+looks for a sentence in a context of -c tokens instead (tools/needle.py): what a cache's type costs over long contexts.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,12 +25,20 @@ from graphrt.tools.common import (
     without_last_newline,
 )
 
+if TYPE_CHECKING:
+    from graphrt.models.session import Session
+    from graphrt.models.tokenizer import Tokenizer
+
 MIN_CTX = 4  # the second half of a chunk must hold a token and the next one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("-f", "--file", required=True, metavar="FILE", help="the text, - for standard input")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("-f", "--file", metavar="FILE", help="the text, - for standard input")
+    what.add_argument(
+        "--needle", type=whole(1), metavar="N", help="no text: find a sentence at N depths of a context of -c tokens"
+    )
     parser.add_argument(
         "--chunks", type=whole(-1), default=-1, metavar="N", help="at most N chunks, -1: all (the default)"
     )
@@ -46,9 +57,12 @@ def main(args: argparse.Namespace) -> int:
             f"perplexity needs at least one chunk (--chunks) of at least {MIN_CTX} tokens (-c), got --chunks "
             f"{args.chunks} and -c {n_ctx}"
         )
-    text = without_last_newline(read_text(args.file))
+    text = without_last_newline(read_text(args.file)) if args.file is not None else ""
     model = load_model(args, exact=not args.fast)
     n_ctx = model.network.hp.n_ctx_train if n_ctx == OWN_CTX else n_ctx
+    if args.needle is not None:
+        session = model.session(SessionOptions(n_ctx, args.batch_size, args.cache_type_k, args.cache_type_v))
+        return _needles(session, model.tokenizer, args.needle, args.json)
     ids = model.tokenizer.encode(text)
     if len(ids) < 2 * n_ctx:
         raise SessionError(
@@ -71,6 +85,26 @@ def main(args: argparse.Namespace) -> int:
             losses.append(nll(rows, ids[i * n_ctx + first + 1 : (i + 1) * n_ctx]))
             advance()
     _print(np.concatenate(losses), [float(np.mean(chunk)) for chunk in losses], args.json)
+    return 0
+
+
+def _needles(session: Session, tokenizer: Tokenizer, n_trials: int, as_json: bool) -> int:
+    from graphrt.tools import needle
+
+    found = []
+    with progress("needles", n_trials) as advance:
+        for outcome in needle.search(session, tokenizer, n_trials):
+            found.append(outcome)
+            advance()
+    n_found, loss = needle.summary(found)
+    if as_json:
+        depths = [asdict(outcome) for outcome in found]
+        print_json({"found": n_found, "needles": n_trials, "loss": loss, "tokens": session.n_ctx, "depths": depths})
+    else:
+        print(f"{n_found} of {n_trials} needles found in {session.n_ctx} tokens, loss {loss:.4f} a token of the answer")
+        missed = ", ".join(f"{outcome.depth:.0%}" for outcome in found if not outcome.found)
+        if missed:
+            print(f"not found at the depths {missed}")
     return 0
 
 

@@ -7,12 +7,14 @@ keep the scale outside their sum; all others ask for the values (`Group.values`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from graphrt.backends.cpu.fast.code_type import CodeType, blend
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
-from graphrt.backends.cpu.fast.ir import F16, F32, I16, I32, LANES, Fn, Val
+from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, LANES, Fn, Val
+from graphrt.dtypes import FLOATS8
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class BlockType:
 
     @property
     def is_plain(self) -> bool:
-        return self.name in ("f32", "f16", "bf16")
+        return self.name in _PLAIN_BYTES
 
     @property
     def value_bytes(self) -> int:
@@ -64,11 +66,25 @@ class BlockType:
 
 # plain types
 
+#: Bytes of a value of each plain type.
+_PLAIN_BYTES = {"f32": 4, "f16": 2, "bf16": 2, **dict.fromkeys(FLOATS8, 1)}
+
+
+def _float8(f: Fn, codes: Val, name: str) -> Val:
+    """Codes of a float of 8 bits as f32: an f16 of the same exponent and mantissa bits, times the biases' difference.
+    Exact, small numbers too."""
+    kind, codes = FLOATS8[name], codes.zext(I16)
+    bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << (10 - kind.mantissa))
+    x = bits.as_bits(F16).to(F32) * 2.0 ** (15 - kind.bias)
+    return f.select((codes & 0x7F).eq(kind.nan), math.nan, x)
+
 
 def plain_load(f: Fn, p: Val, name: str, n: int) -> Val:
     """n values of a plain type as f32; n = 0 for one as a scalar."""
     if name == "bf16":
         return (f.load(p, I16, n).zext(I32) << 16).as_bits(F32)
+    if name in FLOATS8:
+        return _float8(f, f.load(p, I8, n), name)
     return f.load(p, F32 if name == "f32" else F16, n).to(F32)
 
 
@@ -108,6 +124,6 @@ def _from_codes(t: CodeType) -> BlockType:
 
 #: Every type that the fast kernels read, by ggml's name.
 TYPES: dict[str, BlockType] = {
-    **{name: _plain(name, width) for name, width in (("f32", 4), ("f16", 2), ("bf16", 2))},
+    **{name: _plain(name, width) for name, width in _PLAIN_BYTES.items()},
     **{name: _from_codes(t) for name, t in CODE_TYPES.items()},
 }

@@ -9,7 +9,7 @@ from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
 from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, I64, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.pool import Entry, Step
-from graphrt.dtypes import WRITABLE
+from graphrt.dtypes import FLOATS8, WRITABLE
 
 INDEX_BYTES = {"i32": 4, "i64": 8}
 DEQUANT_TARGETS = ("f32", "bf16")
@@ -107,7 +107,25 @@ def get_rows(
 # from f32, into a cache
 
 
+def _to_float8(f: Fn, x: Val, name: str) -> Val:
+    """f32 -> the codes of a float of 8 bits, nearest even; what is larger than its largest number becomes that."""
+    kind = FLOATS8[name]
+    drop, least = 23 - kind.mantissa, 1 - kind.bias  # bits that go, and the exponent of the least normal number
+    size = f.abs(x)
+    size = f.select(size > kind.largest, kind.largest, size)
+    bits = size.as_bits(I32)
+    normal = ((bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) >> drop) - ((127 - kind.bias) << kind.mantissa)
+    # Below that numbers are multiples of one step: added to 2^23, which has steps of 1, they are rounded to these.
+    small = (size * 2.0 ** (kind.mantissa - least) + 2.0**23).as_bits(I32) - 0x4B000000
+    code = f.select(size < 2.0**least, small, normal)
+    code = f.select(x.ne(x), kind.nan, code)
+    return (code | ((x.as_bits(I32) >> 24) & 0x80)).trunc(I8)
+
+
 def _put_plain(f: Fn, to: str, address: Val, v: Val) -> None:
+    if to in FLOATS8:
+        f.store(address, _to_float8(f, v, to))
+        return
     f.store(address, f.to_bf16(v) if to == "bf16" else v.to(F16 if to == "f16" else F32))
 
 

@@ -1,4 +1,5 @@
-"""CPY, CONT, DUP, CONCAT, REPEAT. torch's copies move plain elements and bytes; rounding to blocks is rows.py's."""
+"""CPY, CONT, DUP, CONCAT, REPEAT. torch's copies move plain elements and bytes; rounding to blocks and to 8 bits is
+rows.py's."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphrt.backends.triton.accesses import Call
-from graphrt.backends.triton.context import Context, Step
+from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.dequantize import dequantize
 from graphrt.backends.triton.kernels.rows import block_rows, write_launch
+from graphrt.dtypes import DType
 from graphrt.tensor import Tensor
+
+#: torch's types of the floats of 8 bits.
+_FLOATS8 = {"f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2}
 
 
 def _elements(t: Tensor, ctx: Context) -> torch.Tensor:
@@ -36,14 +41,34 @@ def _decoded(t: Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
     return values, [*steps, dequantize(packed, memory)]
 
 
+def _encoded(values: torch.Tensor, dt: DType, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
+    """Floats as codes of 8 bits, uint8 in their shape, and the step that makes them."""
+    n = values.numel()
+    memory = ctx.shared_scratch("encoded copy", n)[:n]
+    whole = Tensor(dt, tuple(reversed(values.shape)))
+    steps: list[Step] = [write_launch(values, None, View(whole, memory, whole.nb), ctx)]
+    return memory.view(values.shape), steps
+
+
 def lower_cpy(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """CPY: the same type as it is, all others through f32 or torch's conversion."""
+    """CPY: the same type as it is, all others through f32 or torch's conversion.
+
+    torch reads floats of 8 bits as they are stored, but rounds what is too large to NaN: write_launch rounds to them.
+    """
     a, target = nodes[0]["a"], nodes[0]["target"]
-    if a.dtype == target.dtype or not (a.dtype.is_quantized or target.dtype.is_quantized):
+    if a.dtype == target.dtype:
         return [_copy(_elements(a, ctx), _elements(target, ctx))]
     values, steps = _decoded(a, ctx) if a.dtype.is_quantized else (_elements(a, ctx), [])
+    if a.dtype.is_float8:
+        values = values.view(_FLOATS8[a.dtype.name])
+        if target.dtype.kind != "float":
+            memory = ctx.shared_scratch("decoded copy", 4 * a.n_elements)[: 4 * a.n_elements].view(torch.float32)
+            values, steps = memory.view(a.shape), [_copy(values, memory.view(a.shape))]
     if target.dtype.is_quantized:
         return [*steps, write_launch(values, None, ctx.view(target), ctx)]
+    if target.dtype.is_float8:
+        values, encoding = _encoded(values, target.dtype, ctx)
+        steps = [*steps, *encoding]
     return [*steps, _copy(values, _elements(target, ctx))]
 
 

@@ -1,10 +1,11 @@
-"""Rounding f32 values to what a tensor stores: f16, bf16, and ggml's blocks of 32 values.
+"""Rounding f32 values to what a tensor stores: f16, bf16, floats of 8 bits, and ggml's blocks of 32 values.
 
 The arithmetic is that of ggml's reference code (the `gguf` package has it too), operation by operation, so that equal
 values give equal bytes. A launch that rounds to blocks needs the option `enable_fp_fusion=False`: a product and a sum
 have a rounding each.
 
-Memory is written in units of 2 bytes (see `stored`): every block has a whole number of them and starts on one.
+Memory is written in units of 2 bytes (see `stored`), but for floats of 8 bits: every block has a whole number of them
+and starts on one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import triton.language as tl
 from graphrt.backends.triton.context import View
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.common.blocks import halves_a_block, is_quantized, values_at
+from graphrt.backends.triton.kernels.common.float8 import float8_codes, is_float8
 from graphrt.backends.triton.kernels.common.reduce import maximum, minimum
 from graphrt.backends.triton.kernels.kinds import code_bits, code_offset, has_min, high_bits
 from graphrt.backends.triton.launch import launch_options
@@ -28,9 +30,9 @@ BLOCK = 32
 
 def stored(view: View) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """A tensor of a WRITABLE type or i32, with contiguous rows, as kernels write it: its memory and the strides of
-    ne[1] to ne[3] in elements of that; int16 for bf16 and for blocks."""
+    ne[1] to ne[3] in elements of that; int16 for bf16 and for blocks, uint8 for floats of 8 bits."""
     data, (_, s1, s2, s3) = view.data, view.strides
-    if view.kind in ("f32", "f16", "i32"):
+    if view.kind in ("f32", "f16", "i32") or view.tensor.dtype.is_float8:
         return data, (s1, s2, s3)
     unit = 2 // data.itemsize
     return data.view(torch.int16), (s1 // unit, s2 // unit, s3 // unit)
@@ -51,9 +53,11 @@ def bf16_bits(x):
 
 @triton.jit
 def store_plain(p, x, mask, KIND: tl.constexpr):
-    """Stores f32 values in the pointers' own type, or as bf16. p: pointers as `stored` has them."""
+    """Stores f32 values in the pointers' own type, as bf16 or as floats of 8 bits. p: pointers as `stored` has them."""
     if KIND == "bf16":
         tl.store(p, bf16_bits(x), mask=mask)
+    elif is_float8(KIND):
+        tl.store(p, float8_codes(x, KIND), mask=mask)
     else:
         tl.store(p, x.to(p.dtype.element_ty), mask=mask)
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.context import Context, Step, View
+from graphrt.backends.triton.kernels.common.float8 import float8_values, is_float8
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.dequantize import gather_rows
 from graphrt.backends.triton.kernels.quantize import BLOCK, store_part, stored, writing_options
@@ -24,11 +25,13 @@ _MOST = 1024
 @accesses(reads="p_a p_ids", writes="p_out")
 @triton.jit
 def read_rows(
-    p_a, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, SIZE: tl.constexpr, PDL: tl.constexpr
+    p_a, p_ids, p_out, n, n1, n2, s0, s1, s2, s3, si0, si1, si2, KIND: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, part) copies SIZE elements of row ids[i], converted to the result's type.
 
-    a: [n, rows, n2, n3] with strides s; ids: [n1, n2, n3] with strides si; out: contiguous [n, n1, n2, n3].
+    a: [n, rows, n2, n3] of the type KIND with strides s; ids: [n1, n2, n3] with strides si; out: contiguous [n, n1, n2,
+    n3].
     """
     take_turn(PDL)
     row = tl.program_id(0)
@@ -37,6 +40,8 @@ def read_rows(
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     p_row = p_a + wanted * s1 + i2 * s2 + i3 * s3
     x = tl.load(p_row + i.to(tl.int64) * s0, mask=i < n)
+    if is_float8(KIND):
+        x = float8_values(x, KIND, 0)
     tl.store(p_out + row.to(tl.int64) * n + i, x.to(p_out.dtype.element_ty), mask=i < n)
 
 
@@ -78,7 +83,7 @@ def read_launch(a: View, ids: View, out: View, ctx: Context) -> Launch:
     args = {
         "p_a": a.data, "p_ids": ids.data, "p_out": out.data, "n": a.ne[0], "n1": ids.ne[0], "n2": ids.ne[1],
         "s0": s0, "s1": s1, "s2": s2, "s3": s3, "si0": ids.strides[0], "si1": ids.strides[1], "si2": ids.strides[2],
-        "SIZE": size, "PDL": ctx.target.has_pdl,
+        "KIND": a.kind, "SIZE": size, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
     grid = (ids.tensor.n_elements, -(-a.ne[0] // size))
     return Launch(read_rows, grid, args, launch_options(ctx.target, _warps(size)))

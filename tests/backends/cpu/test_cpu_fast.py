@@ -19,7 +19,9 @@ import pytest
 from support import TESTS
 
 gguf: Any = pytest.importorskip("gguf")
+from graphrt import float8  # noqa: E402
 from graphrt.backends.cpu import fast  # noqa: E402
+from graphrt.dtypes import FLOATS8, dtype  # noqa: E402
 
 if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
@@ -155,6 +157,44 @@ def test_every_f16_and_bf16_value_is_decoded_exactly(mem: Memory) -> None:
         assert np.array_equal(y, want, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", FLOATS8)
+def test_all_codes_of_8_bits_come_back(name: str, mem: Memory) -> None:
+    """Every code is decoded to its number and that number written as the same code; NaN stays NaN."""
+    codes, numbers, back = mem.put(np.arange(256, dtype=np.uint8)), mem.nan(256), mem.put(np.zeros(256, np.uint8))
+    run(fast.dequant_rows(name, "f32", dst=at(numbers), w=at(codes), n_rows=1, n=256, w_nb=256, dst_nb=1024))
+    want = float8.decode(codes, dtype(name))
+    assert np.array_equal(numbers, want.astype(np.float32), equal_nan=True)
+    _write_codes(name, numbers, back, mem)
+    finite = np.isfinite(want)
+    assert np.array_equal(back[finite], codes[finite])
+    largest = FLOATS8[name].largest
+    assert np.array_equal(float8.decode(back, dtype(name)), np.clip(want, -largest, largest), equal_nan=True)
+
+
+def _write_codes(name: str, values: np.ndarray, codes: np.ndarray, mem: Memory) -> None:
+    n = values.size
+    run(fast.set_rows(
+        name, "i32", src=at(values), idx=at(mem.put(np.zeros(1, np.int32))), dst=at(codes), n_rows=1, n=n,
+        src_nb=4 * n, dst_nb=n, n_dst=1, n_idx=1, per_matrix=1, matrix_nb=0,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOATS8)
+def test_writing_8_bits_rounds_to_even_and_saturates(name: str, mem: Memory, rng: np.random.Generator) -> None:
+    numbers = np.unique(float8.decode(np.arange(128, dtype=np.uint8), dtype(name)))
+    numbers = numbers[np.isfinite(numbers)]
+    halfway = (numbers[:-1] + numbers[1:]) / 2
+    largest = numbers[-1]
+    hard = [*halfway, *np.nextafter(halfway, 0), *(largest * x for x in (1.0, 1.03, 1.1, 2.0, 1e30)), np.inf, np.nan, 0]
+    any_bits = rng.integers(0, 2**32, 5000, dtype=np.uint32).view(np.float32)
+    x = mem.put(np.concatenate([np.float32(hard), -np.float32(hard), any_bits]))
+    codes = mem.put(np.zeros(x.size, np.uint8))
+    _write_codes(name, x, codes, mem)
+    assert np.array_equal(codes, float8.encode(x, dtype(name)))
+    stored = float8.decode(codes, dtype(name))
+    assert np.array_equal(np.isnan(stored), np.isnan(x)) and np.nanmax(np.abs(stored)) == FLOATS8[name].largest
+
+
 @pytest.mark.parametrize("index", ["i32", "i64"])
 def test_get_rows_takes_rows_in_range_only(index: str, mem: Memory, rng: np.random.Generator) -> None:
     w = mem.put(encode(rng, "q4_K", (6, 256)))
@@ -180,7 +220,9 @@ def test_set_rows_writes_gguf_bytes(name: str, index: str, mem: Memory, rng: np.
         src[4, 0] = np.nan
     source = mem.put(src)
     idx = mem.put(np.array([7, 0, 3, n_dst, 8], index.replace("i", "int")))
-    want = np.asarray(gguf.quants.quantize(src, quant_type(name))).view(np.uint8).reshape(5, -1)
+    plain8 = float8.encode(src, dtype(name)) if name in FLOATS8 else None
+    want = plain8 if plain8 is not None else np.asarray(gguf.quants.quantize(src, quant_type(name)))
+    want = want.view(np.uint8).reshape(5, -1)
     cache = mem.put(np.full((n_dst, want.shape[1] + 4), 0x5A, np.uint8))
     run(fast.set_rows(
         name, index, src=at(source), idx=at(idx), dst=at(cache), n_rows=5, n=n, src_nb=4 * n,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from graphrt import ops
+from graphrt import float8, ops
 from graphrt.backend import Group, Place, Region, Usage
 from graphrt.backends.triton import device
 from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.support import why_unsupported
+from graphrt.dtypes import FLOATS8, dtype
 from graphrt.judge import judge, judge_written
 from graphrt.op import op_spec
 from graphrt.ops.rope import RopeParams
@@ -28,10 +30,12 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from support.aot_rows import context, latent_group, rope_cache_found
+from support.gluon_emulator import run_ptx
 from support.planned import lowered_group
 
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels import copy, kq_mask, penalize, rope, rows, sample, sort
+from graphrt.backends.triton.kernels.common.float8 import E4M3_BITS, E4M3_CVT
 from graphrt.backends.triton.kernels.rope_fusions import RopeCache
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
@@ -129,6 +133,38 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan() -> None:
     assert torch.equal(found.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
+@pytest.mark.parametrize("kind", FLOATS8)
+def test_all_codes_of_8_bits_come_back(kind: str) -> None:
+    """Each code's number, and that number's code; what is too large, halfway between two numbers, tiny or NaN."""
+    dt, codes = dtype(kind), np.arange(256, dtype=np.uint8)
+    numbers = float8.decode(codes, dt)
+    largest, finite = FLOATS8[kind].largest, np.isfinite(numbers)
+    halfway = (numbers[:127] + numbers[1:128]) / 2
+    hard = np.concatenate([numbers, halfway[np.isfinite(halfway)], [largest * 1.1, -1e30, np.inf, -np.inf, 1e-9, -0.0]])
+    stored, decoded, ids = Tensor(kind, (256, 1)), Tensor("f32", (256, 1)), Tensor("i32", (1,))
+    source, target = Tensor("f32", (len(hard), 1)), Tensor(kind, (len(hard), 1))
+    ctx = context(device.target())
+    fill(stored, codes, ctx)
+    fill(source, hard, ctx)
+    by_row, by_copy = ops.get_rows(stored, ids), ops.cpy(stored, decoded)
+    run([by_row, by_copy, ops.set_rows(source, ids, target)], ctx)
+    for node in (by_row, decoded):
+        assert np.array_equal(read(node, ctx)[0, 0, 0], numbers.astype(np.float32), equal_nan=True)
+    found = read(target, ctx)[0, 0, 0]
+    assert np.array_equal(found[:256][finite], codes[finite])
+    back, right = float8.decode(found, dt), float8.decode(float8.encode(hard, dt), dt)
+    assert np.array_equal(back, right, equal_nan=True) and np.nanmax(np.abs(back)) == largest
+    assert np.array_equal(np.signbit(back), np.signbit(hard))
+
+
+@pytest.mark.parametrize("asm", [E4M3_CVT, E4M3_BITS], ids=["sm_89", "sm_80"])
+def test_the_instructions_that_read_8_bits(asm: Any) -> None:
+    codes = np.concatenate([np.roll(np.arange(256, dtype=np.uint8), i) for i in range(4)])  # each at every place
+    words = run_ptx(asm.value, [np.int32, np.int32], [codes.view(np.uint32)])
+    found = np.stack(words, -1).reshape(-1).view(np.float16)
+    assert np.array_equal(found.astype(np.float64), float8.decode(codes, dtype("f8_e4m3")), equal_nan=True)
+
+
 def _filled(found: RopeCache, n_tokens: int) -> Context:
     """Memory for the nodes of a fused group, with the same random inputs every time."""
     rng = np.random.default_rng(7)
@@ -142,7 +178,7 @@ def _filled(found: RopeCache, n_tokens: int) -> Context:
 
 #: kind, n_tokens, mode, d, n_dims, heads: one token; heads of 40, so that blocks hold parts of two; several a program.
 FUSED = [
-    *((kind, 1, "neox", 64, 64, (4, 2)) for kind in ("f32", "f16", "bf16", *QUANTIZED)),
+    *((kind, 1, "neox", 64, 64, (4, 2)) for kind in ("f32", "f16", "bf16", "f8_e4m3", *QUANTIZED)),
     *((kind, 3, "normal", 40, 20, (5, 4)) for kind in ("f16", "bf16", *QUANTIZED)),
     ("f16", 11, "normal", 32, 24, (3, 2)), ("q8_0", 9, "neox", 32, 32, (4, 2)),
 ]  # fmt: skip

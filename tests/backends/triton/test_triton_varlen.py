@@ -320,6 +320,7 @@ EMULATED = (
     r"d=.64,64.,heads=.4,2.,types=.f16,f16.,page=(16|32|256),seqs=..2,40.*130.,.1,33..(,tables=shared)?.$",
     r"page=0,seqs=..5,2.,.3,0.", r"d=.(128,128|256,256).*page=16,seqs=..2,40", r"page=16.*1,65.*window=20.$",
     r"page=16,seqs=..1,700.*window=100.$", r"2,40.*max_bias", r"sinks=near,spare|spare=3,softcap=10.0,sinks=large",
+    r"types=.f8_e4m3,f8_e4m3.*2,40",
 )  # fmt: skip
 
 

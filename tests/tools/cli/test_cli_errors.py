@@ -20,6 +20,7 @@ from graphrt.tools import cli
 RUN = ("run", "spm.gguf", "-p", "hello", "-n", "2")
 LOGITS = ("logits", "spm.gguf", "-o", "never.npy", "--tokens")
 PERPLEXITY = ("perplexity", "spm.gguf", "-f", "text.txt")
+CACHES = "f32, f16, bf16, q8_0, q4_0, f8_e4m3"
 USAGE = "run --help lists what it takes"
 
 BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wrong with it, the next step
@@ -61,8 +62,8 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "flag for a verb": (("--json", "run"), "got '--json'", "graphrt --help"),
     "no model": (("info",), "required: MODEL", "info --help"),
     "backend": ((*RUN, "--backend", "frob"), "must be one of cpu", "`graphrt devices` lists them"),
-    "k cache type": ((*RUN, "-ctk", "frob"), "type_k must be one of f32, f16, bf16, q8_0, q4_0", "here type_k is -ctk"),
-    "v cache type": ((*RUN, "-ctv", "q3_K"), "here type_v is -ctv", "must be one of f32, f16, bf16, q8_0, q4_0"),
+    "k cache type": ((*RUN, "-ctk", "frob"), f"type_k must be one of {CACHES}", "here type_k is -ctk"),
+    "v cache type": ((*RUN, "-ctv", "q3_K"), "here type_v is -ctv", f"must be one of {CACHES}"),
     "cache blocks": ((*RUN, "-ctv", "q8_0"), "heads have 16", "use type_v f16\nhere type_v is -ctv"),
     "-c -1": ((*RUN, "-c", "-1"), "must be at least 0, got -1", USAGE),
     "-c too large": ((*RUN, "-c", "2147483648"), "got 2147483648", "must be 1 to 2147483647"),
@@ -87,6 +88,7 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "output folder": ((*LOGITS[:3], "none/a.npy", "--tokens", "1"), "no folder 'none'", "give another"),
     "output is a folder": ((*LOGITS[:3], ".", "--tokens", "1"), "it is a folder", "give another"),
     "text too short": (("perplexity", "spm.gguf", "-f", "short.txt"), "two chunks, 1024 tokens", "use a longer text"),
+    "a needle in 64 tokens": ((*PERPLEXITY[:2], "--needle", "1", "-c", "64"), "8 sentences", "use a larger -c"),
     "no text": (("perplexity", "spm.gguf", "-f", "none.txt"), "No such file", "check the path"),
     "text not UTF-8": (("perplexity", "spm.gguf", "-f", "latin.txt"), "must be UTF-8", "convert it"),
     "perplexity -c 0": ((*PERPLEXITY, "-c", "0"), "at least two chunks, 512 tokens", "a smaller -c"),

@@ -87,7 +87,7 @@ def test_exact_forms_give_the_same_tokens(graphrt: Cli) -> None:
     assert graphrt(*GREEDY, "-n", "24", "--json", "--backend", "cpu", "-t", "1", "-b", "3").json()["tokens"] == wanted
 
 
-@pytest.mark.parametrize("types", [("f32", "f32"), ("bf16", "f16"), ("q8_0", "q4_0")])
+@pytest.mark.parametrize("types", [("f32", "f32"), ("bf16", "f16"), ("q8_0", "q4_0"), ("f8", "f8_e4m3")])
 def test_cache_types(graphrt: Cli, types: tuple[str, str]) -> None:
     argv = ("run", "bpe.gguf", "-p", "hello", "-n", "4", "--temp", "0", "--json", "-ctk", types[0], "-ctv", types[1])
     assert len(graphrt(*argv).json()["tokens"]) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from support.tiny import IM_END
 
 from graphrt.models import hub, load
 from graphrt.models.engine import SessionOptions
-from graphrt.tools import cli
+from graphrt.models.model import nll
+from graphrt.tools import cli, needle
 
 
 def test_tokenize(graphrt: Cli, models: Path) -> None:
@@ -73,6 +75,34 @@ def test_perplexity_equals_a_computation_by_hand(graphrt: Cli, models: Path, tmp
     assert found["error"] == pytest.approx(np.exp(np.mean(losses)) * np.std(losses, ddof=1) / 33**0.5, rel=1e-6)
     assert graphrt(*argv).out == f"perplexity {found['ppl']:.4f} +- {found['error']:.4f} (33 tokens)\n"
     assert graphrt(*argv, "--fast", "--json", "-b", "5").json()["ppl"] == pytest.approx(found["ppl"], rel=1e-2)
+
+
+def test_needles_are_made_of_numbers_alone(graphrt: Cli, models: Path) -> None:
+    """The same contexts each time, as long as was asked for, with the needle at its depth and its code as the answer;
+    the loss is that of the logits of the whole context."""
+    model, n_ctx = load(models / "spm.gguf", "cpu"), 900
+    trials = [needle.make_trial(model.tokenizer, n_ctx, depth, 1) for depth in (0.0, 0.5, 1.0)]
+    assert trials == [needle.make_trial(model.tokenizer, n_ctx, depth, 1) for depth in (0.0, 0.5, 1.0)]
+    places = []
+    for trial in trials:
+        text = model.tokenizer.decode(trial.ids)
+        name, code = re.findall(r"code of (\w+) is ((?:\d ?){5})$", text)[0]
+        answer = model.tokenizer.decode(trial.ids[-trial.n_answer :])
+        assert n_ctx - 100 < len(trial.ids) <= n_ctx and answer.strip() == code
+        assert text.count(code) == 2 and text.count("The pass code of") > 2
+        places.append(text.index(f"The pass code of {name} is {code}.") / text.index("Question:"))
+    assert places[0] < 0.02 and 0.3 < places[1] < 0.7 and places[2] > 0.9
+    argv = ("perplexity", "spm.gguf", "--needle", "2", "-c", str(n_ctx), "--json", "-ctk", "f8", "-ctv", "f8")
+    found = graphrt(*argv).json()
+    session = model.session(SessionOptions(n_ctx, type_k="f8", type_v="f8"))
+    losses = []
+    for i, depth in enumerate((0.0, 1.0)):
+        trial = needle.make_trial(model.tokenizer, n_ctx, depth, i)
+        session.reset()
+        rows = session.eval_rows(trial.ids)[-trial.n_answer - 1 : -1]
+        losses.append(float(nll(rows, trial.ids[-trial.n_answer :]).mean()))
+    assert found["needles"] == 2 and [d["loss"] for d in found["depths"]] == pytest.approx(losses, rel=1e-2)
+    assert found["loss"] == pytest.approx(sum(losses) / 2, rel=1e-2)
 
 
 def test_perplexity_takes_all_chunks_unless_told(graphrt: Cli, models: Path) -> None:

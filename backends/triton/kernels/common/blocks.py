@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 
+from graphrt.backends.triton.kernels.common.float8 import is_float8
 from graphrt.backends.triton.kernels.kinds import FACTS
 
 
@@ -17,8 +18,8 @@ def is_quantized(KIND):
 
 @triton.constexpr_function
 def words_a_block(KIND):
-    """Words of values in a block of 32."""
-    return FACTS.value[KIND].bits
+    """Words of values in a block of 32; of floats of 8 bits, which have no blocks, in 32 of them."""
+    return 8 if is_float8(KIND) else FACTS.value[KIND].bits
 
 
 @triton.constexpr_function

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
+from graphrt.dtypes import FLOATS8
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Config:
         return int(ROWS.value)
 
 
-#: By head size and kind of cache ("half", "q8_0", "q4_0"), the wider of K's and V's. With less shared memory than
-#: Hopper has, fewer stages fit: see shared_bytes.
+#: By head size and kind of cache ("half", "f8", "q8_0", "q4_0"), the wider of K's and V's. With less shared memory than
+#: Hopper has, fewer stages fit: see shared_bytes. f8: compiled, not measured.
 CONFIGS: dict[tuple[int, str], Config] = {
     (64, "half"): Config(128, 4, 3, 2),
     (128, "half"): Config(128, 4, 3, 1),
     (256, "half"): Config(64, 4, 3, 1),
+    (64, "f8"): Config(64, 2, 4, 4),
+    (128, "f8"): Config(64, 4, 4, 2),
     (64, "q8_0"): Config(64, 2, 4, 4),
     (128, "q8_0"): Config(32, 2, 4, 4),
     (256, "q8_0"): Config(64, 4, 3, 1),
@@ -41,7 +46,7 @@ CONFIGS: dict[tuple[int, str], Config] = {
 MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3)}
 #: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
 COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
-KINDS = ("f16", "bf16", "q8_0", "q4_0")
+KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
 
 
 def owns_columns(d: int, k_kind: str, v_kind: str) -> bool:
@@ -53,8 +58,8 @@ def find_decode_config(d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor:
     """The configuration for a head size and the types of K and V."""
     if owns_columns(d, k_kind, v_kind):
         return COLUMNS[d]
-    kinds = ("half" if k in ("f16", "bf16") else k for k in (k_kind, v_kind))
-    key = d, min(kinds, key=("half", "q8_0", "q4_0").index)
+    kinds = ("half" if k in ("f16", "bf16") else "f8" if k in FLOATS8 else k for k in (k_kind, v_kind))
+    key = d, min(kinds, key=("half", "f8", "q8_0", "q4_0").index)
     many = MANY_TILES.get(key)
     return many if many is not None and tiles_a_multiprocessor >= many.per_sm else CONFIGS[key]
 
@@ -62,12 +67,28 @@ def find_decode_config(d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor:
 def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
     """Shared memory of a program."""
     rows: int = ROWS.value
-    per_block = {"f16": 64, "bf16": 64, "q8_0": 36, "q4_0": 20}  # of 32 values, heads included
+    per_block = {
+        "f16": 64,
+        "bf16": 64,
+        "q8_0": 36,
+        "q4_0": 20,
+        **dict.fromkeys(FLOATS8, 32),
+    }  # of 32 values, heads included
     ring = config.stages * config.block_n * (d // 32) * (per_block[k_kind] + per_block[v_kind])
     if owns_columns(d, k_kind, v_kind):  # while Q or weights pass through
         return ring + rows * max(d * 2, config.block_n * 2 + 64)
     join = config.warps * rows * (d + 2) * 4
     return max(ring, join)
+
+
+def with_words(args: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the portable kernel as the decode kernels take them: floats of 8 bits by words of four."""
+    words = dict(args)
+    for side in "kv":
+        if args[f"{side.upper()}_KIND"] in FLOATS8:
+            words[f"p_{side}"] = args[f"p_{side}"].view(torch.int32)
+            words |= {name: n // 4 for name in (f"s{side}_{of}" for of in "nhsp") if (n := args.get(name)) is not None}
+    return words
 
 
 def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> Config | str:
@@ -90,12 +111,17 @@ def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> 
         half = x.kind in ("f16", "bf16")
         if x.kind not in KINDS:
             return f"K and V must be one of {', '.join(KINDS)}, they are {k.kind} and {v.kind}"
+        if x.kind in FLOATS8 and k.d == 256:
+            return f"heads of 256 of {x.kind} spill its registers"
+        if x.kind in FLOATS8 and not hopper:
+            return f"it reads {x.kind} by an instruction that GPUs before sm_90 may lack"
         # What Triton must know to copy 16 bytes at once: of an address that they are its unit, of an element count that
-        # 16 divides it. Quantized rows are copied by words.
-        if any(n % (16 if half else 4) for n in (t.nb[1], p.place(t)[1])):
-            return f"keys of {x.kind} must be whole {16 if half else 4} bytes apart"
-        if any(n % (32 if half else 4) for n in t.nb[2:]):
-            return f"heads and sequences of {x.kind} must be whole {32 if half else 4} bytes apart"
+        # 16 divides it (of words, where values are of 8 bits). Quantized rows are copied by words.
+        row, far = (16, 32) if half else (16, 64) if x.kind in FLOATS8 else (4, 4)
+        if any(n % row for n in (t.nb[1], p.place(t)[1])):
+            return f"keys of {x.kind} must be whole {row} bytes apart"
+        if any(n % far for n in t.nb[2:]):
+            return f"heads and sequences of {x.kind} must be whole {far} bytes apart"
     config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor)
     if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n >= 2**31:
         return "a k-block's keys lie over more than 2 GiB"

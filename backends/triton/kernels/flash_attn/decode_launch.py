@@ -10,7 +10,13 @@ from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
-from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
+    Config,
+    config_for,
+    owns_columns,
+    shared_bytes,
+    with_words,
+)
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
@@ -56,7 +62,7 @@ def arguments(
     the launch that precedes this one.
     """
     known = {
-        **main, "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
+        **with_words(main), "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
         "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
         "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
     }  # fmt: skip

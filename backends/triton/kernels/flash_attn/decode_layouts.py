@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.kernels.common.blocks import words_a_block
+from graphrt.backends.triton.kernels.common.float8 import is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import log2
 
 ROWS = gl.constexpr(16)  # query rows of a tile: the M of mma.sync
@@ -17,6 +18,12 @@ ROWS = gl.constexpr(16)  # query rows of a tile: the M of mma.sync
 @gluon.constexpr_function
 def is_half(KIND):
     return KIND == "f16" or KIND == "bf16"
+
+
+@gluon.constexpr_function
+def has_bytes(KIND):
+    """A byte a value: codes of q8_0, or floats of 8 bits."""
+    return KIND == "q8_0" or is_float8(KIND)
 
 
 @gluon.constexpr_function
@@ -135,6 +142,18 @@ def copy_layout(shape):
 
 
 @gluon.constexpr_function
+def wide_copy_layout(shape):
+    """The same with four words a lane side by side: copies of 16 bytes."""
+    rank = len(shape)
+    bases = []
+    for axis in reversed(range(1, rank)):
+        bases += [[1 << i if a == axis else 0 for a in range(rank)] for i in range(log2(shape[axis]))]
+    return gl.DistributedLinearLayout(
+        bases[:2] + bases[7:], bases[2:7], way_bases(shape[0], rank), [], list(shape)
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
 def half_copy_layout(D, W):
     """[W, NW, D] in copies of 16 bytes."""
     lanes = min(32, D // 8)
@@ -145,17 +164,17 @@ def half_copy_layout(D, W):
 def query_layout(D, W, KIND):
     """Q [W, 16, D slots] as the first operand of Q K^T has it, a slot's place being where K's bytes lie.
 
-    q8_0: slot 4 * word + byte; q4_0: slot 8 * word + 2 * byte + half.
+    A byte a value: slot 4 * word + byte; q4_0: slot 8 * word + 2 * byte + half.
     """
     if is_half(KIND):
         regs, lanes = [1], [2, 4]
         rest = [1 << i for i in range(3, log2(D))]
     else:
-        e = 2 if KIND == "q8_0" else 3  # bits within a word
+        e = 2 if has_bytes(KIND) else 3  # bits within a word
         v = chunk_bits(D, KIND, 2)
         lanes = [1 << (e + v), 2 << (e + v)]
         # Elements 2t, 2t + 1 of a product's step: bytes 0, 1 or nibbles of bytes 0, 2 (1, 3).
-        regs = [1] if KIND == "q8_0" else [4]
+        regs = [1] if has_bytes(KIND) else [4]
         rest = [1 << i for i in range(log2(D)) if 1 << i not in (*regs, *lanes)]
     columns = [[0, 0, b] for b in regs + rest]
     rows = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
@@ -186,7 +205,7 @@ def join_shared(D, W, KIND):
     if is_half(KIND):  # lanes t lie in bank bits 1 and 2, so rows go to 3 and 4
         swaps = [(n, 3), (n + 1, 4)]
     else:  # lanes t and bit 0 of the row to bank bits 2 to 4, unless they are there
-        t = (2 if KIND == "q8_0" else 3) + chunk_bits(D, KIND, 3) + 1
+        t = (2 if has_bytes(KIND) else 3) + chunk_bits(D, KIND, 3) + 1
         free = [b for b in (2, 3, 4) if b not in (t, t + 1)]
         swaps = [(bit, free.pop(0)) for bit in (t, t + 1, n) if bit > 4]
     return gl.SharedLinearLayout(swapped(bases, swaps))
@@ -211,7 +230,7 @@ def parts_layout(P, R, D, W):
 @gluon.jit
 def slot_elements(i_slot, KIND: gl.constexpr):
     """Which element of a row a slot holds; tiles.py's for aligned rows."""
-    if is_half(KIND):
+    if is_half(KIND) or is_float8(KIND):
         return i_slot
     turned = (i_slot & 32) == 0
     if KIND == "q8_0":

@@ -8,12 +8,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphrt.backends.triton.kernels.common.bits import BYTES_TIMES_F16
 from graphrt.backends.triton.kernels.common.blocks import words_a_block
+from graphrt.backends.triton.kernels.common.float8 import has_one_nan, is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     chunk_bits,
     copy_layout,
     dot_dtype,
     half_copy_layout,
+    has_bytes,
     heads_shared,
     is_half,
     key_words_layout,
@@ -21,6 +23,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     query_layout,
     slot_elements,
     value_words_layout,
+    wide_copy_layout,
     words_shared,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import key_offsets
@@ -30,7 +33,7 @@ from graphrt.backends.triton.kernels.flash_attn.gluon_visits import key_offsets
 
 @gluon.jit
 def allocate(STAGES: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, IS_V: gl.constexpr):
-    """The ring of K or V: (tiles, heads); a half tile has no heads."""
+    """The ring of K or V: (tiles, heads); only blocks have heads."""
     W: gl.constexpr = gl.num_warps()
     if is_half(KIND):
         layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
@@ -39,7 +42,10 @@ def allocate(STAGES: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.c
     else:
         J: gl.constexpr = words_a_block(KIND)
         words = gl.allocate_shared_memory(gl.int32, [STAGES, W, NW, D // 32, J], words_shared(D, NW, W, KIND, IS_V))
-        heads = gl.allocate_shared_memory(gl.int32, [STAGES, W, NW, D // 32], heads_shared(D, NW, W, KIND, IS_V))
+        if is_float8(KIND):
+            heads = words
+        else:
+            heads = gl.allocate_shared_memory(gl.int32, [STAGES, W, NW, D // 32], heads_shared(D, NW, W, KIND, IS_V))
         return words, heads
 
 
@@ -67,6 +73,23 @@ def copy_tile(
             pointers = p + (gl.expand_dims(block_offsets(S, pages, STRIDE, NW, PAGE), 2) + axis_index(L, 3, 2, D))
         if MASKED:
             mask = row_mask(L, 3, key, left, hidden, NW, HIDES)
+            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
+        else:
+            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
+    elif is_float8(KIND):
+        J: gl.constexpr = words_a_block(KIND)
+        NB: gl.constexpr = D // 32
+        LW: gl.constexpr = wide_copy_layout([W, NW, NB, J])
+        key = axis_index(LW, 4, 0, W) * NW + axis_index(LW, 4, 1, NW)
+        p = gl.multiple_of(p, 16)
+        if PAGE == 0:
+            at = key * STRIDE
+        else:
+            S: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LW))
+            at = gl.expand_dims(gl.expand_dims(block_offsets(S, pages, STRIDE, NW, PAGE), 2), 3)
+        pointers = p + (at + (axis_index(LW, 4, 2, NB) * J + axis_index(LW, 4, 3, J)))
+        if MASKED:
+            mask = row_mask(LW, 4, key, left, hidden, NW, HIDES)
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
         else:
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
@@ -148,7 +171,7 @@ def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl
     q = (q * sign).to(DOT)
     if is_half(KIND):
         q = q
-    elif KIND == "q8_0":  # [rest, t, i, b1, b0] to steps' [rest, i], b1, t, b0
+    elif has_bytes(KIND):  # [rest, t, i, b1, b0] to steps' [rest, i], b1, t, b0
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
         q = gl.reshape(q, [W, 16, D // (16 * V), 4, V, 2, 2])
         q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 5, 3, 6)), [W, 16, D])
@@ -180,17 +203,19 @@ def load_k(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
         NB: gl.constexpr = D // 32
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
         words = tiles.index(slot).load(L)
-        head = heads.index(slot).load(gl.SliceLayout(3, L))
-        odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
-        which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x3232, 0x1010), 0), 1)
-        head, which = gl.broadcast(head, which)
-        dd = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [head, which], dtype=gl.int32, is_pure=True, pack=1
-        )
-        words = whole_words(words, gl.expand_dims(head, 3), L, NB, J)
-        words, dd = gl.broadcast(words, gl.expand_dims(dd, 3))
-        if KIND == "q8_0":
-            a, b, c, d = key_bytes(words, dd)
+        dd = words
+        if not is_float8(KIND):
+            head = heads.index(slot).load(gl.SliceLayout(3, L))
+            odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
+            which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x3232, 0x1010), 0), 1)
+            head, which = gl.broadcast(head, which)
+            dd = gl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [head, which], dtype=gl.int32, is_pure=True, pack=1
+            )
+            words = whole_words(words, gl.expand_dims(head, 3), L, NB, J)
+            words, dd = gl.broadcast(words, gl.expand_dims(dd, 3))
+        if has_bytes(KIND):
+            a, b, c, d = float8_words(words, KIND) if is_float8(KIND) else key_bytes(words, dd)
             x = gl.join(gl.join(a, c), gl.join(b, d))  # [W, NW, NB, J, b1, b0]
             x = gl.reshape(x, [W, NW, D // (16 * V), 4, V, 2, 2])  # .., rest, t, i, b1, b0
             x = gl.permute(x, (0, 2, 4, 5, 3, 6, 1))
@@ -216,18 +241,20 @@ def load_v(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
         NB: gl.constexpr = D // 32
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 3)
         words = tiles.index(slot).load(L)
-        head = heads.index(slot).load(gl.SliceLayout(3, L))
-        odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
-        which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x7632, 0x5410), 0), 1)
-        head, which = gl.broadcast(head, which)
-        dd = gl.inline_asm_elementwise(  # d of keys 2t and 2t + 1, the same in both keys' registers
-            "prmt.b32 $0, $2, $3, $4; mov.b32 $1, $0;", "=r,=r,r,r,r,r", [head, which], dtype=gl.int32, is_pure=True,
-            pack=2,
-        )  # fmt: skip
-        words = whole_words(words, gl.expand_dims(head, 3), L, NB, J)
-        words, dd = gl.broadcast(words, gl.expand_dims(dd, 3))
-        if KIND == "q8_0":
-            a, b, c, d = value_bytes(words, dd)
+        dd = words
+        if not is_float8(KIND):
+            head = heads.index(slot).load(gl.SliceLayout(3, L))
+            odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
+            which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x7632, 0x5410), 0), 1)
+            head, which = gl.broadcast(head, which)
+            dd = gl.inline_asm_elementwise(  # d of keys 2t and 2t + 1, the same in both keys' registers
+                "prmt.b32 $0, $2, $3, $4; mov.b32 $1, $0;", "=r,=r,r,r,r,r", [head, which], dtype=gl.int32,
+                is_pure=True, pack=2,
+            )  # fmt: skip
+            words = whole_words(words, gl.expand_dims(head, 3), L, NB, J)
+            words, dd = gl.broadcast(words, gl.expand_dims(dd, 3))
+        if has_bytes(KIND):
+            a, b, c, d = float8_words(words, KIND) if is_float8(KIND) else value_bytes(words, dd)
             x = gl.join(gl.join(a, c), gl.join(b, d))  # [W, NW, NB, J, byte / 2, byte % 2]
             x = gl.reshape(x, [W, NW, D // (32 * V), 8, V, 4])  # .., rest, g, i, byte
         else:
@@ -245,7 +272,7 @@ def slot_order(acc, D: gl.constexpr, KIND: gl.constexpr):
         return acc
     else:
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 3)
-        E: gl.constexpr = 4 if KIND == "q8_0" else 8
+        E: gl.constexpr = 4 if has_bytes(KIND) else 8
         W: gl.constexpr = gl.num_warps()
         x = gl.reshape(acc, [W, 16, D // (8 * V * E), V, E, 8])
         return gl.reshape(gl.permute(x, (0, 1, 2, 5, 3, 4)), [W, 16, D])
@@ -309,6 +336,42 @@ def key_nibbles(words, dd):
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, dd],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+#: Four f16 of a word's four codes: by the instruction of sm_89 and later; of e5m2 the high bytes of f16.
+_E4M3_WORD = gl.constexpr(
+    """
+    {
+    .reg .b16 a, b;
+    .reg .b32 s, t;
+    mov.b32 {a, b}, $4;
+    cvt.rn.f16x2.e4m3x2 s, a;
+    cvt.rn.f16x2.e4m3x2 t, b;
+    mov.b32 {$0, $1}, s;
+    mov.b32 {$2, $3}, t;
+    }
+    """
+)
+_E5M2_WORD = gl.constexpr(
+    """
+    {
+    .reg .b32 s, t;
+    prmt.b32 s, $4, 0, 0x1404;
+    prmt.b32 t, $4, 0, 0x3424;
+    mov.b32 {$0, $1}, s;
+    mov.b32 {$2, $3}, t;
+    }
+    """
+)
+
+
+@gluon.jit
+def float8_words(words, KIND: gl.constexpr):
+    """Four f16 of each word of four floats of 8 bits."""
+    source: gl.constexpr = _E4M3_WORD if has_one_nan(KIND) else _E5M2_WORD
+    return gl.inline_asm_elementwise(
+        source, "=h,=h,=h,=h,r", [words], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.blocks import is_quantized
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.float8 import float8_values, is_float8
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.dropout import kept_weights
 from graphrt.backends.triton.kernels.flash_attn.ranges import (
@@ -106,13 +107,16 @@ def load_kv(
         p_tile = p_kv + _keys_first(at, WAYS) + _last(i_d, 2 if WAYS == 0 else 3)
         m_d = _last(i_d < D, 2 if WAYS == 0 else 3)
         if ALL and FROM + SIZE <= D:
-            return tl.load(p_tile).to(DOT)
+            x = tl.load(p_tile)
         elif ALL:
-            return tl.load(p_tile, mask=m_d, other=0.0).to(DOT)
+            x = tl.load(p_tile, mask=m_d, other=0)
         elif FROM + SIZE <= D:
-            return tl.load(p_tile, mask=_keys_first(m_key, WAYS), other=0.0).to(DOT)
+            x = tl.load(p_tile, mask=_keys_first(m_key, WAYS), other=0)
         else:
-            return tl.load(p_tile, mask=_keys_first(m_key, WAYS) & m_d, other=0.0).to(DOT)
+            x = tl.load(p_tile, mask=_keys_first(m_key, WAYS) & m_d, other=0)
+        if is_float8(KIND):
+            x = float8_values(x, KIND, PTX)
+        return x.to(DOT)
 
 
 @triton.jit

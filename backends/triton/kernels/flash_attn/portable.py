@@ -124,7 +124,7 @@ def constants(p: Problem, t: Tiling, config: Config, choice: Choice, target: Tar
         "V_DOT": v.dot, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "WAYS": config.ways,
         "SOFTCAP": p.params.softcap != 0, "V_IN_K": p.v_in_k, "HAS_V": p.out is not None, "PACK": t.pack,
         "BIG": not units_fit(t, choice.programs), "WIDE": max(k.strides[0], v.strides[0]) * t.block_n >= 2**31,
-        "PTX": target.is_nvidia, "PDL": target.has_pdl,
+        "PTX": int(target.arch[3:]) if target.is_nvidia else 0, "PDL": target.has_pdl,
         "PRECISION": "tf32x3" if target.is_nvidia and not config.ieee else "ieee", "STAGES": stages_of(p, config),
     }  # fmt: skip
 

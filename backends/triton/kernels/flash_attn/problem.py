@@ -68,7 +68,7 @@ def operand(t: Tensor, place: Place, f32: bool = False) -> Operand:
     # Triton 3.6 multiplies a second part of 16 or 32 columns wrongly on Hopper unless it comes by asynchronous copies
     # (D 80 with gaps, D 96 of q4_1 and q5_1: seen on an H100). Quantized rows never do, others where Triton sees that
     # they are aligned: it asks whether 16 divides the strides that it is told when it compiles.
-    copied = not t.dtype.is_quantized and n * unit.itemsize % 16 == 0 and h % 16 == 0 and s % 16 == 0
+    copied = t.dtype.kind == "float" and n * unit.itemsize % 16 == 0 and h % 16 == 0 and s % 16 == 0
     # Nor do rows that are widened to f32 on the way.
     widened = f32 and kind != "f32"
     least = 16 if copied and offset % 16 == 0 and not widened else 64

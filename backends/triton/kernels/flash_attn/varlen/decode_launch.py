@@ -8,7 +8,13 @@ from functools import cached_property
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
-from graphrt.backends.triton.kernels.flash_attn.decode_configs import Config, config_for, owns_columns, shared_bytes
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
+    Config,
+    config_for,
+    owns_columns,
+    shared_bytes,
+    with_words,
+)
 from graphrt.backends.triton.kernels.flash_attn.decode_launch import PLAN_EARLY
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch, warps_text
@@ -64,7 +70,7 @@ class VarlenDecode(VarlenKernel):
         args = main_arguments(p, self.tiling, same, self.choice, plan, part, self.target)
         words = [word for word in ("causal", "window", "alibi") if args[word.upper()]]
         known = {
-            **args, "D": p.k.d, "STAGES": self.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
+            **with_words(args), "D": p.k.d, "STAGES": self.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
             "SEES": " ".join(["position", *words]), "PLAN_EARLY": plan_is_old and PLAN_EARLY,
         }  # fmt: skip
         given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
