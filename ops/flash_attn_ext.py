@@ -9,8 +9,8 @@
                     None
     out   [D_v, n_head, n_q, n_seq]  f32  !! permuted
 
-    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  s += slope(head) * mask + attn_bias;
-    softmax over s and the sink;  out = p.v
+    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  if score: s = score(s, sequence, head, query, key);
+    s += slope(head) * mask + attn_bias;  softmax over s and the sink;  out = p.v
 
 Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless. A row with every key masked gives 0.
 """
@@ -24,13 +24,16 @@ from graphrt.arguments import checked
 from graphrt.dtypes import F32
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, moved_bytes, register, require
+from graphrt.ops.score import as_params, check_params
+from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor
 
 
 @dataclass(frozen=True)
 class FlashAttnParams:
     """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is left
-    out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see dropout.py."""
+    out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see dropout.py.
+    score, score_numbers: a score function as score_text.py writes it, "" for none."""
 
     scale: float
     max_bias: float = 0.0
@@ -38,6 +41,8 @@ class FlashAttnParams:
     dropout_p: float = 0.0
     seed: int = 0
     offset: int = 0
+    score: str = ""
+    score_numbers: tuple[float, ...] = ()
 
 
 def check_kv(op: str, q: Tensor, k: Tensor) -> None:
@@ -67,6 +72,8 @@ def check_rest(
     if attn_bias is not None:
         _check_bias(op, q, k, attn_bias)
     _check_dropout(op, q, p)
+    sizes = dict(zip("bhij", (q.ne[3], q.ne[2], q.ne[1], k.ne[1])))
+    check_params(p.score, p.score_numbers, sizes)
 
 
 def _check_bias(op: str, q: Tensor, k: Tensor, attn_bias: Tensor) -> None:
@@ -145,7 +152,7 @@ FLASH_ATTN_LSE = register(
 def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
     max_bias: float = 0.0, softcap: float = 0.0, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
-    seed: int = 0, offset: int = 0, name: str = "",
+    seed: int = 0, offset: int = 0, score: Expr | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention in one op: result = softmax(s) v over the keys and the sink, s = scale * q.k + slope(head) * mask.
 
@@ -156,13 +163,15 @@ def flash_attn_ext(
     result is f32 [D_v, n_head, n_q, n_seq], !! permuted. attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3], b2 and b3
     dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
     weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
-    all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). Keys
-    whose mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key masked gives 0.
+    all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). score:
+    a function of score.py, whose value takes the place of scale * q.k or, with a softcap, of what that makes of it;
+    None for none. Keys whose mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key
+    masked gives 0.
     Source: ggml_flash_attn_ext; the algorithm is FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types
     and shapes, for ALiBi without a mask, and for numbers that are not finite.
     """
     params = FlashAttnParams(
-        float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset)
+        float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset), *as_params(score)
     )  # fmt: skip
     return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, attn_bias, params=params, name=name)
 
@@ -170,16 +179,17 @@ def flash_attn_ext(
 @checked(GraphError)
 def flash_attn_lse(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
-    softcap: float = 0.0, attn_bias: Tensor | None = None, name: str = "",
+    softcap: float = 0.0, attn_bias: Tensor | None = None, score: Expr | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_ext(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
     quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
-    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None. The result is f32 [n_head, n_q, n_seq], -inf for a
-    row with every key masked. A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse
+    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; score: a function of score.py or None. The result is
+    f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse
     the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what
     flash_attn_ext() refuses.
     """
-    params = FlashAttnParams(float(scale), float(max_bias), float(softcap))
+    text, numbers = as_params(score)
+    params = FlashAttnParams(float(scale), float(max_bias), float(softcap), score=text, score_numbers=numbers)
     return build(FLASH_ATTN_LSE, q, k, mask, sinks, attn_bias, params=params, name=name)

@@ -62,7 +62,7 @@ def kq_mask(low: Lowering, out: Tensor) -> Any | None:
 def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
-    plain = out["attn_bias"] is None and out.params.dropout_p == 0.0
+    plain = out["attn_bias"] is None and out.params.dropout_p == 0.0 and not out.params.score
     if not plain or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
     p = out.params
