@@ -33,7 +33,7 @@ def score_of(p: FlashAttnParams | FlashAttnVarlenParams) -> Expr | None:
 def value(e: Expr, s: torch.Tensor) -> torch.Tensor:
     """The value for scores s [n_seq, n_head, n_q, n_kv], in that shape and type."""
     symbols = {name: _positions(s, dim) for dim, name in enumerate("bhij")} | {"s": s}
-    return _value(e, symbols, s.dtype).expand(s.shape)
+    return value_at(e, symbols, s.dtype).expand(s.shape)
 
 
 def _positions(s: torch.Tensor, dim: int) -> torch.Tensor:
@@ -42,14 +42,15 @@ def _positions(s: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.arange(s.shape[dim]).reshape(shape)
 
 
-def _value(e: Expr, symbols: dict[str, torch.Tensor], kind: torch.dtype) -> torch.Tensor:
+def value_at(e: Expr, symbols: dict[str, torch.Tensor], kind: torch.dtype) -> torch.Tensor:
+    """The value of an expression where its symbols have these, reals in `kind`; of as many elements as it takes."""
     if e.op == "symbol":
         return symbols[e.value]
     if e.op == "literal":
         return torch.tensor(e.value, dtype=torch.int64 if isinstance(e.value, int) else kind)
     if e.op == "number":
         return torch.tensor(e.value[0], dtype=kind)
-    args = [_value(a, symbols, kind) for a in e.args]
+    args = [value_at(a, symbols, kind) for a in e.args]
     if e.op == "table":
         return torch.tensor(e.value, dtype=kind)[args[0].clamp(0, len(e.value) - 1)]
     if e.op == "real":

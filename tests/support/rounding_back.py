@@ -170,6 +170,8 @@ class Errors:
         of_logits = scale**2 * (of_sum(squares, head.logits / scale, head.q.shape[-1]) + 2 * ROUNDING * squares)
         of_logits = of_logits + 2 * ROUNDING * head.logits**2
         of_bent = of_logits * head.bend**2 + (3 * FUNCTION * head.bent**2 if cap else 0.0)
+        found = scored(p, head.unscored, head.s, head.h, head.keys)
+        of_bent = of_bent if found is None else of_bent + found.var
         sums = (head.bent + head.added) ** 2 + (head.bent + head.added + head.bias) ** 2
         of_x = of_bent + ROUNDING * (2 * head.added**2 + sums + 2 * head.x**2)
         self.of_weights = of_x + FUNCTION
@@ -183,6 +185,9 @@ class Errors:
         self.of_added = head.weights**2 * (of_score + head.score**2 * (self.of_weights + 2 * ROUNDING))
         flat = head.bend * scale
         bent_part = (head.d_added * scale) ** 2 * (8 * FUNCTION + 4 * of_logits / cap**2) if cap else 0.0
+        if found is not None:
+            slope = of_slope(p, head.unscored, of_logits, head.s, head.h, head.keys)
+            bent_part = bent_part + (head.d_added * scale) ** 2 * slope
         self.of_logits = self.of_added * flat**2 + bent_part + 3 * ROUNDING * head.d_logits**2
 
 
