@@ -23,8 +23,8 @@ from functools import lru_cache
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
 from graphrt.ops.score_calculus import check_extent, depends
-from graphrt.ops.score_text import packed, parsed, symbol
-from graphrt.ops.score_tree import REAL, SYMBOLS, Expr, Operand, leaf, lookup, make
+from graphrt.ops.score_text import parsed
+from graphrt.ops.score_tree import REAL, SYMBOLS, Expr, Operand, leaf, lookup, make, packed, symbol
 from graphrt.ops.soft_max import alibi_slopes
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from graphrt.errors import GraphError
-from graphrt.ops.score_tree import REAL, WHOLE, Expr, literal, make
+from graphrt.ops.score_tree import REAL, WHOLE, Expr, literal, make, packed
 
 _ZERO, _ONE = literal(0.0), literal(1.0)
 
@@ -94,8 +94,6 @@ def _extent(e: Expr, sizes: dict[str, int]) -> tuple[int, int]:
         return 0, 0
     low, high = _range(e, parts, sizes)
     if low <= -(2**31) or high >= 2**31:
-        from graphrt.ops.score_text import packed
-
         rule = "whole numbers of a score function have 32 bits"
         raise GraphError(f"{rule}, {packed(e)[0][:80]} reaches {low} to {high} here; use floats, as in 1.0 * i")
     return low, high

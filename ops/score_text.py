@@ -1,4 +1,4 @@
-"""Score functions as text and numbers, which is how an op's parameters have them, and back.
+"""Score functions read from their text and numbers, which is how an op's parameters have them (score_tree.packed).
 
     p[0] * tanh(s / p[0])              (30.0,)
     s + t[0:255, i - j + 127]          255 numbers: t[from:to, index] is a table among them
@@ -15,85 +15,25 @@ from typing import Any
 
 from graphrt.errors import GraphError
 from graphrt.ops.score_tree import (
-    COMPARISONS,
-    FUNCTIONS,
+    CALLS,
     MAX_DEPTH,
     MAX_NUMBERS,
-    MAX_SIZE,
+    MAX_TEXT,
     SYMBOLS,
     Expr,
-    fits,
     leaf,
     literal,
     lookup,
     make,
+    packed,
+    symbol,
 )
 
-#: Characters of a text.
-MAX_TEXT = 1024
-#: How tightly operators bind in Python; what is a call, a name or a number binds tightest.
-_LEVELS = {**dict.fromkeys(COMPARISONS, 1), "|": 2, "&": 3, "+": 4, "-": 4, "*": 5, "/": 5, "//": 5, "%": 5, "neg": 6}
-_TIGHTEST = 9
-_CALLS = (*FUNCTIONS, "abs", "min", "max", "where")
 _AST: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.BitAnd: "&",
     ast.BitOr: "|", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
 _ARGUMENTS = {"min": 2, "max": 2, "where": 3}
-
-
-def symbol(name: str) -> Expr:
-    return Expr("symbol", value=name, kind=SYMBOLS[name])
-
-
-class Places:
-    """Where numbers lie. numbers: of parameters and tables so far, in the order of the text; equal ones are there once."""
-
-    def __init__(self) -> None:
-        self.numbers: list[float] = []
-        self.found: dict[tuple[float, ...], int] = {}
-
-    def place(self, values: tuple[float, ...]) -> int:
-        if values not in self.found:
-            self.found[values] = len(self.numbers)
-            self.numbers += values
-        return self.found[values]
-
-    def write(self, e: Expr) -> tuple[str, int]:
-        """(text, how tightly it binds)."""
-        if e.op == "literal":
-            return repr(e.value), 6 if e.value < 0 else _TIGHTEST
-        if e.op == "symbol":
-            return e.value, _TIGHTEST
-        if e.op == "number":
-            return f"p[{self.place(e.value)}]", _TIGHTEST
-        if e.op == "table":
-            at = self.place(e.value)
-            return f"t[{at}:{at + len(e.value)}, {self.write(e.args[0])[0]}]", _TIGHTEST
-        if e.op == "real":  # which parsing finds again
-            return self.write(e.args[0])
-        if e.op in _CALLS:
-            return f"{e.op}({', '.join(self.write(a)[0] for a in e.args)})", _TIGHTEST
-        level = _LEVELS[e.op]
-        parts = []
-        for at, arg in enumerate(e.args):
-            text, binds = self.write(arg)
-            tight = binds > level or (binds == level and at == 0 and level > 1 and e.op != "neg")
-            parts.append(text if tight else f"({text})")
-        return f"-{parts[0]}" if e.op == "neg" else f" {e.op} ".join(parts), level
-
-
-def packed(e: Expr) -> tuple[str, tuple[float, ...]]:
-    """(text, numbers) of an expression. Raises GraphError for one that is too large."""
-    if not fits(e):
-        rule = f"a score function has up to {MAX_SIZE} parts, {MAX_DEPTH} levels deep"
-        raise GraphError(f"{rule}, this one {e.size} and {e.depth}; put what positions decide into a table")
-    writer = Places()
-    text = writer.write(e)[0]
-    if len(text) > MAX_TEXT or len(writer.numbers) > MAX_NUMBERS:
-        rule = f"a score function takes {MAX_TEXT} characters and {MAX_NUMBERS} numbers at most"
-        raise GraphError(f"{rule}, this one {len(text)} and {len(writer.numbers)}; larger tables are attn_bias")
-    return text, tuple(writer.numbers)
 
 
 @lru_cache(maxsize=256)
@@ -131,7 +71,7 @@ class _Reader:
                 return make(_AST[type(op)], self.read(a, depth + 1), self.read(b, depth + 1))
             case ast.Compare(left=a, ops=[op], comparators=[b]) if type(op) in _AST:
                 return make(_AST[type(op)], self.read(a, depth + 1), self.read(b, depth + 1))
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in CALLS:
                 if len(args) != _ARGUMENTS.get(name, 1):
                     raise GraphError(f"{name}() of a score function takes {_ARGUMENTS.get(name, 1)}, got {len(args)}")
                 return make(name, *(self.read(a, depth + 1) for a in args))

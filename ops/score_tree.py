@@ -17,6 +17,8 @@ from graphrt.op import MAX_F32
 WHOLE, REAL, TRUTH = "whole", "real", "truth"
 #: Nodes of an expression, and how deep they are nested.
 MAX_SIZE, MAX_DEPTH = 200, 40
+#: Characters of its text.
+MAX_TEXT = 1024
 #: Numbers of an expression's tables and parameters in all.
 MAX_NUMBERS = 4096
 #: Symbols: the score, the sequence, the head of q, the query, the key.
@@ -34,6 +36,10 @@ _FOLD: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 ARITHMETIC = ("+", "-", "*", "neg", "abs", "min", "max")
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+#: How tightly operators bind in Python; what is a call, a name or a number binds tightest.
+_LEVELS = {**dict.fromkeys(COMPARISONS, 1), "|": 2, "&": 3, "+": 4, "-": 4, "*": 5, "/": 5, "//": 5, "%": 5, "neg": 6}
+_TIGHTEST = 9
+CALLS = (*FUNCTIONS, "abs", "min", "max", "where")
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,8 +55,6 @@ class Expr:
     depth: int = 1
 
     def __repr__(self) -> str:
-        from graphrt.ops.score_text import packed
-
         return f"<score function {packed(self)[0]}>" if fits(self) else f"<score function of {self.size} parts>"
 
     def __bool__(self) -> bool:
@@ -205,3 +209,57 @@ def lookup(values: tuple[float, ...], index: Operand) -> Expr:
     if not 1 <= len(values) <= MAX_NUMBERS:
         raise GraphError(f"a table has 1 to {MAX_NUMBERS} numbers, got {len(values)}; larger ones are attn_bias")
     return _node("table", (at,), REAL, leaf("number", values).value)
+
+
+def symbol(name: str) -> Expr:
+    return Expr("symbol", value=name, kind=SYMBOLS[name])
+
+
+class Places:
+    """Where numbers lie. numbers: of parameters and tables so far, in the order of the text; equal ones are there once."""
+
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+        self.found: dict[tuple[float, ...], int] = {}
+
+    def place(self, values: tuple[float, ...]) -> int:
+        if values not in self.found:
+            self.found[values] = len(self.numbers)
+            self.numbers += values
+        return self.found[values]
+
+    def write(self, e: Expr) -> tuple[str, int]:
+        """(text, how tightly it binds)."""
+        if e.op == "literal":
+            return repr(e.value), 6 if e.value < 0 else _TIGHTEST
+        if e.op == "symbol":
+            return e.value, _TIGHTEST
+        if e.op == "number":
+            return f"p[{self.place(e.value)}]", _TIGHTEST
+        if e.op == "table":
+            at = self.place(e.value)
+            return f"t[{at}:{at + len(e.value)}, {self.write(e.args[0])[0]}]", _TIGHTEST
+        if e.op == "real":  # which parsing finds again
+            return self.write(e.args[0])
+        if e.op in CALLS:
+            return f"{e.op}({', '.join(self.write(a)[0] for a in e.args)})", _TIGHTEST
+        level = _LEVELS[e.op]
+        parts = []
+        for at, arg in enumerate(e.args):
+            text, binds = self.write(arg)
+            tight = binds > level or (binds == level and at == 0 and level > 1 and e.op != "neg")
+            parts.append(text if tight else f"({text})")
+        return f"-{parts[0]}" if e.op == "neg" else f" {e.op} ".join(parts), level
+
+
+def packed(e: Expr) -> tuple[str, tuple[float, ...]]:
+    """(text, numbers) of an expression. Raises GraphError for one that is too large."""
+    if not fits(e):
+        rule = f"a score function has up to {MAX_SIZE} parts, {MAX_DEPTH} levels deep"
+        raise GraphError(f"{rule}, this one {e.size} and {e.depth}; put what positions decide into a table")
+    writer = Places()
+    text = writer.write(e)[0]
+    if len(text) > MAX_TEXT or len(writer.numbers) > MAX_NUMBERS:
+        rule = f"a score function takes {MAX_TEXT} characters and {MAX_NUMBERS} numbers at most"
+        raise GraphError(f"{rule}, this one {len(text)} and {len(writer.numbers)}; larger tables are attn_bias")
+    return text, tuple(writer.numbers)

@@ -186,8 +186,8 @@ GROUPS: Mapping[str, Sequence[Group]] = {
     ),
     # Keys beyond a tile's last, heads that share keys and sequences, rows of one query and of several tiles.
     "scores": (
-        Group(replace(_WIDE, n_q=19, n_kv=150), {"score": tuple(SCORES)}, {"mask": (None, "random"), "softcap": (5.0,)}),
-        Group(replace(_WIDE, score="branches"), {"n_q": (1, 5), "mask": ("window", None)}, {"n_kv": (1, 1025)}),
+        Group(replace(_WIDE, n_q=19, n_kv=150), {"score": tuple(SCORES)}),
+        Group(replace(_WIDE, score="branches"), {"n_q": (1, 5), "mask": ("window", None)}, {"n_kv": (1025,)}),
         Group(replace(_WIDE, n_q=70, n_kv=300, sinks="near", softcap=5.0), {"score": ("relative", "hides")}),
         Group(replace(BASE, score="temperature", spoil="nan", bias=(4, 1, "f32"), max_bias=8.0), {"mask": ("random",)}),
         Group(replace(BASE, score="softcap", d=(128, 128)), {"types": [("q8_0", "q4_0"), ("bf16", "bf16"),

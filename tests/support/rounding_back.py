@@ -9,6 +9,7 @@ from graphrt.tensor import Tensor
 from support.reference64 import REFERENCE64
 from support.reference64_back import Head, back_heads, packed_heads, slopes
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_sum, variance
+from support.score64 import of_slope, scored
 
 Array = npt.NDArray[np.generic]
 
@@ -172,8 +173,9 @@ class Errors:
         of_bent = of_logits * head.bend**2 + (3 * FUNCTION * head.bent**2 if cap else 0.0)
         found = scored(p, head.unscored, head.s, head.h, head.keys)
         of_bent = of_bent if found is None else of_bent + found.var
-        sums = (head.bent + head.added) ** 2 + (head.bent + head.added + head.bias) ** 2
-        of_x = of_bent + ROUNDING * (2 * head.added**2 + sums + 2 * head.x**2)
+        bent, x = (np.where(np.isneginf(t), 0.0, t) for t in (head.bent, head.x))  # where a score function hides
+        sums = (bent + head.added) ** 2 + (bent + head.added + head.bias) ** 2
+        of_x = of_bent + ROUNDING * (2 * head.added**2 + sums + 2 * x**2)
         self.of_weights = of_x + FUNCTION
         of_v = head.d_out**2 @ (head.v**2).T
         n = head.d_out.shape[-1]

@@ -17,9 +17,11 @@ from graphrt.dtypes import DType, dtype
 from graphrt.execute import Executable
 from graphrt.graph import Graph
 from graphrt.host import host_type
+from graphrt.ops import score
+from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import AnyArray, quantize
-from graphrt.tools.bench.op_shapes import Shape
+from graphrt.tools.bench.op_shapes import CAP, Shape
 
 #: The caches of a decode graph take at least so many bytes, and so many times the device's cache, in 4 to 64 nodes.
 CACHES_BYTES, CACHES_TIMES, DECODE_NODES = 256 * 2**20, 4, (4, 64)
@@ -117,10 +119,15 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
         k, v = caches[-1]
         program.nodes.append(
             ops.flash_attn_ext(
-                q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, name=f"out{i}"
+                q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s),
+                name=f"out{i}",
             )
         )
     return program
+
+
+def _score(s: Shape) -> Expr | None:
+    return {"": None, "identity": score.identity(), "softcap": score.softcap(CAP)}[s.score]
 
 
 def _mask(program: Program) -> Tensor | None:

@@ -23,8 +23,7 @@ from graphrt.backends.triton.kernels.flash_attn import score_math
 from graphrt.op import MAX_F32
 from graphrt.ops.score import of_params
 from graphrt.ops.score_calculus import derivative
-from graphrt.ops.score_text import Places, packed
-from graphrt.ops.score_tree import REAL, Expr
+from graphrt.ops.score_tree import REAL, Expr, Places, packed
 
 _BINARY = ("+", "-", "*", "/", "<", "<=", ">", ">=", "==", "!=", "&", "|")
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
