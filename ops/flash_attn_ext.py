@@ -186,9 +186,9 @@ def flash_attn_lse(
     s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
     quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
     None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; score: a function of score.py or None. The result is
-    f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse
-    the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what
-    flash_attn_ext() refuses.
+    f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside FLASH_ATTN_EXT with the
+    same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has
+    no such op. Raises GraphError for what flash_attn_ext() refuses.
     """
     text, numbers = as_params(score)
     params = FlashAttnParams(float(scale), float(max_bias), float(softcap), score=text, score_numbers=numbers)

@@ -61,7 +61,7 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise GraphError(f"a score function is at most {MAX_DEPTH} levels deep")
         match node:
-            case ast.Constant(value=value):
+            case ast.Constant(value=int() | float() as value):
                 return literal(value)
             case ast.Name(id=name) if name in SYMBOLS:
                 return symbol(name)

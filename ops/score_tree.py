@@ -216,7 +216,7 @@ def symbol(name: str) -> Expr:
 
 
 class Places:
-    """Where numbers lie. numbers: of parameters and tables so far, in the order of the text; equal ones are there once."""
+    """Where numbers lie. numbers: of parameters and tables so far, as the text comes to them; equal ones once."""
 
     def __init__(self) -> None:
         self.numbers: list[float] = []

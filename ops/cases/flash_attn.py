@@ -188,10 +188,14 @@ GROUPS: Mapping[str, Sequence[Group]] = {
     "scores": (
         Group(replace(_WIDE, n_q=19, n_kv=150), {"score": tuple(SCORES)}),
         Group(replace(_WIDE, score="branches"), {"n_q": (1, 5), "mask": ("window", None)}, {"n_kv": (1025,)}),
-        Group(replace(_WIDE, n_q=70, n_kv=300, sinks="near", softcap=5.0), {"score": ("relative", "hides")}),
+        Group(
+            replace(BASE, n_q=70, n_kv=300, heads=(2, 1), sinks="near", softcap=5.0), {"score": ("relative", "hides")}
+        ),
         Group(replace(BASE, score="temperature", spoil="nan", bias=(4, 1, "f32"), max_bias=8.0), {"mask": ("random",)}),
-        Group(replace(BASE, score="softcap", d=(128, 128)), {"types": [("q8_0", "q4_0"), ("bf16", "bf16"),
-              ("f32", "f32")], "n_q": (1, 33)}),
+        Group(
+            replace(BASE, score="softcap", d=(128, 128)),
+            {"types": [("q8_0", "q4_0"), ("bf16", "bf16"), ("f32", "f32")], "n_q": (1, 33)},
+        ),
     ),
     # D that is no power of two ends in NaN, so that what a kernel pads it with must be its own zeros.
 }

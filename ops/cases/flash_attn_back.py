@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
 from graphrt.ops.cases.scores import SCORES
+from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.ops.score import as_params

@@ -119,7 +119,15 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
         k, v = caches[-1]
         program.nodes.append(
             ops.flash_attn_ext(
-                q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s),
+                q,
+                k,
+                v,
+                mask,
+                s.scale,
+                sinks=sinks,
+                max_bias=s.max_bias,
+                softcap=s.softcap,
+                score=_score(s),
                 name=f"out{i}",
             )
         )

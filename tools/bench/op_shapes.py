@@ -146,9 +146,11 @@ def _relative(of: Shape, **change: Any) -> Shape:
 
 
 def _scored(of: Shape, score: str, part: float, **change: Any) -> Shape:
-    """`of` with a score function, which is to reach a part of its speed; change: what the function takes the place of."""
+    """`of` with a score function, which is to reach a part of its speed. change: what it takes the place of."""
     mark = Mark(part, "speed of", of)
-    return replace(of, name="", llama=None, set="default", first=mark, goal=Mark(1.0, "speed of", of), score=score, **change)
+    return replace(
+        of, name="", llama=None, set="default", first=mark, goal=Mark(1.0, "speed of", of), score=score, **change
+    )
 
 
 def _quantized(of: Shape, kind: str, first: float, goal: float) -> Shape:

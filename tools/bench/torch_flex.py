@@ -41,7 +41,7 @@ def flex_peers(s: Shape, n_nodes: int, clock: Clock) -> dict[str, Peer | str]:
 
 def _work(s: Shape, n_nodes: int, clock: Clock) -> Run:
     nodes = [torch_sdpa.random(s) for _ in range(n_nodes)]
-    attend: Any = torch.compile(flex_attention, dynamic=False)  # type: ignore[no-untyped-call]
+    attend: Any = torch.compile(flex_attention, dynamic=False)
     given = arguments(s, torch_sdpa.DEVICE)
 
     def work() -> None:

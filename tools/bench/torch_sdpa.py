@@ -70,7 +70,12 @@ def why_not(s: Shape) -> str | None:
     """Why SDPA can't be a peer of a shape, None where it may."""
     if s.kv_type != "f16":
         return f"it knows no {s.kv_type} keys"
-    wanted = {"score function": s.score not in ("", "identity"), "softcap": s.softcap > 0, "ALiBi": s.max_bias > 0, "sinks": s.sinks}
+    wanted = {
+        "score function": s.score not in ("", "identity"),
+        "softcap": s.softcap > 0,
+        "ALiBi": s.max_bias > 0,
+        "sinks": s.sinks,
+    }
     missing = [name for name, is_wanted in wanted.items() if is_wanted]
     return f"it has no {' or '.join(missing)}" if missing else None
 

@@ -86,4 +86,6 @@ def _param(at: Checked, kind: Any) -> Any:
         return at.wholes(len(get_args(kind)), -MAX_WHOLE)
     if get_origin(kind) is tuple and get_args(kind) == (float, Ellipsis):
         return tuple(number.number() for number in at.items(MAX_NUMBERS))
-    raise GraphError(f"{at.path}: JSON holds parameters that are int, float, bool, str or tuples of numbers, got {kind}")
+    raise GraphError(
+        f"{at.path}: JSON holds parameters that are int, float, bool, str or tuples of numbers, got {kind}"
+    )

@@ -60,7 +60,9 @@ class Portable(BackKernel):
     def config(self) -> BackConfig:
         p, found = self.p, back_config(self.target.arch, self.owner, self.p.d, self.p.kind)
         # What is added to logits or left out takes registers that sums of 128 keys leave none of.
-        crowded = p.bias_t is not None or p.dropout_p > 0 or p.params.softcap > 0 or p.is_packed or self._score is not None
+        crowded = (
+            p.bias_t is not None or p.dropout_p > 0 or p.params.softcap > 0 or p.is_packed or self._score is not None
+        )
         return replace(found, block_n=64) if crowded and self.owner == KEYS and found.block_n > 64 else found
 
     @cached_property
