@@ -368,8 +368,8 @@ def flash_attn(
     """See the module. Strides count elements (quantized K and V: words, or halves unless aligned); those between keys
     are a model's own and known when compiled, which saves the registers of all but one address a tile.
 
-    q: f32; mask: f16; bias: f16, bf16 or f32; score: f32, numbers of SCORE; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32
-    [n_seq, n_q, n_head].
+    q: f32; mask: f16; bias: f16, bf16 or f32; score: f32, numbers of SCORE; out: f32 [n_seq, n_q, n_head, D_V];
+    lse: f32 [n_seq, n_q, n_head].
     counts, blocks, seen: what
     mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
     [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
@@ -453,8 +453,8 @@ def flash_attn(
                     p_kh, p_vh, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l,
                     acc0, acc1, factor, softcap, per_row(token, RANK), per_row(head, RANK), i_seq,
                     (seed_low, seed_high, offset, least, inverse), p_score, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
-                    V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT, V_IN_K,
-                    HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE,
+                    V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT,
+                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE,
                 )  # fmt: skip
 
         if not SOFTCAP and SCORE is None:
