@@ -187,7 +187,7 @@ GROUPS: Mapping[str, Sequence[Group]] = {
     # Keys beyond a tile's last, heads that share keys and sequences, rows of one query and of several tiles.
     "scores": (
         Group(replace(_WIDE, n_q=19, n_kv=150), {"score": tuple(SCORES)}),
-        Group(replace(_WIDE, score="branches"), {"n_q": (1, 5), "mask": ("window", None)}, {"n_kv": (1025,)}),
+        Group(replace(_WIDE, score="branches"), {"n_q": (1, 5), "mask": ("window", "random")}, {"n_kv": (1025,)}),
         Group(
             replace(BASE, n_q=70, n_kv=300, heads=(2, 1), sinks="near", softcap=5.0), {"score": ("relative", "hides")}
         ),
