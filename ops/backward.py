@@ -15,13 +15,14 @@ from graphrt.ops.copy import concat, cont, dup, repeat
 from graphrt.ops.cross_entropy import cross_entropy_loss_back
 from graphrt.ops.elementwise import clamp, div, fill, mul, scale, sqr, sqrt, sub
 from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
-from graphrt.ops.flash_attn_ext import FlashAttnParams, flash_attn_lse
+from graphrt.ops.flash_attn_ext import flash_attn_lse
 from graphrt.ops.flash_attn_varlen import flash_attn_varlen_lse
 from graphrt.ops.math_back import rms_norm_back, rope_back, silu_back, soft_max_back, unary_back
 from graphrt.ops.movement_back import get_rows_back, repeat_back, set_rows_back, view_back
 from graphrt.ops.norm import sum_rows
 from graphrt.ops.out_prod import mul_mat_id_back, out_prod, out_prod_id
 from graphrt.ops.rows import set_rows
+from graphrt.ops.score import of_params
 from graphrt.ops.unary import unary
 from graphrt.ops.view import permute, reshape, transpose, view
 from graphrt.tensor import Tensor
@@ -379,7 +380,8 @@ def _flash_attn(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]
     beside: dict[str, Any] = {name: node[name] for name in ("mask", "sinks", "attn_bias")}
     q, k, v = node["q"], node["k"], node["v"]
     lse = flash_attn_lse(q, k, beside["mask"], p.scale, sinks=beside["sinks"], max_bias=p.max_bias, softcap=p.softcap,
-                         attn_bias=beside["attn_bias"], prec=p.prec)  # fmt: skip
+                         attn_bias=beside["attn_bias"], score=of_params(p.score, p.score_numbers),
+                         prec=p.prec)  # fmt: skip
     d = contiguous(d)
     return {of: flash_attn_back(of, d, q, k, v, node, lse, p, **beside) for of in sorted(wanted)}
 
@@ -393,8 +395,7 @@ def _flash_attn_of_lse(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, 
     none = fill(cont(permute(q, 0, 2, 1, 3)), 0.0)
     p = node.params
     return {
-        of: flash_attn_back(of, none, q, k, k, none, node, FlashAttnParams(p.scale, p.max_bias, p.softcap),
-                            d_lse=contiguous(d), **beside) for of in sorted(wanted)
+        of: flash_attn_back(of, none, q, k, k, none, node, p, d_lse=contiguous(d), **beside) for of in sorted(wanted)
     }  # fmt: skip
 
 

@@ -6,7 +6,8 @@ Per query head, of the forward's sources, its result `out`, the gradient d_out o
     s = scale * q.k;  t = softcap * tanh(s / softcap) with a softcap, else s
     P = exp(t + slope * mask + attn_bias - lse);  0 where the mask is -inf, and in a row whose lse is -inf
     M = 1, with dropout 1 / (1 - dropout_p) where dropout.py keeps a weight, else 0
-    dT = P * (M * (d_out v) - delta);  dS = dT * (1 - (t / softcap)^2) with a softcap, else dT
+    dT = P * (M * (d_out v) - delta);  dS = dT * dt/ds, with a softcap 1 - (t / softcap)^2, else 1, and times the
+    derivative of the score function where there is one: t is then what it makes of t
     of q: scale * dS k;  of k: scale * dS^T q;  of v: (P * M)^T d_out
     of attn_bias: dT;  of sinks: -sum of exp(sink - lse) * delta over a head's rows
 
@@ -41,11 +42,16 @@ class FlashAttnBackParams:
     dropout_p: float = 0.0
     seed: int = 0
     offset: int = 0
+    score: str = ""
+    score_numbers: tuple[float, ...] = ()
 
     @property
     def attn(self) -> FlashAttnParams:
         """The forward's."""
-        return FlashAttnParams(self.scale, self.max_bias, self.softcap, self.dropout_p, self.seed, self.offset)
+        return FlashAttnParams(
+            self.scale, self.max_bias, self.softcap, self.dropout_p, self.seed, self.offset, self.score,
+            self.score_numbers,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

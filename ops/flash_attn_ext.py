@@ -9,8 +9,8 @@
                     None
     out   [D_v, n_head, n_q, n_seq]  f32  !! permuted
 
-    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  s += slope(head) * mask + attn_bias;
-    softmax over s and the sink;  out = p.v
+    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  if score: s = score(s, sequence, head, query, key);
+    s += slope(head) * mask + attn_bias;  softmax over s and the sink;  out = p.v
 
 Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless. A row with every key masked gives 0.
 """
@@ -24,6 +24,8 @@ from graphrt.arguments import checked
 from graphrt.dtypes import F32
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, moved_bytes, register, require
+from graphrt.ops.score import as_params, check_params
+from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor
 
 #: What FlashAttnParams.prec may be, ggml's numbers (op_params[3]): the backend's choice; products and sums in f32.
@@ -35,7 +37,7 @@ class FlashAttnParams:
     """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is left
     out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see dropout.py.
     prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; of the forward alone: gradients multiply in k's
-    and v's types."""
+    and v's types. score, score_numbers: a score function as score_text.py writes it, "" for none."""
 
     scale: float
     max_bias: float = 0.0
@@ -44,6 +46,8 @@ class FlashAttnParams:
     seed: int = 0
     offset: int = 0
     prec: int = PREC_DEFAULT
+    score: str = ""
+    score_numbers: tuple[float, ...] = ()
 
 
 def check_kv(op: str, q: Tensor, k: Tensor) -> None:
@@ -75,6 +79,8 @@ def check_rest(
     _check_dropout(op, q, p)
     known = (PREC_DEFAULT, PREC_F32)
     require(p.prec in known, op, f"prec must be {PREC_DEFAULT} (default) or {PREC_F32} (f32), got {p.prec}", q)
+    sizes = dict(zip("bhij", (q.ne[3], q.ne[2], q.ne[1], k.ne[1])))
+    check_params(p.score, p.score_numbers, sizes)
 
 
 def _check_bias(op: str, q: Tensor, k: Tensor, attn_bias: Tensor) -> None:
@@ -153,7 +159,7 @@ FLASH_ATTN_LSE = register(
 def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
     max_bias: float = 0.0, softcap: float = 0.0, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
-    seed: int = 0, offset: int = 0, prec: int = PREC_DEFAULT, name: str = "",
+    seed: int = 0, offset: int = 0, prec: int = PREC_DEFAULT, score: Expr | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention in one op: result = softmax(s) v over the keys and the sink, s = scale * q.k + slope(head) * mask.
 
@@ -164,14 +170,16 @@ def flash_attn_ext(
     result is f32 [D_v, n_head, n_q, n_seq], !! permuted. attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3], b2 and b3
     dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
     weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
-    all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). Keys
-    whose mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key masked gives 0.
-    prec: 10 (PREC_F32): products and sums in f32, which a backend may refuse; 0: its choice.
+    all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). prec:
+    10 (PREC_F32): products and sums in f32, which a backend may refuse; 0: its choice. score: a function of score.py,
+    whose value takes the place of scale * q.k or, with a softcap, of what that makes of it; None for none. Keys whose
+    mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key masked gives 0.
     Source: ggml_flash_attn_ext; the algorithm is FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types
     and shapes, for ALiBi without a mask, and for numbers that are not finite.
     """
     params = FlashAttnParams(
-        float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset), int(prec)
+        float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset), int(prec),
+        *as_params(score),
     )  # fmt: skip
     return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, attn_bias, params=params, name=name)
 
@@ -179,16 +187,19 @@ def flash_attn_ext(
 @checked(GraphError)
 def flash_attn_lse(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
-    softcap: float = 0.0, attn_bias: Tensor | None = None, prec: int = PREC_DEFAULT, name: str = "",
+    softcap: float = 0.0, attn_bias: Tensor | None = None, prec: int = PREC_DEFAULT, score: Expr | None = None,
+    name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_ext(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
     quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
-    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0 or 10. The result is f32 [n_head, n_q,
-    n_seq], -inf for a row with every key masked. A node of its own beside FLASH_ATTN_EXT with the same sources, so that
-    a backend can fuse the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises
-    GraphError for what flash_attn_ext() refuses.
+    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0 or 10; score: a function of score.py or None.
+    The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside
+    FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
+    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext() refuses.
     """
-    params = FlashAttnParams(float(scale), float(max_bias), float(softcap), prec=int(prec))
+    text, of_score = as_params(score)
+    numbers = (float(scale), float(max_bias), float(softcap))
+    params = FlashAttnParams(*numbers, prec=int(prec), score=text, score_numbers=of_score)
     return build(FLASH_ATTN_LSE, q, k, mask, sinks, attn_bias, params=params, name=name)

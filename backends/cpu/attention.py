@@ -8,6 +8,7 @@ from graphrt.backends.cpu.arithmetic import VECTOR, by_rows
 from graphrt.backends.cpu.matmul import product
 from graphrt.backends.cpu.philox import keep
 from graphrt.backends.cpu.reference import reference
+from graphrt.backends.cpu.score import score_of, value
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.ops.soft_max import alibi_slopes
@@ -81,6 +82,12 @@ def bent_logits(p: FlashAttnParams | FlashAttnVarlenParams, q: torch.Tensor, k: 
     return p.softcap * by_rows(torch.tanh, s / p.softcap) if p.softcap else s
 
 
+def scored(p: FlashAttnParams | FlashAttnVarlenParams, s: torch.Tensor) -> torch.Tensor:
+    """Logits after the score function, where there is one. s: [n_seq, n_head, n_q, n_kv]."""
+    function = score_of(p)
+    return s if function is None else value(function, s)
+
+
 def with_mask(
     p: FlashAttnParams | FlashAttnVarlenParams, s: torch.Tensor, mask: torch.Tensor | None,
     attn_bias: torch.Tensor | None,
@@ -122,7 +129,7 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """Attention [n_seq, n_q, n_head, D_v] with the parameters of a node. mask, attn_bias: in q's type, [m3, m2, n_q,
     n_kv]."""
-    logits, seen = with_mask(node.params, bent_logits(node.params, q, k), mask, attn_bias)
+    logits, seen = with_mask(node.params, scored(node.params, bent_logits(node.params, q, k)), mask, attn_bias)
     weights = dropped(node.params, _softmax(logits, sinks)[0])
     out = _weighted(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0))
     if not v.isfinite().all():  # a weight of 0 must not meet NaN, but a NaN that is seen must come through
@@ -136,7 +143,8 @@ def log_sum_exp(
     attn_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The log of the denominators of attend(), [n_seq, n_head, n_q]."""
-    return _softmax(with_mask(node.params, bent_logits(node.params, q, k), mask, attn_bias)[0], sinks)[1]
+    logits = scored(node.params, bent_logits(node.params, q, k))
+    return _softmax(with_mask(node.params, logits, mask, attn_bias)[0], sinks)[1]
 
 
 def up_to(n: int, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.backends.cpu.attention import NEG_INF, bent_logits, dropped, last_seen, up_to, with_mask
+from graphrt.backends.cpu.attention import NEG_INF, bent_logits, dropped, last_seen, scored, up_to, with_mask
 from graphrt.backends.cpu.attention_varlen import sequences
 from graphrt.backends.cpu.reference import reference
+from graphrt.backends.cpu.score import score_of, value
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
+from graphrt.ops.score_calculus import derivative
 from graphrt.tensor import Tensor
 
 Numbers = torch.Tensor | None
@@ -58,7 +60,7 @@ def gradient(
         seen_at_all = (mask != NEG_INF).flatten(0, 2).any(0)[:, None]
         k, v = torch.where(seen_at_all, k, 0.0), torch.where(seen_at_all, v, 0.0)
     bent = bent_logits(p, q, k)
-    logits, seen = with_mask(p, bent, mask, attn_bias)
+    logits, seen = with_mask(p, scored(p, bent), mask, attn_bias)
     weights = torch.where(seen & (rows.lse != NEG_INF), torch.exp(logits - rows.lse), 0.0)
     if of == "v":
         return _shared(dropped(p, weights).transpose(-1, -2) @ rows.d_out, n_head_kv)
@@ -67,6 +69,9 @@ def gradient(
     if of == "attn_bias":
         assert attn_bias is not None
         return _to_bias(d_logits, attn_bias)
+    function = score_of(p)
+    if function is not None:  # where a weight is 0, the function may be flat, steep or no number: it does not matter
+        d_logits = d_logits * torch.where(weights == 0.0, 0.0, value(derivative(function), bent))
     if p.softcap:
         d_logits = d_logits * (1.0 - (bent / p.softcap) ** 2)
     d_logits = d_logits * p.scale

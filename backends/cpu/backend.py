@@ -28,7 +28,7 @@ from graphrt.backends.cpu import (  # noqa: F401  (REFERENCES)
 from graphrt.backends.cpu.blocks import decode, encode
 from graphrt.backends.cpu.experts import expert_weight
 from graphrt.backends.cpu.fuse import FUSIONS
-from graphrt.backends.cpu.lower import lower
+from graphrt.backends.cpu.lower import lower, why_reference
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
 from graphrt.backends.cpu.products import matrix_weight
@@ -62,7 +62,8 @@ class CpuProgram(Program):
             return "native " + ", ".join(entry.kernel.name for step in lowered for entry in step.entries)
         if lowered is not None:
             return str(getattr(lowered, "__qualname__", type(lowered).__name__)).partition(".")[0].lstrip("_")
-        return "reference " + ", ".join(REFERENCES[n.op].function.__name__ for n in group.working)
+        reasons = [f" ({reason})" for n in group.working if lowered is None and (reason := why_reference(n))]
+        return "reference " + ", ".join(REFERENCES[n.op].function.__name__ for n in group.working) + "".join(reasons)
 
 
 class CpuBackend(Backend):

@@ -59,10 +59,15 @@ def kq_mask(low: Lowering, out: Tensor) -> Any | None:
     ]  # fmt: skip
 
 
+def why_reference(node: Tensor) -> str:
+    """Why a node has no fast form that others of its op have, "" where there is nothing to say."""
+    return "native attention has no score function" if getattr(node.params, "score", "") else ""
+
+
 def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
-    plain = out["attn_bias"] is None and out.params.dropout_p == 0.0
+    plain = out["attn_bias"] is None and out.params.dropout_p == 0.0 and not out.params.score
     if not plain or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
     p = out.params

@@ -8,6 +8,7 @@ from functools import partial
 
 from graphrt.dtypes import CACHES
 from graphrt.ops.cases.flash_attn_axes import IMPOSSIBLE, MASKS, ROWS, SINKS, SPOILS, VALUES, Axes, as_case
+from graphrt.ops.cases.scores import SCORES
 from graphrt.testing import Case, grid, register_cases
 
 Choices = Mapping[str, Sequence[object]]
@@ -192,6 +193,19 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),
         Group(replace(_WIDE, dropout_p=0.5, sinks="near", bias=_BIASES[3]), {"max_bias": (0.0, 8.0)}),
     ),
+    # Keys beyond a tile's last, heads that share keys and sequences, rows of one query and of several tiles.
+    "scores": (
+        Group(replace(_WIDE, n_q=19, n_kv=150), {"score": tuple(SCORES)}),
+        Group(replace(_WIDE, score="branches"), {"n_q": (1, 5), "mask": ("window", "random")}, {"n_kv": (1025,)}),
+        Group(
+            replace(BASE, n_q=70, n_kv=300, heads=(2, 1), sinks="near", softcap=5.0), {"score": ("relative", "hides")}
+        ),
+        Group(replace(BASE, score="temperature", spoil="nan", bias=(4, 1, "f32"), max_bias=8.0), {"mask": ("random",)}),
+        Group(
+            replace(BASE, score="softcap", d=(128, 128)),
+            {"types": [("q8_0", "q4_0"), ("bf16", "bf16"), ("f32", "f32")], "n_q": (1, 33)},
+        ),
+    ),
     # D that is no power of two ends in NaN, so that what a kernel pads it with must be its own zeros.
 }
 
@@ -227,7 +241,7 @@ def points(which: str) -> list[Axes]:
 
 
 #: Of the quick set FLASH_ATTN_LSE has the groups that change logits or their sum; v it doesn't know.
-_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases")
+_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases", "scores")
 
 
 def _lse_points(which: str) -> list[Axes]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from graphrt.dtypes import dtype
+from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_ext import flash_attn_ext, flash_attn_lse
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
@@ -36,7 +37,7 @@ class Axes:
     scale: on q.k, None for D_k^-0.5. mask, rows, sinks, values and layout are names in the tables MASKS, ROWS, SINKS,
     VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
     None for values like all others. bias: dimensions 2 and 3 of attn_bias and its type, None for none. prec: 10 for
-    products in f32.
+    products in f32. score: a name of scores.py's SCORES.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -57,6 +58,7 @@ class Axes:
     bias: tuple[int, int, str] | None = None
     dropout_p: float = 0.0
     prec: int = 0
+    score: str | None = None
 
 
 #: Values of each kind of mask. The first four come with a shape of their own in _mask_dims().
@@ -233,6 +235,8 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     mask, bias = _mask(inputs, axes), _bias(inputs, axes)
     given: dict[str, Any] = {"sinks": _sinks(inputs, axes), "max_bias": axes.max_bias, "softcap": axes.softcap}
     given["prec"] = axes.prec
+    if axes.score is not None:
+        given["score"] = SCORES[axes.score](axes.heads[0], axes.n_kv)
     if lse:
         k = _cached(inputs, "k", axes.types[0], axes.d[0], axes, values.k)
         return flash_attn_lse(q, k, mask, scale, attn_bias=bias, **given)

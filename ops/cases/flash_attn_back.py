@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
+from graphrt.ops.score import as_params
 from graphrt.ops.view import permute
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Given, Init, Inputs, Normal, Uniform, register_cases
@@ -25,7 +27,8 @@ from graphrt.testing.values import Spoiled
 class Axes:
     """One point. heads: of q, and of k and v; d: D_k and D_v; type: of k and v. mask: None, causal, window, random, or
     per_head; empty: so many of the first and last rows see nothing; bias: dimensions 2 and 3 of attn_bias, None for
-    none; layout: plain, or cache (heads inside rows, NaN in cells that nobody sees); size: of d_out's numbers."""
+    none; layout: plain, or cache (heads inside rows, NaN in cells that nobody sees); size: of d_out's numbers;
+    score: a name of scores.py's SCORES."""
 
     of: str
     n_q: int = 5
@@ -45,6 +48,7 @@ class Axes:
     dropout_p: float = 0.0
     layout: str = "plain"
     size: float = 1.0
+    score: str | None = None
 
 
 def _points() -> Iterator[Axes]:
@@ -75,6 +79,11 @@ def _points() -> Iterator[Axes]:
     yield replace(base, dropout_p=0.9, mask=None)
     yield replace(base, type="f16", dropout_p=0.3, bias=(1, 1), softcap=2.0, n_q=40, mask="causal")
     yield replace(base, type="bf16", dropout_p=0.3, bias=(2, 1), n_seq=2, d=(128, 128), mask=None)
+    for name in SCORES:
+        kind = "f32" if name in ("branches", "smooth") else "f16"
+        yield replace(base, score=name, type=kind, n_q=19, n_kv=70, n_seq=2, mask="causal")
+    yield replace(base, score="branches", n_seq=2, mask=None, bias=(2, 1), sinks=True)
+    yield replace(base, score="relative", type="bf16", n_q=130, n_kv=140, d=(64, 64), layout="cache", empty=2)
     for size in (1e-7, 1e6):
         yield replace(base, type="f16", size=size, d=(64, 64), bias=(1, 1))
     for kind in ("f16", "f32"):
@@ -141,7 +150,10 @@ def _make(axes: Axes, i: Inputs) -> Tensor:
     out = i("out", "f32", (d_v, *rows), Normal(1.0))
     d_out = i("d_out", "f32", (d_v, *rows), Normal(axes.size))
     lse: Init = Given((-math.inf,)) if axes.mask is None and axes.n_kv == 1 else _lse(axes)
-    params = FlashAttnParams(d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5)
+    function = SCORES[axes.score](n_head, axes.n_kv) if axes.score is not None else None
+    params = FlashAttnParams(
+        d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5, *as_params(function)
+    )  # fmt: skip
     return flash_attn_back(
         axes.of, d_out, q, k, v, out, i("lse", "f32", rows, lse), params, mask=mask, sinks=sinks, attn_bias=bias,
         d_lse=i("d_lse", "f32", rows) if axes.d_lse else None,

@@ -14,6 +14,7 @@ from typing import Any
 from graphrt import ops
 from graphrt.op import build, op_spec
 from graphrt.ops.cases.mul_mat_id import Choice
+from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.rope import RopeParams
 from graphrt.ops.unary import GLU_KINDS, UNARY_KINDS
 from graphrt.tensor import Tensor
@@ -184,6 +185,8 @@ _ATTENTION: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "bias": ((3, 5, 4, 2, 2, 4, 4), {"bias": (1, 1)}),
     "bias a head": ((3, 5, 4, 2, 2, 4, 4), {"bias": (4, 2), "mask": (1, 1), "max_bias": 4.0, "softcap": 1.5}),
     "bias some heads": ((3, 5, 4, 2, 2, 4, 4), {"bias": (2, 1), "sinks": True}),
+    "score": ((3, 5, 4, 2, 2, 4, 4), {"score": SCORES["smooth"](4, 5), "softcap": 2.0, "mask": (1, 1)}),
+    "score by position": ((3, 5, 4, 2, 2, 4, 4), {"score": SCORES["gate"](4, 5) + SCORES["relative"](4, 5)}),
     "dropout": ((3, 5, 4, 2, 2, 4, 4), {"dropout_p": 0.4, "seed": 2**40 + 5, "offset": 3}),
     "all of it": ((3, 6, 4, 2, 2, 4, 3), {"dropout_p": 0.25, "seed": 7, "softcap": 2.0, "bias": (2, 2), "sinks": True,
                                           "mask": (1, 2), "max_bias": 3.0}),

@@ -48,6 +48,7 @@ from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.occupancy import occupancy
 from graphrt.dtypes import dtype
+from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
@@ -62,7 +63,8 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 @dataclass(frozen=True)
 class Shape:
-    """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows."""
+    """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows;
+    score: a name of ops/cases/scores.py's SCORES."""
 
     d: tuple[int, int]
     n_q: int
@@ -70,6 +72,7 @@ class Shape:
     v_in_k: bool = False
     softcap: float = 0.0
     n_kv: int = 512
+    score: str = ""
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -94,7 +97,8 @@ def problem(shape: Shape) -> Problem:
     else:
         v = permute(leaf(shape.types[1], (d_v, 2, n_kv), "v"), 0, 2, 1, 3)
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
-    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap)
+    score = SCORES[shape.score](8, n_kv) if shape.score else None
+    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score)
     places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
     return Problem(attention_of(node), lambda t: (places[t.root][0], t.view_offs))
 
@@ -340,6 +344,13 @@ PREFILL = [
     Shape((576, 512), 128, ("f16", "f16"), v_in_k=True), *(Shape((d, d), 128, ("q8_0", "q8_0")) for d in (64, 128)),
     Shape((128, 128), 128, ("q4_0", "q8_0")),
 ]  # fmt: skip
+#: With score functions, and their schedules.
+SCORED = [
+    (Shape((128, 128), 128, ("f16", "f16"), score="softcap"), "tile"),
+    (Shape((128, 128), 128, ("bf16", "bf16"), score="branches"), "stream_k"),
+    (Shape((64, 64), 1, ("q8_0", "q4_0"), score="branches"), "split"),
+    (Shape((256, 256), 1, ("f16", "f16"), score="relative"), "split"),
+]
 
 
 def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
@@ -353,6 +364,9 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         shape, config = Shape(d, 33, ("f16", "f16"), n_kv=257), configs.find_config(arch, 33 * 4, d, "f16", "f16")
         for how in ("tile", "stream_k"):
             yield f"{arch} odd {shape} {how}", partial(portable_launches, arch, shape, config, how)
+    for shape, how in SCORED:
+        found = configs.find_config(arch, shape.n_q * 4, shape.d, *shape.types)
+        yield f"{arch} score {shape} {how}", partial(portable_launches, arch, shape, found, how)
     if arch.startswith("sm_"):
         for shape in (*DECODE, *DECODE8) if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]

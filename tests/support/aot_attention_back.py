@@ -11,15 +11,18 @@ from graphrt.backends.triton.accesses import declaration_of
 from graphrt.backends.triton.kernels.flash_attn.backward.forms import FORMS
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
 from graphrt.backends.triton.kernels.flash_attn.fusions import Gradients
+from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
+from graphrt.ops.score import as_params
 from graphrt.tensor import Tensor, new_tensor
 from support.aot_small_ops import Case, made
 
 
 @dataclass(frozen=True)
 class Shape:
-    """d: D_k and D_v; kind: of k and v; of: whose gradients, letters of "qkv", b for the bias, s for the sinks."""
+    """d: D_k and D_v; kind: of k and v; of: whose gradients, letters of "qkv", b for the bias, s for the sinks;
+    score: a name of ops/cases/scores.py's SCORES."""
 
     d: tuple[int, int]
     kind: str = "f16"
@@ -28,6 +31,7 @@ class Shape:
     bias: bool = False
     dropout_p: float = 0.0
     packed: bool = False
+    score: str = ""
     of: str = "qkv"
     forms: tuple[str, ...] = FORMS
 
@@ -40,6 +44,8 @@ SHAPES = (
     *(replace(_BASE, d=d, kind="f32") for d in ((64, 64), (128, 128))),
     *(replace(_BASE, d=d, kind="f32", forms=("split",)) for d in ((256, 256), (576, 512))),
     replace(_BASE, mask=False, kind="bf16", of="qkvs"), replace(_BASE, softcap=30.0, forms=("split",)),
+    replace(_BASE, score="softcap", forms=("split",)), replace(_BASE, score="branches", kind="bf16", forms=("split",)),
+    replace(_BASE, score="gate", kind="f32", d=(64, 64), forms=("split",)),
     replace(_BASE, bias=True, dropout_p=0.1, of="qkvb"), replace(_BASE, d=(64, 64), dropout_p=0.1, of="qk"),
     replace(_BASE, packed=True, mask=False, of="qkvs"), replace(_BASE, packed=True, mask=False, kind="f32", d=(64, 64)),
 )  # fmt: skip
@@ -61,7 +67,10 @@ def nodes(shape: Shape) -> list[Tensor]:
         ]
     given: dict[str, Any] = {"mask": new_tensor("f16", n, n) if shape.mask else None, "sinks": sinks}
     given["attn_bias"] = new_tensor("f16", n, n, 8) if shape.bias else None
-    params = FlashAttnParams(d_k**-0.5, softcap=shape.softcap, dropout_p=shape.dropout_p)
+    text, numbers = as_params(SCORES[shape.score](8, n) if shape.score else None)
+    params = FlashAttnParams(
+        d_k**-0.5, softcap=shape.softcap, dropout_p=shape.dropout_p, score=text, score_numbers=numbers
+    )  # fmt: skip
     return [ops.flash_attn_back(of, d_out, q, k, v, out, lse, params, **given) for of in wanted]
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from graphrt.ops.sample_each import RowSettings
 from graphrt.tensor import Tensor
+from support import score64
 
 Array = npt.NDArray[np.generic]
 Reference = Callable[..., Array]
@@ -429,6 +430,8 @@ def _attention_heads(
         logits = (q[s, h] @ k[s, h // group, keys].T) * q.dtype.type(p.scale)
         if p.softcap > 0:
             logits = q.dtype.type(p.softcap) * np.tanh(logits / q.dtype.type(p.softcap))
+        found = score64.scored(p, logits, s, h, keys)
+        logits = logits if found is None else found.x.astype(q.dtype)
         slope = q.dtype.type(alibi_slope(h, n_head, p.max_bias))
         if attn_bias is not None:
             logits = logits + attn_bias[s % attn_bias.shape[0], h % attn_bias.shape[1]][:, keys]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from graphrt.tensor import Tensor
 from support.reference64 import _logistic, _rows, _yarn_share, alibi_slope, reference64
+from support.score64 import scored
 
 Array = npt.NDArray[np.generic]
 
@@ -232,7 +233,8 @@ def dropout_factor(p: object, s: int, h: int, n_q: int, keys: Array) -> Array:
 class Head:
     """One query head of a backward: everything [n_q, n_keys] over the keys that some query sees.
 
-    x: t + slope * mask + bias - lse; weights: P; factor: M; score: M * (d_out v) - delta; bend: dt/ds.
+    x: t + slope * mask + bias - lse; weights: P; factor: M; score: M * (d_out v) - delta; bend: dt/ds; unscored: t
+    before a score function.
     """
 
     def __init__(
@@ -247,6 +249,10 @@ class Head:
         cap = p.softcap  # type: ignore[attr-defined]
         bent = cap * np.tanh(self.logits / cap) if cap else self.logits
         self.bend = 1 / np.cosh(np.clip(self.logits / cap, -300, 300)) ** 2 if cap else np.ones_like(bent)
+        found = scored(p, bent, s, h, self.keys)
+        self.unscored = bent
+        if found is not None:
+            bent, self.bend = found.x, self.bend * found.d
         self.added = np.zeros_like(bent)
         if mask is not None:
             slope = alibi_slope(h, n_head, p.max_bias)  # type: ignore[attr-defined]

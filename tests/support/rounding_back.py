@@ -9,6 +9,7 @@ from graphrt.tensor import Tensor
 from support.reference64 import REFERENCE64
 from support.reference64_back import Head, back_heads, packed_heads, slopes
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_sum, variance
+from support.score64 import of_slope, scored
 
 Array = npt.NDArray[np.generic]
 
@@ -170,8 +171,11 @@ class Errors:
         of_logits = scale**2 * (of_sum(squares, head.logits / scale, head.q.shape[-1]) + 2 * ROUNDING * squares)
         of_logits = of_logits + 2 * ROUNDING * head.logits**2
         of_bent = of_logits * head.bend**2 + (3 * FUNCTION * head.bent**2 if cap else 0.0)
-        sums = (head.bent + head.added) ** 2 + (head.bent + head.added + head.bias) ** 2
-        of_x = of_bent + ROUNDING * (2 * head.added**2 + sums + 2 * head.x**2)
+        found = scored(p, head.unscored, head.s, head.h, head.keys)
+        of_bent = of_bent if found is None else of_bent + found.var
+        bent, x = (np.where(np.isneginf(t), 0.0, t) for t in (head.bent, head.x))  # where a score function hides
+        sums = (bent + head.added) ** 2 + (bent + head.added + head.bias) ** 2
+        of_x = of_bent + ROUNDING * (2 * head.added**2 + sums + 2 * x**2)
         self.of_weights = of_x + FUNCTION
         of_v = head.d_out**2 @ (head.v**2).T
         n = head.d_out.shape[-1]
@@ -183,6 +187,9 @@ class Errors:
         self.of_added = head.weights**2 * (of_score + head.score**2 * (self.of_weights + 2 * ROUNDING))
         flat = head.bend * scale
         bent_part = (head.d_added * scale) ** 2 * (8 * FUNCTION + 4 * of_logits / cap**2) if cap else 0.0
+        if found is not None:
+            slope = of_slope(p, head.unscored, of_logits, head.s, head.h, head.keys)
+            bent_part = bent_part + (head.d_added * scale) ** 2 * slope
         self.of_logits = self.of_added * flat**2 + bent_part + 3 * ROUNDING * head.d_logits**2
 
 

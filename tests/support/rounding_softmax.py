@@ -16,6 +16,7 @@ from graphrt.tensor import Tensor
 from support.reference64 import alibi_slope, gathered, varlen_sequences
 from support.reference64_back import dropout_factor
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_products, of_sum, variance
+from support.score64 import scored
 
 Array = npt.NDArray[np.generic]
 
@@ -109,6 +110,9 @@ def _attention(
             of_logits = (1 - capped**2) ** 2 * (of_logits + ROUNDING * logits**2)
             logits = p.softcap * capped
             of_logits += (FUNCTION + ROUNDING) * logits**2
+        found = scored(p, logits, s, h, keys)
+        if found is not None:
+            logits, of_logits = found.x, of_logits * found.d**2 + found.var
         if attn_bias is not None:
             logits = logits + attn_bias[s % attn_bias.shape[0], h % attn_bias.shape[1]][:, keys]
             of_logits = of_logits + ROUNDING * logits**2

@@ -461,7 +461,7 @@ def test_the_forms_of_a_peer_are_the_same_attention(monkeypatch: pytest.MonkeyPa
     shape = Shape("prefill", 32, 8, 2, n_q, 24, 32, mask="causal" if mask == "chunk" else mask)
     monkeypatch.setattr(peers, "DEVICE", "cpu")
     torch.manual_seed(0)
-    q, k, v = peers._random(shape)
+    q, k, v = peers.random(shape)
     bias = peers._mask(shape)
     assert (bias is None) == (mask in ("none", "causal"))
     results = []

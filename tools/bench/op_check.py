@@ -16,6 +16,7 @@ from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
 from graphrt.tools.bench.op_inputs import Program
+from graphrt.tools.bench.op_shapes import CAP
 
 #: How many rows (head, query) of a node are judged.
 ROWS = 64
@@ -151,6 +152,8 @@ class _Sources:
         scores = rounded(self.q.to(kind)) @ rounded(self.k.to(kind)).T * shape.scale
         if shape.softcap:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        if shape.score == "softcap":
+            scores = CAP * torch.tanh(scores / CAP)
         if self.bias is not None:
             scores = scores + self.bias.to(kind)
         sinks = self.sinks.to(kind)

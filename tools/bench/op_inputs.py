@@ -19,9 +19,11 @@ from graphrt.execute import Executable
 from graphrt.graph import Graph
 from graphrt.host import host_type
 from graphrt.models.attention import AttentionParams, standard_attention
+from graphrt.ops import score
+from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import AnyArray, quantize
-from graphrt.tools.bench.op_shapes import Shape
+from graphrt.tools.bench.op_shapes import CAP, Shape
 
 #: The caches of a decode graph take at least so many bytes, and so many times the device's cache, in 4 to 64 nodes.
 CACHES_BYTES, CACHES_TIMES, DECODE_NODES = 256 * 2**20, 4, (4, 64)
@@ -120,13 +122,17 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
             caches.append((k, v))
         k, v = caches[-1]
         fused = node = ops.flash_attn_ext(
-            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, name=f"out{i}"
+            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s), name=f"out{i}"
         )
         if s.apart:
             node = standard_attention(q, k, v, mask, AttentionParams(s.scale, s.max_bias, s.softcap, sinks), fused.name)
         program.nodes.append(node)
         program.fused[node] = fused
     return program
+
+
+def _score(s: Shape) -> Expr | None:
+    return {"": None, "identity": score.identity(), "softcap": score.softcap(CAP)}[s.score]
 
 
 def _mask(program: Program) -> Tensor | None:

@@ -213,6 +213,7 @@ class Report:
             lines.append(f"Geometric mean of the ratios to llama.cpp: {mean[0]:.2f}, over {mean[1]} shapes.")
         if any(r.best_peer is not None for r in shown):
             lines.append("cuDNN and flash: torch's SDPA in this run, in a CUDA graph; its q is f16 where ours is f32.")
+        lines += [f"{r.shape.name}: FlexAttention has {_peer(r, 'flex')}." for r in shown if _peer(r, "flex") != "-"]
         return lines
 
 

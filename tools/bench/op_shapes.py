@@ -32,6 +32,8 @@ from graphrt.dtypes import dtype
 from graphrt.errors import GraphError
 from graphrt.tools.bench.models import heads_of
 
+#: What is capped is capped to so much.
+CAP = 30.0
 #: A set holds the shapes of those before it too.
 SETS = ("quick", "default", "full")
 LLAMA_SOURCE = "llama.cpp ggml 0.25.3 (sm_90a), test-backend-ops perf on an H100 80GB HBM3; quoted, not measured here"
@@ -59,7 +61,8 @@ class Shape:
 
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
-    three ops whose scores and weights lie in memory. llama: us for one query,
+    three ops whose scores and weights lie in memory. score: a score function, "identity" or "softcap" (of CAP). llama:
+    us for one query,
     else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
     """
 
@@ -77,6 +80,7 @@ class Shape:
     sinks: bool = False
     v_in_k: bool = False
     apart: bool = False
+    score: str = ""
     llama: float | None = None
     elsewhere: str = ""
     first: Mark | None = None
@@ -96,7 +100,7 @@ class Shape:
     @property
     def scale(self) -> float:
         """1/sqrt(d), twice that with a softcap: scores of deviation 1 would hardly tell whether one was applied."""
-        return (2.0 if self.softcap else 1.0) / math.sqrt(self.d)
+        return (2.0 if self.softcap or self.score == "softcap" else 1.0) / math.sqrt(self.d)
 
     @property
     def counted(self) -> float:
@@ -121,6 +125,7 @@ def _name(s: Shape) -> str:
     extras = [s.mask] if s.mask in ("causal", "dense") else ["alibi"] if s.mask == "distance" else []
     extras += ["standard"] * s.apart
     extras += ["softcap"] * (s.softcap > 0) + ["sinks"] * s.sinks + [s.kv_type] * (s.kv_type != "f16")
+    extras += [f"score {s.score}"] * bool(s.score)
     return " ".join([s.kind, size, f"H{s.n_head}/{s.n_head_kv}", f"{s.n_q}x{s.n_kv}", *extras])
 
 
@@ -144,6 +149,14 @@ def _relative(of: Shape, **change: Any) -> Shape:
     return replace(of, name="", llama=None, set="default", first=first, goal=goal, **change)
 
 
+def _scored(of: Shape, score: str, part: float, **change: Any) -> Shape:
+    """`of` with a score function, which is to reach a part of its speed. change: what it takes the place of."""
+    mark = Mark(part, "speed of", of)
+    return replace(
+        of, name="", llama=None, set="default", first=mark, goal=Mark(1.0, "speed of", of), score=score, **change
+    )
+
+
 def _quantized(of: Shape, kind: str, first: float, goal: float) -> Shape:
     """`of` with a quantized cache, or one of 8-bit floats, which is to take these parts of its time."""
     marks = (Mark(first, "time of", of), Mark(goal, "time of", of))
@@ -156,6 +169,7 @@ _CUDNN = Mark(1.0, "of cuDNN")
 
 _CAUSAL = _prefill(128, _H32_8, 4096, 4096, "causal", first=_tflops(420), goal=_tflops(509), set="quick")
 _FULL = _prefill(128, _H32_8, 4096, 4096, llama=245, first=_tflops(540), goal=_CUDNN, set="quick")
+_CAPPED = [_relative(_FULL, softcap=CAP), _relative(_CAUSAL, softcap=CAP)]
 
 _PREFILL = [
     _CAUSAL,
@@ -163,8 +177,9 @@ _PREFILL = [
     _prefill(64, _H32_8, 4096, 4096, llama=207, first=_tflops(420), goal=_CUDNN),
     _prefill(256, (16, 4), 4096, 4096, llama=258, elsewhere="H32/8", first=_tflops(600), goal=_CUDNN),
     _prefill(128, _H32_8, 4096, 4096, "dense", llama=245, first=_tflops(450), goal=_tflops(540)),
-    _relative(_FULL, softcap=30.0),
-    _relative(_CAUSAL, softcap=30.0),
+    *_CAPPED,
+    *(_scored(s, "softcap", 0.97, softcap=0.0) for s in _CAPPED),
+    _scored(_CAUSAL, "identity", 1.0),
     _relative(_CAUSAL, mask="distance", max_bias=8.0),
     _relative(_FULL, sinks=True),
     _prefill(128, _H32_8, 16384, 16384),
@@ -190,6 +205,7 @@ _DECODE = [
     *(_decode(576, _H64_8, n, llama=us, **_MLA) for n, us in ((4096, 29.5), (16384, 73.3), (65536, 259))),
     _decode(256, (32, 2), 10000, (14, 8), llama=185, set="quick"),
     _decode(256, (32, 2), 20000, (22, 15), llama=522),
+    _scored(_DECODE_128[2], "softcap", 0.97),
     _quantized(_DECODE_128[2], "q8_0", 0.9, 0.58),
     _quantized(_DECODE_128[2], "q4_0", 0.75, 0.38),
     _quantized(_DECODE_128[2], "f8_e4m3", 0.62, 0.54),

@@ -70,7 +70,12 @@ def why_not(s: Shape) -> str | None:
     """Why SDPA can't be a peer of a shape, None where it may."""
     if s.kv_type != "f16":
         return f"it knows no {s.kv_type} keys"
-    wanted = {"softcap": s.softcap > 0, "ALiBi": s.max_bias > 0, "sinks": s.sinks}
+    wanted = {
+        "score function": s.score not in ("", "identity"),
+        "softcap": s.softcap > 0,
+        "ALiBi": s.max_bias > 0,
+        "sinks": s.sinks,
+    }
     missing = [name for name, is_wanted in wanted.items() if is_wanted]
     return f"it has no {' or '.join(missing)}" if missing else None
 
@@ -88,7 +93,7 @@ def _fastest(s: Shape, n_nodes: int, kind: SDPBackend, clock: Clock) -> Peer | s
     reason = ""
     for form in forms(s):
         try:
-            peer = Peer(_captured(_work(s, n_nodes, kind, form)), form.name)
+            peer = Peer(captured(_work(s, n_nodes, kind, form)), form.name)
             peer.measure(clock, _TRIAL_RUNS)
         except RuntimeError as error:  # so torch says that a kernel does not take the arguments, or lack of memory
             reason = reason or str(error).partition("\n")[0][:120]
@@ -108,7 +113,7 @@ def _median(peer: Peer) -> float:
 
 def _work(s: Shape, n_nodes: int, kind: SDPBackend, form: Form) -> Run:
     """What runs every node's attention once, on values of its own."""
-    nodes = [[form.prepare(s, t) for t in _random(s)] for _ in range(n_nodes)]
+    nodes = [[form.prepare(s, t) for t in random(s)] for _ in range(n_nodes)]
     mask = _mask(s)
 
     def work() -> None:
@@ -126,14 +131,14 @@ def attend(s: Shape, form: Form, q: T, k: T, v: T, mask: T | None) -> T:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=s.scale, enable_gqa=form.grouped)
 
 
-def _random(s: Shape) -> list[T]:
+def random(s: Shape) -> list[T]:
     """q, k and v as [1, heads, queries or keys, d]."""
 
-    def random(heads: int, rows: int, d: int) -> T:
+    def normal(heads: int, rows: int, d: int) -> T:
         return torch.randn(1, heads, rows, d, device=DEVICE).half()
 
-    q, k = random(s.n_head, s.n_q, s.d), random(s.n_head_kv, s.n_kv, s.d)
-    return [q, k, k[..., : s.d_v] if s.v_in_k else random(s.n_head_kv, s.n_kv, s.d_v)]
+    q, k = normal(s.n_head, s.n_q, s.d), normal(s.n_head_kv, s.n_kv, s.d)
+    return [q, k, k[..., : s.d_v] if s.v_in_k else normal(s.n_head_kv, s.n_kv, s.d_v)]
 
 
 def _is_square_causal(s: Shape) -> bool:
@@ -152,7 +157,7 @@ def _mask(s: Shape) -> T | None:
     return torch.zeros_like(mask).masked_fill_(hidden, float("-inf"))
 
 
-def _captured(work: Run) -> Run:
+def captured(work: Run) -> Run:
     """A replay of `work`, which runs three times before it is captured. Raises RuntimeError where it can't run."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from graphrt import ops  # noqa: F401  (registers every op)
 from graphrt.errors import GraphError
 from graphrt.op import build, op_spec
+from graphrt.ops.score_tree import MAX_NUMBERS
 from graphrt.tensor import MAX_DIMS, Dims, Flag, Tensor
 from graphrt.tools.inspect.checked_json import MAX_WHOLE, Checked
 
@@ -72,7 +73,7 @@ def params_of(at: Checked, op: str) -> dict[str, Any] | None:
 
 
 def _param(at: Checked, kind: Any) -> Any:
-    """A parameter of that type: a number, text, bool, or a tuple of whole numbers."""
+    """A parameter of that type: a number, text, bool, a tuple of whole numbers, or one of numbers of any length."""
     if kind is bool:
         return at.true_or_false()
     if kind is int:
@@ -83,4 +84,8 @@ def _param(at: Checked, kind: Any) -> Any:
         return at.text(MAX_LABEL)
     if get_origin(kind) is tuple and set(get_args(kind)) == {int}:
         return at.wholes(len(get_args(kind)), -MAX_WHOLE)
-    raise GraphError(f"{at.path}: JSON holds parameters that are int, float, bool, str or tuples of int, got {kind}")
+    if get_origin(kind) is tuple and get_args(kind) == (float, Ellipsis):
+        return tuple(number.number() for number in at.items(MAX_NUMBERS))
+    raise GraphError(
+        f"{at.path}: JSON holds parameters that are int, float, bool, str or tuples of numbers, got {kind}"
+    )

@@ -263,9 +263,10 @@ class _Bench:
         n = self.repetitions or runs_for(self.clock.times(exe.run, WARM_UP_RUNS, exe.synchronize).median)
         peers: dict[str, Any] = {}
         if self.peers:
+            from graphrt.tools.bench.torch_flex import flex_peers
             from graphrt.tools.bench.torch_sdpa import sdpa_peers
 
-            peers = sdpa_peers(shape, n_nodes, self.clock)
+            peers = sdpa_peers(shape, n_nodes, self.clock) | flex_peers(shape, n_nodes, self.clock)
         times = Times([])
         for i in range(min(ROUNDS, n)):
             part = (n + i) // min(ROUNDS, n)

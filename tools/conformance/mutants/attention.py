@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
+from graphrt.backends.cpu.score import score_of, value_at
 from graphrt.tools.conformance.mutants.memory import Floats, Index, Operand
 from graphrt.tools.conformance.mutants.schedule import Mask, Part, StreamK, Tile, power_of_two
 
@@ -107,7 +109,7 @@ class Attention(StreamK):
                 continue
             if kind == FULL:
                 bias = np.zeros_like(bias)
-            seen = self.seen(bias)
+            seen, self.at = self.seen(bias), (tile, block)
             score = self.score(self.dot(q, self.load_kv(self.k, tile, block)), bias, slopes)
             score = self.hide(score, seen)
             new_top = np.maximum(top, score.max(axis=1, keepdims=True)).astype(np.float32)
@@ -140,7 +142,23 @@ class Attention(StreamK):
 
     def score(self, dot: Floats, bias: Floats, slopes: Floats) -> Floats:
         """The logits in base 2: scale, then softcap, then mask."""
-        return self.biased(self.capped(dot * self.scale()) * LOG2E, bias, slopes)
+        return self.biased(self.scored(self.capped(dot * self.scale())) * LOG2E, bias, slopes)
+
+    def scored(self, s: Floats) -> Floats:
+        """The score function, where there is one, of the block that is worked on."""
+        function = score_of(self.p)
+        if function is None:
+            return s
+        tile, block = self.at
+        cells = np.arange(block * self.block, (block + 1) * self.block)
+        symbols = self.positions(tile, cells) | {"s": s}
+        found = value_at(function, {name: torch.as_tensor(x) for name, x in symbols.items()}, torch.float32)
+        return found.expand(s.shape).numpy()
+
+    def positions(self, tile: Tile, cells: Index) -> dict[str, Index]:
+        """Of each score, its sequence, head, query and key."""
+        b, h, i, j = tile.seq, tile.heads[:, None], tile.tokens[:, None], cells[None, :]
+        return {"b": np.asarray(b), "h": h, "i": i, "j": j}
 
     def scale(self) -> np.float32:
         return np.float32(self.p.scale)

@@ -67,6 +67,10 @@ def softcap(node: Tensor) -> bool:
     return bool(node.params.softcap)
 
 
+def scored(node: Tensor) -> bool:
+    return bool(node.params.score)
+
+
 def alibi(node: Tensor) -> bool:
     return bool(node.params.max_bias)
 

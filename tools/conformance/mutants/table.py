@@ -7,6 +7,7 @@ the bug sits in a feature, the nodes that have it. In the replacements `k` is th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
 
@@ -69,6 +70,16 @@ def _sink_beside_acc(k: Attention, tile: Tile, part: Part) -> Part:
     return Attention.with_sink(k, tile, part)._replace(acc=part.acc)
 
 
+def _moved(**changes: Callable[[Attention, Tile, Index], Index]) -> Callable[..., dict[str, Index]]:
+    """Positions, some of them changed."""
+
+    def positions(k: Attention, tile: Tile, cells: Index) -> dict[str, Index]:
+        found = Attention.positions(k, tile, cells)
+        return found | {name: change(k, tile, found[name]) for name, change in changes.items()}
+
+    return positions
+
+
 ATTENTION_MUTANTS = [
     # scale and softcap
     Mutant("scale_missing", FA, "q.k is not scaled", {"scale": lambda k: np.float32(1)}),
@@ -97,6 +108,29 @@ ATTENTION_MUTANTS = [
         "softcap_not_multiplied", FA, "tanh(s / softcap) is not multiplied by softcap",
         {"capped": lambda k, s: np.tanh(s / np.float32(k.p.softcap))}, on.softcap,
     ),
+    # score functions
+    Mutant("score_dropped", FA, "the score function is not applied", {"scored": lambda k, s: s}, on.scored),
+    Mutant(
+        "score_after_mask", FA, "the score function gets the sum of score and mask",
+        {"score": lambda k, dot, bias, slopes: k.scored(k.capped(dot * k.scale()) + slopes * bias) * LOG2E}, on.scored,
+    ),
+    Mutant(
+        "score_in_base_2", FA, "the score function gets logits that are in base 2 already",
+        {"score": lambda k, dot, bias, slopes: k.biased(k.scored(k.capped(dot * k.scale()) * LOG2E), bias, slopes)},
+        on.scored,
+    ),
+    Mutant(
+        "score_before_scale", FA, "the score function comes before the scale",
+        {"score": lambda k, dot, bias, slopes: k.biased(k.scored(dot) * k.scale() * LOG2E, bias, slopes)}, on.scored,
+    ),
+    Mutant("score_of_kv_head", FA, "it gets the head of k", {"positions": _moved(h=lambda k, t, h: h * 0 + t.kv_head)},
+           on.scored),
+    Mutant("score_of_first_sequence", FA, "it gets no sequence", {"positions": _moved(b=lambda k, t, b: b * 0)},
+           on.scored),
+    Mutant("score_query_in_tile", FA, "queries count from the tile's first",
+           {"positions": _moved(i=lambda k, t, i: i - i.min())}, on.scored),
+    Mutant("score_key_in_block", FA, "keys count from the block's first",
+           {"positions": _moved(j=lambda k, t, j: j - j.min())}, on.scored),
     # mask
     Mutant("mask_only_hides", FA, "finite mask values are ignored", {"biased": lambda k, s, b, m: s}, on.masked),
     Mutant(

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from graphrt.backends.cpu.score import score_of, value
 from graphrt.judge import precision
 from graphrt.ops.dropout import kept
 from graphrt.ops.rope import rope_frequencies
@@ -127,6 +128,8 @@ def _scores(node: Tensor, q: T, k: T, mask: T | None) -> T:
     s: T = torch.matmul(grouped, rounded(k).transpose(2, 3)).reshape(n_seq, n_head, n_q, -1) * p.scale
     if p.softcap > 0:
         s = torch.tanh(s / p.softcap) * p.softcap
+    function = score_of(p)
+    s = s if function is None else value(function, s)
     if mask is None:
         return s
     bias = _mask_of(mask, n_head, n_seq, p.max_bias)

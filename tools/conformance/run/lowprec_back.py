@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from graphrt.backends.cpu.score import score_of, value
 from graphrt.ops.dropout import kept
 from graphrt.ops.rope import rope_frequencies
+from graphrt.ops.score_calculus import derivative
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -133,6 +135,10 @@ def attention_back(
     cap = p.softcap  # type: ignore[attr-defined]
     bend = torch.tanh(s / cap) if cap else torch.zeros(())
     s = bend * cap if cap else s
+    slope: T | float = 1.0
+    function = score_of(p)  # type: ignore[arg-type]
+    if function is not None:
+        slope, s = value(derivative(function), s), value(function, s)
     w = torch.exp(torch.where(hidden, 0.0, s + added) + (0.0 if bias is None else bias) - lse[..., None])
     w = w.masked_fill(hidden | dead[..., None], 0.0)
     rate = getattr(p, "dropout_p", 0.0)
@@ -147,7 +153,8 @@ def attention_back(
     d_s = w * (d_w - delta[..., None])
     if of == "attn_bias":
         return d_s
-    d_s = rounded(d_s * (1.0 - bend * bend) * p.scale)  # type: ignore[attr-defined]
+    slope = torch.where(w == 0.0, 0.0, slope) if function is not None else 1.0
+    d_s = rounded(d_s * (1.0 - bend * bend) * slope * p.scale)  # type: ignore[attr-defined]
     if of == "q":
         return torch.einsum("shij,shjd->shid", d_s, k)
     return _shared(torch.einsum("shij,shid->shjd", d_s, rounded(q)), per)

@@ -31,6 +31,13 @@ def _kernel(plan: AttentionPlan) -> Iterator[Fact]:
     yield "kernel", f"{c.kernel} (kernels/flash_attn/{c.file}): {c.workers}, {stages}{shared}"
     for name, reason in c.refused.items():
         yield "why", f"not {name}: {reason}"
+    score = getattr(c.problem.params, "score", "")
+    if score:
+        numbers = count_text(len(c.problem.params.score_numbers), "number")
+        yield (
+            "score",
+            f"{score}, with {numbers}: compiled into the kernel; what the mask hides is skipped as without it",
+        )
     portable = c.kernel in ("forward", "varlen")
     yield "why", "it serves everything the others do not" if portable else "it is the first that serves"
     for other in c.beside:

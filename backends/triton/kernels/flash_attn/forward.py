@@ -31,6 +31,7 @@ from graphrt.backends.triton.kernels.flash_attn.ranges import (
     slot_of_part,
     tile_units,
 )
+from graphrt.backends.triton.kernels.flash_attn.score_math import scored
 from graphrt.backends.triton.kernels.flash_attn.tiles import load_quantized, slot_elements
 from graphrt.backends.triton.kernels.flash_attn.visits import first_row, load_index, mask_tile, visited_block
 
@@ -206,16 +207,16 @@ def weigh(
 @triton.jit
 def attend(
     p_k, p_v, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor,
-    softcap, token, head, i_seq, dropout,
+    softcap, token, head, i_seq, dropout, p_score,
     D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
-    PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count.
     token, head: of each row, along rows of scores; dropout: (seed_low, seed_high, offset, least, inverse) as
-    dropout_arguments() has them."""
+    dropout_arguments() has them; SCORE: score_code.py's function or None, p_score: its numbers."""
     i_key = key_index(BLOCK_N, WAYS)
     col = i_kb * BLOCK_N + i_key
     m_key = col < n_kv
@@ -228,6 +229,10 @@ def attend(
         p_k + row * sk_n, i_row * sk_n, m_key, q0, q1, factor, softcap, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS,
         SOFTCAP, not PARTIAL, PTX, PRECISION,
     )  # fmt: skip
+    if SCORE is not None:
+        s = scored(s, factor, i_seq, head, token, keys_last(col, WAYS), p_score, SCORE, K_DOT == tl.float32)
+        unit = LOG2E
+        factor = 1.0
     if HAS_BIAS:
         added = tl.load(p_bias_rows + keys_last(col, WAYS), mask=m_rows & keys_last(col < n_kv, WAYS), other=0.0)
         s += unit * added.to(tl.float32)
@@ -245,7 +250,8 @@ def attend(
         kept = kept_weights(token, four, head, i_seq, offset, seed_low, seed_high, least)
     return weigh(
         s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, kept, inverse, D_V, DV0, DV1, V_KIND,
-        V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or HAS_BIAS, DROPOUT, PTX, PRECISION,
+        V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or HAS_BIAS or SCORE is not None, DROPOUT,
+        PTX, PRECISION,
     )  # fmt: skip
 
 
@@ -343,13 +349,13 @@ GENERAL = [
 
 
 @accesses(
-    reads="p_q p_k p_v p_mask p_bias p_sinks p_slopes p_counts p_blocks p_seen p_unit_start p_bad",
+    reads="p_q p_k p_v p_mask p_bias p_sinks p_slopes p_score p_counts p_blocks p_seen p_unit_start p_bad",
     writes="p_out p_lse p_part p_bad",
 )
 @triton.jit(do_not_specialize=GENERAL)
 def flash_attn(
-    p_q, p_k, p_v, p_mask, p_bias, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start, p_part,
-    p_bad, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, sb_t, sb_h, sb_s,
+    p_q, p_k, p_v, p_mask, p_bias, p_sinks, p_slopes, p_score, p_out, p_lse, p_counts, p_blocks, p_seen, p_unit_start,
+    p_part, p_bad, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, sb_t, sb_h, sb_s,
     n_q, n_kv, n_head, gqa, n_groups, n_qt, n_blocks, n_tiles, m2, m3, mask_groups,
     programs, splits, section, sign, factor, softcap, has_sinks, has_lse, b2, b3, seed_low, seed_high, offset, least,
     inverse,
@@ -358,7 +364,7 @@ def flash_attn(
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
+    V_IN_K: tl.constexpr, HAS_V: tl.constexpr, SCORE: tl.constexpr,
     PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
     REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -366,7 +372,8 @@ def flash_attn(
     """See the module. Strides count elements (quantized K and V: words, or halves unless aligned); those between keys
     are a model's own and known when compiled, which saves the registers of all but one address a tile.
 
-    q: f32; mask: f16; bias: f16, bf16 or f32; out: f32 [n_seq, n_q, n_head, D_V]; lse: f32 [n_seq, n_q, n_head].
+    q: f32; mask: f16; bias: f16, bf16 or f32; score: f32, numbers of SCORE; out: f32 [n_seq, n_q, n_head, D_V];
+    lse: f32 [n_seq, n_q, n_head].
     counts, blocks, seen: what
     mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
     [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
@@ -449,12 +456,12 @@ def flash_attn(
                 m, l, acc0, acc1 = attend(
                     p_kh, p_vh, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l,
                     acc0, acc1, factor, softcap, per_row(token, RANK), per_row(head, RANK), i_seq,
-                    (seed_low, seed_high, offset, least, inverse), D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND,
-                    K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT, V_IN_K,
-                    HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION,
+                    (seed_low, seed_high, offset, least, inverse), p_score, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
+                    V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT,
+                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE,
                 )  # fmt: skip
 
-        if not SOFTCAP:
+        if not SOFTCAP and SCORE is None:
             m = m * factor
         if WAYS > 0:
             m, l, acc0, acc1 = join_ways(m, l, acc0, acc1, DV1)

@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.score_code import function_of, numbers_of
 from graphrt.backends.triton.kernels.flash_attn.tiles import same_order
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import TORCH_TYPES
@@ -94,6 +95,7 @@ def main_arguments(
         "p_mask": p.memory(p.mask_t, torch.float16) if p.mask_t is not None else none.view(torch.float16),
         "p_bias": p.memory(bias, TORCH_TYPES[bias.dtype.name]) if bias is not None else absent,
         "p_sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else absent,
+        "p_score": numbers_of(params, target.device), "SCORE": function_of(params),
         "p_slopes": torch.tensor(alibi_slopes(p.n_head, params.max_bias), device=target.device),
         "p_out": p.memory(p.out, torch.float32) if p.out is not None else absent,
         "p_lse": p.memory(p.lse, torch.float32) if p.lse is not None else absent,

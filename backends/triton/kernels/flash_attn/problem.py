@@ -11,6 +11,7 @@ import triton.language as tl
 
 from graphrt.backend import Place
 from graphrt.backends.triton.device import interpreting
+from graphrt.backends.triton.kernels.flash_attn import score_code
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.memory import TORCH_TYPES, elements
 from graphrt.dtypes import DType
@@ -111,7 +112,9 @@ class Problem:
             return "it multiplies in k's and v's types, prec asks for f32"
         if self.bias_t is not None:
             return "it adds no attn_bias, which the portable kernel does"
-        return f"it has no dropout, which the portable kernel has, {self.dropout_p:g} here" if self.dropout_p else None
+        if self.dropout_p:
+            return f"it has no dropout, which the portable kernel has, {self.dropout_p:g} here"
+        return score_code.why_not(self.params)
 
     @property
     def v_in_k(self) -> bool:

@@ -63,7 +63,7 @@ def attention_back_bias(
             p_mask = x.mask + (i_h % m2).to(tl.int64) * st.m_h + (i_seq % m3).to(tl.int64) * st.m_s
             n = Numbers(
                 scale, softcap, tl.load(x.slopes + i_h), i_h, i_seq, 0, window, n_q, n_kv,
-                inverse * of_score * spec.unit / of_d_out, seed_low, seed_high, offset, least,
+                inverse * of_score * spec.unit / of_d_out, seed_low, seed_high, offset, least, x.score,
             )  # fmt: skip
             lse = load_lse(x.lse + i_h.to(tl.int64) * st.l_h + i_s * st.l_s, st.l_t, i_q, m_q, spec)
             row = (i_s * n_head + i_h) * n_q + i_q

@@ -28,6 +28,9 @@ def gradient_facts(chosen: BackChosen) -> Iterator[Fact]:
         yield "why", f"not {name}: {reason}"
     scaled = ", d_out and dS scaled by powers of two, found anew in each run" if p.kind == "f16" else ""
     yield "products", f"in {p.kind}, as k and v suggest{scaled}"
+    score = getattr(p.params, "score", "")
+    if score:
+        yield "score", f"{score}: compiled into the kernels with its derivative"
     if p.dropout_p:
         yield "dropout", f"{p.dropout_p:g} of the weights, drawn again by sequence, head, query and key"
     mixed = [of for kernel in chosen.kernels if not kernel.repeatable for of in kernel.of if of != "q"]

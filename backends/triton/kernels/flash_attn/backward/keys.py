@@ -149,7 +149,7 @@ def attention_back_keys(
         p_bias = x.bias + (i_h % b2).to(tl.int64) * st.b_h + (i_s % b3) * st.b_s
         n = Numbers(
             scale, softcap, tl.load(x.slopes + i_h), i_h, tl.program_id(2), behind, window, q_end, k_end, of_d_w,
-            seed_low, seed_high, offset, least,
+            seed_low, seed_high, offset, least, x.score,
         )  # fmt: skip
         for PARTIAL in tl.static_range(2):  # full tiles of queries first
             begin = n_full if PARTIAL else 0

@@ -28,8 +28,8 @@ INF = tl.constexpr(float("inf"))
 class Given(NamedTuple):
     """Pointers. q, d_out: as Halves has them; lse, delta: f32, delta [n_seq, n_head, n_q]; slopes: ALiBi's of each
     head; scales: deltas.py's. counts, blocks, seen: of mask.py for tiles of queries; column_counts, columns, ranks: of
-    lists.py for tiles of keys; tiles: of packed sequences, tile_list.py's. What is absent is any
-    memory: nobody reads it."""
+    lists.py for tiles of keys; tiles: of packed sequences, tile_list.py's; score: a score function's numbers, f32.
+    What is absent is any memory: nobody reads it."""
 
     q: Any
     k: Any
@@ -48,6 +48,7 @@ class Given(NamedTuple):
     columns: Any
     ranks: Any
     tiles: Any
+    score: Any
 
 
 class Steps(NamedTuple):
@@ -79,7 +80,7 @@ class Steps(NamedTuple):
 class Numbers(NamedTuple):
     """What changes no code. scale, softcap; slope, i_head, i_seq: of what a program is at; behind: the position of the
     first query, of packed sequences; q_end, k_end: queries and keys of the sequence; of_d_w: what d_out v is multiplied
-    with; the rest is dropout's."""
+    with; p_score: a score function's; the rest is dropout's."""
 
     scale: Any
     softcap: Any
@@ -95,6 +96,7 @@ class Numbers(NamedTuple):
     seed_high: Any
     offset: Any
     least: Any
+    p_score: Any
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class BackSpec:
     tile; dot: the type of products; precision: of those of f32; keep: what a program owns is read once and stays on
     chip, else it is read again for each tile (and always of f32, a few columns at a time); makes_q, makes_k, makes_v:
     the gradients that are made; stages: tiles in flight; packed: sequences follow one another; wide: offsets within a
-    tile need 64 bits.
+    tile need 64 bits; score: score_code.py's function with its slope, or None.
     """
 
     d_k: int
@@ -134,6 +136,7 @@ class BackSpec:
     makes_k: bool = True
     makes_v: bool = True
     stages: int = 2
+    score: Any = None
 
     @property
     def accurate(self) -> bool:
@@ -234,14 +237,19 @@ def weights(
     """(weights, dt/ds) of q.k. i_q, i_k: queries and keys, counted in their sequence; p_mask, p_bias: of the
     head. PARTIAL: some query may not see some key."""
     UNIT: tl.constexpr = 1.0 if spec.accurate else LOG2E
+    OF_T: tl.constexpr = UNIT if spec.score is None else 1.0  # a score function takes scores as they are
     at_q, at_k = of_query(i_q, TURNED), of_key(i_k, TURNED)
     bend = tl.full([1, 1], 1.0, tl.float32)
     if spec.softcap:
         bent = _bent(s * (n.scale / n.softcap), spec.accurate)
         bend = 1.0 - bent * bent
-        t = bent * (n.softcap * UNIT)
+        t = bent * (n.softcap * OF_T)
     else:
-        t = s * (n.scale * UNIT)
+        t = s * (n.scale * OF_T)
+    if spec.score is not None:
+        t, steep = spec.score(t, n.i_seq, n.i_head, at_q, at_k, n.p_score, spec.accurate)
+        t *= UNIT
+        bend *= steep
     inside = (at_q < n.q_end) & (at_k < n.k_end)
     seen = inside
     if PARTIAL and spec.has_mask:
@@ -259,11 +267,16 @@ def weights(
     if spec.has_bias:
         t += tl.load(p_bias + at_q.to(tl.int64) * b_t + at_k, mask=inside, other=0.0).to(tl.float32) * UNIT
     x = t - of_query(lse, TURNED)
+    if spec.score is not None:  # of queries that are not there it may give anything
+        x = tl.where(of_query(lse, TURNED) == INF, NEG_INF, x)
     if PARTIAL:
         x = tl.where(seen, x, NEG_INF)
         if spec.softcap:
             bend = tl.where(seen, bend, 0.0)
-    return tl.exp(x) if spec.accurate else tl.exp2(x), bend
+    w = tl.exp(x) if spec.accurate else tl.exp2(x)
+    if spec.score is not None:  # where the weight is 0 the function may be anything
+        bend = tl.where(w == 0.0, 0.0, bend)
+    return w, bend
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.shared import Shared
 from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
 from graphrt.backends.triton.kernels.flash_attn.kernel import warps_text
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling, split_head
+from graphrt.backends.triton.kernels.flash_attn.score_code import function_of, numbers_of
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.soft_max import alibi_slopes
 
@@ -52,10 +53,16 @@ class Portable(BackKernel):
         return None
 
     @cached_property
+    def _score(self) -> Any:
+        return function_of(self.p.params, slope=True)
+
+    @cached_property
     def config(self) -> BackConfig:
         p, found = self.p, back_config(self.target.arch, self.owner, self.p.d, self.p.kind)
         # What is added to logits or left out takes registers that sums of 128 keys leave none of.
-        crowded = p.bias_t is not None or p.dropout_p > 0 or p.params.softcap > 0 or p.is_packed
+        crowded = (
+            p.bias_t is not None or p.dropout_p > 0 or p.params.softcap > 0 or p.is_packed or self._score is not None
+        )
         return replace(found, block_n=64) if crowded and self.owner == KEYS and found.block_n > 64 else found
 
     @cached_property
@@ -81,7 +88,7 @@ class Portable(BackKernel):
             causal=getattr(params, "causal", False), window=getattr(params, "window", 0) > 0,
             alibi=params.max_bias > 0, wide=reach * max(c.block_m, c.block_n) >= 2**31, ptx=self.target.is_nvidia,
             pdl=self.target.has_pdl, keep=c.keep == "keep", makes_q="q" in self.of, makes_k="k" in self.of,
-            makes_v="v" in self.of, stages=c.stages,
+            makes_v="v" in self.of, stages=c.stages, score=self._score,
         )  # fmt: skip
 
     def _given(self, shared: Shared, lists: dict[str, torch.Tensor]) -> tuple[dict[str, Any], list[Step]]:
@@ -97,7 +104,7 @@ class Portable(BackKernel):
             mask=p.memory(mask, torch.float16) if mask is not None else none.view(torch.float16),
             bias=p.memory(bias, KINDS[bias.dtype.name]) if bias is not None else none.view(torch.float32),
             slopes=torch.tensor(alibi_slopes(p.n_head, p.params.max_bias), device=self.target.device),
-            scales=rows.scales, **any_of,
+            scales=rows.scales, score=numbers_of(p.params, self.target.device), **any_of,
         )  # fmt: skip
         mask_steps = p.strides(mask)[1:] if mask is not None else (0, 0, 0)
         bias_steps = p.strides(bias)[1:] if bias is not None else (0, 0, 0)

@@ -110,7 +110,7 @@ def attention_back_queries(
     p_bias = x.bias + (i_h % b2).to(tl.int64) * st.b_h + (i_s % b3) * st.b_s
     n = Numbers(
         scale, softcap, tl.load(x.slopes + i_h), i_h, tl.program_id(2), behind, window, q_end, k_end,
-        inverse * of_score * spec.unit / of_d_out, seed_low, seed_high, offset, least,
+        inverse * of_score * spec.unit / of_d_out, seed_low, seed_high, offset, least, x.score,
     )  # fmt: skip
     p_list = x.blocks + i_mask.to(tl.int64) * n_blocks
     p_bits = x.seen + i_mask.to(tl.int64) * n_blocks * (spec.block_n // 32)

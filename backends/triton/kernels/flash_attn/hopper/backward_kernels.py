@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from graphrt.backends.triton.accesses import Step
+from graphrt.backends.triton.kernels.flash_attn import score_code
 from graphrt.backends.triton.kernels.flash_attn.backward import plans
 from graphrt.backends.triton.kernels.flash_attn.backward.kernel import BackKernel
 from graphrt.backends.triton.kernels.flash_attn.backward.shared import Halves, Rows, Shared
@@ -48,6 +49,8 @@ class HopperGradient(BackKernel):
             return "it adds no attn_bias"
         if p.dropout_p > 0.0:
             return f"it has no dropout, dropout_p is {p.dropout_p:g}"
+        if (reason := score_code.why_not(p.params)) is not None:
+            return reason
         if p.k_t.dtype is not v.dtype or p.kind not in ("f16", "bf16"):
             return f"K and V must both be f16 or both bf16, they are {p.k_t.dtype.name} and {v.dtype.name}"
         if d_k != d_v or d_k not in KEYS:

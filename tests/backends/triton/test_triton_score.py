@@ -1,0 +1,151 @@
+"""Score functions of the triton backend in Triton's interpreter: values and gradients in each schedule, what they leave
+as it is, and who refuses them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from graphrt.backends.triton import device
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+from support.aot_arch import target_of
+
+from graphrt import ops, prepare
+from graphrt.backend import Usage, get_backend
+from graphrt.backends.triton.backend import TritonBackend
+from graphrt.backends.triton.kernels.flash_attn import portable, score_code
+from graphrt.backends.triton.kernels.flash_attn.backward.kernels import back_kernels_of
+from graphrt.backends.triton.kernels.flash_attn.backward.problem import BackProblem
+from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
+from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch
+from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.memory import allocate
+from graphrt.graph import Graph
+from graphrt.ops import score
+from graphrt.ops.cases.scores import SCORES
+from graphrt.ops.flash_attn_ext import FlashAttnParams
+from graphrt.ops.score_tree import packed
+from graphrt.tensor import new_input
+from graphrt.testing import all_cases
+from graphrt.tools.conformance.run.step import run_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+#: op and what stands in the case.
+WANTED = {
+    "positions, sequences and heads": ("FLASH_ATTN_EXT", r"n_q=19,.*score=branches"),
+    "one query": ("FLASH_ATTN_EXT", r"n_q=1,.*mask=window.*score=branches"),
+    "-inf beside a softcap and sinks": ("FLASH_ATTN_EXT", r"n_q=70,.*score=hides"),
+    "NaN that the mask hides": ("FLASH_ATTN_EXT", r"spoil=nan.*score=temperature"),
+    "the denominators": ("FLASH_ATTN_LSE", r"n_q=19,.*score=smooth"),
+    "gradient of q": ("FLASH_ATTN_BACK", r"of=q,.*score=smooth"),
+    "gradient of k": ("FLASH_ATTN_BACK", r"of=k,.*score=branches"),
+    "gradient of k, hidden keys": ("FLASH_ATTN_BACK", r"of=k,.*score=hides"),
+    "gradient of a bias": ("FLASH_ATTN_BACK", r"of=attn_bias,.*score=branches"),
+}
+
+
+@pytest.mark.parametrize("what", WANTED)
+def test_case(what: str) -> None:
+    op, pattern = WANTED[what]
+    found = [case for case in all_cases(op) if re.search(pattern, str(case))]
+    assert found, what
+    outcome = run_case(found[0], TritonBackend(), 0)
+    assert outcome.status == "pass", (str(found[0]), outcome.message)
+
+
+def _attention(function: score.Expr | None, n_q: int = 1, **given: Any) -> Any:
+    sources = (("q", "f32", n_q, 4), ("k", "f16", 300, 2), ("v", "f16", 300, 2))
+    leaves = [new_input(kind, 64, n, heads, name=name) for name, kind, n, heads in sources]
+    mask = new_input("f16", 300, n_q, name="mask")
+    return ops.flash_attn_ext(*leaves, mask, 0.2, score=function, **given), [*leaves, mask]
+
+
+def _result(backend: Any, function: score.Expr | None, n_q: int) -> Any:
+    node, leaves = _attention(function, n_q)
+    exe = prepare(Graph(node), backend)
+    rng = np.random.default_rng(0)
+    for t in leaves[:3]:
+        exe.write(t, rng.normal(size=t.shape).astype(np.float16 if t.dtype.name == "f16" else np.float32))
+    mask = np.zeros(leaves[3].shape, np.float16)
+    mask[..., 290:] = -np.inf
+    exe.write(leaves[3], mask)
+    exe.run()
+    return np.asarray(exe.read(node))
+
+
+@pytest.mark.parametrize("schedule", ["tile", "split", "stream_k"])
+def test_the_same_in_every_schedule(schedule: str) -> None:
+    function = SCORES["branches"](4, 300)
+    found = _result(TritonBackend(schedule=schedule), function, 5)
+    np.testing.assert_allclose(found, _result(get_backend("cpu"), function, 5), atol=2e-3)
+
+
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_a_query_that_is_not_there_may_be_anything(of: str) -> None:
+    """Rows past the last query have a score of 0, of which this function and its slope make NaN: no gradient of a key
+    may see it."""
+    d_out, q = new_input("f32", 16, 1, 3, name="d_out"), new_input("f32", 16, 3, 1, name="q")
+    k, v, lse = (new_input(kind, *ne, name=name) for name, kind, *ne in
+                 (("k", "f16", 16, 20, 1), ("v", "f16", 16, 20, 1), ("lse", "f32", 1, 3)))  # fmt: skip
+    s = score.symbols()[0]
+    text, numbers = score.as_params(s / score.sqrt(s * s))
+    params = FlashAttnParams(0.5, score=text, score_numbers=numbers)
+    node = ops.flash_attn_back(of, d_out, q, k, v, d_out, lse, params)
+    exe = prepare(Graph(node), TritonBackend())
+    rng = np.random.default_rng(0)
+    for t in (d_out, q, k, v, lse):
+        exe.write(t, rng.normal(size=t.shape).astype(np.float16 if t.dtype.name == "f16" else np.float32) + 3)
+    exe.run()
+    assert np.isfinite(exe.read(node)).all()
+
+
+def _problem(node: Any) -> Problem:
+    return Problem(attention_of(node), lambda t: (allocate(t.nbytes, Usage.COMPUTE, "cpu"), 0))
+
+
+def test_none_and_identity_launch_the_same() -> None:
+    plain, same = (portable.Forward(_problem(_attention(f)[0]), target_of("sm_90")) for f in (None, score.identity()))
+    args = [kernel.launches(None, False, Scratch("cpu"))[0].args for kernel in (plain, same)]
+    assert all(x["SCORE"] is None for x in args)
+    constants = [{name: x for name, x in each.items() if not isinstance(x, torch.Tensor)} for each in args]
+    assert constants[0] == constants[1]
+
+
+def test_a_function_is_compiled_once_for_all_numbers() -> None:
+    params = [_attention(score.softcap(cap))[0].params for cap in (2.0, 30.0)]
+    assert score_code.function_of(params[0]) is score_code.function_of(params[1])
+    assert score_code.numbers_of(params[0], "cpu").tolist() == [2.0]
+    assert score_code.function_of(params[0]) is not score_code.function_of(params[0], slope=True)
+
+
+def test_its_source_says_what_it_is() -> None:
+    code = score_code.source(*packed(score.softcap(30.0)), slope=True)
+    assert "tanh(" in code and code.count("tl.load(p + 0)") == 1 and " / x" in code
+    assert score_code.source(*packed(score.softcap(2.0)), slope=True) == code
+
+
+@pytest.mark.parametrize("n_q", [1, 64])
+def test_who_refuses_and_who_serves(n_q: int) -> None:
+    node, leaves = _attention(score.softcap(30.0), n_q)
+    p = _problem(node)
+    *others, last = kernels_of(target_of("sm_90"))
+    said = [kind(p, target_of("sm_90")).serves() or "" for kind in others]
+    assert all("score function" in reason and "tanh" in reason for reason in said), said
+    assert last(p, target_of("sm_90")).serves() is None
+    q, k, v, mask = leaves
+    rows = [new_input("f32", *node.ne, name=name) for name in ("d_out", "out")]
+    lse = new_input("f32", 4, n_q, name="lse")
+    back = ops.flash_attn_back("k", rows[0], q, k, v, rows[1], lse, node.params, mask=mask)
+    kinds = back_kernels_of(target_of("sm_90"), "split")
+    asked = [kind(BackProblem([back], p.place), ("k",), target_of("sm_90")) for kind in kinds if "k" in kind.makes]
+    assert "score function" in (asked[0].serves() or "") and asked[-1].serves() is None
