@@ -49,8 +49,8 @@ class FlashAttnBackParams:
     def attn(self) -> FlashAttnParams:
         """The forward's."""
         return FlashAttnParams(
-            self.scale, self.max_bias, self.softcap, self.dropout_p, self.seed, self.offset, self.score,
-            self.score_numbers,
+            self.scale, self.max_bias, self.softcap, self.dropout_p, self.seed, self.offset, score=self.score,
+            score_numbers=self.score_numbers,
         )  # fmt: skip
 
 

@@ -151,8 +151,9 @@ def _make(axes: Axes, i: Inputs) -> Tensor:
     d_out = i("d_out", "f32", (d_v, *rows), Normal(axes.size))
     lse: Init = Given((-math.inf,)) if axes.mask is None and axes.n_kv == 1 else _lse(axes)
     function = SCORES[axes.score](n_head, axes.n_kv) if axes.score is not None else None
+    text, numbers = as_params(function)
     params = FlashAttnParams(
-        d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5, *as_params(function)
+        d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5, score=text, score_numbers=numbers
     )  # fmt: skip
     return flash_attn_back(
         axes.of, d_out, q, k, v, out, i("lse", "f32", rows, lse), params, mask=mask, sinks=sinks, attn_bias=bias,
