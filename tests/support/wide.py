@@ -68,6 +68,8 @@ EVERY = {
     "tools/conformance/test_mutants.py::test_mutant_is_killed_by_a_named_case": 2,
     "tools/serve/test_bench_serve.py::test_a_server_of_ours": 0,
     "tools/serve/test_responses.py::test_requests_of_the_servers_own_description": 0,
+    "tools/serve/test_soak.py::test_a_server_that_is_killed_begins_again": 0,
+    "tools/serve/test_soak.py::test_clients_that_stall_are_sent_away": 0,
     "tools/test_bench_model.py::test_a_large_tensor_is_cut_from_the_pool_in_whole_blocks": 5,
     "tools/test_bench_model.py::test_a_model_gives_logits_of_about_one": 5,
     "tools/test_bench_model.py::test_of_a_large_model_a_part_is_compared": 0,

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pooling", default="", metavar="KIND", help="of embeddings (default: what the file names)")
     body = "bytes that a request may have (default: 16 MiB)"
     group.add_argument("--max-body", type=whole(1024), default=16 << 20, metavar="N", help=body)
-    late = "seconds in which a request's body must come (default: 30)"
+    late = "seconds in which a request must come, and in which something of an answer must be taken (default: 30)"
     group.add_argument("-to", "--timeout", type=whole(1), default=30, metavar="N", help=late)
     queue = "texts that may wait for their turn; more are told to come again (default: 1024)"
     group.add_argument("--max-queue", type=whole(0), default=1024, metavar="N", help=queue)
