@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,12 +23,14 @@ import numpy as np
 from graphrt.errors import CacheFullError, GraphrtError, SessionError
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.draft import DraftedText, Drafter
+from graphrt.models.engine import Ids
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece, Pieces
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler
 from graphrt.models.sampling_device import Drawn, drawn
+from graphrt.models.step_paged import StepSize
 from graphrt.tools.serve.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -102,11 +104,23 @@ class Counts:
 
 class Scheduler:
     """The texts of one engine. most_guessed: tokens of a text that are guessed at a time, 0 for none; drafter: what
-    guesses them, None for prompt lookup; pace: when they are guessed, None for always."""
+    guesses them, None for prompt lookup; pace: when they are guessed, None for always.
+
+    deterministic: a text's tokens and log-probabilities are the same bits whatever else is made. All steps are of two
+    sizes, one for prompts and one for single tokens, on a backend whose rows stand alone; pieces of prompts are cut by
+    the text's own length, a text that gave its pages back reads what it has made one token at a time, as it was made,
+    and the engine shares no pages, since those of tokens that were made are not those of prompts."""
 
     def __init__(
-        self, engine: PagedEngine, most_guessed: int = 0, drafter: Drafter | None = None, pace: Pace | None = None
+        self,
+        engine: PagedEngine,
+        most_guessed: int = 0,
+        drafter: Drafter | None = None,
+        pace: Pace | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         self.engine, self.most_guessed, self.drafter = engine, most_guessed, drafter
         self.pace = pace if most_guessed else None
         self.waiting: FairQueue[Text] = FairQueue()
@@ -115,7 +129,7 @@ class Scheduler:
         self._batch: ContinuousBatch | None = None
         self._blocked = False  # until a text ends
         self._events: list[Event] = []
-        self._runs_ahead = engine.runs_ahead
+        self._runs_ahead = engine.runs_ahead and not deterministic
 
     @property
     def most_tokens(self) -> int:
@@ -219,7 +233,7 @@ class Scheduler:
         return how if how is not None and (self.engine.home.asynchronous or how.is_plain) else None
 
     def _read(self) -> None:
-        if any(text.how is None for text in self.running.values()):
+        if self.deterministic or any(text.how is None for text in self.running.values()):
             self._leave_batch()
             self._step_by_host()
             return
@@ -272,7 +286,17 @@ class Scheduler:
         batch.n_guessed = batch.n_right = 0
 
     def _step_by_host(self) -> None:
-        engine, part, room = self.engine, {}, self.engine.n_batch
+        if not self.deterministic:
+            self._read_part(self._part(), None)
+            return
+        for single in (False, True):
+            part = self._own_part(single)
+            if part:
+                self._read_part(part, self.engine.one_size(single=single))
+
+    def _part(self) -> dict[int, Ids]:
+        """What the next step reads: chunks of prompts, n_batch tokens in all, and the last tokens of the others."""
+        part, room = {}, self.engine.n_batch
         for seq, text in self.running.items():
             left = self._unread(text)
             if len(left) > 1:
@@ -280,8 +304,27 @@ class Scheduler:
                 room -= len(left)
             if left:
                 part[seq] = np.array(left, np.int32)
+        return part
+
+    def _own_part(self, single: bool) -> dict[int, Ids]:
+        """The same where nothing that a text reads together may depend on others: n_batch tokens of a prompt or its
+        end, as far as there is room for whole pieces, or a token of each text that has read its prompt."""
+        part, n_batch = dict[int, Ids](), self.engine.n_batch
+        room = n_batch
+        for seq, text in self.running.items():
+            at, end = int(self.engine.lengths[seq]), len(text.prompt)
+            if single != (at >= end):
+                continue
+            left = text.tokens[at : at + 1] if single else text.prompt[at : min(end, (at // n_batch + 1) * n_batch)]
+            if single or len(left) <= room:
+                room -= len(left)
+                part[seq] = np.array(left, np.int32)
+        return part
+
+    def _read_part(self, part: Mapping[int, Ids], size: StepSize | None) -> None:
+        engine = self.engine
         with engine.alone():
-            rows = engine.step(part)
+            rows = engine.step(part, size=size)
         for seq, row in zip(list(part), rows):
             text = self.running[seq]
             if engine.lengths[seq] == len(text.tokens):

@@ -78,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-md", "--model-draft", metavar="MODEL", help=draft)
     drafted = f"tokens of a text that it guesses at a time, at most (default: {DRAFTED})"
     group.add_argument("--draft-max", "--draft", type=whole(1, 32), default=DRAFTED, metavar="N", help=drafted)
+    same = "a text's tokens and log-probabilities are the same bits whatever else is made: on the CPU, slower"
+    group.add_argument("--deterministic", action="store_true", help=same)
     no_warm_up = "answer at once: the first requests then wait for kernels of a GPU to be compiled"
     group.add_argument("--no-warmup", action="store_true", help=no_warm_up)
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
@@ -98,6 +100,8 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError("one model may be served, got MODEL and --synthetic; leave one of them out")
     if args.lookup and args.model_draft:
         raise SessionError("tokens are guessed in one way, got --lookup and --model-draft; leave one of them out")
+    if args.deterministic and (args.lookup or args.model_draft):
+        raise SessionError("--deterministic reads no guesses, got --lookup or --model-draft; leave one of them out")
     sampling, keys = sampler_params(args), api_keys(args)
     listening = listen(args.host, args.port)
     with listening:
@@ -150,7 +154,8 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     if isinstance(model.network, Decoder):
         drafter = drafter_of(model, args)
         most = args.draft_max if drafter is not None else args.lookup
-        scheduler = Scheduler(engine_of(model, args), most, drafter, Pace())
+        engine = engine_of(model, args)
+        scheduler = Scheduler(engine, most, drafter, Pace(), deterministic=args.deterministic)
     maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict, at_once)
     if scheduler is not None:
         assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
@@ -196,7 +201,8 @@ def engine_of(model: Model, args: argparse.Namespace, most: HParams | None = Non
     pages = max(1, -(-total // PAGE))
     if most is not None:
         options = replace(options, n_ctx=min(n_ctx, model.decoder.hp.n_ctx_train))
-    engine = PagedEngine(model.decoder, model.backends, replace(options, page=PAGE, n_pages=pages), args.parallel)
+    options = replace(options, page=PAGE, n_pages=pages, share=not args.deterministic)
+    engine = PagedEngine(model.decoder, model.backends, options, args.parallel)
     for sentence in engine.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     if not args.no_warmup:
