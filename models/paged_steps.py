@@ -135,11 +135,12 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         seqs = coarse_rung(n_seq, self.n_seq)
         return StepSize(n, seqs, n if every else seqs, n_blocks)
 
-    def one_size(self, *, single: bool) -> StepSize:
-        """That of all steps, whatever they read, so that what runs them is chosen alike: those of n_batch tokens, or
-        those of a single token of each sequence."""
-        n = self.n_seq if single else self.n_batch
-        return StepSize(n, self.n_seq, self.n_seq, self.cache.sizes.max_blocks)
+    def own_size(self, n_tokens: int = 0) -> StepSize:
+        """That of a step whose size tells nothing of other sequences: of n_tokens tokens of one, or with 0 of a single
+        token of each of however many."""
+        if n_tokens:
+            return StepSize(rung(n_tokens, self.n_batch), 1, 1, self.cache.sizes.max_blocks)
+        return StepSize(self.n_seq, self.n_seq, self.n_seq, self.cache.sizes.max_blocks)
 
     def arranged(self, seqs: Sequence[int]) -> list[int]:
         """The order in which a step reads sequences: that given, unless some share what can be read once."""

@@ -106,10 +106,10 @@ class Scheduler:
     """The texts of one engine. most_guessed: tokens of a text that are guessed at a time, 0 for none; drafter: what
     guesses them, None for prompt lookup; pace: when they are guessed, None for always.
 
-    deterministic: a text's tokens and log-probabilities are the same bits whatever else is made. All steps are of two
-    sizes, one for prompts and one for single tokens, on a backend whose rows stand alone; pieces of prompts are cut by
-    the text's own length, a text that gave its pages back reads what it has made one token at a time, as it was made,
-    and the engine shares no pages, since those of tokens that were made are not those of prompts."""
+    deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose rows
+    stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that gave
+    its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages, since
+    those of tokens that were made are not those of prompts."""
 
     def __init__(
         self,
@@ -289,10 +289,21 @@ class Scheduler:
         if not self.deterministic:
             self._read_part(self._part(), None)
             return
-        for single in (False, True):
-            part = self._own_part(single)
-            if part:
-                self._read_part(part, self.engine.one_size(single=single))
+        engine, room = self.engine, self.engine.n_batch
+        for seq, text in list(self.running.items()):
+            at = int(engine.lengths[seq])
+            piece = text.prompt[at : (at // engine.n_batch + 1) * engine.n_batch]
+            if 0 < len(piece) <= room:
+                room -= len(piece)
+                self._read_part({seq: np.array(piece, np.int32)}, engine.own_size(len(piece)))
+        lengths = {seq: int(engine.lengths[seq]) for seq in self.running}
+        singles = {
+            seq: np.array(self.running[seq].tokens[at : at + 1], np.int32)
+            for seq, at in lengths.items()
+            if at >= len(self.running[seq].prompt)
+        }
+        if singles:
+            self._read_part(singles, engine.own_size())
 
     def _part(self) -> dict[int, Ids]:
         """What the next step reads: chunks of prompts, n_batch tokens in all, and the last tokens of the others."""
@@ -303,21 +314,6 @@ class Scheduler:
                 left = left[:room]
                 room -= len(left)
             if left:
-                part[seq] = np.array(left, np.int32)
-        return part
-
-    def _own_part(self, single: bool) -> dict[int, Ids]:
-        """The same where nothing that a text reads together may depend on others: n_batch tokens of a prompt or its
-        end, as far as there is room for whole pieces, or a token of each text that has read its prompt."""
-        part, n_batch = dict[int, Ids](), self.engine.n_batch
-        room = n_batch
-        for seq, text in self.running.items():
-            at, end = int(self.engine.lengths[seq]), len(text.prompt)
-            if single != (at >= end):
-                continue
-            left = text.tokens[at : at + 1] if single else text.prompt[at : min(end, (at // n_batch + 1) * n_batch)]
-            if single or len(left) <= room:
-                room -= len(left)
                 part[seq] = np.array(left, np.int32)
         return part
 
