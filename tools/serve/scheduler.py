@@ -106,8 +106,8 @@ class Scheduler:
     """The texts of one engine. most_guessed: tokens of a text that are guessed at a time, 0 for none; drafter: what
     guesses them, None for prompt lookup; pace: when they are guessed, None for always.
 
-    deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose rows
-    stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that gave
+    deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose
+    rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that gave
     its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages, since
     those of tokens that were made are not those of prompts."""
 
