@@ -107,9 +107,9 @@ class Scheduler:
     guesses them, None for prompt lookup; pace: when they are guessed, None for always.
 
     deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose
-    rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that gave
-    its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages, since
-    those of tokens that were made are not those of prompts."""
+    rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that
+    gave its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages,
+    since those of tokens that were made are not those of prompts."""
 
     def __init__(
         self,

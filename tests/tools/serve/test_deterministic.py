@@ -22,12 +22,13 @@ from graphrt.tools.serve.scheduler import Event, Scheduler, Text
 
 OPTIONS = SessionOptions(n_ctx=160, n_batch=24, page=16, share=False)
 #: Prompts shorter and longer than a step has room for, one of one token, two alike at the beginning.
-LENGTHS = (1, 5, 23, 24, 25, 60, 60, 90)
+LENGTHS = (1, 5, 23, 24, 25, 60, 60, 90, 3, 2, 4, 6)
 KINDS = (
     SamplerParams(temp=0), SamplerParams(temp=1.3, seed=7), SamplerParams(temp=1.1, seed=8, repeat_penalty=1.3),
     SamplerParams(temp=1.0, seed=9, mirostat=2),
 )  # fmt: skip
-#: A model, its matrices' type. Steps of more than 8 tokens have other kernels than those of fewer.
+#: A model, its matrices' type. Steps of more than 8 tokens have other kernels than those of fewer, so
+#: that there are more texts.
 MODELS = [
     ("llama", "F32"), ("llama", "Q8_0"), ("llama", "F16"), ("gemma3", "F32"), ("qwen3moe-wide", "Q4_K"),
     ("deepseek2-wide", "Q6_K"), ("qwen3moe", "F32"),
@@ -90,7 +91,8 @@ def test_no_text_depends_on_others(tmp_path: Path, name: str, kind: str, n_seq: 
     model, all_of_them = model_of(tmp_path, name, kind), range(len(LENGTHS))
     alone = [made(model, [i], [0], n_seq)[0] for i in all_of_them]
     assert [len(text) for text in alone] == [12 + i for i in all_of_them]
-    mixes = [([0] * 8, 0), ([0, 9, 2, 14, 3, 1, 20, 6], 0), ([7, 6, 5, 4, 3, 2, 1, 0], 14 if n_seq == 3 else 21)]
+    late = [0, 9, 2, 14, 3, 1, 20, 6, 0, 4, 8, 7]
+    mixes = [([0] * 12, 0), (late, 0), ([7, 6, 5, 4, 3, 2, 1, 0, 30, 30, 31, 32], 14 if n_seq == 3 else 21)]
     for waits, pages in mixes:
         assert made(model, list(all_of_them), waits, n_seq, pages=pages) == alone, (waits, pages)
     order = [7, 2, 5, 0]
@@ -100,8 +102,8 @@ def test_no_text_depends_on_others(tmp_path: Path, name: str, kind: str, n_seq: 
 def test_without_it_they_do(tmp_path: Path) -> None:
     """What the test above would see."""
     model = model_of(tmp_path, "llama", "F32")
-    alone = [made(model, [i], [0], 12, pinned=False)[0] for i in range(8)]
-    assert made(model, list(range(8)), [0, 9, 2, 14, 3, 1, 20, 6], 12, pinned=False) != alone
+    alone = [made(model, [i], [0], 12, pinned=False)[0] for i in range(len(LENGTHS))]
+    assert made(model, list(range(len(LENGTHS))), [0] * len(LENGTHS), 12, pinned=False) != alone
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
