@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test wide aot lint types mutants fuzz pictures reference clean
+.PHONY: run test wide aot lint types mutants fuzz soak pictures reference clean
 
 run: $(READY)
 	$(BIN)/graphrt run -p "Why is the sky blue?" -n 96 --temp 0
@@ -44,6 +44,13 @@ fuzz: export OMP_WAIT_POLICY = passive
 fuzz: export PYTHONPATH = tests
 fuzz: $(READY)
 	$(BIN)/python -m fuzz.run $(FUZZ)
+
+# Thousands of requests to a server, good, bad and broken off, after which nothing may be left: about 15 minutes.
+SOAK ?= --count 20000
+soak: export OMP_WAIT_POLICY = passive
+soak: export PYTHONPATH = tests
+soak: $(READY)
+	$(BIN)/python -m support.soak $(SOAK)
 
 # The constraints file pins what these targets install; users of the package choose their own versions.
 $(READY): pyproject.toml constraints.txt

@@ -17,8 +17,8 @@ from graphrt.arguments import checked
 from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.engine import MAX_AHEAD, Ids
+from graphrt.models.guesses import Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
-from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling_device import Drawn, candidates, place_of
 from graphrt.models.step_paged import Filling, PagedStep
 
@@ -27,7 +27,7 @@ from graphrt.models.step_paged import Filling, PagedStep
 class Going:
     """A sequence that reads or generates. left: its tokens that no step reads yet; row: where on the board the latest
     step leaves its next one; wanted, unasked: tokens that are still to be given, and of those the ones that no step has
-    been queued for; token: the last one given; how: how its tokens are chosen; lookup: what guesses some of them, None
+    been queued for; token: the last one given; how: how its tokens are chosen; guesser: what guesses some of them, None
     for nothing."""
 
     seq: int
@@ -35,7 +35,7 @@ class Going:
     wanted: int
     unasked: int
     how: Drawn
-    lookup: PromptLookup | None = None
+    guesser: Guesser | None = None
     row: int = -1
     token: int = -1
 
@@ -43,7 +43,7 @@ class Going:
     def guesses(self) -> bool:
         """Its next tokens may be guessed: then its latest one must be known."""
         steady = self.how.matcher is None and not self.how.settings.penalizes
-        return self.lookup is not None and not self.lookup.pauses and steady
+        return self.guesser is not None and not self.guesser.pauses and steady
 
 
 class Read(NamedTuple):
@@ -77,7 +77,8 @@ class ContinuousBatch:
 
     A grammar's mask for a token follows from the one before, and so do guesses: while a sequence has a grammar or is
     guessed, no step is queued ahead. Tokens are what they are without guesses, but for rounding. failed: sequences
-    whose grammar let nothing through or took too much, which have ended, with the error.
+    whose grammar let nothing through or took too much, which have ended, with the error. pace: whether guesses pay,
+    None where they are to be made in any case; n_guessed, n_right: tokens that were guessed, and those that were right.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)
@@ -85,8 +86,9 @@ class ContinuousBatch:
                 for seq, tokens in batch.step().items(): ...    # and add() or end() any sequence, at any time
     """
 
-    def __init__(self, engine: PagedSteps) -> None:
-        self.engine = engine
+    def __init__(self, engine: PagedSteps, pace: Pace | None = None) -> None:
+        self.engine, self.pace = engine, pace
+        self.n_guessed = self.n_right = 0
         self.failed: dict[int, SessionError] = {}
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
@@ -110,10 +112,10 @@ class ContinuousBatch:
         tokens: Sequence[int] | Ids,
         n: int = -1,
         how: Drawn = Drawn(),
-        lookup: PromptLookup | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
         """A sequence reads these tokens, of which it takes over what the cache has, and then generates n, -1: until its
-        context is full. how: how they are chosen, the likeliest unless told; lookup: guesses them. Raises SessionError
+        context is full. how: how they are chosen, the likeliest unless told; guesser: guesses them. Raises SessionError
         as PagedEngine.read() does and for an n of 0; CacheFullError where the cache has too few pages for the tokens;
         then nothing has changed."""
         engine = self.engine
@@ -128,7 +130,7 @@ class ContinuousBatch:
                 engine.tables.begin(seq, how, [*before, *tokens] if before is not None else list(tokens))
             elif "tables" in vars(engine):
                 engine.tables.begin(seq, how, ())
-            self._going[seq] = Going(seq, left, n, n, how, lookup)
+            self._going[seq] = Going(seq, left, n, n, how, guesser)
 
     @checked(SessionError)
     def end(self, seq: int) -> None:
@@ -155,7 +157,7 @@ class ContinuousBatch:
         step's tokens have no pages: then all that was read stays, and once a sequence has ended and was freed, it goes
         on. Raises SessionError for logits that are no numbers, after which nothing goes on. !! A backend that queues
         its work doesn't look at these."""
-        waits = any(going.how.matcher or going.guesses for going in self._going.values())
+        waits = any(going.how.matcher or self._may_guess(going) for going in self._going.values())
         ahead = MAX_AHEAD if self.engine.home.asynchronous and not waits else 1
         found: dict[int, list[int]] = {}
         while not found and not self.failed and (self._going or self._queued):
@@ -166,7 +168,14 @@ class ContinuousBatch:
                             self._queued.append(self._queue(reads))
                 if self._queued:
                     with self._all_or_none():
-                        found = self._taken(self._queued.popleft())
+                        queued = self._queued.popleft()
+                        n_texts = len(self._going)
+                        found = self._taken(queued)
+                        if self.pace is not None:
+                            prompt = any(read.n > 1 + read.guessed for read in queued.reads)
+                            self.pace.told(n_texts, sum(map(len, found.values())), counts=not prompt)
+        if self.pace is not None and not self._going:
+            self.pace.rests()
         return found
 
     def _next_reads(self) -> list[Read]:
@@ -174,6 +183,7 @@ class ContinuousBatch:
         order in which they came; or, where there are no prompts, guesses."""
         reads, room = [], self.engine.n_batch
         prompts = any(len(going.left) > 1 for going in self._going.values())
+        guessed = {} if prompts else self._guesses()
         for going in self._going.values():
             if len(going.left):
                 ids = going.left[: room if len(going.left) > 1 else 1]
@@ -181,27 +191,39 @@ class ContinuousBatch:
                 if len(ids):
                     reads.append(Read(going, ids, len(ids) == len(going.left)))
             elif going.unasked:
-                guess = [] if prompts else self._guess(going, room)
-                room -= len(guess)
-                guessed = np.array([going.token, *guess], np.int32) if guess else None
-                reads.append(Read(going, guessed, True, len(guess)))
+                guess = guessed.get(going.seq, [])
+                asked = np.array([going.token, *guess], np.int32) if guess else None
+                reads.append(Read(going, asked, True, len(guess)))
         place = {seq: i for i, seq in enumerate(self.engine.arranged([read.of.seq for read in reads]))}
         return sorted(reads, key=lambda read: place[read.of.seq])
 
-    def _guess(self, going: Going, room: int) -> list[int]:
-        """The tokens that a sequence may be about to say, at most so many: those that it can still have, and that have
-        pages by themselves."""
-        if going.lookup is None or not going.guesses or going.unasked < going.wanted:
-            return []
-        engine = self.engine
-        left = engine.n_ctx - int(engine.lengths[going.seq]) - 1
-        guess = going.lookup.guess(max(0, min(room, going.unasked - 1, left)))
-        try:
-            seqs = {seq: 1 for seq, other in self._going.items() if other.unasked}
-            engine.cache.pool.check_room(seqs | {going.seq: 1 + len(guess)})
-        except CacheFullError:
-            return []
-        return guess
+    def _may_guess(self, going: Going) -> bool:
+        return going.guesses and (self.pace is None or self.pace.guesses(len(self._going)))
+
+    def _guesses(self) -> dict[int, list[int]]:
+        """The tokens that sequences may be about to say: those that they can still have, and that have pages without
+        others giving any up."""
+        engine, room, asked = self.engine, self.engine.n_batch, dict[Guesser, int]()
+        going_on = [going for going in self._going.values() if going.unasked]
+        for going in going_on:
+            if going.guesser is None or len(going.left) or going.unasked < going.wanted or not self._may_guess(going):
+                continue
+            left = engine.n_ctx - int(engine.lengths[going.seq]) - 1
+            n = min(room, going.guesser.size, going.unasked - 1, left)
+            if n > 0:
+                asked[going.guesser] = n
+                room -= n
+        made = guesses(asked) if asked else {}
+        counts, found = {going.seq: 1 for going in going_on}, dict[int, list[int]]()
+        for going in going_on:
+            guess = made.get(going.guesser, []) if going.guesser is not None else []
+            try:
+                engine.cache.pool.check_room(counts | {going.seq: 1 + len(guess)})
+            except CacheFullError:
+                continue
+            counts[going.seq] += len(guess)
+            found[going.seq] = guess
+        return found
 
     def _has_room(self, reads: Sequence[Read]) -> bool:
         """Whether a step's tokens have pages now. Raises CacheFullError where they have none and no step is under way,
@@ -327,11 +349,13 @@ class ContinuousBatch:
         going.wanted -= len(tokens)
         for _ in range(going.how.n_uniforms * len(tokens)):
             going.how.uniforms.take()  # type: ignore[union-attr]
-        if going.lookup is not None:
+        if going.guesser is not None:
             for token in tokens:
-                going.lookup.push(token)
+                going.guesser.push(token)
             if guessed:
-                going.lookup.told(guessed, len(tokens) - 1)
+                going.guesser.told(guessed, len(tokens) - 1)
+                self.n_guessed += guessed
+                self.n_right += len(tokens) - 1
         if not going.wanted:
             del self._going[going.seq]
         self._accept(going)

@@ -135,6 +135,13 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         seqs = coarse_rung(n_seq, self.n_seq)
         return StepSize(n, seqs, n if every else seqs, n_blocks)
 
+    def own_size(self, n_tokens: int = 0) -> StepSize:
+        """That of a step whose size tells nothing of other sequences: of n_tokens tokens of one, or with 0 of a single
+        token of each of however many."""
+        if n_tokens:
+            return StepSize(rung(n_tokens, self.n_batch), 1, 1, self.cache.sizes.max_blocks)
+        return StepSize(self.n_seq, self.n_seq, self.n_seq, self.cache.sizes.max_blocks)
+
     def arranged(self, seqs: Sequence[int]) -> list[int]:
         """The order in which a step reads sequences: that given, unless some share what can be read once."""
         return self.cache.arranged(seqs) if self.home.reads_shared_once else list(seqs)
@@ -175,15 +182,15 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
                 for seq in began:
                     self.cut(seq, 0)
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
-        """One step: up to most_tokens tokens of any sequences, any number of each. The logits after each one's last
-        token, f32 [sequences, n_vocab], or after every token, one sequence after the other. Raises CacheFullError; then
-        nothing has changed."""
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, size: StepSize | None = None) -> Logits:
+        """One step: up to most_tokens tokens of any sequences, any number of each. size: of its graph, in which they
+        have room; unless told, the smallest. The logits after each one's last token, f32 [sequences, n_vocab], or after
+        every token, one sequence after the other. Raises CacheFullError; then nothing has changed."""
         order = list(part) if every else self.arranged(list(part))
         new = {seq: len(part[seq]) for seq in order}
         try:
             with threads.using(self.n_threads_batch if max(new.values()) > 1 else 0):
-                prepared = self.feed({seq: part[seq] for seq in order}, every=every)
+                prepared = self.feed({seq: part[seq] for seq in order}, every=every, size=size)
                 prepared.exe.run()
             for seq, ids in part.items():
                 self.cache.pool.commit(seq, ids.tolist())
@@ -193,7 +200,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         logits = prepared.logits()[: sum(new.values()) if every else len(new)]
         return logits if order == list(part) else logits[[order.index(seq) for seq in part]]
 
-    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PagedStep:
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False, size: StepSize | None = None) -> PagedStep:
         """A step with its inputs filled, ready to run; its tokens have cells and don't count as read yet."""
         new = {seq: len(ids) for seq, ids in part.items()}
         n = sum(new.values())
@@ -203,7 +210,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
                 f"in several"
             )
         self.cache.append(new)
-        plan = self.plan(new, every=every)
+        plan = self.plan(new, every=every) if size is None else StepPlan(size, _NOT_TOLD)
         prepared = self.prepared(plan.size)
         ends = np.cumsum(list(new.values()), dtype=np.int32)
         rows = np.arange(n, dtype=np.int32) if every else ends - 1

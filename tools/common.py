@@ -196,6 +196,19 @@ def rounding_backend(name: str, exact: bool) -> Backend:
     return get_backend("cpu", exact=False, activation_bits=8)
 
 
+def alone_backend(name: str, exact: bool, bits: int) -> Backend:
+    """What --deterministic asks for: the CPU. bits: that activations are rounded to. Raises BackendError for another
+    backend by name."""
+    from graphrt.backend import get_backend
+
+    if name not in ("auto", "cpu"):
+        raise BackendError(
+            f"--deterministic is for the CPU, on a GPU a text's keys are divided by what all texts have, got --backend "
+            f"{name}; leave one out"
+        )
+    return get_backend("cpu", exact=exact, activation_bits=bits, rows_alone=True)
+
+
 def load_model(
     args: argparse.Namespace, exact: bool, before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None
 ) -> Model:
@@ -206,7 +219,10 @@ def load_model(
     from graphrt.models.synthetic import synthetic
 
     use_threads(args)
-    backend = rounding_backend(args.backend, exact) if getattr(args, "eight_bits", False) else args.backend
+    eight = getattr(args, "eight_bits", False)
+    backend = rounding_backend(args.backend, exact) if eight else args.backend
+    if getattr(args, "deterministic", False):
+        backend = alone_backend(args.backend, exact, 8 if eight else 16)
     made_up = getattr(args, "synthetic", None)
     file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
     return load(file, backend, exact=exact, rope=rope_options(args), before=before)

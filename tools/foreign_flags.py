@@ -80,7 +80,9 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("-cmoe", "--cpu-moe"): _instead(_ONE_PLACE),
     ("--override-kv",): _instead("keys can't be changed but for the rotation's, by --rope-scaling and the like", 1),
     ("--lora", "--control-vector", "--lora-scaled"): _instead("adapters can't be applied; merge one into the model", 1),
-    ("-md", "--model-draft", "-hfd", "--spec-type"): _instead("there is no second model to draft tokens", 1),
+    ("-md", "--model-draft", "-hfd", "--spec-type"): _instead(
+        "a second model drafts tokens for graphrt serve alone", 1
+    ),
     ("-np", "--parallel"): _instead("`graphrt run -np N` gives several texts of one prompt", 1),
     ("-mu", "--model-url"): _instead("fetch the file yourself and give its path, or give hf:OWNER/REPO[:QUANT]", 1),
     ("-hff", "--hf-file"): _instead("give hf:OWNER/REPO/FILE as the model", 1),

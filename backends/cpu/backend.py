@@ -71,10 +71,11 @@ class CpuBackend(Backend):
 
     exact: only reference functions, the default; False: native kernels and fused steps where there are any. There
     products of quantized weights round activations to activation_bits, 16 or 8, or with 32 not at all; everything else
-    is the same float32 arithmetic in another order. dtype: the reference's
-    compute type, torch.float32 or torch.float64 (results are stored in their own types). device: a number for one of
-    several instances in one graph, which share the machine and copy to each other as devices do: how work over several
-    devices is tried without them. The reference decodes constant weights once and keeps them.
+    is the same float32 arithmetic in another order. dtype: the reference's compute type, torch.float32 or torch.float64
+    (results are stored in their own types). rows_alone: in a graph of one size a token gets the same bits whatever the
+    other tokens are and wherever it lies among them, as it does with exact; experts then take longer. device: a number
+    for one of several instances in one graph, which share the machine and copy to each other as devices do: how work
+    over several devices is tried without them. The reference decodes constant weights once and keeps them.
     """
 
     name: ClassVar[str] = "cpu"
@@ -86,6 +87,7 @@ class CpuBackend(Backend):
         exact: bool = True,
         activation_bits: int = 16,
         dtype: torch.dtype = torch.float32,
+        rows_alone: bool = False,
         device: int = 0,
     ) -> None:
         if activation_bits not in (8, 16, 32):
@@ -96,6 +98,7 @@ class CpuBackend(Backend):
         self.exact = exact
         self.activation_bits = activation_bits
         self.dtype = dtype
+        self.rows_alone = rows_alone
         self.number = device
         # By buffer and not by its id, which another buffer takes over once it is gone.
         self._decoded: WeakKeyDictionary[CpuBuffer, dict[object, torch.Tensor]] = WeakKeyDictionary()
@@ -151,7 +154,7 @@ class CpuBackend(Backend):
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         if self._only_reference():
             return CpuProgram(groups, in_order([self.bind(group, place) for group in groups]), {})
-        lowering = Lowering(place, self.activation_bits)
+        lowering = Lowering(place, self.activation_bits, rows_alone=self.rows_alone)
         steps: list[Run] = []
         native: list[fast.Step] = []
         found: dict[Group, Any] = {}

@@ -58,8 +58,8 @@ def _mul_mat_id(low: Lowering, product: Tensor, out: Tensor, bias: Tensor | None
     known = experts.dtype.name in fast.TYPES and experts.has_contiguous_rows
     if not known or not x.has_contiguous_rows:
         return None
-    if out.ne[2] > fast.MAX_TOKENS:
-        tiled = rows_of(x) is not None and low.rounds(experts.dtype.name)
+    tiled = rows_of(x) is not None and low.rounds(experts.dtype.name)
+    if out.ne[2] > fast.MAX_TOKENS and (tiled or not low.rows_alone):
         return (_tiles if tiled else _by_expert)(low, out, experts, x, ids, bias)
     given, strides = Given([], low.at(x), 0, 32), x.nb[1:3]
     if rows_of(x) is not None:
@@ -90,7 +90,7 @@ def _tiles(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor, 
             experts.dtype.name, y=low.at(out), w=low.at(experts), x=given.at, starts=starts, panels=panels,
             n_panels=n_panels, n_rows=experts.ne[1], n=experts.ne[0], n_slots=n_slots, n_tok=n_tok, n_expert=n_expert,
             w_nb=experts.nb[1], expert_nb=experts.nb[2], y_nb=out.nb[1:3], x_nb=x_nb, bits=low.bits, bias=low.at(bias),
-            bias_nb=bias.nb[1] if bias is not None else 0,
+            bias_nb=bias.nb[1] if bias is not None else 0, row_by_row=not low.rows_alone,
         ),
     ]  # fmt: skip
 

@@ -30,10 +30,11 @@ class Given(NamedTuple):
 
 class Lowering:
     """Lowers groups, given where tensors lie. keep: objects whose memory the native steps point to; bits: what
-    activations of a product with quantized weights are rounded to, 32 for not at all."""
+    activations of a product with quantized weights are rounded to, 32 for not at all; rows_alone: how a token is
+    multiplied doesn't depend on how many others there are of its expert."""
 
-    def __init__(self, place: Callable[[Tensor], Place], bits: int) -> None:
-        self.place, self.bits = place, bits
+    def __init__(self, place: Callable[[Tensor], Place], bits: int, *, rows_alone: bool = False) -> None:
+        self.place, self.bits, self.rows_alone = place, bits, rows_alone
         self.keep: list[Any] = []
         self._temporaries: dict[tuple[str, int, int], torch.Tensor] = {}
         self._rounded: dict[int, Tensor] = {}  # by the address of what was made of it

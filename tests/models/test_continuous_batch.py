@@ -184,6 +184,10 @@ class Guesses(PromptLookup):
         self.right, self.n, self.seen = right, len(text), list[int]()
         self.draws = np.random.default_rng(len(text))
 
+    @property
+    def size(self) -> int:
+        return 8
+
     def guess(self, room: int) -> list[int]:
         at, n, good = len(self._ids) - self.n, int(self.draws.integers(0, 7)), int(self.draws.integers(0, 7))
         guess = [*self.right[at : at + good], *self.draws.integers(0, 60, 7).tolist()][:n]

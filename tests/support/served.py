@@ -21,10 +21,10 @@ class Served:
     log: list[str] = field(default_factory=list)
 
 
-def started(*argv: str) -> Served:
-    """A server that answers."""
+def started(*argv: str, port: int = 0) -> Served:
+    """A server that answers. port: 0 for any."""
     process = subprocess.Popen(
-        command("serve", *argv, "--port", "0", "--backend", "cpu", "-t", "1"),
+        command("serve", *argv, "--port", str(port), "--backend", "cpu", "-t", "1"),
         env=environment(), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     log: list[str] = []

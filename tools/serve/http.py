@@ -68,7 +68,6 @@ def _too_large(most: int, got: str) -> ApiError:
     return ApiError(
         f"a body may have {most} bytes, this one has {got[:20]}; send less, or start the server with --max-body",
         status=413,
-        headers={"connection": "close"},
     )
 
 

@@ -34,6 +34,8 @@ class Metrics:
         self._cached = counter("prefix_cache_hits", "tokens of prompts that the cache had already")
         self._made = counter("generation_tokens", "tokens generated")
         self._preempted = counter("num_preemptions", "texts that gave their pages back and began anew")
+        self._guessed = counter("spec_decode_num_draft_tokens", "tokens that were guessed and read with others")
+        self._right = counter("spec_decode_num_accepted_tokens", "those of them that were the texts' own")
         self._ended = counter("request_success", "texts that ended, by why", ("finished_reason",))
         self._running = gauge("num_requests_running", "texts that are read or generated")
         self._waiting = gauge("num_requests_waiting", "texts that wait for their turn")
@@ -71,6 +73,8 @@ class Metrics:
                     (self._cached, counts.cached_tokens),
                     (self._made, counts.made_tokens),
                     (self._preempted, counts.preemptions),
+                    (self._guessed, counts.guessed_tokens),
+                    (self._right, counts.right_tokens),
                 ):
                     counter.inc(value - self._told.get(counter, 0))
                     self._told[counter] = value

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import uvicorn
 
 from graphrt.tools.serve.app import application
+from graphrt.tools.serve.connection import connections, limit_waiting
 from graphrt.tools.serve.state import State
 
 log = logging.getLogger("graphrt.serve")
@@ -29,10 +30,12 @@ def run(state: State, api_keys: Sequence[str], listening: socket.socket, address
     def ready() -> None:
         log.info("%s is served at %s", state.name, address)
 
+    seconds = state.limits.body_seconds
+    limit_waiting(listening, seconds)
     config = uvicorn.Config(
         application(state, api_keys, ready),
         loop="asyncio",
-        http="h11",
+        http=connections(seconds),
         ws="none",
         lifespan="on",
         log_config=None,

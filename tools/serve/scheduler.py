@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,11 +22,15 @@ import numpy as np
 
 from graphrt.errors import CacheFullError, GraphrtError, SessionError
 from graphrt.models.continuous_batch import ContinuousBatch
+from graphrt.models.draft import DraftedText, Drafter
+from graphrt.models.engine import Ids
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece, Pieces
+from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler
 from graphrt.models.sampling_device import Drawn, drawn
+from graphrt.models.step_paged import StepSize
 from graphrt.tools.serve.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -39,11 +43,11 @@ WAITING, READING, GENERATING, ENDED = "waiting", "reading", "generating", "ended
 class Text:
     """A text to be made. prompt: its tokens, at least one; most: tokens to be made, -1 for any number; sampler, pieces:
     what chooses its tokens and makes text of them; key: who asked, for a fair order; leader: a text of the same
-    prompt that reads it first.
+    prompt that reads it first; most_guessed: tokens of it that may be guessed at a time, None for what the server has.
 
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
-    until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't; came,
-    began, last: seconds by the clock, 0 while it has not happened."""
+    until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't;
+    guesser: what guesses them; came, began, last: seconds by the clock, 0 while it has not happened."""
 
     prompt: Sequence[int]
     most: int
@@ -51,11 +55,13 @@ class Text:
     pieces: Pieces
     key: str = ""
     leader: Text | None = None
+    most_guessed: int | None = None
     state: str = WAITING
     tokens: list[int] = field(default_factory=list)
     n_cached: int = -1
     seq: int = -1
     how: Drawn | None = None
+    guesser: Guesser | None = None
     came: float = 0.0
     began: float = 0.0
     last: float = 0.0
@@ -92,20 +98,38 @@ class Counts:
     made_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    guessed_tokens: int = 0
+    right_tokens: int = 0
 
 
 class Scheduler:
-    """The texts of one engine. lookup: tokens of a text that prompt lookup guesses at a time, 0 for none."""
+    """The texts of one engine. most_guessed: tokens of a text that are guessed at a time, 0 for none; drafter: what
+    guesses them, None for prompt lookup; pace: when they are guessed, None for always.
 
-    def __init__(self, engine: PagedEngine, lookup: int = 0) -> None:
-        self.engine, self.lookup = engine, lookup
+    deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose
+    rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that
+    gave its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages,
+    since those of tokens that were made are not those of prompts."""
+
+    def __init__(
+        self,
+        engine: PagedEngine,
+        most_guessed: int = 0,
+        drafter: Drafter | None = None,
+        pace: Pace | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.deterministic = deterministic
+        self.engine, self.most_guessed, self.drafter = engine, most_guessed, drafter
+        self.pace = pace if most_guessed else None
         self.waiting: FairQueue[Text] = FairQueue()
         self.running: dict[int, Text] = {}  # by sequence, in the order in which they began
         self.counts = Counts()
         self._batch: ContinuousBatch | None = None
         self._blocked = False  # until a text ends
         self._events: list[Event] = []
-        self._runs_ahead = engine.runs_ahead
+        self._runs_ahead = engine.runs_ahead and not deterministic
 
     @property
     def most_tokens(self) -> int:
@@ -209,12 +233,12 @@ class Scheduler:
         return how if how is not None and (self.engine.home.asynchronous or how.is_plain) else None
 
     def _read(self) -> None:
-        if any(text.how is None for text in self.running.values()):
+        if self.deterministic or any(text.how is None for text in self.running.values()):
             self._leave_batch()
             self._step_by_host()
             return
         if self._batch is None:
-            self._batch = ContinuousBatch(self.engine)
+            self._batch = ContinuousBatch(self.engine, self.pace)
             for text in self.running.values():
                 self._join_batch(text)
         for seq, tokens in self._batch.step().items():
@@ -222,6 +246,8 @@ class Scheduler:
             for token in tokens:
                 if text.state != ENDED:
                     self._made(text, token)
+        if self._batch is not None:
+            self._count_guesses()
         while self._batch is not None and self._batch.failed:
             seq, error = self._batch.failed.popitem()
             if seq in self.running:
@@ -234,17 +260,54 @@ class Scheduler:
             return
         room = self.most_tokens + 1 - len(text.tokens)
         left = room if text.most < 0 else min(room, text.most - text.n_made)
-        lookup = PromptLookup(text.tokens, self.lookup) if self.lookup else None
-        self._batch.add(text.seq, self._unread(text), left, text.how, lookup)
+        text.guesser = self._guesser(text)
+        self._batch.add(text.seq, self._unread(text), left, text.how, text.guesser)
+
+    def _guesser(self, text: Text) -> Guesser | None:
+        most = self.most_guessed if text.most_guessed is None else min(self.most_guessed, text.most_guessed)
+        if not most:
+            return None
+        if self.drafter is None:
+            return PromptLookup(text.tokens, most)
+        return DraftedText(self.drafter, text.seq, text.tokens, most)
 
     def _leave_batch(self) -> None:
         """What the device has chosen and nobody was told is chosen again."""
         if self._batch is not None:
+            self._count_guesses()
             self._batch.close()
             self._batch = None
 
+    def _count_guesses(self) -> None:
+        batch = self._batch
+        assert batch is not None
+        self.counts.guessed_tokens += batch.n_guessed
+        self.counts.right_tokens += batch.n_right
+        batch.n_guessed = batch.n_right = 0
+
     def _step_by_host(self) -> None:
-        engine, part, room = self.engine, {}, self.engine.n_batch
+        if not self.deterministic:
+            self._read_part(self._part(), None)
+            return
+        engine, room = self.engine, self.engine.n_batch
+        for seq, text in list(self.running.items()):
+            at = int(engine.lengths[seq])
+            piece = text.prompt[at : (at // engine.n_batch + 1) * engine.n_batch]
+            if 0 < len(piece) <= room:
+                room -= len(piece)
+                self._read_part({seq: np.array(piece, np.int32)}, engine.own_size(len(piece)))
+        lengths = {seq: int(engine.lengths[seq]) for seq in self.running}
+        singles = {
+            seq: np.array(self.running[seq].tokens[at : at + 1], np.int32)
+            for seq, at in lengths.items()
+            if at >= len(self.running[seq].prompt)
+        }
+        if singles:
+            self._read_part(singles, engine.own_size())
+
+    def _part(self) -> dict[int, Ids]:
+        """What the next step reads: chunks of prompts, n_batch tokens in all, and the last tokens of the others."""
+        part, room = {}, self.engine.n_batch
         for seq, text in self.running.items():
             left = self._unread(text)
             if len(left) > 1:
@@ -252,8 +315,12 @@ class Scheduler:
                 room -= len(left)
             if left:
                 part[seq] = np.array(left, np.int32)
+        return part
+
+    def _read_part(self, part: Mapping[int, Ids], size: StepSize | None) -> None:
+        engine = self.engine
         with engine.alone():
-            rows = engine.step(part)
+            rows = engine.step(part, size=size)
         for seq, row in zip(list(part), rows):
             text = self.running[seq]
             if engine.lengths[seq] == len(text.tokens):
@@ -290,6 +357,9 @@ class Scheduler:
             return
         if self._batch is not None and text.seq in self._batch.going:
             self._batch.end(text.seq)
+        if text.guesser is not None:
+            text.guesser.end()
+            text.guesser = None
         self.engine.free(text.seq)
         del self.running[text.seq]
         text.seq = -1

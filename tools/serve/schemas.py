@@ -13,9 +13,11 @@ MAX_CHOICES = 128
 MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
 MAX_TEXTS = 2048
+MAX_GUESSED = 32
 
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1)]
+Guessed = Annotated[int, Field(ge=0, le=MAX_GUESSED)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -82,6 +84,7 @@ class Generating(Body):
     ignore_eos: bool | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
+    speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
     # vLLM's
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     # our own

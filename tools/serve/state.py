@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """max_body: bytes of a request's body; body_seconds: in which it has to come; max_waiting: texts that may wait for
+    """max_body: bytes of a request's body; body_seconds: in which it has to come, as a
+    request's head has, and in which a client has to take something of its answer; max_waiting: texts that may wait for
     their turn."""
 
     max_body: int = 16 << 20

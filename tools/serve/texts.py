@@ -188,7 +188,8 @@ class Maker:
                     sampler, pieces = self.model.new_text(params, rules)
             except SessionError as error:
                 raise of_runtime(error, _rule_of(request)) from error
-            found.append(Text(ids, n, sampler, pieces, key, found[0] if found else None))
+            leader = found[0] if found else None
+            found.append(Text(ids, n, sampler, pieces, key, leader, request.speculative_n_max))
         return found
 
 

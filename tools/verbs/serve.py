@@ -27,7 +27,9 @@ from graphrt.tools.sampling.flags import TEXT_FLAGS as TEXT_FLAGS
 from graphrt.tools.sampling.flags import add_sampling_arguments, sampler_params
 
 if TYPE_CHECKING:
+    from graphrt.models.draft import Drafter
     from graphrt.models.engine_paged import PagedEngine
+    from graphrt.models.hparams import HParams
     from graphrt.models.model import Model
     from graphrt.tools.serve.state import State
 
@@ -36,6 +38,8 @@ PARALLEL = 8
 #: Whole contexts that the cache holds for all of them, unless told, and tokens for each: few texts are as long as they
 #: may be.
 CONTEXTS, EACH = 4, 1024
+#: Tokens that a draft model guesses at a time, unless told.
+DRAFTED = 8
 #: Tokens of a page: the end of a prompt that isn't a whole page is read anew for each text.
 PAGE = 64
 
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pooling", default="", metavar="KIND", help="of embeddings (default: what the file names)")
     body = "bytes that a request may have (default: 16 MiB)"
     group.add_argument("--max-body", type=whole(1024), default=16 << 20, metavar="N", help=body)
-    late = "seconds in which a request's body must come (default: 30)"
+    late = "seconds in which a request must come, and in which something of an answer must be taken (default: 30)"
     group.add_argument("-to", "--timeout", type=whole(1), default=30, metavar="N", help=late)
     queue = "texts that may wait for their turn; more are told to come again (default: 1024)"
     group.add_argument("--max-queue", type=whole(0), default=1024, metavar="N", help=queue)
@@ -70,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shutdown-timeout", type=whole(0), default=0, metavar="N", help=drain)
     guessed = "tokens that are guessed at a time from where a text's last ones stood before (default: 0, none)"
     group.add_argument("--lookup", type=whole(0, 32), default=0, metavar="N", help=guessed)
+    draft = "a smaller model of the same vocabulary that guesses tokens: a file, or as MODEL"
+    group.add_argument("-md", "--model-draft", metavar="MODEL", help=draft)
+    drafted = f"tokens of a text that it guesses at a time, at most (default: {DRAFTED})"
+    group.add_argument("--draft-max", "--draft", type=whole(1, 32), default=DRAFTED, metavar="N", help=drafted)
+    same = "a text's tokens and log-probabilities are the same bits whatever else is made: on the CPU, slower"
+    group.add_argument("--deterministic", action="store_true", help=same)
     no_warm_up = "answer at once: the first requests then wait for kernels of a GPU to be compiled"
     group.add_argument("--no-warmup", action="store_true", help=no_warm_up)
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
@@ -88,6 +98,10 @@ def main(args: argparse.Namespace) -> int:
         ) from error
     if args.synthetic and args.model:
         raise SessionError("one model may be served, got MODEL and --synthetic; leave one of them out")
+    if args.lookup and args.model_draft:
+        raise SessionError("tokens are guessed in one way, got --lookup and --model-draft; leave one of them out")
+    if args.deterministic and (args.lookup or args.model_draft):
+        raise SessionError("--deterministic reads no guesses, got --lookup or --model-draft; leave one of them out")
     sampling, keys = sampler_params(args), api_keys(args)
     listening = listen(args.host, args.port)
     with listening:
@@ -127,6 +141,7 @@ def listen(host: str, port: int) -> socket.socket:
 def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     """What the routes need: an engine for a decoder; an encoder gives embeddings alone."""
     from graphrt.models.arch.skeleton import Decoder
+    from graphrt.models.guesses import Pace
     from graphrt.tools.serve.metrics import Metrics
     from graphrt.tools.serve.scheduler import Scheduler
     from graphrt.tools.serve.state import Limits, State
@@ -134,9 +149,14 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     from graphrt.tools.serve.worker import Worker
 
     limits, metrics = Limits(args.max_body, args.timeout, args.max_queue), Metrics()
-    most = args.parallel + args.max_queue  # texts that can be there at once
-    scheduler = Scheduler(engine_of(model, args), args.lookup) if isinstance(model.network, Decoder) else None
-    maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict, most)
+    at_once = args.parallel + args.max_queue  # texts that can be there at once
+    scheduler = None
+    if isinstance(model.network, Decoder):
+        drafter = drafter_of(model, args)
+        most = args.draft_max if drafter is not None else args.lookup
+        engine = engine_of(model, args)
+        scheduler = Scheduler(engine, most, drafter, Pace(), deterministic=args.deterministic)
+    maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict, at_once)
     if scheduler is not None:
         assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
     return State(
@@ -155,18 +175,34 @@ def names_of(model: Model, args: argparse.Namespace) -> list[str]:
     return [*known, *(path.stem for path in map(Path, model.file.paths[:1]))]
 
 
-def engine_of(model: Model, args: argparse.Namespace) -> PagedEngine:
-    """The sequences of all texts. Raises SessionError, MemoryPlanError."""
+def drafter_of(model: Model, args: argparse.Namespace) -> Drafter | None:
+    """What --model-draft asks for: its cache holds as many tokens as the model's. Raises SessionError."""
+    from graphrt.models.draft import Drafter, check_vocabularies
+
+    if not args.model_draft:
+        return None
+    changed = {"model": args.model_draft, "synthetic": None}
+    draft = load_model(argparse.Namespace(**vars(args) | changed), args.exact)
+    check_vocabularies(draft.tokenizer, model.tokenizer)
+    return Drafter(engine_of(draft, args, most=model.decoder.hp), model.network.hp.n_vocab)
+
+
+def engine_of(model: Model, args: argparse.Namespace, most: HParams | None = None) -> PagedEngine:
+    """The sequences of all texts. most: of the model whose context they have, at most, where it is another one. Raises
+    SessionError, MemoryPlanError."""
     from graphrt.models.engine import check_options
     from graphrt.models.engine_paged import PagedEngine
     from graphrt.models.warm_up import warm_up
 
     options = session_options(args)
-    n_ctx, _ = check_options(options, model.decoder.hp)
+    n_ctx, _ = check_options(options, most or model.decoder.hp)
     usual = max(n_ctx * min(args.parallel, CONTEXTS), args.parallel * min(n_ctx, EACH))
     total = args.max_total_tokens or usual
     pages = max(1, -(-total // PAGE))
-    engine = PagedEngine(model.decoder, model.backends, replace(options, page=PAGE, n_pages=pages), args.parallel)
+    if most is not None:
+        options = replace(options, n_ctx=min(n_ctx, model.decoder.hp.n_ctx_train))
+    options = replace(options, page=PAGE, n_pages=pages, share=not args.deterministic)
+    engine = PagedEngine(model.decoder, model.backends, options, args.parallel)
     for sentence in engine.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     if not args.no_warmup:

@@ -179,7 +179,7 @@ def _x_row(pairs: _Pairs, first: Val, i: Val) -> Val:
 def _build_gemm(f: Fn, form: Form) -> None:
     """Experts one after the other; threads share the rows of each."""
     w, panels, n_panels, n_rows, n, n_expert = f.args("w", "panels", "n_panels", "n_rows", "n", "n_expert")
-    w_nb, expert_nb, bias, bias_nb = f.args("w_nb", "expert_nb", "bias", "bias_nb")
+    w_nb, expert_nb, bias, bias_nb, most_few = f.args("w_nb", "expert_nb", "bias", "bias_nb", "most_few")
     f.nth = f.min_int(f.nth, n_panels)  # further threads find no rows
     n_slots, n_tok = f.args("n_slots", "n_tok")
     panel, pairs = own_panel(f, form, panels, n_slots * n_tok), _Pairs(f)
@@ -198,9 +198,9 @@ def _build_gemm(f: Fn, form: Form) -> None:
                     f.store(pairs.row("y", first + i) + r * 4, total.v)
 
         for count in range(1, ROW_BY_ROW + 1):
-            with f.if_((last - first).eq(count)):
+            with f.if_(f.select(last - first > most_few, f.const(0), last - first).eq(count)):
                 few(count)
-        with f.if_(last - first > ROW_BY_ROW), f.range(start, stop, LANES) as r0:
+        with f.if_(last - first > most_few), f.range(start, stop, LANES) as r0:
             rows = f.min_int(stop - r0, LANES)
             n_pairs = last - first
             row_of = functools.partial(_x_row, pairs, first)
@@ -219,7 +219,7 @@ def gemm_kernel(type_name: str, form: Form) -> Kernel:
     return Kernel(
         f"expert_gemm_{type_name}_{form.dot.name}_{8 * form.parts}",
         ("y", "w", "x", "starts", "bias", "panels", "n_panels", "n_rows", "n", "n_slots", "n_tok", "n_expert",
-         "w_nb", "expert_nb", "bias_nb", *strides),
+         "w_nb", "expert_nb", "bias_nb", "most_few", *strides),
         lambda f: _build_gemm(f, form),
         optional=("bias", "bias_nb"),
     )  # fmt: skip
@@ -246,16 +246,18 @@ def expert_gemm(
     bits: int,
     bias: int = 0,
     bias_nb: int = 0,
+    row_by_row: bool = True,
 ) -> Step:
     """As expert_gemv(), for any number of tokens. starts: what expert_order() made of their experts; x: rows that
     round_rows() rounded to `bits` (16 or 8) for panels of this type; panels: n_panels times panel_bytes() of memory, so
-    many threads may work."""
+    many threads may work; row_by_row: an expert's rows are decoded one by one where it has few pairs, whose sums are
+    added up in another order."""
     check_rows(n, type_name)
     form = panel_form_of(type_name, bits)
     kernel = gemm_kernel(type_name, form)
     block = kernel.pack(
         y=y, w=w, x=x, starts=starts, bias=bias, panels=panels, n_panels=n_panels, n_rows=n_rows, n=n, n_slots=n_slots,
         n_tok=n_tok, n_expert=n_expert, w_nb=w_nb, expert_nb=expert_nb, bias_nb=bias_nb, y_slot_nb=y_nb[0],
-        y_tok_nb=y_nb[1], x_slot_nb=x_nb[0], x_tok_nb=x_nb[1],
+        y_tok_nb=y_nb[1], x_slot_nb=x_nb[0], x_tok_nb=x_nb[1], most_few=ROW_BY_ROW if row_by_row else 0,
     )  # fmt: skip
     return Step([Entry(kernel, block)], n_slots * n_tok * n_rows * w_nb)

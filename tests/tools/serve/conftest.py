@@ -25,7 +25,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def served(tiny: Path) -> Iterator[Served]:
     """It serves whoever asks."""
-    server = started(str(tiny), "--temp", "0", "-np", "6", "--max-total-tokens", "8192", "--pooling", "mean")
+    server = started(
+        str(tiny), "--temp", "0", "-np", "6", "--max-total-tokens", "8192", "--pooling", "mean", "--max-body", "131072"
+    )
     yield server
     server.process.kill()
     server.process.wait()

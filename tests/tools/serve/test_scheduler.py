@@ -262,7 +262,7 @@ def test_a_step_that_fails_ends_its_texts_and_no_others(llama: Model, monkeypatc
     for text in texts:
         scheduler.add(text)
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.engine, "step", lambda part: (_ for _ in ()).throw(RuntimeError("no memory")))
+        patch.setattr(scheduler.engine, "step", lambda part, size: (_ for _ in ()).throw(RuntimeError("no memory")))
         events = scheduler.step()
     assert {e.text for e in events} == set(texts[:2]) and all(isinstance(e.error, GraphrtError) for e in events)
     run(scheduler)

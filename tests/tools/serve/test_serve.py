@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import random
 import re
 import signal
 import socket
@@ -20,6 +19,7 @@ import numpy as np
 import openai
 import pytest
 from support.served import Served
+from support.soak import is_quiet
 from support.verbs import Verb
 
 from graphrt.models import load
@@ -56,23 +56,11 @@ def by_run(tiny: Path) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def figure(http: httpx2.Client, name: str) -> float:
-    found = re.search(rf"^graphrt:{name} (\S+)$", http.get("/metrics").text, re.M)
-    assert found, name
-    return float(found[1])
-
-
 def eventually(true: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end, "it becomes true within a minute"
         time.sleep(0.02)
-
-
-def is_quiet(http: httpx2.Client) -> bool:
-    """Nothing runs, nothing waits, no page is in use."""
-    names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
-    return not any(figure(http, name) for name in names)
 
 
 # ---- answers ----
@@ -299,53 +287,6 @@ def test_a_text_ends_when_its_client_goes(served: Served, http: httpx2.Client) -
         httpx2.post(f"{served.url}{TEXTS}", json=LONG, timeout=0.3)
     eventually(lambda: is_quiet(http))
     assert n_cancelled(http) == before + 3
-
-
-def test_half_a_request(served: Served, http: httpx2.Client) -> None:
-    url = urlsplit(served.url)
-    assert url.hostname and url.port
-    for sent in (
-        b"POST /v1/comp",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
-        b"\0\0\r\n\r\n",
-    ):
-        with socket.create_connection((url.hostname, url.port)) as half:
-            half.sendall(sent)
-    assert http.get("/health").status_code == 200
-    assert is_quiet(http)
-
-
-def test_many_clients_of_which_some_leave(served: Served, http: httpx2.Client, client: openai.OpenAI) -> None:
-    """After hundreds of requests nothing is left, and those that stayed got what they asked for."""
-    rng = random.Random(4)
-    wanted = client.completions.create(model="tiny", prompt=TEXT, max_tokens=8).choices[0].text
-    asked = [rng.random() < 0.3 for _ in range(240)]
-
-    async def one(there: httpx2.AsyncClient, leaves: bool, gate: asyncio.Semaphore) -> str | None:
-        async with gate:
-            if not leaves:
-                answer = await there.post(TEXTS, json={"prompt": TEXT, "max_tokens": 8, "user": "x"})
-                return str(answer.json()["choices"][0]["text"])
-            body = {"prompt": TEXT * rng.randint(1, 20), "max_tokens": 500, "ignore_eos": True, "temperature": 1.0}
-            async with there.stream("POST", TEXTS, json=body | {"stream": rng.random() < 0.7}) as answer:
-                await anext(answer.aiter_bytes(), b"")
-            return None
-
-    async def leaving(there: httpx2.AsyncClient, leaves: bool, gate: asyncio.Semaphore) -> str | None:
-        try:
-            return await asyncio.wait_for(one(there, leaves, gate), rng.uniform(0.05, 1.0) if leaves else None)
-        except TimeoutError:
-            return None
-
-    async def soak() -> list[str | None]:
-        gate = asyncio.Semaphore(16)
-        async with httpx2.AsyncClient(base_url=served.url, timeout=120) as there:
-            return await asyncio.gather(*(leaving(there, leaves, gate) for leaves in asked))
-
-    found = asyncio.run(soak())
-    assert [text for text, leaves in zip(found, asked) if not leaves] == [wanted] * asked.count(False)
-    eventually(lambda: is_quiet(http))
-    assert served.process.poll() is None and not [line for line in served.log if "Traceback" in line]
 
 
 # ---- keys, limits, the end ----

@@ -1,0 +1,145 @@
+"""What guesses a text's next tokens, which one step then reads together: how much of a text, for how long not, and
+whether it pays at all.
+
+Which tokens a text gets does not depend on guesses: what is chosen after each guessed token is looked at, and a guess
+counts as far as it is what is chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from statistics import fmean, median
+from typing import Any, Protocol
+
+#: Guesses are left out for so many tokens when none of the latest so many guessed tokens was right; then for twice as
+#: many, and so on up to the most.
+PATIENCE, PAUSE, LONGEST_PAUSE = 8, 16, 256
+#: Steps that are looked at with guesses and as many without; those at the beginning of either that don't count; and
+#: steps after that until both are looked at again.
+LOOKED_AT, UNSETTLED, SETTLED = 16, 4, 512
+
+
+class Guesser(ABC):
+    """Guesses of one text. most: tokens of a guess.
+
+    A guess is twice as long as what was right of the last one, at least 2 tokens, so that little is read in vain.
+    """
+
+    #: What makes the guesses of several texts together, None where each makes its own.
+    drafter: Drafts | None = None
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._size = min(2, most)
+        self._wrong, self._pause, self._left_out = 0, PAUSE, 0
+
+    @property
+    def size(self) -> int:
+        """Tokens of the next guess."""
+        return self._size
+
+    @property
+    def pauses(self) -> bool:
+        """Nothing is guessed for now."""
+        return self._left_out > 0
+
+    def push(self, token: int) -> None:
+        """The text's next token."""
+        self._left_out = max(0, self._left_out - 1)
+
+    @abstractmethod
+    def guess(self, room: int) -> list[int]:
+        """The tokens that may come next, at most `room`; none where there is nothing to guess by."""
+
+    def told(self, guessed: int, right: int) -> None:
+        """So many tokens of a guess were the text's own."""
+        self._size = max(2, min(self.most, 2 * right)) if self.most > 1 else 1
+        if right:
+            self._wrong, self._pause = 0, PAUSE
+            return
+        self._wrong += guessed
+        if self._wrong >= PATIENCE:
+            self._left_out, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+            self._wrong = 0
+
+    def end(self) -> None:  # noqa: B027, most hold nothing
+        """The text has ended."""
+
+
+class Drafts(Protocol):
+    """Makes guesses of several texts in one go: at most so many tokens of each."""
+
+    def draft(self, asked: Any, /) -> dict[Any, list[int]]: ...
+
+
+def guesses(asked: Mapping[Guesser, int]) -> dict[Guesser, list[int]]:
+    """The guesses of several texts, at most so many tokens each; those of one drafter are made together."""
+    drafted: dict[Drafts, dict[Guesser, int]] = {}
+    found: dict[Guesser, list[int]] = {}
+    for guesser, room in asked.items():
+        if guesser.drafter is None:
+            found[guesser] = guesser.guess(room)
+        else:
+            drafted.setdefault(guesser.drafter, {})[guesser] = room
+    for drafter, texts in drafted.items():
+        found |= drafter.draft(texts)
+    return found
+
+
+class Pace:
+    """Whether guesses pay, by how many tokens steps gave in which time with guesses and without: both are looked at in
+    turn, and the faster way is kept for a while. For each load by itself, numbers of texts in powers of two, since
+    guesses cost more the fuller steps are. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._loads: dict[int, _Load] = {}
+        self._last: float | None = None
+
+    def guesses(self, n_texts: int) -> bool:
+        """Whether the next step is to guess."""
+        return self._load(n_texts).guesses
+
+    def told(self, n_texts: int, n_tokens: int, *, counts: bool) -> None:
+        """A step has given so many tokens. counts: it read no prompt, so that its time says something."""
+        now = self.clock()
+        if counts and self._last is not None:
+            self._load(n_texts).step(n_tokens, now - self._last)
+        self._last = now if counts else None
+
+    def rests(self) -> None:
+        """Nothing goes on: the time until the next step is nobody's."""
+        self._last = None
+
+    def _load(self, n_texts: int) -> _Load:
+        return self._loads.setdefault(n_texts.bit_length(), _Load())
+
+
+class _Load:
+    """The ways of one load. guesses: the way of the next step."""
+
+    def __init__(self) -> None:
+        self.guesses = True
+        self._left = LOOKED_AT + UNSETTLED
+        self._seen: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
+
+    def step(self, n_tokens: int, seconds: float) -> None:
+        looks = not all(len(seen) == LOOKED_AT for seen in self._seen.values())
+        self._left -= 1
+        if looks and self._left < LOOKED_AT:
+            self._seen[self.guesses].append((n_tokens, seconds))
+        if self._left:
+            return
+        if looks and self.guesses:
+            self.guesses, self._left = False, LOOKED_AT + UNSETTLED
+        elif looks:
+            self.guesses, self._left = self._speed(True) > self._speed(False), SETTLED
+        else:
+            self.__init__()  # type: ignore[misc]
+
+    def _speed(self, guesses: bool) -> float:
+        """Tokens a second. The median of the times, as other work may lie between steps."""
+        seen = self._seen[guesses]
+        return fmean(n for n, _ in seen) / max(median(seconds for _, seconds in seen), 1e-9)

@@ -1,0 +1,88 @@
+"""What is left when clients have gone, whatever they did; those who stall; and a server that is killed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import openai
+import pytest
+from support.served import Served, started
+from support.soak import GROWTH, PROMPT, TEXTS, Left, check_nothing_left, soak
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process has")
+
+#: Requests of the short soak; `make soak` sends 20,000.
+N_SOAKED = 240
+
+
+def test_a_short_soak(served: Served) -> None:
+    check_nothing_left(*soak(served, N_SOAKED, waits=False), served)
+
+
+@pytest.mark.parametrize("what", ["files", "threads", "children", "memory"])
+def test_what_is_left_is_seen(served: Served, what: str) -> None:
+    before = Left(10, 4, 1, 10**8)
+    check_nothing_left(before, before, served)
+    numbers = vars(before) | {what: vars(before)[what] + (GROWTH + 1 if what == "memory" else 1)}
+    with pytest.raises(AssertionError):
+        check_nothing_left(before, Left(**numbers), served)
+
+
+def test_clients_that_stall_are_sent_away(guarded: Served) -> None:
+    """One that sends half of a request's head, one that sends half of the next, one that reads nothing."""
+    url = urlsplit(guarded.url)
+    assert url.hostname and url.port
+    there, before = (url.hostname, url.port), Left.of(guarded.process.pid)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for sent in b"POST /v1/comp", whole + b"POST /v1/comp":
+        with socket.create_connection(there) as half:
+            half.settimeout(60)
+            half.sendall(sent)
+            found = b""
+            while part := half.recv(1000):
+                found += part
+            assert (b"200 OK" in found) == (whole in sent)
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect(there)
+        body = b'{"prompt": "a", "max_tokens": 600, "ignore_eos": true, "stream": true, "logprobs": 20}'
+        head = f"POST {TEXTS} HTTP/1.1\r\nHost: x\r\nX-API-Key: first\r\nContent-Length: {len(body)}\r\n\r\n"
+        deaf.sendall(head.encode() + body)
+        with httpx2.Client(base_url=guarded.url, timeout=60, headers={"x-api-key": "second"}) as other:
+            answer = other.post(TEXTS, json={"prompt": PROMPT, "max_tokens": 3})
+            assert answer.status_code == 200, "it is not waited for"
+        end = time.monotonic() + 120
+        while Left.of(guarded.process.pid).files > before.files:
+            assert time.monotonic() < end, "its connection ends"
+            time.sleep(0.1)
+
+
+def test_a_server_that_is_killed_begins_again(tiny: Path) -> None:
+    """In the middle of a text; at the same address, with the same answers."""
+    argv = str(tiny), "--temp", "0", "-np", "2", "--no-warmup"
+    first = started(*argv)
+    client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="none", max_retries=0)
+    try:
+        wanted = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8).choices[0].text
+        stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4000, stream=True)
+        next(iter(stream))
+        first.process.send_signal(signal.SIGKILL)
+        with pytest.raises((openai.APIError, httpx2.TransportError)):
+            list(stream)
+    finally:
+        first.process.kill()
+        first.process.wait()
+    again = started(*argv, port=urlsplit(first.url).port or 0)
+    try:
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8).choices[0].text == wanted
+        again.process.send_signal(signal.SIGTERM)
+        assert again.process.wait(60) == 0
+    finally:
+        again.process.kill()
+        again.process.wait()

@@ -1,0 +1,70 @@
+"""Connections that don't stay for ever: clients that send half a request, take nothing of their answer, or vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+#: Seconds without a word after which the system asks whether a client is still there, and between its questions.
+_IDLE, _BETWEEN = 60, 20
+
+
+def limit_waiting(listening: socket.socket, seconds: float) -> None:
+    """The system ends connections of this socket whose client takes nothing of what was sent for so long, or doesn't
+    answer its questions any more. Systems without such an option wait."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _IDLE),
+        ("TCP_KEEPINTVL", _BETWEEN),
+        ("TCP_USER_TIMEOUT", int(1000 * seconds)),  # of a full window too
+    ):
+        if hasattr(socket, name):
+            listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which would wait as long as the client likes for the rest of a request's head, and for that of a body
+    that was refused (413): such a body is read to its end and thrown away, since a client that still sends would lose
+    its answer if the connection ended. Each has `seconds`, a head from when the connection was made or from its first
+    byte."""
+
+    seconds = 30.0
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Whether something is waited for that may never come, and uvicorn doesn't look at the time."""
+        head = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        refused = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        if not (head or refused) or self.transport.is_closing():
+            self._stop_waiting()
+        elif self._late is None:
+            self._late = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def connections(seconds: float) -> type[Connection]:
+    """Connections whose clients have so long to send a request's head, or what is left of a refused body."""
+    return type("Connection", (Connection,), {"seconds": seconds})
