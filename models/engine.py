@@ -280,8 +280,10 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
                 f"sessions have a ring of cells, so page must be 0, got {options.page}; engines have pages: "
                 f"Model.engine()"
             )
-        types = options.type_k, options.type_v
-        return KVCache(hp, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=self.n_seq)
+        types, (first, *others) = (options.type_k, options.type_v), self.decoder.cached
+        return KVCache(
+            first, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=self.n_seq, others=others
+        )  # fmt: skip
 
     def prepared(self, n: int, n_outputs: int) -> PreparedStep:
         """The step of n tokens of each sequence and so many wanted rows; made on first use."""

@@ -7,6 +7,7 @@ and nothing crosses a link: that is what tests, tools and references compute. Bo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphrt.arguments import checked
@@ -18,6 +19,8 @@ from graphrt.tensor import Tensor
 MAX_PLAYED = 8
 #: Sources of a node that is played.
 PARTS = ("a", *(f"a{i}?" for i in range(1, MAX_PLAYED)))
+
+Given = Tensor | None
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,12 @@ def is_played(node: Tensor) -> bool:
     return len(list(node.sources())) > 1
 
 
-def _parts(op: str, params: RanksParams | SizesParams, given: dict[str, Tensor | None]) -> list[Tensor]:
+def _parts(op: str, params: RanksParams | SizesParams, given: Sequence[Given]) -> list[Tensor]:
     """The sources that are there. Raises GraphError for numbers of ranks and sources that can't be."""
     fits = params.ranks >= 2 and 0 <= params.rank < params.ranks
     require(fits, op, f"ranks must be 2 or more and rank one of them, got {params.ranks} and {params.rank}")
-    parts = [t for t in given.values() if t is not None]
-    whole = len(parts) == 1 or list(given.values())[: params.ranks] == parts
+    parts = [t for t in given if t is not None]
+    whole = len(parts) == 1 or list(given[: params.ranks]) == parts
     rule = f"it takes this rank's part, or one of each of the {params.ranks} ranks in their order"
     require(whole and len(parts) in (1, params.ranks), op, f"{rule}, got {len(parts)} of them")
     first = parts[0]
@@ -61,15 +64,19 @@ def _sizes(op: str, params: SizesParams) -> None:
     require(sane, op, f"sizes are {params.ranks} numbers of at least 1, one a rank, got {params.sizes}")
 
 
-def _infer_all_reduce(params: RanksParams, **given: Tensor | None) -> Result:
-    parts = _parts("ALL_REDUCE", params, given)
+def _infer_all_reduce(
+    params: RanksParams, a: Tensor, a1: Given, a2: Given, a3: Given, a4: Given, a5: Given, a6: Given, a7: Given
+) -> Result:  # fmt: skip
+    parts = _parts("ALL_REDUCE", params, (a, a1, a2, a3, a4, a5, a6, a7))
     require(parts[0].dtype.kind == "float", "ALL_REDUCE", "parts must be of a plain float type", *parts)
     require(all(t.ne == parts[0].ne for t in parts), "ALL_REDUCE", "parts must have one shape", *parts)
     return Result(parts[0].dtype, parts[0].ne)
 
 
-def _infer_all_gather(params: SizesParams, **given: Tensor | None) -> Result:
-    parts = _parts("ALL_GATHER", params, given)
+def _infer_all_gather(
+    params: SizesParams, a: Tensor, a1: Given, a2: Given, a3: Given, a4: Given, a5: Given, a6: Given, a7: Given
+) -> Result:  # fmt: skip
+    parts = _parts("ALL_GATHER", params, (a, a1, a2, a3, a4, a5, a6, a7))
     _sizes("ALL_GATHER", params)
     require(not parts[0].dtype.is_quantized, "ALL_GATHER", "parts must be of a plain type", *parts)
     wanted = params.sizes if len(parts) > 1 else params.sizes[params.rank : params.rank + 1]
@@ -78,8 +85,10 @@ def _infer_all_gather(params: SizesParams, **given: Tensor | None) -> Result:
     return Result(parts[0].dtype, (sum(params.sizes), *parts[0].ne[1:]))
 
 
-def _infer_reduce_scatter(params: SizesParams, **given: Tensor | None) -> Result:
-    parts = _parts("REDUCE_SCATTER", params, given)
+def _infer_reduce_scatter(
+    params: SizesParams, a: Tensor, a1: Given, a2: Given, a3: Given, a4: Given, a5: Given, a6: Given, a7: Given
+) -> Result:  # fmt: skip
+    parts = _parts("REDUCE_SCATTER", params, (a, a1, a2, a3, a4, a5, a6, a7))
     _sizes("REDUCE_SCATTER", params)
     require(parts[0].dtype.kind == "float", "REDUCE_SCATTER", "parts must be of a plain float type", *parts)
     fits = all(t.ne[0] == sum(params.sizes) for t in parts)
@@ -115,38 +124,54 @@ REDUCE_SCATTER = register(OpSpec("REDUCE_SCATTER", _infer_reduce_scatter, _work,
 COLLECTIVES = ("ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER")
 
 
+def _there(*parts: Given) -> tuple[Given, ...]:
+    """Without those that are absent at the end."""
+    n = max(i + 1 for i, part in enumerate(parts) if part is not None or i == 0)
+    return parts[:n]
+
+
 @checked(GraphError)
-def all_reduce(*parts: Tensor, ranks: int, rank: int, name: str = "") -> Tensor:
+def all_reduce(
+    a: Tensor, a1: Given = None, a2: Given = None, a3: Given = None, a4: Given = None, a5: Given = None,
+    a6: Given = None, a7: Given = None, *, ranks: int, rank: int, name: str = "",
+) -> Tensor:  # fmt: skip
     """The sum over all ranks, on every rank: result = ((a_0 + a_1) + a_2) + ..., in the order of ranks.
 
-    parts: this rank's, any plain float type (f32, f16, bf16, f64) and shape, or one of every rank, alike, where all
-    are played in one graph (at most 8); ranks: 2 or more; rank: this one's number, from 0. Sums are f32 and rounded to
-    the type once, so that every rank has the same bits, however many bytes there are. The result has the type and
-    shape of a part. Source: MPI_Allreduce, with its order fixed. Raises GraphError for other types, shapes and numbers.
+    a: this rank's part, any plain float type (f32, f16, bf16, f64) and shape, or rank 0's, with a1, a2, a3, a4, a5, a6,
+    a7 those of the others, alike, where all are played in one graph; ranks: 2 or more; rank: this one's number, from 0.
+    Sums are f32 and rounded to the type once, so that every rank has the same bits, however many bytes there are. The
+    result has the type and shape of a part. Source: MPI_Allreduce, with its order fixed. Raises GraphError for other
+    types, shapes and numbers.
     """
-    return build(ALL_REDUCE, *parts, params=RanksParams(int(ranks), int(rank)), name=name)
+    return build(ALL_REDUCE, *_there(a, a1, a2, a3, a4, a5, a6, a7), params=RanksParams(ranks, rank), name=name)
 
 
 @checked(GraphError)
-def all_gather(*parts: Tensor, ranks: int, rank: int, sizes: tuple[int, ...], name: str = "") -> Tensor:
+def all_gather(
+    a: Tensor, a1: Given = None, a2: Given = None, a3: Given = None, a4: Given = None, a5: Given = None,
+    a6: Given = None, a7: Given = None, *, ranks: int, rank: int, sizes: tuple[int, ...], name: str = "",
+) -> Tensor:  # fmt: skip
     """All ranks' parts side by side along dimension 0, on every rank.
 
-    No formula: no value changes. parts: this rank's, any plain type, [sizes[rank], ...], or one of every rank, alike
-    but for dimension 0, where all are played in one graph; ranks, rank: as in all_reduce(); sizes: what each rank has
-    along dimension 0. The result has the parts' type and the shape [sum of sizes, ...]. Source: MPI_Allgatherv. Raises
-    GraphError for other types, shapes and numbers.
+    No formula: no value changes. a: this rank's part, any plain type, [sizes[rank], ...], or rank 0's, with a1, a2, a3,
+    a4, a5, a6, a7 those of the others, alike but for dimension 0, where all are played in one graph; ranks, rank: as in
+    all_reduce(); sizes: what each rank has along dimension 0. The result has the parts' type and the shape [sum of
+    sizes, ...]. Source: MPI_Allgatherv. Raises GraphError for other types, shapes and numbers.
     """
-    return build(ALL_GATHER, *parts, params=SizesParams(int(ranks), int(rank), tuple(sizes)), name=name)
+    return build(ALL_GATHER, *_there(a, a1, a2, a3, a4, a5, a6, a7), params=SizesParams(ranks, rank, tuple(sizes)), name=name)
 
 
 @checked(GraphError)
-def reduce_scatter(*parts: Tensor, ranks: int, rank: int, sizes: tuple[int, ...], name: str = "") -> Tensor:
+def reduce_scatter(
+    a: Tensor, a1: Given = None, a2: Given = None, a3: Given = None, a4: Given = None, a5: Given = None,
+    a6: Given = None, a7: Given = None, *, ranks: int, rank: int, sizes: tuple[int, ...], name: str = "",
+) -> Tensor:  # fmt: skip
     """This rank's piece of the sum over all ranks: result[i] = (a_0 + a_1 + ...)[start + i], in the order of ranks.
 
-    parts: this rank's, any plain float type, [sum of sizes, ...], or one of every rank, alike, where all are played in
-    one graph; ranks, rank: as in all_reduce(); sizes: how much of dimension 0 each rank is given, one after the other,
-    so that start is the sum of those before this rank's. Sums are as all_reduce() has them. The result has the parts'
-    type and the shape [sizes[rank], ...]. Source: MPI_Reduce_scatter. Raises GraphError for other types, shapes and
-    numbers.
+    a: this rank's part, any plain float type, [sum of sizes, ...], or rank 0's, with a1, a2, a3, a4, a5, a6, a7 those
+    of the others, alike, where all are played in one graph; ranks, rank: as in all_reduce(); sizes: how much of
+    dimension 0 each rank is given, one after the other, so that start is the sum of those before this rank's. Sums are
+    as all_reduce() has them. The result has the parts' type and the shape [sizes[rank], ...]. Source:
+    MPI_Reduce_scatter. Raises GraphError for other types, shapes and numbers.
     """
-    return build(REDUCE_SCATTER, *parts, params=SizesParams(int(ranks), int(rank), tuple(sizes)), name=name)
+    return build(REDUCE_SCATTER, *_there(a, a1, a2, a3, a4, a5, a6, a7), params=SizesParams(ranks, rank, tuple(sizes)), name=name)
