@@ -76,7 +76,9 @@ class CacheFullError(SessionError):
 
 
 class RankError(GraphrtError):
-    """A rank is missing, has gone, or differs from the others."""
+    """A rank is missing, has gone, or differs from the others. lost: another rank has gone, and says itself why."""
+
+    lost = False
 
 
 class HubError(GraphrtError):

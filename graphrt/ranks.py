@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import RankError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Up to so many bytes every rank gets all parts and adds them up; of more it adds up a piece, and pieces are handed on.
 ONE_SHOT = 64 << 10
+#: Seconds in which a rank must answer the others: it may read its weights from a slow disk, or compile kernels, while
+#: these wait. One that ends is noticed at once.
+ANSWERING = 1800
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,9 @@ def _told() -> Iterator[None]:
         yield
     except RuntimeError as error:  # what torch.distributed raises, DistBackendError among it
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise RankError(f"every rank must answer, one has not ({first}); see what it said, and start all again") from error
+        lost = RankError(f"every rank must answer, one has not ({first}); see what it said, and start all again")
+        lost.lost = True
+        raise lost from error
 
 
 def current(size: int = 0) -> Ranks:
@@ -115,4 +121,27 @@ def current(size: int = 0) -> Ranks:
 
 def in_environment() -> bool:
     """torchrun, or what speaks as it does, has started this process as one of several ranks."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    there = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return there and os.environ["WORLD_SIZE"] not in ("", "0", "1")
+
+
+def join(rank: int, size: int, store: str = "") -> Ranks:
+    """Makes this process one of `size` ranks. store: a file on a disk that all of them see, where they find each other;
+    "" for the address that torchrun has set. Raises RankError where they don't find each other."""
+    import torch.distributed as dist
+
+    how: dict[str, Any] = {"init_method": f"file://{store}"} if store else {}
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=ANSWERING), **how)
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0][:200]
+        raise RankError(f"{size} ranks must find each other, rank {rank} did not ({first}); start all again") from error
+    return Ranks(rank, size)
+
+
+def leave() -> None:
+    """This process is no rank any more."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -335,8 +335,12 @@ class Model:
         return pieces if stream else "".join(piece.text for piece in pieces)
 
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
-        """The sampler's choice after `history`; what generate() asks for each token."""
-        return int(sampler.sample(torch.from_numpy(logits), history))
+        """The sampler's choice after `history`; what generate() asks for each token. Of several ranks the first one
+        chooses, and tells the others."""
+        if self.ranks is None:
+            return int(sampler.sample(torch.from_numpy(logits), history))
+        first = self.ranks.rank == 0
+        return int(self.ranks.told(int(sampler.sample(torch.from_numpy(logits), history)) if first else 0))
 
     @checked(SessionError)
     def embed(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
+from graphrt import __version__
 from graphrt.backend import Backend
-from graphrt.errors import ArchError
+from graphrt.errors import ArchError, RankError
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import Transformer
 from graphrt.models.gguf import GGUFFile
@@ -27,6 +30,8 @@ def network_of(
         network = cls(hp, weights)
         weights.check()
         return network
+    if isinstance(ranks, Ranks):
+        check_alike(ranks, hp, file, backend)
     plan, decoder = plan_of(cls, hp, file, n)
     if isinstance(ranks, int):
         return play(decoder, plan, file, backend, advance)
@@ -34,6 +39,25 @@ def network_of(
     network = decoder(plan.hparams(ranks.rank), mine)
     mine.check()
     return network
+
+
+def check_alike(ranks: Ranks, hp: HParams, file: GGUFFile, backend: Backend) -> None:
+    """Raises RankError on every rank unless all have one version of graphrt and one file, by names, shapes, keys and
+    samples of the data."""
+    mine = {
+        "version": __version__,
+        "keys": hashlib.sha256(repr(hp).encode()).hexdigest()[:12],
+        "tensors": Weights(file, backend).fingerprint.hex()[:12],
+    }
+    everyones = ranks.everyones(mine)
+    for what, of_first in everyones[0].items():
+        others = {rank: said[what] for rank, said in enumerate(everyones) if said[what] != of_first}
+        if others:
+            named = ", ".join(f"rank {rank} {value}" for rank, value in others.items())
+            raise RankError(
+                f"all ranks must have one version and one file, their {what} differ: rank 0 has {of_first}, {named}; "
+                f"give all the same"
+            )
 
 
 def plan_of(cls: type[Transformer], hp: HParams, file: GGUFFile, n: int) -> tuple[RankPlan, type[Decoder]]:

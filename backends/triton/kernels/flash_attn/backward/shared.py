@@ -17,15 +17,12 @@ from graphrt.backends.triton.kernels.flash_attn.backward.deltas import (
     attention_back_scales,
 )
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
-from graphrt.backends.triton.kernels.flash_attn.score_code import function_of
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
 #: Rows that a program of attention_back_delta and of attention_back_norms takes, elements of one of
 #: attention_back_halves.
 DELTA_ROWS, NORM_ROWS, HALF_ELEMENTS = 16, 64, 4096
-#: By how much less dS is scaled where a score function may multiply it: slopes up to 16 times that stay within f16.
-STEEPEST = 256.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +116,9 @@ class Shared:
             "ROWS": NORM_ROWS, "PDL": self.target.has_pdl,
         }  # fmt: skip
         options = launch_options(self.target, 4)
-        slopes = STEEPEST if function_of(p.params) is not None else 1.0
         last = {
             "p_sizes": sizes, "p_norms": norms, "p_scales": rows.scales, "n_sizes": sizes.shape[0], "n_norms": programs,
-            "inverse": slopes / (1.0 - p.dropout_p), "BLOCK": 1024, "PDL": self.target.has_pdl,
+            "inverse": 1.0 / (1.0 - p.dropout_p), "BLOCK": 1024, "PDL": self.target.has_pdl,
         }  # fmt: skip
         return [
             Launch(attention_back_norms, (programs,), args, options),
