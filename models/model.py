@@ -379,8 +379,9 @@ def load(
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
     they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
     the weights have no memory yet, and may raise. ranks: this process's place among several that have a part of the
-    model each (graphrt.ranks.current()), or how many are played in this process. Raises GGUFError, ArchError, BackendError, MemoryPlanError, and
-    SessionError for changes that the model can't have.
+    model each (graphrt.ranks.current()), or how many are played in this process. Raises GGUFError, ArchError,
+    BackendError, MemoryPlanError, SessionError for changes that the model can't have, and RankError where ranks have
+    different files.
     """
     listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]

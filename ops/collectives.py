@@ -103,10 +103,12 @@ def sent_bytes(node: Tensor) -> int:
     part to each of the others and takes all of theirs.
     """
     p, a = node.params, next(node.sources())
+    others = int(p.ranks) - 1
     if node.op == "ALL_REDUCE":
-        return 2 * (p.ranks - 1) * (a.data_nbytes // p.ranks)
-    own = node.data_nbytes // sum(p.sizes) * p.sizes[p.rank] if node.op == "ALL_GATHER" else node.data_nbytes
-    return max((p.ranks - 1) * own, (node if node.op == "ALL_GATHER" else a).data_nbytes - own)
+        return 2 * others * (a.data_nbytes // (others + 1))
+    gathers = node.op == "ALL_GATHER"
+    own, whole = (a, node) if gathers else (node, a)
+    return max(others * own.data_nbytes, whole.data_nbytes - own.data_nbytes)
 
 
 def _work(node: Tensor) -> Work:
@@ -158,7 +160,9 @@ def all_gather(
     all_reduce(); sizes: what each rank has along dimension 0. The result has the parts' type and the shape [sum of
     sizes, ...]. Source: MPI_Allgatherv. Raises GraphError for other types, shapes and numbers.
     """
-    return build(ALL_GATHER, *_there(a, a1, a2, a3, a4, a5, a6, a7), params=SizesParams(ranks, rank, tuple(sizes)), name=name)
+    return build(
+        ALL_GATHER, *_there(a, a1, a2, a3, a4, a5, a6, a7), params=SizesParams(ranks, rank, tuple(sizes)), name=name
+    )
 
 
 @checked(GraphError)
@@ -174,4 +178,6 @@ def reduce_scatter(
     as all_reduce() has them. The result has the parts' type and the shape [sizes[rank], ...]. Source:
     MPI_Reduce_scatter. Raises GraphError for other types, shapes and numbers.
     """
-    return build(REDUCE_SCATTER, *_there(a, a1, a2, a3, a4, a5, a6, a7), params=SizesParams(ranks, rank, tuple(sizes)), name=name)
+    return build(
+        REDUCE_SCATTER, *_there(a, a1, a2, a3, a4, a5, a6, a7), params=SizesParams(ranks, rank, tuple(sizes)), name=name
+    )

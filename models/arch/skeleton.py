@@ -190,9 +190,9 @@ class Decoder(Transformer):
         group = hp.n_head[il] // hp.n_head_kv[il]
         for run in alibi_runs(share.n_head(il), share.mine(il), hp.max_alibi_bias, group):
             n_kv, first = max(1, run.n // group), run.first // group
-            mine = (_of_heads(q, 1, run.first, run.n), *(_of_heads(t, 2, first, n_kv) for t in (k, v)))
+            queries, keys, values = _of_heads(q, 1, run.first, run.n), *(_of_heads(t, 2, first, n_kv) for t in (k, v))
             params = AttentionParams(hp.attn_scale, run.max_bias, hp.attn_softcap, None)
-            found.append(step.attended(*mine, kind, params, f"__fattn__-{il}.{run.first}"))
+            found.append(step.attended(queries, keys, values, kind, params, f"__fattn__-{il}.{run.first}"))
         return functools.reduce(lambda a, b: ops.concat(a, b, 1), found)
 
     def merged(self, il: int, attn: Tensor) -> Tensor:

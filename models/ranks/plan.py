@@ -51,9 +51,9 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is shared out. by: what it is cut by, of ROLES; "whole" for what every rank has, "rank 0" for what is
-    added once, so that the others have zeros. dim: along which dimension; spans: what each rank has there, one after
-    the other."""
+    """How a tensor is shared out. by: what it is cut by, of ROLES; "whole" for what every rank has, "rank 0" for what
+    is added once, so that the others have zeros. dim: along which dimension; spans: what each rank has there, one
+    after the other."""
 
     by: str
     dim: int = 0

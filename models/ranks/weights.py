@@ -19,9 +19,7 @@ class RankWeights(Weights):
     """Hands out a rank's part of each tensor under the tensor's name. Only that part of the file is touched: rows that
     lie together are read in place where the backend can, others are copied once."""
 
-    def __init__(
-        self, file: GGUFFile, backend: Backend, plan: RankPlan, rank: int, advance: Advance = ignore
-    ) -> None:
+    def __init__(self, file: GGUFFile, backend: Backend, plan: RankPlan, rank: int, advance: Advance = ignore) -> None:
         super().__init__(file, backend, advance)
         self.plan, self.rank = plan, rank
         self.share = plan.share(rank)

@@ -1,4 +1,4 @@
-"""Conformance cases of ALL_REDUCE, ALL_GATHER and REDUCE_SCATTER, all ranks played: types, ranks, uneven parts, gaps."""
+"""Conformance cases of ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, all ranks played: types, ranks, uneven parts, gaps."""
 
 from __future__ import annotations
 

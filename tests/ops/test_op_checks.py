@@ -546,7 +546,7 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
         lambda: ops.reduce_scatter(f32(8), ranks=2, rank=0, sizes=(4, 5)),
         ("as wide as all sizes together", "f32[8]"),
     ),
-    ("REDUCE_SCATTER", lambda: ops.reduce_scatter(t("i32", 9), ranks=2, rank=0, sizes=(4, 5)), ("plain float", "i32[9]")),
+    ("REDUCE_SCATTER", lambda: ops.reduce_scatter(t("i32", 9), ranks=2, rank=0, sizes=(4, 5)), ("float", "i32[9]")),
 ]
 
 

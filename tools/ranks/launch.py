@@ -23,8 +23,8 @@ SAYING, ENDING, FINISHING = 2.0, 5.0, 10.0
 
 
 def run_on_ranks(args: argparse.Namespace) -> int:
-    """`graphrt run` over ranks: starts --tp of them, or is one of torchrun's. Raises SessionError for what can't be done
-    over ranks yet, RankError for a rank that is lost, with its own error."""
+    """`graphrt run` over ranks: starts --tp of them, or is one of torchrun's. Raises SessionError for what is done on
+    one rank alone, RankError for a rank that is lost, with its own error."""
     from graphrt.tools.ranks.member import as_rank, be_quiet
 
     _check(args)
@@ -32,7 +32,9 @@ def run_on_ranks(args: argparse.Namespace) -> int:
         return Job(args, args.tp).run()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.tp not in (1, size):
-        raise SessionError(f"--tp must be the number of ranks that torchrun started, {size}, got {args.tp}; leave it out")
+        raise SessionError(
+            f"--tp must be the number of ranks that torchrun started, {size}, got {args.tp}; leave it out"
+        )
     if rank:
         be_quiet()
     return as_rank(args, rank, size)
@@ -48,7 +50,9 @@ def _check(args: argparse.Namespace) -> None:
     }  # fmt: skip
     found = [name for name, there in alone.items() if there]
     if found:
-        raise SessionError(f"several ranks write one text of one prompt, got {' and '.join(found)}; run that on one rank")
+        raise SessionError(
+            f"several ranks write one text of one prompt, got {' and '.join(found)}; run that on one rank"
+        )
     args.given_prompt = run.prompt_text(args)  # started processes have no standard input
 
 
@@ -70,13 +74,13 @@ class Job:
     def run(self) -> int:
         """Waits for the ranks, and gives the first one's exit code. Raises RankError with the error of the rank that
         failed first, once."""
-        from torch import multiprocessing
+        from torch.multiprocessing.spawn import start_processes
 
         from graphrt.tools.ranks.member import started
 
         with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
             given = (self.size, folder, self.args)
-            context = multiprocessing.start_processes(started, given, self.size, join=False, start_method="spawn")
+            context = start_processes(started, given, self.size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
             assert context is not None
             processes: Sequence[BaseProcess] = context.processes
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which reports and ends
