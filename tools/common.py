@@ -196,7 +196,7 @@ def load_model(
     backend = rounding_backend(args.backend, exact) if getattr(args, "eight_bits", False) else args.backend
     made_up = getattr(args, "synthetic", None)
     file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
-    ranks = getattr(args, "ranks", 1)
+    ranks = getattr(args, "as_ranks", 1)
     return load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
 
 

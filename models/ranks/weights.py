@@ -27,9 +27,8 @@ class RankWeights(Weights):
     def tied(self, embedding: Tensor) -> Tensor:
         """This rank's rows of the embedding, as the output matrix."""
         info = self.file.tensors[embedding.name]
-        cut = self.plan.cuts["output.weight"]
-        leaf = new_tensor(info.dtype, *cut.ne(info.ne, self.rank), name="output.weight")
-        leaf.buffer = self._held(leaf, cut_bytes(self.file.data(embedding.name), info, cut, self.rank))
+        leaf = new_tensor(info.dtype, *self.shape(info, "output.weight"), name="output.weight")
+        leaf.buffer = self._bound(leaf, embedding.name)
         self.loaded[leaf.name] = leaf
         return leaf
 
@@ -37,8 +36,12 @@ class RankWeights(Weights):
         return self.plan.cuts[name].ne(info.ne, self.rank)
 
     def _bind(self, leaf: Tensor) -> Buffer:
-        info = self.file.tensors[leaf.name]
-        return self._held(leaf, cut_bytes(self.file.data(leaf.name), info, self.plan.cuts[leaf.name], self.rank))
+        return self._bound(leaf, leaf.name)
+
+    def _bound(self, leaf: Tensor, source: str) -> Buffer:
+        """The memory of a leaf, of this rank's part of the file's tensor `source`."""
+        info, cut = self.file.tensors[source], self.plan.cuts[leaf.name]
+        return self._held(leaf, cut_bytes(self.file.data(source), info, cut, self.rank))
 
 
 def cut_bytes(data: Bytes, info: TensorInfo, cut: Cut, rank: int) -> Bytes:

@@ -27,8 +27,8 @@ from graphrt.ops.collectives import COLLECTIVES
 from graphrt.ops.linked import linked
 from graphrt.ops.soft_max import alibi_slopes
 
-#: Relative to one rank's logits, by their norm: sums over ranks are taken in another order, nothing else differs. Each of
-#: a step's few hundred roundings in a row is of 2**-24 at most; a wrong cut is off by 1e-2 and more.
+#: Relative to one rank's logits, by their norm: sums over ranks are taken in another order, nothing else differs. Each
+#: of a step's few hundred roundings in a row is of 2**-24 at most; a wrong cut is off by 1e-2 and more.
 CLOSE = 3e-6
 #: Rows of whole super-blocks, two and more of each sum.
 WIDE = Tiny("llama", n=512, heads=(4, 2), ff=768, layers=1)

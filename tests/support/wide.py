@@ -65,6 +65,7 @@ EVERY = {
     "support/test_fuzz.py": 0,
     "support/test_quick_interpreter.py": 0,
     "support/test_time_limits.py": 0,
+    "tools/cli/test_cli_ranks.py::test_torchrun_starts_the_ranks": 0,
     "tools/cli/test_cli_verbs.py::test_a_terminal_that_knows_only_ascii": 0,
     "tools/conformance/test_conformance.py::test_a_crash_or_a_hang_ends_its_case_only": 3,
     "tools/conformance/test_conformance.py::test_the_cpu_is_right": 2,

@@ -27,8 +27,8 @@ def run_on_ranks(args: argparse.Namespace) -> int:
     one rank alone, RankError for a rank that is lost, with its own error."""
     from graphrt.tools.ranks.member import as_rank, be_quiet
 
-    _check(args)
     if not in_environment():
+        _check(args)
         return Job(args, args.tp).run()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.tp not in (1, size):
@@ -37,6 +37,8 @@ def run_on_ranks(args: argparse.Namespace) -> int:
         )
     if rank:
         be_quiet()
+    else:
+        _check(args)  # standard input is the first rank's: all have the same one
     return as_rank(args, rank, size)
 
 

@@ -25,7 +25,7 @@ def as_rank(args: argparse.Namespace, rank: int, size: int, store: str = "") -> 
         # One rank fetches a model, and reads what only it is given.
         first = (str(hub.resolve(args.model)), run.prompt_text(args)) if rank == 0 else ("", "")
         args.model, prompt = ranks.told(first)
-        args.ranks = ranks
+        args.as_ranks = ranks
         code = run.generate(args, prompt)
         if code == 0:
             ranks.told(None)  # nobody leaves while another still listens

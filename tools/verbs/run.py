@@ -156,7 +156,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def generate(args: argparse.Namespace, prompt: str) -> int:
-    """The text after a prompt. Several ranks call it together (args.ranks); what the first one says is printed."""
+    """The text after a prompt. Several ranks call it together (args.as_ranks); what the first one says is printed."""
     args.predict = PREDICT if args.predict is None else args.predict
     sampling, text = sampler_params(args), text_options(args) | output_options(args)
     loading = time.perf_counter()
