@@ -21,7 +21,7 @@ from graphrt.models import load
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.model import Model
 from graphrt.models.ranks.plan import RankPlan
-from graphrt.models.ranks.share import alibi_runs
+from graphrt.models.ranks.share import Share, alibi_runs
 from graphrt.models.ranks.weights import cut_bytes
 from graphrt.ops.collectives import COLLECTIVES
 from graphrt.ops.linked import linked
@@ -129,6 +129,19 @@ def test_a_rank_by_itself_needs_a_group() -> None:
     exe.write(a, np.zeros(4, np.float32))
     with pytest.raises(RankError, match="that 2 ranks meet at needs a process group.*--tp or torchrun"):
         exe.run()
+
+
+def test_what_a_step_chooses_is_the_first_rank_s() -> None:
+    shares = [Share(2, rank, (), (), {}) for rank in range(2)]
+    logits = [new_input("f32", 5, 3, name=f"logits {rank}") for rank in range(2)]
+    graphs = [Graph(share.agreed(ops.argmax(x))) for share, x in zip(shares, logits)]
+    exe = prepare(linked(graphs), "cpu")
+    values = np.random.Generator(np.random.Philox(key=1)).standard_normal((2, 3, 5), np.float32)
+    exe.write_all(dict(zip(logits, values)))
+    exe.run()
+    assert values[0].argmax(-1).tolist() != values[1].argmax(-1).tolist()
+    for chosen in exe.graph.outputs:
+        assert exe.read(chosen).reshape(-1).tolist() == values[0].argmax(-1).tolist()
 
 
 # ---- the plan
