@@ -31,11 +31,12 @@ class Weights:
     each. share: of a model that is cut over several ranks (ranks/weights.py), else None.
     """
 
+    share: Share | None = None
+
     def __init__(self, file: GGUFFile, backend: Backend, advance: Advance = ignore) -> None:
         self.file = file
         self._advance = advance
         self.backend = backend
-        self.share: Share | None = None
         self.loaded: dict[str, Tensor] = {}
         self._left: set[str] = set()
         self._missing: dict[str, tuple[int, ...]] = {}

@@ -135,7 +135,8 @@ def _there(*parts: Given) -> tuple[Given, ...]:
 @checked(GraphError)
 def all_reduce(
     a: Tensor, a1: Tensor | None = None, a2: Tensor | None = None, a3: Tensor | None = None, a4: Tensor | None = None,
-    a5: Tensor | None = None, a6: Tensor | None = None, a7: Tensor | None = None, *, ranks: int, rank: int, name: str = "",
+    a5: Tensor | None = None, a6: Tensor | None = None, a7: Tensor | None = None, *, ranks: int, rank: int,
+    name: str = "",
 ) -> Tensor:  # fmt: skip
     """The sum over all ranks, on every rank: result = ((a_0 + a_1) + a_2) + ..., in the order of ranks.
 
@@ -151,7 +152,8 @@ def all_reduce(
 @checked(GraphError)
 def all_gather(
     a: Tensor, a1: Tensor | None = None, a2: Tensor | None = None, a3: Tensor | None = None, a4: Tensor | None = None,
-    a5: Tensor | None = None, a6: Tensor | None = None, a7: Tensor | None = None, *, ranks: int, rank: int, sizes: Sequence[int], name: str = "",
+    a5: Tensor | None = None, a6: Tensor | None = None, a7: Tensor | None = None, *, ranks: int, rank: int,
+    sizes: Sequence[int], name: str = "",
 ) -> Tensor:  # fmt: skip
     """All ranks' parts side by side along dimension 0, on every rank.
 
@@ -168,7 +170,8 @@ def all_gather(
 @checked(GraphError)
 def reduce_scatter(
     a: Tensor, a1: Tensor | None = None, a2: Tensor | None = None, a3: Tensor | None = None, a4: Tensor | None = None,
-    a5: Tensor | None = None, a6: Tensor | None = None, a7: Tensor | None = None, *, ranks: int, rank: int, sizes: Sequence[int], name: str = "",
+    a5: Tensor | None = None, a6: Tensor | None = None, a7: Tensor | None = None, *, ranks: int, rank: int,
+    sizes: Sequence[int], name: str = "",
 ) -> Tensor:  # fmt: skip
     """This rank's piece of the sum over all ranks: result[i] = (a_0 + a_1 + ...)[start + i], in the order of ranks.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-from graphrt import __version__
 from graphrt.backend import Backend
 from graphrt.errors import ArchError, RankError
 from graphrt.models.arch.skeleton import Decoder
@@ -42,10 +41,8 @@ def network_of(
 
 
 def check_alike(ranks: Ranks, hp: HParams, file: GGUFFile, backend: Backend) -> None:
-    """Raises RankError on every rank unless all have one version of graphrt and one file, by names, shapes, keys and
-    samples of the data."""
+    """Raises RankError on every rank unless all have one file, by names, shapes, keys and samples of the data."""
     mine = {
-        "version": __version__,
         "keys": hashlib.sha256(repr(hp).encode()).hexdigest()[:12],
         "tensors": Weights(file, backend).fingerprint.hex()[:12],
     }
@@ -55,8 +52,7 @@ def check_alike(ranks: Ranks, hp: HParams, file: GGUFFile, backend: Backend) -> 
         if others:
             named = ", ".join(f"rank {rank} {value}" for rank, value in others.items())
             raise RankError(
-                f"all ranks must have one version and one file, their {what} differ: rank 0 has {of_first}, {named}; "
-                f"give all the same"
+                f"all ranks must have one file, their {what} differ: rank 0 has {of_first}, {named}; give all the same"
             )
 
 

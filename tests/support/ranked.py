@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from support.tiny import tokens
 
 from graphrt.errors import RankError
 from graphrt.models import load
 from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
 from graphrt.ranks import ONE_SHOT, Ranks, join, leave
+from support.tiny import tokens
 
 F32 = SessionOptions(type_k="f32", type_v="f32")
 #: Of a prompt, and of those that come one by one.

@@ -81,6 +81,8 @@ def _param(at: Checked, kind: Any) -> Any:
         return at.number()
     if kind is str:
         return at.text(MAX_LABEL)
+    if kind == tuple[int, ...]:
+        return at.wholes(len(at.value) if isinstance(at.value, list) else 0, -MAX_WHOLE)
     if get_origin(kind) is tuple and set(get_args(kind)) == {int}:
         return at.wholes(len(get_args(kind)), -MAX_WHOLE)
     raise GraphError(f"{at.path}: JSON holds parameters that are int, float, bool, str or tuples of int, got {kind}")

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from graphrt.errors import RankError, SessionError
 from graphrt.ranks import in_environment
+from graphrt.tools.ranks.member import Generate, as_rank, be_quiet, started
 
 #: Seconds that ranks have to say why they ended, after the first one has; to end when they are asked to; and to end by
 #: themselves when the first rank is done.
 SAYING, ENDING, FINISHING = 2.0, 5.0, 10.0
 
 
-def run_on_ranks(args: argparse.Namespace) -> int:
+def run_on_ranks(args: argparse.Namespace, generate: Generate, read_prompt: Callable[[], str], chat: bool) -> int:
     """`graphrt run` over ranks: starts --tp of them, or is one of torchrun's. Raises SessionError for what is done on
-    one rank alone, RankError for a rank that is lost, with its own error."""
-    from graphrt.tools.ranks.member import as_rank, be_quiet
-
+    one rank alone, RankError for a rank that is lost, with its own error. generate: what each rank does; read_prompt:
+    gives the text, on the first rank or before there are any; chat: no text is given, but somebody who could."""
     if not in_environment():
-        _check(args)
-        return Job(args, args.tp).run()
+        _check(args, chat)
+        return Job(args, args.tp, generate, read_prompt()).run()  # ranks have no standard input
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.tp not in (1, size):
         raise SessionError(
@@ -37,17 +37,15 @@ def run_on_ranks(args: argparse.Namespace) -> int:
         )
     if rank:
         be_quiet()
-    else:
-        _check(args)  # standard input is the first rank's: all have the same one
-    return as_rank(args, rank, size)
+        return as_rank(args, generate, "", rank, size)
+    _check(args, chat)
+    return as_rank(args, generate, read_prompt(), rank, size)  # all have one standard input: it is the first rank's
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, chat: bool) -> None:
     """Raises SessionError for options that need one rank."""
-    from graphrt.tools.verbs import run
-
     alone = {
-        "a chat": run.is_chat(args), "--profile": args.profile, "-np": args.parallel > 1, "--page": args.page,
+        "a chat": chat, "--profile": args.profile, "-np": args.parallel > 1, "--page": args.page,
         "--prompt-cache": args.prompt_cache is not None,
     }  # fmt: skip
     found = [name for name, there in alone.items() if there]
@@ -55,7 +53,6 @@ def _check(args: argparse.Namespace) -> None:
         raise SessionError(
             f"several ranks write one text of one prompt, got {' and '.join(found)}; run that on one rank"
         )
-    args.given_prompt = run.prompt_text(args)  # started processes have no standard input
 
 
 @dataclass(frozen=True)
@@ -70,18 +67,16 @@ class Failure:
 class Job:
     """Ranks of one host. One that fails ends all of them."""
 
-    def __init__(self, args: argparse.Namespace, size: int) -> None:
-        self.args, self.size = args, size
+    def __init__(self, args: argparse.Namespace, size: int, generate: Generate, prompt: str) -> None:
+        self.args, self.size, self.generate, self.prompt = args, size, generate, prompt
 
     def run(self) -> int:
         """Waits for the ranks, and gives the first one's exit code. Raises RankError with the error of the rank that
         failed first, once."""
         from torch.multiprocessing.spawn import start_processes
 
-        from graphrt.tools.ranks.member import started
-
         with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
-            given = (self.size, folder, self.args)
+            given = (self.size, folder, self.args, self.generate, self.prompt)
             context = start_processes(started, given, self.size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
             assert context is not None
             processes: Sequence[BaseProcess] = context.processes

@@ -8,25 +8,32 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
+from graphrt import __version__
 from graphrt.errors import GraphrtError, RankError
 from graphrt.ranks import Ranks, join, leave
 
+#: What a verb does on every rank: its options and the prompt, and the exit code. A function of a module.
+Generate = Callable[[argparse.Namespace, str], int]
 
-def as_rank(args: argparse.Namespace, rank: int, size: int, store: str = "") -> int:
-    """Does `graphrt run` as one of several ranks. Raises what run does, RankError where another rank is lost."""
+
+def as_rank(args: argparse.Namespace, generate: Generate, prompt: str, rank: int, size: int, store: str = "") -> int:
+    """Does what a verb does as one of several ranks. prompt: the first rank's is everyone's. Raises what the verb does,
+    RankError where another rank is lost."""
     from graphrt.models import hub
-    from graphrt.tools.verbs import run
 
     ranks = join(rank, size, store)
     try:
+        versions = ranks.everyones(__version__)
+        if len(set(versions)) > 1:
+            raise RankError(f"all ranks must run one version of graphrt, they run {', '.join(versions)}; install one")
         _share_cores(args, ranks)
-        # One rank fetches a model, and reads what only it is given.
-        first = (str(hub.resolve(args.model)), run.prompt_text(args)) if rank == 0 else ("", "")
+        first = (str(hub.resolve(args.model)), prompt) if rank == 0 else None  # one rank fetches a model
         args.model, prompt = ranks.told(first)
         args.as_ranks = ranks
-        code = run.generate(args, prompt)
+        code = generate(args, prompt)
         if code == 0:
             ranks.told(None)  # nobody leaves while another still listens
         return code
@@ -49,7 +56,7 @@ def be_quiet() -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (they live as long as the process)
 
 
-def started(rank: int, size: int, folder: str, args: argparse.Namespace) -> None:
+def started(rank: int, size: int, folder: str, args: argparse.Namespace, generate: Generate, prompt: str) -> None:
     """What a rank's process runs when launch.py has started it; its error goes into a file in `folder`."""
     from graphrt.progress import shown_by
     from graphrt.tools.progress import on_stderr
@@ -60,7 +67,7 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace) -> None
         be_quiet()
     try:
         with shown_by(None if rank or args.json else on_stderr()):
-            code = as_rank(args, rank, size, str(Path(folder, "store")))
+            code = as_rank(args, generate, prompt, rank, size, str(Path(folder, "store")))
         sys.stdout.flush()
     except BaseException as error:  # whatever it is, the process that started this one says it
         if isinstance(error, KeyboardInterrupt):

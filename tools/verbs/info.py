@@ -78,8 +78,7 @@ def _over_ranks(file: GGUFFile, args: argparse.Namespace) -> tuple[list[dict[str
 def _print_ranks(needs: list[dict[str, Any]], cuts: list[dict[str, Any]]) -> None:
     print()
     rows = [
-        (c["count"], brief_name(c["name"]), c["by"], _dims(c["ne"]), "  ".join(map(_dims, c["parts"])))
-        for c in cuts
+        (c["count"], brief_name(c["name"]), c["by"], _dims(c["ne"]), "  ".join(map(_dims, c["parts"]))) for c in cuts
     ]
     print_table(("tensors", "name", "cut by", "shape", "shape on each rank"), rows)
     print()

@@ -147,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
     if args.tp > 1 or in_environment():
         from graphrt.tools.ranks.launch import run_on_ranks
 
-        return run_on_ranks(args)
+        return run_on_ranks(args, generate, partial(prompt_text, args), is_chat(args))
     if is_chat(args):
         from graphrt.tools.verbs import chat
 
@@ -254,9 +254,6 @@ def _tokens(model: Model, prompt: str, args: argparse.Namespace) -> list[int]:
 
 def prompt_text(args: argparse.Namespace) -> str:
     """The text of -p, -f or standard input. Raises SessionError for none."""
-    given: str | None = getattr(args, "given_prompt", None)
-    if given is not None:  # another process has read it
-        return given
     if args.prompt not in (None, "-"):
         text: str = args.prompt
     elif args.prompt == "-" or args.file is not None or not sys.stdin.isatty():
