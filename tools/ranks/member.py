@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from graphrt import __version__
+from graphrt.backend import numbered
 from graphrt.errors import GraphrtError, RankError
 from graphrt.ranks import Ranks, join, leave
 
@@ -30,6 +31,7 @@ def as_rank(args: argparse.Namespace, generate: Generate, prompt: str, rank: int
         if len(set(versions)) > 1:
             raise RankError(f"all ranks must run one version of graphrt, they run {', '.join(versions)}; install one")
         _share_cores(args, ranks)
+        args.backend = own_backend(args.backend, int(os.environ.get("LOCAL_RANK", rank)))
         first = (str(hub.resolve(args.model)), prompt) if rank == 0 else None  # one rank fetches a model
         args.model, prompt = ranks.told(first)
         args.as_ranks = ranks
@@ -48,6 +50,14 @@ def _share_cores(args: argparse.Namespace, ranks: Ranks) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     if args.threads <= 0:
         args.threads = max(1, threads.count() // here)
+
+
+def own_backend(name: str, local_rank: int) -> str:
+    """The backend of a rank, the local_rank-th of its host: the device of that number where one is named without. Left
+    to choose, ranks run on the CPU: over several GPUs nothing has been measured yet."""
+    if name == "auto":
+        return "cpu"
+    return name if name == "cpu" or ":" in name else numbered(name, local_rank)
 
 
 def be_quiet() -> None:

@@ -16,6 +16,7 @@ from support.tiny import write_model
 
 from graphrt.tools.cli import main
 from graphrt.tools.ranks.launch import _error, _failed, _failure
+from graphrt.tools.ranks.member import own_backend
 
 TEXT = ("--raw", "-p", "hello the sea", "--temp", "0", "--ignore-eos", "--backend", "cpu", "-t", "1")
 
@@ -57,6 +58,11 @@ def test_what_one_rank_does_alone_is_refused(
 ) -> None:
     assert main(["run", str(model), *TEXT, "--tp", "2", *more]) == 2
     assert f"several ranks write one text of one prompt, got {more[0]}" in capsys.readouterr().err
+
+
+def test_each_rank_has_a_device_of_its_own() -> None:
+    asked = ("auto", "cpu", "triton", "triton:0")
+    assert [own_backend(name, 1) for name in asked] == ["cpu", "cpu", "triton:1", "triton:0"]
 
 
 def test_torchrun_s_number_counts(
