@@ -12,6 +12,7 @@
         ChatTemplateError        the chat template fails, or breaks its limits
       SessionError               a prompt or a setting that the model can't serve (empty, too long, ...)
         CacheFullError           a cache has no pages for more tokens; nothing was changed
+      RankError                  one of several ranks is missing, has gone, or differs from the others
       HubError                   a model can't be fetched or stored
 
 A message states the rule, the actual value and the next step, in that order. Whatever a file's text in it holds, it is
@@ -72,6 +73,12 @@ class SessionError(GraphrtError):
 
 class CacheFullError(SessionError):
     """The pages of a cache are in use; what was asked for would need more of them. Nothing was changed."""
+
+
+class RankError(GraphrtError):
+    """A rank is missing, has gone, or differs from the others. lost: another rank has gone, and says itself why."""
+
+    lost = False
 
 
 class HubError(GraphrtError):

@@ -81,7 +81,8 @@ class Cache(ABC):
 class KVCache(Cache):
     """A ring of cells for each sequence.
 
-    n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k. Raises
+    n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k; others:
+    of ranks that are played beside the first, whose layers come behind its own. Raises
     SessionError for a type that can't hold this model.
     """
 
@@ -96,6 +97,7 @@ class KVCache(Cache):
         type_v: str,
         n_seq: int = 1,
         flash_attn: bool = True,
+        others: Sequence[HParams] = (),
     ) -> None:
         self.flash_attn = flash_attn
         sides = cache_sides(hp, type_k, type_v)
@@ -108,7 +110,7 @@ class KVCache(Cache):
         if any(windowed):
             self.cells["swa"] = Ring(min(longest, hp.window + n_batch), hp.window, n_seq)
         sizes = {kind: (cells.size, n_seq) for kind, cells in self.cells.items()}
-        self.layers = cache_layers(hp, backend, windowed, sizes, sides)
+        self.layers = [x for each in (hp, *others) for x in cache_layers(each, backend, windowed, sizes, sides)]
         if all(windowed):
             del self.cells["full"]
 

@@ -291,17 +291,11 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
                 f"sessions have a ring of cells, so page must be 0, got {options.page}; engines have pages: "
                 f"Model.engine()"
             )
-        types = options.type_k, options.type_v
+        types, (first, *others) = (options.type_k, options.type_v), self.decoder.cached
         return KVCache(
-            hp,
-            self.home,
-            hp.windowed,
-            self.n_ctx,
-            self.n_batch,
-            *types,
-            n_seq=self.n_seq,
-            flash_attn=self.options.flash_attn,
-        )
+            first, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=self.n_seq,
+            flash_attn=self.options.flash_attn, others=others,
+        )  # fmt: skip
 
     def prepared(self, n: int, n_outputs: int) -> PreparedStep:
         """The step of n tokens of each sequence and so many wanted rows; made on first use."""

@@ -33,6 +33,7 @@ from graphrt.models.gguf import GGUFFile
 from graphrt.models.grammar import GrammarVocab
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
+from graphrt.models.ranks.network import network_of
 from graphrt.models.rope_options import RopeOptions
 from graphrt.models.samples import MAX_SAMPLES, samples
 from graphrt.models.sampling import Sampler
@@ -40,9 +41,9 @@ from graphrt.models.sampling_params import SamplerOptions, SamplerParams, spells
 from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
-from graphrt.models.weights import Weights
 from graphrt.printing import brief, brief_name, human_bytes
 from graphrt.progress import task
+from graphrt.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,9 @@ MAX_NAMED = 20  # keys in a warning
 class Model:
     """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
     of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
-    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first."""
+    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks: as load()."""
 
-    def __init__(self, file: GGUFFile, backends: Sequence[Backend]) -> None:
+    def __init__(self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1) -> None:
         self.file = file
         self.backends = list(backends)
         keys = Keys(file)
@@ -67,10 +68,9 @@ class Model:
             listed = ", ".join(named[:MAX_NAMED])
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
         with task("loading", sum(t.nbytes for t in file.tensors.values()), "bytes") as advance:
-            weights = Weights(file, for_weights(self.backends), advance)
-            self.network: Transformer = cls(hp, weights)
-            weights.check()
-        self.weights = weights
+            self.network: Transformer = network_of(cls, hp, file, for_weights(self.backends), ranks, advance)
+        self.ranks = ranks if isinstance(ranks, Ranks) else None
+        self.weights = self.network.weights
 
     def __repr__(self) -> str:
         hp, names = self.network.hp, ", ".join(dict.fromkeys(b.id for b in self.backends))
@@ -335,8 +335,12 @@ class Model:
         return pieces if stream else "".join(piece.text for piece in pieces)
 
     def next_token(self, sampler: Sampler, logits: Logits, history: Sequence[int]) -> int:
-        """The sampler's choice after `history`; what generate() asks for each token."""
-        return int(sampler.sample(torch.from_numpy(logits), history))
+        """The sampler's choice after `history`; what generate() asks for each token. Of several ranks the first one
+        chooses, and tells the others."""
+        if self.ranks is None:
+            return int(sampler.sample(torch.from_numpy(logits), history))
+        first = self.ranks.rank == 0
+        return int(self.ranks.told(int(sampler.sample(torch.from_numpy(logits), history)) if first else 0))
 
     @checked(SessionError)
     def embed(
@@ -368,13 +372,16 @@ def load(
     exact: bool = False,
     rope: RopeOptions | None = None,
     before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
+    ranks: Ranks | int = 1,
 ) -> Model:
     """Opens a GGUF file, unless one that is open is given, and puts its weights where the backend wants them.
 
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
     they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
-    the weights have no memory yet, and may raise. Raises GGUFError, ArchError, BackendError, MemoryPlanError, and
-    SessionError for changes that the model can't have.
+    the weights have no memory yet, and may raise. ranks: this process's place among several that have a part of the
+    model each (graphrt.ranks.current()), or how many are played in this process. Raises GGUFError, ArchError,
+    BackendError, MemoryPlanError, SessionError for changes that the model can't have, and RankError where ranks have
+    different files.
     """
     listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
@@ -385,7 +392,7 @@ def load(
         rope.apply(file)
     if before is not None:
         before(file, backends)
-    return Model(file, backends)
+    return Model(file, backends, ranks)
 
 
 @checked(SessionError)

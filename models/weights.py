@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import overload
 
-from graphrt.backend import Backend, Buffer
+from graphrt.backend import Backend, Buffer, Bytes
 from graphrt.errors import ArchError
-from graphrt.models.gguf import GGUFFile
+from graphrt.models.gguf import GGUFFile, TensorInfo
+from graphrt.models.ranks.share import Share
 from graphrt.printing import brief_name
 from graphrt.progress import Advance, ignore
 from graphrt.tensor import Tensor, full_dims, new_tensor
@@ -27,8 +28,10 @@ class Weights:
 
     What is missing or misshapen gets a leaf without memory, so that check() can name all of it. A backend that can
     address the mapped file reads it in place; others get a copy of each tensor asked for. advance: told the bytes of
-    each.
+    each. share: of a model that is cut over several ranks (ranks/weights.py), else None.
     """
+
+    share: Share | None = None
 
     def __init__(self, file: GGUFFile, backend: Backend, advance: Advance = ignore) -> None:
         self.file = file
@@ -50,8 +53,8 @@ class Weights:
         info = self.file.tensors.get(name)
         if info is None and optional:
             return None
-        if info is not None and full_dims(info.ne) == full_dims(ne):
-            leaf = new_tensor(info.dtype, *info.ne, name=name)
+        if info is not None and full_dims(self.shape(info, name)) == full_dims(ne):
+            leaf = new_tensor(info.dtype, *self.shape(info, name), name=name)
             leaf.buffer = self._bind(leaf)
             self._advance(leaf.nbytes)
         else:
@@ -64,8 +67,18 @@ class Weights:
         """Notes that the file may have the tensor `name`, and that nothing reads it."""
         self._left.add(name)
 
+    def shape(self, info: TensorInfo, name: str) -> tuple[int, ...]:
+        """The shape in which a tensor of the file is handed out."""
+        return info.ne
+
+    def tied(self, embedding: Tensor) -> Tensor:
+        """The output matrix of a file without one: the embedding."""
+        return embedding
+
     def _bind(self, leaf: Tensor) -> Buffer:
-        data = self.file.data(leaf.name)
+        return self._held(leaf, self.file.data(leaf.name))
+
+    def _held(self, leaf: Tensor, data: Bytes) -> Buffer:
         return self.backend.wrap_host(data) or self.backend.hold(leaf, data)
 
     def check(self) -> None:

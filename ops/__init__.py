@@ -5,6 +5,7 @@ from graphrt.ops.view import permute, reshape, transpose, view
 
 # isort: split
 # Ops are listed in the order in which they are registered here: views come first.
+from graphrt.ops.collectives import all_gather, all_reduce, reduce_scatter
 from graphrt.ops.copy import concat, cont, cpy, dup, repeat
 from graphrt.ops.cross_entropy import cross_entropy_loss, cross_entropy_loss_back
 from graphrt.ops.elementwise import add, clamp, div, fill, mul, scale, sqr, sqrt, sub
@@ -29,13 +30,14 @@ from graphrt.ops.unary import glu, unary
 
 __all__ = [
     "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "RowSettings", "SampleParams", "add", "add_id",
-    "argmax", "argsort", "clamp", "concat", "cont", "cpy", "cross_entropy_loss", "cross_entropy_loss_back",
-    "div", "dup", "fill", "flash_attn_back", "flash_attn_ext", "flash_attn_lse", "flash_attn_varlen",
-    "flash_attn_varlen_back", "flash_attn_varlen_lse", "get_rows", "get_rows_back", "glu", "kq_mask", "l2_norm",
-    "mul", "mul_mat", "mul_mat_id", "mul_mat_id_back", "norm", "opt_step_adamw", "opt_step_sgd", "out_prod",
-    "out_prod_id", "penalize", "permute", "repeat", "repeat_back", "reshape", "rms_norm", "rms_norm_back", "rope",
-    "rope_back", "sample", "sample_each", "scale", "set_rows", "set_rows_back", "silu_back", "soft_max",
-    "soft_max_back", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose", "unary", "unary_back", "view", "view_back",
+    "all_gather", "all_reduce", "argmax", "argsort", "clamp", "concat", "cont", "cpy", "cross_entropy_loss",
+    "cross_entropy_loss_back", "div", "dup", "fill", "flash_attn_back", "flash_attn_ext", "flash_attn_lse",
+    "flash_attn_varlen", "flash_attn_varlen_back", "flash_attn_varlen_lse", "get_rows", "get_rows_back", "glu",
+    "kq_mask", "l2_norm", "mul", "mul_mat", "mul_mat_id", "mul_mat_id_back", "norm", "opt_step_adamw",
+    "opt_step_sgd", "out_prod", "out_prod_id", "penalize", "permute", "reduce_scatter", "repeat", "repeat_back",
+    "reshape", "rms_norm", "rms_norm_back", "rope", "rope_back", "sample", "sample_each", "scale", "set_rows",
+    "set_rows_back", "silu_back", "soft_max", "soft_max_back", "sqr", "sqrt", "sub", "sum_rows", "top_k",
+    "transpose", "unary", "unary_back", "view", "view_back",
 ]  # fmt: skip
 
 register_cases_module("graphrt.ops.cases")

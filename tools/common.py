@@ -225,7 +225,8 @@ def load_model(
         backend = alone_backend(args.backend, exact, 8 if eight else 16)
     made_up = getattr(args, "synthetic", None)
     file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
-    return load(file, backend, exact=exact, rope=rope_options(args), before=before)
+    ranks = getattr(args, "as_ranks", 1)
+    return load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
 
 
 def use_threads(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from graphrt.backends.cpu import (  # noqa: F401  (REFERENCES)
     attention_back,
     attention_varlen,
     backward,
+    collectives,
     fast,
     kq_mask,
     matmul,

@@ -31,7 +31,7 @@ class MPT(GPT2):
         return replace(super().hparams(keys), max_alibi_bias=bias, clamp_kqv=limit)
 
     def extra_weights(self, il: int) -> dict[str, Extra]:
-        norm = Extra((self.hp.n_embd,), OPTIONAL, OPTIONAL)
+        norm = Extra((self.hp.d_k * self.hp.n_head[il],), OPTIONAL, OPTIONAL)
         return {"attn_q_norm": norm, "attn_k_norm": norm}
 
     def load(self, load: Loader) -> None:

@@ -6,6 +6,8 @@ A family overrides the small methods in which it differs. Node names are llama.c
 
 from __future__ import annotations
 
+import functools
+
 from graphrt import ops
 from graphrt.errors import ArchError
 from graphrt.graph import Graph
@@ -15,6 +17,7 @@ from graphrt.models.attention import AttentionParams
 from graphrt.models.cache import KVCache, LayerCache
 from graphrt.models.cache_paged import PagedCache
 from graphrt.models.hparams import HParams, Keys
+from graphrt.models.ranks.share import Share, alibi_runs
 from graphrt.models.sampling_device import SampleTables
 from graphrt.models.step import AnyInputs, StepInputs
 from graphrt.models.step_paged import PagedInputs, StepSize
@@ -30,6 +33,11 @@ class Decoder(Transformer):
     ffn_normed = "ffn_norm"
     parallel = False
 
+    @property
+    def cached(self) -> list[HParams]:
+        """Of what caches are made: its own, or each rank's where several are played."""
+        return [self.hp]
+
     @classmethod
     def read(cls, keys: Keys) -> HParams:
         hp = super().read(keys)
@@ -38,11 +46,12 @@ class Decoder(Transformer):
         return hp
 
     def load(self, load: Loader) -> None:
-        n, n_vocab, layout = self.hp.n_embd, self.hp.n_vocab, self.layout
+        n, layout, share = self.hp.n_embd, self.layout, self.share
+        n_vocab = self.hp.n_vocab if share is None else share.vocab[share.rank]
         self.output_norm = load.norm("output_norm", n)
         output = load.affine("output", (n, n_vocab), layout.output)
         bias = load.tensor("output.bias", layout.output_bias, n_vocab)
-        self.output = output.weight if output is not None else self.token_embd  # tied
+        self.output = output.weight if output is not None else self.weights.tied(self.token_embd)
         self.output_bias = bias
 
     def inputs(self, n: int, n_outputs: int, cache: KVCache) -> StepInputs:
@@ -88,6 +97,7 @@ class Decoder(Transformer):
         assert inputs.choice is not None
         logits = self.result(inputs)
         chosen, said = tables.choose(logits, inputs.choice, most)
+        chosen = chosen if self.share is None else self.share.agreed(chosen)
         ends = [ops.cpy(chosen, target, name="next_token"), said, *([logits] if keep_logits else [])]
         return inputs, Graph(*ends)
 
@@ -99,6 +109,7 @@ class Decoder(Transformer):
         else:
             assert inputs.uniform is not None
             chosen = ops.sample(logits, inputs.uniform, sampling)
+        chosen = chosen if self.share is None else self.share.agreed(chosen)
         ends = [ops.cpy(chosen, target, name="next_token"), *([logits] if keep_logits else [])]
         return Graph(*ends)
 
@@ -121,9 +132,15 @@ class Decoder(Transformer):
         if il == self.hp.n_layer - 1:  # from here on only the tokens whose logits are wanted
             attn, x = ops.get_rows(attn, step.rows), ops.get_rows(x, step.rows)
             before = ops.get_rows(before, step.rows) if beside else before
+        attn = self.joined(attn, f"attn_joined-{il}")
         h = ops.add(self.after_attention(il, attn), x, name=f"{self.residual}-{il}")
         f = self.feed_forward(il, before if beside else self.normed(h, w.ffn_norm, f"{self.ffn_normed}-{il}"))
+        f = self.joined(f, f"ffn_joined-{il}")
         return ops.add(self.after_feed_forward(il, f), h, name=f"l_out-{il}")
+
+    def joined(self, x: Tensor, name: str) -> Tensor:
+        """x, of which each of several ranks has a part of the sum."""
+        return x if self.share is None else self.share.joined(x, name)
 
     def attention_source(self, il: int, x: Tensor, normed: Tensor) -> Tensor:
         """What attention reads of a layer's input x and its norm."""
@@ -160,7 +177,24 @@ class Decoder(Transformer):
             values = step.heads(v_cache, hp.d_v, n_head_kv)
         params = AttentionParams(hp.attn_scale, hp.max_alibi_bias, hp.attn_softcap, self.sinks(il))
         q = q if n_seq == 1 else _by_sequence(q, n_seq)
-        return self.merged(il, step.attended(q, keys, values, cache.kind, params, f"__fattn__-{il}"))
+        if self.share is not None and hp.max_alibi_bias:
+            attn = self._with_slopes(il, self.share, q, keys, values, step, cache.kind)
+        else:
+            attn = step.attended(q, keys, values, cache.kind, params, f"__fattn__-{il}")
+        return self.merged(il, attn)
+
+    def _with_slopes(
+        self, il: int, share: Share, q: Tensor, k: Tensor, v: Tensor, step: AnyInputs, kind: str
+    ) -> Tensor:
+        """attended() where a rank has some heads of many, each of which keeps the slope that it has among all."""
+        hp, found = self.hp, list[Tensor]()
+        group = hp.n_head[il] // hp.n_head_kv[il]
+        for run in alibi_runs(share.n_head(il), share.mine(il), hp.max_alibi_bias, group):
+            n_kv, first = max(1, run.n // group), run.first // group
+            queries, keys, values = _of_heads(q, 1, run.first, run.n), *(_of_heads(t, 2, first, n_kv) for t in (k, v))
+            params = AttentionParams(hp.attn_scale, run.max_bias, hp.attn_softcap, None)
+            found.append(step.attended(queries, keys, values, kind, params, f"__fattn__-{il}.{run.first}"))
+        return functools.reduce(lambda a, b: ops.concat(a, b, 1), found)
 
     def merged(self, il: int, attn: Tensor) -> Tensor:
         """What the heads found, [d_v, heads, n, n_seq], side by side: [d_v * heads, n_tokens]."""
@@ -177,6 +211,8 @@ class Decoder(Transformer):
         x = ops.mul_mat(self.output, x)
         if self.output_bias is not None:
             x = ops.add(x, self.output_bias)
+        if self.share is not None:
+            x = self.share.side_by_side(x, self.share.vocab, "result_gathered")
         if hp.logit_scale:
             x = ops.scale(x, hp.logit_scale)
         if hp.final_softcap:
@@ -192,6 +228,14 @@ def _rows(t: Tensor, width: int, n_seq: int) -> Tensor:
         return ops.reshape(t, width, n, n_seq)
     stride = t.nb[2] if t.ne[0] * t.ne[1] == width else t.nb[1]  # heads apart, or a token's in one row
     return ops.view(t, (width, n, n_seq), (stride, stride * n))
+
+
+def _of_heads(t: Tensor, dim: int, first: int, n: int) -> Tensor:
+    """A view of some heads, which lie along dimension `dim`."""
+    if n == t.ne[dim]:
+        return t
+    ne = tuple(n if i == dim else size for i, size in enumerate(t.ne))
+    return ops.view(t, ne, t.nb[1:], first * t.nb[dim])
 
 
 def _by_sequence(q: Tensor, n_seq: int) -> Tensor:

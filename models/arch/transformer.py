@@ -49,6 +49,7 @@ class Transformer:
     def __init__(self, hp: HParams, weights: Weights) -> None:
         self.hp = hp
         self.weights = weights
+        self.share = weights.share
         load = Loader(weights, self.layout)
         self.token_embd = weights("token_embd.weight", hp.n_embd, hp.n_vocab)
         self.position_embd = load.tensor("position_embd.weight", self.layout.positions, hp.n_embd, hp.n_ctx_train)
@@ -90,12 +91,16 @@ class Transformer:
         if weight is None:
             return x
         prefix, dash, layer = name.partition("-")
-        norm = ops.rms_norm if self.traits.norm == "rms" else ops.norm
-        x = norm(x, self.hp.norm_eps, name=f"norm_{prefix}-{layer}" if dash else "norm")
+        x = self.bare_norm(x, f"norm_{prefix}-{layer}" if dash else "norm")
         if weight.bias is None:
             return ops.mul(x, weight.weight, name)
         scaled = ops.mul(x, weight.weight, f"norm_w_{prefix}-{layer}" if dash else "norm_w")
         return ops.add(scaled, weight.bias, name)
+
+    def bare_norm(self, x: Tensor, name: str = "") -> Tensor:
+        """The norm of x over ne[0] without a weight."""
+        norm = ops.rms_norm if self.traits.norm == "rms" else ops.norm
+        return norm(x, self.hp.norm_eps, name=name)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The rows of the embedding, with those of the positions added where there are any: [n_embd, n_tokens]."""
@@ -138,7 +143,12 @@ class Transformer:
         """The norm over all heads of a token together: [d_k, heads, n_tokens]."""
         d, n_head, n_tokens = heads.ne[:3]
         flat = ops.reshape(heads if heads.is_contiguous else ops.cont(heads), d * n_head, n_tokens)
-        return ops.reshape(self.normed(flat, weight, name), d, n_head, n_tokens)
+        if self.share is None or weight is None:
+            return ops.reshape(self.normed(flat, weight, name), d, n_head, n_tokens)
+        normed = self.share.over_all(flat, weight.weight.name, self.bare_norm)
+        scaled = ops.mul(normed, weight.weight, name)
+        scaled = scaled if weight.bias is None else ops.add(scaled, weight.bias, name)
+        return ops.reshape(scaled, d, n_head, n_tokens)
 
     def rope_params(self, il: int) -> RopeParams | None:
         """The rotation of layer il, None for none."""

@@ -120,7 +120,11 @@ def _built(rng: random.Random) -> None:
         if p.kind is p.VAR_POSITIONAL:
             args += values.wholes(rng)
         elif p.kind is p.KEYWORD_ONLY:
-            named |= {p.name: _argument(rng, p.name, name, p.annotation)} if rng.random() < 0.4 else {}
+            named |= (
+                {p.name: _argument(rng, p.name, name, p.annotation)}
+                if p.default is p.empty or rng.random() < 0.4
+                else {}
+            )
         else:
             args.append(_argument(rng, p.name, name, p.annotation))
     if rng.random() < 0.5:

@@ -530,6 +530,23 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
         lambda: ops.flash_attn_varlen_lse(f32(8, 3, 4), f32(8, 16, 2, 5), t("i32", 3), 1.0),
         ("in pages, with lengths and block_table, or packed",),
     ),
+    ("ALL_REDUCE", lambda: ops.all_reduce(f32(4), ranks=1, rank=0), ("ranks must be 2 or more", "got 1 and 0")),
+    ("ALL_REDUCE", lambda: ops.all_reduce(f32(4), ranks=2, rank=2), ("rank one of them", "got 2 and 2")),
+    ("ALL_REDUCE", lambda: ops.all_reduce(f32(4), f32(4), ranks=3, rank=0), ("each of the 3 ranks", "got 2")),
+    ("ALL_REDUCE", lambda: ops.all_reduce(f32(4), None, f32(4), ranks=2, rank=0), ("in their order", "got 2")),
+    ("ALL_REDUCE", lambda: ops.all_reduce(f32(4), f32(5), ranks=2, rank=0), ("must have one shape", "f32[5]")),
+    ("ALL_REDUCE", lambda: ops.all_reduce(t("i32", 4), ranks=2, rank=0), ("plain float type", "i32[4]")),
+    ("ALL_REDUCE", lambda: ops.all_reduce(f32(4), t("f16", 4), ranks=2, rank=0), ("one type", "f16[4]")),
+    ("ALL_GATHER", lambda: ops.all_gather(f32(4), ranks=2, rank=1, sizes=(4, 5)), ("as wide as sizes", "f32[4]")),
+    ("ALL_GATHER", lambda: ops.all_gather(f32(4), ranks=2, rank=0, sizes=(4,)), ("2 numbers of at least 1", "(4,)")),
+    ("ALL_GATHER", lambda: ops.all_gather(f32(4), ranks=2, rank=0, sizes=(4, 0)), ("at least 1", "(4, 0)")),
+    ("ALL_GATHER", lambda: ops.all_gather(t("q8_0", 32), ranks=2, rank=0, sizes=(32, 32)), ("plain type", "q8_0[32]")),
+    (
+        "REDUCE_SCATTER",
+        lambda: ops.reduce_scatter(f32(8), ranks=2, rank=0, sizes=(4, 5)),
+        ("as wide as all sizes together", "f32[8]"),
+    ),
+    ("REDUCE_SCATTER", lambda: ops.reduce_scatter(t("i32", 9), ranks=2, rank=0, sizes=(4, 5)), ("float", "i32[9]")),
 ]
 
 
@@ -685,6 +702,11 @@ WORK: list[tuple[Tensor, int, int]] = [
     (_back("q"), 2 * (2 * 16 + 8) * 7 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 768),
     (_back("v"), 2 * (16 + 8) * 7 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 448),
     (_back("sinks", sinks=f32(4)), 2 * 8 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 16 + 16),
+    (ops.all_reduce(f32(4, 3), ranks=2, rank=0), 12, 2 * 24),  # over the link
+    (ops.all_reduce(f32(4, 3), f32(4, 3), f32(4, 3), ranks=3, rank=0), 24, 4 * 48),
+    (ops.all_gather(f32(3, 2), ranks=2, rank=0, sizes=(3, 5)), 0, 40),  # what it is given is more than what it gives
+    (ops.all_gather(f32(3, 2), f32(5, 2), ranks=2, rank=0, sizes=(3, 5)), 0, 24 + 40 + 64),
+    (ops.reduce_scatter(f32(8, 2), ranks=2, rank=1, sizes=(3, 5)), 10, 40),
     (_varlen_back("k"), 2 * (2 * 16 + 8) * 7 * 12, 768 + 896 + 448 + 2 * 384 + 48 + 24 + 896),
 ]
 

@@ -40,12 +40,12 @@ ROW_CEILING = 8.0
 SUMS = (
     "MUL_MAT", "MUL_MAT_ID", "NORM", "SUM_ROWS", "OUT_PROD", "OUT_PROD_ID", "MUL_MAT_ID_BACK", "REPEAT_BACK",
     "GET_ROWS_BACK", "VIEW_BACK", "RMS_NORM_BACK", "SOFT_MAX_BACK", "FLASH_ATTN_BACK", "FLASH_ATTN_VARLEN_BACK",
-    "CROSS_ENTROPY_LOSS_BACK", "SILU_BACK", "UNARY_BACK",
+    "CROSS_ENTROPY_LOSS_BACK", "SILU_BACK", "UNARY_BACK", "ALL_REDUCE", "REDUCE_SCATTER",
 )  # fmt: skip
 #: Which weights' products have rounded activations on the CPU.
 ROUNDED = {"MUL_MAT": matrix_weight, "MUL_MAT_ID": expert_weight}
 #: Nothing is computed for these: their results have the sources' bits.
-MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "KQ_MASK", "SET_ROWS_BACK")
+MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "ALL_GATHER", "KQ_MASK", "SET_ROWS_BACK")
 
 
 def _nothing(node: Tensor) -> None:

@@ -287,6 +287,31 @@ def concat(node: Tensor, a: Array, b: Array) -> Array:
     return out
 
 
+def _all_parts(parts: tuple[Array | None, ...]) -> list[Array]:
+    return [part for part in parts if part is not None]
+
+
+@reference64("ALL_REDUCE")
+def all_reduce(node: Tensor, *parts: Array | None) -> Array:
+    return np.stack(_all_parts(parts)).sum(0)
+
+
+@reference64("ALL_GATHER")
+def all_gather(node: Tensor, *parts: Array | None) -> Array:
+    out, start = np.empty(node.shape, dtype=_all_parts(parts)[0].dtype), 0
+    for part in _all_parts(parts):
+        for i in np.ndindex(*part.shape):
+            out[(*i[:3], start + i[3])] = part[i]
+        start += part.shape[3]
+    return out
+
+
+@reference64("REDUCE_SCATTER")
+def reduce_scatter(node: Tensor, *parts: Array | None) -> Array:
+    edges = np.cumsum([0, *node.params.sizes])
+    return all_reduce(node, *parts)[..., edges[node.params.rank] : edges[node.params.rank + 1]]
+
+
 @reference64("REPEAT")
 def repeat(node: Tensor, a: Array) -> Array:
     return _at_modulo(a, node.shape)

@@ -104,6 +104,16 @@ def penalize(node: Tensor, expected: Array, logits: Array, *tables: Array) -> Ar
     return 4 * ROUNDING * (np.abs(logits) + np.abs(finite)) ** 2
 
 
+@variance("ALL_REDUCE", "REDUCE_SCATTER")
+def of_ranks(node: Tensor, expected: Array, *parts: Array | None) -> Array:
+    """A sum with a term of each rank."""
+    given = np.stack([part for part in parts if part is not None])
+    if node.op == "REDUCE_SCATTER":
+        start = sum(node.params.sizes[: node.params.rank])
+        given = given[..., start : start + node.ne[0]]
+    return of_sum((given**2).sum(0), expected, len(given))
+
+
 @variance("GET_ROWS")
 def get_rows(node: Tensor, expected: Array, a: Array, ids: Array) -> Array:
     """Of decoded rows; those of a plain type are moved, see judging.py."""

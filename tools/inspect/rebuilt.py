@@ -82,6 +82,8 @@ def _param(at: Checked, kind: Any) -> Any:
         return at.number()
     if kind is str:
         return at.text(MAX_LABEL)
+    if kind == tuple[int, ...]:
+        return at.wholes(len(at.value) if isinstance(at.value, list) else 0, -MAX_WHOLE)
     if get_origin(kind) is tuple and set(get_args(kind)) == {int}:
         return at.wholes(len(get_args(kind)), -MAX_WHOLE)
     if get_origin(kind) is tuple and get_args(kind) == (float, Ellipsis):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from graphrt.tools.common import MODEL_HELP, add_page_arguments, context, print_
 if TYPE_CHECKING:
     from graphrt.execute import Executable
     from graphrt.models.engine import SessionOptions
+    from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model
 
 
@@ -34,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequences", type=whole(1), default=1, metavar="N", help="with --page: of so many sequences (default: 1)"
     )
+    ranks = "how the model would be cut over N ranks, which need not be here"
+    parser.add_argument("--ranks", type=whole(2, 64), metavar="N", help=ranks)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,11 +58,37 @@ def main(args: argparse.Namespace) -> int:
             ],
             "needs": _needs(file, args),
         }
+        if args.ranks:
+            facts["ranks"], facts["cuts"] = _over_ranks(file, args)
     if args.json:
         print_json(facts)
     else:
         _print(facts, args.tensors)
     return 0
+
+
+def _over_ranks(file: GGUFFile, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    from graphrt.models.engine import SessionOptions
+    from graphrt.models.ranks.report import rank_needs
+
+    needs, cuts = rank_needs(file, args.ranks, SessionOptions(args.ctx_size))
+    return [asdict(each) for each in needs], [asdict(each) for each in cuts]
+
+
+def _print_ranks(needs: list[dict[str, Any]], cuts: list[dict[str, Any]]) -> None:
+    print()
+    rows = [
+        (c["count"], brief_name(c["name"]), c["by"], _dims(c["ne"]), "  ".join(map(_dims, c["parts"]))) for c in cuts
+    ]
+    print_table(("tensors", "name", "cut by", "shape", "shape on each rank"), rows)
+    print()
+    sizes = ("weights", "cache", "link")
+    held = [[human_bytes(n[key]) if key in sizes else n[key] for key in n] for n in needs]
+    print_table(("rank", "heads", "kv heads", "columns", "weights", "cache", "link a token", "meetings"), held)
+
+
+def _dims(ne: Sequence[int]) -> str:
+    return "x".join(map(str, ne))
 
 
 def _shown(value: Any) -> Any:
@@ -126,6 +157,8 @@ def _print(facts: dict[str, Any], every_tensor: bool) -> None:
         print_table(("tensor", "type", "shape"), [(t["name"], t["type"], t["ne"]) for t in tensors])
     print()
     _print_needs(facts["needs"])
+    if "ranks" in facts:
+        _print_ranks(facts["ranks"], facts["cuts"])
 
 
 def _print_needs(needs: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
+from graphrt.ranks import in_environment
 from graphrt.tools import prompt_cache
 from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
@@ -74,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt_cache.add_argument(parser)
     add_page_arguments(parser, "texts lie in pages of N tokens (default with -np: 64, else one ring of cells)")
     _add_profile_arguments(parser)
+    tp = "ranks on this host, each a process with a part of every weight (torchrun sets its own number; default: 1)"
+    parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
     add_session_arguments(parser)
     add_text_arguments(parser)
     add_output_arguments(parser)
@@ -141,17 +144,26 @@ class Tally:
 def main(args: argparse.Namespace) -> int:
     if args.profile_overlay is not None and not args.profile:
         raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
-    if _is_chat(args):
+    if args.tp > 1 or in_environment():
+        from graphrt.tools.ranks.launch import run_on_ranks
+
+        return run_on_ranks(args, generate, partial(prompt_text, args), is_chat(args))
+    if is_chat(args):
         from graphrt.tools.verbs import chat
 
         return chat.main(chat.from_run(args))
-    prompt = prompt_text(args)
+    return generate(args, prompt_text(args))
+
+
+def generate(args: argparse.Namespace, prompt: str) -> int:
+    """The text after a prompt. Several ranks call it together (args.as_ranks); what the first one says is printed."""
     args.predict = PREDICT if args.predict is None else args.predict
     sampling, text = sampler_params(args), text_options(args) | output_options(args)
     loading = time.perf_counter()
     needs: dict[str, Any] = {}
     model = load_model(args, args.exact, partial(before_weights, args, needs))
     tokens = _tokens(model, prompt, args)
+    tokens = tokens if model.ranks is None else model.ranks.told(tokens)
     if args.parallel > 1 or args.page:
         return _many(model, tokens, args)
     start = prompt_cache.start(model, tokens, session_options(args), args.prompt_cache and Path(args.prompt_cache))
@@ -176,7 +188,7 @@ def main(args: argparse.Namespace) -> int:
     return 130 if tally.interrupted else 0
 
 
-def _is_chat(args: argparse.Namespace) -> bool:
+def is_chat(args: argparse.Namespace) -> bool:
     """No prompt is given, somebody sits at the terminal, and nothing is asked for that needs a prompt."""
     asks = args.prompt is not None or args.file is not None or args.raw or args.json or args.profile
     asks = asks or args.parallel > 1 or args.logprobs is not None or args.prompt_cache is not None

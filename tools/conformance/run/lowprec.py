@@ -307,6 +307,19 @@ def _penalize(
     return out
 
 
+def _added(parts: tuple[T | None, ...]) -> T:
+    """In halves, as a tree of ranks adds up."""
+    given = [a for a in parts if a is not None]
+    while len(given) > 1:
+        given = [*(a + b for a, b in zip(given[::2], given[1::2])), *given[len(given) // 2 * 2 :]]
+    return given[0]
+
+
+def _scattered(node: Tensor, total: T) -> T:
+    start = sum(node.params.sizes[: node.params.rank])
+    return total[..., start : start + node.ne[0]]
+
+
 LOW: dict[str, LowPrecision] = {
     "PENALIZE": _penalize,
     "ADD": lambda node, a, b: torch.add(a, _tiled(b, a)),
@@ -337,6 +350,9 @@ LOW: dict[str, LowPrecision] = {
     "CONT": lambda node, a: a,
     "DUP": lambda node, a: a,
     "CONCAT": lambda node, a, b: torch.cat((a, b), dim=3 - node.params.dim),
+    "ALL_REDUCE": lambda node, *parts: _added(parts),
+    "ALL_GATHER": lambda node, *parts: torch.cat([a for a in parts if a is not None], dim=-1),
+    "REDUCE_SCATTER": lambda node, *parts: _scattered(node, _added(parts)),
     "REPEAT": lambda node, a: torch.tile(a, tuple(m // n for m, n in zip(node.shape, a.shape))),
     "REPEAT_BACK": back.repeat_back,
     "GET_ROWS_BACK": back.get_rows_back,

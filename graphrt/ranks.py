@@ -1,0 +1,147 @@
+"""Ranks: processes that run one graph together, and what they tell each other.
+
+torch.distributed is what carries it: gloo between CPUs, NCCL between GPUs, by the same calls. Sums have one order,
+that of ranks, so that every rank has the same bits, run after run: a library's own reductions promise no order, hence
+bytes are moved by the library and added up here.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from graphrt.errors import RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+#: Up to so many bytes every rank gets all parts and adds them up; of more it adds up a piece, and pieces are handed on.
+ONE_SHOT = 64 << 10
+#: Seconds in which a rank must answer the others: it may read its weights from a slow disk, or compile kernels, while
+#: these wait. One that ends is noticed at once.
+ANSWERING = 1800
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among `size` ranks: its number, from 0. group: torch's, None for the default one."""
+
+    rank: int
+    size: int
+    group: Any = None
+
+    def gathered(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Every rank's part, in their order: [..., n], of which n is sizes[rank]. Raises RankError."""
+        import torch
+        import torch.distributed as dist
+
+        lead, most = part.shape[:-1], max(sizes)
+        mine = part if part.shape[-1] == most else torch.nn.functional.pad(part, (0, most - part.shape[-1]))
+        found = [part.new_empty(*lead, most) for _ in sizes]
+        with _told():
+            dist.all_gather(found, mine.contiguous(), group=self.group)
+        return [each[..., :n] for each, n in zip(found, sizes)]
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in their order, in the part's type. Raises RankError."""
+        if part.numel() * part.element_size() <= ONE_SHOT:
+            return in_order(self.gathered(part, [part.shape[-1]] * self.size))
+        import torch
+        import torch.distributed as dist
+
+        flat = part.reshape(-1)
+        n = -(-flat.numel() // self.size)
+        padded = torch.nn.functional.pad(flat, (0, n * self.size - flat.numel())).contiguous()
+        pieces, whole = torch.empty_like(padded), torch.empty_like(padded)
+        with _told():
+            dist.all_to_all_single(pieces, padded, group=self.group)  # each rank's part of this rank's piece
+            mine = in_order(list(pieces.view(self.size, n)))
+            dist.all_gather(list(whole.view(self.size, n)), mine, group=self.group)
+        return whole[: flat.numel()].view(part.shape)
+
+    def told(self, value: Any) -> Any:
+        """What rank 0 says, on every rank; others' values are left aside. Raises RankError."""
+        import torch.distributed as dist
+
+        box = [value]
+        with _told():
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def everyones(self, value: Any) -> list[Any]:
+        """What each rank says, on every rank. Raises RankError."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        with _told():
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of some tensors, the first two first: the one order that ranks add up in."""
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total = total + part
+    return total
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A failure of torch's link as an error of ours: another rank is gone, or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:  # what torch.distributed raises, DistBackendError among it
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        lost = RankError(f"every rank must answer, one has not ({first}); see what it said, and start all again")
+        lost.lost = True
+        raise lost from error
+
+
+def current(size: int = 0) -> Ranks:
+    """This process's place in torch's process group. size: how many ranks are needed, 0 for any number. Raises
+    RankError where there is no group, or one of another size."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RankError(
+            f"a node that {size or 'several'} ranks meet at needs a process group, this process is in none; start the "
+            f"ranks with --tp or torchrun, or play them in one process (graphrt.ops.linked)"
+        )
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    if size and ranks.size != size:
+        raise RankError(f"the graph is cut for {size} ranks, the process group has {ranks.size}; start {size}")
+    return ranks
+
+
+def in_environment() -> bool:
+    """torchrun, or what speaks as it does, has started this process as one of several ranks."""
+    there = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return there and os.environ["WORLD_SIZE"] not in ("", "0", "1")
+
+
+def join(rank: int, size: int, store: str = "") -> Ranks:
+    """Makes this process one of `size` ranks. store: a file on a disk that all of them see, where they find each other;
+    "" for the address that torchrun has set. Raises RankError where they don't find each other."""
+    import torch.distributed as dist
+
+    how: dict[str, Any] = {"init_method": f"file://{store}"} if store else {}
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=ANSWERING), **how)
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0][:200]
+        raise RankError(f"{size} ranks must find each other, rank {rank} did not ({first}); start all again") from error
+    return Ranks(rank, size)
+
+
+def leave() -> None:
+    """This process is no rank any more."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

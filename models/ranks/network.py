@@ -1,0 +1,63 @@
+"""A file's network: whole, a rank's part, or all ranks' parts played in one process."""
+
+from __future__ import annotations
+
+import hashlib
+
+from graphrt.backend import Backend
+from graphrt.errors import ArchError, RankError
+from graphrt.models.arch.skeleton import Decoder
+from graphrt.models.arch.transformer import Transformer
+from graphrt.models.gguf import GGUFFile
+from graphrt.models.hparams import HParams
+from graphrt.models.ranks.plan import RankPlan, plan_ranks
+from graphrt.models.ranks.played import play
+from graphrt.models.ranks.weights import RankWeights
+from graphrt.models.weights import Weights
+from graphrt.progress import Advance, ignore
+from graphrt.ranks import Ranks
+
+
+def network_of(
+    cls: type[Transformer], hp: HParams, file: GGUFFile, backend: Backend, ranks: Ranks | int, advance: Advance = ignore
+) -> Transformer:
+    """The architecture with its weights in memory. ranks: this process's place, or how many are played. Raises
+    ArchError for tensors that the file lacks or has too many of, and for a model that can't be cut so."""
+    n = ranks.size if isinstance(ranks, Ranks) else ranks
+    if n == 1:
+        weights = Weights(file, backend, advance)
+        network = cls(hp, weights)
+        weights.check()
+        return network
+    if isinstance(ranks, Ranks):
+        check_alike(ranks, hp, file, backend)
+    plan, decoder = plan_of(cls, hp, file, n)
+    if isinstance(ranks, int):
+        return play(decoder, plan, file, backend, advance)
+    mine = RankWeights(file, backend, plan, ranks.rank, advance)
+    network = decoder(plan.hparams(ranks.rank), mine)
+    mine.check()
+    return network
+
+
+def check_alike(ranks: Ranks, hp: HParams, file: GGUFFile, backend: Backend) -> None:
+    """Raises RankError on every rank unless all have one file, by names, shapes, keys and samples of the data."""
+    mine = {
+        "keys": hashlib.sha256(repr(hp).encode()).hexdigest()[:12],
+        "tensors": Weights(file, backend).fingerprint.hex()[:12],
+    }
+    everyones = ranks.everyones(mine)
+    for what, of_first in everyones[0].items():
+        others = {rank: said[what] for rank, said in enumerate(everyones) if said[what] != of_first}
+        if others:
+            named = ", ".join(f"rank {rank} {value}" for rank, value in others.items())
+            raise RankError(
+                f"all ranks must have one file, their {what} differ: rank 0 has {of_first}, {named}; give all the same"
+            )
+
+
+def plan_of(cls: type[Transformer], hp: HParams, file: GGUFFile, n: int) -> tuple[RankPlan, type[Decoder]]:
+    """The plan for n ranks, and the family as the decoder that it must be. Raises ArchError."""
+    if not issubclass(cls, Decoder):
+        raise ArchError(f"only decoders are cut over ranks, {hp.arch} models are encoders; run them on one")
+    return plan_ranks(hp, cls.layout, file.tensors, n), cls

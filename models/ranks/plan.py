@@ -1,0 +1,269 @@
+"""The plan of tensor parallelism: for every tensor of a file how it is cut over ranks, as data.
+
+Heads of attention, columns of a feed-forward and rows of the output matrix are shared out; what sums over them
+(attn_output, ffn_down) is cut along what it sums over, so that every rank has a part of the sum and one ALL_REDUCE a
+block of a layer adds them up (Megatron-LM, arXiv 1909.08053). The rest is whole on every rank. Cuts fall between
+blocks of quantized types. Heads of k and v are repeated where there are fewer than ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from graphrt.errors import ArchError
+from graphrt.models.arch.layout import Layout
+from graphrt.models.gguf import TensorInfo
+from graphrt.models.hparams import HParams
+from graphrt.models.ranks.share import Share, Span
+
+_LAYER = re.compile(r"blk\.([0-9]+)\.(.+)\.(weight|bias|scales)")
+#: Ranks of one job.
+MAX_RANKS = 64
+
+#: What a layer's tensors, and those outside, are cut by. What is not here can't be cut, and a file that has it is
+#: refused.
+ROLES = {
+    **dict.fromkeys(("attn_q", "attn_q_b", "attn_k_b", "attn_v_b", "attn_sinks"), "heads"),
+    **dict.fromkeys(("attn_k", "attn_v"), "kv heads"),
+    "attn_qkv": "heads of q, k and v",
+    "attn_output": "sums over heads",
+    **dict.fromkeys(("ffn_gate", "ffn_up", "ffn.act", "ffn_gate_shexp", "ffn_up_shexp"), "columns"),
+    **dict.fromkeys(("ffn_down", "ffn_down_shexp"), "sums over columns"),
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"), "columns of experts"),
+    "ffn_down_exps": "sums over columns of experts",
+    "output": "vocabulary",
+    "attn_q_norm": "norm of heads",
+    "attn_k_norm": "norm of kv heads",
+    **dict.fromkeys(
+        (
+            *("attn_norm", "attn_norm_2", "ffn_norm", "post_attention_norm", "post_ffw_norm", "ffn_gate_inp"),
+            *("exp_probs_b", "attn_q_a", "attn_q_a_norm", "attn_kv_a_mqa", "attn_kv_a_norm", "output_norm"),
+            *("token_embd", "token_embd_norm", "position_embd", "rope_freqs", "rope_factors_long"),
+            *("rope_factors_short", "cls.output"),
+        ),
+        "whole",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is shared out. by: what it is cut by, of ROLES; "whole" for what every rank has, "rank 0" for what
+    is added once, so that the others have zeros. dim: along which dimension; spans: what each rank has there, one
+    after the other."""
+
+    by: str
+    dim: int = 0
+    spans: tuple[tuple[Span, ...], ...] = ()
+
+    def ne(self, ne: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part."""
+        if not self.spans:
+            return ne
+        width = sum(stop - start for start, stop in self.spans[rank])
+        return tuple(width if i == self.dim else n for i, n in enumerate(ne))
+
+
+@dataclass(frozen=True)
+class LayerSpans:
+    """What each rank has of a layer: heads of q, heads of k and v, columns of the feed-forward."""
+
+    heads: tuple[Span, ...]
+    kv: tuple[Span, ...]
+    columns: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """hp: the whole model's; layers: what each rank has of them; experts: columns of every expert; vocab: rows of the
+    output matrix; cuts: of each tensor of the file, and of "output.weight" where the embedding takes its place."""
+
+    ranks: int
+    hp: HParams
+    layers: tuple[LayerSpans, ...]
+    experts: tuple[Span, ...]
+    vocab: tuple[Span, ...]
+    cuts: Mapping[str, Cut]
+
+    def hparams(self, rank: int) -> HParams:
+        """The hyperparameters of a rank's part, as if it were a model."""
+
+        def of(which: Callable[[LayerSpans], tuple[Span, ...]]) -> tuple[int, ...]:
+            return tuple(_width(which(layer)[rank]) for layer in self.layers)
+
+        hp, experts = self.hp, self.hp.experts
+        if experts is not None:
+            experts = replace(experts, n_ff=_width(self.experts[rank]))
+        heads, kv, columns = of(lambda x: x.heads), of(lambda x: x.kv), of(lambda x: x.columns)
+        return replace(hp, n_head=heads, n_head_kv=kv, n_ff=columns, experts=experts)
+
+    def share(self, rank: int) -> Share:
+        heads = tuple(layer.heads for layer in self.layers)
+        norms = {
+            name: tuple(_width(span) for (span,) in cut.spans)
+            for name, cut in self.cuts.items() if cut.spans and cut.dim == 0 and name.endswith("_norm.weight")
+        }  # fmt: skip
+        return Share(self.ranks, rank, heads, tuple(_width(span) for span in self.vocab), norms)
+
+
+def _width(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def plan_ranks(hp: HParams, layout: Layout, tensors: Mapping[str, TensorInfo], ranks: int) -> RankPlan:
+    """The plan for so many ranks of a decoder's file. Raises ArchError with a sentence for what can't be cut so."""
+    if not 1 < ranks <= MAX_RANKS:
+        raise ArchError(f"a model is cut for 2 to {MAX_RANKS} ranks, got {ranks}; give another number")
+    layers = tuple(_layer(hp, tensors, il, ranks) for il in range(hp.n_layer))
+    experts: tuple[Span, ...] = ()
+    if hp.experts is not None:
+        downs = [t for name, t in tensors.items() if ".ffn_down_exps." in name or ".ffn_down_shexp." in name]
+        shared = max(1, hp.experts.n_shared)
+        step = math.lcm(*(t.dtype.block_size // math.gcd(t.dtype.block_size, shared) for t in downs), 1)
+        experts = _spans("an expert's columns", hp.experts.n_ff, ranks, max(step, _block(downs)))
+    vocab = _spans("the vocabulary", hp.n_vocab, ranks, 1)
+    plan = RankPlan(ranks, hp, layers, experts, vocab, {})
+    cutter = _Cutter(plan, layout)
+    cuts = {name: cutter.cut(name, info.ne) for name, info in tensors.items()}
+    if "output.weight" not in tensors:
+        cuts["output.weight"] = cutter.cut("output.weight", tensors["token_embd.weight"].ne)
+    return replace(plan, cuts=cuts)
+
+
+def _block(tensors: list[TensorInfo]) -> int:
+    return math.lcm(*(t.dtype.block_size for t in tensors), 1)
+
+
+def _spans(what: str, n: int, ranks: int, step: int) -> tuple[Span, ...]:
+    """n things in order over the ranks, as evenly as cuts at multiples of `step` allow. Raises ArchError where a rank
+    would have none."""
+    pieces = n // step
+    if pieces < ranks:
+        blocks = f" in blocks of {step}, which a quantized type keeps whole" if step > 1 else ""
+        raise ArchError(
+            f"each of {ranks} ranks must have a part of {what}, there are {n}{blocks}: that is enough for {pieces} "
+            f"ranks; use at most so many"
+        )
+    edges = [pieces * rank // ranks * step for rank in range(ranks)] + [n]
+    return tuple(zip(edges, edges[1:]))
+
+
+def _layer(hp: HParams, tensors: Mapping[str, TensorInfo], il: int, ranks: int) -> LayerSpans:
+    """What each rank has of a layer."""
+    out, down = (tensors.get(f"blk.{il}.{name}.weight") for name in ("attn_output", "ffn_down"))
+    n_head, n_kv = hp.n_head[il], hp.n_head_kv[il]
+    step = 1
+    if out is not None:
+        block = out.dtype.block_size
+        step = block // math.gcd(block, max(1, out.ne[0] // n_head))
+    heads, kv = _heads(il, n_head, n_kv, ranks, step)
+    columns = ((0, hp.n_ff[il]),) * ranks
+    if down is not None:
+        columns = _spans(f"the feed-forward's columns in layer {il}", hp.n_ff[il], ranks, _block([down]))
+    return LayerSpans(heads, kv, columns)
+
+
+def _heads(il: int, n_head: int, n_kv: int, ranks: int, step: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Heads of q and those of k and v that they read: whole groups where there are enough, else several ranks share a
+    head of k and v, and each has a copy. step: heads of q that the type of attn_output keeps together."""
+    group = n_head // n_kv
+    if n_kv >= ranks:
+        kv = _spans(f"the heads of k and v in layer {il}", n_kv, ranks, step // math.gcd(step, group))
+        return tuple((first * group, stop * group) for first, stop in kv), kv
+    if ranks % n_kv:
+        raise ArchError(
+            f"the {n_kv} heads of k and v in layer {il} must be shared out evenly, as a divisor or a multiple of the "
+            f"ranks, or be more than these, got {ranks} ranks; use {n_kv} or {2 * n_kv}"
+        )
+    each = ranks // n_kv
+    inside = _spans(f"the {group} heads of q that read one head of k in layer {il}", group, each, step)
+    if n_kv > 1 and group % step:
+        raise ArchError(
+            f"attn_output's type keeps {step} heads together in layer {il}, and {group} heads of q read each of the "
+            f"{n_kv} heads of k: {ranks} ranks can't have parts of them; use {n_kv} ranks"
+        )
+    heads = tuple((g * group + a, g * group + b) for g in range(n_kv) for a, b in inside)
+    return heads, tuple((rank // each, rank // each + 1) for rank in range(ranks))
+
+
+class _Cutter:
+    """How each tensor is cut, given what each rank has."""
+
+    def __init__(self, plan: RankPlan, layout: Layout) -> None:
+        self.plan, self.layout = plan, layout
+
+    def cut(self, name: str, ne: tuple[int, ...]) -> Cut:
+        """Raises ArchError for a tensor of which nothing is known."""
+        found = _LAYER.fullmatch(name)
+        il, stem = (int(found[1]), found[2]) if found else (-1, name.rpartition(".")[0])
+        kind = name.rpartition(".")[2]
+        if stem == self.layout.ffn_norm_name and stem not in ROLES:
+            return Cut("whole")
+        by = ROLES.get(stem)
+        if by is None or not -1 <= il < self.plan.hp.n_layer:
+            raise ArchError(f"tensor {name[:80]!r} has no rule how it is cut over ranks; run the model on one")
+        if by == "whole":
+            return Cut("whole")
+        if by.startswith("sums over") and kind == "bias":
+            return Cut("rank 0")
+        return self._found(by, il, ne, kind)
+
+    def _found(self, by: str, il: int, ne: tuple[int, ...], kind: str) -> Cut:
+        plan, last = self.plan, len(ne) - 1
+        if by == "vocabulary":
+            return Cut(by, last, _alone(plan.vocab))
+        layer = plan.layers[il]
+        if by.startswith("norm of"):  # one row for every head is whole; a row a head, or of all, is cut with them
+            if ne == (plan.hp.d_k,):
+                return Cut("whole")
+            by = by.removeprefix("norm of ")
+        if by in ("heads", "kv heads"):
+            n_head, spans = (plan.hp.n_head, layer.heads) if by == "heads" else (plan.hp.n_head_kv, layer.kv)
+            return Cut(by, last, _of_unit(ne[last] // n_head[il], spans))
+        if by == "sums over heads":
+            return Cut(by, 0, _of_unit(ne[0] // plan.hp.n_head[il], layer.heads))
+        if by == "heads of q, k and v":
+            return Cut(by, last, self._fused(layer, il))
+        if by == "columns of experts":
+            dim = 1 if kind == "weight" else 0
+            return Cut(by, dim, self._columns(plan.experts, plan.hp.experts.n_ff if plan.hp.experts else 1, ne[dim]))
+        if by == "sums over columns of experts":
+            return Cut(by, 0, _alone(plan.experts))
+        dim = 0 if by == "sums over columns" else last
+        return Cut(by, dim, self._of_dense(layer, il, ne[dim]))
+
+    def _of_dense(self, layer: LayerSpans, il: int, n: int) -> tuple[tuple[Span, ...], ...]:
+        """Columns of a feed-forward, or of the one that every token is given beside its experts."""
+        hp, experts = self.plan.hp, self.plan.hp.experts
+        if experts is not None and il >= experts.n_dense:
+            return _of_unit(max(1, experts.n_shared), self.plan.experts)
+        return self._columns(layer.columns, hp.n_ff[il], n)
+
+    def _columns(self, spans: tuple[Span, ...], n_ff: int, n: int) -> tuple[tuple[Span, ...], ...]:
+        """Of gate and up in one tensor, n of them, a part of each."""
+        if n != 2 * n_ff:
+            return _alone(spans)
+        return tuple(((a, b), (n_ff + a, n_ff + b)) for a, b in spans)
+
+    def _fused(self, layer: LayerSpans, il: int) -> tuple[tuple[Span, ...], ...]:
+        hp = self.plan.hp
+        d_k, d_v = hp.d_k, hp.d_v
+        k = d_k * hp.n_head[il]
+        v = k + d_k * hp.n_head_kv[il]
+        pairs = zip(layer.heads, layer.kv)
+        return tuple(
+            ((d_k * q[0], d_k * q[1]), (k + d_k * kv[0], k + d_k * kv[1]), (v + d_v * kv[0], v + d_v * kv[1]))
+            for q, kv in pairs
+        )
+
+
+def _alone(spans: tuple[Span, ...]) -> tuple[tuple[Span, ...], ...]:
+    return tuple((span,) for span in spans)
+
+
+def _of_unit(unit: int, spans: tuple[Span, ...]) -> tuple[tuple[Span, ...], ...]:
+    """The same in elements, `unit` of them to each."""
+    return tuple(((unit * first, unit * stop),) for first, stop in spans)

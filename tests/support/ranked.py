@@ -1,0 +1,83 @@
+"""What the processes of tests/models/test_ranks.py run: ranks that are really several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from graphrt.errors import RankError
+from graphrt.models import load
+from graphrt.models.engine import SessionOptions
+from graphrt.models.model import Model
+from graphrt.ranks import ONE_SHOT, Ranks, join, leave
+from support.tiny import tokens
+
+F32 = SessionOptions(type_k="f32", type_v="f32")
+#: Of a prompt, and of those that come one by one.
+PROMPT, STEPS = 12, 3
+
+
+def forms(path: Path) -> tuple[bool, ...]:
+    """Whether a model runs exactly, and fast too: those with a vocabulary do."""
+    return (True, False) if path.stem.endswith("words") else (True,)
+
+
+def logits_of(model: Model) -> np.ndarray:
+    """The prompt at once, then single tokens: f32 [PROMPT + STEPS, n_vocab]."""
+    session, ids = model.session(F32), tokens()
+    first = session.eval_rows(ids[:PROMPT])
+    rows = [session.eval([t])[None].copy() for t in ids[PROMPT : PROMPT + STEPS]]
+    return np.concatenate([first, *rows])
+
+
+def generated(model: Model) -> list[int]:
+    """Greedy tokens, which a step writes for the next one, and drawn ones by seeds that ranks don't share."""
+    seed = 1 if model.ranks is None else 1 + model.ranks.rank
+    drawn = model.generate(tokens()[:5], 6, seed=seed, temp=1.0, top_k=0, raw=True)
+    greedy = model.generate(tokens()[:5], 6, temp=0.0)
+    return [piece.token for piece in [*greedy, *drawn]]
+
+
+def rank(number: int, size: int, folder: str, paths: list[str]) -> None:
+    """One rank of `size`: each model's logits and tokens, sums, and what it says of files that differ, into
+    `folder`/`number`.npz."""
+    torch.set_num_threads(1)
+    ranks = join(number, size, str(Path(folder, "store")))
+    found: dict[str, np.ndarray] = {}
+    for i, path in enumerate(paths):
+        for exact in forms(Path(path)):
+            model = load(path, "cpu", exact=exact, ranks=ranks)
+            found[f"{i} {exact}"] = logits_of(model)
+            if len(forms(Path(path))) > 1:
+                found[f"{i} {exact} tokens"] = np.array(generated(model))
+        found[f"{i} weights"] = np.array([t.nbytes for t in model.weights.loaded.values()])
+    found |= _sums(ranks)
+    if len(paths) > 1:
+        found["refused"] = np.array(_refused(paths[0 if number else 1], ranks))
+    np.savez(Path(folder, f"{number}.npz"), **found)
+    ranks.told(None)
+    leave()
+
+
+def parts(n: int, size: int) -> list[torch.Tensor]:
+    """What each rank adds: f32 [3, n]."""
+    made = np.random.Generator(np.random.Philox(key=n)).standard_normal((size, 3, n), np.float32)
+    return list(torch.from_numpy(made))
+
+
+#: Elements of a row: in one shot, and in pieces that don't come out even.
+WIDTHS = (5, ONE_SHOT // 4 + 1)
+
+
+def _sums(ranks: Ranks) -> dict[str, np.ndarray]:
+    return {f"sum {n}": ranks.summed(parts(n, ranks.size)[ranks.rank]).numpy() for n in WIDTHS}
+
+
+def _refused(path: str, ranks: Ranks) -> str:
+    try:
+        load(path, "cpu", ranks=ranks)
+    except RankError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,121 @@
+"""`graphrt run --tp N` and `graphrt info --ranks N`: ranks of this host, what ends them, plans for what is not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.tiny import write_model
+
+from graphrt.tools.cli import main
+from graphrt.tools.ranks.launch import _error, _failed, _failure
+from graphrt.tools.ranks.member import own_backend
+
+TEXT = ("--raw", "-p", "hello the sea", "--temp", "0", "--ignore-eos", "--backend", "cpu", "-t", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("ranks") / "m.gguf", "llama", tokenizer="spm", context_length=4096)
+
+
+def ended(code: int) -> Any:
+    return SimpleNamespace(exitcode=code)
+
+
+def said(folder: Path, rank: int, text: str, *, lost: bool) -> None:
+    (folder / f"{rank}.json").write_text(json.dumps({"text": text, "lost": lost, "known": True}))
+
+
+def test_the_rank_that_has_a_reason_says_it(tmp_path: Path) -> None:
+    said(tmp_path, 0, "one has not answered", lost=True)
+    said(tmp_path, 1, "the disk is gone", lost=False)
+    found = [_failure(rank, ended(2), tmp_path) for rank in range(2)]
+    assert str(_error(found, 3)) == "rank 1 of 3: the disk is gone"
+    killed = _failure(2, ended(-signal.SIGKILL), tmp_path)
+    assert str(_error([found[0], killed], 3)).startswith("rank 2 of 3: it was ended by SIGKILL, as the system does")
+    assert "exit code 7 and said nothing" in _failure(2, ended(7), tmp_path).text
+    assert str(_error(found[:1], 3)) == "rank 0 of 3: one has not answered"
+    assert [_failed(ended(code)) for code in (0, 130, 2, -9)] == [False, False, True, True]
+
+
+def test_what_all_say_is_said_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        said(tmp_path, rank, "the file is damaged", lost=False)
+    assert str(_error([_failure(rank, ended(2), tmp_path) for rank in range(2)], 2)) == "the file is damaged"
+
+
+@pytest.mark.parametrize("more", [("--profile",), ("-np", "2"), ("--page", "16"), ("--prompt-cache", "x.bin")])
+def test_what_one_rank_does_alone_is_refused(
+    model: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(model), *TEXT, "--tp", "2", *more]) == 2
+    assert f"several ranks write one text of one prompt, got {more[0]}" in capsys.readouterr().err
+
+
+def test_each_rank_has_a_device_of_its_own() -> None:
+    asked = ("auto", "cpu", "triton", "triton:0")
+    assert [own_backend(name, 1) for name in asked] == ["cpu", "cpu", "triton:1", "triton:0"]
+
+
+def test_torchrun_s_number_counts(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", str(model), *TEXT, "--tp", "3"]) == 2
+    assert "--tp must be the number of ranks that torchrun started, 2, got 3" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_killed_ends_the_others(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the middle of a text. The first rank alone has spoken, as one rank would."""
+    command = [sys.executable, "-m", "graphrt", "run", str(model), *TEXT, "-n", "-1", "--tp", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        text = os.read(job.stdout.fileno(), 20)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(ranks) == 2
+        os.kill(max(ranks), signal.SIGKILL)
+        out, err = job.communicate(timeout=300)
+    assert job.returncode == 2
+    assert err.decode().count("ended by SIGKILL") == 1 and "graphrt run: rank 1 of 2: it was ended by" in err.decode()
+    assert "Traceback" not in err.decode()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert main(["run", str(model), *TEXT, "-n", "8"]) == 0
+    whole, found = capsys.readouterr().out.rstrip("\n").encode(), text + out
+    assert found and whole.startswith(found[: len(whole)])
+
+
+def test_torchrun_starts_the_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch's launcher as it is; the first rank reads standard input and speaks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    given = ["graphrt", "run", str(model), *TEXT[:1], *TEXT[3:], "-n", "6", "--json"]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*launcher, *given], input=b"hello the sea", capture_output=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
+    assert main(["run", str(model), *TEXT, "-n", "6", "--json"]) == 0
+    assert json.loads(done.stdout)["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
+
+
+def test_a_plan_for_ranks_that_are_not_here(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(model), "--ranks", "2", "--json", "-c", "64"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    first, second = facts["ranks"]
+    assert (first["heads"], first["kv_heads"], first["columns"], first["meetings"]) == (2, 1, 48, 5)
+    assert first["cache"] == second["cache"] == facts["needs"]["cache_bytes"] // 2 == 2 * 2 * 16 * 64 * 2
+    # Two all-reduces of 64 f32 in two layers, half a row there and back; 165 of 329 logits.
+    assert first["link"] == second["link"] == 4 * 256 + 165 * 4
+    cut = {c["name"]: c for c in facts["cuts"]}
+    assert cut["blk.*.attn_output.weight"]["parts"] == [[32, 64], [32, 64]]
+    assert cut["output.weight"]["parts"] == [[64, 164], [64, 165]] and cut["token_embd.weight"]["by"] == "whole"
+    assert main(["info", str(model), "--ranks", "2"]) == 0
+    assert "sums over columns  96x64   48x64  48x64" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Starting a verb's ranks on this host, and ending them together."""

@@ -1,0 +1,149 @@
+"""`--tp N`: N ranks on this host, started by torch's own launcher, and ended together. Under torchrun: one of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from graphrt.errors import RankError, SessionError
+from graphrt.ranks import in_environment
+from graphrt.tools.ranks.member import Generate, as_rank, be_quiet, started
+
+#: Seconds that ranks have to say why they ended, after the first one has; to end when they are asked to; and to end by
+#: themselves when the first rank is done.
+SAYING, ENDING, FINISHING = 2.0, 5.0, 10.0
+
+
+def run_on_ranks(args: argparse.Namespace, generate: Generate, read_prompt: Callable[[], str], chat: bool) -> int:
+    """`graphrt run` over ranks: starts --tp of them, or is one of torchrun's. Raises SessionError for what is done on
+    one rank alone, RankError for a rank that is lost, with its own error. generate: what each rank does; read_prompt:
+    gives the text, on the first rank or before there are any; chat: no text is given, but somebody who could."""
+    if not in_environment():
+        _check(args, chat)
+        return Job(args, args.tp, generate, read_prompt()).run()  # ranks have no standard input
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if args.tp not in (1, size):
+        raise SessionError(
+            f"--tp must be the number of ranks that torchrun started, {size}, got {args.tp}; leave it out"
+        )
+    if rank:
+        be_quiet()
+        return as_rank(args, generate, "", rank, size)
+    _check(args, chat)
+    return as_rank(args, generate, read_prompt(), rank, size)  # all have one standard input: it is the first rank's
+
+
+def _check(args: argparse.Namespace, chat: bool) -> None:
+    """Raises SessionError for options that need one rank."""
+    alone = {
+        "a chat": chat, "--profile": args.profile, "-np": args.parallel > 1, "--page": args.page,
+        "--prompt-cache": args.prompt_cache is not None,
+    }  # fmt: skip
+    found = [name for name, there in alone.items() if there]
+    if found:
+        raise SessionError(
+            f"several ranks write one text of one prompt, got {' and '.join(found)}; run that on one rank"
+        )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended. lost: because it lost another one, which says why by itself."""
+
+    rank: int
+    text: str
+    lost: bool
+
+
+class Job:
+    """Ranks of one host. One that fails ends all of them."""
+
+    def __init__(self, args: argparse.Namespace, size: int, generate: Generate, prompt: str) -> None:
+        self.args, self.size, self.generate, self.prompt = args, size, generate, prompt
+
+    def run(self) -> int:
+        """Waits for the ranks, and gives the first one's exit code. Raises RankError with the error of the rank that
+        failed first, once."""
+        from torch.multiprocessing.spawn import start_processes
+
+        with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
+            given = (self.size, folder, self.args, self.generate, self.prompt)
+            context = start_processes(started, given, self.size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
+            assert context is not None
+            processes: Sequence[BaseProcess] = context.processes
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which reports and ends
+            try:
+                return self._watch(processes, Path(folder))
+            finally:
+                _end(processes)
+                signal.signal(signal.SIGINT, before)
+
+    def _watch(self, processes: Sequence[BaseProcess], folder: Path) -> int:
+        while True:
+            wait([p.sentinel for p in processes if p.is_alive()])
+            if any(_failed(p) for p in processes):
+                until = time.monotonic() + SAYING
+                while time.monotonic() < until and not self._knows(processes, folder):
+                    wait([p.sentinel for p in processes if p.is_alive()], 0.1)
+                raise _error(self._failures(processes, folder), self.size)
+            if not processes[0].is_alive():
+                code = processes[0].exitcode or 0
+                until = time.monotonic() + FINISHING
+                while code == 0 and time.monotonic() < until and any(p.is_alive() for p in processes):
+                    wait([p.sentinel for p in processes if p.is_alive()], 0.1)
+                return code
+
+    def _knows(self, processes: Sequence[BaseProcess], folder: Path) -> bool:
+        """A rank has ended for a reason of its own, or all have ended."""
+        ended = all(not p.is_alive() for p in processes)
+        return ended or any(not failure.lost for failure in self._failures(processes, folder))
+
+    def _failures(self, processes: Sequence[BaseProcess], folder: Path) -> list[Failure]:
+        return [_failure(rank, p, folder) for rank, p in enumerate(processes) if _failed(p)]
+
+
+def _failed(process: BaseProcess) -> bool:
+    """It has ended otherwise than by its own will: 130 is Ctrl-C."""
+    return process.exitcode not in (None, 0, 130)
+
+
+def _failure(rank: int, process: BaseProcess, folder: Path) -> Failure:
+    path, code = folder / f"{rank}.json", process.exitcode or 0
+    if code > 0 and path.exists():
+        said = json.loads(path.read_text())
+        return Failure(rank, said["text"], said["lost"])
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        memory = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+        return Failure(rank, f"it was ended by {name}{memory}; start all again", False)
+    return Failure(rank, f"it ended with the exit code {code} and said nothing; start all again", False)
+
+
+def _error(failures: Sequence[Failure], size: int) -> RankError:
+    """The reason of the ranks that have one of their own; once, where all have the same."""
+    own = [failure for failure in failures if not failure.lost] or list(failures)
+    if len(own) == size and len({failure.text for failure in own}) == 1:
+        return RankError(own[0].text)
+    return RankError(f"rank {own[0].rank} of {size}: {own[0].text}")
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Ends those that still run: asked first, then not."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    until = time.monotonic() + ENDING
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
