@@ -81,9 +81,9 @@ class Cache(ABC):
 class KVCache(Cache):
     """A ring of cells for each sequence.
 
-    n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k; others:
-    of ranks that are played beside the first, whose layers come behind its own. Raises
-    SessionError for a type that can't hold this model.
+    n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k;
+    flash_attn: whether FLASH_ATTN_EXT reads it; others: of ranks that are played beside the first, whose layers come
+    behind its own. Raises SessionError for a type that can't hold this model.
     """
 
     def __init__(
