@@ -245,11 +245,10 @@ _LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases", "scor
 
 
 def _lse_points(which: str) -> list[Axes]:
-    if which == "full":
-        found = [replace(a, d=(a.d[0], a.d[0]), types=(a.types[0], "f16"), dropout_p=0.0) for a in points("full")]
-    else:
-        found = [axes for name in _LSE_GROUPS for part in GROUPS[name] for axes in part.axes(False)]
-    return [a for a in dict.fromkeys(found) if a.layout not in ("v_in_k", "v_after", "far")]
+    of_groups = (axes for name in _LSE_GROUPS for part in GROUPS[name] for axes in part.axes(False))
+    found = points("full") if which == "full" else of_groups
+    changed = (replace(a, d=(a.d[0], a.d[0]), types=(a.types[0], "f16"), dropout_p=0.0) for a in found)
+    return [a for a in dict.fromkeys(changed) if a.layout not in ("v_in_k", "v_after", "far")]
 
 
 def cases(op: str, which: str = "quick") -> Iterator[Case]:

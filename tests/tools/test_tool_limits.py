@@ -55,7 +55,10 @@ def _diffs(actual: Sequence[float], low: Sequence[float]) -> list[NodeDiff]:
         return _side(graph, {f"x-{i}": np.full((1, 1, 1, 64), 1.0 + part) for i, part in enumerate(parts)})
 
     reference = off((0.0, 0.0))
-    return compare_all(SimpleNamespace(reference=reference, other=off(actual), low=off(low), running=[reference]))  # type: ignore[arg-type]
+    pair: Any = SimpleNamespace(
+        reference=reference, other=off(actual), low=off(low), running=[reference], alike=True
+    )  # fmt: skip
+    return compare_all(pair)
 
 
 def test_a_free_run_may_be_off_by_four_times_the_low_one() -> None:

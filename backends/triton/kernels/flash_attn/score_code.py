@@ -27,6 +27,8 @@ from graphrt.ops.score_tree import REAL, Expr, Places, packed
 
 _BINARY = ("+", "-", "*", "/", "<", "<=", ">", ">=", "==", "!=", "&", "|")
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
+#: Functions of score_math that made code calls.
+HELPERS = ("tanh", "floor_div", "floor_mod", "look_up")
 #: The smallest f32 that Triton takes a written number for.
 _TINY = 2.0**-126
 
@@ -136,7 +138,7 @@ def _of_source(code: str) -> Any:
     name = code.partition("def ")[2].partition("(")[0]
     file = f"<score {name}>"
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
-    helpers = {name: getattr(score_math, name) for name in ("tanh", "floor_div", "floor_mod", "look_up")}
+    helpers = {name: getattr(score_math, name) for name in HELPERS}
     namespace: dict[str, Any] = {"__name__": score_math.__name__, "triton": triton, "tl": tl, **helpers}
     exec(compile(code, file, "exec"), namespace)  # noqa: S102 (our own code)
     return namespace[name]
