@@ -28,9 +28,15 @@ def sample_each(
     rows, (draws, xtc) = logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1, 2).T.tolist()
     chosen = [
         _drawn(row, u, v, (s := _settings(settings, slot)), max(1, _count(s.top_k, node.params.most)))
-        for row, u, v, slot in zip(rows, draws, xtc, slots.reshape(-1).tolist())
+        for row, u, v, slot in zip(rows, draws, xtc, _slots(slots, settings))
     ]
     return torch.tensor(chosen).reshape(node.shape)
+
+
+def _slots(slots: torch.Tensor, settings: torch.Tensor) -> list[int]:
+    """Each row's column of settings: the first or the last for one that is not there."""
+    found: list[int] = slots.reshape(-1).clamp(0, settings.shape[-2] - 1).tolist()
+    return found
 
 
 def _settings(table: torch.Tensor, slot: int) -> RowSettings:
@@ -90,7 +96,7 @@ def penalize(
     """Steps in the compute type; tokens that are none of the row's have no effect."""
     out = logits.clone()
     n, size = logits.shape[-1], past.shape[-1]
-    for row, slot, length in zip(out.view(-1, n), slots.reshape(-1).tolist(), n_past.reshape(-1).tolist()):
+    for row, slot, length in zip(out.view(-1, n), _slots(slots, settings), n_past.clamp(min=0).reshape(-1).tolist()):
         s = _settings(settings, slot)
         ids, values = (x[0, 0, slot, : _count(s.n_biases, biases.shape[-1])] for x in (biased, biases))
         for i, value in zip(ids.tolist(), values.tolist()):

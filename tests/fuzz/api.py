@@ -106,7 +106,7 @@ def _argument(rng: random.Random, name: str, builder: str, annotation: str) -> A
     if annotation.endswith("Params"):
         return values.params(rng, builder)
     makers: dict[str, Call] = {"int": values.whole, "float": values.number, "str": values.text}
-    makers |= {"bool": lambda rng: rng.random() < 0.5, "Sequence[int]": values.wholes}
+    makers |= {"bool": lambda rng: rng.random() < 0.5, "Sequence[int]": values.wholes, "Expr | None": values.score}
     return "" if name == "name" and rng.random() < 0.8 else makers[annotation](rng)
 
 

@@ -12,6 +12,9 @@ import torch
 
 import graphrt
 from graphrt.ops import FlashAttnParams, RopeParams, SampleParams
+from graphrt.ops.score import number as number_of
+from graphrt.ops.score import symbols, table, tanh, where
+from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor
 
 #: Makers, so that no call sees what another has changed.
@@ -69,6 +72,22 @@ def text(rng: random.Random) -> str:
 
 def wholes(rng: random.Random) -> list[int]:
     return [whole(rng) for _ in range(rng.choice((0, 1, 1, 2, 3, 4, 4, 12)))]
+
+
+def score(rng: random.Random) -> Expr | None:
+    """A score function of two to five parts, or None."""
+    s, b, h, i, j = symbols()
+    parts = (
+        s,
+        s * 0.5,
+        tanh(s) * 30.0,
+        number_of(number(rng)) * s,
+        where(i < j, s, 0.0),
+        table([1.0, 2.0])[i - j],
+        h,
+        b,
+    )
+    return None if rng.random() < 0.3 else s + rng.choice(parts) * rng.choice(parts)
 
 
 def params(rng: random.Random, name: str) -> Any:
