@@ -49,6 +49,7 @@ SPILLING = {
 PROMISED = [
     ("sm_90 row 0 ",), ("sm_90 row 2 ",), ("sm_90 row 6 ",), ("sm_90 row 13 ", "q8_0"),
     ("sm_100 row 0 ",), ("sm_100 row 2 ",), ("sm_100 row 6 ",), ("sm_100 row 13 ", "q8_0"),
+    ("sm_80 decode", "(64, 64)", "'f16', 'f16'"),
 ]  # fmt: skip
 #: Hopper's own.
 HOPPER = {
