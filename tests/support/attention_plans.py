@@ -11,6 +11,7 @@ import graphrt
 from graphrt import new_input, ops, prepare
 from graphrt.backends.triton import TritonBackend, device
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
 from graphrt.execute import Executable
 from graphrt.tensor import Tensor
 from graphrt.tools.explain.devices import DEVICES, KnownDevice
@@ -76,3 +77,17 @@ def random_mask(shape: Shape) -> np.ndarray:
     kinds = rng.integers(0, 3, (n3, n2, 1, -(-shape.n_kv // 32)))
     values = np.choose(kinds, [-np.inf, 0.0, 0.5]).repeat(32, 3)[..., : shape.n_kv]
     return np.broadcast_to(values, (n3, n2, shape.n_q, shape.n_kv)).astype(np.float16)
+
+
+def ran(case: str) -> tuple[np.ndarray, dict[str, Any], AttentionPlan]:
+    """One of RUNS in Triton's interpreter, by stream-K: its mask, its kernel's arguments after the run, its plan."""
+    shape, given = RUNS[case]
+    mask = random_mask(shape) if given is None else given
+    exe = prepared(shape.node(), TritonBackend(exact=False, schedule="stream_k"))
+    rng = np.random.default_rng(1)
+    for leaf in exe.graph.leafs:
+        exe.write(leaf, mask if leaf.name == "mask" else rng.standard_normal(leaf.shape).astype(np.float16))
+    exe.run()
+    segment = exe.splits[0].run.segments[0]  # type: ignore[attr-defined]
+    args = next(s.args for s in segment.steps if s.name == "flash_attn")
+    return mask, args, attention_plan(segment.chosen, device.INTERPRETER.sm_count, mask)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import tiny_archs  # noqa: F401  (more models for tiny)
-from support.attention_plans import RUNS, Shape, causal, chosen_on, prepared, random_mask
+from support.attention_plans import RUNS, Shape, causal, chosen_on, ran
 from support.tiny import write_model
 
 pytest.importorskip("triton")
@@ -184,17 +184,7 @@ def test_efficiency_of_the_choice_is_that_without_a_mask() -> None:
 @interpreted
 @pytest.mark.parametrize("case", RUNS)
 def test_ranges_mask_and_fixup_are_those_of_the_kernel(case: str) -> None:
-    shape, given = RUNS[case]
-    mask = random_mask(shape) if given is None else given
-    node = shape.node()
-    exe = prepared(node, TritonBackend(exact=False, schedule="stream_k"))
-    rng = np.random.default_rng(1)
-    for leaf in exe.graph.leafs:
-        exe.write(leaf, mask if leaf.name == "mask" else rng.standard_normal(leaf.shape).astype(np.float16))
-    exe.run()
-    segment = exe.splits[0].run.segments[0]  # type: ignore[attr-defined]
-    args = next(s.args for s in segment.steps if s.name == "flash_attn")
-    plan = attention_plan(segment.chosen, device.INTERPRETER.sm_count, mask)
+    _, args, plan = ran(case)
     t = plan.chosen.tiling
     counts = args["p_counts"][: t.n_mask_tiles]
     assert plan.kinds is not None

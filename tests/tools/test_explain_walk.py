@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.attention_plans import RUNS, Shape, causal, chosen_on, prepared, random_mask
+from support.attention_plans import Shape, causal, chosen_on, ran
 
 pytest.importorskip("triton")
 
-from graphrt.backends.triton import TritonBackend, device
+from graphrt.backends.triton import device
 from graphrt.backends.triton.kernels.flash_attn import stream_k
 from graphrt.backends.triton.kernels.flash_attn.ranges import longest_first
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import attention_plan, program_segments
@@ -135,16 +135,7 @@ def test_whole_tiles_are_taken_in_the_kernels_order(name: str, masked: bool) -> 
 @interpreted
 @pytest.mark.parametrize("case", ["causal", "a mask a head"])
 def test_k_blocks_are_visited_in_the_lists_order(case: str) -> None:
-    shape, given = RUNS[case]
-    mask = random_mask(shape) if given is None else given
-    exe = prepared(shape.node(), TritonBackend(exact=False, schedule="stream_k"))
-    rng = np.random.default_rng(1)
-    for leaf in exe.graph.leafs:
-        exe.write(leaf, mask if leaf.name == "mask" else rng.standard_normal(leaf.shape).astype(np.float16))
-    exe.run()
-    segment = exe.splits[0].run.segments[0]  # type: ignore[attr-defined]
-    args = next(s.args for s in segment.steps if s.name == "flash_attn")
-    plan = attention_plan(segment.chosen, device.INTERPRETER.sm_count, mask)
+    mask, args, plan = ran(case)
     t, done = plan.chosen.tiling, 0
     for program in range(args["programs"]):
         for v in visits(plan, program, mask):

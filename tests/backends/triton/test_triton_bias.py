@@ -3,8 +3,6 @@ shows what a kernel may get wrong of them."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("triton")
@@ -14,9 +12,7 @@ from graphrt.backends.triton import device
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
-from graphrt.backends.triton.backend import TritonBackend
-from graphrt.testing import all_cases
-from graphrt.tools.conformance.run.step import run_case
+from support.named_cases import assert_passes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 #: op and what stands in the case.
@@ -31,8 +27,4 @@ WANTED = {
 
 @pytest.mark.parametrize("what", WANTED)
 def test_case(what: str) -> None:
-    op, pattern = WANTED[what]
-    found = [case for case in all_cases(op) if re.search(pattern, str(case))]
-    assert found, what
-    outcome = run_case(found[0], TritonBackend(), 0)
-    assert outcome.status == "pass", (str(found[0]), outcome.message)
+    assert_passes(*WANTED[what])

@@ -3,7 +3,6 @@ as it is, and who refuses them."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from support.aot_arch import target_of
+from support.named_cases import assert_passes
 
 from graphrt import ops, prepare
 from graphrt.backend import Usage, get_backend
@@ -36,8 +36,6 @@ from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.score_tree import packed
 from graphrt.tensor import new_input
-from graphrt.testing import all_cases
-from graphrt.tools.conformance.run.step import run_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 #: op and what stands in the case.
@@ -56,11 +54,7 @@ WANTED = {
 
 @pytest.mark.parametrize("what", WANTED)
 def test_case(what: str) -> None:
-    op, pattern = WANTED[what]
-    found = [case for case in all_cases(op) if re.search(pattern, str(case))]
-    assert found, what
-    outcome = run_case(found[0], TritonBackend(), 0)
-    assert outcome.status == "pass", (str(found[0]), outcome.message)
+    assert_passes(*WANTED[what])
 
 
 def _attention(function: score.Expr | None, n_q: int = 1, **given: Any) -> Any:
