@@ -205,8 +205,7 @@ def _packed_cases() -> Iterator[Case]:
     for point in _packed_points():
         for of in ("q", "k", "v", "sinks"):
             if of != "sinks" or point.sinks:
-                axes = replace(point, of=of)
-                yield Case("FLASH_ATTN_VARLEN_BACK", asdict(axes), partial(_make_packed, axes))
+                yield packed_case(replace(point, of=of))
 
 
 def _make_packed(axes: Packed, i: Inputs) -> Tensor:
@@ -226,11 +225,20 @@ def _make_packed(axes: Packed, i: Inputs) -> Tensor:
     )  # fmt: skip
 
 
-def _cases() -> Iterator[Case]:
+def as_case(axes: Axes) -> Case:
+    """The case of a point, which shows what it has of its own."""
     base = asdict(Axes("q"))
-    for axes in dict.fromkeys(axes_of_cases()):
-        shown = {name: value for name, value in asdict(axes).items() if name == "of" or value != base[name]}
-        yield Case("FLASH_ATTN_BACK", shown, partial(_make, axes))
+    shown = {name: value for name, value in asdict(axes).items() if name == "of" or value != base[name]}
+    return Case("FLASH_ATTN_BACK", shown, partial(_make, axes))
+
+
+def packed_case(axes: Packed) -> Case:
+    """The same of packed sequences."""
+    return Case("FLASH_ATTN_VARLEN_BACK", asdict(axes), partial(_make_packed, axes))
+
+
+def _cases() -> Iterator[Case]:
+    yield from map(as_case, dict.fromkeys(axes_of_cases()))
 
 
 register_cases("FLASH_ATTN_BACK", quick=_cases)

@@ -27,16 +27,22 @@ def quarters(a, b, c, d):
 
 
 @triton.jit
-def kept_weights(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high, least):
-    """Which weights are kept, [..., queries, keys]. i_query, i_head: of rows, [..., queries, 1] or numbers; i_four: a
-    quarter of the keys, [..., 1, keys / 4]; the seed's halves, the offset and the threshold as int32 of the same bits.
-    """
+def drawn_words(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high):
+    """The four words of a counter, uint32 [..., queries, keys / 4], as kept_weights takes its arguments."""
     rows = (i_query + i_four * 0).to(tl.uint32, bitcast=True)
     fours = (i_four + i_query * 0).to(tl.uint32, bitcast=True)
     where = (i_query * 0 + i_four * 0 + i_head + i_seq * 65536).to(tl.uint32, bitcast=True)
     last = (rows.to(tl.int32, bitcast=True) * 0 + offset).to(tl.uint32, bitcast=True)
     low, high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
-    a, b, c, d = philox_impl(fours, rows, where, last, low, high)
+    return philox_impl(fours, rows, where, last, low, high)
+
+
+@triton.jit
+def kept_weights(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high, least):
+    """Which weights are kept, [..., queries, keys]. i_query, i_head: of rows, [..., queries, 1] or numbers; i_four: a
+    quarter of the keys, [..., 1, keys / 4]; the seed's halves, the offset and the threshold as int32 of the same bits.
+    """
+    a, b, c, d = drawn_words(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high)
     least = least.to(tl.uint32, bitcast=True)
     # Of one byte each: what goes from the layout of the words to that of the scores is a quarter as much.
     return quarters(
