@@ -55,6 +55,7 @@ PROMISED = [
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
     "attention_back_lse", "hopper_attn_back_keys", "hopper_attn_back_queries", "hopper_attn_back_wide",
+    "hopper_attn_back_bias", "attention_dropout_bits",
     "hopper_quant_attn", "hopper_varlen_attn", "hopper_varlen_mla", "list_tiles",
 }  # fmt: skip
 #: Kernels that never run on an architecture.

@@ -45,12 +45,11 @@ def turned_bits(x, N: tl.constexpr):
 @accesses(reads="", writes="p_by_query p_by_key", helper=True)
 @triton.jit(do_not_specialize=["n_head", "seed_low", "seed_high", "offset", "least"])
 def attention_dropout_bits(
-    p_by_query, p_by_key, n_head, seed_low, seed_high, offset, least, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
-    PDL: tl.constexpr,
+    p_by_query, p_by_key, n_head, seed_low, seed_high, offset, least, BY_KEY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (j, i, h): TILE keys and queries of head h % n_head of sequence h // n_head. by_query: int32 [n_seq,
-    n_head, queries, keys / 32], bit j of a word is set where the query keeps key j of 32; by_key: [n_seq, n_head, keys,
-    queries / 32], likewise with queries and keys exchanged. BY_QUERY, BY_KEY: which of them are written."""
+    n_head, tiles of queries, of keys, TILE queries, TILE / 32], bit j of word w is set where the query keeps key 32 w + j
+    of the tile; by_key: likewise of [.., TILE keys, TILE / 32] and their queries. BY_KEY: it is written too."""
     take_turn(PDL)
     i_kb, i_qb, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_q = i_qb * _TILE + tl.arange(0, _TILE)
@@ -64,16 +63,13 @@ def attention_dropout_bits(
     shift = 4 * tl.arange(0, 8)
     words = tl.sum(tl.reshape(nibble, (_TILE, _WORDS, 8)) << shift[None, None, :], 2)
     i_word = tl.arange(0, _WORDS)
-    n_qb, n_kb = tl.num_programs(1), tl.num_programs(0)
-    base = i_h.to(tl.int64) * n_qb * n_kb * (_TILE * _WORDS)
-    if BY_QUERY:
-        at = i_q[:, None] * (n_kb * _WORDS) + i_kb * _WORDS + i_word[None, :]
-        tl.store(p_by_query + base + at, words)
+    tile = (i_h.to(tl.int64) * tl.num_programs(1) + i_qb) * tl.num_programs(0) + i_kb
+    base = tile * (_TILE * _WORDS)
+    tl.store(p_by_query + base + tl.arange(0, _TILE)[:, None] * _WORDS + i_word[None, :], words)
     if BY_KEY:
         # [words of queries, words of keys, 32 queries] to [.., 32 keys]
         blocks = tl.permute(tl.reshape(words, (_WORDS, 32, _WORDS)), (0, 2, 1))
         turned = turned_bits(tl.reshape(blocks, (_WORDS * _WORDS, 32)), _WORDS * _WORDS)
         block = tl.arange(0, _WORDS * _WORDS)
-        i_k = i_kb * _TILE + (block % _WORDS * 32)[:, None] + tl.arange(0, 32)[None, :]
-        at = i_k * (n_qb * _WORDS) + i_qb * _WORDS + (block // _WORDS)[:, None]
-        tl.store(p_by_key + base + at, turned)
+        i_k = (block % _WORDS * 32)[:, None] + tl.arange(0, 32)[None, :]
+        tl.store(p_by_key + base + i_k * _WORDS + (block // _WORDS)[:, None], turned)

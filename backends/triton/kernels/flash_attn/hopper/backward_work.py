@@ -5,18 +5,22 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E
+from graphrt.backends.triton.kernels.flash_attn.dropout_bits import TILE
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_in_range, listed_block, mask_tile
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_dropout import load_kept
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import PLAN_QUERIES
 
 #: The numbers among the kernels' arguments, in their order, which compiled code does not depend on.
 NUMBERS = (
     "scale", "softcap", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs", "mask_groups", "n_seq", "n_head", "gqa",
-    "n_q", "n_kv", "section",
+    "n_q", "n_kv", "section", "inverse",
 )  # fmt: skip
 #: What a GradientWork is made of.
-ARGUMENTS = ("rows", "mask", "counts", "blocks", "seen", "slopes", "scales", *NUMBERS)
+ARGUMENTS = ("rows", "mask", "counts", "blocks", "seen", "slopes", "scales", "kept", *NUMBERS)
 #: Queries of a block in lists.
 LISTED = gl.constexpr(PLAN_QUERIES)
+#: What dropout's bits are filled up to.
+BITS_TILE = gl.constexpr(TILE)
 
 
 @aggregate
@@ -26,7 +30,8 @@ class GradientWork:
     rows: f32 [n_seq, n_head, 2, padded n_q], see backward_rows.py. counts, blocks: int32, of each list how many full
     and partial blocks it has, and these; in kernels of queries a mask's plan (mask_plan.py), in kernels of keys its
     columns (backward/plans.py). seen: the plan's. slopes: f32 [n_head]. scales: f32 [2], the factors of
-    d_out as it is read and of dS.
+    d_out as it is read and of dS. kept: dropout's bits (dropout_bits.py), by key in kernels of keys, else by query;
+    inverse: what kept weights are multiplied with.
     """
 
     rows: gl.tensor
@@ -36,6 +41,7 @@ class GradientWork:
     seen: gl.tensor | gl.constexpr
     slopes: gl.tensor | gl.constexpr
     scales: gl.tensor
+    kept: gl.tensor | gl.constexpr
     scale: gl.tensor
     softcap: gl.tensor
     sm_t: gl.tensor
@@ -50,6 +56,7 @@ class GradientWork:
     n_q: gl.tensor
     n_kv: gl.tensor
     section: gl.tensor
+    inverse: gl.tensor
     spec: gl.constexpr
 
     @gluon.constexpr_function
@@ -138,6 +145,33 @@ class GradientWork:
         return self.rows + (seq * self.n_head + head).to(gl.int64) * (2 * padded), padded
 
     @gluon.jit
+    def kept_tile(self, seq, head, query, key):
+        """Where dropout's bits are of the tile in which a query and a key of a head lie."""
+        tiles = gl.cdiv(self.n_kv, BITS_TILE)
+        row = (seq * self.n_head + head) * gl.cdiv(self.n_q, BITS_TILE) + query // BITS_TILE
+        return self.kept + (row.to(gl.int64) * tiles + key // BITS_TILE) * (BITS_TILE * BITS_TILE // 32)
+
+    @gluon.jit
+    def kept_of_keys(self, seq, head, query, key):
+        """The words of 64 keys from `key` on, for a step's queries; see load_kept(). 0 without dropout."""
+        if self.spec.has_dropout:
+            n: gl.constexpr = self.spec.block_m
+            at = key % BITS_TILE * (BITS_TILE // 32) + query % BITS_TILE // 32
+            return load_kept(self.kept_tile(seq, head, query, key) + at, n)
+        else:
+            return 0
+
+    @gluon.jit
+    def kept_of_queries(self, seq, head, query, key):
+        """The words of 64 queries from `query` on, for a block's keys."""
+        if self.spec.has_dropout:
+            n: gl.constexpr = self.spec.block_n
+            at = query % BITS_TILE * (BITS_TILE // 32) + key % BITS_TILE // 32
+            return load_kept(self.kept_tile(seq, head, query, key) + at, n)
+        else:
+            return 0
+
+    @gluon.jit
     def mask_factor(self, head):
         """What the mask's values are multiplied by, in log2 units."""
         if self.spec.has_alibi:
@@ -148,12 +182,18 @@ class GradientWork:
     @gluon.jit
     def ratio(self):
         """What products of d_out and V are multiplied by, on the way to dS."""
-        return gl.load(self.scales + 1) / gl.load(self.scales) * self.spec.weight
+        ratio = gl.load(self.scales + 1) / gl.load(self.scales) * self.spec.weight
+        if self.spec.has_dropout:
+            ratio = ratio * self.inverse
+        return ratio
 
     @gluon.jit
     def unscaled_weights(self):
         """What sums of weights times d_out are multiplied by at the end."""
-        return self.spec.weight / gl.load(self.scales)
+        factor = self.spec.weight / gl.load(self.scales)
+        if self.spec.has_dropout:
+            factor = factor * self.inverse
+        return factor
 
     @gluon.jit
     def unscaled_scores(self):
