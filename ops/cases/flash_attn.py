@@ -49,6 +49,8 @@ _LONG = replace(BASE, d=(64, 64), heads=(4, 1), n_q=1)
 
 _BIASES = ((1, 1, "f32"), (1, 1, "bf16"), (6, 2, "f16"), (3, 1, "f32"))
 
+_MANY = replace(BASE, n_q=140, n_kv=208, mask=None, heads=(4, 2))
+
 GROUPS: Mapping[str, Sequence[Group]] = {
     "head sizes": (
         Group(replace(BASE, layout="padded"), {"d": HEAD_SIZES, "n_q": (1, 9)}, {"n_kv": (300,), "n_q": (33, 65)}),
@@ -192,6 +194,10 @@ GROUPS: Mapping[str, Sequence[Group]] = {
     "dropout": (
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),
         Group(replace(_WIDE, dropout_p=0.5, sinks="near", bias=_BIASES[3]), {"max_bias": (0.0, 8.0)}),
+        # Enough queries for kernels of many; a bias of f16 without a mask, which they take for one.
+        Group(replace(_MANY, dropout_p=0.3, bias=(4, 2, "f16"), n_seq=2), {"d": [(64, 64), (256, 256)]}),
+        Group(replace(_MANY, dropout_p=0.3, n_kv=203, sinks="near"), {"d": [(128, 128)]}),
+        Group(replace(_MANY, dropout_p=0.1, mask="causal", heads=(6, 2)), {"d": [(64, 64), (128, 128)]}),
     ),
     # Keys beyond a tile's last, heads that share keys and sequences, rows of one query and of several tiles.
     "scores": (

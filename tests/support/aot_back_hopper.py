@@ -19,8 +19,8 @@ from support.aot_arch import target_of
 from support.aot_small_ops import Case
 
 HELPERS = ("attention_back_lse", "attention_dropout_bits")
-#: Head size, type of k and v, keys (0: no mask; with 500 TMA can't bring it), soft cap, ALiBi, sources; and what is more:
-#: dropout, a bias (with "500", one that TMA can't bring).
+#: Head size, type of k and v, keys (0: no mask; with 500 TMA can't bring it), soft cap, ALiBi, sources; and what is
+#: more: dropout, a bias (with "500", one that TMA can't bring).
 SHAPES: tuple[tuple[Any, ...], ...] = (
     (128, "f16", 0, 0.0, 0.0, "qkv"), (128, "bf16", 512, 0.0, 0.0, "qkv"), (128, "f16", 512, 0.0, 8.0, "qkv"),
     (128, "f16", 500, 30.0, 0.0, "qkv"), (64, "f16", 0, 0.0, 0.0, "qkv"), (64, "bf16", 512, 30.0, 0.0, "qkv"),

@@ -30,6 +30,7 @@ IN_PTX = {
     "unpacked": lambda pairs, dtype: Value(pairs.data.astype(np.float32)), "as_operand": lambda p, pairs, dtype: pairs,
     "reciprocal": lambda x: 1.0 / x, "cap_level": lambda p, s, m, top, both: 0,
     "capped": lambda p, s, shift, level, unit, pack: _cap(p, s, unit) + shift,
+    "store_flag": lambda p, flag, tile, wg: None,  # halves of a word of flags; so nothing is done again
     "capped_scores": lambda p, s, bias, at_once: _cap(p, s, 1.0) + bias, "capped_weights": _capped_weights,
 }  # fmt: skip
 

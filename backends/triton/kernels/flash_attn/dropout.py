@@ -38,7 +38,7 @@ def drawn_words(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high):
     where = (i_query * 0 + i_four * 0 + i_head + i_seq * 65536).to(tl.uint32, bitcast=True)
     last = (rows.to(tl.int32, bitcast=True) * 0 + offset).to(tl.uint32, bitcast=True)
     low, high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
-    for i in tl.static_range(ROUNDS):
+    for _i in tl.static_range(ROUNDS):
         first = tl.mul(fours.to(tl.uint64), MULTIPLIER_0, sanitize_overflow=False)
         third = tl.mul(where.to(tl.uint64), MULTIPLIER_1, sanitize_overflow=False)
         fours, where = (third >> 32).to(tl.uint32) ^ rows ^ low, (first >> 32).to(tl.uint32) ^ last ^ high

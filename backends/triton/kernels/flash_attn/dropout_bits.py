@@ -48,8 +48,8 @@ def attention_dropout_bits(
     p_by_query, p_by_key, n_head, seed_low, seed_high, offset, least, BY_KEY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (j, i, h): TILE keys and queries of head h % n_head of sequence h // n_head. by_query: int32 [n_seq,
-    n_head, tiles of queries, of keys, TILE queries, TILE / 32], bit j of word w is set where the query keeps key 32 w + j
-    of the tile; by_key: likewise of [.., TILE keys, TILE / 32] and their queries. BY_KEY: it is written too."""
+    n_head, tiles of queries, of keys, TILE queries, TILE / 32], bit j of word w is set where the query keeps key
+    32 w + j of the tile; by_key: likewise of [.., TILE keys, TILE / 32]. BY_KEY: it is written too."""
     take_turn(PDL)
     i_kb, i_qb, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_q = i_qb * _TILE + tl.arange(0, _TILE)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
@@ -17,6 +18,7 @@ from graphrt.backends.triton.memory import TORCH_TYPES, elements
 from graphrt.dtypes import DType
 from graphrt.tensor import Tensor
 
+AnyProblem = TypeVar("AnyProblem", bound="Problem")
 DOT_TYPES = {"f32": tl.float32, "bf16": tl.bfloat16}
 
 
@@ -108,12 +110,17 @@ class Problem:
     @property
     def portable_only(self) -> str | None:
         """What only the portable kernel does of it, None where it asks for nothing of the kind."""
+        if self.dropout_p:
+            return f"it has no dropout, {self.dropout_p:g} here"
+        return self.portable_but_dropout
+
+    @property
+    def portable_but_dropout(self) -> str | None:
+        """The same for kernels that have dropout."""
         if self.in_f32 and (self.k.kind, self.v.kind) != ("f32", "f32"):
             return "it multiplies in k's and v's types, prec asks for f32"
         if self.bias_t is not None:
-            return "it adds no attn_bias, which the portable kernel does"
-        if self.dropout_p:
-            return f"it has no dropout, which the portable kernel has, {self.dropout_p:g} here"
+            return "it adds no such attn_bias, which the portable kernel does"
         return score_code.why_not(self.params)
 
     @property
@@ -127,6 +134,17 @@ class Problem:
     def memory(self, t: Tensor, kind: torch.dtype) -> torch.Tensor:
         """A tensor's memory as a flat torch tensor."""
         return elements(*self.place(t), t, kind)
+
+
+def with_bias_as_mask(p: AnyProblem) -> AnyProblem:
+    """The problem with its bias in the mask's place, for kernels that can take it for one: of f16, without a mask
+    beside it. A mask without slopes is added to logits where a bias is."""
+    if p.bias_t is None or p.mask_t is not None or p.bias_t.dtype.name != "f16":
+        return p
+    p = copy.copy(p)
+    p.mask_t, p.m2, p.m3, p.bias_t = p.bias_t, p.b2, p.b3, None
+    p.params = replace(p.params, max_bias=0.0)
+    return p
 
 
 @dataclass(frozen=True)

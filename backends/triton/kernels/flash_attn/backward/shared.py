@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.deltas import (
     attention_back_scales,
 )
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
-from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
-from graphrt.backends.triton.kernels.flash_attn.dropout_bits import TILE, attention_dropout_bits
+from graphrt.backends.triton.kernels.flash_attn.dropout_launch import KeptBits
 from graphrt.backends.triton.kernels.flash_attn.score_code import function_of
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
@@ -29,8 +27,6 @@ from graphrt.tensor import Tensor
 DELTA_ROWS, NORM_ROWS, HALF_ELEMENTS = 16, 64, 4096
 #: By how much less dS is scaled where a score function may multiply it: slopes up to 16 times that stay within f16.
 STEEPEST = 256.0
-#: Bytes that dropout's bits of an attention may take, by key and by query.
-MOST_BITS = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +53,12 @@ class Halves:
 
 
 class Shared:
-    """The shared things of one program, by what they are made of."""
+    """The shared things of one program, by what they are made of. kept: dropout's bits."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.kept = KeptBits()
         self._made: dict[tuple[Any, ...], Any] = {}
-        self._bits: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._bits_of: dict[tuple[int, ...], Any] = {}
 
     def once(self, key: tuple[Any, ...], make: Any) -> tuple[Any, list[Step]]:
         """(what make() gives first, the launches that it gives behind it, none the second time)."""
@@ -92,25 +87,6 @@ class Shared:
         )
         steps += made
         return Halves(q, d_out, _contiguous(p, p.d[0]), _contiguous(p, p.d[1])), steps
-
-    def kept(self, p: BackProblem) -> tuple[tuple[torch.Tensor, torch.Tensor], list[Step]]:
-        """Dropout's bits by key and by query, see dropout_bits.py. Attentions of one size have them in the same memory,
-        one after the other: whoever finds another's there has its own drawn again."""
-        blocks = triton.cdiv(p.n_kv, TILE), triton.cdiv(p.n_q, TILE), p.n_head * p.n_seq
-        if blocks not in self._bits:
-            n = math.prod(blocks) * TILE * TILE // 32
-            self._bits[blocks] = self.empty(n, kind=torch.int32), self.empty(n, kind=torch.int32)
-        by_key, by_query = self._bits[blocks]
-        numbers = dropout_arguments(p.params)
-        del numbers["inverse"]
-        whose = (*numbers.values(), p.n_head)
-        if self._bits_of.get(blocks) == whose:
-            return (by_key, by_query), []
-        self._bits_of[blocks] = whose
-        args = {
-            "p_by_query": by_query, "p_by_key": by_key, "n_head": p.n_head, **numbers, "BY_KEY": True, "PDL": self.target.has_pdl,
-        }  # fmt: skip
-        return (by_key, by_query), [Launch(attention_dropout_bits, blocks, args, launch_options(self.target, 4))]
 
     def _rows(self, p: BackProblem) -> tuple[Rows, list[Step]]:
         scaled = p.kind == "f16"
@@ -173,11 +149,6 @@ class Shared:
         }  # fmt: skip
         grid = (triton.cdiv(p.n_rows, rows),)
         return made, [Launch(attention_back_halves, grid, args, launch_options(self.target, 4))]
-
-
-def bits_bytes(p: BackProblem) -> int:
-    """What Shared.kept() needs."""
-    return 2 * triton.cdiv(p.n_kv, TILE) * triton.cdiv(p.n_q, TILE) * p.n_head * p.n_seq * TILE * TILE // 8
 
 
 def _by_query(p: BackProblem, t: Tensor) -> tuple[int, int, int]:

@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_dropout import dropped
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import score_gradients, weights_of
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import key_columns, load_mask
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_mask_ring, make_ring, mma_layout
 
@@ -81,7 +81,7 @@ def add_up_logits(p, rings, d_bias, wg: gl.constexpr):
         p_lse, behind = p.rows_of(seq, head)
         lse = gl.load(p_lse + at)
         delta = gl.load(p_lse + behind + at)
-        words = p.kept_of_queries(seq, head, query, block * n)
+        words = kept_of_queries(p, seq, head, query, block * n)
         first = 2 * turn
         row_ring.wait_full(first)
         key_ring.wait_full(first)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -12,11 +10,11 @@ import torch
 
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.flash_attn import score_code
+from graphrt.backends.triton.kernels.flash_attn import dropout_launch, score_code
 from graphrt.backends.triton.kernels.flash_attn.backward import plans
 from graphrt.backends.triton.kernels.flash_attn.backward.kernel import BackKernel
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import BackProblem
-from graphrt.backends.triton.kernels.flash_attn.backward.shared import MOST_BITS, Halves, Rows, Shared, bits_bytes
+from graphrt.backends.triton.kernels.flash_attn.backward.shared import Halves, Rows, Shared
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_launch import (
     Given,
     bias_launch,
@@ -34,7 +32,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     crowded,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import as_torch
-from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
+from graphrt.backends.triton.kernels.flash_attn.problem import Tiling, with_bias_as_mask
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
@@ -43,17 +41,6 @@ from graphrt.tensor import Tensor
 MIN_ROWS = 48
 #: Queries that a program of attention_back_lse takes.
 LSE_ROWS = 128
-
-
-def with_bias_as_mask(p: BackProblem) -> BackProblem:
-    """The problem with its bias in the mask's place, where the kernels can take it for one: of f16, without a mask
-    beside it. A mask without slopes is added to logits where a bias is."""
-    if p.bias_t is None or p.mask_t is not None or p.bias_t.dtype.name != "f16":
-        return p
-    p = copy.copy(p)
-    p.mask_t, p.m2, p.m3, p.bias_t = p.bias_t, p.b2, p.b3, None
-    p.params = replace(p.params, max_bias=0.0)
-    return p
 
 
 class HopperGradient(BackKernel):
@@ -74,9 +61,7 @@ class HopperGradient(BackKernel):
         if p.bias_t is not None:
             beside = "one beside a mask" if p.mask_t is not None else f"one of {p.bias_t.dtype.name}"
             return f"it adds an attn_bias of f16 where there is no mask, here it is {beside}"
-        if p.dropout_p > 0.0 and (n := bits_bytes(p)) > MOST_BITS:
-            return f"dropout's bits may take {MOST_BITS:,} bytes, they would take {n:,}"
-        if (reason := score_code.why_not(p.params)) is not None:
+        if (reason := dropout_launch.too_many(p) or score_code.why_not(p.params)) is not None:
             return reason
         if p.k_t.dtype is not v.dtype or p.kind not in ("f16", "bf16"):
             return f"K and V must both be f16 or both bf16, they are {p.k_t.dtype.name} and {v.dtype.name}"
@@ -115,7 +100,11 @@ class HopperGradient(BackKernel):
         assert p.v_t is not None
         k, v = as_torch(p.k_t, p.k.data), as_torch(p.v_t, p.v.data)
         q, d_out = self._half(halves)
-        kept, drawn = shared.kept(p) if p.dropout_p > 0.0 else (None, [])
+        kept, drawn = None, list[Step]()
+        if p.dropout_p > 0.0:
+            by_query, by_key, drawn = shared.kept.of(p, self.target, True)
+            assert by_key is not None
+            kept = by_key, by_query
         x = Given(
             q, d_out, k, v, lse, rows.scales, mask, slopes, float(p.params.scale), float(p.params.softcap), kept,
             1.0 / (1.0 - p.dropout_p),

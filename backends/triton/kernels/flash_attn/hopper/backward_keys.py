@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_dropout import dropped, reread
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rings import make_row_ring, make_turned_mask_ring
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     as_left,
@@ -32,6 +31,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import as_operand, packed
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_keys, reread
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -96,7 +96,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     seq, head, key, factor, ratio = place
     d: gl.constexpr = p.spec.d
     zero = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
-    words = p.kept_of_keys(seq, head, query, key)
+    words = kept_of_keys(p, seq, head, query, key)
     q_ring.wait_full(step)
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     o_ring.wait_full(step)
@@ -104,7 +104,9 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     # of many queries, or a soft cap, too few for both products at once.
     cols: gl.constexpr = p.spec.block_m
     narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
-    early: gl.constexpr = p.spec.of_k and not p.spec.has_softcap and not p.spec.has_dropout and not (partial and p.spec.block_m > 64)
+    early: gl.constexpr = (
+        p.spec.of_k and not p.spec.has_softcap and not p.spec.has_dropout and not (partial and p.spec.block_m > 64)
+    )
     d_w = s
     if early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)

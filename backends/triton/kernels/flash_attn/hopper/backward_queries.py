@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_dropout import dropped
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     as_left,
     score_gradients,
@@ -29,6 +28,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     weights_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside, key_columns, load_mask
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import (
     make_mask_ring,
@@ -113,7 +113,7 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     d: gl.constexpr = p.spec.d
     masked: gl.constexpr = partial and p.spec.has_mask
     zero = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
-    words = p.kept_of_queries(seq, head, query, block * p.spec.block_n)
+    words = kept_of_queries(p, seq, head, query, block * p.spec.block_n)
     k_ring.wait_full(step)
     s = warpgroup_mma(q, k_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.wait_full(step)

@@ -16,7 +16,6 @@ from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_dropout import dropped
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_keys import produce_queries, turned_mask
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rings import make_row_ring, make_turned_mask_ring
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
@@ -26,6 +25,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     weights_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -80,7 +80,7 @@ def weigh_step(p, k, rings, place, dv, step, query, mask_step, partial: gl.const
     q_ring, o_ring, row_ring, mask_ring, weight_ring = rings
     seq, head, key, factor = place
     zero = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
-    words = p.kept_of_keys(seq, head, query, key)
+    words = kept_of_keys(p, seq, head, query, key)
     q_ring.wait_full(step)
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     row_ring.wait_full(step)
@@ -186,7 +186,7 @@ def add_keys(p, tiles, rings, dk_out):
                 head = group * p.gqa + turn
                 n_full, n_all, start = p.query_visits(seq, head, block)
                 for i in range(n_all * steps):
-                    words = p.kept_of_keys(seq, head, p.first_query(start, i), block * p.spec.block_n)
+                    words = kept_of_keys(p, seq, head, p.first_query(start, i), block * p.spec.block_n)
                     dk = add_keys_step(p, v, rings, dk, end + i, ratio, words)
                 end += n_all * steps
         else:

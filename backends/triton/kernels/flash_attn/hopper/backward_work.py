@@ -5,9 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E
-from graphrt.backends.triton.kernels.flash_attn.dropout_bits import TILE
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_in_range, listed_block, mask_tile
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_dropout import load_kept
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import PLAN_QUERIES
 
 #: The numbers among the kernels' arguments, in their order, which compiled code does not depend on.
@@ -19,8 +17,6 @@ NUMBERS = (
 ARGUMENTS = ("rows", "mask", "counts", "blocks", "seen", "slopes", "scales", "kept", *NUMBERS)
 #: Queries of a block in lists.
 LISTED = gl.constexpr(PLAN_QUERIES)
-#: What dropout's bits are filled up to.
-BITS_TILE = gl.constexpr(TILE)
 
 
 @aggregate
@@ -143,33 +139,6 @@ class GradientWork:
         """Where lse of a head's queries begins, and how far behind it delta does."""
         padded = self.query_blocks() * LISTED
         return self.rows + (seq * self.n_head + head).to(gl.int64) * (2 * padded), padded
-
-    @gluon.jit
-    def kept_tile(self, seq, head, query, key):
-        """Where dropout's bits are of the tile in which a query and a key of a head lie."""
-        tiles = gl.cdiv(self.n_kv, BITS_TILE)
-        row = (seq * self.n_head + head) * gl.cdiv(self.n_q, BITS_TILE) + query // BITS_TILE
-        return self.kept + (row.to(gl.int64) * tiles + key // BITS_TILE) * (BITS_TILE * BITS_TILE // 32)
-
-    @gluon.jit
-    def kept_of_keys(self, seq, head, query, key):
-        """The words of 64 keys from `key` on, for a step's queries; see load_kept(). 0 without dropout."""
-        if self.spec.has_dropout:
-            n: gl.constexpr = self.spec.block_m
-            at = key % BITS_TILE * (BITS_TILE // 32) + query % BITS_TILE // 32
-            return load_kept(self.kept_tile(seq, head, query, key) + at, n)
-        else:
-            return 0
-
-    @gluon.jit
-    def kept_of_queries(self, seq, head, query, key):
-        """The words of 64 queries from `query` on, for a block's keys."""
-        if self.spec.has_dropout:
-            n: gl.constexpr = self.spec.block_n
-            at = query % BITS_TILE * (BITS_TILE // 32) + key % BITS_TILE // 32
-            return load_kept(self.kept_tile(seq, head, query, key) + at, n)
-        else:
-            return 0
 
     @gluon.jit
     def mask_factor(self, head):

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import (
     clear_unseen,
     hide,
@@ -163,6 +164,7 @@ def advance(
         # Warpgroup 0 opens; each later turn is handed on by the neighbour once both of its products are issued.
         first: gl.constexpr = 1 if wg == 0 else 0
         mbarrier.wait(turns.index(wg), (taken & 1) ^ first)
+    words = kept_of_queries(p, seq, group, token, block * p.spec.block_n)
     probs = as_operand(p, pairs, queries.dtype)
     scores = start_scores(p, queries, k_ring, step)
     v_ring.wait_full(step - 1)
@@ -181,6 +183,8 @@ def advance(
         gl.thread_barrier()
         mask_ring.release(mask_step)
     v_ring.release(step - 1)
+    if p.spec.has_dropout:
+        weights = dropped(weights, words, p.spec.block_n)
     return rescale(p, acc, decay), packed(weights, queries.dtype), m, den
 
 
@@ -204,6 +208,8 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     place = rows // p.spec.pack
     lane = rows % p.spec.pack
     stored = token + place < p.n_queries(seq)
+    if p.spec.has_dropout:
+        factor = factor * p.inverse
     values = gl.where((den == 0.0)[:, None], 0.0, acc * (factor / den)[:, None])
     vec: gl.constexpr = p.spec.q_vec
     base = p.out_of(seq) + (head.to(gl.int64) * p.so_h + token.to(gl.int64) * p.so_t) * vec
@@ -311,11 +317,15 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
                 den = settle(den)
                 gl.thread_barrier()
                 mask_ring.release(mask_step)
+        if p.spec.has_dropout:
+            words = kept_of_queries(p, seq, group, token, p.block(start, 0) * p.spec.block_n)
+            weights = dropped(weights, words, p.spec.block_n)
         pairs = packed(weights, dtype)
 
         for j in range(1, n_full):
             now = (seq, group, token, taken + j - 1, 0, sight)
-            acc, pairs, m, den = advance(p, rings, now, slope, acc, pairs, m, den, step + j, 0, 0, False, wg)
+            block = p.block(start, j) if p.spec.has_dropout else 0
+            acc, pairs, m, den = advance(p, rings, now, slope, acc, pairs, m, den, step + j, block, 0, False, wg)
         for j in range(gl.maximum(n_full, 1), n_all):
             now = (seq, group, token, taken + j - 1, mask_step + j - n_full, sight)
             block = p.block(start, j)

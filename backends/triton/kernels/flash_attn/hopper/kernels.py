@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn import dropout_launch, portable
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.hopper.configs import (
@@ -41,7 +42,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
-from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling, with_bias_as_mask
 from graphrt.backends.triton.launch import Launch
 from graphrt.tensor import Tensor
 
@@ -61,10 +62,14 @@ class HopperKernel(AttentionKernel[Problem, MaskPlan]):
     def serves(self) -> str | None:
         if self.p.out is None or self.p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
-        reason = self.p.portable_only or self._why_not()
+        reason = self._portable_only or self._why_not()
         if reason is None and self.p.params.scale < 0:
             reason = f"the scale must not be negative, it is {self.p.params.scale:g}"
         return reason
+
+    @property
+    def _portable_only(self) -> str | None:
+        return self.p.portable_only
 
     @abstractmethod
     def _why_not(self) -> str | None:
@@ -169,6 +174,13 @@ class HalfTiles(RowTiles):
     file = "hopper/half.py"
     configs = HALF
 
+    def __init__(self, p: Problem, target: Target, force: str | None = None) -> None:
+        super().__init__(with_bias_as_mask(p), target, force)
+
+    @property
+    def _portable_only(self) -> str | None:
+        return self.p.portable_but_dropout or dropout_launch.too_many(self.p)
+
     def _why_not(self) -> str | None:
         p, k, v = self.p, self.p.k_t, self.p.v_t
         assert v is not None
@@ -184,12 +196,23 @@ class HalfTiles(RowTiles):
     def tiling(self) -> Tiling:
         p, c = self.p, self.config
         # Heads that share a mask's rows share a tile: a mask is then read once for all of them.
-        pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if p.mask_t is not None and p.m2 == 1 else 1
+        # Of dropout's bits each head has its own.
+        shares = p.mask_t is not None and p.m2 == 1 and not p.dropout_p
+        pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if shares else 1
         return Tiling.of(p, c.block_m, c.block_n, pack)
 
     @property
     def workers(self) -> str:
         return f"{self.config.n_wg} warpgroups multiply, a warp brings K and V by TMA"
+
+    def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        if not self.p.dropout_p:
+            return super().launches(plan, plan_is_old, scratch)
+        kept, _, drawn = scratch.kept.of(self.p, self.target, False)
+        main, *others = super().launches(plan, plan_is_old, scratch)
+        assert isinstance(main, Launch)
+        main.args["kept"] = kept
+        return [*drawn, main, *others]
 
     def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
         p, c, d = self.p, self.config, self.p.k.d
@@ -201,7 +224,8 @@ class HalfTiles(RowTiles):
         args = common_arguments(p, self.tiling, plan, bad) | {
             "k_desc": box_descriptor(as_torch(p.k_t, p.k.data), c.block_n, d, idle=d),
             "v_desc": box_descriptor(as_torch(p.v_t, p.v.data), c.block_n, d, idle=d),
-            "mask_desc": rows if mask_stages else None, "spec": self.spec(mask_stages=mask_stages),
+            "mask_desc": rows if mask_stages else None, "kept": None, "inverse": 1.0 / (1.0 - p.dropout_p),
+            "spec": replace(self.spec(mask_stages=mask_stages), has_dropout=p.dropout_p > 0.0),
         }  # fmt: skip
         return Launch(hopper_flash_attn, (self.programs,), args, self.options)
 

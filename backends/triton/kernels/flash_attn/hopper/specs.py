@@ -46,6 +46,7 @@ class Spec:
     page: int = 0
     causal: bool = False
     window: bool = False
+    has_dropout: bool = False
 
     @property
     def block_m(self) -> int:

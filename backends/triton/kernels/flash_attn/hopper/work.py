@@ -12,9 +12,10 @@ NUMBERS = (
     "scale", "softcap", "sq_t", "sq_h", "sq_s", "so_t", "so_h", "so_s", "sm_t", "sm_h", "sm_s", "mask_heads",
     "mask_seqs", "mask_groups", "n_seq", "n_head", "gqa", "n_q", "n_kv", "section",
 )  # fmt: skip
-#: What a Work is made of: arguments that all kernels have, then those of tiles that programs share.
+#: What a Work is made of: arguments that all kernels have, then those of tiles that programs share, then dropout's.
 ARGUMENTS = ("q", "out", "mask", "counts", "blocks", "slopes", "sinks", "bad", "lse", *NUMBERS)
 OF_RANGES = ("part", "seen", "unit_start", "splits", "first_tile", "first_unit", "stop_unit", "turns")
+OF_DROPOUT = ("kept", "inverse")
 
 
 @aggregate
@@ -23,6 +24,7 @@ class Work:
 
     part to turns: of kernels whose programs share tiles (Spec.ranges), else None. first_tile, first_unit, stop_unit:
     the program's range (gluon_ranges.program_range); turns: tiles that it has units of.
+    kept, inverse: dropout's bits by query (dropout_bits.py), and what kept weights are multiplied with; else None.
     """
 
     q: gl.tensor
@@ -62,13 +64,15 @@ class Work:
     first_unit: gl.tensor | gl.constexpr
     stop_unit: gl.tensor | gl.constexpr
     turns: gl.tensor | gl.constexpr
+    kept: gl.tensor | gl.constexpr
+    inverse: gl.tensor | gl.constexpr
     spec: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, spec, *arguments):
-        """arguments: ARGUMENTS, and OF_RANGES if spec.ranges."""
+        """arguments: ARGUMENTS, then OF_RANGES if spec.ranges or there is more, then OF_DROPOUT."""
         self.spec = gl.constexpr(spec)
-        for i, name in enumerate((*ARGUMENTS, *OF_RANGES)):
+        for i, name in enumerate((*ARGUMENTS, *OF_RANGES, *OF_DROPOUT)):
             value = arguments[i] if i < len(arguments) else None
             setattr(self, name, gl.constexpr(None) if value is None else value)
 

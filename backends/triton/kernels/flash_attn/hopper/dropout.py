@@ -6,8 +6,36 @@ from triton.experimental.gluon import language as gl
 from graphrt.backends.triton.kernels.flash_attn.dropout_bits import TILE
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
 
+BITS_TILE = gl.constexpr(TILE)
 #: Of a row of a tile.
 ROW_WORDS = gl.constexpr(TILE // 32)
+
+
+@gluon.jit
+def kept_tile(p, seq, head, query, key):
+    """Where the bits are of the tile in which a query and a key of a head lie. p: its kept, n_head, n_q, n_kv count."""
+    row = (seq * p.n_head + head) * gl.cdiv(p.n_q, BITS_TILE) + query // BITS_TILE
+    return p.kept + (row.to(gl.int64) * gl.cdiv(p.n_kv, BITS_TILE) + key // BITS_TILE) * (BITS_TILE * ROW_WORDS)
+
+
+@gluon.jit
+def kept_of_keys(p, seq, head, query, key):
+    """The words of 64 keys from `key` on, for block_m queries; see load_kept(). 0 without dropout."""
+    if p.spec.has_dropout:
+        at = key % BITS_TILE * ROW_WORDS + query % BITS_TILE // 32
+        return load_kept(kept_tile(p, seq, head, query, key) + at, p.spec.block_m)
+    else:
+        return 0
+
+
+@gluon.jit
+def kept_of_queries(p, seq, head, query, key):
+    """The words of 64 queries from `query` on, for block_n keys."""
+    if p.spec.has_dropout:
+        at = query % BITS_TILE * ROW_WORDS + key % BITS_TILE // 32
+        return load_kept(kept_tile(p, seq, head, query, key) + at, p.spec.block_n)
+    else:
+        return 0
 
 
 @gluon.jit
