@@ -12,10 +12,11 @@ import torch
 
 from graphrt.execute import Executable
 from graphrt.judge import Verdict, judge
+from graphrt.ops.dropout import kept_at
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
-from graphrt.tools.bench.op_inputs import Program
+from graphrt.tools.bench.op_inputs import SEED, Program
 from graphrt.tools.bench.op_shapes import CAP
 
 #: How many rows (head, query) of a node are judged.
@@ -108,7 +109,7 @@ class _Sources:
     """What some rows of a result are computed from, in float64 on the device.
 
     q: [rows, d]; k: [n_kv, d]; v: [n_kv, d_v]; bias: the mask times each head's slope, [rows, n_kv], or None; sinks:
-    [rows, 1], -inf where there are none.
+    [rows, 1], -inf where there are none; kept: dropout's weights over what is kept of them, [rows, n_kv], or None.
     """
 
     program: Program
@@ -117,6 +118,7 @@ class _Sources:
     v: torch.Tensor
     bias: torch.Tensor | None
     sinks: torch.Tensor
+    kept: torch.Tensor | None = None
 
     @classmethod
     def of(cls, program: Program, node: Tensor, group: int, rows: Sequence[Row], device: str) -> _Sources:
@@ -136,6 +138,10 @@ class _Sources:
         if mask is not None:
             slopes = np.array(alibi_slopes(s.n_head, s.max_bias))[heads]
             bias = put(program.values[mask][queries]) * put(slopes)[:, None]
+        kept = None
+        if s.dropout_p:
+            places = np.array(heads)[:, None], np.array(queries)[:, None], np.arange(s.n_kv)[None]
+            kept = put(kept_at(s.dropout_p, SEED, node.params.offset, *places)) / (1.0 - s.dropout_p)
         no_sinks = np.full(len(rows), -math.inf)
         return cls(
             program,
@@ -144,6 +150,7 @@ class _Sources:
             keys[:, : s.d_v] if s.v_in_k else one_head(node["v"]),
             bias,
             put(program.values[sinks][heads] if sinks is not None else no_sinks)[:, None],
+            kept,
         )
 
     def attend(self, kind: torch.dtype, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Floats:
@@ -159,6 +166,8 @@ class _Sources:
         sinks = self.sinks.to(kind)
         top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
         p = torch.exp(scores - top)
-        out = rounded(p) @ rounded(self.v.to(kind)) / (p.sum(-1, keepdim=True) + torch.exp(sinks - top))
+        total = p.sum(-1, keepdim=True) + torch.exp(sinks - top)
+        p = p * self.kept.to(kind) if self.kept is not None else p
+        out = rounded(p) @ rounded(self.v.to(kind)) / total
         result: Floats = out.double().cpu().numpy()
         return result

@@ -28,6 +28,8 @@ from graphrt.tools.bench.op_shapes import CAP, Shape
 #: The caches of a decode graph take at least so many bytes, and so many times the device's cache, in 4 to 64 nodes.
 CACHES_BYTES, CACHES_TIMES, DECODE_NODES = 256 * 2**20, 4, (4, 64)
 PREFILL_NODES = 2
+#: Of dropout.
+SEED = 2**33 + 9
 #: Values that are drawn; what is larger repeats them with other signs.
 _DRAWN = 2**21
 #: Leafs begin so many blocks apart in the noise: odd, so that no two have their rows on the same values.
@@ -121,9 +123,11 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
                 v = leaf(f"v{i}", s.kv_type, (s.d_v, s.n_kv, s.n_head_kv), 2 * i + 1)
             caches.append((k, v))
         k, v = caches[-1]
+        dropout = {"dropout_p": s.dropout_p, "seed": SEED, "offset": i} if s.dropout_p else {}
         fused = node = ops.flash_attn_ext(
-            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s), name=f"out{i}"
-        )
+            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s),
+            name=f"out{i}", **dropout,
+        )  # fmt: skip
         if s.apart:
             node = standard_attention(q, k, v, mask, AttentionParams(s.scale, s.max_bias, s.softcap, sinks), fused.name)
         program.nodes.append(node)

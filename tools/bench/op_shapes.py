@@ -61,9 +61,8 @@ class Shape:
 
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
-    three ops whose scores and weights lie in memory. score: a score function, "identity" or "softcap" (of CAP). llama:
-    us for one query,
-    else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
+    three ops whose scores and weights lie in memory. dropout_p: the part of the weights that is left out.
+    score: a score function, "identity" or "softcap" (of CAP). llama: us for one query, else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
     """
 
     kind: str
@@ -80,6 +79,7 @@ class Shape:
     sinks: bool = False
     v_in_k: bool = False
     apart: bool = False
+    dropout_p: float = 0.0
     score: str = ""
     llama: float | None = None
     elsewhere: str = ""
@@ -125,6 +125,7 @@ def _name(s: Shape) -> str:
     extras = [s.mask] if s.mask in ("causal", "dense") else ["alibi"] if s.mask == "distance" else []
     extras += ["standard"] * s.apart
     extras += ["softcap"] * (s.softcap > 0) + ["sinks"] * s.sinks + [s.kv_type] * (s.kv_type != "f16")
+    extras += ["dropout"] * (s.dropout_p > 0)
     extras += [f"score {s.score}"] * bool(s.score)
     return " ".join([s.kind, size, f"H{s.n_head}/{s.n_head_kv}", f"{s.n_q}x{s.n_kv}", *extras])
 
@@ -182,6 +183,7 @@ _PREFILL = [
     _scored(_CAUSAL, "identity", 1.0),
     _relative(_CAUSAL, mask="distance", max_bias=8.0),
     _relative(_FULL, sinks=True),
+    replace(_relative(_FULL, dropout_p=0.1), first=Mark(0.8, "speed of", _FULL), goal=Mark(0.9, "speed of", _FULL)),
     _prefill(128, _H32_8, 16384, 16384),
     _prefill(128, _H32_8, 16384, 16384, "causal"),
     _prefill(64, _H32_8, 4096, 4096, "causal"),

@@ -128,7 +128,9 @@ def _work(s: Shape, n_nodes: int, kind: SDPBackend, form: Form) -> Run:
 def attend(s: Shape, form: Form, q: T, k: T, v: T, mask: T | None) -> T:
     """One attention of a shape: [1, heads, queries, d_v], in the heads and queries of the form."""
     is_causal = _is_square_causal(s)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=s.scale, enable_gqa=form.grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, s.dropout_p, is_causal, scale=s.scale, enable_gqa=form.grouped
+    )  # fmt: skip
 
 
 def random(s: Shape) -> list[T]:
