@@ -73,6 +73,7 @@ class Shape:
     softcap: float = 0.0
     n_kv: int = 512
     score: str = ""
+    dropout_p: float = 0.0
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -98,7 +99,8 @@ def problem(shape: Shape) -> Problem:
         v = permute(leaf(shape.types[1], (d_v, 2, n_kv), "v"), 0, 2, 1, 3)
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     score = SCORES[shape.score](8, n_kv) if shape.score else None
-    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score)
+    dropout = {"dropout_p": shape.dropout_p, "seed": 3, "offset": 5} if shape.dropout_p else {}
+    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score, **dropout)
     places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
     return Problem(attention_of(node), lambda t: (places[t.root][0], t.view_offs))
 
@@ -343,6 +345,7 @@ PREFILL = [
     Shape((128, 128), 128, ("bf16", "bf16"), softcap=30.0),
     Shape((576, 512), 128, ("f16", "f16"), v_in_k=True), *(Shape((d, d), 128, ("q8_0", "q8_0")) for d in (64, 128)),
     Shape((128, 128), 128, ("q4_0", "q8_0")),
+    *(Shape((d, d), 128, ("f16", "f16"), dropout_p=0.1) for d in (64, 128, 256)),
 ]  # fmt: skip
 #: With score functions, and their schedules.
 SCORED = [
@@ -380,7 +383,7 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 lambda s=shape, how=schedule: launches_for(served(arch, s, how)),
             )
         for shape in PREFILL:
-            yield f"{arch} prefill {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
+            yield f"{arch} prefill {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:-1]
         yield f"{arch} repair {PREFILL[0]}", lambda: launches_for(served(arch, PREFILL[0], "tile"))[1:]
     for shape in (Shape((128, 128), 128, ("f16", "f16")), Shape((64, 64), 1, ("f16", "f16"), n_kv=257)):
         yield f"{arch} mask {shape}", partial(mask_launches, shape)
