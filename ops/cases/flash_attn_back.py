@@ -104,11 +104,12 @@ def _long_points(base: Axes) -> Iterator[Axes]:
     yield replace(base, d=(128, 128), type="f16", heads=(2, 2), softcap=2.0, mask="per_head", n_seq=2)
     yield replace(base, d=(256, 256), type="f16", n_q=64, softcap=2.0, layout="cache")
     yield replace(base, d=(256, 256), type="bf16", n_q=70, mask="causal")
-    kept, bias = replace(base, type="f16", dropout_p=0.3), {"mask": None, "bias": (2, 2), "bias_type": "f16"}
-    yield replace(kept, d=(128, 128), n_seq=2, **bias)
+    kept = replace(base, type="f16", dropout_p=0.3)
+    biased = replace(kept, mask=None, bias=(2, 2), bias_type="f16", d=(128, 128), n_seq=2)
+    yield biased
     yield replace(kept, d=(64, 64), n_kv=207, heads=(2, 1), mask="causal", softcap=2.0)
-    yield replace(kept, d=(64, 64), n_q=70, n_seq=2, heads=(4, 1), **bias | {"bias": (1, 1)})
-    yield replace(kept, d=(256, 256), n_q=64, heads=(2, 1), **bias | {"bias": (1, 1)})
+    yield replace(biased, d=(64, 64), n_q=70, heads=(4, 1), bias=(1, 1))
+    yield replace(biased, d=(256, 256), n_q=64, heads=(2, 1), bias=(1, 1), n_seq=1)
     yield replace(base, d=(64, 64), type="f16", n_q=400, n_kv=400, mask="window", heads=(2, 1), layout="cache")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -123,7 +124,7 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
                 v = leaf(f"v{i}", s.kv_type, (s.d_v, s.n_kv, s.n_head_kv), 2 * i + 1)
             caches.append((k, v))
         k, v = caches[-1]
-        dropout = {"dropout_p": s.dropout_p, "seed": SEED, "offset": i} if s.dropout_p else {}
+        dropout: dict[str, Any] = {"dropout_p": s.dropout_p, "seed": SEED, "offset": i} if s.dropout_p else {}
         fused = node = ops.flash_attn_ext(
             q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s),
             name=f"out{i}", **dropout,

@@ -40,6 +40,8 @@ SPILLING = {
     ("attention back", "(576, 512)"): "sums of 32 keys or 16 queries fill the registers; not measured",
     ("gfx942", "back_keys", "score='gate'"): "18 registers, of products of f32 and a slope; not measured",
     ("hopper_attn_back_queries", "256"): "20 times with a mask; not measured",
+    ("hopper_attn_back_keys", "(128,", "'dropout"): "8 times between heads, none between steps; see BENCHMARKS.md",
+    ("hopper_attn_back_queries", "(128,", "'dropout, bias"): "3 times; see BENCHMARKS.md",
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
 }
