@@ -51,8 +51,8 @@ def kept_at(
     """Which weights are kept at some places of the first sequence, arrays of numbers that broadcast."""
     head, query, key = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in (heads, queries, keys)))
     words = np.stack(philox((key // np.uint64(4), query, head, np.uint64(offset)), seed))
-    mine = np.take_along_axis(words, (key % np.uint64(4)).astype(np.int64)[None], 0)[0]
-    return mine >= threshold(dropout_p)
+    mine: Words = np.take_along_axis(words, (key % np.uint64(4)).astype(np.int64)[None], 0)[0]
+    return np.asarray(mine >= threshold(dropout_p))
 
 
 def kept(dropout_p: float, seed: int, offset: int, shape: Sequence[int]) -> npt.NDArray[np.bool_]:
