@@ -57,11 +57,12 @@ def page_sizes(
 @dataclass(frozen=True)
 class Swapped:
     """A sequence in host memory. ids: its tokens; rows: by kind and block, the bytes of the page in each of the kind's
-    leafs; shares: see PagePool.restore()."""
+    leafs; shares: see PagePool.restore(); key: see PagePool.put_below()."""
 
     ids: Sequence[int]
     rows: Mapping[tuple[str, int], Sequence[Bytes]]
     shares: bool
+    key: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +162,7 @@ class PagedCache(Cache):
             for block, page in enumerate(table)
             if page != GONE
         }
-        away = Swapped(list(held.ids), rows, held.shares)
+        away = Swapped(list(held.ids), rows, held.shares, self.pool.key(seq))
         self.pool.free(seq)
         return away
 

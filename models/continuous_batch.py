@@ -245,7 +245,7 @@ class ContinuousBatch:
         plan = engine.plan(new, every=every)
         drawn = any(not read.of.how.is_plain for read in reads)
         most = candidates(read.of.how.settings for read in reads) if drawn else 0
-        step = engine.choosing(plan.size, most)
+        step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
         step.write(new, self._sources(reads, n), wanted, plan.prefixes.groups, self._choice(step, reads))
