@@ -71,7 +71,9 @@ def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: i
     n_read = int(engine.lengths[seq])
     held = tuple(engine.cache.held(kind, seq) for kind in engine.cache.kinds)
     types = engine.options.type_k, engine.options.type_v
-    header = Header(fingerprint(engine.decoder, engine.adapter_key(seq)), types, engine.n_ctx, len(tokens), n_read, held)
+    header = Header(
+        fingerprint(engine.decoder, engine.adapter_key(seq)), types, engine.n_ctx, len(tokens), n_read, held
+    )
     try:
         private_files.write(path, _pieces(header, engine.cache, tokens, seq))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
