@@ -148,7 +148,7 @@ class Adapters:
         """What tells texts apart whose tokens' rows in a cache differ by their adapters; b"" for none of them."""
         if not any(scales):
             return b""
-        return hashlib.sha256(self.fingerprint + np.array(scales, "<f8").tobytes()).digest()
+        return b"a" + hashlib.sha256(self.fingerprint + np.array(scales, "<f8").tobytes()).digest()
 
     def added(self, result: Tensor, step: AnyInputs) -> Tensor:
         """The graph of `result` with the adapters' products added, by step.gates: f32 [R, n_tokens], or [R, 1] for all

@@ -89,7 +89,7 @@ class PagedCache(Cache):
         cells = {kind: (n * sizes.page,) for kind, n in sizes.n_pages.items()}
         self.layers = cache_layers(hp, backend, windowed, cells, cache_sides(hp, *types))
         self._rows: dict[str, dict[int, tuple[int, npt.NDArray[np.int32]]]] = {}  # tables as arrays, and of which state
-        page_bytes = sizes.page * sum(leaf.nb[1] for leaf in self._leafs("full"))
+        page_bytes = sizes.page * sum(leaf.nb[1] for leaf in self.leafs("full"))
         self.prefix_rule = PrefixRule.of(hp, page_bytes)
         self.pool = PagePool(sizes.page, sizes.n_pages, sizes.windows, share=share)
 
@@ -109,11 +109,12 @@ class PagedCache(Cache):
             self._copy(copy)
 
     def _copy(self, copy: Copy) -> None:
-        for leaf in self._leafs(copy.kind):
+        for leaf in self.leafs(copy.kind):
             cell, page = leaf.nb[1], leaf.nb[1] * self.sizes.page
             _buffer(leaf).copy(copy.source * page, copy.target * page, copy.n * cell)
 
-    def _leafs(self, kind: str) -> Iterator[Tensor]:
+    def leafs(self, kind: str) -> Iterator[Tensor]:
+        """Those of a kind of cells, layer by layer."""
         return (leaf for layer in self.layers if layer.kind == kind for leaf in layer.leafs)
 
     def cells(self, kind: str, seq: int, first: int, stop: int) -> npt.NDArray[np.int64]:
@@ -157,7 +158,7 @@ class PagedCache(Cache):
         """Takes a sequence out of the pool, with the bytes of its pages."""
         held = self.pool.of(seq)
         rows = {
-            (kind, block): [_read_page(leaf, page, self.sizes.page) for leaf in self._leafs(kind)]
+            (kind, block): self.read_page(kind, page)
             for kind, table in held.tables.items()
             for block, page in enumerate(table)
             if page != GONE
@@ -169,9 +170,18 @@ class PagedCache(Cache):
     def swap_in(self, seq: int, away: Swapped) -> None:
         """Brings it back, as an empty sequence. Raises CacheFullError, with nothing changed."""
         for fill in self.pool.restore(seq, away.ids, shares=away.shares):
-            for leaf, data in zip(self._leafs(fill.kind), away.rows[fill.kind, fill.block]):
-                _buffer(leaf).write(fill.page * data.size, data)
+            self.write_page(fill.kind, fill.page, away.rows[fill.kind, fill.block])
         self.pool.commit(seq)
+
+    def read_page(self, kind: str, page: int) -> list[Bytes]:
+        """A page's rows in each leaf of its kind."""
+        size = self.sizes.page
+        return [_buffer(leaf).read(page * size * leaf.nb[1], size * leaf.nb[1]) for leaf in self.leafs(kind)]
+
+    def write_page(self, kind: str, page: int, rows: Sequence[Bytes]) -> None:
+        """Fills a page with what read_page() gave."""
+        for leaf, data in zip(self.leafs(kind), rows, strict=True):
+            _buffer(leaf).write(page * data.size, data)
 
     def held(self, kind: str, seq: int = 0) -> int:
         held = self.pool.of(seq)
@@ -217,7 +227,3 @@ def cells_at(
 def _buffer(leaf: Tensor) -> Buffer:
     assert leaf.buffer is not None
     return leaf.buffer
-
-
-def _read_page(leaf: Tensor, page: int, n: int) -> Bytes:
-    return _buffer(leaf).read(page * n * leaf.nb[1], n * leaf.nb[1])

@@ -327,6 +327,13 @@ class PagePool:
         for node in nodes:
             node.pins += 1
 
+    def enter(self, node: Node, kind: str) -> int:
+        """A free page for a node that has none of this kind; the caller fills it, is its one user, and releases it."""
+        page, _ = self.kinds[kind].take()
+        node.pages[kind] = page
+        self.kinds[kind].keep(page, node)
+        return page
+
     def forget(self) -> None:
         """Empties the tree of all that no sequence uses."""
         for kind, pages in self.kinds.items():

@@ -1,4 +1,4 @@
-"""Adapters: texts that have other ones, several or none are made together, each as by a model with its own merged in."""
+"""Adapters: texts that have other ones, several or none are made together, each as by a model with its own merged."""
 
 from __future__ import annotations
 

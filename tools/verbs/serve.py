@@ -5,9 +5,11 @@ Ctrl-C end it once the requests that it has are answered."""
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +25,10 @@ from graphrt.tools.common import (
     load_model,
     read_text,
     session_options,
+    size,
     whole,
 )
+from graphrt.tools.outputs import OutputFile
 from graphrt.tools.sampling.flags import TEXT_FLAGS as TEXT_FLAGS
 from graphrt.tools.sampling.flags import add_sampling_arguments, sampler_params
 
@@ -42,6 +46,8 @@ PARALLEL = 8
 CONTEXTS, EACH = 4, 1024
 #: Tokens that a draft model guesses at a time, unless told.
 DRAFTED = 8
+#: Bytes of what prompts began with that a file keeps, unless told.
+KEPT = 1 << 30
 #: Tokens of a page: the end of a prompt that isn't a whole page is read anew for each text.
 PAGE = 64
 
@@ -87,6 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
     group.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     add_fast_argument(parser)
+    kept = "keep what prompts begin with in this file between two servers: it is written when the server ends"
+    group.add_argument("--prompt-cache", type=OutputFile, metavar="FILE", help=kept)
+    limit = f"bytes of it at most, what was used last (default: {KEPT >> 30}G)"
+    group.add_argument("--prompt-cache-size", type=size, default=KEPT, metavar="SIZE", help=limit)
     beside = "a model that gives the vectors of /v1/embeddings beside MODEL: a file, or as MODEL"
     group.add_argument("--embedding-model", metavar="MODEL", help=beside)
     add_session_arguments(parser)
@@ -107,6 +117,8 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError("one model may be served, got MODEL and --synthetic; leave one of them out")
     if args.lookup and args.model_draft:
         raise SessionError("tokens are guessed in one way, got --lookup and --model-draft; leave one of them out")
+    if args.deterministic and args.prompt_cache is not None:
+        raise SessionError("--deterministic reads every prompt anew, got --prompt-cache; leave one of them out")
     if args.deterministic and (args.lookup or args.model_draft):
         raise SessionError("--deterministic reads no guesses, got --lookup or --model-draft; leave one of them out")
     sampling, keys = sampler_params(args), api_keys(args)
@@ -117,7 +129,32 @@ def main(args: argparse.Namespace) -> int:
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         state = made_state(model, args, sampling)
         run.setup_logging(as_json=args.log_json)
-        return run.run(state, keys, listening, address, args.shutdown_timeout)
+        with kept_prompts(state, args):
+            return run.run(state, keys, listening, address, args.shutdown_timeout)
+
+
+@contextmanager
+def kept_prompts(state: State, args: argparse.Namespace) -> Iterator[None]:
+    """--prompt-cache: the engine knows what the file has, and the file what the engine knows in the end. What fails of
+    that is a warning: a server starts and ends without."""
+    from graphrt.models.prefix_file import load_prefixes, save_prefixes
+
+    log = logging.getLogger("graphrt.serve")
+    scheduler = state.worker.scheduler
+    if args.prompt_cache is None or scheduler is None:
+        yield
+        return
+    path = Path(args.prompt_cache)
+    try:
+        log.info("%d tokens of prompts are known from %s", load_prefixes(scheduler.engine, path), path.name)
+    except SessionError as error:
+        log.warning("%s", error)
+    yield
+    try:
+        kept = save_prefixes(scheduler.engine, path, args.prompt_cache_size)
+        log.info("%d tokens of prompts are kept in %s", kept, path.name)
+    except SessionError as error:
+        log.warning("%s", error)
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
