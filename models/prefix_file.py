@@ -173,7 +173,9 @@ class _Reader:
             room = all(pool.kinds[kind].free for kind in each.kinds)
             node = parent.child(each.key) if parent is not None and room else None
             nodes.append(node)
-            for kind, data in zip(each.kinds, rows) if node is not None else ():
+            if node is None:
+                continue
+            for kind, data in zip(each.kinds, rows):
                 page = pool.enter(node, kind)
                 made.append((kind, page))
                 engine.cache.write_page(kind, page, data)
