@@ -101,6 +101,7 @@ class Model:
             raise SessionError(f"this needs an encoder, {self.network.hp.arch} models are decoders; use Model.embed()")
         return self.network
 
+    @checked(SessionError)
     def use_adapters(self, given: Mapping[str, str | os.PathLike[str]], scales: Sequence[float] = ()) -> None:
         """Loads LoRA adapters, files by the names they get; once, before there are sessions. scales: how much of each
         sessions have, 1 of all unless given, and sequences of engines with pages unless told otherwise

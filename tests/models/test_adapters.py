@@ -13,12 +13,14 @@ from support import tiny_archs as tiny_archs
 from support.adapters import FloatArray, merge, write_adapter
 from support.tiny import tokens, write_model
 
+import graphrt
 from graphrt.errors import GraphrtError, SessionError
 from graphrt.models import Model, load
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.paging.check import check
+from graphrt.models.warm_up import warm_up
 from graphrt.testing import nmse
 
 OPTIONS = SessionOptions(n_ctx=96, n_batch=12, type_k="f32", type_v="f32", page=16)
@@ -155,6 +157,14 @@ def test_what_becomes_of_a_text_keeps_its_adapters(llama: Given, tmp_path: Path)
     with pytest.raises(SessionError, match="other adapters"):
         load(llama.model, "cpu", exact=True).load_session(tmp_path / "text")
     assert llama.adapted(SCALES[1]).load_session(tmp_path / "text").n_past == len(IDS)
+
+
+def test_steps_with_adapters_are_warmed_up(llama: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    engine = engine_of(llama.adapted([0.0, 0.0]), 2)
+    warm_up(engine)
+    sizes = {(size.n_tokens, size.n_seq) for size, *_, adapted in engine._prepared if adapted}
+    assert {(1, 1), (2, 2), (14, 2)} <= sizes and not engine.lengths.any()
 
 
 def test_what_is_no_adapter_of_the_model(llama: Given, tmp_path: Path) -> None:

@@ -243,11 +243,12 @@ def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -
     """Steps of all sizes have run, and nothing of it is seen afterwards; a backend that doesn't queue does nothing."""
     engine = paged(llama, 5)
     warm_up(engine)
-    assert not any(size for size in engine._prepared if isinstance(size, tuple) and size[-1]), "no ways to choose"
+    assert not any(len(key) == 3 and key[1] for key in engine._prepared), "no ways to choose"
     monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
     engine, compiled = paged(llama, 5), list[int]()
     monkeypatch.setattr(Program, "compile_ahead", lambda program: compiled.append(1))
     warm_up(engine)
+    assert (12, 5) in {key[0][:2] for key in engine._prepared}, "prompts beside all others"
     assert len(compiled) >= 2 * 5 + 4 and not engine.lengths.any() and engine.batch is None
     check(engine.cache.pool)
     before, found = len(engine._prepared), dict[int, list[int]]()
