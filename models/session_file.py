@@ -59,9 +59,10 @@ class Header:
         return _HEADER.pack(MAGIC, self.model, *types, *counts) + struct.pack(f"<{len(self.held)}I", *self.held)
 
 
-def fingerprint(decoder: Decoder) -> bytes:
-    """32 bytes: sessions of decoders with the same ones can be exchanged."""
-    return hashlib.sha256(decoder.weights.fingerprint + repr(decoder.hp).encode()).digest()
+def fingerprint(decoder: Decoder, adapters: bytes) -> bytes:
+    """32 bytes: sessions of decoders with the same ones can be exchanged. adapters: what tells a sequence's from others
+    (Adapters.key()), b"" for none."""
+    return hashlib.sha256(decoder.weights.fingerprint + repr(decoder.hp).encode() + adapters).digest()
 
 
 def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: int = 0) -> None:
@@ -70,7 +71,9 @@ def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: i
     n_read = int(engine.lengths[seq])
     held = tuple(engine.cache.held(kind, seq) for kind in engine.cache.kinds)
     types = engine.options.type_k, engine.options.type_v
-    header = Header(fingerprint(engine.decoder), types, engine.n_ctx, len(tokens), n_read, held)
+    header = Header(
+        fingerprint(engine.decoder, engine.adapter_key(seq)), types, engine.n_ctx, len(tokens), n_read, held
+    )
     try:
         private_files.write(path, _pieces(header, engine.cache, tokens, seq))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
@@ -97,10 +100,14 @@ def _rows(header: Header, cache: Cache, seq: int) -> Iterator[bytes]:
 
 class SessionFile:
     """An open file of a session, for a decoder; use it as a context. options: those that were asked for or, with None,
-    the file's own context and cache types. Raises SessionError for a file that is none, or of another model."""
+    the file's own context and cache types; adapters: as fingerprint() has it, those that sessions have unless given.
+    Raises SessionError for a file that is none, or of another model."""
 
-    def __init__(self, path: Path, decoder: Decoder, options: SessionOptions | None) -> None:
+    def __init__(
+        self, path: Path, decoder: Decoder, options: SessionOptions | None, adapters: bytes | None = None
+    ) -> None:
         self._path, self._check = path, 0
+        self._model = fingerprint(decoder, decoder.adapter_key if adapters is None else adapters)
         with self._answering():
             if not path.is_file():  # a pipe would be waited for, a device may have no end
                 raise OSError("it is no regular file" if path.exists() else "there is no such file")
@@ -132,8 +139,8 @@ class SessionFile:
 
     def _options(self, decoder: Decoder, asked: SessionOptions | None) -> SessionOptions:
         header = self.header
-        if header.model != fingerprint(decoder):
-            raise self._refused("it is of another model", "load it with the model that it was made with")
+        if header.model != self._model:
+            raise self._refused("it is of another model, or of other adapters", "load it with those it was made with")
         if asked is None:
             longest = longest_unasked(decoder.hp)
             if header.n_ctx > longest:

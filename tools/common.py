@@ -18,6 +18,7 @@ from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
 from graphrt.progress import task
+from graphrt.tools.adapter_flags import use_adapters
 from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
 if TYPE_CHECKING:
@@ -226,7 +227,9 @@ def load_model(
     made_up = getattr(args, "synthetic", None)
     file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
     ranks = getattr(args, "as_ranks", 1)
-    return load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
+    model = load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
+    use_adapters(model, args)
+    return model
 
 
 def use_threads(args: argparse.Namespace) -> None:

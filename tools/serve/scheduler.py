@@ -43,7 +43,8 @@ WAITING, READING, GENERATING, ENDED = "waiting", "reading", "generating", "ended
 class Text:
     """A text to be made. prompt: its tokens, at least one; most: tokens to be made, -1 for any number; sampler, pieces:
     what chooses its tokens and makes text of them; key: who asked, for a fair order; leader: a text of the same
-    prompt that reads it first; most_guessed: tokens of it that may be guessed at a time, None for what the server has.
+    prompt that reads it first; most_guessed: tokens of it that may be guessed at a time, None for what the server has;
+    adapters: the scale of each of the model's, None of a model without any.
 
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
     until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't;
@@ -56,6 +57,7 @@ class Text:
     key: str = ""
     leader: Text | None = None
     most_guessed: int | None = None
+    adapters: tuple[float, ...] | None = None
     state: str = WAITING
     tokens: list[int] = field(default_factory=list)
     n_cached: int = -1
@@ -204,6 +206,8 @@ class Scheduler:
         """Raises CacheFullError where the pages that nobody has, and no text that has begun still needs for its prompt,
         are too few; then nothing has changed."""
         engine = self.engine
+        if text.adapters is not None:
+            engine.use_adapters(seq, text.adapters)
         promised = {s: len(self._unread(t)) for s, t in self.running.items()}
         with engine.alone():
             left = engine.after_what_is_known(engine.checked({seq: text.tokens}))[seq]

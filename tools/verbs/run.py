@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from graphrt.errors import ChatTemplateError, SessionError
 from graphrt.ranks import in_environment
 from graphrt.tools import prompt_cache
+from graphrt.tools.adapter_flags import add_adapter_arguments
 from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
     MODEL_HELP,
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tp = "ranks on this host, each a process with a part of every weight (torchrun sets its own number; default: 1)"
     parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
     add_session_arguments(parser)
+    add_adapter_arguments(parser)
     add_text_arguments(parser)
     add_output_arguments(parser)
     add_sampling_arguments(parser)
