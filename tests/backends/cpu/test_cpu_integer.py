@@ -97,7 +97,7 @@ CASES = [
     pytest.param(by, name, way, n_tok, bits, id=f"{by.name}-{name}-{way.__name__}-{n_tok}-{bits}")
     for by in HERE
     for name in (fast.CODE_TYPES if by is HERE[0] else FEW)
-    for way, n_tok, bits in ((product, 1, 16), (product, 3, 16), (product, 1, 8), (tiles, 5, 16))
+    for way, n_tok, bits in ((product, 1, 16), (product, 3, 16), (product, 1, 8), (tiles, 5, 16), (tiles, 5, 8))
     if 8 * by.parts(bits) == bits
 ]
 
