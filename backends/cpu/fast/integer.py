@@ -45,7 +45,7 @@ PIECE_BYTES, SPARE_BYTES = 12 * 1024, 4 * 1024
 
 @dataclass(frozen=True)
 class Form:
-    """How activations are rounded and lie for one type of weights; types of one `key` share them. bits: 8 or 16; panels:
+    """How activations are rounded and lie for a type of weights; types of one `key` share them. bits: 8 or 16; panels:
     for panels of 16 rows."""
 
     type: CodeType
