@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from graphrt import whole_files
+from graphrt import startup, whole_files
 from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes, terminal_text
@@ -226,7 +226,9 @@ def load_model(
     made_up = getattr(args, "synthetic", None)
     file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
     ranks = getattr(args, "as_ranks", 1)
-    return load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
+    model = load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
+    startup.done()
+    return model
 
 
 def use_threads(args: argparse.Namespace) -> None:
