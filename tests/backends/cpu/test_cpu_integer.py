@@ -3,6 +3,7 @@ for those that it lacks."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -119,9 +120,9 @@ def test_products(
 def test_rows_in_pieces(name: str, n: int, mem: Memory, rng: np.random.Generator) -> None:
     """More activations and weights than the nearest cache holds: pieces, the last one shorter, and a rest."""
     w, x = encode(rng, name, (19, n)), mem.put(rng.standard_normal((7, n)).astype(np.float32))
-    assert x.shape[0] * 2 * n > 4 * integer.PIECE_BYTES
-    for way in (product, tiles):
-        check(name, 16, x, w, way(mem, name, 16, x, w))
+    assert x.shape[0] * n > 2 * integer.PIECE_BYTES
+    for way, bits in itertools.product((product, tiles), (16, 8)):
+        check(name, bits, x, w, way(mem, name, bits, x, w))
 
 
 #: A block with the largest products of a code and its run's number, its scale 1, and what each value then is.
