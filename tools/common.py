@@ -181,7 +181,8 @@ def add_fast_argument(parser: argparse.ArgumentParser) -> None:
         "--fast",
         action="store_true",
         dest="eight_bits",
-        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16",
+        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16: prompts and batches are up to 1.6 "
+        "times as fast, logits off by an NMSE of 1e-4 to 2e-3 for 1e-8 to 1e-6",
     )
 
 
