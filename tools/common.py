@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from graphrt import whole_files
+from graphrt import startup, whole_files
 from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import BackendError, SessionError
 from graphrt.printing import human_bytes, terminal_text
@@ -182,7 +182,8 @@ def add_fast_argument(parser: argparse.ArgumentParser) -> None:
         "--fast",
         action="store_true",
         dest="eight_bits",
-        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16",
+        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16: prompts and batches are up to 1.6 "
+        "times as fast, logits off by an NMSE of 1e-4 to 2e-3 for 1e-8 to 1e-6",
     )
 
 
@@ -229,6 +230,7 @@ def load_model(
     ranks = getattr(args, "as_ranks", 1)
     model = load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
     use_adapters(model, args)
+    startup.done()
     return model
 
 
