@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -16,48 +16,45 @@ from pathlib import Path
 
 from graphrt.errors import RankError, SessionError
 from graphrt.ranks import in_environment
-from graphrt.tools.ranks.member import Generate, as_rank, be_quiet, started
+from graphrt.tools.ranks.member import NO, Generate, as_rank, be_quiet, ends_aloud, named, started
 
 #: Seconds that ranks have to say why they ended, after the first one has; to end when they are asked to; and to end by
 #: themselves when the first rank is done.
 SAYING, ENDING, FINISHING = 2.0, 5.0, 10.0
 
 
-def run_on_ranks(args: argparse.Namespace, generate: Generate, read_prompt: Callable[[], str], chat: bool) -> int:
-    """`graphrt run` over ranks: starts --tp of them, or is one of torchrun's. Raises SessionError for what is done on
-    one rank alone, RankError for a rank that is lost, with its own error. generate: what each rank does; read_prompt:
-    gives the text, on the first rank or before there are any; chat: no text is given, but somebody who could."""
+def run_on_ranks(
+    verb: str, args: argparse.Namespace, work: Generate, read: Callable[[], str], check: Callable[[], None]
+) -> int:
+    """A verb over ranks: starts --tp of them, or is one of torchrun's. Its exit code. work: what each rank does; read:
+    gives the verb's text, on the first rank or before there are any; check: raises for options that need one rank, at
+    the same place. Raises RankError for a rank that is lost, with its own error."""
     if not in_environment():
-        _check(args, chat)
-        return Job(args, args.tp, generate, read_prompt()).run()  # ranks have no standard input
+        check()
+        return Job(args, args.tp, work, read()).run()  # ranks have no standard input
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.tp not in (1, size):
         raise SessionError(
             f"--tp must be the number of ranks that torchrun started, {size}, got {args.tp}; leave it out"
         )
+    ended = ends_aloud(verb, rank, size)
     if rank:
         be_quiet()
-        return as_rank(args, generate, "", rank, size)
-    _check(args, chat)
-    return as_rank(args, generate, read_prompt(), rank, size)  # all have one standard input: it is the first rank's
+        return as_rank(args, work, "", (rank, size), ended)
+    check()
+    return as_rank(args, work, read(), (rank, size), ended)  # all have one standard input: it is the first rank's
 
 
-def _check(args: argparse.Namespace, chat: bool) -> None:
-    """Raises SessionError for options that need one rank."""
-    alone = {
-        "a chat": chat, "--profile": args.profile, "-np": args.parallel > 1, "--page": args.page,
-        "--prompt-cache": args.prompt_cache is not None,
-    }  # fmt: skip
-    found = [name for name, there in alone.items() if there]
-    if found:
-        raise SessionError(
-            f"several ranks write one text of one prompt, got {' and '.join(found)}; run that on one rank"
-        )
+def refuse(found: Mapping[str, object], what: str) -> None:
+    """Raises SessionError for options that need one rank: by flag, whether each is given. what: ranks do."""
+    given = [name for name, there in found.items() if there]
+    if given:
+        raise SessionError(f"{what}, got {' and '.join(given)}; run that on one rank")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended. lost: because it lost another one, which says why by itself."""
+    """Why a rank ended, or -1, all of them together. lost: because it lost another one, which says why by itself."""
 
     rank: int
     text: str
@@ -98,9 +95,9 @@ class Job:
             if not processes[0].is_alive():
                 code = processes[0].exitcode or 0
                 until = time.monotonic() + FINISHING
-                while code == 0 and time.monotonic() < until and any(p.is_alive() for p in processes):
+                while code in (0, NO) and time.monotonic() < until and any(p.is_alive() for p in processes):
                     wait([p.sentinel for p in processes if p.is_alive()], 0.1)
-                return code
+                return 1 if code == NO else code
 
     def _knows(self, processes: Sequence[BaseProcess], folder: Path) -> bool:
         """A rank has ended for a reason of its own, or all have ended."""
@@ -113,14 +110,14 @@ class Job:
 
 def _failed(process: BaseProcess) -> bool:
     """It has ended otherwise than by its own will: 130 is Ctrl-C."""
-    return process.exitcode not in (None, 0, 130)
+    return process.exitcode not in (None, 0, NO, 130)
 
 
 def _failure(rank: int, process: BaseProcess, folder: Path) -> Failure:
     path, code = folder / f"{rank}.json", process.exitcode or 0
     if code > 0 and path.exists():
         said = json.loads(path.read_text())
-        return Failure(rank, said["text"], said["lost"])
+        return Failure(said["rank"], said["text"], said["lost"])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         memory = ", as the system does where memory runs out" if name == "SIGKILL" else ""
@@ -133,7 +130,7 @@ def _error(failures: Sequence[Failure], size: int) -> RankError:
     own = [failure for failure in failures if not failure.lost] or list(failures)
     if len(own) == size and len({failure.text for failure in own}) == 1:
         return RankError(own[0].text)
-    return RankError(f"rank {own[0].rank} of {size}: {own[0].text}")
+    return RankError(f"{named(own[0].rank, size)}{own[0].text}")
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

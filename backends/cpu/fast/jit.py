@@ -19,6 +19,7 @@ import llvmlite.binding as llvm
 from graphrt import private_files
 from graphrt.backends.cpu.fast.ir import Fn, Host
 from graphrt.env import KERNEL_CACHE, cache_folder
+from graphrt.presence import here
 
 _DIGEST_BYTES = 32  # SHA-256 of the code that follows it in a file
 _MOST_BYTES = 16 << 20  # of a file: the largest kernel has 31 KB
@@ -125,7 +126,8 @@ def load(name: str, make_ir: Callable[[], str]) -> int:
     path = folder / f"{name}-{key}.o" if folder else None
     code = _read(path) if path else None
     if code is None:
-        code = compile_ir(make_ir())
+        with here.at_length():
+            code = compile_ir(make_ir())
         if path:
             _write(path, code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
