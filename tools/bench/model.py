@@ -43,6 +43,7 @@ class Source:
             raise SessionError("one model must be given: MODEL, or --synthetic NAME such as llama-8b:q4_k_m")
         self.synthetic: str | None = args.synthetic
         self.model: str | None = args.model
+        self._asked: str | None = getattr(args, "asked", args.model)
         self.rope = rope_options(args)
         self.ranks: Ranks | int = getattr(args, "as_ranks", 1)
         if self.synthetic:
@@ -52,7 +53,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        return self.synthetic or str(self.model).rpartition("/")[2]
+        return self.synthetic or str(self._asked).rpartition("/")[2]
 
     @cached_property
     def path(self) -> str:

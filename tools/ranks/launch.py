@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import signal
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from graphrt.errors import RankError, SessionError
 from graphrt.ranks import in_environment
-from graphrt.tools.ranks.member import NO, Generate, as_rank, be_quiet, ends_aloud, named, started
+from graphrt.tools.ranks.member import NO, SERVES, Generate, as_rank, be_quiet, ends_aloud, named, started
 
 #: Seconds that ranks have to say why they ended, after the first one has; to end when they are asked to; and to end by
 #: themselves when the first rank is done.
@@ -24,14 +26,19 @@ SAYING, ENDING, FINISHING = 2.0, 5.0, 10.0
 
 
 def run_on_ranks(
-    verb: str, args: argparse.Namespace, work: Generate, read: Callable[[], str], check: Callable[[], None]
-) -> int:
+    verb: str, args: argparse.Namespace, work: Generate, read: Callable[[], str], check: Callable[[], None],
+    listens: Callable[[str, int], socket.socket] | None = None,
+) -> int:  # fmt: skip
     """A verb over ranks: starts --tp of them, or is one of torchrun's. Its exit code. work: what each rank does; read:
     gives the verb's text, on the first rank or before there are any; check: raises for options that need one rank, at
-    the same place. Raises RankError for a rank that is lost, with its own error."""
+    the same place; listens: of a server, makes the socket on which it listens, which outlives its ranks. Raises
+    RankError for a rank that is lost, with its own error."""
     if not in_environment():
         check()
-        return Job(args, args.tp, work, read()).run()  # ranks have no standard input
+        if listens is None:
+            return Job(args, args.tp, work, read()).run()  # ranks have no standard input
+        with listens(args.host, args.port) as args.listening:
+            return ServerJob(args, args.tp, work, "").run()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.tp not in (1, size):
         raise SessionError(
@@ -70,19 +77,22 @@ class Job:
     def run(self) -> int:
         """Waits for the ranks, and gives the first one's exit code. Raises RankError with the error of the rank that
         failed first, once."""
+        with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
+            return self._run_in(Path(folder))
+
+    def _run_in(self, folder: Path) -> int:
         from torch.multiprocessing.spawn import start_processes
 
-        with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
-            given = (self.size, folder, self.args, self.generate, self.prompt)
-            context = start_processes(started, given, self.size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
-            assert context is not None
-            processes: Sequence[BaseProcess] = context.processes
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which reports and ends
-            try:
-                return self._watch(processes, Path(folder))
-            finally:
-                _end(processes)
-                signal.signal(signal.SIGINT, before)
+        given = (self.size, str(folder), self.args, self.generate, self.prompt)
+        context = start_processes(started, given, self.size, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
+        assert context is not None
+        self.processes: Sequence[BaseProcess] = context.processes
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which reports and ends
+        try:
+            return self._watch(self.processes, folder)
+        finally:
+            _end(self.processes)
+            signal.signal(signal.SIGINT, before)
 
     def _watch(self, processes: Sequence[BaseProcess], folder: Path) -> int:
         while True:
@@ -106,6 +116,33 @@ class Job:
 
     def _failures(self, processes: Sequence[BaseProcess], folder: Path) -> list[Failure]:
         return [_failure(rank, p, folder) for rank, p in enumerate(processes) if _failed(p)]
+
+
+class ServerJob(Job):
+    """The same of a server: where a rank fails after the server has answered, all ranks are started again. Whoever
+    connects meanwhile waits: the socket stays. SIGTERM is the first rank's, which answers what is there, and ends."""
+
+    def run(self) -> int:
+        self.processes = ()
+        asked = []
+
+        def ask(number: int, _: object) -> None:
+            asked.append(number)
+            for process in self.processes[:1]:
+                process.terminate()
+
+        before = signal.signal(signal.SIGTERM, ask)
+        try:
+            while True:
+                with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
+                    try:
+                        return self._run_in(Path(folder))
+                    except RankError as error:
+                        if asked or not Path(folder, SERVES).exists():
+                            raise
+                        print(f"graphrt serve: {error}\nthe ranks are started again", file=sys.stderr, flush=True)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _failed(process: BaseProcess) -> bool:

@@ -21,8 +21,13 @@ from graphrt.ranks import Ranks, join, leave
 
 #: What a rank's process ends with where the answer is no (1), which Python ends with where it can't even start.
 NO = 101
+#: The file, in the ranks' folder, that says that a server answers.
+SERVES = "serves"
 #: What a verb does on every rank: its options and the prompt, and the exit code. A function of a module.
 Generate = Callable[[argparse.Namespace, str], int]
+
+#: What is done, given the reason, before this process ends since another rank hangs.
+last_words: list[Callable[[str], None]] = []
 
 
 def as_rank(
@@ -40,6 +45,7 @@ def as_rank(
             raise RankError(f"all ranks must run one version of graphrt, they run {', '.join(versions)}; install one")
         _share_cores(args, ranks)
         args.backend = own_backend(args.backend, int(os.environ.get("LOCAL_RANK", rank)))
+        args.asked = args.model
         args.model, prompt = ranks.told((_model(args), prompt) if rank == 0 else None)
         args.as_ranks = ranks
         code = generate(args, prompt)
@@ -88,14 +94,16 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     errors, out = sys.stderr, Path(folder, f"{rank}.json")
 
+    args.on_ready = Path(folder, SERVES).touch
+
     def ended(fault: Fault) -> None:
         _say(out, {"text": fault.text, "lost": False, "rank": fault.rank})
-        os._exit(2)  # the rank's own thread may wait for the other one in a call that nothing else ends
+        _end(fault, size)
 
     if rank:
         be_quiet()
     try:
-        with shown_by(None if rank or args.json else on_stderr()):
+        with shown_by(None if rank or getattr(args, "json", False) else on_stderr()):
             code = as_rank(args, generate, prompt, (rank, size), ended, folder)
         sys.stdout.flush()
     except BaseException as error:  # whatever it is, the process that started this one says it
@@ -124,9 +132,16 @@ def ends_aloud(verb: str, rank: int, size: int) -> Callable[[Fault], None]:
     def ended(fault: Fault) -> None:
         if rank == (1 if fault.rank == 0 else 0):
             print(f"graphrt {verb}: {named(fault.rank, size)}{fault.text}", file=errors, flush=True)
-        os._exit(2)
+        _end(fault, size)
 
     return ended
+
+
+def _end(fault: Fault, size: int) -> None:
+    """The rank's own thread may wait for another one in a call that nothing else ends."""
+    for say in last_words:
+        say(f"{named(fault.rank, size)}{fault.text}")
+    os._exit(2)
 
 
 def named(rank: int, size: int) -> str:
