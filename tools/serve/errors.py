@@ -68,7 +68,7 @@ def of_runtime(error: GraphrtError, param: str | None = None) -> ApiError:
     name in the sentence's beginning."""
     message = str(error)
     if isinstance(error, RankError):  # but for this
-        said = f"{message.partition(';')[0]}; try again in a while"
+        said = "all ranks of this server must answer, one has not, and they are started again; try again in a while"
         return ApiError(said, status=503, code="rank_lost", headers={"retry-after": "10"})
     return ApiError(message, param=param or _FIELDS.get(message.split(" ", 1)[0].rstrip(":,")))
 
