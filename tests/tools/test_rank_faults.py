@@ -23,9 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
+        ("stopped sum 20", f"rank 1 of 2: it has given no sign of life for {LOOKS} s"),
         ("ended load 5", "rank 1 of 2: it was ended by SIGKILL"),
         ("ended sum 3", "rank 1 of 2: it was ended by SIGKILL"),
-        ("stopped sum 20", f"rank 1 of 2: it has given no sign of life for {LOOKS} s"),
         ("loops sum 20", f"rank 1 of 2: it runs, but for {LOOKS} s has not come to where the other ranks wait"),
         ("stopped load 5", f"rank 1 of 2: it has given no sign of life for {LOOKS} s"),
     ],
