@@ -67,6 +67,21 @@ class Ranks:
             dist.all_gather(list(whole.view(self.size, n)), mine, group=self.group)
         return whole[: flat.numel()].view(part.shape)
 
+    def into(self, parts: torch.Tensor, own: torch.Tensor) -> None:
+        """Every rank's elements in their order, parts: [size, n], own: [n]; queued where these lie on a GPU, and
+        captured there. Raises RankError."""
+        import torch.distributed as dist
+
+        with _told():
+            dist.all_gather_into_tensor(parts.view(-1), own, group=self.group)
+
+    def swapped(self, pieces: torch.Tensor, own: torch.Tensor) -> None:
+        """Of each rank's elements, own: [size * n], this rank's piece, pieces: [size, n]; as into() otherwise."""
+        import torch.distributed as dist
+
+        with _told():
+            dist.all_to_all_single(pieces.view(-1), own, group=self.group)
+
     def told(self, value: Any) -> Any:
         """What rank 0 says, on every rank; others' values are left aside. Raises RankError."""
         import torch.distributed as dist
@@ -130,20 +145,24 @@ def in_environment() -> bool:
     return there and os.environ["WORLD_SIZE"] not in ("", "0", "1")
 
 
-def join(rank: int, size: int, folder: str = "", ended: Callable[[Fault], None] | None = None) -> Ranks:
+def join(
+    rank: int, size: int, folder: str = "", ended: Callable[[Fault], None] | None = None, *, gpus: bool = False
+) -> Ranks:
     """Makes this process one of `size` ranks. folder: a private one on a disk that all of them see, where they find
     each other; "" for the address that torchrun has set. ended: called from a thread when another rank hangs, while
-    this one may wait for it in a call that nothing else ends; None for no watch. Raises RankError where they don't find
-    each other."""
+    this one may wait for it in a call that nothing else ends; None for no watch. gpus: each has one of its own, torch's
+    current device, and they are linked too, by NCCL. Raises RankError where they don't find each other."""
     import torch.distributed as dist
 
     how: dict[str, Any] = {"init_method": f"file://{folder}/store"} if folder else {}
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=ANSWERING), **how)
+        kinds = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(kinds, rank=rank, world_size=size, timeout=timedelta(seconds=ANSWERING), **how)
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0][:200]
         raise RankError(f"{size} ranks must find each other, rank {rank} did not ({first}); start all again") from error
     ranks = Ranks(rank, size)
+    _gpus.extend([rank] if gpus else [])
     if ended is not None:
         board = Folder(Path(folder)) if folder else _store()
         watch = Watch(rank, size, board, ended, os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
@@ -154,8 +173,14 @@ def join(rank: int, size: int, folder: str = "", ended: Callable[[Fault], None] 
     return ranks
 
 
-#: This process's, while it is a rank.
+#: This process's, while it is a rank; and its number, while ranks are linked over GPUs.
 _watches: list[Watch] = []
+_gpus: list[int] = []
+
+
+def link_gpus() -> bool:
+    """This process is one of several ranks whose GPUs have a link."""
+    return bool(_gpus)
 
 
 def _store() -> Board:
@@ -175,5 +200,6 @@ def leave() -> None:
 
     while _watches:
         _watches.pop().stop()
+    _gpus.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

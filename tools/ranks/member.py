@@ -38,13 +38,15 @@ def as_rank(
     and how many there are; ended, folder: as graphrt.ranks.join() has them. Raises what the verb does, RankError where
     another rank is lost."""
     rank, size = place
-    ranks = join(rank, size, folder, ended)
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    gpus = _takes_gpu(args.backend, local)
+    args.backend = own_backend(args.backend, local)
+    ranks = join(rank, size, folder, ended, gpus=gpus)
     try:
         versions = ranks.everyones(__version__)
         if len(set(versions)) > 1:
             raise RankError(f"all ranks must run one version of graphrt, they run {', '.join(versions)}; install one")
         _share_cores(args, ranks)
-        args.backend = own_backend(args.backend, int(os.environ.get("LOCAL_RANK", rank)))
         args.asked = args.model
         args.model, prompt = ranks.told((_model(args), prompt) if rank == 0 else None)
         args.as_ranks = ranks
@@ -78,6 +80,20 @@ def own_backend(name: str, local_rank: int) -> str:
     if name == "auto":
         return "cpu"
     return name if name == "cpu" or ":" in name else numbered(name, local_rank)
+
+
+def _takes_gpu(name: str, local_rank: int) -> bool:
+    """Whether each rank has a GPU of its own for the backend of that name; then this one's is torch's current one from
+    now on. Ranks that are given a number share a GPU, over which NCCL has no link."""
+    import torch
+    import torch.distributed as dist
+
+    if name in ("auto", "cpu") or ":" in name or not dist.is_nccl_available():
+        return False
+    if local_rank >= torch.cuda.device_count():
+        return False
+    torch.cuda.set_device(local_rank)
+    return True
 
 
 def be_quiet() -> None:
