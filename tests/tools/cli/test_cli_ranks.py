@@ -16,6 +16,7 @@ import pytest
 from support.tiny import write_model
 
 from graphrt.backend import get_backend
+from graphrt.errors import RankError
 from graphrt.models.arch import architecture, read_file
 from graphrt.models.engine import SessionOptions
 from graphrt.models.gguf import GGUFFile
@@ -25,6 +26,7 @@ from graphrt.models.ranks.plan import RankPlan
 from graphrt.models.ranks.weights import RankWeights
 from graphrt.ranks import Ranks
 from graphrt.tools.cli import main
+from graphrt.tools.ranks import member
 from graphrt.tools.ranks.launch import _error, _failed, _failure
 from graphrt.tools.ranks.member import own_backend
 
@@ -68,6 +70,20 @@ def test_what_one_rank_does_alone_is_refused(
 ) -> None:
     assert main(["run", str(model), *TEXT, "--tp", "2", *more]) == 2
     assert f"several ranks write texts of one prompt, got {more[0]}" in capsys.readouterr().err
+
+
+class Older(Ranks):
+    """One of two ranks, whose other one has an older graphrt."""
+
+    def everyones(self, value: Any) -> list[Any]:
+        return [value, "0.0.1"]
+
+
+def test_versions_that_differ_are_found_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "join", lambda *given, **more: Older(0, 2))
+    args = SimpleNamespace(backend="cpu", model="nowhere.gguf", threads=1)
+    with pytest.raises(RankError, match=r"one version of graphrt, they run .*, 0\.0\.1; install one"):
+        member.as_rank(args, lambda *_: 0, "", (0, 2), print)  # type: ignore[arg-type]
 
 
 def test_each_rank_has_a_device_of_its_own() -> None:
