@@ -101,12 +101,12 @@ def test_guesses_are_refused(tiny: Path, more: tuple[str, ...], capsys: pytest.C
 
 
 class Told(Ranks):
-    """The second of two ranks, whose first one says this."""
+    """The second of two ranks, whose first one says this, and then that it ends."""
 
     def told(self, value: Any) -> Any:
-        return Turn([], digest=5)
+        return self.group.pop(0)
 
 
 def test_ranks_that_make_other_texts_stop() -> None:
     with pytest.raises(RankError, match="all ranks must make the same texts, rank 1 makes others than the first one"):
-        follow(Told(1, 2), None, None, lambda ids: [])  # type: ignore[arg-type]
+        follow(Told(1, 2, [Turn([], digest=5), None]), None, None, lambda ids: [])  # type: ignore[arg-type]
