@@ -47,13 +47,13 @@ def ranks_of(server: Served) -> list[int]:
     return sorted(int(p) for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes())
 
 
-def answers_again(client: httpx2.Client) -> list[str]:
+def answers_again(server: Served, client: httpx2.Client) -> list[str]:
     until = time.monotonic() + AGAIN
     while True:
         try:
             return texts(client, GREEDY)
         except (AssertionError, httpx2.HTTPError):  # 503, or a connection that its process has left
-            if time.monotonic() > until:
+            if time.monotonic() > until or server.process.poll() is not None:
                 raise
             time.sleep(0.2)
 
@@ -83,7 +83,7 @@ def test_two_ranks_serve_and_begin_again(tiny: Path, served: Served) -> None:
                 os.kill(ranks_of(server)[1], signal.SIGKILL)
                 said = "".join(lines)
             assert "all ranks of this server must answer, one has not" in said and '"code":"rank_lost"' in said
-            assert answers_again(client) == wanted
+            assert answers_again(server, client) == wanted
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=AGAIN) == 0
     finally:
