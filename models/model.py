@@ -42,6 +42,7 @@ from graphrt.models.sampling_params import SamplerOptions, SamplerParams, spells
 from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
+from graphrt.presence import here
 from graphrt.printing import brief, brief_name, human_bytes
 from graphrt.progress import task
 from graphrt.ranks import Ranks
@@ -68,7 +69,8 @@ class Model:
             more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             listed = ", ".join(named[:MAX_NAMED])
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
-        with task("loading", sum(t.nbytes for t in file.tensors.values()), "bytes") as advance:
+        nbytes = sum(t.nbytes for t in file.tensors.values())
+        with here.at_length(), task("loading", nbytes, "bytes") as advance:
             self.network: Transformer = network_of(cls, hp, file, for_weights(self.backends), ranks, advance)
         self.ranks = ranks if isinstance(ranks, Ranks) else None
         self.weights = self.network.weights

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from graphrt import startup, whole_files
 from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import BackendError, SessionError
+from graphrt.presence import here
 from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
 from graphrt.progress import task
+from graphrt.ranks import in_environment
 from graphrt.tools.adapter_flags import use_adapters
 from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
@@ -167,6 +169,17 @@ def add_page_arguments(parser: Any, what: str) -> None:
     parser.add_argument(
         "--pages", type=whole(1), default=0, metavar="N", help="with --page: how many (default: all whole contexts)"
     )
+
+
+def add_tp_argument(parser: argparse.ArgumentParser) -> None:
+    """--tp: over how many ranks."""
+    tp = "ranks on this host, each a process with a part of every weight (torchrun sets its own number; default: 1)"
+    parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
+
+
+def over_ranks(args: argparse.Namespace) -> bool:
+    """Whether a verb is to run on several ranks: --tp says so, or torchrun has started this process."""
+    return bool(args.tp > 1) or in_environment()
 
 
 def add_threads_argument(parser: Any) -> None:
@@ -323,8 +336,9 @@ def say_written(path: str | Path) -> None:
 def print_text(text: str, out: TextIO | None = None) -> None:
     """Writes a model's text to stdout, or to another stream, at once: as it is, but to a terminal escaped."""
     out = out or sys.stdout
-    out.write(terminal_text(text) if out.isatty() else text)
-    out.flush()
+    with here.at_length():  # other ranks wait for a pipe that nobody reads
+        out.write(terminal_text(text) if out.isatty() else text)
+        out.flush()
 
 
 def print_json(value: object) -> None:

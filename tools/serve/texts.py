@@ -195,7 +195,7 @@ class Maker:
             except SessionError as error:
                 raise of_runtime(error, _rule_of(request)) from error
             leader = found[0] if found else None
-            found.append(Text(ids, n, sampler, pieces, key, leader, request.speculative_n_max, adapters))
+            found.append(Text(ids, n, sampler, pieces, key, leader, request.speculative_n_max, adapters, rules))
         return found
 
 

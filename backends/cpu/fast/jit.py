@@ -20,6 +20,7 @@ import llvmlite.binding as llvm
 from graphrt import private_files
 from graphrt.backends.cpu.fast.ir import Fn, Host
 from graphrt.env import KERNEL_CACHE, cache_folder
+from graphrt.presence import here
 
 _DIGEST_BYTES = 32  # SHA-256 of the code that follows it in a file
 _MOST_BYTES = 16 << 20  # of a file: the largest kernel has 31 KB
@@ -143,7 +144,10 @@ def _compiled(name: str, text: str) -> bytes:
 def load(name: str, make_ir: Callable[[], str]) -> int:
     """The address of function `name`: from the cache on disk, else compiled from `make_ir()`."""
     code = _stored(name)
-    return _linked(name, _compiled(name, make_ir()) if code is None else code)
+    if code is None:
+        with here.at_length():
+            code = _compiled(name, make_ir())
+    return _linked(name, code)
 
 
 def load_kernels(kernels: Iterable[Kernel]) -> None:
@@ -153,6 +157,7 @@ def load_kernels(kernels: Iterable[Kernel]) -> None:
     codes = {kernel: _stored(kernel.name) for kernel in missing}
     with contextlib.ExitStack() as stack:
         if None in codes.values():
+            stack.enter_context(here.at_length())
             compiler = stack.enter_context(ThreadPoolExecutor(1, "graphrt-compile"))
             made = {k: compiler.submit(_compiled, k.name, k.ir()) for k, code in codes.items() if code is None}
             codes |= {kernel: code.result() for kernel, code in made.items()}
