@@ -243,7 +243,7 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     scheduler, embed = scheduler_of(model, args), embed_of(model, args)
     leader = Leader(model.ranks, scheduler) if model.ranks is not None else None
     maker, names, adapters = None, names_of(model, args), None
-    if isinstance(model.network, Decoder) and model.decoder.adapters is not None:
+    if scheduler is not None and model.decoder.adapters is not None:
         adapters = ServedAdapters(names, model.decoder.adapters.names, model.decoder.adapters.scales)
     if scheduler is not None:
         maker = Maker(model, sampling, scheduler.most_tokens, args.predict, at_once, adapters)
