@@ -41,8 +41,9 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
-from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.problem import Operand, Problem, Tiling
 from graphrt.backends.triton.launch import Launch
+from graphrt.dtypes import FLOATS8
 from graphrt.tensor import Tensor
 
 #: A tile of so many k-blocks is done as soon as its parts would be joined.
@@ -52,7 +53,7 @@ MIN_QUERIES = 48
 #: Fewer query rows of a KV head than this leave most of a tile of mla.py empty.
 MIN_ROWS = 64
 HALF_KINDS = ("f16", "bf16")
-QUANT_KINDS = ("q8_0", "q4_0")
+QUANT_KINDS = ("q8_0", "q4_0", *FLOATS8)
 
 
 class HopperKernel(AttentionKernel[Problem, MaskPlan]):
@@ -207,7 +208,7 @@ class HalfTiles(RowTiles):
 
 
 class QuantTiles(RowTiles):
-    """quant.py: q8_0 and q4_0."""
+    """quant.py: q8_0, q4_0 and 8-bit floats."""
 
     name = kernel = "hopper_quant"
     file = "hopper/quant.py"
@@ -216,11 +217,13 @@ class QuantTiles(RowTiles):
     def _why_not(self) -> str | None:
         p = self.p
         if p.k.kind not in QUANT_KINDS or p.v.kind not in QUANT_KINDS:
-            return f"K and V must be {' or '.join(QUANT_KINDS)}, they are {p.k.kind} and {p.v.kind}"
+            return f"K and V must be one of {', '.join(QUANT_KINDS)}, they are {p.k.kind} and {p.v.kind}"
         if p.k.d != p.v.d or p.k.d not in QUANT:
             return f"heads must be of {', '.join(map(str, QUANT))}, they are of {p.k.d} and {p.v.d}"
         if not (p.k.aligned and p.v.aligned):
             return "rows of K and V must start on 4 bytes"
+        if self._unaligned(*(t for t in (p.k_t, p.v_t) if t is not None and t.dtype.is_float8)):
+            return "rows of 8-bit floats must start on 16 bytes"
         return self._few()
 
     @cached_property
@@ -234,13 +237,21 @@ class QuantTiles(RowTiles):
     def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
         k, v = self.p.k, self.p.v
         unit_values, registers = PRODUCERS[k.d]
+        (k_words, k_strides), (v_words, v_strides) = in_words(k), in_words(v)
         args = common_arguments(self.p, self.tiling, plan, bad) | {
-            "k_words": k.data, "v_words": v.data, **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)),
-            **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
+            "k_words": k_words, "v_words": v_words, **dict(zip(("sk_n", "sk_h", "sk_s"), k_strides)),
+            **dict(zip(("sv_n", "sv_h", "sv_s"), v_strides)),
             "parts": max(1, self.config.block_n * k.d // unit_values), "producer_registers": registers,
             "spec": self.spec(k.kind, v.kind),
         }  # fmt: skip
         return Launch(hopper_quant_attn, (self.programs,), args, self.options)
+
+
+def in_words(x: Operand) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """K or V and its strides in words of 4 bytes."""
+    if x.kind not in FLOATS8:
+        return x.data, x.strides
+    return x.data.view(torch.int32), tuple(n // 4 for n in x.strides)
 
 
 class Mla(HopperKernel):
