@@ -47,6 +47,8 @@ BASE = Axes()
 _WIDE = replace(BASE, heads=(6, 2), n_seq=2)
 _LONG = replace(BASE, d=(64, 64), heads=(4, 1), n_q=1)
 
+_EIGHT = replace(BASE, d=(128, 128), types=("f8_e4m3", "f8_e4m3"), n_q=75, n_kv=300, mask="random")
+
 _BIASES = ((1, 1, "f32"), (1, 1, "bf16"), (6, 2, "f16"), (3, 1, "f32"))
 
 GROUPS: Mapping[str, Sequence[Group]] = {
@@ -188,6 +190,14 @@ GROUPS: Mapping[str, Sequence[Group]] = {
             {"types": [("f16", "q8_0")], "layout": ("padded",)},
             {"d": [(128, 128), (256, 256)], "n_q": (1, 65)},
         ),
+    ),
+    # Enough queries for a kernel for many of them, with products of k's and v's type and of wider ones.
+    "floats of 8 bits": (
+        Group(_EIGHT, {"prec": (0, 8), "d": [(64, 64), (128, 128)], "mask": ("random", "causal", None)}),
+        Group(_EIGHT, {"prec": (0, 8), "sinks": ("near",), "layout": ("cache",), "heads": ((6, 1),), "n_kv": (1025,)}),
+        Group(_EIGHT, {"prec": (0, 8), "rows": ("leading", "all"), "spoil": ("nan",)}),
+        Group(replace(_EIGHT, prec=8), {"values": ("level", "large_v"), "n_seq": (2,)}, {"n_q": (1, 9), "n_kv": (512,)}),
+        Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {"mask": ("random", None)}),
     ),
     "dropout": (
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),

@@ -73,6 +73,7 @@ class Shape:
     softcap: float = 0.0
     n_kv: int = 512
     score: str = ""
+    prec: int = 0
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -98,7 +99,7 @@ def problem(shape: Shape) -> Problem:
         v = permute(leaf(shape.types[1], (d_v, 2, n_kv), "v"), 0, 2, 1, 3)
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     score = SCORES[shape.score](8, n_kv) if shape.score else None
-    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score)
+    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score, prec=shape.prec)
     places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
     return Problem(attention_of(node), lambda t: (places[t.root][0], t.view_offs))
 
@@ -163,6 +164,7 @@ def compiled(launch: Launch, arch: str) -> Any:
 _POINTERS = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.uint16: "u16", torch.int8: "i8", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
 
@@ -344,6 +346,7 @@ PREFILL = [
     Shape((576, 512), 128, ("f16", "f16"), v_in_k=True), *(Shape((d, d), 128, ("q8_0", "q8_0")) for d in (64, 128)),
     Shape((128, 128), 128, ("q4_0", "q8_0")), *(Shape((d, d), 128, ("f8_e4m3", "f8_e4m3")) for d in (64, 128, 256)),
     Shape((128, 128), 128, ("f8_e5m2", "q8_0")),
+    *(Shape((d, d), 128, ("f8_e4m3", "f8_e4m3"), prec=8) for d in (64, 128)),
 ]  # fmt: skip
 #: With score functions, and their schedules.
 SCORED = [
@@ -381,7 +384,7 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 lambda s=shape, how=schedule: launches_for(served(arch, s, how)),
             )
         for shape in PREFILL:
-            yield f"{arch} prefill {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
+            yield f"{arch} prefill {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:-1]
         yield f"{arch} repair {PREFILL[0]}", lambda: launches_for(served(arch, PREFILL[0], "tile"))[1:]
     for shape in (Shape((128, 128), 128, ("f16", "f16")), Shape((64, 64), 1, ("f16", "f16"), n_kv=257)):
         yield f"{arch} mask {shape}", partial(mask_launches, shape)

@@ -22,6 +22,8 @@ class Spec:
 
     varlen: tiles are of sequences of any length (varlen/hopper_work.py), keys in pages of so many, 0: packed ones; what
     a row sees follows from positions: causal, and window: only so many keys back.
+
+    headroom: softmax weights reach 2 to that, see softmax.softmax_step.
     """
 
     n_wg: int
@@ -46,6 +48,7 @@ class Spec:
     page: int = 0
     causal: bool = False
     window: bool = False
+    headroom: int = 0
 
     @property
     def block_m(self) -> int:
@@ -59,7 +62,8 @@ class TileSpec(Spec):
 
     k_kind, v_kind: quantized types, whose order of elements (consumer.slot_elements) the columns of the query tile and
     of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through which TMA brings
-    the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which form of the soft cap
+    the mask, 0: consumers load it themselves. skewed: of fp8.py, scores are weighed while P V of the block before runs,
+    else once it is added up. large_cap: a row's largest score alone tells which form of the soft cap
     serves (softcap.cap_level); else the least counts too.
     """
 
@@ -69,6 +73,7 @@ class TileSpec(Spec):
     v_kind: str = ""
     mask_stages: int = 0
     large_cap: bool = False
+    skewed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
