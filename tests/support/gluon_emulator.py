@@ -24,7 +24,7 @@ _GAP = 256
 _E4M3 = dtype("f8_e4m3")
 _TYPES = {
     "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "fp16": np.float16, "fp32": np.float32,
-    "uint32": np.uint32, "int1": np.bool_,
+    "uint32": np.uint32, "int1": np.bool_, "uint8": np.uint8, "fp8e4nv": np.uint8,
 }  # fmt: skip
 
 
@@ -49,9 +49,13 @@ class Value:
         return self.data.shape
 
     def to(self, kind: Any, bitcast: bool = False) -> Value:
+        if self.unit is not None:  # what else it points to
+            return Value(self.data, kind.unit)
         target = _numpy_type(kind)
         if bitcast:
             return Value(self.data.view(target))
+        if _plain(kind).name == "fp8e4nv":
+            return Value(float8.encode(self.data, _E4M3))
         with np.errstate(over="ignore", invalid="ignore"):
             return Value(self.data.astype(target))
 
@@ -186,7 +190,8 @@ class Memory:
             self.allowed[start : start + t.nbytes] = True
 
     def pointer(self, t: torch.Tensor) -> Value:
-        return Value(np.int64(self.places[t.data_ptr()][0]), np.dtype(str(t.dtype).removeprefix("torch.")).type)
+        name = "uint8" if t.dtype == torch.float8_e4m3fn else str(t.dtype).removeprefix("torch.")
+        return Value(np.int64(self.places[t.data_ptr()][0]), np.dtype(name).type)
 
     def _at(self, p: Value, mask: Any, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         address, mask, _ = np.broadcast_arrays(p.data, True if mask is None else mask.data, other)
@@ -333,6 +338,10 @@ class Gl:
         for name in ("int8", "int16", "int32", "uint32", "int64", "float16", "float32"):
             bits = int(name.strip("uintfloa"))
             setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp"), primitive_bitwidth=bits))
+        self.float8e4nv = types.SimpleNamespace(name="fp8e4nv", primitive_bitwidth=8)
+
+    def pointer_type(self, kind: Any) -> types.SimpleNamespace:
+        return types.SimpleNamespace(unit=_numpy_type(kind))
 
     def program_id(self, axis: int) -> Value:
         return Value(np.int32(self.program))
@@ -486,6 +495,11 @@ def _single(how: Callable[..., np.ndarray], *x: np.ndarray) -> np.ndarray:
     return how(*(_f32(v).astype(np.float64) for v in x)).astype(np.float32).view(np.uint32)
 
 
+def _codes(x: np.ndarray) -> np.ndarray:
+    """The codes of e4m3 of f32 numbers, in 32 bits."""
+    return float8.encode(_f32(x), _E4M3).astype(np.uint32)
+
+
 def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     a, b, selector = np.broadcast_arrays(a, b, selector)
     source = np.stack([a, b], -1).view(np.uint8)
@@ -507,6 +521,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mul.rn.f16x2": lambda a, b: _pairwise(np.multiply, a, b),
     "fma.rn.f16x2": lambda a, b, c: _pairwise(lambda x, y, z: x * y + z, a, b, c),
     "cvt.rn.f16x2.e4m3x2": lambda a: _joined(*(float8.decode((a >> n & 0xFF).astype(np.uint8), _E4M3) for n in (0, 8))),
+    "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: _codes(b) | _codes(a) << np.uint32(8),
     "cvt.f32.f16": lambda a: _halves(a)[0].astype(np.float32).view(np.uint32),
     "mul.rn.f32": lambda a, b: _single(np.multiply, a, b),
     "fma.rn.f32": lambda a, b, c: _single(lambda x, y, z: x * y + z, a, b, c),
@@ -578,9 +593,10 @@ def rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[...,
 
 
 def product(a: Value, b: Value, acc: Value) -> Value:
-    """A matrix unit's: f16 operands, sums in f32."""
-    assert a.data.dtype == b.data.dtype == np.float16
-    return Value((acc.data + np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))).astype(np.float32))
+    """A matrix unit's: operands of f16 or codes of e4m3, sums in f32."""
+    assert a.data.dtype == b.data.dtype and a.data.dtype in (np.float16, np.uint8)
+    x, y = (v.data.astype(np.float64) if v.data.dtype == np.float16 else float8.decode(v.data, _E4M3) for v in (a, b))
+    return Value((acc.data + np.matmul(x, y)).astype(np.float32))
 
 
 def arguments_of(launch: Any, memory: Memory) -> dict[str, Any]:

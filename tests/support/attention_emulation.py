@@ -1,0 +1,47 @@
+"""Cases of FLASH_ATTN_EXT through the launches of an sm_90, Hopper's kernels in the emulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from graphrt.backend import Usage
+from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
+from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.judge import Verdict
+from graphrt.tensor import Tensor
+from graphrt.testing import Case
+from graphrt.tools.conformance.run.reference import know
+from support import gluon_attention
+from support.aot_arch import target_of
+
+
+def run(case: Case, sm_count: int, seed: int = 0) -> tuple[list[str], np.ndarray, Verdict]:
+    """(kernels that ran, result, whether it is right) on a GPU of so many multiprocessors. seed: of the order of things
+    in kernels with several partitions. Memory that nothing was written to holds NaN."""
+    inputs, places = case.build(), dict[Tensor, TritonBuffer]()
+    node = inputs.result
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
+        return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
+
+    for leaf, values in inputs.values.items():
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
+    launcher = Launcher(replace(target_of("sm_90"), sm_count=sm_count), place, "tile")
+    steps = [step for step in launcher.launches(attention_of(node)) if isinstance(step, Launch)]
+    for step in steps:
+        if step.kernel.__name__.startswith("hopper"):
+            gluon_attention.emulate(step, seed)
+        else:
+            step.args |= {name: False for name in ("PDL", "PTX") if name in step.args}
+            step.options.pop("launch_pdl", None)
+            step()
+    found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
+    return [step.kernel.__name__ for step in steps], found, know(inputs).judge(node, found)
+
