@@ -196,7 +196,9 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(_EIGHT, {"prec": (0, 8), "d": [(64, 64), (128, 128)], "mask": ("random", "causal", None)}),
         Group(_EIGHT, {"prec": (0, 8), "sinks": ("near",), "layout": ("cache",), "heads": ((6, 1),), "n_kv": (1025,)}),
         Group(_EIGHT, {"prec": (0, 8), "rows": ("leading", "all"), "spoil": ("nan",)}),
-        Group(replace(_EIGHT, prec=8), {"values": ("level", "large_v"), "n_seq": (2,)}, {"n_q": (1, 9), "n_kv": (512,)}),
+        Group(
+            replace(_EIGHT, prec=8), {"values": ("level", "large_v"), "n_seq": (2,)}, {"n_q": (1, 9), "n_kv": (512,)}
+        ),
         Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {"mask": ("random", None)}),
     ),
     "dropout": (

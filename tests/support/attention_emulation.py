@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from graphrt.backend import Usage
@@ -16,8 +19,9 @@ from graphrt.judge import Verdict
 from graphrt.tensor import Tensor
 from graphrt.testing import Case
 from graphrt.tools.conformance.run.reference import know
-from support import gluon_attention
+from support import gluon_attention, gluon_warps
 from support.aot_arch import target_of
+from support.gluon_emulator import Value
 
 
 def run(case: Case, sm_count: int, seed: int = 0) -> tuple[list[str], np.ndarray, Verdict]:
@@ -45,3 +49,18 @@ def run(case: Case, sm_count: int, seed: int = 0) -> tuple[list[str], np.ndarray
     found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
     return [step.kernel.__name__ for step in steps], found, know(inputs).judge(node, found)
 
+
+def largest_start(case: Case) -> float:
+    """The largest sum that a product of P and V goes on from."""
+    found = [0.0]
+    start = gluon_warps.Products.start
+
+    def watched(self: gluon_warps.Products, a: Any, b: Any, acc: Any, is_async: bool, use_acc: bool = True) -> Any:
+        if use_acc:
+            found.append(float(np.abs(acc.data).max()) if isinstance(acc, Value) else math.inf)
+        return start(self, a, b, acc, is_async, use_acc)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gluon_warps.Products, "start", watched)
+        run(case, 1)
+    return max(found)

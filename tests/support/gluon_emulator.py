@@ -245,8 +245,9 @@ class Shared:
 
     def _reinterpret(self, kind: Any, shape: Sequence[int], layout: Any) -> Shared:
         """The same elements in the same order: that layouts agree on it is for tests of layouts. Rows that become wider
-        do so by panels, as swizzled ones lie."""
-        assert self.data.dtype == _numpy_type(kind)
+        do so by panels, as swizzled ones lie. As another type: the same bytes."""
+        if self.data.dtype != _numpy_type(kind):
+            return Shared(self.data.view(_numpy_type(kind))).reshape(shape)
         n, rows, cols = (*shape, 0, 0)[:3] if len(shape) == 3 else (0, 0, 0)
         width = self.data.shape[-1]
         if cols > width:
@@ -432,8 +433,12 @@ class Gl:
         return Value(np.fmax.reduce(x.data, axis))
 
     def multiple_of(self, p: Value, n: int) -> Value:
-        assert (p.data % (n * np.dtype(p.unit).itemsize) == 0).all(), "not a multiple"
+        """Of numbers it is said of the first of those that max_contiguous names."""
+        assert p.unit is None or (p.data % (n * np.dtype(p.unit).itemsize) == 0).all(), "not a multiple"
         return p
+
+    def max_contiguous(self, x: Value, n: int) -> Value:
+        return x
 
     def load(self, p: Value, mask: Any = None, other: Any = 0.0, cache_modifier: str = "") -> Value:
         return self.memory.load(p, mask, other)
@@ -518,6 +523,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": np.left_shift,
     "prmt.b32": _prmt,
     "sub.f16x2": lambda a, b: _pairwise(np.subtract, a, b),
+    "mul.f16x2": lambda a, b: _pairwise(np.multiply, a, b),
     "mul.rn.f16x2": lambda a, b: _pairwise(np.multiply, a, b),
     "fma.rn.f16x2": lambda a, b, c: _pairwise(lambda x, y, z: x * y + z, a, b, c),
     "cvt.rn.f16x2.e4m3x2": lambda a: _joined(*(float8.decode((a >> n & 0xFF).astype(np.uint8), _E4M3) for n in (0, 8))),

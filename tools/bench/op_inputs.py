@@ -122,7 +122,17 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
             caches.append((k, v))
         k, v = caches[-1]
         fused = node = ops.flash_attn_ext(
-            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s), name=f"out{i}"
+            q,
+            k,
+            v,
+            mask,
+            s.scale,
+            sinks=sinks,
+            max_bias=s.max_bias,
+            softcap=s.softcap,
+            prec=s.prec,
+            score=_score(s),
+            name=f"out{i}",
         )
         if s.apart:
             node = standard_attention(q, k, v, mask, AttentionParams(s.scale, s.max_bias, s.softcap, sinks), fused.name)

@@ -30,7 +30,9 @@ def turn_values(p_v, p_turned, sv_n, sv_h, sv_s, n_kv, n_head, D: tl.constexpr, 
     seq = (i_head // n_head).to(tl.int64)
     p_head = p_v + seq * sv_s + (i_head % n_head).to(tl.int64) * sv_h
     codes = tl.load(
-        p_head + key.to(tl.int64)[:, None] * sv_n + i_d[None, :], mask=(key < n_kv)[:, None] & (i_d < D)[None, :], other=0
+        p_head + key.to(tl.int64)[:, None] * sv_n + i_d[None, :],
+        mask=(key < n_kv)[:, None] & (i_d < D)[None, :],
+        other=0,
     )
     row = (i_head.to(tl.int64) * D + i_d) * (tl.num_programs(0) * BLOCK) + i_block * BLOCK
     tl.store(p_turned + row[:, None] + slot[None, :], tl.trans(codes))

@@ -269,9 +269,7 @@ class Float8Tiles(RowTiles):
             return f"heads must be of {', '.join(map(str, FP8))}, they are of {p.k.d} and {p.v.d}"
         if p.params.softcap or p.params.max_bias:
             return "it has neither soft cap nor ALiBi"
-        return self._few() or (
-            "addresses and strides of K must be whole 16 bytes" if self._unaligned(p.k_t) else None
-        )
+        return self._few() or ("addresses and strides of K must be whole 16 bytes" if self._unaligned(p.k_t) else None)
 
     @cached_property
     def tiling(self) -> Tiling:
