@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +26,25 @@ from support.gluon_emulator import Value
 
 
 def run(case: Case, sm_count: int, seed: int = 0) -> tuple[list[str], np.ndarray, Verdict]:
-    """(kernels that ran, result, whether it is right) on a GPU of so many multiprocessors. seed: of the order of things
-    in kernels with several partitions. Memory that nothing was written to holds NaN."""
-    inputs, places = case.build(), dict[Tensor, TritonBuffer]()
-    node = inputs.result
+    """(kernels that ran, result, whether it is right) on a GPU of so many multiprocessors; see result()."""
+    inputs, kernels = case.build(), list[str]()
+    found = result(inputs.result, inputs.values, sm_count, seed, kernels)
+    return kernels, found, know(inputs).judge(inputs.result, found)
+
+
+def result(
+    node: Tensor, given: Mapping[Tensor, Any], sm_count: int, seed: int = 0, kernels: list[str] | None = None
+) -> np.ndarray:
+    """The result of a node. given: of each leaf, as stored; seed: of the order of things in kernels with several
+    partitions; kernels: takes the names of those that ran. Memory that nothing was written to holds NaN. No tile may be
+    done again."""
+    places = dict[Tensor, TritonBuffer]()
 
     def place(t: Tensor) -> tuple[TritonBuffer, int]:
         unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
         return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
 
-    for leaf, values in inputs.values.items():
+    for leaf, values in given.items():
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
     launcher = Launcher(replace(target_of("sm_90"), sm_count=sm_count), place, "tile")
@@ -46,8 +56,10 @@ def run(case: Case, sm_count: int, seed: int = 0) -> tuple[list[str], np.ndarray
             step.args |= {name: False for name in ("PDL", "PTX") if name in step.args}
             step.options.pop("launch_pdl", None)
             step()
-    found = places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
-    return [step.kernel.__name__ for step in steps], found, know(inputs).judge(node, found)
+    assert not any(int(count) for count in launcher.scratch.redone), "tiles are done again"
+    if kernels is not None:
+        kernels += [step.kernel.__name__ for step in steps]
+    return places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
 
 
 def largest_start(case: Case) -> float:

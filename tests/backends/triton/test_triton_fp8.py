@@ -19,6 +19,7 @@ import graphrt
 from graphrt import new_input, ops
 from graphrt.backends.triton import TritonBackend
 from graphrt.errors import GraphError
+from graphrt.float8 import encode
 from graphrt.ops.cases.flash_attn_axes import Axes, as_case
 from graphrt.ops.flash_attn_ext import PREC_DEFAULT, PREC_F8
 from graphrt.testing import Case
@@ -72,6 +73,21 @@ def test_the_order_of_things_changes_nothing() -> None:
     first, *others = (attention_emulation.run(_case(BASE), 3, seed)[1] for seed in (100, 0, 1, 2))
     for other in others:
         np.testing.assert_array_equal(first, other)
+
+
+@interpreted
+def test_small_weights_count() -> None:
+    """One key with a score 7.5 over 4000 others': each of these has 2^-10.8 of its weight, 0 in e4m3 without headroom,
+    and all together more than it."""
+    q, k = new_input("f32", 64, 64, 1, name="q"), new_input("f8_e4m3", 64, 4001, 1, name="k")
+    v = new_input("f8_e4m3", 64, 4001, 1, name="v")
+    node = ops.flash_attn_ext(q, k, v, None, 0.125, prec=PREC_F8)
+    keys, values = np.zeros((1, 1, 4001, 64)), np.ones((1, 1, 4001, 64))
+    keys[..., 0, :], values[..., 0, :] = 1.0, -1.0
+    given = {q: np.full((1, 1, 64, 64), 7.5 / 8.0, np.float32), k: encode(keys, k.dtype), v: encode(values, v.dtype)}
+    found = attention_emulation.result(node, given, 3)
+    top = np.exp(7.5)
+    np.testing.assert_allclose(found, (4000 - top) / (4000 + top), rtol=0.05)
 
 
 @interpreted
