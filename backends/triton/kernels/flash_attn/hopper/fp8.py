@@ -37,7 +37,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.rings import (
     mma_layout,
     tile_shared_layout,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper.softmax import NO_MAX, settle, softmax_step
+from graphrt.backends.triton.kernels.flash_attn.hopper.softmax import NO_MAX, row_maximum, settle, together
 from graphrt.backends.triton.kernels.flash_attn.hopper.work import NUMBERS, Work
 
 #: The largest number of e4m3.
@@ -126,17 +126,46 @@ def added(p, acc, decay, more):
     return acc * gl.convert_layout(decay, layout, assert_trivial=True)[:, None] + more
 
 
+@gluon.constexpr_function
+def lanes_layout():
+    """Registers of [64, 4]: of each row of an accumulator what each of its four threads has added up."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
+        block_bases=[], shape=[64, 4],
+    )  # fmt: skip
+
+
+@gluon.jit
+def thread_sums(weights):
+    """Each thread's sum of its weights of a row, [64, 4]."""
+    rows: gl.constexpr = weights.shape[0]
+    cols: gl.constexpr = weights.shape[1]
+    sums = gl.sum(gl.sum(weights.reshape([rows, cols // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, lanes_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def softmax_step8(p, s, m, den, factor):
+    """softmax.softmax_step for scores of s * factor, one for each row. The maximum that is kept is lower by the headroom,
+    and den, [64, 4], has each thread's part of a row's sum: they are added up at the end of a tile."""
+    m_new = together(gl.maximum(m, row_maximum(s) * factor - p.spec.headroom))
+    weights = gl.exp2(s * factor[:, None] - m_new[:, None])
+    decay = gl.exp2(m - m_new)
+    by_row = gl.convert_layout(decay, gl.SliceLayout(1, lanes_layout()), assert_trivial=True)
+    return weights, decay, m_new, den * by_row[:, None] + thread_sums(weights)
+
+
 @gluon.jit
 def weigh8(p, s, m, den, mask, block, factor, partial: gl.constexpr):
     """Scores of one block to softmax weights. factor: of each row, what makes scores of its products."""
     if partial and p.spec.has_mask:
         s = hide_past_end(p, s * factor[:, None] + mask.to(gl.float32), block)
-        weights, decay, m, den = softmax_step(p, s, m, den, LOG2E)
+        factor = gl.full([64], LOG2E, gl.float32, factor.type.layout)
     else:
         if partial:
             s = hide(p, s, block)
-        weights, decay, m, den = softmax_step(p, s, m, den, factor * LOG2E, True)
-    return weights, decay, m, den
+        factor = factor * LOG2E
+    return softmax_step8(p, s, m, den, factor)
 
 
 @gluon.jit
@@ -203,7 +232,7 @@ def consume8(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_rin
         gl.thread_barrier()
 
         m = gl.full([64], NO_MAX, gl.float32, row_layout)
-        den = gl.full([64], 0.0, gl.float32, row_layout)
+        den = gl.full([64, 4], 0.0, gl.float32, lanes_layout())
         acc = gl.full([64, p.spec.d], 0.0, gl.float32, mma8_layout(p.spec.d))
         tile = (seq, group, token, taken, mask_step, 0)
         scores = start_scores8(p, queries, k_ring, step)
@@ -236,7 +265,8 @@ def consume8(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_rin
         more, words = warpgroup_mma_wait(0, [more, words])
         v_ring.release(step + n_all - 1)
         acc = gl.convert_layout(added(p, acc, decay, more), mma_layout(p.spec.d), assert_trivial=True)
-        finish(p, acc, m, den, tile, qt, wg)
+        total = gl.convert_layout(gl.sum(den, 1), row_layout, assert_trivial=True)
+        finish(p, acc, m, total, tile, qt, wg)
         step += n_all
         taken += n_all - 1
         mask_step += n_all - n_full

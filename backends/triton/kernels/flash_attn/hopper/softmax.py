@@ -102,12 +102,8 @@ def row_size(s):
 @gluon.jit
 def softmax_step(p, s, m, den, factor, by_row: gl.constexpr = False):
     """One online-softmax step: the weights of this block, and the running maximum, sum and the rescaling of what was
-    summed before. Scores are s * factor, a number or (by_row) one for each row. With headroom the maximum that is kept
-    is lower by so much, so that weights reach 2^headroom."""
-    top = row_maximum(s) * factor
-    if p.spec.headroom > 0:
-        top -= p.spec.headroom
-    m_new = together(gl.maximum(m, top))
+    summed before. Scores are s * factor, a number or (by_row) one for each row."""
+    m_new = together(gl.maximum(m, row_maximum(s) * factor))
     if by_row:
         s = s * factor[:, None]
     else:

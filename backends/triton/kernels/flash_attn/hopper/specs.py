@@ -22,8 +22,6 @@ class Spec:
 
     varlen: tiles are of sequences of any length (varlen/hopper_work.py), keys in pages of so many, 0: packed ones; what
     a row sees follows from positions: causal, and window: only so many keys back.
-
-    headroom: softmax weights reach 2 to that, see softmax.softmax_step.
     """
 
     n_wg: int
@@ -48,7 +46,6 @@ class Spec:
     page: int = 0
     causal: bool = False
     window: bool = False
-    headroom: int = 0
 
     @property
     def block_m(self) -> int:
@@ -63,7 +60,7 @@ class TileSpec(Spec):
     k_kind, v_kind: quantized types, whose order of elements (consumer.slot_elements) the columns of the query tile and
     of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through which TMA brings
     the mask, 0: consumers load it themselves. skewed: of fp8.py, scores are weighed while P V of the block before runs,
-    else once it is added up. large_cap: a row's largest score alone tells which form of the soft cap
+    else once it is added up; headroom: its weights reach 2 to that. large_cap: a row's largest score alone tells which form of the soft cap
     serves (softcap.cap_level); else the least counts too.
     """
 
@@ -74,6 +71,7 @@ class TileSpec(Spec):
     mask_stages: int = 0
     large_cap: bool = False
     skewed: bool = False
+    headroom: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
