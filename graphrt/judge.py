@@ -49,9 +49,9 @@ PRECISIONS = {
     # twice the 1.3 %. The band is for a step kept in f16, as ggml keeps it (2**-11), and as much again for values
     # between two steps that go the other way.
     "int8": Precision(2.0**-10, 2.0**-5),
-    # Attention whose products multiply floats of 8 bits, as its parameter prec allows. Rounding to three bits of mantissa
-    # is off by 2.6 % on average. In q that is as much of a score, so of scores of deviation 3 (the suite's) 0.08, 8 % of
-    # a weight, and the weights' own rounding is little beside it. The ceiling is three times that.
+    # Attention whose products multiply floats of 8 bits, as its parameter prec allows. Rounding to three bits of
+    # mantissa is off by 2.6 % on average. In q that is as much of a score, so of scores of deviation 3 (the suite's)
+    # 0.08, 8 % of a weight, and the weights' own rounding is little beside it. The ceiling is three times that.
     "f8": Precision(2.0**-7, 2.0**-2),
 }
 #: FlashAttnParams.prec (ops/flash_attn_ext.py) as a key of PRECISIONS.

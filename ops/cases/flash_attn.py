@@ -193,13 +193,15 @@ GROUPS: Mapping[str, Sequence[Group]] = {
     ),
     # Enough queries for a kernel for many of them, with products of k's and v's type and of wider ones.
     "floats of 8 bits": (
-        Group(_EIGHT, {"prec": (0, 8), "d": [(64, 64), (128, 128)], "mask": ("random", "causal", None)}),
-        Group(_EIGHT, {"prec": (0, 8), "sinks": ("near",), "layout": ("cache",), "heads": ((6, 1),), "n_kv": (1025,)}),
-        Group(_EIGHT, {"prec": (0, 8), "rows": ("leading", "all"), "spoil": ("nan",)}),
+        Group(_EIGHT, {"prec": (0, 8), "d": [(64, 64), (128, 128)], "mask": ("random", None)}, {"mask": ("causal",)}),
+        Group(replace(_EIGHT, sinks="near", layout="cache", heads=(6, 1), n_kv=1025), {"prec": (0, 8)}),
+        Group(replace(_EIGHT, spoil="nan"), {"prec": (0, 8), "rows": ("leading",)}, {"rows": ("all",)}),
         Group(
-            replace(_EIGHT, prec=8), {"values": ("level", "large_v"), "n_seq": (2,)}, {"n_q": (1, 9), "n_kv": (512,)}
+            replace(_EIGHT, prec=8, n_seq=2),
+            {"values": ("level",)},
+            {"values": ("large_v",), "n_q": (1, 9), "n_kv": (512,)},
         ),
-        Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {"mask": ("random", None)}),
+        Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {}, {"mask": (None,)}),
     ),
     "dropout": (
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),

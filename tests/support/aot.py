@@ -344,9 +344,7 @@ PREFILL = [
     *(Shape((d, d), 128, ("f16", "f16")) for d in (64, 128, 256)),
     Shape((128, 128), 128, ("bf16", "bf16"), softcap=30.0),
     Shape((576, 512), 128, ("f16", "f16"), v_in_k=True), *(Shape((d, d), 128, ("q8_0", "q8_0")) for d in (64, 128)),
-    Shape((128, 128), 128, ("q4_0", "q8_0")), *(Shape((d, d), 128, ("f8_e4m3", "f8_e4m3")) for d in (64, 128, 256)),
-    Shape((128, 128), 128, ("f8_e5m2", "q8_0")),
-    *(Shape((d, d), 128, ("f8_e4m3", "f8_e4m3"), prec=8) for d in (64, 128)),
+    Shape((128, 128), 128, ("q4_0", "q8_0")), *(Shape((128, 128), 128, ("f8_e4m3", "f8_e4m3"), prec=n) for n in (0, 8)),
 ]  # fmt: skip
 #: With score functions, and their schedules.
 SCORED = [

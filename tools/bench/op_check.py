@@ -12,10 +12,10 @@ import torch
 
 from graphrt.execute import Executable
 from graphrt.judge import Verdict, judge
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
-from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.tools.bench.op_inputs import Program
 from graphrt.tools.bench.op_shapes import CAP
 from graphrt.tools.conformance.run.lowprec import to_e4m3

@@ -62,9 +62,9 @@ class Shape:
 
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
-    three ops whose scores and weights lie in memory. prec: the op's, 8 for products of 8-bit floats. score: a score function, "identity" or "softcap" (of CAP). llama:
-    us for one query,
-    else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
+    three ops whose scores and weights lie in memory. prec: the op's, 8 for products of 8-bit floats. score: a score
+    function, "identity" or "softcap" (of CAP). llama: us for one query, else TFLOP/s; elsewhere: what that figure was
+    measured on, where it is not this very shape.
     """
 
     kind: str

@@ -1,5 +1,5 @@
-"""Attention over 8-bit floats on Hopper without a GPU: products of them (hopper/fp8.py, turned.py), rows that a producer
-widens (hopper/quant.py), and who gets which."""
+"""Attention over 8-bit floats on Hopper without a GPU: products of them (hopper/fp8.py, turned.py), rows that are
+widened (hopper/quant.py), and who gets which."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def _tiled(b: T, a: T) -> T:
 
 
 def to_e4m3(x: T) -> T:
-    """x, float32 [..., k], rounded to e4m3, each row times a power of two that takes its largest below 448: numbers that
-    e4m3 has stay what they are."""
+    """x, float32 [..., k], rounded to e4m3, each row times a power of two that takes its largest below 448: numbers
+    that e4m3 has stay what they are."""
     size = x.abs().amax(-1, keepdim=True)
     scale = torch.exp2(torch.floor(torch.log2(torch.where(size > 0, 448.0 / size, 1.0))))
     return (x * scale).to(torch.float8_e4m3fn).to(torch.float32) / scale

@@ -40,7 +40,8 @@ class Config:
         return 65536 // (128 * (self.n_wg + 1)) // 8 * 8
 
     def shared_bytes(self, d: int) -> int:
-        """Shared memory of a program, values of 16 bits: queries, both rings, and some room for barriers and the compiler's own use."""
+        """Shared memory of a program whose values have 16 bits: queries, both rings, and some room for barriers and the
+        compiler's own use."""
         return 2 * d * (self.block_m + 2 * self.stages * self.block_n) + 1024
 
 

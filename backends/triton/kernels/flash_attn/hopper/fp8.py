@@ -11,8 +11,8 @@ keys that would show. So no sum is left to them for more than one block: S is a 
 and each block's P V starts at 0 and is added to the accumulator in f32, by the multiply-add that rescales it.
 
 P V of one block and S of the next are started together. While one warpgroup weighs its scores, the other's products
-run. A thread has of 16 keys' weights those of keys 2t, 2t + 1, 2t + 8 and 2t + 9, where the product wants four neighbours
-in a register; which key is which does not matter to a sum, and turned.py has V's keys in that order.
+run. A thread has of 16 keys' weights those of keys 2t, 2t + 1, 2t + 8 and 2t + 9, where the product wants four
+neighbours in a register; which key is which does not matter to a sum, and turned.py has V's keys in that order.
 """
 
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.constants import LOG2E
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import fetch_mask, finish
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import hide, hide_past_end
-from graphrt.backends.triton.kernels.flash_attn.hopper.queries import fetch_queries, query_layout
+from graphrt.backends.triton.kernels.flash_attn.hopper.queries import fetch_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import (
     make_mask_ring,
     make_ring,
@@ -146,8 +146,8 @@ def thread_sums(weights):
 
 @gluon.jit
 def softmax_step8(p, s, m, den, factor):
-    """softmax.softmax_step for scores of s * factor, one for each row. The maximum that is kept is lower by the headroom,
-    and den, [64, 4], has each thread's part of a row's sum: they are added up at the end of a tile."""
+    """softmax.softmax_step for scores of s * factor, one for each row. The maximum that is kept is lower by the
+    headroom, and den, [64, 4], has each thread's part of a row's sum: they are added up at the end of a tile."""
     m_new = together(gl.maximum(m, row_maximum(s) * factor - p.spec.headroom))
     weights = gl.exp2(s * factor[:, None] - m_new[:, None])
     decay = gl.exp2(m - m_new)

@@ -29,7 +29,6 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import consume
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, make_turns, tile_shared_layout
 from graphrt.backends.triton.kernels.flash_attn.hopper.work import NUMBERS, Work
 
-
 #: Two f16 of two codes each: e4m3 by the instruction that sm_89 and later have, e5m2 are the high bytes of f16.
 E4M3_PAIRS = gl.constexpr(
     """

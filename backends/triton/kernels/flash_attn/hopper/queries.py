@@ -16,7 +16,7 @@ def query_layout(d):
 @gluon.jit
 def slot_elements(i_slot, KIND: gl.constexpr):
     """Which element of a row each slot of a tile holds: rows of quantized blocks are unpacked in the order of their
-    bytes, by pairs of blocks that start on a 4-byte word (see quant.py); of floats in order. i_slot: int32, any shape."""
+    bytes, by pairs of blocks that start on a 4-byte word (see quant.py), floats in order. i_slot: int32, any shape."""
     if KIND == "" or is_float8(KIND):
         return i_slot
     i_block = i_slot // 32
