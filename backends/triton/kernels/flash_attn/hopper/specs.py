@@ -57,13 +57,13 @@ class Spec:
 class TileSpec(Spec):
     """Of half.py, quant.py and fp8.py. d: the head size; pingpong: the warpgroups take turns at issuing their products.
 
-    k_kind, v_kind: types of 8 and 4 bits, whose order of elements (queries.slot_elements) the columns of the query tile
-    and of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through which TMA
-    brings the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which form of the soft
-    cap serves (softcap.cap_level); else the least counts too.
+    k_kind, v_kind: types of 8 and 4 bits, whose order of elements (queries.slot_elements) the columns of the query
+    tile and of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through
+    which TMA brings the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which
+    form of the soft cap serves (softcap.cap_level); else the least counts too.
 
-    Of fp8.py: skewed, scores are weighed while P V of the block before runs, else once it is added up; headroom, weights
-    reach 2 to that.
+    Of fp8.py: skewed, scores are weighed while P V of the block before runs, else once it is added up; headroom,
+    weights reach 2 to that.
     """
 
     d: int
