@@ -125,6 +125,8 @@ def test_who_serves(node: object, kernel: str, reason: str) -> None:
 
 
 def test_products_of_8_bits_are_for_caches_of_8_bits() -> None:
-    for kind in ("f16", "q8_0", "f8_e5m2"):
+    q = new_input("f32", 128, 64, 4, name="q")
+    for kinds in (("f16", "f8_e4m3"), ("f8_e4m3", "q8_0"), ("f8_e5m2", "f8_e5m2")):
+        k, v = (new_input(kind, 128, 512, 2, name=name) for kind, name in zip(kinds, "kv"))
         with pytest.raises(GraphError, match="prec 8 multiplies 8-bit floats: k and v must be f8_e4m3"):
-            attention(kind, PREC_F8)
+            ops.flash_attn_ext(q, k, v, None, 0.1, prec=PREC_F8)
