@@ -19,7 +19,6 @@ class Config:
     n_wg: consumer warpgroups (2 or 3).
     pingpong: the warpgroups take turns at issuing their products.
     persistent: one program per multiprocessor walks several tiles, and the producer runs ahead into the next one.
-    skewed: of fp8.py, see TileSpec.
     """
 
     block_n: int
@@ -27,7 +26,6 @@ class Config:
     n_wg: int = 2
     pingpong: bool = False
     persistent: bool = True
-    skewed: bool = False
 
     @property
     def block_m(self) -> int:

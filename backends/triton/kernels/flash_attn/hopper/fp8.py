@@ -33,7 +33,6 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.queries import fetch_quer
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import (
     make_mask_ring,
     make_ring,
-    make_turns,
     mma_layout,
     tile_shared_layout,
 )
@@ -172,39 +171,21 @@ def weigh8(p, s, m, den, mask, block, factor, partial: gl.constexpr):
 def advance8(p, rings, tile, factor, state, step, block, partial: gl.constexpr, wg: gl.constexpr):
     """One turn of the loop: start P V of the block before and S of block `step`, add the former to the accumulator,
     weigh the latter. state: accumulator, packed P, m, den, and what the accumulator is multiplied by before P V."""
-    queries, k_ring, v_ring, turns, mask_ring = rings
-    seq, group, token, taken, mask_step, sight = tile
+    queries, k_ring, v_ring, mask_ring = rings
+    seq, group, token, mask_step = tile
     acc, words, m, den, decay = state
     probs = as_operand8(p, words)
-    if p.spec.pingpong:
-        first: gl.constexpr = 1 if wg == 0 else 0
-        mbarrier.wait(turns.index(wg), (taken & 1) ^ first)
-    if p.spec.skewed:
-        scores = start_scores8(p, queries, k_ring, step)
-        more = start_values8(p, probs, v_ring, step - 1)
-    else:
-        more = start_values8(p, probs, v_ring, step - 1)
-        scores = start_scores8(p, queries, k_ring, step)
-    if p.spec.pingpong:
-        mbarrier.arrive(turns.index((wg + 1) % p.spec.n_wg), count=1)
-    mask = sight
+    more = start_values8(p, probs, v_ring, step - 1)
+    scores = start_scores8(p, queries, k_ring, step)
+    mask = 0
     if partial and p.spec.has_mask:
         mask = fetch_mask(p, mask_ring, seq, group, token, block, mask_step, wg)
-    if p.spec.skewed:
-        scores = warpgroup_mma_wait(1, [scores])
-        k_ring.release(step)
-        weights, next_decay, m, den = weigh8(p, plainly(scores), m, den, mask, block, factor, partial)
-        den = settle(den)
-        more, words = warpgroup_mma_wait(0, [more, words])
-        v_ring.release(step - 1)
-        acc = added(p, acc, decay, more)
-    else:
-        more, words = warpgroup_mma_wait(1, [more, words])
-        v_ring.release(step - 1)
-        acc = added(p, acc, decay, more)
-        scores = warpgroup_mma_wait(0, [scores])
-        k_ring.release(step)
-        weights, next_decay, m, den = weigh8(p, plainly(scores), m, den, mask, block, factor, partial)
+    more, words = warpgroup_mma_wait(1, [more, words])
+    v_ring.release(step - 1)
+    acc = added(p, acc, decay, more)
+    scores = warpgroup_mma_wait(0, [scores])
+    k_ring.release(step)
+    weights, next_decay, m, den = weigh8(p, plainly(scores), m, den, mask, block, factor, partial)
     if partial and p.spec.mask_stages > 0:
         den = settle(den)
         gl.thread_barrier()
@@ -213,13 +194,12 @@ def advance8(p, rings, tile, factor, state, step, block, partial: gl.constexpr, 
 
 
 @gluon.jit
-def consume8(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring=None):
+def consume8(p, query_buffers, k_ring, v_ring, wg: gl.constexpr, mask_ring=None):
     """A consumer warpgroup: rows 64 * wg .. 64 * wg + 63 of every tile."""
     queries = query_buffers.index(wg)
-    rings = (queries, k_ring, v_ring, turns, mask_ring)
+    rings = (queries, k_ring, v_ring, mask_ring)
     row_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
     step = 0
-    taken = 0
     mask_step = 0
     for turn in range(p.rounds()):
         seq, group, qt = p.tile(turn)
@@ -234,7 +214,7 @@ def consume8(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_rin
         m = gl.full([64], NO_MAX, gl.float32, row_layout)
         den = gl.full([64, 4], 0.0, gl.float32, lanes_layout())
         acc = gl.full([64, p.spec.d], 0.0, gl.float32, mma8_layout(p.spec.d))
-        tile = (seq, group, token, taken, mask_step, 0)
+        tile = (seq, group, token, 0, mask_step, 0)
         scores = start_scores8(p, queries, k_ring, step)
         scores = plainly(warpgroup_mma_wait(0, [scores]))
         k_ring.release(step)
@@ -253,10 +233,10 @@ def consume8(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_rin
         state = (acc, packed_weights(weights), m, den, decay)
 
         for j in range(1, n_full):
-            now = (seq, group, token, taken + j - 1, 0, 0)
+            now = (seq, group, token, 0)
             state = advance8(p, rings, now, factor, state, step + j, 0, False, wg)
         for j in range(gl.maximum(n_full, 1), n_all):
-            now = (seq, group, token, taken + j - 1, mask_step + j - n_full, 0)
+            now = (seq, group, token, mask_step + j - n_full)
             state = advance8(p, rings, now, factor, state, step + j, p.block(start, j), True, wg)
 
         acc, words, m, den, decay = state
@@ -268,7 +248,6 @@ def consume8(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_rin
         total = gl.convert_layout(gl.sum(den, 1), row_layout, assert_trivial=True)
         finish(p, acc, m, total, tile, qt, wg)
         step += n_all
-        taken += n_all - 1
         mask_step += n_all - n_full
 
 
@@ -328,7 +307,6 @@ def hopper_fp8_attn(
     query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], layout)
     k_ring = make_ring(dtype, spec.d, spec.n_wg, spec)
     v_ring = make_ring(dtype, spec.block_n, spec.n_wg, spec, rows=spec.d)
-    turns = make_turns(spec, k_ring)
     # Without a ring for the mask, K's stands in its place, unused.
     mask_ring = k_ring
     mask_source = k_desc
@@ -338,8 +316,8 @@ def hopper_fp8_attn(
     # setmaxnreg moves registers from the producer to the consumers, see half.py.
     gl.warp_specialize(
         [
-            (consume8, (p, query_buffers, k_ring, v_ring, turns, 0, mask_ring)),
-            (consume8, (p, query_buffers, k_ring, v_ring, turns, 1, mask_ring)),
+            (consume8, (p, query_buffers, k_ring, v_ring, 0, mask_ring)),
+            (consume8, (p, query_buffers, k_ring, v_ring, 1, mask_ring)),
             (produce8, (p, k_desc, v_desc, k_ring, v_ring, mask_source, mask_ring)),
         ],
         [4, 1],

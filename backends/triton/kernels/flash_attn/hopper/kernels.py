@@ -306,7 +306,7 @@ class Float8Tiles(RowTiles):
             "k_desc": box_descriptor(as_torch(p.k_t, p.k.data).view(e4m3), c.block_n, d, idle=d),
             "v_desc": box_descriptor(self.turned.view(e4m3), d, c.block_n, idle=BLOCK),
             "mask_desc": rows if mask_stages else None,
-            "spec": replace(self.spec("f8_e4m3", "f8_e4m3", mask_stages), headroom=HEADROOM, skewed=c.skewed),
+            "spec": replace(self.spec("f8_e4m3", "f8_e4m3", mask_stages), headroom=HEADROOM),
         }  # fmt: skip
         return Launch(hopper_fp8_attn, (self.programs,), args, self.options)
 

@@ -62,8 +62,7 @@ class TileSpec(Spec):
     which TMA brings the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which
     form of the soft cap serves (softcap.cap_level); else the least counts too.
 
-    Of fp8.py: skewed, scores are weighed while P V of the block before runs, else once it is added up; headroom,
-    weights reach 2 to that.
+    headroom: of fp8.py, weights reach 2 to that.
     """
 
     d: int
@@ -72,7 +71,6 @@ class TileSpec(Spec):
     v_kind: str = ""
     mask_stages: int = 0
     large_cap: bool = False
-    skewed: bool = False
     headroom: int = 0
 
 
