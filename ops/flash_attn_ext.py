@@ -28,16 +28,18 @@ from graphrt.ops.score import as_params, check_params
 from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor
 
-#: What FlashAttnParams.prec may be, ggml's numbers (op_params[3]): the backend's choice; products and sums in f32.
-PREC_DEFAULT, PREC_F32 = 0, 10
+#: What FlashAttnParams.prec may be: the backend's choice; products and sums in f32 (both ggml's numbers, op_params[3]);
+#: products of 8-bit floats (a number of our own, which ggml does not know).
+PREC_DEFAULT, PREC_F32, PREC_F8 = 0, 10, 8
 
 
 @dataclass(frozen=True)
 class FlashAttnParams:
-    """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is left
-    out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see dropout.py.
-    prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; of the forward alone: gradients multiply in k's
-    and v's types. score, score_numbers: a score function as score_text.py writes it, "" for none."""
+    """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is
+    left out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see
+    dropout.py. prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; with PREC_F8 a backend may round q
+    and the softmax weights to f8_e4m3, as k and v are; of the forward alone: gradients multiply in k's and v's
+    types. score, score_numbers: a score function as score_text.py writes it, "" for none."""
 
     scale: float
     max_bias: float = 0.0
@@ -77,8 +79,10 @@ def check_rest(
     if attn_bias is not None:
         _check_bias(op, q, k, attn_bias)
     _check_dropout(op, q, p)
-    known = (PREC_DEFAULT, PREC_F32)
-    require(p.prec in known, op, f"prec must be {PREC_DEFAULT} (default) or {PREC_F32} (f32), got {p.prec}", q)
+    known = f"{PREC_DEFAULT} (default), {PREC_F32} (f32) or {PREC_F8} (8-bit floats)"
+    require(p.prec in (PREC_DEFAULT, PREC_F32, PREC_F8), op, f"prec must be {known}, got {p.prec}", q)
+    eight = p.prec != PREC_F8 or k.dtype.name == "f8_e4m3"
+    require(eight, op, f"prec {PREC_F8} multiplies 8-bit floats: k and v must be f8_e4m3", k)
     sizes = dict(zip("bhij", (q.ne[3], q.ne[2], q.ne[1], k.ne[1])))
     check_params(p.score, p.score_numbers, sizes)
 
@@ -107,6 +111,8 @@ def _infer_attn(
     require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
     require(k.ne[1:] == v.ne[1:], op, "k and v must agree in keys, heads and sequences", k, v)
     check_rest(op, q, k, mask, sinks, attn_bias, params)
+    eight = params.prec != PREC_F8 or v.dtype.name == "f8_e4m3"
+    require(eight, op, f"prec {PREC_F8} multiplies 8-bit floats: k and v must be f8_e4m3", v)
     return Result(F32, (v.ne[0], q.ne[2], q.ne[1], q.ne[3]))
 
 
@@ -171,9 +177,10 @@ def flash_attn_ext(
     dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
     weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
     all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). prec:
-    10 (PREC_F32): products and sums in f32, which a backend may refuse; 0: its choice. score: a function of score.py,
-    whose value takes the place of scale * q.k or, with a softcap, of what that makes of it; None for none. Keys whose
-    mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key masked gives 0.
+    10 (PREC_F32): products and sums in f32, which a backend may refuse; 8 (PREC_F8): of k and v of f8_e4m3, it may
+    round q and the weights to that too; 0: its choice. score: a function of score.py, whose value takes the place of
+    scale * q.k or, with a softcap, of what that makes of it; None for none. Keys whose mask is -inf are skipped, so
+    that NaN in an unused cell is harmless; a row with every key masked gives 0.
     Source: ggml_flash_attn_ext; the algorithm is FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types
     and shapes, for ALiBi without a mask, and for numbers that are not finite.
     """
@@ -194,8 +201,8 @@ def flash_attn_lse(
 
     s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
     quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
-    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0 or 10; score: a function of score.py or None.
-    The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside
+    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0, 8 or 10; score: a function of score.py or
+    None. The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside
     FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
     2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext() refuses.
     """

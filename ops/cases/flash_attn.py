@@ -47,6 +47,8 @@ BASE = Axes()
 _WIDE = replace(BASE, heads=(6, 2), n_seq=2)
 _LONG = replace(BASE, d=(64, 64), heads=(4, 1), n_q=1)
 
+_EIGHT = replace(BASE, d=(128, 128), types=("f8_e4m3", "f8_e4m3"), n_q=75, n_kv=300, mask="random")
+
 _BIASES = ((1, 1, "f32"), (1, 1, "bf16"), (6, 2, "f16"), (3, 1, "f32"))
 
 _MANY = replace(BASE, n_q=140, n_kv=208, mask=None, heads=(4, 2))
@@ -190,6 +192,18 @@ GROUPS: Mapping[str, Sequence[Group]] = {
             {"types": [("f16", "q8_0")], "layout": ("padded",)},
             {"d": [(128, 128), (256, 256)], "n_q": (1, 65)},
         ),
+    ),
+    # Enough queries for a kernel for many of them, with products of k's and v's type and of wider ones.
+    "floats of 8 bits": (
+        Group(_EIGHT, {"prec": (0, 8), "d": [(64, 64), (128, 128)], "mask": ("random", None)}, {"mask": ("causal",)}),
+        Group(replace(_EIGHT, sinks="near", layout="cache", heads=(6, 1), n_kv=1025), {"prec": (0, 8)}),
+        Group(replace(_EIGHT, spoil="nan"), {"prec": (0, 8), "rows": ("leading",)}, {"rows": ("all",)}),
+        Group(
+            replace(_EIGHT, prec=8, n_seq=2),
+            {"values": ("level",)},
+            {"values": ("large_v",), "n_q": (1, 9), "n_kv": (512,)},
+        ),
+        Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {}, {"mask": (None,)}),
     ),
     "dropout": (
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),

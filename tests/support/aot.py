@@ -74,6 +74,7 @@ class Shape:
     n_kv: int = 512
     score: str = ""
     dropout_p: float = 0.0
+    prec: int = 0
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -100,7 +101,7 @@ def problem(shape: Shape) -> Problem:
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     score = SCORES[shape.score](8, n_kv) if shape.score else None
     dropout = {"dropout_p": shape.dropout_p, "seed": 3, "offset": 5} if shape.dropout_p else {}
-    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score, **dropout)
+    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score, prec=shape.prec, **dropout)
     places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
     return Problem(attention_of(node), lambda t: (places[t.root][0], t.view_offs))
 
@@ -165,6 +166,7 @@ def compiled(launch: Launch, arch: str) -> Any:
 _POINTERS = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.uint16: "u16", torch.int8: "i8", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
 
@@ -344,7 +346,7 @@ PREFILL = [
     *(Shape((d, d), 128, ("f16", "f16")) for d in (64, 128, 256)),
     Shape((128, 128), 128, ("bf16", "bf16"), softcap=30.0),
     Shape((576, 512), 128, ("f16", "f16"), v_in_k=True), *(Shape((d, d), 128, ("q8_0", "q8_0")) for d in (64, 128)),
-    Shape((128, 128), 128, ("q4_0", "q8_0")),
+    Shape((128, 128), 128, ("q4_0", "q8_0")), *(Shape((128, 128), 128, ("f8_e4m3", "f8_e4m3"), prec=n) for n in (0, 8)),
     *(Shape((d, d), 128, ("f16", "f16"), dropout_p=0.1) for d in (64, 128, 256)),
 ]  # fmt: skip
 #: With score functions, and their schedules.

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from support.gluon_emulator import Gl, Memory, Shared, Value, arguments_of, product, rebuilt
 
@@ -295,9 +296,10 @@ class Descriptor:
         strides = [n * kind().itemsize for n in desc.strides]
         assert desc.strides[-1] == 1 and all(n % 16 == 0 for n in strides[:-1])
         self.data = np.lib.stride_tricks.as_strided(
-            memory.bytes[start : start + 2].view(kind), desc.shape, strides, writeable=False
+            memory.bytes[start : start + kind().itemsize].view(kind), desc.shape, strides, writeable=False
         )
-        self.dtype = types.SimpleNamespace(name=np.dtype(kind).name.replace("float", "fp"), primitive_bitwidth=16)
+        name = "fp8e4nv" if desc.base.dtype == torch.float8_e4m3fn else np.dtype(kind).name.replace("float", "fp")
+        self.dtype = types.SimpleNamespace(name=name, primitive_bitwidth=8 * kind().itemsize)
         self.block_shape = list(desc.block_shape)
         self.block_type = types.SimpleNamespace(nbytes=int(np.prod(desc.block_shape)) * kind().itemsize)
 

@@ -13,11 +13,13 @@ import torch
 from graphrt.execute import Executable
 from graphrt.judge import Verdict, judge
 from graphrt.ops.dropout import kept_at
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
 from graphrt.tools.bench.op_inputs import SEED, Program
 from graphrt.tools.bench.op_shapes import CAP
+from graphrt.tools.conformance.run.lowprec import to_e4m3
 
 #: How many rows (head, query) of a node are judged.
 ROWS = 64
@@ -89,7 +91,8 @@ def _told(verdict: Verdict, rows: Sequence[Row]) -> str:
 
 
 def expected_rows(program: Program, node: Tensor, rows: Sequence[Row], device: str) -> tuple[Floats, Floats]:
-    """Rows of a node's result, [len(rows), d_v]: in float64, and in float32 with q, k, v and p rounded to f16.
+    """Rows of a node's result, [len(rows), d_v]: in float64, and in float32 with q, k, v and p rounded to f16,
+    or to e4m3 where products are of that.
 
     One head of k and v at a time is on the device, since all of them in float64 can be more than it has room for.
     """
@@ -100,7 +103,7 @@ def expected_rows(program: Program, node: Tensor, rows: Sequence[Row], device: s
         if mine:
             sources = _Sources.of(program, node, group, [rows[j] for j in mine], device)
             expected[mine] = sources.attend(torch.float64, lambda x: x)
-            low[mine] = sources.attend(torch.float32, lambda x: x.half().float())
+            low[mine] = sources.attend(torch.float32, to_e4m3 if s.prec == PREC_F8 else lambda x: x.half().float())
     return expected, low
 
 

@@ -126,7 +126,7 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
         k, v = caches[-1]
         dropout: dict[str, Any] = {"dropout_p": s.dropout_p, "seed": SEED, "offset": i} if s.dropout_p else {}
         fused = node = ops.flash_attn_ext(
-            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s),
+            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, prec=s.prec, score=_score(s),
             name=f"out{i}", **dropout,
         )  # fmt: skip
         if s.apart:

@@ -30,6 +30,7 @@ from typing import Any
 
 from graphrt.dtypes import dtype
 from graphrt.errors import GraphError
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.tools.bench.models import heads_of
 
 #: What is capped is capped to so much.
@@ -61,9 +62,9 @@ class Shape:
 
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
-    three ops whose scores and weights lie in memory. dropout_p: the part of the weights that is left out.
-    score: a score function, "identity" or "softcap" (of CAP). llama: us for one query, else TFLOP/s; elsewhere: what
-    that figure was measured on, where it is not this very shape.
+    three ops whose scores and weights lie in memory. dropout_p: the part of the weights that is left out. prec: the
+    op's, 8 for products of 8-bit floats. score: a score function, "identity" or "softcap" (of CAP). llama: us for one
+    query, else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
     """
 
     kind: str
@@ -81,6 +82,7 @@ class Shape:
     v_in_k: bool = False
     apart: bool = False
     dropout_p: float = 0.0
+    prec: int = 0
     score: str = ""
     llama: float | None = None
     elsewhere: str = ""
@@ -127,6 +129,7 @@ def _name(s: Shape) -> str:
     extras += ["standard"] * s.apart
     extras += ["softcap"] * (s.softcap > 0) + ["sinks"] * s.sinks + [s.kv_type] * (s.kv_type != "f16")
     extras += ["dropout"] * (s.dropout_p > 0)
+    extras += ["products"] * (s.prec == PREC_F8)
     extras += [f"score {s.score}"] * bool(s.score)
     return " ".join([s.kind, size, f"H{s.n_head}/{s.n_head_kv}", f"{s.n_q}x{s.n_kv}", *extras])
 
@@ -165,12 +168,19 @@ def _quantized(of: Shape, kind: str, first: float, goal: float) -> Shape:
     return replace(of, kv_type=kind, name="", llama=None, first=marks[0], goal=marks[1])
 
 
+def _eight(of: Shape, prec: int = PREC_F8, rates: tuple[float, float] | None = None) -> Shape:
+    """`of` with a cache of 8-bit floats, and products of them unless prec is 0. rates: to reach first, and the goal."""
+    first, goal = (_tflops(rate) for rate in rates) if rates else (None, None)
+    return replace(of, kv_type="f8_e4m3", prec=prec, name="", llama=None, set="default", first=first, goal=goal)
+
+
 _H32_8, _H64_8 = (32, 8), (64, 8)
 _MLA: dict[str, Any] = {"d_v": 512, "v_in_k": True}
 _CUDNN = Mark(1.0, "of cuDNN")
 
 _CAUSAL = _prefill(128, _H32_8, 4096, 4096, "causal", first=_tflops(420), goal=_tflops(509), set="quick")
 _FULL = _prefill(128, _H32_8, 4096, 4096, llama=245, first=_tflops(540), goal=_CUDNN, set="quick")
+_LONGER = _prefill(128, _H32_8, 16384, 16384)
 _CAPPED = [_relative(_FULL, softcap=CAP), _relative(_CAUSAL, softcap=CAP)]
 
 _PREFILL = [
@@ -185,8 +195,12 @@ _PREFILL = [
     _relative(_CAUSAL, mask="distance", max_bias=8.0),
     _relative(_FULL, sinks=True),
     replace(_relative(_FULL, dropout_p=0.1), first=Mark(0.8, "speed of", _FULL), goal=Mark(0.9, "speed of", _FULL)),
-    _prefill(128, _H32_8, 16384, 16384),
+    _LONGER,
     _prefill(128, _H32_8, 16384, 16384, "causal"),
+    _eight(_FULL, prec=0),
+    _eight(_FULL, rates=(700, 1000)),
+    _eight(_LONGER, rates=(800, 1000)),
+    _eight(_CAUSAL),
     _prefill(64, _H32_8, 4096, 4096, "causal"),
     _prefill(256, (16, 4), 4096, 4096, "causal"),
     _prefill(576, _H32_8, 4096, 4096, **_MLA, llama=155, first=_tflops(350), goal=_tflops(500)),

@@ -44,6 +44,8 @@ SPILLING = {
     ("hopper_attn_back_queries", "(128,", "'dropout, bias"): "3 times; see BENCHMARKS.md",
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
+    ("sm_90 prefill", "(128, 128)", "f8_e4m3", "prec=0"): "12 times with a mask, as q8_0; not measured",
+    ("sm_90 prefill", "(128, 128)", "f8_e4m3", "prec=8"): "13 sums; 677 TFLOP/s, blocks of 64 keys 617 (H200)",
 }
 #: Rows of tables that say more programs than a multiprocessor holds of what they compile to: a schedule then plans for
 #: one wave where there are two. Only speed depends on it, and decode.py and Hopper's own kernels take most of these
@@ -57,7 +59,7 @@ PROMISED = [
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
     "attention_back_lse", "hopper_attn_back_keys", "hopper_attn_back_queries", "hopper_attn_back_wide",
-    "hopper_attn_back_bias", "attention_dropout_bits",
+    "hopper_attn_back_bias", "attention_dropout_bits", "hopper_fp8_attn", "turn_values",
     "hopper_quant_attn", "hopper_varlen_attn", "hopper_varlen_mla", "list_tiles",
 }  # fmt: skip
 #: Kernels that never run on an architecture.

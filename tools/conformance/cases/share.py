@@ -31,6 +31,8 @@ ATTENTION: Mapping[str, Attention] = {
     "hopper, repaired": replace(_PREFILL, mask="blocks", spoil="nan", n_kv=700),
     "hopper_quant": replace(_PREFILL, types=("q8_0", "q8_0")),
     "hopper_quant, q4_0": replace(_PREFILL, types=("q4_0", "q4_0"), d=(64, 64)),
+    "hopper_quant, f8": replace(_PREFILL, types=("f8_e4m3", "f8_e5m2")),
+    "hopper_fp8": replace(_PREFILL, types=("f8_e4m3", "f8_e4m3"), prec=8),
     "hopper_mla": Attention((576, 512), 64, 300, (16, 1), layout="v_in_k"),
     "decode": _DECODE,
     "decode, q8_0": replace(_DECODE, types=("q8_0", "q8_0")),

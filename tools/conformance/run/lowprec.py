@@ -68,7 +68,17 @@ def _tiled(b: T, a: T) -> T:
     return torch.tile(b, tuple(m // n for m, n in zip(a.shape, b.shape)))
 
 
+def to_e4m3(x: T) -> T:
+    """x, float32 [..., k], rounded to e4m3, each row times a power of two that takes its largest below 448: numbers
+    that e4m3 has stay what they are."""
+    size = x.abs().amax(-1, keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(torch.where(size > 0, 448.0 / size, 1.0))))
+    return (x * scale).to(torch.float8_e4m3fn).to(torch.float32) / scale
+
+
 def _rounding(node: Tensor) -> Callable[[T], T]:
+    if precision(node) == "f8":
+        return to_e4m3
     kind = _TYPES[precision(node)]
     return lambda x: x.to(kind).to(torch.float32)
 

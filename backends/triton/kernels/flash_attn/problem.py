@@ -16,6 +16,7 @@ from graphrt.backends.triton.kernels.flash_attn import score_code
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.memory import TORCH_TYPES, elements
 from graphrt.dtypes import DType
+from graphrt.ops.flash_attn_ext import PREC_F32
 from graphrt.tensor import Tensor
 
 AnyProblem = TypeVar("AnyProblem", bound="Problem")
@@ -94,7 +95,7 @@ class Problem:
         self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, node["sinks"]
         self.params = node.params
         self.place = place
-        self.in_f32 = bool(getattr(node.params, "prec", 0))
+        self.in_f32 = getattr(node.params, "prec", 0) == PREC_F32
         self.k = operand(k, place(k), self.in_f32)
         self.v = operand(v, place(v), self.in_f32) if v is not None else self.k
         self.n_kv, self.n_q, self.n_head, self.n_seq = k.ne[1], q.ne[1], q.ne[2], q.ne[3]

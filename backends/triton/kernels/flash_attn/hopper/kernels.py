@@ -17,13 +17,16 @@ from graphrt.backends.triton.kernels.flash_attn.configs import Config as Portabl
 from graphrt.backends.triton.kernels.flash_attn.hopper.configs import (
     D_K,
     D_V,
+    FP8,
     HALF,
+    HEADROOM,
     MLA,
     PRODUCERS,
     QUANT,
     Config,
     MlaConfig,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper.fp8 import hopper_fp8_attn
 from graphrt.backends.triton.kernels.flash_attn.hopper.half import hopper_flash_attn
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     MAX_SHARED_BYTES,
@@ -42,8 +45,11 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
-from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling, with_bias_as_mask
+from graphrt.backends.triton.kernels.flash_attn.problem import Operand, Problem, Tiling, with_bias_as_mask
+from graphrt.backends.triton.kernels.flash_attn.turned import BLOCK, turn_values
 from graphrt.backends.triton.launch import Launch
+from graphrt.dtypes import FLOATS8
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.tensor import Tensor
 
 #: A tile of so many k-blocks is done as soon as its parts would be joined.
@@ -53,7 +59,7 @@ MIN_QUERIES = 48
 #: Fewer query rows of a KV head than this leave most of a tile of mla.py empty.
 MIN_ROWS = 64
 HALF_KINDS = ("f16", "bf16")
-QUANT_KINDS = ("q8_0", "q4_0")
+QUANT_KINDS = ("q8_0", "q4_0", *FLOATS8)
 
 
 class HopperKernel(AttentionKernel[Problem, MaskPlan]):
@@ -231,7 +237,7 @@ class HalfTiles(RowTiles):
 
 
 class QuantTiles(RowTiles):
-    """quant.py: q8_0 and q4_0."""
+    """quant.py: q8_0, q4_0 and 8-bit floats."""
 
     name = kernel = "hopper_quant"
     file = "hopper/quant.py"
@@ -240,11 +246,13 @@ class QuantTiles(RowTiles):
     def _why_not(self) -> str | None:
         p = self.p
         if p.k.kind not in QUANT_KINDS or p.v.kind not in QUANT_KINDS:
-            return f"K and V must be {' or '.join(QUANT_KINDS)}, they are {p.k.kind} and {p.v.kind}"
+            return f"K and V must be one of {', '.join(QUANT_KINDS)}, they are {p.k.kind} and {p.v.kind}"
         if p.k.d != p.v.d or p.k.d not in QUANT:
             return f"heads must be of {', '.join(map(str, QUANT))}, they are of {p.k.d} and {p.v.d}"
         if not (p.k.aligned and p.v.aligned):
             return "rows of K and V must start on 4 bytes"
+        if self._unaligned(*(t for t in (p.k_t, p.v_t) if t is not None and t.dtype.is_float8)):
+            return "rows of 8-bit floats must start on 16 bytes"
         return self._few()
 
     @cached_property
@@ -258,13 +266,80 @@ class QuantTiles(RowTiles):
     def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
         k, v = self.p.k, self.p.v
         unit_values, registers = PRODUCERS[k.d]
+        (k_words, k_strides), (v_words, v_strides) = in_words(k), in_words(v)
         args = common_arguments(self.p, self.tiling, plan, bad) | {
-            "k_words": k.data, "v_words": v.data, **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)),
-            **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
+            "k_words": k_words, "v_words": v_words, **dict(zip(("sk_n", "sk_h", "sk_s"), k_strides)),
+            **dict(zip(("sv_n", "sv_h", "sv_s"), v_strides)),
             "parts": max(1, self.config.block_n * k.d // unit_values), "producer_registers": registers,
             "spec": self.spec(k.kind, v.kind),
         }  # fmt: skip
         return Launch(hopper_quant_attn, (self.programs,), args, self.options)
+
+
+class Float8Tiles(RowTiles):
+    """fp8.py: products of 8-bit floats, where the node allows them."""
+
+    name = kernel = "hopper_fp8"
+    file = "hopper/fp8.py"
+    configs = FP8
+
+    def _why_not(self) -> str | None:
+        p = self.p
+        if getattr(p.params, "prec", 0) != PREC_F8:
+            return "it rounds queries and weights to 8 bits, which prec does not allow"
+        if p.k.kind != "f8_e4m3" or p.v.kind != "f8_e4m3":
+            return f"K and V must both be f8_e4m3, they are {p.k.kind} and {p.v.kind}"
+        if p.k.d != p.v.d or p.k.d not in FP8:
+            return f"heads must be of {', '.join(map(str, FP8))}, they are of {p.k.d} and {p.v.d}"
+        if p.params.softcap or p.params.max_bias:
+            return "it has neither soft cap nor ALiBi"
+        return self._few() or ("addresses and strides of K must be whole 16 bytes" if self._unaligned(p.k_t) else None)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        return Tiling.of(self.p, self.config.block_m, self.config.block_n, 1)
+
+    @property
+    def shared(self) -> int:
+        return self.config.shared_bytes(self.p.k.d) // 2 + 512
+
+    @property
+    def workers(self) -> str:
+        return f"{self.config.n_wg} warpgroups multiply 8-bit floats, a warp brings K and the transposed V by TMA"
+
+    def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        p = self.p
+        n_blocks = -(-p.n_kv // BLOCK)
+        heads = p.n_seq * (p.n_head // p.gqa)
+        width = n_blocks * BLOCK
+        turned = scratch.part(heads * p.v.d * width).view(torch.uint8)[: heads * p.v.d * width]
+        self.turned = turned.view(p.n_seq, p.n_head // p.gqa, p.v.d, width)
+        args = {
+            "p_v": p.v.data, "p_turned": turned, **dict(zip(("sv_n", "sv_h", "sv_s"), p.v.strides)), "n_kv": p.n_kv,
+            "n_head": p.n_head // p.gqa, "D": p.v.d, "BLOCK": BLOCK,
+        }  # fmt: skip
+        return [Launch(turn_values, (n_blocks, heads), args), *super().launches(plan, plan_is_old, scratch)]
+
+    def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
+        p, c, d = self.p, self.config, self.p.k.d
+        rows = mask_descriptor(p, 1, WG_ROWS, c.block_n)
+        left = MAX_SHARED_BYTES - self.shared
+        mask_stages = min(2, left // (2 * c.block_m * c.block_n)) if rows is not None else 0
+        e4m3 = torch.float8_e4m3fn
+        args = common_arguments(p, self.tiling, plan, bad) | {
+            "k_desc": box_descriptor(as_torch(p.k_t, p.k.data).view(e4m3), c.block_n, d, idle=d),
+            "v_desc": box_descriptor(self.turned.view(e4m3), d, c.block_n, idle=BLOCK),
+            "mask_desc": rows if mask_stages else None,
+            "spec": replace(self.spec("f8_e4m3", "f8_e4m3", mask_stages), headroom=HEADROOM),
+        }  # fmt: skip
+        return Launch(hopper_fp8_attn, (self.programs,), args, self.options)
+
+
+def in_words(x: Operand) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """K or V and its strides in words of 4 bytes."""
+    if x.kind not in FLOATS8:
+        return x.data, x.strides
+    return x.data.view(torch.int32), tuple(n // 4 for n in x.strides)
 
 
 class Mla(HopperKernel):

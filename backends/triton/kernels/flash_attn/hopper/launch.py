@@ -96,11 +96,14 @@ def aligned(tensor: torch.Tensor, unit: int) -> bool:
 
 
 def box_descriptor(tensor: torch.Tensor, rows: int, cols: int, idle: int) -> TensorDescriptor:
-    """TMA descriptor of a 16-bit tensor [n0, n1, n2, n3] in boxes of [1, 1, rows, cols]; what lies outside reads as 0.
+    """TMA descriptor of a tensor [n0, n1, n2, n3] of 16 or 8 bits in boxes of [1, 1, rows, cols]; what lies outside
+    reads as 0.
 
     idle: the stride of a dimension of size 1. It means nothing, but TMA wants whole 16 bytes there too.
     """
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    size = tensor.element_size()
+    swizzle = min(128, cols * size)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
     shape = list(tensor.shape)
     strides = [tensor.stride(i) if shape[i] > 1 else idle for i in range(3)] + [1]
     return TensorDescriptor(tensor, shape, strides, [1, 1, rows, cols], layout)

@@ -56,12 +56,14 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class TileSpec(Spec):
-    """Of half.py and quant.py. d: the head size; pingpong: the warpgroups take turns at issuing their products.
+    """Of half.py, quant.py and fp8.py. d: the head size; pingpong: the warpgroups take turns at issuing their products.
 
-    k_kind, v_kind: quantized types, whose order of elements (consumer.slot_elements) the columns of the query tile and
-    of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through which TMA brings
-    the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which form of the soft cap
-    serves (softcap.cap_level); else the least counts too.
+    k_kind, v_kind: types of 8 and 4 bits, whose order of elements (queries.slot_elements) the columns of the query
+    tile and of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through
+    which TMA brings the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which
+    form of the soft cap serves (softcap.cap_level); else the least counts too.
+
+    headroom: of fp8.py, weights reach 2 to that.
     """
 
     d: int
@@ -70,6 +72,7 @@ class TileSpec(Spec):
     v_kind: str = ""
     mask_stages: int = 0
     large_cap: bool = False
+    headroom: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
