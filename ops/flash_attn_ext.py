@@ -79,7 +79,7 @@ def check_rest(
     _check_dropout(op, q, p)
     known = (PREC_DEFAULT, PREC_F32)
     require(p.prec in known, op, f"prec must be {PREC_DEFAULT} (default) or {PREC_F32} (f32), got {p.prec}", q)
-    sizes = dict(zip("bhij", (q.ne[3], q.ne[2], q.ne[1], k.ne[1])))
+    sizes = dict(zip("bhij", map(range, (q.ne[3], q.ne[2], q.ne[1], k.ne[1]))))
     check_params(p.score, p.score_numbers, sizes)
 
 

@@ -200,6 +200,8 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(
             replace(BASE, n_q=70, n_kv=300, heads=(2, 1), sinks="near", softcap=5.0), {"score": ("relative", "hides")}
         ),
+        Group(replace(_WIDE, n_q=65, n_kv=150, score="branches"), {"mask": (None, "causal")}),
+        Group(replace(_WIDE, n_q=65, n_kv=150, score="smooth", max_bias=8.0), {"mask": ("causal",)}),
         Group(replace(BASE, score="temperature", spoil="nan", bias=(4, 1, "f32"), max_bias=8.0), {"mask": ("random",)}),
         Group(
             replace(BASE, score="softcap", d=(128, 128)),

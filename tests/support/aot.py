@@ -351,6 +351,11 @@ SCORED = [
     (Shape((64, 64), 1, ("q8_0", "q4_0"), score="branches"), "split"),
     (Shape((256, 256), 1, ("f16", "f16"), score="relative"), "split"),
 ]
+#: Hopper's kernel with those, of each head size.
+SCORED_HOPPER = [
+    Shape((d, d), 128, (kind, kind), score=name, softcap=cap)
+    for d, kind, name, cap in ((64, "f16", "branches", 0.0), (128, "f16", "relative", 0.0), (256, "bf16", "gate", 9.0))
+]
 
 
 def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
@@ -367,6 +372,8 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     for shape, how in SCORED:
         found = configs.find_config(arch, shape.n_q * 4, shape.d, *shape.types)
         yield f"{arch} score {shape} {how}", partial(portable_launches, arch, shape, found, how)
+    for shape in SCORED_HOPPER if arch == "sm_90" else ():
+        yield f"{arch} score {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
     if arch.startswith("sm_"):
         for shape in (*DECODE, *DECODE8) if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]

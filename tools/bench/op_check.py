@@ -136,6 +136,10 @@ class _Sources:
         if mask is not None:
             slopes = np.array(alibi_slopes(s.n_head, s.max_bias))[heads]
             bias = put(program.values[mask][queries]) * put(slopes)[:, None]
+        if s.score == "slopes":
+            away = np.abs(np.array(queries)[:, None] - np.arange(s.n_kv))
+            away = put(-np.array(alibi_slopes(s.n_head, 8.0))[heads][:, None] * away)
+            bias = away if bias is None else bias + away
         no_sinks = np.full(len(rows), -math.inf)
         return cls(
             program,
@@ -154,6 +158,8 @@ class _Sources:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
         if shape.score == "softcap":
             scores = CAP * torch.tanh(scores / CAP)
+        if shape.score == "gate":
+            scores = scores * torch.sigmoid(scores)
         if self.bias is not None:
             scores = scores + self.bias.to(kind)
         sinks = self.sinks.to(kind)

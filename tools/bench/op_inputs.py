@@ -132,7 +132,8 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
 
 
 def _score(s: Shape) -> Expr | None:
-    return {"": None, "identity": score.identity(), "softcap": score.softcap(CAP)}[s.score]
+    made = {"identity": score.identity(), "softcap": score.softcap(CAP), "gate": score.sigmoid_gate(1.0)}
+    return None if not s.score else score.alibi(s.n_head) if s.score == "slopes" else made[s.score]
 
 
 def _mask(program: Program) -> Tensor | None:

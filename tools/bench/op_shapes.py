@@ -61,9 +61,9 @@ class Shape:
 
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
-    three ops whose scores and weights lie in memory. score: a score function, "identity" or "softcap" (of CAP). llama:
-    us for one query,
-    else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
+    three ops whose scores and weights lie in memory. score: a score function, "identity", "softcap" (of CAP), "gate" or
+    "slopes" (ALiBi's). llama: us for one query, else TFLOP/s; elsewhere: what that was measured on, where it is not this
+    very shape.
     """
 
     kind: str
@@ -180,6 +180,7 @@ _PREFILL = [
     *_CAPPED,
     *(_scored(s, "softcap", 0.97, softcap=0.0) for s in _CAPPED),
     _scored(_CAUSAL, "identity", 1.0),
+    *(_scored(_CAUSAL, name, 0.75) for name in ("gate", "slopes")),
     _relative(_CAUSAL, mask="distance", max_bias=8.0),
     _relative(_FULL, sinks=True),
     _prefill(128, _H32_8, 16384, 16384),

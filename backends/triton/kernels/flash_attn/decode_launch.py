@@ -20,6 +20,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.score_code import why_not
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
@@ -83,8 +84,8 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         return config_for(p, p.n_q * p.gqa, tiles, self.target.has_pdl)
 
     def serves(self) -> str | None:
-        if self.p.portable_only is not None:
-            return self.p.portable_only
+        if (reason := self.p.portable_only or why_not(self.p.params)) is not None:
+            return reason
         if isinstance(self._found, str):
             return self._found
         return None if portable.units_fit(self.tiling, self.choice.programs) else "programs times units pass 2^31"

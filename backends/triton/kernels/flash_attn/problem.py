@@ -11,10 +11,10 @@ import triton.language as tl
 
 from graphrt.backend import Place
 from graphrt.backends.triton.device import interpreting
-from graphrt.backends.triton.kernels.flash_attn import score_code
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.memory import TORCH_TYPES, elements
 from graphrt.dtypes import DType
+from graphrt.ops.score import BUILT_IN, built_in
 from graphrt.tensor import Tensor
 
 DOT_TYPES = {"f32": tl.float32, "bf16": tl.bfloat16}
@@ -90,7 +90,7 @@ class Problem:
         q, k, mask = node["q"], node["k"], node["mask"]
         v = self.out["v"] if self.out is not None else None
         self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, mask, node["sinks"]
-        self.params = node.params
+        self.params = built_in(node.params)
         self.place = place
         self.in_f32 = bool(getattr(node.params, "prec", 0))
         self.k = operand(k, place(k), self.in_f32)
@@ -100,6 +100,15 @@ class Problem:
         self.m2, self.m3 = (mask.ne[2], mask.ne[3]) if mask is not None else (1, 1)
         self.bias_t = node["attn_bias"]
         self.b2, self.b3 = self.bias_t.ne[2:] if self.bias_t is not None else (1, 1)
+
+    @property
+    def built_in(self) -> tuple[str, ...]:
+        """The sentence that says so where the score function is what a parameter of the op stands for."""
+        text = getattr(self.nodes[0].params, "score", "")
+        if not text or self.params.score:
+            return ()
+        name = BUILT_IN[text][0]
+        return (f"the score function {text} is computed as the op's {name}, {getattr(self.params, name):g}",)
 
     @property
     def dropout_p(self) -> float:
@@ -114,7 +123,7 @@ class Problem:
             return "it adds no attn_bias, which the portable kernel does"
         if self.dropout_p:
             return f"it has no dropout, which the portable kernel has, {self.dropout_p:g} here"
-        return score_code.why_not(self.params)
+        return None
 
     @property
     def v_in_k(self) -> bool:

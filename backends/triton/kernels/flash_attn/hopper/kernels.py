@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.kernels.flash_attn import gluon_score, portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.hopper.configs import (
@@ -32,6 +32,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     constants_of,
     mask_descriptor,
     programs_of,
+    score_numbers,
     side_by_side,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla import hopper_mla_attn
@@ -56,12 +57,15 @@ QUANT_KINDS = ("q8_0", "q4_0")
 
 
 class HopperKernel(AttentionKernel[Problem, MaskPlan]):
-    """What all of them have."""
+    """What all of them have. scores: it has score functions."""
+
+    scores: ClassVar[bool] = False
 
     def serves(self) -> str | None:
         if self.p.out is None or self.p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
-        reason = self.p.portable_only or self._why_not()
+        reason = self.p.portable_only or (None if self.scores else score_code.why_not(self.p.params))
+        reason = reason or self._why_not()
         if reason is None and self.p.params.scale < 0:
             reason = f"the scale must not be negative, it is {self.p.params.scale:g}"
         return reason
@@ -155,6 +159,7 @@ class RowTiles(WholeTiles):
             d=self.p.k.d, block_n=c.block_n, stages=c.stages, n_wg=c.n_wg, pingpong=c.pingpong,
             persistent=c.persistent, k_kind=k_kind, v_kind=v_kind, mask_stages=mask_stages, visits_one=True,
             large_cap=k_kind == "" and self.p.params.softcap >= LARGE_CAP, **constants_of(self.p, self.tiling, True),
+            **gluon_score.functions_of(self.p.params),
         )  # fmt: skip
 
     @property
@@ -168,6 +173,7 @@ class HalfTiles(RowTiles):
     name = kernel = "hopper"
     file = "hopper/half.py"
     configs = HALF
+    scores = True
 
     def _why_not(self) -> str | None:
         p, k, v = self.p, self.p.k_t, self.p.v_t
@@ -202,6 +208,7 @@ class HalfTiles(RowTiles):
             "k_desc": box_descriptor(as_torch(p.k_t, p.k.data), c.block_n, d, idle=d),
             "v_desc": box_descriptor(as_torch(p.v_t, p.v.data), c.block_n, d, idle=d),
             "mask_desc": rows if mask_stages else None, "spec": self.spec(mask_stages=mask_stages),
+            "score": score_numbers(p),
         }  # fmt: skip
         return Launch(hopper_flash_attn, (self.programs,), args, self.options)
 

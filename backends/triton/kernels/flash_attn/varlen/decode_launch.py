@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.kernels.flash_attn import portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
@@ -51,7 +51,7 @@ class VarlenDecode(VarlenKernel):
     def serves(self) -> str | None:
         if isinstance(self._found, str):
             return self._found
-        return self.too_many_units
+        return score_code.why_not(self.p.params) or self.too_many_units
 
     @cached_property
     def config(self) -> Config:
