@@ -62,8 +62,8 @@ class Shape:
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
     three ops whose scores and weights lie in memory. score: a score function, "identity", "softcap" (of CAP), "gate" or
-    "slopes" (ALiBi's). llama: us for one query, else TFLOP/s; elsewhere: what that was measured on, where it is not this
-    very shape.
+    "slopes" (ALiBi's). llama: us for one query, else TFLOP/s; elsewhere: what that was measured on, where it is not
+    this very shape.
     """
 
     kind: str

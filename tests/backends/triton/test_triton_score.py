@@ -18,13 +18,14 @@ if device.unusable() is not None:
 
 from support import varlen_emulation
 from support.aot_arch import target_of
+from support.gluon_emulator import Gl, Memory, Value, rebuilt
 from support.named_cases import assert_passes, named_case
 
 from graphrt import ops, prepare
 from graphrt.backend import Usage, get_backend
 from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.describe import AttentionChoice
-from graphrt.backends.triton.kernels.flash_attn import gluon_score, portable, score_code
+from graphrt.backends.triton.kernels.flash_attn import gluon_score, gluon_score_math, portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.backward.kernels import back_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import BackProblem
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
@@ -159,6 +160,31 @@ def test_on_hopper(what: str) -> None:
     _, kernels, found, expected = varlen_emulation.run(named_case(op, pattern), 3, 1, schedule)
     assert kernel in kernels
     np.testing.assert_allclose(found, expected, atol=4e-3)
+
+
+#: Portable: pages and packed keys, few rows and many.
+VARLEN = {
+    "few rows": r"heads=.8,2.,.*page=16,seqs=..1,700.*score=branches", "one key": r"page=0,seqs=..1,0.*score=branches",
+    "quantized": r"types=.q8_0,q4_0.*score=gate", "more queries than keys": r"seqs=..5,2.*score=branches",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", VARLEN)
+def test_varlen_case(what: str) -> None:
+    assert_passes("FLASH_ATTN_VARLEN", VARLEN[what])
+
+
+def test_rounding_down_of_negative_numbers() -> None:
+    """As Python's, where Gluon's integers are divided as C's are."""
+    a, b = Value(np.arange(-9, 9, dtype=np.int32)), 4
+    as_in_c = {
+        "__mod__": lambda x, n: Value(np.fmod(x.data, n)),
+        "__floordiv__": lambda x, n: Value(np.trunc(x.data / n).astype(int)),
+    }
+    truncated = type("C", (Value,), as_in_c)
+    for name, how in (("floor_div", np.floor_divide), ("floor_mod", np.mod)):
+        run = rebuilt(getattr(gluon_score_math, name), {"gl": Gl(Memory({}), 4)})
+        np.testing.assert_array_equal(run(truncated(a.data), b).data, how(a.data, b))
 
 
 def test_rows_are_made_once_a_tile() -> None:
