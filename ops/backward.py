@@ -17,6 +17,7 @@ from graphrt.ops.elementwise import clamp, div, fill, mul, scale, sqr, sqrt, sub
 from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
 from graphrt.ops.flash_attn_ext import flash_attn_lse
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams, flash_attn_varlen_lse
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.math_back import rms_norm_back, rope_back, silu_back, soft_max_back, unary_back
 from graphrt.ops.movement_back import get_rows_back, repeat_back, set_rows_back, view_back
 from graphrt.ops.norm import sum_rows
@@ -371,6 +372,8 @@ def _add_id(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
 def _no_mask(node: Tensor, wanted: Wanted) -> None:
     if "mask" in wanted:
         raise _refused(node, "mask", "a mask is a constant; what is learned is added by attn_bias")
+    if node.params.k_layout != ROWS:
+        raise _refused(node, "k", "keys in panels are of a cache, which is not trained; give k in rows")
 
 
 @rule("FLASH_ATTN_EXT")

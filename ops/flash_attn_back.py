@@ -177,7 +177,8 @@ def flash_attn_back(
     for a source that is not there.
     """
     sources = (d_out, q, k, v, out, lse, mask, sinks, attn_bias, d_lse)
-    given = {name: value for name, value in asdict(params).items() if name != "prec"}  # of the forward alone
+    of_forward = ("prec", "k_layout")
+    given = {name: value for name, value in asdict(params).items() if name not in of_forward}
     return build(FLASH_ATTN_BACK, *sources, params=FlashAttnBackParams(of, **given), name=name)
 
 

@@ -11,6 +11,7 @@ from graphrt.backends.cpu.reference import reference
 from graphrt.backends.cpu.score import score_of, value
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -156,12 +157,20 @@ def up_to(n: int, mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask[..., :n] if mask is not None else None
 
 
+def key_rows(p: FlashAttnParams, k: torch.Tensor, d: int) -> torch.Tensor:
+    """k as [n_seq, n_head_kv, n_kv, d], whatever its layout."""
+    if p.k_layout == ROWS:
+        return k
+    n_seq, panels, n_kv, x = k.shape
+    return k.reshape(n_seq, panels * x // d, d // x, n_kv, x).transpose(2, 3).reshape(n_seq, -1, n_kv, d)
+
+
 @reference("FLASH_ATTN_EXT")
 def flash_attn_ext(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    n = last_seen(mask, k.shape[2])
+    k, n = key_rows(node.params, k, q.shape[3]), last_seen(mask, k.shape[2])
     return attend(node, q, k[:, :, :n], v[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
 
 
@@ -170,6 +179,6 @@ def flash_attn_lse(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    n = last_seen(mask, k.shape[2])
+    k, n = key_rows(node.params, k, q.shape[3]), last_seen(mask, k.shape[2])
     lse = log_sum_exp(node, q, k[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
     return lse.transpose(1, 2).reshape(node.shape)

@@ -18,6 +18,7 @@ from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.products import matmul
 from graphrt.ops.flash_attn_varlen import longest
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.score import built_in
 from graphrt.ops.soft_max import alibi_slopes
@@ -62,6 +63,8 @@ def kq_mask(low: Lowering, out: Tensor) -> Any | None:
 
 def why_reference(node: Tensor) -> str:
     """Why a node has no fast form that others of its op have, "" where there is nothing to say."""
+    if getattr(node.params, "k_layout", ROWS) != ROWS:
+        return "native attention reads keys in rows"
     return "native attention has no score function" if getattr(built_in(node.params), "score", "") else ""
 
 
@@ -69,7 +72,7 @@ def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
     p = built_in(out.params)
-    plain = out["attn_bias"] is None and p.dropout_p == 0.0 and not p.score
+    plain = out["attn_bias"] is None and p.dropout_p == 0.0 and not p.score and p.k_layout == ROWS
     if not plain or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
     slopes = low.array(alibi_slopes(q.ne[2], p.max_bias), np.float32) if p.max_bias else 0

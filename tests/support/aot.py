@@ -50,6 +50,7 @@ from graphrt.backends.triton.occupancy import occupancy
 from graphrt.dtypes import dtype
 from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_ext import flash_attn_ext
+from graphrt.ops.key_panels import PANELS, ROWS, panel_width
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 from support.aot_arch import target_of
@@ -64,7 +65,7 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows;
-    score: a name of ops/cases/scores.py's SCORES."""
+    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels."""
 
     d: tuple[int, int]
     n_q: int
@@ -73,6 +74,7 @@ class Shape:
     softcap: float = 0.0
     n_kv: int = 512
     score: str = ""
+    panels: bool = False
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -91,14 +93,19 @@ def problem(shape: Shape) -> Problem:
 
     (d_k, d_v), n_kv = shape.d, shape.n_kv
     q = leaf("f32", (d_k, shape.n_q, 8), "q")
-    k = permute(leaf(shape.types[0], (d_k, 2, n_kv), "k"), 0, 2, 1, 3)
+    if shape.panels:
+        x = panel_width(dtype(shape.types[0]))
+        k = leaf(shape.types[0], (x, n_kv, d_k // x * 2), "k")
+    else:
+        k = permute(leaf(shape.types[0], (d_k, 2, n_kv), "k"), 0, 2, 1, 3)
     if shape.v_in_k:
         v = view(k, (d_v, n_kv, 2), k.nb[1:])
     else:
         v = permute(leaf(shape.types[1], (d_v, 2, n_kv), "v"), 0, 2, 1, 3)
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     score = SCORES[shape.score](8, n_kv) if shape.score else None
-    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score)
+    layout = PANELS if shape.panels else ROWS
+    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score, k_layout=layout)
     places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
     return Problem(attention_of(node), lambda t: (places[t.root][0], t.view_offs))
 
@@ -351,6 +358,12 @@ SCORED = [
     (Shape((64, 64), 1, ("q8_0", "q4_0"), score="branches"), "split"),
     (Shape((256, 256), 1, ("f16", "f16"), score="relative"), "split"),
 ]
+#: Keys in panels, likewise.
+PANELLED = [
+    (Shape((128, 128), 1, ("f16", "f16"), panels=True), "split"),
+    (Shape((128, 128), 128, ("f16", "f16"), panels=True), "stream_k"),
+    (Shape((96, 96), 64, ("f8_e4m3", "f16"), panels=True), "tile"),
+]
 #: Hopper's kernel with those, of each head size.
 SCORED_HOPPER = [
     Shape((d, d), 128, (kind, kind), score=name, softcap=cap)
@@ -369,9 +382,9 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         shape, config = Shape(d, 33, ("f16", "f16"), n_kv=257), configs.find_config(arch, 33 * 4, d, "f16", "f16")
         for how in ("tile", "stream_k"):
             yield f"{arch} odd {shape} {how}", partial(portable_launches, arch, shape, config, how)
-    for shape, how in SCORED:
+    for shape, how in (*SCORED, *PANELLED):
         found = configs.find_config(arch, shape.n_q * 4, shape.d, *shape.types)
-        yield f"{arch} score {shape} {how}", partial(portable_launches, arch, shape, found, how)
+        yield f"{arch} of {shape} {how}", partial(portable_launches, arch, shape, found, how)
     for shape in SCORED_HOPPER if arch == "sm_90" else ():
         yield f"{arch} score {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
     if arch.startswith("sm_"):

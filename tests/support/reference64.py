@@ -434,6 +434,15 @@ def soft_max(node: Tensor, a: Array, mask: Array | None = None, sinks: Array | N
     return out
 
 
+def key_rows(p: object, k: Array, d: int) -> Array:
+    """k [n_seq, n_head_kv, n_kv, d], of a k in panels element by element."""
+    if getattr(p, "k_layout", "rows") == "rows":
+        return k
+    x, panels = k.shape[3], d // k.shape[3]
+    columns = [k[:, c // x :: panels, :, c % x] for c in range(d)]  # [n_seq, n_head_kv, n_kv] each
+    return np.stack(columns, axis=-1)
+
+
 def _attention_heads(
     node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None, attn_bias: Array | None = None,
     first: tuple[int, int] = (0, 0),
@@ -444,7 +453,7 @@ def _attention_heads(
     Keys that no query sees are never looked at.
     """
     p = node.params
-    n_head = q.shape[1]
+    k, n_head = key_rows(p, k, q.shape[3]), q.shape[1]
     group = n_head // k.shape[1]
     for s, h in np.ndindex(*q.shape[:2]):
         sink = float(sinks.reshape(-1)[h]) if sinks is not None else -math.inf

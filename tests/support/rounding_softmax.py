@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.tensor import Tensor
-from support.reference64 import alibi_slope, gathered, varlen_sequences
+from support.reference64 import alibi_slope, gathered, key_rows, varlen_sequences
 from support.reference64_back import dropout_factor
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_products, of_sum, variance
 from support.score64 import scored
@@ -99,6 +99,7 @@ def _attention(
     """(sequence, head, keys that some query sees, their rows) of every head. first: as reference64's."""
     p = node.params
     n_head = q.shape[1]
+    k = key_rows(p, k, q.shape[3])
     group, of_k = n_head // k.shape[1], of_decoding(node.src[1], np.nan_to_num(k, nan=0.0, posinf=0.0, neginf=0.0))
     for s, h in np.ndindex(*q.shape[:2]):
         part = mask[s % mask.shape[0], h % mask.shape[1]] if mask is not None else None

@@ -128,6 +128,10 @@ class _Sources:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device).double()
 
         def one_head(t: Tensor) -> torch.Tensor:
+            if s.panels and t is node["k"]:
+                x = t.ne[0]
+                of_head = program.values[t].reshape(s.n_head_kv, s.d // x, s.n_kv, x)[group]
+                return put(of_head.transpose(1, 0, 2).reshape(s.n_kv, s.d))
             raw = program.values[t].reshape(s.n_head_kv, s.n_kv, -1)[group]
             return put(dequantize(raw, t.dtype) if t.dtype.kind != "float" else raw)
 

@@ -63,7 +63,7 @@ class Shape:
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
     three ops whose scores and weights lie in memory. score: a score function, "identity", "softcap" (of CAP), "gate" or
     "slopes" (ALiBi's). llama: us for one query, else TFLOP/s; elsewhere: what that was measured on, where it is not
-    this very shape.
+    this very shape. panels: k lies in panels (ops/key_panels.py).
     """
 
     kind: str
@@ -81,6 +81,7 @@ class Shape:
     v_in_k: bool = False
     apart: bool = False
     score: str = ""
+    panels: bool = False
     llama: float | None = None
     elsewhere: str = ""
     first: Mark | None = None
@@ -125,7 +126,7 @@ def _name(s: Shape) -> str:
     extras = [s.mask] if s.mask in ("causal", "dense") else ["alibi"] if s.mask == "distance" else []
     extras += ["standard"] * s.apart
     extras += ["softcap"] * (s.softcap > 0) + ["sinks"] * s.sinks + [s.kv_type] * (s.kv_type != "f16")
-    extras += [f"score {s.score}"] * bool(s.score)
+    extras += [f"score {s.score}"] * bool(s.score) + ["panels"] * s.panels
     return " ".join([s.kind, size, f"H{s.n_head}/{s.n_head_kv}", f"{s.n_q}x{s.n_kv}", *extras])
 
 
@@ -198,8 +199,18 @@ _DECODE_128 = [
     _decode(128, _H32_8, 16384, (28, 24), llama=36.8),
     _decode(128, _H32_8, 65536, (93, 91), llama=128, set="quick"),
 ]
+#: One query of 32 heads over keys in panels, and in rows where no other shape has them: KV heads, keys, in panels.
+_PANELS = [
+    (8, 4096, True),
+    (8, 65536, True),
+    (32, 4096, False),
+    (32, 4096, True),
+    (32, 16384, False),
+    (32, 16384, True),
+]
 _DECODE = [
     *_DECODE_128,
+    *(replace(_decode(128, (32, kv), n), name="", panels=p) for kv, n, p in _PANELS),
     *(_decode(128, _H64_8, n, llama=us) for n, us in ((4096, 19.4), (16384, 30.7), (65536, 95.8))),
     *(_decode(64, _H64_8, n, llama=us) for n, us in ((4096, 10.6), (16384, 13.1), (65536, 52.9))),
     *(_decode(256, _H64_8, n, llama=us) for n, us in ((4096, 14.3), (16384, 53.3), (65536, 183))),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from graphrt.backends.cpu.score import score_of, value
 from graphrt.judge import precision
 from graphrt.ops.dropout import kept
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.sample_each import RowSettings
 from graphrt.ops.soft_max import alibi_slopes
@@ -123,6 +124,8 @@ def _scores(node: Tensor, q: T, k: T, mask: T | None, first: tuple[int, int] = (
     """Logits [n_seq, n_head, n_q, n_kv]. first: number of the first sequence, position of its first query."""
     p, rounded = node.params, _rounding(node)
     n_seq, n_head, n_q, d = q.shape
+    if getattr(p, "k_layout", ROWS) != ROWS:  # [n_seq, heads, panels, n_kv, x] to rows
+        k = k.unflatten(1, (-1, d // k.shape[3])).permute(0, 1, 3, 2, 4).flatten(3)
     per = n_head // k.shape[1]
     grouped = rounded(q).reshape(n_seq, k.shape[1], per * n_q, d)
     s: T = torch.matmul(grouped, rounded(k).transpose(2, 3)).reshape(n_seq, n_head, n_q, -1) * p.scale
