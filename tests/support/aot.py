@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +37,11 @@ from graphrt.backends.triton.kernels.flash_attn import (
     configs,
     portable,
 )
-from graphrt.backends.triton.kernels.flash_attn.decode_configs import find_decode_config
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
+    find_decode_config,
+    programs_held,
+    shared_bytes,
+)
 from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
@@ -431,7 +435,9 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 def table_says(arch: str, name: str, launch: Launch) -> int | None:
     """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
     if launch.name == "flash_attn_decode":
-        return find_decode_config(*(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))).per_sm
+        of = tuple(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))
+        config = replace(find_decode_config(*of), stages=launch.args["STAGES"])
+        return programs_held(config, shared_bytes(*of, config), arch)
     row = re.match(rf"{arch} row (\d+) ", name)
     return configs.table_of(arch)[int(row[1])].config.per_sm if row and launch.name == "flash_attn" else None
 

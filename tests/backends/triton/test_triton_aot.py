@@ -3,7 +3,7 @@
 No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it, no barrier's memory is
 used for anything else, no minimum or maximum loses a NaN where aot_minima.py doesn't say why it may; and each kernel
 touches only the memory that it declares, and before its gdc_wait only what it declares early. No table of attention's
-says more programs of a multiprocessor than fit, but those of PROMISED.
+says more programs of a multiprocessor than fit.
 """
 
 from __future__ import annotations
@@ -43,14 +43,6 @@ SPILLING = {
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
 }
-#: Rows of tables that say more programs than a multiprocessor holds of what they compile to: a schedule then plans for
-#: one wave where there are two. Only speed depends on it, and decode.py and Hopper's own kernels take most of these
-#: shapes; not measured with the true number. Parts of names.
-PROMISED = [
-    ("sm_90 row 0 ",), ("sm_90 row 2 ",), ("sm_90 row 6 ",), ("sm_90 row 13 ", "q8_0"),
-    ("sm_100 row 0 ",), ("sm_100 row 2 ",), ("sm_100 row 6 ",), ("sm_100 row 13 ", "q8_0"),
-    ("sm_80 decode", "(64, 64)", "'f16', 'f16'"),
-]  # fmt: skip
 #: Hopper's own.
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
@@ -68,10 +60,6 @@ ELSEWHERE = {
 
 def _kept(name: str) -> bool:
     return any(all(part in name for part in parts) for parts in SPILLING)
-
-
-def _promised(name: str) -> bool:
-    return any(all(part in name for part in parts) for parts in PROMISED)
 
 
 def _run(*args: str) -> str:
@@ -107,9 +95,7 @@ def test_kernels_compile(arch: str, part: str, shared: Path) -> None:
         assert not kernel["undeclared"], kernel
         assert kernel["loop_spills"] == 0 or _kept(kernel["name"]), kernel
         enough = kernel["per_sm"] is None or kernel["per_sm"] <= kernel["holds"]
-        assert enough or _promised(kernel["name"]), (
-            f"a table says more programs than fit, by its {kernel['bound']}: {kernel}"
-        )
+        assert enough, f"a table says more programs than fit, by its {kernel['bound']}: {kernel}"
         assert set(kernel["plain"]) <= set(PLAIN), f"{kernel}: propagate NaN, or say in aot_minima.py why not"
     places = sorted({place for kernel in kernels for place in kernel["plain"]})
     note = shared / f"{arch} {part.replace('/', ' of ')}"

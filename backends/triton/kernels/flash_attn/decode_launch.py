@@ -14,6 +14,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
     owns_columns,
+    programs_held,
     shared_bytes,
     with_words,
 )
@@ -97,7 +98,7 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
 
     @property
     def per_sm(self) -> int:
-        return self.config.per_sm
+        return programs_held(self.config, self.shared, self.target.arch)
 
     @cached_property
     def _main(self) -> PortableConfig:

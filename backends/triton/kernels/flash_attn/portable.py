@@ -205,7 +205,8 @@ def scaling(params: Any) -> dict[str, float]:
 def _section(p: Problem, t: Tiling, target: Target) -> int:
     """Groups of heads whose tiles run at the same time, so that their K and V stay in the cache."""
     groups = t.n_groups * p.n_seq
-    heads = p.n_head // p.gqa * p.n_seq
-    nbytes = sum(x.data_nbytes // heads for x in (p.k_t, p.v_t) if x is not None)
+    nbytes = sum(x.data_nbytes // (x.ne[2] * x.ne[3]) for x in (p.k_t, p.v_t) if x is not None)
+    if p.panels:  # of a head, not of one of its panels
+        nbytes += p.k_t.data_nbytes // (p.k_t.ne[2] * p.k_t.ne[3]) * (p.k.d // p.k_t.ne[0] - 1)
     fitting = max(1, int(0.6 * target.l2 / max(nbytes, 1))) * (p.gqa // t.pack)
     return max(s for s in range(1, groups + 1) if groups % s == 0 and (s <= fitting or s == 1))

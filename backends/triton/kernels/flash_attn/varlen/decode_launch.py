@@ -12,6 +12,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
     owns_columns,
+    programs_held,
     shared_bytes,
     with_words,
 )
@@ -60,7 +61,7 @@ class VarlenDecode(VarlenKernel):
 
     @property
     def per_sm(self) -> int:
-        return self.config.per_sm
+        return programs_held(self.config, self.shared, self.target.arch)
 
     def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         assert plan is not None
