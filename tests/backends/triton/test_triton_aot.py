@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("triton")
 
 from support import ROOT, TESTS
-from support.aot_arch import ARCHS, SHARED, SMALL
+from support.aot_arch import ARCHS, ROWS_ALONE, SHARED, SMALL
 from support.aot_barriers import overlaps
 from support.aot_minima import KERNELS, PLAIN, plain_minima
 
@@ -117,6 +117,22 @@ def test_attention_fits_where_shared_memory_is_small(arch: str) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[arch] and not kernel["undeclared"], kernel
         assert kernel["loop_spills"] <= ("'f32'" in kernel["name"]), kernel  # heads of 256: one register, on sm_120
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ROWS_ALONE)
+def test_attention_s_table_compiles_for_amd_s_next_ones(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of the table, with its registers and spills for who asks (-s)."""
+    kernels = [json.loads(line) for line in _run(arch, "0/1", f"{arch} row").splitlines()]
+    assert len([k for k in kernels if k["kernel"] == "flash_attn"]) >= 7
+    with capsys.disabled():
+        for k in kernels:
+            print(f"{k['name'][:72]} {k['kernel']}: {k['registers']} VGPR, {k['spills']} spilled, {k['shared']} bytes")
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED[arch] and not kernel["undeclared"], kernel
+        assert kernel["spills"] == 0 or ("(512, 512)" in kernel["name"] and "'f32'" in kernel["name"]), kernel
+        assert kernel["per_sm"] is None or kernel["per_sm"] <= kernel["holds"], kernel
 
 
 PTX = """

@@ -15,7 +15,7 @@ class Config:
     multiprocessor holds at once, for the chooser; ieee: f32 products without the matrix units (the three tf32 products
     that stand for one take more registers than large heads leave). On AMD, 0 for the compiler's choice: waves_per_eu,
     waves that a SIMD shall hold, which bounds registers; matrix_instr_nonkdim: rows and columns of its matrix
-    instructions, 16 or 32.
+    instructions, 16 or 32; pre_load_v: V is asked for before the softmax of its block, not after.
     """
 
     block_m: int
@@ -27,6 +27,7 @@ class Config:
     ieee: bool = False
     waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
+    pre_load_v: bool = False
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,13 @@ def weigh(
     D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr, V_DOT: tl.constexpr, WAYS: tl.constexpr, V_IN_K: tl.constexpr,
     HAS_V: tl.constexpr, ALL: tl.constexpr, GUARD: tl.constexpr, DROPOUT: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """m, l and acc with a k-block's scores. k0: K's tile, which holds V's if V_IN_K. ALL: every key is there; GUARD: a
-    score may be -inf; DROPOUT: of the weights those that are kept count, times inverse; l has all."""
+    score may be -inf; DROPOUT: of the weights those that are kept count, times inverse; l has all. PRE_LOAD_V: V is
+    asked for before the softmax."""
+    if HAS_V and PRE_LOAD_V and not V_IN_K:
+        v0 = load_kv(p_vb, at, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
     p, m, l, alpha = softmax_step(s, factor, m, l, GUARD)
     if HAS_V:
         if DROPOUT:
@@ -198,7 +201,7 @@ def weigh(
         p = p.to(V_DOT)
         if V_IN_K:
             v0 = k0
-        else:
+        elif not PRE_LOAD_V:
             v0 = load_kv(p_vb, at, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
         acc0 = tl.dot(p, v0, acc0 * alpha, input_precision=PRECISION)
         if DV1 > 0:
@@ -216,7 +219,7 @@ def attend(
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
     PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr, SCORE: tl.constexpr,
-    PANEL: tl.constexpr,
+    PANEL: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count.
     token, head: of each row, along rows of scores; dropout: (seed_low, seed_high, offset, least, inverse) as
@@ -255,7 +258,7 @@ def attend(
     return weigh(
         s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, kept, inverse, D_V, DV0, DV1, V_KIND,
         V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or HAS_BIAS or SCORE is not None, DROPOUT,
-        PTX, PRECISION,
+        PTX, PRECISION, PRE_LOAD_V,
     )  # fmt: skip
 
 
@@ -368,7 +371,7 @@ def flash_attn(
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    V_IN_K: tl.constexpr, HAS_V: tl.constexpr, SCORE: tl.constexpr, PANEL: tl.constexpr,
+    V_IN_K: tl.constexpr, HAS_V: tl.constexpr, SCORE: tl.constexpr, PANEL: tl.constexpr, PRE_LOAD_V: tl.constexpr,
     PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
     REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -463,7 +466,7 @@ def flash_attn(
                     (seed_low, seed_high, offset, least, inverse), p_score, s_panel,
                     D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
                     V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT,
-                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE, PANEL,
+                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE, PANEL, PRE_LOAD_V,
                 )  # fmt: skip
 
         if not SOFTCAP and SCORE is None:

@@ -129,6 +129,7 @@ def constants(p: Problem, t: Tiling, config: Config, choice: Choice, target: Tar
         "WIDE": max(k.strides[0] * t.block_n, v.strides[0] * t.block_n, k.panel[1] * k.d) >= 2**31,
         "PTX": int(target.arch[3:]) if target.is_nvidia else 0, "PDL": target.has_pdl,
         "PRECISION": "tf32x3" if target.is_nvidia and not config.ieee else "ieee", "STAGES": stages_of(p, config),
+        "PRE_LOAD_V": config.pre_load_v and target.arch.startswith("gfx"),
     }  # fmt: skip
 
 

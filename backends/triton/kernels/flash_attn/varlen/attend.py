@@ -38,7 +38,7 @@ def _attend(
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
-    SCORE: tl.constexpr,
+    SCORE: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """One k-block. position: of each row's query; PARTIAL: what a row sees counts; keys first_key .. end_key - 1 are
     seen by some row, others are not read. PAGE: 0 for packed keys, which begin at p_k and p_v. head: of each row;
@@ -76,7 +76,7 @@ def _attend(
         s = tl.where(seen, s, NEG_INF)
     return weigh(
         s, factor, k0, p_v + v_base, v_at, m_key, m, l, acc0, acc1, False, 1.0, D_V, DV0, DV1, V_KIND, V_ALIGNED,
-        V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or SCORE is not None, False, PTX, PRECISION,
+        V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or SCORE is not None, False, PTX, PRECISION, PRE_LOAD_V,
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def flash_attn_varlen(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr, V_IN_K: tl.constexpr,
     HAS_V: tl.constexpr, PACK: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SCORE: tl.constexpr, ALIBI: tl.constexpr, BIG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module, and forward.py's flash_attn for what is not here. q: f32; out: f32 [n_tokens, n_head, D_V]; lse:
     f32 [n_tokens, n_head]. table: int32 rows of max_blocks pages, s_table apart; sk_p, sv_p: strides between pages."""
@@ -150,7 +150,7 @@ def flash_attn_varlen(
                     sk_p, sv_n, sv_p, q0, q1, m, l, acc0, acc1, factor, softcap, heads, i_seq, p_score,
                     D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
                     V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, V_IN_K, HAS_V, PARTIAL == 1,
-                    WIDE, PTX, PRECISION, PAGE, CAUSAL, WINDOW, ALIBI, SCORE,
+                    WIDE, PTX, PRECISION, PAGE, CAUSAL, WINDOW, ALIBI, SCORE, PRE_LOAD_V,
                 )  # fmt: skip
 
         if not SOFTCAP and SCORE is None:
