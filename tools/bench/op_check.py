@@ -142,8 +142,8 @@ class _Sources:
             bias = put(program.values[mask][queries]) * put(slopes)[:, None]
         if s.score == "slopes":
             away = np.abs(np.array(queries)[:, None] - np.arange(s.n_kv))
-            away = put(-np.array(alibi_slopes(s.n_head, 8.0))[heads][:, None] * away)
-            bias = away if bias is None else bias + away
+            added = put(-np.array(alibi_slopes(s.n_head, 8.0))[heads][:, None] * away)
+            bias = added if bias is None else bias + added
         no_sinks = np.full(len(rows), -math.inf)
         return cls(
             program,

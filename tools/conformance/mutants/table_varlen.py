@@ -180,8 +180,8 @@ VARLEN_MUTANTS = [
         Varlen.symbols(k, *at) | {"i": (at[2] - at[2].min())[:, None]})}, _scored),
     Mutant("score_of_first_sequence", VA, "it gets no sequence", {"symbols": lambda k, *at: (
         Varlen.symbols(k, 0, *at[1:]))}, _scored),
-    Mutant("score_key_in_page", VA, "keys count from their page's first", {"symbols": lambda k, *at: (
-        Varlen.symbols(k, *at[:3], at[3] % k.page))}, lambda node: _scored(node) and _paged(node)),
+    Mutant("score_key_in_page", VA, "keys count from their page's first", {
+        "symbols": lambda k, seq, head, i, j: Varlen.symbols(k, seq, head, i, j % k.page)}, lambda node: _scored(node) and _paged(node)),
     Mutant("score_in_shared_part", VA, "shared keys are scored as if they were the group's first sequence's", {
         "groups": _shared_groups}, lambda node: _scored(node) and node["prefixes"] is not None),
     # shared pages
