@@ -176,12 +176,13 @@ VARLEN_MUTANTS = [
            {"distance": lambda k, key, p: p[:, None] - key}, lambda node: _alibi(node) and not _causal(node)),
     # score functions
     Mutant("varlen_score_dropped", VA, "the score function is not applied", {"scored": lambda k, s, *at: s}, _scored),
-    Mutant("varlen_score_of_token", VA, "queries count from the sequence's first new token", {"symbols": lambda k, *at: (
-        Varlen.symbols(k, *at) | {"i": (at[2] - at[2].min())[:, None]})}, _scored),
+    Mutant("varlen_score_of_token", VA, "queries count from the sequence's first new token", {
+        "symbols": lambda k, *at: Varlen.symbols(k, *at) | {"i": (at[2] - at[2].min())[:, None]}}, _scored),
     Mutant("varlen_score_of_sequence_0", VA, "it gets no sequence", {"symbols": lambda k, *at: (
         Varlen.symbols(k, 0, *at[1:]))}, _scored),
     Mutant("varlen_score_key_in_page", VA, "keys count from their page's first", {
-        "symbols": lambda k, seq, head, i, j: Varlen.symbols(k, seq, head, i, j % k.page)}, lambda node: _scored(node) and _paged(node)),
+        "symbols": lambda k, seq, head, i, j: Varlen.symbols(k, seq, head, i, j % k.page),
+    }, lambda node: _scored(node) and _paged(node)),
     Mutant("varlen_score_in_shared_part", VA, "shared keys are scored as if they were the group's first sequence's", {
         "groups": _shared_groups}, lambda node: _scored(node) and node["prefixes"] is not None),
     # shared pages
