@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.activation import exp_f32
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 
 NEG_INF = tl.constexpr(float("-inf"))
@@ -144,6 +145,6 @@ def attention_back_sinks(
         m = (row < n_q * n_batch) & _somebody(row, p_starts, n_q, n_seq, PACKED)
         lse = tl.load(p_lse + i_h * ol_h + i_q * ol_t + i_s * ol_s, mask=m, other=NEG_INF)
         delta = tl.load(p_delta + (i_s * n_head + i_h) * n_q + i_q, mask=m, other=0.0)
-        share = tl.exp(tl.where(lse > NEG_INF, sink - tl.where(lse > NEG_INF, lse, 0.0), NEG_INF))
+        share = exp_f32(tl.where(lse > NEG_INF, sink - tl.where(lse > NEG_INF, lse, 0.0), NEG_INF))
         total += tl.where(m, share * delta, 0.0)
     tl.store(p_result + i_h, -tl.sum(total, 0))
