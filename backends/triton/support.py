@@ -73,8 +73,9 @@ def _why_not_attention(node: Tensor, caches: dict[str, Tensor]) -> str | None:
             return f"its attention kernel unpacks {name}'s {t.dtype.name} to f16, prec asks for products in f32"
         if t.dtype.name not in KV_TYPES:
             return f"{name} must be one of {', '.join(KV_TYPES)} for its attention kernel, this one is {t.dtype.name}"
-        if t.ne[0] > MAX_HEAD_SIZE:
-            return f"its attention kernel has head sizes up to {MAX_HEAD_SIZE}, {name}'s is {t.ne[0]}"
+        d = node["q"].ne[0] if name == "k" else t.ne[0]
+        if d > MAX_HEAD_SIZE:
+            return f"its attention kernel has head sizes up to {MAX_HEAD_SIZE}, {name}'s is {d}"
         reason = _why_not_strides(name, t)
         if reason is not None:
             return reason

@@ -213,6 +213,17 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(replace(_MANY, dropout_p=0.3, n_kv=203, sinks="near"), {"d": [(128, 128)]}),
         Group(replace(_MANY, dropout_p=0.1, mask="causal", heads=(6, 2)), {"d": [(64, 64), (128, 128)]}),
     ),
+    # Head sizes of one part and of two, types of 4, 8 and 16 elements a panel, keys that end within a tile.
+    "panels": (
+        Group(replace(BASE, layout="panels"), {"d": [(d, d) for d in (32, 64, 96, 128, 256)], "n_q": (1, 9)}),
+        Group(
+            replace(_WIDE, layout="panels", n_kv=257),
+            {"types": [(t, t) for t in ("f32", "bf16", "f8_e4m3")], "mask": (None, "random")},
+            {"n_q": (1, 70)},
+        ),
+        Group(replace(_WIDE, layout="panels", spoil="nan", sinks="near", softcap=5.0), {"mask": ("window",)}),
+        Group(replace(_WIDE, layout="panels", score="branches", prec=10), {"n_kv": (1, 150)}),
+    ),
     # Keys beyond a tile's last, heads that share keys and sequences, rows of one query and of several tiles.
     "scores": (
         Group(replace(_WIDE, n_q=19, n_kv=150), {"score": tuple(SCORES)}),
@@ -220,6 +231,8 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(
             replace(BASE, n_q=70, n_kv=300, heads=(2, 1), sinks="near", softcap=5.0), {"score": ("relative", "hides")}
         ),
+        Group(replace(_WIDE, n_q=65, n_kv=150, score="branches"), {"mask": (None, "causal")}),
+        Group(replace(_WIDE, n_q=65, n_kv=150, heads=(8, 2), score="branches", max_bias=8.0), {"mask": ("distance",)}),
         Group(replace(BASE, score="temperature", spoil="nan", bias=(4, 1, "f32"), max_bias=8.0), {"mask": ("random",)}),
         Group(
             replace(BASE, score="softcap", d=(128, 128)),
@@ -261,7 +274,7 @@ def points(which: str) -> list[Axes]:
 
 
 #: Of the quick set FLASH_ATTN_LSE has the groups that change logits or their sum; v it doesn't know.
-_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases", "scores")
+_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases", "scores", "panels")
 
 
 def _lse_points(which: str) -> list[Axes]:

@@ -420,6 +420,17 @@ class Gl:
     def log2(self, x: Value) -> Value:
         return Value(np.log2(x.data))
 
+    def log(self, x: Value) -> Value:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return Value(np.log(x.data))
+
+    def sqrt(self, x: Value) -> Value:
+        with np.errstate(invalid="ignore"):
+            return Value(np.sqrt(x.data))
+
+    def abs(self, x: Value) -> Value:
+        return Value(np.abs(x.data))
+
     def sum(self, x: Value, axis: int) -> Value:
         total = x.data.take(0, axis)
         for i in range(1, x.data.shape[axis]):
@@ -494,9 +505,11 @@ def rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[...,
                 elif isinstance(value, constexpr):
                     scope[name] = value.value
             scope.update((name, value) for name, value in replaced.items() if name in scope or name == "range")
-        return types.FunctionType(
+        made = types.FunctionType(
             found.fn.__code__, scopes[id(given)], found.fn.__name__, found.fn.__defaults__, found.fn.__closure__
         )
+        made.__kwdefaults__ = found.fn.__kwdefaults__
+        return made
 
     return function(kernel)
 

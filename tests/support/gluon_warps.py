@@ -13,11 +13,13 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from support.gluon_emulator import Gl, Memory, Shared, Value, arguments_of, product, rebuilt
 
@@ -383,6 +385,13 @@ def _may_read(schedule: Schedule) -> None:
     schedule.running.may_read = True
 
 
+def _functions_of_spec(launch: Any, replaced: dict[str, Any]) -> dict[str, Any]:
+    """The Spec of a launch whose functions, if it has any, run here."""
+    spec = launch.args.get("spec")
+    found = {name: x for name, x in vars(spec or object).items() if isinstance(x, GluonJITFunction)}
+    return {"spec": replace(spec, **{name: rebuilt(x, replaced) for name, x in found.items()})} if found else {}
+
+
 def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> None:
     """Runs a Launch on tensors of the host, its programs one after the other, in an order of the seed's choice.
     others: functions in place of those of these names, as of code in PTX."""
@@ -403,5 +412,5 @@ def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> Non
             "gdc_wait": partial(_may_read, schedule), "gdc_launch_dependents": lambda: None,
             "fence_async_shared": lambda: None, **(others or {}),
         }  # fmt: skip
-        schedule.run(partial(rebuilt(launch.kernel, replaced), **given))
+        schedule.run(partial(rebuilt(launch.kernel, replaced), **given | _functions_of_spec(launch, replaced)))
     memory.give_back()

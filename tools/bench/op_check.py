@@ -133,6 +133,10 @@ class _Sources:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device).double()
 
         def one_head(t: Tensor) -> torch.Tensor:
+            if s.panels and t is node["k"]:
+                x = t.ne[0]
+                of_head = program.values[t].reshape(s.n_head_kv, s.d // x, s.n_kv, x)[group]
+                return put(of_head.transpose(1, 0, 2).reshape(s.n_kv, s.d))
             raw = program.values[t].reshape(s.n_head_kv, s.n_kv, -1)[group]
             return put(dequantize(raw, t.dtype) if t.dtype.kind != "float" else raw)
 
@@ -145,6 +149,10 @@ class _Sources:
         if s.dropout_p:
             places = np.array(heads)[:, None], np.array(queries)[:, None], np.arange(s.n_kv)[None]
             kept = put(kept_at(s.dropout_p, SEED, node.params.offset, *places)) / (1.0 - s.dropout_p)
+        if s.score == "slopes":
+            away = np.abs(np.array(queries)[:, None] - np.arange(s.n_kv))
+            added = put(-np.array(alibi_slopes(s.n_head, 8.0))[heads][:, None] * away)
+            bias = added if bias is None else bias + added
         no_sinks = np.full(len(rows), -math.inf)
         return cls(
             program,
@@ -164,6 +172,8 @@ class _Sources:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
         if shape.score == "softcap":
             scores = CAP * torch.tanh(scores / CAP)
+        if shape.score == "gate":
+            scores = scores * torch.sigmoid(scores)
         if self.bias is not None:
             scores = scores + self.bias.to(kind)
         sinks = self.sinks.to(kind)

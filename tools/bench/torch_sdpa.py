@@ -71,6 +71,7 @@ def why_not(s: Shape) -> str | None:
     if s.kv_type != "f16":
         return f"it knows no {s.kv_type} keys"
     wanted = {
+        "keys in panels": s.panels,
         "score function": s.score not in ("", "identity"),
         "softcap": s.softcap > 0,
         "ALiBi": s.max_bias > 0,

@@ -11,7 +11,7 @@ import torch
 
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels.flash_attn import dropout_launch, portable
+from graphrt.backends.triton.kernels.flash_attn import dropout_launch, gluon_score, portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.hopper.configs import (
@@ -36,6 +36,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     constants_of,
     mask_descriptor,
     programs_of,
+    score_numbers,
     side_by_side,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla import hopper_mla_attn
@@ -63,12 +64,15 @@ QUANT_KINDS = ("q8_0", "q4_0", *FLOATS8)
 
 
 class HopperKernel(AttentionKernel[Problem, MaskPlan]):
-    """What all of them have."""
+    """What all of them have. scores: it has score functions."""
+
+    scores: ClassVar[bool] = False
 
     def serves(self) -> str | None:
         if self.p.out is None or self.p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
-        reason = self._portable_only or self._why_not()
+        reason = self._portable_only or (None if self.scores else score_code.why_not(self.p.params))
+        reason = reason or self._why_not()
         if reason is None and self.p.params.scale < 0:
             reason = f"the scale must not be negative, it is {self.p.params.scale:g}"
         return reason
@@ -166,6 +170,7 @@ class RowTiles(WholeTiles):
             d=self.p.k.d, block_n=c.block_n, stages=c.stages, n_wg=c.n_wg, pingpong=c.pingpong,
             persistent=c.persistent, k_kind=k_kind, v_kind=v_kind, mask_stages=mask_stages, visits_one=True,
             large_cap=k_kind == "" and self.p.params.softcap >= LARGE_CAP, **constants_of(self.p, self.tiling, True),
+            **gluon_score.functions_of(self.p.params),
         )  # fmt: skip
 
     @property
@@ -179,12 +184,15 @@ class HalfTiles(RowTiles):
     name = kernel = "hopper"
     file = "hopper/half.py"
     configs = HALF
+    scores = True
 
     def __init__(self, p: Problem, target: Target, force: str | None = None) -> None:
         super().__init__(with_bias_as_mask(p), target, force)
 
     @property
     def _portable_only(self) -> str | None:
+        if self.p.dropout_p and self.p.params.score:
+            return f"it has a score function or dropout, not both; dropout is {self.p.dropout_p:g} here"
         return self.p.portable_but_dropout or dropout_launch.too_many(self.p)
 
     def _why_not(self) -> str | None:
@@ -232,6 +240,7 @@ class HalfTiles(RowTiles):
             "v_desc": box_descriptor(as_torch(p.v_t, p.v.data), c.block_n, d, idle=d),
             "mask_desc": rows if mask_stages else None, "kept": None, "inverse": 1.0 / (1.0 - p.dropout_p),
             "spec": replace(self.spec(mask_stages=mask_stages), has_dropout=p.dropout_p > 0.0),
+            "score": score_numbers(p),
         }  # fmt: skip
         return Launch(hopper_flash_attn, (self.programs,), args, self.options)
 

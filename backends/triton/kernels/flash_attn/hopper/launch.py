@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.score_code import numbers_of
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -60,6 +61,11 @@ def constants_of(p: Problem, t: Tiling, has_bad: bool) -> dict[str, Any]:
         "has_alibi": p.mask_t is not None and p.params.max_bias > 0, "has_sinks": p.sinks_t is not None,
         "has_bad": has_bad, "has_lse": p.lse is not None,
     }  # fmt: skip
+
+
+def score_numbers(p: Problem) -> torch.Tensor | None:
+    """The numbers of a score function, None without one."""
+    return numbers_of(p.params, p.memory(p.q_t, torch.float32).device) if p.params.score else None
 
 
 def _operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

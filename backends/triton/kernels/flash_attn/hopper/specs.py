@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 WG_ROWS = 64  # the M of one wgmma instruction: query rows of one warpgroup
 
@@ -22,6 +23,8 @@ class Spec:
 
     varlen: tiles are of sequences of any length (varlen/hopper_work.py), keys in pages of so many, 0: packed ones; what
     a row sees follows from positions: causal, and window: only so many keys back.
+
+    score, score_rows: gluon_score.py's functions, None without a score function.
     """
 
     n_wg: int
@@ -47,6 +50,8 @@ class Spec:
     causal: bool = False
     window: bool = False
     has_dropout: bool = False
+    score: Any = None
+    score_rows: Any = None
 
     @property
     def block_m(self) -> int:

@@ -25,6 +25,7 @@ class Work:
     part to turns: of kernels whose programs share tiles (Spec.ranges), else None. first_tile, first_unit, stop_unit:
     the program's range (gluon_ranges.program_range); turns: tiles that it has units of.
     kept, inverse: dropout's bits by query (dropout_bits.py), and what kept weights are multiplied with; else None.
+    score: numbers of spec.score.
     """
 
     q: gl.tensor
@@ -66,11 +67,13 @@ class Work:
     turns: gl.tensor | gl.constexpr
     kept: gl.tensor | gl.constexpr
     inverse: gl.tensor | gl.constexpr
+    score: gl.tensor | gl.constexpr
     spec: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, spec, *arguments):
+    def __init__(self, spec, *arguments, score=None):
         """arguments: ARGUMENTS, then OF_RANGES if spec.ranges or there is more, then OF_DROPOUT."""
+        self.score = gl.constexpr(None) if score is None else score
         self.spec = gl.constexpr(spec)
         for i, name in enumerate((*ARGUMENTS, *OF_RANGES, *OF_DROPOUT)):
             value = arguments[i] if i < len(arguments) else None
@@ -196,6 +199,13 @@ class Work:
     def slot_memory(self, slot, d: gl.constexpr):
         """A slot of scratch: f32 sums [block_m, d], row maxima and sums of weights [block_m]."""
         return self.part + slot.to(gl.int64) * (self.spec.block_m * (d + 2))
+
+    @gluon.jit
+    def scored_rows(self, seq, group, token, start, layout: gl.constexpr):
+        """Sequence, and head and query [64, 1] of a warpgroup's rows, as score functions count them."""
+        row = gl.arange(0, 64, layout)
+        head = group * self.spec.pack + row % self.spec.pack
+        return seq, head[:, None], (token + row // self.spec.pack)[:, None]
 
     @gluon.jit
     def n_queries(self, seq):
