@@ -96,18 +96,20 @@ class Job:
 
     def _watch(self, processes: Sequence[BaseProcess], folder: Path) -> int:
         while True:
-            wait([p.sentinel for p in processes if p.is_alive()])
-            if any(_failed(p) for p in processes):
+            wait([p.sentinel for p in processes], 1)
+            codes = [p.exitcode for p in processes]  # asked once: a rank may end between two looks
+            if any(map(_failed, codes)):
                 until = time.monotonic() + SAYING
                 while time.monotonic() < until and not self._knows(processes, folder):
                     wait([p.sentinel for p in processes if p.is_alive()], 0.1)
                 raise _error(self._failures(processes, folder), self.size)
-            if not processes[0].is_alive():
-                code = processes[0].exitcode or 0
+            if codes[0] is not None:
                 until = time.monotonic() + FINISHING
-                while code in (0, NO) and time.monotonic() < until and any(p.is_alive() for p in processes):
+                while codes[0] in (0, NO) and time.monotonic() < until and any(p.is_alive() for p in processes):
                     wait([p.sentinel for p in processes if p.is_alive()], 0.1)
-                return 1 if code == NO else code
+                return 1 if codes[0] == NO else codes[0]
+            if any(code is not None for code in codes):
+                time.sleep(0.05)  # one has ended well before the first, whose end is not far
 
     def _knows(self, processes: Sequence[BaseProcess], folder: Path) -> bool:
         """A rank has ended for a reason of its own, or all have ended."""
@@ -115,7 +117,7 @@ class Job:
         return ended or any(not failure.lost for failure in self._failures(processes, folder))
 
     def _failures(self, processes: Sequence[BaseProcess], folder: Path) -> list[Failure]:
-        return [_failure(rank, p, folder) for rank, p in enumerate(processes) if _failed(p)]
+        return [_failure(rank, p, folder) for rank, p in enumerate(processes) if _failed(p.exitcode)]
 
 
 class ServerJob(Job):
@@ -145,9 +147,9 @@ class ServerJob(Job):
             signal.signal(signal.SIGTERM, before)
 
 
-def _failed(process: BaseProcess) -> bool:
-    """It has ended otherwise than by its own will: 130 is Ctrl-C."""
-    return process.exitcode not in (None, 0, NO, 130)
+def _failed(code: int | None) -> bool:
+    """A rank has ended with that code, and otherwise than by its own will: 130 is Ctrl-C."""
+    return code not in (None, 0, NO, 130)
 
 
 def _failure(rank: int, process: BaseProcess, folder: Path) -> Failure:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ from graphrt.models.ranks.weights import RankWeights
 from graphrt.ranks import Ranks
 from graphrt.tools.cli import main
 from graphrt.tools.ranks import member
-from graphrt.tools.ranks.launch import _error, _failed, _failure
+from graphrt.tools.ranks.launch import Job, _error, _failed, _failure
 from graphrt.tools.ranks.member import own_backend
 
 TEXT = ("--raw", "-p", "hello the sea", "--temp", "0", "--ignore-eos", "--backend", "cpu", "-t", "1")
@@ -55,7 +56,33 @@ def test_the_rank_that_has_a_reason_says_it(tmp_path: Path) -> None:
     assert str(_error([found[0], killed], 3)).startswith("rank 2 of 3: it was ended by SIGKILL, as the system does")
     assert "exit code 7 and said nothing" in _failure(2, ended(7), tmp_path).text
     assert str(_error(found[:1], 3)) == "rank 0 of 3: one has not answered"
-    assert [_failed(ended(code)) for code in (0, 130, 2, -9)] == [False, False, True, True]
+    assert [_failed(code) for code in (None, 0, 130, 2, -9)] == [False, False, False, True, True]
+
+
+class Ending:
+    """A rank's process that ends while it is looked at: its sentinel is there before its code."""
+
+    def __init__(self, code: int, looks: int) -> None:
+        self.code, self.looks = code, looks
+        self.sentinel, other = os.pipe()
+        os.close(other)
+
+    @property
+    def exitcode(self) -> int | None:
+        self.looks -= 1
+        return self.code if self.looks < 0 else None
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+
+@pytest.mark.parametrize("looks", range(5))
+def test_a_rank_that_ends_between_two_looks_has_failed(looks: int, tmp_path: Path) -> None:
+    said(tmp_path, 0, "the disk is gone", lost=False)
+    ranks = [Ending(2, looks), Ending(0, 10**9)]
+    with pytest.raises(RankError, match="rank 0 of 2: the disk is gone"):
+        Job(Namespace(), 2, lambda *_: 0, "")._watch(ranks, tmp_path)  # type: ignore[arg-type]
+    assert Job(Namespace(), 2, lambda *_: 0, "")._watch([Ending(0, looks), Ending(0, 3 - looks)], tmp_path) == 0  # type: ignore[list-item]
 
 
 def test_what_all_say_is_said_once(tmp_path: Path) -> None:
