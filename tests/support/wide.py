@@ -67,6 +67,7 @@ EVERY = {
     "support/test_quick_interpreter.py": 0,
     "support/test_time_limits.py": 0,
     "tools/cli/test_cli_ranks.py::test_bench_over_ranks": 0,
+    "tools/cli/test_cli_ranks.py::test_perplexity_over_ranks": 0,
     "tools/cli/test_cli_ranks.py::test_samples_over_ranks": 0,
     "tools/cli/test_cli_ranks.py::test_torchrun_starts_the_ranks": 0,
     "tools/cli/test_cli_verbs.py::test_a_terminal_that_knows_only_ascii": 0,

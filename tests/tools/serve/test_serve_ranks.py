@@ -94,10 +94,13 @@ def test_two_ranks_serve_and_begin_again(tiny: Path, served: Served) -> None:
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("more", [("--lookup", "4"), ("--model-draft", "x.gguf")])
-def test_guesses_are_refused(tiny: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "more", [("--lookup", "4"), ("--model-draft", "x.gguf"), ("--lora", "x.gguf"), ("--prompt-cache", "x")]
+)
+def test_what_one_rank_does_is_refused(tiny: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tiny), "--tp", "2", "--port", "0", *more]) == 2
-    assert f"several ranks make texts without guesses, got {more[0]}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "several ranks make texts of one model, without guesses, adapters" in said and f"got {more[0]}" in said
 
 
 class Told(Ranks):
