@@ -42,6 +42,7 @@ SPILLING = {
     ("hopper_attn_back_queries", "256"): "20 times with a mask; not measured",
     ("hopper_attn_back_keys", "(128,", "'dropout"): "8 times between heads, none between steps; see BENCHMARKS.md",
     ("hopper_attn_back_queries", "(128,", "'dropout, bias"): "3 times; see BENCHMARKS.md",
+    ("hopper_attn_back_keys", "(128,", "score='softcap'"): "once, with a mask; 0.75 of plain without one (H200)",
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
     ("sm_90 prefill", "(128, 128)", "f8_e4m3", "prec=0"): "12 times with a mask, as q8_0; not measured",
