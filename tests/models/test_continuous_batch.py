@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.poisoned_engines import poisoned
 from support.tiny import write_model
 
 import graphrt
@@ -54,11 +55,7 @@ def paged(model: Model, n_seq: int, **changed: Any) -> PagedEngine:
     """An engine whose pages hold NaN, as those of a device may."""
     engine = model.engine(n_seq, replace(OPTIONS, **changed))
     assert isinstance(engine, PagedEngine)
-    for layer in engine.cache.layers:
-        for leaf in layer.leafs:
-            assert leaf.buffer is not None
-            leaf.buffer.write(0, np.full(leaf.nbytes, 0xFF, np.uint8))
-    return engine
+    return poisoned(engine)
 
 
 def alone(model: Model, ids: list[int], n: int) -> list[int]:

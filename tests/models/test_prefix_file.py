@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.adapters import write_adapter
+from support.poisoned_engines import poisoned
 from support.tiny import write_model
 
 from graphrt.errors import SessionError
@@ -38,11 +39,7 @@ def engine_of(model: Model, n_seq: int = 3, **changed: Any) -> PagedEngine:
     """An engine whose pages hold NaN, as those of a device may."""
     engine = model.engine(n_seq, replace(OPTIONS, **changed))
     assert isinstance(engine, PagedEngine)
-    for layer in engine.cache.layers:
-        for leaf in layer.leafs:
-            assert leaf.buffer is not None
-            leaf.buffer.write(0, np.full(leaf.nbytes, 0xFF, np.uint8))
-    return engine
+    return poisoned(engine)
 
 
 def left(engine: PagedEngine, path: Path, most: int = MOST) -> int:

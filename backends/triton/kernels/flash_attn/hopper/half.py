@@ -75,8 +75,7 @@ def hopper_flash_attn(
     p = Work(
         spec, q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
         sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
-        n_seq, n_head, gqa, n_q, n_kv, section, None, None, None, None, None, None, None, None, kept, inverse,
-        score=score,
+        n_seq, n_head, gqa, n_q, n_kv, section, kept=kept, inverse=inverse, score=score,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], tile_shared_layout(dtype, 2))

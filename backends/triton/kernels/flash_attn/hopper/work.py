@@ -12,10 +12,9 @@ NUMBERS = (
     "scale", "softcap", "sq_t", "sq_h", "sq_s", "so_t", "so_h", "so_s", "sm_t", "sm_h", "sm_s", "mask_heads",
     "mask_seqs", "mask_groups", "n_seq", "n_head", "gqa", "n_q", "n_kv", "section",
 )  # fmt: skip
-#: What a Work is made of: arguments that all kernels have, then those of tiles that programs share, then dropout's.
+#: What a Work is made of: arguments that all kernels have, then those of tiles that programs share.
 ARGUMENTS = ("q", "out", "mask", "counts", "blocks", "slopes", "sinks", "bad", "lse", *NUMBERS)
 OF_RANGES = ("part", "seen", "unit_start", "splits", "first_tile", "first_unit", "stop_unit", "turns")
-OF_DROPOUT = ("kept", "inverse")
 
 
 @aggregate
@@ -71,12 +70,12 @@ class Work:
     spec: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, spec, *arguments, score=None):
-        """arguments: ARGUMENTS, then OF_RANGES if spec.ranges or there is more, then OF_DROPOUT."""
-        self.score = gl.constexpr(None) if score is None else score
+    def __init__(self, spec, *arguments, kept=None, inverse=None, score=None):
+        """arguments: ARGUMENTS, and OF_RANGES if spec.ranges."""
         self.spec = gl.constexpr(spec)
-        for i, name in enumerate((*ARGUMENTS, *OF_RANGES, *OF_DROPOUT)):
-            value = arguments[i] if i < len(arguments) else None
+        given = dict(zip((*ARGUMENTS, *OF_RANGES), arguments)) | {"kept": kept, "inverse": inverse, "score": score}
+        for name in (*ARGUMENTS, *OF_RANGES, "kept", "inverse", "score"):
+            value = given.get(name)
             setattr(self, name, gl.constexpr(None) if value is None else value)
 
     @gluon.jit
