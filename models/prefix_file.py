@@ -30,7 +30,7 @@ from graphrt.errors import SessionError
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.paging.pool import PagePool
 from graphrt.models.paging.tree import Node
-from graphrt.models.session_file import fingerprint
+from graphrt.models.session_file import fingerprint, with_check
 
 MAGIC = b"graphrt pages\0\0\1"
 _HEADER = struct.Struct("<16s32sI")
@@ -53,7 +53,7 @@ def save_prefixes(engine: PagedEngine, path: Path, most: int) -> int:
     with engine.alone():
         nodes = _latest(engine, most)
         try:
-            private_files.write(path, _checked(_pieces(engine, nodes)))
+            private_files.write(path, with_check(_pieces(engine, nodes)))
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             raise SessionError(
                 f"a file of prompts must be writable, {str(path)[:200]!r} is not: {error}; give another"
@@ -143,15 +143,6 @@ def _pieces(engine: PagedEngine, nodes: Sequence[Node]) -> Iterator[bytes]:
     for node in nodes:
         for kind in (kind for kind in kinds if kind in node.pages):
             yield from (data.tobytes() for data in cache.read_page(kind, node.pages[kind]))
-
-
-def _checked(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The same, and the CRC-32 of them."""
-    check = 0
-    for piece in pieces:
-        check = zlib.crc32(piece, check)
-        yield piece
-    yield struct.pack("<I", check)
 
 
 # ---- reading ----

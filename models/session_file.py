@@ -18,7 +18,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +75,7 @@ def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: i
         fingerprint(engine.decoder, engine.adapter_key(seq)), types, engine.n_ctx, len(tokens), n_read, held
     )
     try:
-        private_files.write(path, _pieces(header, engine.cache, tokens, seq))
+        private_files.write(path, with_check(_pieces(header, engine.cache, tokens, seq)))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise SessionError(
             f"a session's file must be writable, {_named(path)} is not: {error}; give another"
@@ -83,8 +83,14 @@ def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: i
 
 
 def _pieces(header: Header, cache: Cache, tokens: Sequence[int], seq: int) -> Iterator[bytes]:
+    yield from (header.packed(), np.array(tokens, "<i4").tobytes())
+    yield from _rows(header, cache, seq)
+
+
+def with_check(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same pieces, and the CRC-32 of them, 4 bytes."""
     check = 0
-    for piece in (header.packed(), np.array(tokens, "<i4").tobytes(), *_rows(header, cache, seq)):
+    for piece in pieces:
         check = zlib.crc32(piece, check)
         yield piece
     yield struct.pack("<I", check)

@@ -7,6 +7,7 @@ bits are those of played ranks, on every rank, run after run, whatever order a l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -56,10 +57,7 @@ def _swapped(pieces: torch.Tensor, own: torch.Tensor, ranks: int) -> None:
 
 def _memory(ctx: Context, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Of the split's, which each step fills anew."""
-    n = 1
-    for size in shape:
-        n *= size
-    nbytes = n * like.element_size()
+    nbytes = math.prod(shape) * like.element_size()
     return ctx.shared_scratch(name, nbytes)[:nbytes].view(like.dtype).view(shape)
 
 
