@@ -59,9 +59,10 @@ class TritonBackend(Backend):
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
         self.backward = check_form(backward)
-        self.deterministic = backward != "fused-q"  # whose sums are added up in any order
         self.number = device
         self.target = target or target_of(device)
+        # fused-q adds up in any order, fused-k where it has Hopper's kernel.
+        self.deterministic = backward == "split" or (backward == "fused-k" and self.target.arch != "sm_90")
         self.capture = capture and not interpreting()
         self.survives_fork = interpreting()
         if self.target.is_here and not interpreting():

@@ -27,12 +27,16 @@ from support.aot_arch import target_of
 def siblings(node: Tensor, of: Sequence[str]) -> list[Tensor]:
     """The gradients of these sources of the attention that a node has a gradient of."""
     named = node.sources_by_name()
+    if "q_starts" in named:
+        fixed = [named[name] for name in ("d_out", "q", "k", "v", "out", "lse", "q_starts", "k_starts")]
+        more = {name: named.get(name) for name in ("sinks", "d_lse")}
+        return [ops.flash_attn_varlen_back(source, *fixed, node.params.attn, **more) for source in of]
     first = [named[name] for name in ("d_out", "q", "k", "v", "out", "lse")]
     rest = {name: t for name, t in named.items() if name in ("mask", "sinks", "attn_bias", "d_lse")}
     return [ops.flash_attn_back(source, *first, node.params.attn, **rest) for source in of]
 
 
-def _launcher(case: Case, of: Sequence[str]) -> tuple[Any, dict[Tensor, TritonBuffer], list[Tensor], BackLauncher]:
+def _launcher(case: Case, of: Sequence[str], form: str = "split") -> tuple[Any, dict[Tensor, TritonBuffer], list[Tensor], BackLauncher]:
     """A case's inputs, where its tensors lie, the nodes of these sources, and a launcher for an sm_90."""
     inputs, places = case.build(), dict[Tensor, TritonBuffer]()
 
@@ -43,7 +47,7 @@ def _launcher(case: Case, of: Sequence[str]) -> tuple[Any, dict[Tensor, TritonBu
     for leaf, values in inputs.values.items():
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
-    launcher = BackLauncher(replace(target_of("sm_90"), sm_count=4), place, "split")
+    launcher = BackLauncher(replace(target_of("sm_90"), sm_count=4), place, form)
     return inputs, places, siblings(inputs.result, of), launcher
 
 
@@ -54,10 +58,12 @@ def chosen(case: Case, of: Sequence[str]) -> BackChosen:
     return launcher.chosen[nodes[0]]
 
 
-def run(case: Case, of: Sequence[str], seed: int = 0) -> tuple[BackChosen, list[str], list[tuple[Any, Any]]]:
+def run(
+    case: Case, of: Sequence[str], seed: int = 0, form: str = "split"
+) -> tuple[BackChosen, list[str], list[tuple[Any, Any]]]:
     """(what was chosen, kernels that ran, for each source the gradient and the CPU's). Memory that nothing was written
     to holds NaN. seed: of the order of things."""
-    inputs, places, nodes, launcher = _launcher(case, of)
+    inputs, places, nodes, launcher = _launcher(case, of, form)
     ran = []
     for step in launcher.launches(Gradients(tuple(nodes))):
         if isinstance(step, Launch):

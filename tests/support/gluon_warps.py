@@ -265,6 +265,22 @@ class LateCopies:
 
         self.schedule.later(land)
 
+    def add(self, desc: Descriptor, place: Sequence[Any], source: Shared) -> None:
+        """TMA's addition of f32: reads shared memory as late as it may."""
+        first = [int(i) for i in place]
+        assert list(source.shape) == desc.block_shape and desc.data.dtype == np.float32 and min(first) >= 0
+
+        def land() -> None:
+            part = desc.data[tuple(slice(i, i + n) for i, n in zip(first, desc.block_shape))]
+            part += source.data[tuple(slice(n) for n in part.shape)]
+
+        self.schedule.running.copies.append(self.schedule.later(land))
+        self.schedule.pause()
+
+    def store_wait(self, left: int) -> None:
+        """Waits for all of these."""
+        self.wait_group(left)
+
     def mbarrier_arrive(self, place: Shared, increment_count: bool = True) -> None:
         """Each thread arrives when its copies have landed. increment_count: the barrier does not count on them."""
         me, barrier = self.schedule.running, self.barriers.of(place)
@@ -298,8 +314,9 @@ class Descriptor:
         strides = [n * kind().itemsize for n in desc.strides]
         assert desc.strides[-1] == 1 and all(n % 16 == 0 for n in strides[:-1])
         self.data = np.lib.stride_tricks.as_strided(
-            memory.bytes[start : start + kind().itemsize].view(kind), desc.shape, strides, writeable=False
+            memory.bytes[start : start + kind().itemsize].view(kind), desc.shape, strides
         )
+        self.layout = None
         name = "fp8e4nv" if desc.base.dtype == torch.float8_e4m3fn else np.dtype(kind).name.replace("float", "fp")
         self.dtype = types.SimpleNamespace(name=name, primitive_bitwidth=8 * kind().itemsize)
         self.block_shape = list(desc.block_shape)
@@ -410,7 +427,8 @@ def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> Non
             "gl": gl, "async_copy": copies, "tma": copies, "mbarrier": barriers, "warpgroup_mma": products.start,
             "warpgroup_mma_init": products.init, "warpgroup_mma_wait": products.wait,
             "gdc_wait": partial(_may_read, schedule), "gdc_launch_dependents": lambda: None,
-            "fence_async_shared": lambda: None, **(others or {}),
+            "fence_async_shared": lambda: None,
+            "async_add_shared_to_global": copies.add, **(others or {}),
         }  # fmt: skip
         schedule.run(partial(rebuilt(launch.kernel, replaced), **given | _functions_of_spec(launch, replaced)))
     memory.give_back()

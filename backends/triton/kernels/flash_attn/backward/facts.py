@@ -13,7 +13,7 @@ from graphrt.program import Fact
 _FORMS = {
     "split": "of q by one launch, of k and v by another, without atomics",
     "fused-q": "one launch, programs own queries and add to the gradients of k and v in memory, by atomics",
-    "fused-k": "one launch, programs own keys and add to the gradient of q in memory, in the order of keys",
+    "fused-k": "one launch, programs own keys and add to the gradient of q in memory",
 }
 
 
@@ -33,8 +33,8 @@ def gradient_facts(chosen: BackChosen) -> Iterator[Fact]:
         yield "score", f"{score}: compiled into the kernels with its derivative"
     if p.dropout_p:
         yield "dropout", f"{p.dropout_p:g} of the weights, drawn again by sequence, head, query and key"
-    mixed = [of for kernel in chosen.kernels if not kernel.repeatable for of in kernel.of if of != "q"]
-    again = f"all but those of {' and '.join(mixed)}, whose sums have no order" if mixed else "all of them"
+    mixed = [of for kernel in chosen.kernels for of in kernel.unordered]
+    again = f"all but what is of {' and '.join(mixed)}, whose sums have no order" if mixed else "all of them"
     yield "repeatable", f"{again}: the same inputs give the same bits"
 
 

@@ -51,6 +51,11 @@ class BackKernel(ABC):
         """Tiles and warps, in words."""
 
     @property
+    def unordered(self) -> tuple[str, ...]:
+        """The sources whose gradients are added up in any order."""
+        return ()
+
+    @property
     def repeatable(self) -> bool:
         """The same inputs give the same bits."""
-        return True
+        return not self.unordered

@@ -14,10 +14,15 @@ def back_kernels_of(target: Target, form: str) -> tuple[type[BackKernel], ...]:
     if target.arch == "sm_90":  # Gluon is imported where it is used: other GPUs' Triton may lack it
         from graphrt.backends.triton.kernels.flash_attn.hopper.backward_kernels import (
             HopperBias,
+            HopperFused,
             HopperKeys,
             HopperQueries,
         )
+        from graphrt.backends.triton.kernels.flash_attn.hopper.backward_packed_kernels import (
+            HopperPackedKeys,
+            HopperPackedQueries,
+        )
 
-        found += [HopperKeys, HopperQueries, HopperBias]
+        found += [HopperFused, HopperKeys, HopperQueries, HopperBias, HopperPackedKeys, HopperPackedQueries]
     found += [FusedQ, FusedK, SplitKV, SplitQ, Bias, Sinks]
     return tuple(kind for kind in found if form in kind.forms)

@@ -146,7 +146,7 @@ class Queries(Portable):
         args, steps = self._given(shared, lists)
         added = [p.f32(p.of[of]) for of in self.of if of != "q"]
         launch = self._launch(attention_back_queries, (n_tiles, p.n_head, p.n_batch), args | self._results())
-        return [*steps, *made, *_zeroed(added), launch]
+        return [*steps, *made, *zeroed(added), launch]
 
 
 class Keys(Portable):
@@ -174,7 +174,7 @@ class Keys(Portable):
             zeros = [turns, p.f32(p.of["q"])]
         args |= {**self._results(), "p_turns": turns}
         grid = (n_tiles, p.n_head // p.gqa, p.n_batch)
-        return [*steps, *made, *_zeroed(zeros), self._launch(attention_back_keys, grid, args)]
+        return [*steps, *made, *zeroed(zeros), self._launch(attention_back_keys, grid, args)]
 
 
 class SplitQ(Queries):
@@ -200,8 +200,8 @@ class FusedQ(Queries):
         return _too_long(self.p)
 
     @property
-    def repeatable(self) -> bool:
-        return self.of == ("q",)
+    def unordered(self) -> tuple[str, ...]:
+        return tuple(of for of in self.of if of != "q")
 
 
 class FusedK(Keys):
@@ -277,7 +277,7 @@ def _zeros(shared: Shared, n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=torch.int32, device=shared.target.device)
 
 
-def _zeroed(memories: list[torch.Tensor]) -> list[Step]:
+def zeroed(memories: list[torch.Tensor]) -> list[Step]:
     """The step that makes them zeros."""
     return [Call("zeros", partial(_zero, memories), [], memories, helper=True)] if memories else []
 

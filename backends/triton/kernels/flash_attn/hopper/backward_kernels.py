@@ -13,17 +13,20 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn import dropout_launch, score_code
 from graphrt.backends.triton.kernels.flash_attn.backward import plans
 from graphrt.backends.triton.kernels.flash_attn.backward.kernel import BackKernel
+from graphrt.backends.triton.kernels.flash_attn.backward.portable import zeroed
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import BackProblem
 from graphrt.backends.triton.kernels.flash_attn.backward.shared import Halves, Rows, Shared
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_launch import (
     Given,
     bias_launch,
+    fused_launch,
     keys_launch,
     queries_launch,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS, attention_back_lse
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     BIAS,
+    FUSED,
     KEYS,
     N_WG,
     PLAN_QUERIES,
@@ -163,6 +166,50 @@ class HopperKeys(HopperGradient):
             counts, blocks = found.counts, found.columns
             steps += made
         return [*steps, keys_launch(x, counts, blocks, self._result("k"), self._result("v"))]
+
+
+class HopperFused(HopperGradient):
+    """backward_fused.py. Where the gradient of Q alone is wanted, it makes the others for nobody."""
+
+    forms = ("fused-k",)
+    name, makes = "hopper_fused", ("q", "k", "v")
+    file = "hopper/backward_fused.py"
+    own = "fused"
+
+    def serves(self) -> str | None:
+        p = self.p
+        if (reason := super().serves()) is not None:
+            return reason
+        if p.d[0] not in FUSED:
+            return f"heads must be of {', '.join(map(str, FUSED))}, they are of {p.d[0]}"
+        if p.params.softcap or p.dropout_p:
+            return "a soft cap or dropout takes registers that the sums leave none of"
+        return None
+
+    @property
+    def unordered(self) -> tuple[str, ...]:
+        return ("q",) if "q" in self.of else ()
+
+    @property
+    def tiles(self) -> str:
+        c = self.config
+        return (
+            f"{c.block_m} queries x {c.block_n} keys, {N_WG} warpgroups multiply ({c.block_n // N_WG} keys each), a warp "
+            f"brings Q and d_out by TMA, which adds to the gradient of Q"
+        )
+
+    def launches(self, shared: Shared) -> list[Step]:
+        x, steps = self._given(shared)
+        counts = blocks = None
+        if self.p.mask_t is not None:
+            found, made = plans.columns(self.p, self.tiling, shared)
+            counts, blocks = found.counts, found.columns
+            steps += made
+        dq = self._result("q")
+        if dq is None:
+            dq = torch.empty(x.q.shape, dtype=torch.float32, device=self.target.device)
+        launch = fused_launch(x, counts, blocks, dq, self._result("k"), self._result("v"))
+        return [*steps, *zeroed([dq]), launch]
 
 
 class HopperQueries(HopperGradient):

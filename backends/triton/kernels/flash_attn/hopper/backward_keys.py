@@ -29,9 +29,11 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     unpacked,
     weights_of,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_sight import sight_of_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import as_operand, packed
 from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_keys, reread
+from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -90,7 +92,7 @@ def turned_mask(p, mask_ring, seq, head, key, query, step, part: gl.constexpr):
 @gluon.jit
 def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl.constexpr, wg: gl.constexpr):
     """Add what a step's queries give to the sums of 64 keys. place: (sequence, head, first key,
-    factor of the mask, GradientWork.ratio)."""
+    factor of the mask, GradientWork.ratio); of packed sequences the position of the sequence's first query comes first."""
     k, v = tiles
     q_ring, o_ring, row_ring, mask_ring = rings
     seq, head, key, factor, ratio = place
@@ -101,21 +103,23 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     o_ring.wait_full(step)
     # Many queries, or a soft cap, leave too few registers for weights of 32 bits beside the products under way; a mask
-    # of many queries, or a soft cap, too few for both products at once.
+    # of many queries, or of positions, or a soft cap, too few for both products at once.
     cols: gl.constexpr = p.spec.block_m
     narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
     early: gl.constexpr = (
-        p.spec.of_k and not p.spec.has_softcap and not p.spec.has_dropout and not (partial and p.spec.block_m > 64)
+        p.spec.of_k and not p.spec.has_softcap and not p.spec.has_dropout and not (partial and (p.spec.block_m > 64 or p.spec.packed))
     )
     d_w = s
     if early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     row_ring.wait_full(step)
     mask = 0
-    if partial:
+    if partial and not p.spec.packed:
         mask = turned_mask(p, mask_ring, seq, head, key, query, mask_step, wg)
     lse = row_ring.read(step, 0)
     s = warpgroup_mma_wait(1 if early else 0, [s])
+    if partial and p.spec.packed:  # what positions say is made now, else it takes registers while the product runs
+        mask = sight_of_keys(p, seq, key, kept_inside(query))
     w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
     if p.spec.has_dropout:
         w = dropped(w, words, cols)

@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_bias import hopper_attn_back_bias
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_fused import hopper_attn_back_fused
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_keys import hopper_attn_back_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_queries import hopper_attn_back_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
@@ -139,6 +142,26 @@ def keys_launch(
     }  # fmt: skip
     kernel = hopper_attn_back_wide if c.wide else hopper_attn_back_keys
     return Launch(kernel, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
+
+
+def fused_launch(
+    x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, dq: torch.Tensor, dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> Launch:  # fmt: skip
+    """keys_launch with dq, f32 [n_seq, n_head, n_q, d], which it adds to."""
+    c = x.config("fused")
+    n_seq, n_head_kv, n_kv, _ = x.k.shape
+    parts = c.block_n // WG_ROWS
+    stages, mask_desc = x.mask_ring(c.fused_bytes(x.d), c.block_m, parts, WG_ROWS)
+    spec = replace(x.spec(c), mask_stages=stages, of_k=dk is not None, of_v=dv is not None)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
+    box = TensorDescriptor(dq, list(dq.shape), list(dq.stride()), [1, 1, c.block_m, x.d // 2], layout)
+    args = x.common(side_by_side(x, x.q.shape[1] // n_head_kv * x.q.shape[2], 1)) | {
+        "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
+        "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "dq_desc": box, "counts": counts, "blocks": blocks,
+        "dk": dk if dk is not None else dq, "dv": dv if dv is not None else dq, "spec": spec, "kept": None,
+    }  # fmt: skip
+    return Launch(hopper_attn_back_fused, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
 
 
 def queries_launch(

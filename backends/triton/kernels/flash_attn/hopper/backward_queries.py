@@ -27,6 +27,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     store_rows,
     weights_of,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_sight import clear_unseen_keys, sight_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside, key_columns, load_mask
@@ -106,12 +107,12 @@ def own_rows(p, tiles, wg: gl.constexpr):
 @gluon.jit
 def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.constexpr, wg: gl.constexpr):
     """Add what a block of keys gives to the sum of 64 queries. place: (sequence, head, first query, lse, delta, factor
-    of the mask, GradientWork.ratio, list)."""
+    of the mask, GradientWork.ratio, list; of packed sequences what PackedWork.visits() says)."""
     q, o = own_rows(p, tiles, wg)
     k_ring, v_ring, mask_ring = rings
     seq, head, query, lse, delta, factor, ratio, start = place
     d: gl.constexpr = p.spec.d
-    masked: gl.constexpr = partial and p.spec.has_mask
+    masked: gl.constexpr = partial and (p.spec.has_mask or p.spec.packed)
     zero = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
     words = kept_of_queries(p, seq, head, query, block * p.spec.block_n)
     k_ring.wait_full(step)
@@ -123,14 +124,16 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     if early:
         d_w = warpgroup_mma(o, v_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     mask = 0
-    if masked:
+    if masked and not p.spec.packed:
         if p.spec.mask_stages > 0:
             mask = mask_ring.read(mask_step, wg)
         else:
             mask = load_mask(p, seq, head, query, block)
     s = warpgroup_mma_wait(1 if early else 0, [s])
+    if masked and p.spec.packed:  # what positions say is made now, else it takes registers while the product runs
+        mask = sight_of_queries(p, start, kept_inside(query), block)
     _w, bent = weights_of(p, s, lse[:, None], mask, factor, masked)
-    if partial:
+    if partial and not p.spec.packed:
         bent = none_past_end(p, bent, block)
     if not early:
         d_w = warpgroup_mma(o, v_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -140,7 +143,10 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
         d_w = dropped(d_w, words, p.spec.block_n)
     grads = as_left(score_gradients(bent, d_w, ratio, delta[:, None], partial).to(q.dtype), d)
     if masked:
-        clear_hidden_keys(p, k_ring.operand(step), start, block)
+        if p.spec.packed:
+            clear_unseen_keys(p, k_ring.operand(step), start, block)
+        else:
+            clear_hidden_keys(p, k_ring.operand(step), start, block)
     dq = warpgroup_mma(grads, k_ring.operand(step), dq, is_async=True)
     dq, grads = warpgroup_mma_wait(0, [dq, grads])
     gl.thread_barrier()

@@ -44,6 +44,10 @@ class GradientSpec:
     n_wg: int = N_WG
     of_k: bool = True
     of_v: bool = True
+    #: Of packed sequences: what is seen comes from positions.
+    packed: bool = False
+    causal: bool = False
+    window: bool = False
     #: As half.py's kernels have them, whose parts ask: heads are not packed, nothing is quantized.
     pack: int = 1
     k_kind: str = ""
@@ -76,6 +80,11 @@ class GradientConfig:
         rows = 8 * self.stages * self.block_m
         return 4 * d * (self.block_n + self.stages * self.block_m) + rows + weights + 1024
 
+    def fused_bytes(self, d: int) -> int:
+        """The same of one that adds to the gradient of Q: two buffers of gradients of scores of 16 bits, and what it
+        adds, of f32."""
+        return self.keys_bytes(d) + 4 * self.block_n * self.block_m + 4 * d * self.block_m
+
     def queries_bytes(self, d: int) -> int:
         """Shared memory of a program that owns queries, but for the mask: Q, d_out, K, V and some room."""
         ring = self.stages + (max(1, self.stages - 1) if d > 128 else self.stages)
@@ -102,8 +111,12 @@ QUERIES: dict[int, GradientConfig] = {
 QUERIES_CAPPED = QUERIES | {128: GradientConfig(block_m=128, block_n=64, stages=3)}
 #: Of the kernel that owns tiles of a bias, by head size; stages: of pairs, Q and K or d_out and V. Not measured.
 BIAS: dict[int, GradientConfig] = dict.fromkeys((64, 128), GradientConfig(block_m=128, block_n=128, stages=3))
+#: Of the kernel that owns keys and adds to the gradient of Q, by head size.
+FUSED: dict[int, GradientConfig] = {128: GradientConfig(block_m=64, block_n=128, stages=2)}
+#: Head sizes of packed sequences.
+PACKED_HEADS = (64, 128)
 #: By what programs own: the configurations, and those of crowded kernels.
-TABLES = {"keys": (KEYS, KEYS_CAPPED), "queries": (QUERIES, QUERIES_CAPPED), "bias": (BIAS, BIAS)}
+TABLES = {"keys": (KEYS, KEYS_CAPPED), "queries": (QUERIES, QUERIES_CAPPED), "bias": (BIAS, BIAS), "fused": (FUSED, FUSED)}
 
 
 def crowded(own: str, softcap: float, dropout: float) -> bool:
@@ -112,5 +125,5 @@ def crowded(own: str, softcap: float, dropout: float) -> bool:
 
 
 def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:
-    """The configuration of the kernels that own "keys", "queries" or tiles of a "bias"."""
+    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", or keys and make all ("fused")."""
     return TABLES[own][is_crowded][d]
