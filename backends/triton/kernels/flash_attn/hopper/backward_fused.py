@@ -75,15 +75,16 @@ def none_past_keys(p, w, key):
 
 
 @gluon.jit
-def start_queries(p, tiles, exchange, step, wg: gl.constexpr):
+def start_queries(p, exchange, step, wg: gl.constexpr):
     """Begin the product for the queries of the step before: [block_m, d / 2] of the warpgroup's columns."""
-    k_tile, _v_tile, _here = tiles
-    buffers, full, _out = exchange
+    all_keys, buffers, full, _out = exchange
     half: gl.constexpr = p.spec.d // 2
     slot = (step + 1) % 2
     mbarrier.wait(full.index(slot), (step // 2) & 1)
     grads = buffers.index(slot).permute((1, 0))
-    keys = k_tile.reshape([p.spec.block_n, p.spec.d]).slice(half * wg, half, dim=1)
+    # Else the compiler makes the descriptors of all pieces before the loop, and has no registers for them.
+    at = kept_inside(gl.to_tensor(0))
+    keys = all_keys.index(at).reshape([p.spec.block_n, p.spec.d]).slice(half * wg, half, dim=1)
     zero = gl.full([p.spec.block_m, half], 0.0, gl.float32, mma_layout(half))
     return warpgroup_mma(grads, keys, zero, use_acc=False, is_async=True)
 
@@ -91,7 +92,7 @@ def start_queries(p, tiles, exchange, step, wg: gl.constexpr):
 @gluon.jit
 def add_queries(p, dq_desc, exchange, dq, place, wg: gl.constexpr):
     """Add what start_queries() made to memory. place: (sequence, head, first query)."""
-    _buffers, _full, out = exchange
+    _all_keys, _buffers, _full, out = exchange
     seq, head, query = place
     half: gl.constexpr = p.spec.d // 2
     tma.store_wait(0)  # the one before has been read
@@ -106,7 +107,7 @@ def add_queries(p, dq_desc, exchange, dq, place, wg: gl.constexpr):
 def give_gradients(exchange, grads, step, wg: gl.constexpr):
     """Give a step's dS^T of the warpgroup's 64 keys, 16 bits, to both. The buffer is free: who has met the other one in
     the step before knows that it had made use of it two steps before."""
-    buffers, full, _out = exchange
+    _all_keys, buffers, full, _out = exchange
     slot = step % 2
     buffers.index(slot).slice(64 * wg, 64, dim=0).store(grads)
     fence_async_shared()
@@ -132,25 +133,29 @@ def add_fused_step(
     q_ring.wait_full(step)
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     o_ring.wait_full(step)
-    d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
+    d_w = s
+    if not partial:  # a mask leaves too few registers for both at once
+        d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     row_ring.wait_full(step)
     mask = 0
     if partial:
         mask = turned_mask(p, mask_ring, seq, head, key, query, mask_step, wg)
     lse = row_ring.read(step, 0)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(0 if partial else 1, [s])
     if p.spec.has_mask:
         s = odd_scores(s, odd)
     w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
     w = none_past_keys(p, w, key)
     left = as_operand(p, packed(w, k.dtype), k.dtype)
+    if partial:
+        d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     dv = warpgroup_mma(left, o_ring.operand(step), dv, is_async=True)
     delta = row_ring.read(step, 1)
     d_w = warpgroup_mma_wait(1, [d_w])
     d_s = score_gradients(w, d_w, ratio, delta[None, :], partial).to(k.dtype)
     grads = as_left(d_s, d)
     give_gradients(exchange, d_s, step, wg)
-    dq = start_queries(p, tiles, exchange, step, wg)
+    dq = start_queries(p, exchange, step, wg)
     dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
     dq, dv, left = warpgroup_mma_wait(1, [dq, dv, left])
     add_queries(p, dq_desc, exchange, dq * of_queries, (seq, before[0], before[1]), wg)
@@ -169,7 +174,7 @@ def add_up_all(p, dq_desc, tiles, rings, exchange, dk_out, dv_out, wg: gl.conste
     """A consumer warpgroup: the sums of 64 keys over all heads and queries, and half of the columns of what all of the
     block's keys give to these queries."""
     k_tile, _v_tile, here = tiles
-    buffers, full, out = exchange
+    _all_keys, buffers, full, _out = exchange
     d: gl.constexpr = p.spec.d
     seq, group, block = p.key_tile()
     key = block * p.spec.block_n + 64 * wg
@@ -215,7 +220,7 @@ def add_up_all(p, dq_desc, tiles, rings, exchange, dk_out, dv_out, wg: gl.conste
                 last_query = query
             masks += (n_all - n_full) * steps
         done += n_all * steps
-    dq = start_queries(p, tiles, exchange, done, wg)
+    dq = start_queries(p, exchange, done, wg)
     dq = warpgroup_mma_wait(0, [dq])
     add_queries(p, dq_desc, exchange, dq * of_queries, (seq, last_head, last_query), wg)
     first = (seq * (p.n_head // p.gqa) + group).to(gl.int64) * p.n_kv * d
@@ -243,7 +248,8 @@ def hopper_attn_back_fused(
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)
-    k_tile = gl.allocate_shared_memory(dtype, [1, 1, spec.block_n, spec.d], layout)
+    all_keys = gl.allocate_shared_memory(dtype, [1, 1, 1, spec.block_n, spec.d], layout)
+    k_tile = all_keys.index(0)
     v_tile = gl.allocate_shared_memory(dtype, [1, 1, spec.block_n, spec.d], layout)
     here = make_barriers(1, 1)
     buffers: gl.constexpr = spec.of_queries
@@ -265,8 +271,8 @@ def hopper_attn_back_fused(
     rings = (q_ring, o_ring, row_ring, mask_ring)
     gl.warp_specialize(
         [
-            (add_up_all, (p, dq_desc, tiles, rings, (grads, full, first), dk, dv, 0)),
-            (add_up_all, (p, dq_desc, tiles, rings, (grads, full, second), dk, dv, 1)),
+            (add_up_all, (p, dq_desc, tiles, rings, (all_keys, grads, full, first), dk, dv, 0)),
+            (add_up_all, (p, dq_desc, tiles, rings, (all_keys, grads, full, second), dk, dv, 1)),
             (produce_queries, (p, k_desc, v_desc, q_desc, o_desc, mask_source, tiles, rings)),
         ],
         [4, 1],
