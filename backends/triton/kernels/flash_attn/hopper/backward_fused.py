@@ -77,11 +77,9 @@ def none_past_keys(p, w, key):
 @gluon.jit
 def start_queries(p, exchange, step, wg: gl.constexpr):
     """Begin the product for the queries of the step before: [block_m, d / 2] of the warpgroup's columns."""
-    all_keys, buffers, full, _out = exchange
+    all_keys, buffers, _full, _out = exchange
     half: gl.constexpr = p.spec.d // 2
-    slot = (step + 1) % 2
-    mbarrier.wait(full.index(slot), (step // 2) & 1)
-    grads = buffers.index(slot).permute((1, 0))
+    grads = buffers.index((step + 2) % 3).permute((1, 0))
     # Else the compiler makes the descriptors of all pieces before the loop, and has no registers for them.
     at = kept_inside(gl.to_tensor(0))
     keys = all_keys.index(at).reshape([p.spec.block_n, p.spec.d]).slice(half * wg, half, dim=1)
@@ -105,10 +103,11 @@ def add_queries(p, dq_desc, exchange, dq, place, wg: gl.constexpr):
 
 @gluon.jit
 def give_gradients(exchange, grads, step, wg: gl.constexpr):
-    """Give a step's dS^T of the warpgroup's 64 keys, 16 bits, to both. The buffer is free: who has met the other one in
-    the step before knows that it had made use of it two steps before."""
+    """Give a step's dS^T of the warpgroup's 64 keys, 16 bits, to both, once both have given those of the step before.
+    That also says that the buffer is free: the other one had made use of it, three steps ago, before it gave these."""
     _all_keys, buffers, full, _out = exchange
-    slot = step % 2
+    mbarrier.wait(full.index((step + 2) % 3), (step // 3) & 1)
+    slot = step % 3
     buffers.index(slot).slice(64 * wg, 64, dim=0).store(grads)
     fence_async_shared()
     gl.thread_barrier()
@@ -189,10 +188,10 @@ def add_up_all(p, dq_desc, tiles, rings, exchange, dk_out, dv_out, wg: gl.conste
         odd = clear_odd_keys(p, k_tile.reshape([p.spec.block_n, d]).slice(64 * wg, 64, dim=0))
     # The first step adds zeros to its own queries, as if of a step before.
     empty = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
-    buffers.index(1).slice(64 * wg, 64, dim=0).store(empty.to(k_tile.dtype))
+    buffers.index(2).slice(64 * wg, 64, dim=0).store(empty.to(k_tile.dtype))
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.arrive(full.index(1), count=1)
+    mbarrier.arrive(full.index(2), count=1)
     done = 0
     masks = 0
     last_head = group * p.gqa
@@ -220,6 +219,7 @@ def add_up_all(p, dq_desc, tiles, rings, exchange, dk_out, dv_out, wg: gl.conste
                 last_query = query
             masks += (n_all - n_full) * steps
         done += n_all * steps
+    mbarrier.wait(full.index((done + 2) % 3), (done // 3) & 1)
     dq = start_queries(p, exchange, done, wg)
     dq = warpgroup_mma_wait(0, [dq])
     add_queries(p, dq_desc, exchange, dq * of_queries, (seq, last_head, last_query), wg)
@@ -257,8 +257,8 @@ def hopper_attn_back_fused(
     o_ring = make_ring(dtype, spec.d, spec.n_wg, buffers)
     row_ring = make_row_ring(spec, spec.n_wg)
     grads_layout: gl.constexpr = tile_shared_layout(dtype, 2)
-    grads = gl.allocate_shared_memory(dtype, [2, spec.block_n, spec.block_m], grads_layout)
-    full = make_barriers(2, spec.n_wg)
+    grads = gl.allocate_shared_memory(dtype, [3, spec.block_n, spec.block_m], grads_layout)
+    full = make_barriers(3, spec.n_wg)
     first = gl.allocate_shared_memory(gl.float32, [1, 1, spec.block_m, spec.d // 2], dq_desc.layout)
     second = gl.allocate_shared_memory(gl.float32, [1, 1, spec.block_m, spec.d // 2], dq_desc.layout)
     # Without a ring for the mask, that of Q stands in its place, unused, and its descriptor.

@@ -81,9 +81,9 @@ class GradientConfig:
         return 4 * d * (self.block_n + self.stages * self.block_m) + rows + weights + 1024
 
     def fused_bytes(self, d: int) -> int:
-        """The same of one that adds to the gradient of Q: two buffers of gradients of scores of 16 bits, and what it
+        """The same of one that adds to the gradient of Q: three buffers of gradients of scores of 16 bits, and what it
         adds, of f32."""
-        return self.keys_bytes(d) + 4 * self.block_n * self.block_m + 4 * d * self.block_m
+        return self.keys_bytes(d) + 6 * self.block_n * self.block_m + 4 * d * self.block_m
 
     def queries_bytes(self, d: int) -> int:
         """Shared memory of a program that owns queries, but for the mask: Q, d_out, K, V and some room."""
