@@ -29,6 +29,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     as_left,
     score_gradients,
     store_rows,
+    unpacked,
     weights_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
@@ -145,13 +146,14 @@ def add_fused_step(
         s = odd_scores(s, odd)
     w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
     w = none_past_keys(p, w, key)
-    left = as_operand(p, packed(w, k.dtype), k.dtype)
+    pairs = packed(w, k.dtype)
+    left = as_operand(p, pairs, k.dtype)
     if partial:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     dv = warpgroup_mma(left, o_ring.operand(step), dv, is_async=True)
     delta = row_ring.read(step, 1)
     d_w = warpgroup_mma_wait(1, [d_w])
-    d_s = score_gradients(w, d_w, ratio, delta[None, :], partial).to(k.dtype)
+    d_s = score_gradients(unpacked(pairs, k.dtype), d_w, ratio, delta[None, :], partial).to(k.dtype)
     grads = as_left(d_s, d)
     give_gradients(exchange, d_s, step, wg)
     dq = start_queries(p, exchange, step, wg)

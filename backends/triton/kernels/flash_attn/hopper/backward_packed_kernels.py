@@ -151,7 +151,7 @@ class PackedGradient(BackKernel):
             "padded": rows.shape[2], "n_rows": p.n_kv if of_keys else p.n_q, "window": p.params.window,
             "section": side, "spec": self.spec,
         }  # fmt: skip
-        return [*steps, *listed, Launch(kernel, (tiles.shape[0] * heads,), args, OPTIONS)]
+        return [*listed, *steps, Launch(kernel, (tiles.shape[0] * heads,), args, OPTIONS)]
 
 
 class HopperPackedKeys(PackedGradient):
