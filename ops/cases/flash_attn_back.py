@@ -103,6 +103,7 @@ def _long_points(base: Axes) -> Iterator[Axes]:
     yield replace(base, d=(64, 64), type="f16", n_kv=207, heads=(6, 2), max_bias=8.0, empty=2)
     yield replace(base, d=(128, 128), type="f16", heads=(2, 2), softcap=2.0, mask="per_head", n_seq=2)
     yield replace(base, d=(256, 256), type="f16", n_q=64, softcap=2.0, layout="cache")
+    yield replace(base, d=(128, 128), type="f16", n_q=70, heads=(2, 1), layout="cache")
     yield replace(base, d=(256, 256), type="bf16", n_q=70, mask="causal")
     kept = replace(base, type="f16", dropout_p=0.3)
     biased = replace(kept, mask=None, bias=(2, 2), bias_type="f16", d=(128, 128), n_seq=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,9 @@ def siblings(node: Tensor, of: Sequence[str]) -> list[Tensor]:
     return [ops.flash_attn_back(source, *first, node.params.attn, **rest) for source in of]
 
 
-def _launcher(case: Case, of: Sequence[str], form: str = "split") -> tuple[Any, dict[Tensor, TritonBuffer], list[Tensor], BackLauncher]:
+def _launcher(
+    case: Case, of: Sequence[str], form: str, change: Callable[[str, Any], Any]
+) -> tuple[Any, dict[Tensor, TritonBuffer], list[Tensor], BackLauncher]:
     """A case's inputs, where its tensors lie, the nodes of these sources, and a launcher for an sm_90."""
     inputs, places = case.build(), dict[Tensor, TritonBuffer]()
 
@@ -44,6 +46,8 @@ def _launcher(case: Case, of: Sequence[str], form: str = "split") -> tuple[Any, 
         unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
         return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
 
+    for leaf in inputs.values:
+        inputs.values[leaf] = change(leaf.name, inputs.values[leaf])
     for leaf, values in inputs.values.items():
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         place(leaf)[0].memory[: len(data)] = torch.from_numpy(data.copy())
@@ -51,19 +55,24 @@ def _launcher(case: Case, of: Sequence[str], form: str = "split") -> tuple[Any, 
     return inputs, places, siblings(inputs.result, of), launcher
 
 
-def chosen(case: Case, of: Sequence[str]) -> BackChosen:
+def _as_it_is(name: str, values: Any) -> Any:
+    return values
+
+
+def chosen(case: Case, of: Sequence[str], form: str = "split") -> BackChosen:
     """What is chosen for these sources."""
-    _, _, nodes, launcher = _launcher(case, of)
+    _, _, nodes, launcher = _launcher(case, of, form, _as_it_is)
     launcher.launches(Gradients(tuple(nodes)))
     return launcher.chosen[nodes[0]]
 
 
 def run(
-    case: Case, of: Sequence[str], seed: int = 0, form: str = "split"
+    case: Case, of: Sequence[str], seed: int = 0, form: str = "split",
+    change: Callable[[str, Any], Any] = _as_it_is,
 ) -> tuple[BackChosen, list[str], list[tuple[Any, Any]]]:
     """(what was chosen, kernels that ran, for each source the gradient and the CPU's). Memory that nothing was written
-    to holds NaN. seed: of the order of things."""
-    inputs, places, nodes, launcher = _launcher(case, of, form)
+    to holds NaN. seed: of the order of things; change: what becomes of an input, by its name."""
+    inputs, places, nodes, launcher = _launcher(case, of, form, change)
     ran = []
     for step in launcher.launches(Gradients(tuple(nodes))):
         if isinstance(step, Launch):

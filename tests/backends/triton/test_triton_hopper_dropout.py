@@ -81,3 +81,5 @@ def test_the_form_that_adds_in_any_order_promises_no_bits() -> None:
         True,
         False,
     ]
+    hopper = target_of("sm_90")
+    assert [TritonBackend(backward=form, target=hopper).deterministic for form in ("split", "fused-k")] == [True, False]

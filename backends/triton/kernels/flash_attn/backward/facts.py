@@ -34,7 +34,7 @@ def gradient_facts(chosen: BackChosen) -> Iterator[Fact]:
     if p.dropout_p:
         yield "dropout", f"{p.dropout_p:g} of the weights, drawn again by sequence, head, query and key"
     mixed = [of for kernel in chosen.kernels for of in kernel.unordered]
-    again = f"all but what is of {' and '.join(mixed)}, whose sums have no order" if mixed else "all of them"
+    again = f"all but those of {' and '.join(mixed)}, whose sums have no order" if mixed else "all of them"
     yield "repeatable", f"{again}: the same inputs give the same bits"
 
 
