@@ -67,7 +67,10 @@ def chosen(case: Case, of: Sequence[str], form: str = "split") -> BackChosen:
 
 
 def run(
-    case: Case, of: Sequence[str], seed: int = 0, form: str = "split",
+    case: Case,
+    of: Sequence[str],
+    seed: int = 0,
+    form: str = "split",
     change: Callable[[str, Any], Any] = _as_it_is,
 ) -> tuple[BackChosen, list[str], list[tuple[Any, Any]]]:
     """(what was chosen, kernels that ran, for each source the gradient and the CPU's). Memory that nothing was written

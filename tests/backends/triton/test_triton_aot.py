@@ -44,6 +44,9 @@ SPILLING = {
     ("hopper_attn_back_queries", "(128,", "'dropout, bias"): "3 times; see BENCHMARKS.md",
     ("hopper_attn_back_keys", "(128,", "score='softcap'"): "once, with a mask; 0.75 of plain without one (H200)",
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
+    ("hopper_attn_back_packed_keys", "'packed"): "none of plain ones; where softcap, ALiBi or a window take them",
+    ("hopper_attn_back_packed_queries", "(128,"): "23 times in blocks that a tile sees in part; see BENCHMARKS.md",
+    ("hopper_attn_back_fused", "(128,"): "11 times in one warpgroup, 49 with a mask; see BENCHMARKS.md",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
     ("sm_90 prefill", "(128, 128)", "f8_e4m3", "prec=0"): "12 times with a mask, as q8_0; not measured",
     ("sm_90 prefill", "(128, 128)", "f8_e4m3", "prec=8"): "13 sums; 677 TFLOP/s, blocks of 64 keys 617 (H200)",
@@ -52,8 +55,8 @@ SPILLING = {
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
     "attention_back_lse", "hopper_attn_back_keys", "hopper_attn_back_queries", "hopper_attn_back_wide",
-    "hopper_attn_back_bias", "hopper_attn_back_fused", "hopper_attn_back_packed_keys", "hopper_attn_back_packed_queries",
-    "attention_back_slots", "order_packed_tiles", "attention_dropout_bits", "hopper_fp8_attn", "turn_values",
+    "hopper_attn_back_bias", "hopper_attn_back_fused", "hopper_attn_back_packed_keys",
+    "hopper_attn_back_packed_queries", "attention_back_slots", "order_packed_tiles", "attention_dropout_bits", "hopper_fp8_attn", "turn_values",
     "hopper_quant_attn", "hopper_varlen_attn", "hopper_varlen_mla", "list_tiles",
 }  # fmt: skip
 #: Kernels that never run on an architecture.

@@ -1,8 +1,8 @@
 """All three gradients of attention in one launch for Hopper (sm_90), in Gluon: five products of a pair of blocks, where
 backward_keys.py and backward_queries.py make seven.
 
-A thread block owns 128 keys of a KV head of a sequence, as in backward_keys.py: two warpgroups have 64 of them each, and
-the sums for K and V in registers. What the block's keys give to the gradient of Q needs dS of both warpgroups. Each
+A thread block owns 128 keys of a KV head of a sequence, as in backward_keys.py: two warpgroups have 64 of them each,
+and the sums for K and V in registers. What the block's keys give to the gradient of Q needs dS of both warpgroups. Each
 writes its own, as it lies in its registers, to shared memory, and a step later makes half of the columns:
 
     dQ = (dS^T)^T K                     (wgmma, both operands in shared memory)
@@ -205,7 +205,8 @@ def add_up_all(p, dq_desc, tiles, rings, exchange, dk_out, dv_out, wg: gl.conste
         for i in range(n_full * steps):
             query = p.first_query(start, i)
             dk, dv = add_fused_step(
-                p, dq_desc, tiles, rings, exchange, place, dk, dv, done + i, query, (last_head, last_query), 0, False, wg
+                p, dq_desc, tiles, rings, exchange, place, dk, dv, done + i, query, (last_head, last_query), 0,
+                False, wg,
             )  # fmt: skip
             last_head = head
             last_query = query

@@ -194,8 +194,8 @@ class HopperFused(HopperGradient):
     def tiles(self) -> str:
         c = self.config
         return (
-            f"{c.block_m} queries x {c.block_n} keys, {N_WG} warpgroups multiply ({c.block_n // N_WG} keys each), a warp "
-            f"brings Q and d_out by TMA, which adds to the gradient of Q"
+            f"{c.block_m} queries x {c.block_n} keys, {N_WG} warpgroups multiply ({c.block_n // N_WG} keys each), a "
+            f"warp brings Q and d_out by TMA, which adds to the gradient of Q"
         )
 
     def launches(self, shared: Shared) -> list[Step]:

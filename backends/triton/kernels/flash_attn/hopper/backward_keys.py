@@ -92,7 +92,8 @@ def turned_mask(p, mask_ring, seq, head, key, query, step, part: gl.constexpr):
 @gluon.jit
 def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl.constexpr, wg: gl.constexpr):
     """Add what a step's queries give to the sums of 64 keys. place: (sequence, head, first key,
-    factor of the mask, GradientWork.ratio); of packed sequences the position of the sequence's first query comes first."""
+    factor of the mask, GradientWork.ratio); of packed sequences the first is the position of the sequence's first
+    query."""
     k, v = tiles
     q_ring, o_ring, row_ring, mask_ring = rings
     seq, head, key, factor, ratio = place
@@ -107,7 +108,10 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     cols: gl.constexpr = p.spec.block_m
     narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
     early: gl.constexpr = (
-        p.spec.of_k and not p.spec.has_softcap and not p.spec.has_dropout and not (partial and (p.spec.block_m > 64 or p.spec.packed))
+        p.spec.of_k
+        and not p.spec.has_softcap
+        and not p.spec.has_dropout
+        and not (partial and (p.spec.block_m > 64 or p.spec.packed))
     )
     d_w = s
     if early:

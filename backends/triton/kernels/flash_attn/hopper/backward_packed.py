@@ -1,9 +1,9 @@
-"""Gradients of packed sequences for Hopper (sm_90), in Gluon: backward_keys.py and backward_queries.py for the tiles of a
-list, whose sequences follow one another. What is done in a step is theirs; what is visited comes from positions.
+"""Gradients of packed sequences for Hopper (sm_90), in Gluon: backward_keys.py and backward_queries.py for the tiles of
+a list, whose sequences follow one another. What is done in a step is theirs; what is visited comes from positions.
 
 Queries lie in slots (backward_packing.py), so a block never has two sequences'. A block of keys may: those behind the
-sequence's end are rows of scores of their own in the kernel of keys, which it does not store; that of queries hides them
-and makes them 0.
+sequence's end are rows of scores of their own in the kernel of keys, which it does not store; that of queries hides
+them and makes them 0.
 """
 
 from triton.experimental import gluon

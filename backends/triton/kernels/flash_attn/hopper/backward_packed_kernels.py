@@ -139,7 +139,12 @@ class PackedGradient(BackKernel):
         (q, d_out, rows, scales), steps = self._slots(shared)
         rows_of_q, rows_of_k = (c.block_m, c.block_n) if of_keys else (PLAN_QUERIES, c.block_n)
         k, v = as_torch(p.k_t, p.k.data), as_torch(p.v_t, p.v.data)
-        boxes = {"q_desc": (q, rows_of_q), "o_desc": (d_out, rows_of_q), "k_desc": (k, rows_of_k), "v_desc": (v, rows_of_k)}
+        boxes = {
+            "q_desc": (q, rows_of_q),
+            "o_desc": (d_out, rows_of_q),
+            "k_desc": (k, rows_of_k),
+            "v_desc": (v, rows_of_k),
+        }
         slopes = None
         if p.params.max_bias > 0:
             slopes = torch.tensor(alibi_slopes(p.n_head, p.params.max_bias), device=self.target.device)

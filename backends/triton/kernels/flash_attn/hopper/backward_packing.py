@@ -26,8 +26,8 @@ SLOT = tl.constexpr(PLAN_QUERIES)
 def _seen_rows(row0, n, others, behind, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                OF_KEYS: tl.constexpr):  # fmt: skip
     """How many queries see a key of a tile of keys, or how many keys a tile of queries sees; -1 where there is no such
-    tile. row0, n: its first row, and those of its sequence; others: the sequence's queries, or keys; behind: the position
-    of its first query."""
+    tile. row0, n: its first row, and those of its sequence; others: the sequence's queries, or keys; behind: the
+    position of its first query."""
     last = tl.minimum(row0 + BLOCK, n) - 1
     reach = tl.minimum(window, 1 << 29)
     first, end = row0 * 0, others
@@ -61,10 +61,10 @@ def order_packed_tiles(
     p_tiles, p_ordered, n_tiles, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     OF_KEYS: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ordered int32 [n_tiles, RECORD]: the records of tiles, see tile_list.py, those first that see or are seen by most;
-    equal ones in their own order, those that are not there last. Program i places TILES of them. Of tiles of keys the
-    list has queries and keys exchanged (backward/plans.py). Two fields differ: the position is that of the first query in
-    both lists, and the last one is the sequence's first slot."""
+    """ordered int32 [n_tiles, RECORD]: the records of tiles, see tile_list.py, those first that see or are seen by
+    most; equal ones in their own order, those that are not there last. Program i places TILES of them. Of tiles of keys
+    the list has queries and keys exchanged (backward/plans.py). Two fields differ: the position is that of the first
+    query in both lists, and the last one is the sequence's first slot."""
     take_turn(PDL)
     i = tl.program_id(0) * TILES + tl.arange(0, TILES)
     n, row0, others, behind = _fields(p_tiles, i, n_tiles)

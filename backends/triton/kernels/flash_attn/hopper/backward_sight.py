@@ -13,8 +13,8 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
 @gluon.jit
 def seeing_span(key0, n_keys, n_queries, behind, window, spec: gl.constexpr):
     """(first step of queries, first full one, end of the full ones, end) of those that see a block of keys, each of
-    spec.block_m queries: backward/keys.py's _seeing_span. A full one sees all keys of the block, with nothing to add; keys
-    past the sequence's end don't count."""
+    spec.block_m queries: backward/keys.py's _seeing_span. A full one sees all keys of the block, with nothing to add;
+    keys past the sequence's end don't count."""
     m: gl.constexpr = spec.block_m
     n_steps = gl.cdiv(n_queries, m)
     reach = gl.minimum(window, 1 << 29)

@@ -116,7 +116,12 @@ FUSED: dict[int, GradientConfig] = {128: GradientConfig(block_m=64, block_n=128,
 #: Head sizes of packed sequences.
 PACKED_HEADS = (64, 128)
 #: By what programs own: the configurations, and those of crowded kernels.
-TABLES = {"keys": (KEYS, KEYS_CAPPED), "queries": (QUERIES, QUERIES_CAPPED), "bias": (BIAS, BIAS), "fused": (FUSED, FUSED)}
+TABLES = {
+    "keys": (KEYS, KEYS_CAPPED),
+    "queries": (QUERIES, QUERIES_CAPPED),
+    "bias": (BIAS, BIAS),
+    "fused": (FUSED, FUSED),
+}
 
 
 def crowded(own: str, softcap: float, dropout: float) -> bool:
@@ -125,5 +130,6 @@ def crowded(own: str, softcap: float, dropout: float) -> bool:
 
 
 def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:
-    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", or keys and make all ("fused")."""
+    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", or keys, and make all
+    ("fused")."""
     return TABLES[own][is_crowded][d]
