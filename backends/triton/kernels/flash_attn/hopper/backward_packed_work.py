@@ -22,8 +22,8 @@ class PackedWork:
     """A kernel's run-time arguments.
 
     rows: f32 [n_head, 2, padded], of slots, see backward_packing.py; tiles: its ordered list, n_tiles records, of keys
-    or of queries; n_rows: of all sequences, keys or queries as well; section: heads whose programs run side by side. The
-    rest as GradientWork has it.
+    or of queries; n_rows: of all sequences, keys or queries as well; section: heads whose programs run side by side.
+    The rest as GradientWork has it.
     """
 
     rows: gl.tensor
