@@ -208,8 +208,7 @@ def _packed_points() -> Iterator[Packed]:
     yield from (long, replace(long, window=31), replace(long, causal=False))
     # What a GPU with kernels of its own for packed sequences takes by them: whole tiles, ends inside of them, more keys
     # than queries, the other way round, sequences of one query and of none.
-    starts = {"q_starts": (0, 130, 131, 131, 300), "k_starts": (0, 200, 205, 206, 340)}
-    large = Packed("q", **starts, d=(128, 128), heads=(2, 1), type="f16")
+    large = Packed("q", (0, 130, 131, 131, 300), (0, 200, 205, 206, 340), (2, 1), (128, 128), "f16")
     yield from (large, replace(large, causal=False, type="bf16"), replace(large, window=70, softcap=5.0))
     yield from (replace(large, d=(64, 64), max_bias=8.0), replace(large, d=(64, 64), window=40, causal=False))
 
