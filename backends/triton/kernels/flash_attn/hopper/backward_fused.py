@@ -46,11 +46,11 @@ def clear_odd_keys(p, k):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_m))
     values = k.load(layout).to(gl.float32)
-    odd = gl.abs(values) < float("inf")
-    count = gl.sum(gl.where(odd, 0.0, 1.0), 1)
-    some = gl.max(count, 0) > 0.0
+    finite = gl.abs(values) < float("inf")
+    count = gl.sum(gl.where(finite, 0, 1), 1)
+    some = gl.sum(count, 0) > 0
     if some:
-        k.store(gl.where(odd, values, 0.0).to(k.dtype))
+        k.store(gl.where(finite, values, 0.0).to(k.dtype))
         fence_async_shared()
     gl.thread_barrier()
     return some, gl.convert_layout(count, rows)
@@ -61,7 +61,7 @@ def odd_scores(s, odd):
     """Scores that are NaN where the key holds what is not finite. odd: clear_odd_keys's."""
     some, count = odd
     if some:
-        s = gl.where((count > 0.0)[:, None], float("nan"), s)
+        s = gl.where((count > 0)[:, None], float("nan"), s)
     return s
 
 
