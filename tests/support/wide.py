@@ -27,6 +27,8 @@ EVERY = {
     "backends/triton/test_triton_attention_back.py::test_case": 6,
     "backends/triton/test_triton_attention_back.py::test_one_launch_for_several_gradients": 3,
     "backends/triton/test_triton_back_hopper.py": 4,
+    "backends/triton/test_triton_back_packed.py::test_packed_sequences": 3,
+    "backends/triton/test_triton_back_packed.py::test_sequences_do_not_touch_one_another": 3,
     "backends/triton/test_triton_backward.py": 3,
     "backends/triton/test_triton_batch_mma.py": 5,
     "backends/triton/test_triton_batch_wgmma.py": 12,
