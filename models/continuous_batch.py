@@ -93,6 +93,7 @@ class ContinuousBatch:
     def __init__(self, engine: PagedSteps, pace: Pace | None = None, *, alone: bool = False) -> None:
         self.engine, self.pace, self.alone = engine, pace, alone
         self._read_prompt = False  # by the last step, if steps are alone
+        self._on_board = set[Going]()  # those whose next tokens the last step leaves
         self.n_guessed = self.n_right = 0
         self.failed: dict[int, SessionError] = {}
         self._going: dict[int, Going] = {}
@@ -207,14 +208,16 @@ class ContinuousBatch:
 
     def _reads_alone(self) -> list[Read]:
         """A piece of one prompt, or else a token of each sequence that has read its own: in turns, where there are
-        both."""
+        both. A token that the last step doesn't leave is read once it is known."""
         engine = self.engine
         singles = list[Read]()
         for going in self._going.values():
             if not going.n_prompt and len(going.left):
                 singles.append(Read(going, going.left[:1], len(going.left) == 1))
-            elif not going.n_prompt and going.unasked:
+            elif not going.n_prompt and going.unasked and going in self._on_board:
                 singles.append(Read(going, None, True))
+            elif not going.n_prompt and going.unasked == going.wanted:
+                singles.append(Read(going, np.array([going.token], np.int32), True))
         prompt = next((going for going in self._going.values() if going.n_prompt), None)
         if prompt is None or (singles and self._read_prompt):
             return singles
@@ -293,6 +296,7 @@ class ContinuousBatch:
                 read.of.n_prompt = max(0, read.of.n_prompt - len(read.ids))
             read.of.unasked -= read.chooses
             read.of.row = row
+        self._on_board = {read.of for read in reads if read.chooses}
         return Queued(step, reads, rows, buffer.read_later(offset, 4 * len(wanted)))
 
     def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:

@@ -27,7 +27,8 @@ def rungs(low: int, high: int) -> list[int]:
 def warm_up(engine: PagedEngine, *, alone: bool = False) -> None:
     """Has an engine whose sequences are empty ready for any number of single tokens, chosen in the usual ways, and for
     prompts; it is empty afterwards. Of steps that read prompts beside all other sequences, and of those with adapters,
-    kernels are compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left to do where its backend doesn't queue its work."""
+    kernels are compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left to do where
+    its backend doesn't queue its work."""
     if not engine.home.asynchronous or not engine.runs_ahead:
         return
     if alone:

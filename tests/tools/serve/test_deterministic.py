@@ -14,6 +14,7 @@ from support.verbs import Verb
 
 from graphrt.backend import get_backend
 from graphrt.models import Model, load
+from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import TextRules
@@ -104,6 +105,35 @@ def test_without_it_they_do(tmp_path: Path) -> None:
     model = model_of(tmp_path, "llama", "F32")
     alone = [made(model, [i], [0], 12, pinned=False)[0] for i in range(len(LENGTHS))]
     assert made(model, list(range(len(LENGTHS))), [0] * len(LENGTHS), 12, pinned=False) != alone
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_batch_reads_prompts_alone(tmp_path: Path, late: int) -> None:
+    """Texts that come while others are made, whose latest tokens the step of a prompt does not leave; one of them has
+    made a part of what it reads."""
+    model = model_of(tmp_path, "llama", "F32")
+    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_batch=8), 4)
+    ids = np.random.default_rng(8).integers(3, 120, 60).tolist()
+    prompts = ids[:3], ids[3:20], ids[20:28], ids[28:50]
+
+    def made(waits: dict[int, int]) -> dict[int, list[int]]:
+        found, left, step = {i: list[int]() for i in waits}, dict(waits), 0
+        with ContinuousBatch(engine, alone=True) as batch:
+            while left or batch.going:
+                for i in [i for i, wait in left.items() if wait <= step]:
+                    batch.add(i, prompts[i], 6 + i, n_made=5 if i == 3 else 0)
+                    del left[i]
+                for i, tokens in batch.step().items():
+                    found[i] += tokens
+                step += 1
+        for i in waits:
+            engine.free(i)
+        return found
+
+    alone = {i: made({i: 0})[i] for i in range(4)}
+    assert [len(alone[i]) for i in range(4)] == [6, 7, 8, 9]
+    assert made({i: i * late for i in range(4)}) == alone
+    assert made({3: 0, 1: late, 0: 2 * late}) == {i: alone[i] for i in (3, 1, 0)}
 
 
 def test_on_a_gpu_too(tmp_path: Path) -> None:

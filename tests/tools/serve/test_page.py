@@ -1,5 +1,5 @@
-"""The page at /: its markdown and its streams, run by Node where there is one, against a real server; and the whole of it
-in Chromium: the one that playwright has, or that GRAPHRT_CHROMIUM names."""
+"""The page at /: its markdown and its streams, run by Node where there is one, against a real server; and the whole of
+it in Chromium: the one that playwright has, or that GRAPHRT_CHROMIUM names."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ def _down(p_x, p_a, p_sums, n, k, first, last, r, RANK: tl.constexpr, T: tl.cons
     total = tl.zeros([T, R], tl.float32)
     for start in range(first, last, D):
         d = start + tl.arange(0, D)
-        x = tl.load(p_x + t.to(tl.int64)[:, None] * k + d[None, :], mask=(t < n)[:, None] & (d < last)[None, :], other=0.0)
+        x = tl.load(
+            p_x + t.to(tl.int64)[:, None] * k + d[None, :], mask=(t < n)[:, None] & (d < last)[None, :], other=0.0
+        )
         a = tl.load(p_a + i_r.to(tl.int64)[:, None] * k + d[None, :], mask=(d < last)[None, :], other=0.0)
         total = tl.dot(x, tl.trans(a), total, input_precision=PRECISION)
     tl.store(p_sums + t.to(tl.int64)[:, None] * RANK + i_r[None, :], total, mask=(t < n)[:, None])
