@@ -121,10 +121,10 @@ class ContinuousBatch:
         guesser: Guesser | None = None,
         n_made: int = 0,
     ) -> None:
-        """A sequence reads these tokens, of which the last n_made were made and are no prompt's, of which it takes over what the cache has, and then generates n, -1: until its
-        context is full. how: how they are chosen, the likeliest unless told; guesser: guesses them. Raises SessionError
-        as PagedEngine.read() does and for an n of 0; CacheFullError where the cache has too few pages for the tokens;
-        then nothing has changed."""
+        """A sequence reads these tokens, of which it takes over what the cache has, and then generates n, -1: until its
+        context is full. how: how they are chosen, the likeliest unless told; guesser: guesses them; n_made: of the
+        tokens those at their end that were made and are no prompt's. Raises SessionError as PagedEngine.read() does and
+        for an n of 0; CacheFullError where the cache has too few pages for the tokens; then nothing has changed."""
         engine = self.engine
         if n < -1 or n == 0:
             raise SessionError(f"a sequence generates at least 1 token, or -1, until its context is full, got {n}")

@@ -49,7 +49,8 @@ def adapter_down(
 ):  # fmt: skip
     """Program (i, (matrix, r), part) makes parts of T tokens' sums with R of a matrix's rows.
 
-    x: f32 [n, k]; a0 to a2: f32 [RANK, k], of which N count; sums: f32 [N, PARTS, n, RANK], of `depth` elements each."""
+    x: f32 [n, k]; a0 to a2: f32 [RANK, k], of which N count; sums: f32 [N, PARTS, n, RANK], each of `depth`
+    elements."""
     take_turn(PDL)
     matrix, r = tl.program_id(1) // (RANK // R), tl.program_id(1) % (RANK // R)
     part = tl.program_id(2)

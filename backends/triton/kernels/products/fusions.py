@@ -1,4 +1,4 @@
-"""Which MUL_MATs become one step, with what is added to them or the GLU that joins two, and which belong to adapters."""
+"""Which MUL_MATs become one step, with what is added to them or the GLU that joins two, and which are adapters'."""
 
 from __future__ import annotations
 
