@@ -25,12 +25,12 @@ from graphrt.fusion import Fusion
 
 #: In the order in which they are tried: a node belongs to the first group that takes it.
 FUSIONS: tuple[Fusion, ...] = (
-    ADAPTERS,
     EXPERT_ROUTING,
     EXPERT_GATE_UP,
     EXPERT_SUM,
     LATENT_ROPE_CACHE,
     HEAD_PRODUCTS,
+    ADAPTERS,
     GATE_UP_GLU,
     PROJECTIONS,
     NORM_ROPE_CACHE,

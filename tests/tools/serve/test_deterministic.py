@@ -112,16 +112,17 @@ def test_a_batch_reads_prompts_alone(tmp_path: Path, late: int) -> None:
     """Texts that come while others are made, whose latest tokens the step of a prompt does not leave; one of them has
     made a part of what it reads."""
     model = model_of(tmp_path, "llama", "F32")
-    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_batch=8), 4)
-    ids = np.random.default_rng(8).integers(3, 120, 60).tolist()
-    prompts = ids[:3], ids[3:20], ids[20:28], ids[28:50]
+    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_batch=8), 12)
+    ids = np.random.default_rng(8).integers(3, 120, 150).tolist()
+    prompts = [ids[:3], ids[3:20], ids[20:28], *(ids[i : i + 11] for i in range(28, 127, 11))]
+    assert len(prompts) == 12
 
     def made(waits: dict[int, int]) -> dict[int, list[int]]:
         found, left, step = {i: list[int]() for i in waits}, dict(waits), 0
         with ContinuousBatch(engine, alone=True) as batch:
             while left or batch.going:
                 for i in [i for i, wait in left.items() if wait <= step]:
-                    batch.add(i, prompts[i], 6 + i, n_made=5 if i == 3 else 0)
+                    batch.add(i, prompts[i], 16 - i, n_made=5 if i == 3 else 0)
                     del left[i]
                 for i, tokens in batch.step().items():
                     found[i] += tokens
@@ -130,9 +131,9 @@ def test_a_batch_reads_prompts_alone(tmp_path: Path, late: int) -> None:
             engine.free(i)
         return found
 
-    alone = {i: made({i: 0})[i] for i in range(4)}
-    assert [len(alone[i]) for i in range(4)] == [6, 7, 8, 9]
-    assert made({i: i * late for i in range(4)}) == alone
+    alone = {i: made({i: 0})[i] for i in range(12)}
+    assert [len(alone[i]) for i in range(12)] == [16 - i for i in range(12)]
+    assert made({i: i * late for i in range(12)}) == alone
     assert made({3: 0, 1: late, 0: 2 * late}) == {i: alone[i] for i in (3, 1, 0)}
 
 
