@@ -20,12 +20,13 @@ from graphrt.models.engine import MAX_AHEAD, Ids
 from graphrt.models.guesses import Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates, place_of
-from graphrt.models.step_paged import Filling, PagedStep
+from graphrt.models.step_paged import Filling, PagedStep, StepSize
 
 
 @dataclass(eq=False)
 class Going:
-    """A sequence that reads or generates. left: its tokens that no step reads yet; row: where on the board the latest
+    """A sequence that reads or generates. left: its tokens that no step reads yet, of which the first n_prompt are of a
+    prompt and not made; row: where on the board the latest
     step leaves its next one; wanted, unasked: tokens that are still to be given, and of those the ones that no step has
     been queued for; token: the last one given; how: how its tokens are chosen; guesser: what guesses some of them, None
     for nothing."""
@@ -36,6 +37,7 @@ class Going:
     unasked: int
     how: Drawn
     guesser: Guesser | None = None
+    n_prompt: int = 0
     row: int = -1
     token: int = -1
 
@@ -77,7 +79,9 @@ class ContinuousBatch:
 
     A grammar's mask for a token follows from the one before, and so do guesses: while a sequence has a grammar or is
     guessed, no step is queued ahead. Tokens are what they are without guesses, but for rounding. failed: sequences
-    whose grammar let nothing through or took too much, which have ended, with the error. pace: whether guesses pay,
+    whose grammar let nothing through or took too much, which have ended, with the error. alone: steps tell nothing of
+    other sequences: a piece of a prompt, cut where n_batch divides it, is a step by itself, and all steps of single
+    tokens have one size. pace: whether guesses pay,
     None where they are to be made in any case; n_guessed, n_right: tokens that were guessed, and those that were right.
 
         with ContinuousBatch(engine) as batch:
@@ -86,8 +90,10 @@ class ContinuousBatch:
                 for seq, tokens in batch.step().items(): ...    # and add() or end() any sequence, at any time
     """
 
-    def __init__(self, engine: PagedSteps, pace: Pace | None = None) -> None:
-        self.engine, self.pace = engine, pace
+    def __init__(self, engine: PagedSteps, pace: Pace | None = None, *, alone: bool = False) -> None:
+        self.engine, self.pace, self.alone = engine, pace, alone
+        self._read_prompt = False  # by the last step, if steps are alone
+        self._on_board = set[Going]()  # those whose next tokens the last step leaves
         self.n_guessed = self.n_right = 0
         self.failed: dict[int, SessionError] = {}
         self._going: dict[int, Going] = {}
@@ -113,11 +119,12 @@ class ContinuousBatch:
         n: int = -1,
         how: Drawn = Drawn(),
         guesser: Guesser | None = None,
+        n_made: int = 0,
     ) -> None:
         """A sequence reads these tokens, of which it takes over what the cache has, and then generates n, -1: until its
-        context is full. how: how they are chosen, the likeliest unless told; guesser: guesses them. Raises SessionError
-        as PagedEngine.read() does and for an n of 0; CacheFullError where the cache has too few pages for the tokens;
-        then nothing has changed."""
+        context is full. how: how they are chosen, the likeliest unless told; guesser: guesses them; n_made: of the
+        tokens those at their end that were made and are no prompt's. Raises SessionError as PagedEngine.read() does and
+        for an n of 0; CacheFullError where the cache has too few pages for the tokens; then nothing has changed."""
         engine = self.engine
         if n < -1 or n == 0:
             raise SessionError(f"a sequence generates at least 1 token, or -1, until its context is full, got {n}")
@@ -130,7 +137,7 @@ class ContinuousBatch:
                 engine.tables.begin(seq, how, [*before, *tokens] if before is not None else list(tokens))
             elif "tables" in vars(engine):
                 engine.tables.begin(seq, how, ())
-            self._going[seq] = Going(seq, left, n, n, how, guesser)
+            self._going[seq] = Going(seq, left, n, n, how, guesser, max(0, len(left) - n_made))
 
     @checked(SessionError)
     def end(self, seq: int) -> None:
@@ -181,6 +188,8 @@ class ContinuousBatch:
     def _next_reads(self) -> list[Read]:
         """What the next step reads: a token of each sequence that generates, and n_batch tokens of prompts, in the
         order in which they came; or, where there are no prompts, guesses."""
+        if self.alone:
+            return self._reads_alone()
         reads, room = [], self.engine.n_batch
         prompts = any(len(going.left) > 1 for going in self._going.values())
         guessed = {} if prompts else self._guesses()
@@ -196,6 +205,32 @@ class ContinuousBatch:
                 reads.append(Read(going, asked, True, len(guess)))
         place = {seq: i for i, seq in enumerate(self.engine.arranged([read.of.seq for read in reads]))}
         return sorted(reads, key=lambda read: place[read.of.seq])
+
+    def _reads_alone(self) -> list[Read]:
+        """A piece of one prompt, or else a token of each sequence that has read its own: in turns, where there are
+        both. A token that the last step doesn't leave is read once it is known."""
+        engine = self.engine
+        singles = list[Read]()
+        for going in self._going.values():
+            if not going.n_prompt and len(going.left):
+                singles.append(Read(going, going.left[:1], len(going.left) == 1))
+            elif not going.n_prompt and going.unasked and going in self._on_board:
+                singles.append(Read(going, None, True))
+            elif not going.n_prompt and going.unasked == going.wanted:
+                singles.append(Read(going, np.array([going.token], np.int32), True))
+        prompt = next((going for going in self._going.values() if going.n_prompt), None)
+        if prompt is None or (singles and self._read_prompt):
+            return singles
+        at = engine.cache.pool.of(prompt.seq).reserved
+        piece = prompt.left[: min(prompt.n_prompt, engine.n_batch - at % engine.n_batch)]
+        return [Read(prompt, piece, len(piece) == len(prompt.left))]
+
+    def _own_size(self, reads: Sequence[Read]) -> StepSize | None:
+        """That of a step that tells nothing of others, None where it may."""
+        if not self.alone:
+            return None
+        self._read_prompt = bool(reads[0].of.n_prompt)
+        return self.engine.own_size(reads[0].n if self._read_prompt else 0)
 
     def _may_guess(self, going: Going) -> bool:
         return going.guesses and (self.pace is None or self.pace.guesses(len(self._going)))
@@ -242,7 +277,7 @@ class ContinuousBatch:
         counts = np.array(list(new.values()), np.int32)
         n, every = int(counts.sum()), any(read.guessed for read in reads)
         engine.cache.append(new)
-        plan = engine.plan(new, every=every)
+        plan = engine.plan(new, every=every, size=self._own_size(reads))
         drawn = any(not read.of.how.is_plain for read in reads)
         most = candidates(read.of.how.settings for read in reads) if drawn else 0
         step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
@@ -256,9 +291,12 @@ class ContinuousBatch:
             step.exe.run()
         rows = (np.cumsum(counts) - counts).tolist() if every else list(range(len(reads)))
         for row, read in zip(rows, reads):
-            read.of.left = read.of.left[len(read.ids) :] if read.ids is not None else read.of.left
+            if read.ids is not None:
+                read.of.left = read.of.left[len(read.ids) :]
+                read.of.n_prompt = max(0, read.of.n_prompt - len(read.ids))
             read.of.unasked -= read.chooses
             read.of.row = row
+        self._on_board = {read.of for read in reads if read.chooses}
         return Queued(step, reads, rows, buffer.read_later(offset, 4 * len(wanted)))
 
     def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:

@@ -133,11 +133,13 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         """i32 [1, 2 * most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
         return new_tensor("i32", 1, 2 * self.most_tokens, name="token_board")
 
-    def plan(self, new: Mapping[int, int], *, every: bool = False) -> StepPlan:
+    def plan(self, new: Mapping[int, int], *, every: bool = False, size: StepSize | None = None) -> StepPlan:
         """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
         few. Where each sequence has one token, tokens, sequences and wanted rows are one rung; else sequences are of a
         coarse ladder, whose empty ones cost a row of logits each. A table has room for the longest sequence's pages,
-        in powers of two."""
+        in powers of two. size: of the step, where it is known; then nothing is read once for several."""
+        if size is not None:
+            return StepPlan(size, _NOT_TOLD)
         longest = max(self.cache.pool.of(seq).reserved for seq in new)
         shared = self.cache.prefixes(new) if self.home.reads_shared_once else _NOT_TOLD
         blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks)
@@ -234,7 +236,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
                 f"in several"
             )
         self.cache.append(new)
-        plan = self.plan(new, every=every) if size is None else StepPlan(size, _NOT_TOLD)
+        plan = self.plan(new, every=every, size=size)
         prepared = self.prepared(plan.size, adapted=self.is_adapted(new))
         ends = np.cumsum(list(new.values()), dtype=np.int32)
         rows = np.arange(n, dtype=np.int32) if every else ends - 1

@@ -24,11 +24,17 @@ def rungs(low: int, high: int) -> list[int]:
     return sorted({rung(n, high) for n in range(low, high + 1)})
 
 
-def warm_up(engine: PagedEngine) -> None:
+def warm_up(engine: PagedEngine, *, alone: bool = False) -> None:
     """Has an engine whose sequences are empty ready for any number of single tokens, chosen in the usual ways, and for
     prompts; it is empty afterwards. Of steps that read prompts beside all other sequences, and of those with adapters,
-    kernels are compiled, and no more. Nothing is left to do where its backend doesn't queue its work."""
+    kernels are compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left to do where
+    its backend doesn't queue its work."""
     if not engine.home.asynchronous or not engine.runs_ahead:
+        return
+    if alone:
+        _run(engine, engine.n_seq, RowSettings(), alone=True)
+        _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1), alone=True)
+        engine.reset()
         return
     blocks = block_rung(1, engine.cache.sizes.max_blocks)
     single = [(n, n) for n in reversed(rungs(1, engine.n_seq))]
@@ -54,9 +60,9 @@ def warm_up(engine: PagedEngine) -> None:
     engine.reset()
 
 
-def _run(engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1) -> None:
+def _run(engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1, *, alone: bool = False) -> None:
     """Some steps of n sequences."""
-    with ContinuousBatch(engine) as batch:
+    with ContinuousBatch(engine, alone=alone) as batch:
         for seq in range(n):
             uniforms = Uniforms(seq) if settings.temp > 0 else None
             batch.add(seq, [0] * n_prompt, min(RUNS, engine.n_ctx - n_prompt), Drawn(settings, uniforms))

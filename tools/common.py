@@ -212,16 +212,17 @@ def rounding_backend(name: str, exact: bool) -> Backend:
 
 
 def alone_backend(name: str, exact: bool, bits: int) -> Backend:
-    """What --deterministic asks for: the CPU. bits: that activations are rounded to. Raises BackendError for another
-    backend by name."""
+    """What --deterministic asks for: a token's bits don't depend on others in its step. bits: that the CPU rounds
+    activations to. Raises BackendError for a backend that has no such form."""
     from graphrt.backend import get_backend
 
-    if name not in ("auto", "cpu"):
-        raise BackendError(
-            f"--deterministic is for the CPU, on a GPU a text's keys are divided by what all texts have, got --backend "
-            f"{name}; leave one out"
-        )
-    return get_backend("cpu", exact=exact, activation_bits=bits, rows_alone=True)
+    if name == "auto":
+        name = get_backend().id
+    if name == "cpu":
+        return get_backend("cpu", exact=exact, activation_bits=bits, rows_alone=True)
+    if name.partition(":")[0] == "triton":
+        return get_backend(name, exact=exact, rows_alone=True)
+    raise BackendError(f"--deterministic is for the CPU and a GPU by Triton, got --backend {name}; leave one out")
 
 
 def load_model(

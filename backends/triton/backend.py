@@ -32,10 +32,11 @@ class TritonBackend(Backend):
     exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
     tokens round activations to 8 bits in groups of 32, short rows in two parts. schedule: forces a schedule of the
     attention kernel (tile, split, stream_k), None to choose; config: forces the portable attention kernel with that
-    configuration, as `graphrt tune` does; backward: the form of attention's gradients (split, fused-q, fused-k: see
-    kernels/flash_attn/backward/forms.py); capture: replay a split as a CUDA graph; device: the GPU's number;
-    target: plan for that GPU, which need not be here: graphs are prepared as there, and nothing can run. Raises
-    BackendError for an unknown schedule or form and a GPU that is not there.
+    configuration, as `graphrt tune` does; rows_alone: in a graph of one size a token gets the same bits whatever the
+    others are, since each tile of attention is one program's, which is the schedule `tile`; backward: the form of
+    attention's gradients (split, fused-q, fused-k: see kernels/flash_attn/backward/forms.py); capture: replay a split
+    as a CUDA graph; device: the GPU's number; target: plan for that GPU, which need not be here: graphs are prepared as
+    there, and nothing can run. Raises BackendError for an unknown schedule or form and a GPU that is not there.
     """
 
     name: ClassVar[str] = "triton"
@@ -49,13 +50,15 @@ class TritonBackend(Backend):
         exact: bool = True,
         schedule: str | None = None,
         config: Config | None = None,
+        rows_alone: bool = False,
         backward: str = "split",
         capture: bool = True,
         device: int = 0,
         target: Target | None = None,
     ) -> None:
         self.exact = exact
-        self.reads_shared_once = not exact
+        self.reads_shared_once = not exact and not rows_alone
+        schedule = "tile" if rows_alone else schedule
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
         self.backward = check_form(backward)

@@ -16,6 +16,7 @@ from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
 from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_BACK, ATTENTION_LSE
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, NORM_MUL, NORM_MUL_ADD_NORM
+from graphrt.backends.triton.kernels.products.adapters import ADAPTERS
 from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, PROJECTIONS
 from graphrt.backends.triton.kernels.rope import NORM_ROPE_CACHE, ROPE_CACHE
 from graphrt.env import FUSE
@@ -29,6 +30,7 @@ FUSIONS: tuple[Fusion, ...] = (
     EXPERT_SUM,
     LATENT_ROPE_CACHE,
     HEAD_PRODUCTS,
+    ADAPTERS,
     GATE_UP_GLU,
     PROJECTIONS,
     NORM_ROPE_CACHE,

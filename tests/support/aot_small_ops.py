@@ -13,6 +13,8 @@ from graphrt.backend import Usage
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import elementwise, norm, soft_max
 from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
+from graphrt.backends.triton.kernels.products.adapters import lower_adapters
+from graphrt.backends.triton.kernels.products.fusions import Adapted, AdaptedOfOne
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.fusion import Softcap
@@ -81,6 +83,16 @@ def _elementwise() -> Iterator[tuple[str, list[Tensor]]]:
         yield f"GLU {kind}", [ops.glu(x, new_tensor("f32", 4096), kind)]
 
 
+def _adapters(n: int, k: int, rank: int, rows: tuple[int, ...]) -> AdaptedOfOne:
+    """What adapters add to products by n tokens of one x."""
+    x, gates, found = new_tensor("f32", k, n), new_tensor("f32", rank, n), []
+    for m in rows:
+        down = ops.mul_mat(new_tensor("f32", k, rank), x)
+        up = ops.mul_mat(new_tensor("f32", rank, m), scaled := ops.mul(down, gates))
+        found.append(Adapted(down, scaled, up, ops.add(new_tensor("f32", m, n), up)))
+    return AdaptedOfOne(tuple(found))
+
+
 def op_node(op: str) -> Tensor:
     """A node of an elementwise op over one row."""
     x = new_tensor("f32", 4096)
@@ -122,3 +134,6 @@ def aot_cases(arch: str) -> Iterator[Case]:
         for name, found in (("norm_mul", whole._replace(total=None)), ("norm_mul_add", whole)):
             for launch in made(partial(norm.lower_scaled_norm, found), arch):
                 yield f"{name} {n}x{rows}", launch.kernel, launch.args, launch.options
+    for n, k, rank, rows in ((1, 4096, 16, (4096,)), (64, 14336, 32, (4096, 1024, 1024)), (512, 577, 192, (576, 100))):
+        for launch in made(partial(lower_adapters, _adapters(n, k, rank, rows)), arch):
+            yield f"adapters {n} tokens {k} rank {rank}", launch.kernel, launch.args, launch.options

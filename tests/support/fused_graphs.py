@@ -204,6 +204,21 @@ def rotated(
     return Graph(out, *sets), {"q": q, "k": k, "k_set": sets[0], "v_set": sets[1], "out": out}
 
 
+def adapted(n: int, which: str = "qkv", kind: str = "q8_0", k: int = K, rank: int = 16, each: bool = True) -> Graph:
+    """Products with what adapters add: of q, k and v, of more than one step takes, or of gate and up before a GLU.
+
+    each: every token has gates of its own; some are 0."""
+    source, gates = leaf("x", k, n), ops.unary(leaf("gates", rank, n if each else 1), "relu")
+
+    def made(name: str, m: int) -> Tensor:
+        low = ops.mul(ops.mul_mat(leaf(f"{name}.a", k, rank), source), gates)
+        return ops.add(product(name, source, kind, m), ops.mul_mat(leaf(f"{name}.b", rank, m), low))
+
+    if which == "gate":
+        return Graph(ops.glu(made("gate", M), made("up", M), "swiglu"))
+    return Graph(*(made(name, m) for name, m in zip(which, (70, 16, 33, 7))))
+
+
 def attention() -> Graph:
     q, k, v = leaf("q", 32, 3, 4), leaf("k", 32, 20, 2, kind="f16"), leaf("v", 32, 20, 2, kind="f16")
     mask = leaf("mask", 20, 3, kind="f16")

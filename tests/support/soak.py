@@ -248,6 +248,7 @@ def check_nothing_left(before: Left, after: Left, server: Served, growth: int = 
     """before: after a warm-up. Raises AssertionError."""
     assert server.process.poll() is None, "the server goes on"
     assert not [line for line in server.log if "Traceback" in line or " ERROR " in line], "".join(server.log[-60:])
+    assert not [line for line in server.log if "socket.send() raised" in line], "clients that leave are no lines"
     assert after.files <= before.files and after.threads <= before.threads, (before, after)
     assert after.children <= before.children, (before, after)
     assert after.memory - before.memory <= growth, (before, after)

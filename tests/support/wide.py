@@ -79,6 +79,7 @@ EVERY = {
     "tools/conformance/test_mutants.py::test_mutant_is_killed_by_a_named_case": 2,
     "tools/serve/test_bench_serve.py::test_a_server_of_ours": 0,
     "tools/serve/test_deterministic.py::test_no_text_depends_on_others": 4,
+    "tools/serve/test_deterministic.py::test_on_a_gpu_too": 0,
     "tools/serve/test_responses.py::test_requests_of_the_servers_own_description": 0,
     "tools/serve/test_soak.py::test_a_server_that_is_killed_begins_again": 0,
     "tools/serve/test_soak.py::test_clients_that_stall_are_sent_away": 0,

@@ -74,6 +74,8 @@ def setup_logging(*, as_json: bool) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("graphrt.serve").setLevel(logging.INFO)
+    # which warns of every piece of an answer whose client has just left
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 class _Json(logging.Formatter):

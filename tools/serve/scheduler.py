@@ -113,7 +113,8 @@ class Scheduler:
     deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose
     rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that
     gave its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages,
-    since those of tokens that were made are not those of prompts."""
+    since those of tokens that were made are not those of prompts. A device chooses while all texts have the likeliest
+    token, as the host would, so that it does not matter which of them does."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class Scheduler:
         self._batch: ContinuousBatch | None = None
         self._blocked = False  # until a text ends
         self._events: list[Event] = []
-        self._runs_ahead = engine.runs_ahead and not deterministic
+        self._runs_ahead = engine.runs_ahead and (not deterministic or engine.home.asynchronous)
 
     @property
     def most_tokens(self) -> int:
@@ -238,15 +239,17 @@ class Scheduler:
     def _on_device(self, text: Text) -> Drawn | None:
         """How a device chooses a text's tokens, None where it can't or gains nothing by it."""
         how = drawn(text.sampler, self.engine.n_ctx) if self._runs_ahead else None
+        if self.deterministic and how is not None and not how.is_plain:
+            return None
         return how if how is not None and (self.engine.home.asynchronous or how.is_plain) else None
 
     def _read(self) -> None:
-        if self.deterministic or any(text.how is None for text in self.running.values()):
+        if any(text.how is None for text in self.running.values()):
             self._leave_batch()
             self._step_by_host()
             return
         if self._batch is None:
-            self._batch = ContinuousBatch(self.engine, self.pace)
+            self._batch = ContinuousBatch(self.engine, self.pace, alone=self.deterministic)
             for text in self.running.values():
                 self._join_batch(text)
         for seq, tokens in self._batch.step().items():
@@ -269,7 +272,9 @@ class Scheduler:
         room = self.most_tokens + 1 - len(text.tokens)
         left = room if text.most < 0 else min(room, text.most - text.n_made)
         text.guesser = self._guesser(text)
-        self._batch.add(text.seq, self._unread(text), left, text.how, text.guesser)
+        unread = self._unread(text)
+        n_made = min(len(unread), len(text.tokens) - len(text.prompt))
+        self._batch.add(text.seq, unread, left, text.how, text.guesser, n_made)
 
     def _guesser(self, text: Text) -> Guesser | None:
         most = self.most_guessed if text.most_guessed is None else min(self.most_guessed, text.most_guessed)

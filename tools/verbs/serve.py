@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-md", "--model-draft", metavar="MODEL", help=draft)
     drafted = f"tokens of a text that it guesses at a time, at most (default: {DRAFTED})"
     group.add_argument("--draft-max", "--draft", type=whole(1, 32), default=DRAFTED, metavar="N", help=drafted)
-    same = "a text's tokens and log-probabilities are the same bits whatever else is made: on the CPU, slower"
+    same = "a text's tokens and log-probabilities are the same bits whatever else is made: slower"
     group.add_argument("--deterministic", action="store_true", help=same)
     no_warm_up = "answer at once: the first requests then wait for kernels of a GPU to be compiled"
     group.add_argument("--no-warmup", action="store_true", help=no_warm_up)
@@ -331,5 +331,5 @@ def engine_of(model: Model, args: argparse.Namespace, most: HParams | None = Non
     for sentence in engine.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     if not args.no_warmup:
-        warm_up(engine)
+        warm_up(engine, alone=args.deterministic)
     return engine

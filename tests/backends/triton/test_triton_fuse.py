@@ -24,6 +24,7 @@ from support.fused_graphs import (
     STEPS,
     K,
     M,
+    adapted,
     attention,
     biased,
     biased_qkv,
@@ -123,6 +124,14 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
         lambda: rotated("f32", 9, 1, True, RopeParams(40, "normal"), 64)[0], "norm_rope_cache", SAME,
     ),
     "attention and its sums": (attention, "attention_lse", SAME),
+    **{
+        f"adapters of {which}, {n} tokens of {k}, rank {rank}": (
+            partial(adapted, n, which, k=k, rank=rank, each=each), "adapters", SAME,
+        )
+        for which, n, k, rank, each in (
+            ("q", 1, 64, 16, True), ("qkv", 3, 96, 48, True), ("qkvo", 17, 64, 64, True), ("gate", 2, 544, 32, False),
+        )
+    },
 }  # fmt: skip
 
 
@@ -130,6 +139,14 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
 def test_fused_is_unfused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, wanted, limit = FORMS[form]
     check(make, wanted, limit, monkeypatch)
+
+
+def test_adapters_take_two_launches() -> None:
+    """Of q, k and v together, whose own products are still joined; a fourth takes two more."""
+    found = kernels(adapted(3))
+    assert [name for name in found if name != "UNARY"] == ["projections", "adapters"]
+    names = launched(adapted(3, "qkvo"))
+    assert names.count("adapter_down") == names.count("adapter_up") == 2
 
 
 @pytest.mark.parametrize("pattern", ["norm_mul", "add_norm", "norm_mul_add_norm"])

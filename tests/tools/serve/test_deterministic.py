@@ -14,6 +14,7 @@ from support.verbs import Verb
 
 from graphrt.backend import get_backend
 from graphrt.models import Model, load
+from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import TextRules
@@ -106,11 +107,73 @@ def test_without_it_they_do(tmp_path: Path) -> None:
     assert made(model, list(range(len(LENGTHS))), [0] * len(LENGTHS), 12, pinned=False) != alone
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_batch_reads_prompts_alone(tmp_path: Path, late: int) -> None:
+    """Texts that come while others are made, whose latest tokens the step of a prompt does not leave; one of them has
+    made a part of what it reads."""
+    model = model_of(tmp_path, "llama", "F32")
+    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_batch=8), 12)
+    ids = np.random.default_rng(8).integers(3, 120, 150).tolist()
+    prompts = [ids[:3], ids[3:20], ids[20:28], *(ids[i : i + 11] for i in range(28, 127, 11))]
+    assert len(prompts) == 12
+
+    def made(waits: dict[int, int]) -> dict[int, list[int]]:
+        found, left, step = {i: list[int]() for i in waits}, dict(waits), 0
+        with ContinuousBatch(engine, alone=True) as batch:
+            while left or batch.going:
+                for i in [i for i, wait in left.items() if wait <= step]:
+                    batch.add(i, prompts[i], 16 - i, n_made=5 if i == 3 else 0)
+                    del left[i]
+                for i, tokens in batch.step().items():
+                    found[i] += tokens
+                step += 1
+        for i in waits:
+            engine.free(i)
+        return found
+
+    alone = {i: made({i: 0})[i] for i in range(12)}
+    assert [len(alone[i]) for i in range(12)] == [16 - i for i in range(12)]
+    assert made({i: i * late for i in range(12)}) == alone
+    assert made({3: 0, 1: late, 0: 2 * late}) == {i: alone[i] for i in (3, 1, 0)}
+
+
+def test_on_a_gpu_too(tmp_path: Path) -> None:
+    """In Triton's interpreter: while all texts have the likeliest token a device chooses, else the host. A prompt of
+    two steps, one of a single token, and one that comes late."""
+    pytest.importorskip("triton")
+    backend = get_backend("triton", exact=False, rows_alone=True)
+    model = load(write_model(tmp_path / "m.gguf", "llama", "Q8_0", tokenizer="spm"), backend)
+    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_batch=4), 3)
+    params = SamplerParams(temp=0), SamplerParams(temp=0), SamplerParams(temp=1.3, seed=7)
+    prompts = [9], [5, 6, 7, 8, 9, 10], [11, 12]
+
+    def said(waits: dict[int, int]) -> list[list[tuple[int, object]]]:
+        scheduler, left, step = Scheduler(engine, deterministic=True), dict(waits), 0
+        rules = {i: TextRules(2, ignore_eos=True, logprobs=2 if i == 2 else None) for i in waits}
+        texts = {i: Text(prompts[i], 2, *model.new_text(params[i], rules[i])) for i in waits}
+        made = {text: list[tuple[int, object]]() for text in texts.values()}
+        while left or not scheduler.is_idle:
+            for i in [i for i, wait in left.items() if wait <= step]:
+                scheduler.add(texts[i])
+                del left[i]
+            for text, piece, error in scheduler.step():
+                assert piece is not None and error is None, error
+                made[text].append((piece.token, piece.logprobs))
+            step += 1
+        scheduler.close()
+        return [made[texts[i]] for i in sorted(texts)]
+
+    alone = [said({i: 0})[0] for i in range(3)]
+    assert [len(text) for text in alone] == [2] * 3
+    assert said({1: 0, 0: 1}) == alone[:2]
+    assert said({2: 1, 1: 0, 0: 0}) == alone
+
+
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_model(tmp_path / "m.gguf", "llama", tokenizer="spm")
     for argv, said in (
         (("--lookup", 4), "reads no guesses"), (("-md", path), "reads no guesses"),
-        (("--backend", "triton"), "is for the CPU"),
+        (("--prompt-cache", tmp_path / "p"), "reads every prompt anew"),
     ):  # fmt: skip
         found = Verb(capsys)("serve", path, "--port", 0, "--deterministic", *argv)
         assert found.code == 2 and said in found.err

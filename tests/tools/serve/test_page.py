@@ -1,16 +1,21 @@
-"""The page at /: its markdown and its streams, run by Node where there is one, against a real server."""
+"""The page at /: its markdown and its streams, run by Node where there is one, against a real server; and the whole of
+it in Chromium: the one that playwright has, or that GRAPHRT_CHROMIUM names."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from support.served import Served
+from support.soak import is_quiet
 
 import graphrt.tools.serve
 
@@ -31,6 +36,9 @@ lines with `a*b*`
 - no list
 ```
 <img src=x onerror=alert(1)>"""
+
+#: A page, and the bodies that it sends.
+Talk = tuple[Any, list[dict[str, Any]]]
 
 
 def node(code: str) -> Any:
@@ -95,3 +103,111 @@ def test_answers_come_in_pieces_and_can_be_stopped(served: Served) -> None:
           for await (const _ of answered({url}, {{messages: []}}, "")) ;
         }} catch (error) {{ say(error.message); }}""")
     assert refused.startswith("messages")
+
+
+@pytest.fixture
+def expect() -> Any:
+    """Waits for what a page is to show; the page's own rules forbid code that is made of texts."""
+    return pytest.importorskip("playwright.sync_api").expect
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as driver:
+        try:
+            found = driver.chromium.launch(
+                executable_path=os.environ.get("GRAPHRT_CHROMIUM"), args=["--no-sandbox", "--disable-gpu"]
+            )
+        except api.Error as error:
+            pytest.skip(f"no Chromium to start: {str(error).splitlines()[0]}")
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def talk(browser: Any, served: Served) -> Iterator[Talk]:
+    """The page in a browser, and the bodies that it sends. It must log nothing, and ask nobody but its server."""
+    found, wrong, sent = browser.new_page(), list[str](), list[dict[str, Any]]()
+
+    def asks(request: Any) -> None:
+        if not request.url.startswith(served.url):
+            wrong.append(request.url)
+        elif request.post_data:
+            sent.append(json.loads(request.post_data))
+
+    found.on("pageerror", lambda error: wrong.append(str(error)))
+    found.on("console", lambda message: wrong.append(message.text))
+    found.on("request", asks)
+    found.goto(served.url)
+    yield found, sent
+    found.close()
+    assert not [text for text in wrong if "400 (Bad Request)" not in text]  # which Chromium says of every refusal
+
+
+def test_a_talk_in_a_browser(talk: Talk, served: Served, expect: Any) -> None:
+    """Settings, a system prompt and the turns before go along; an answer is what the API answers."""
+    page, sent = talk
+    expect(page.locator("#name")).to_have_text(httpx2.get(f"{served.url}/v1/models").json()["data"][0]["id"])
+    page.locator("summary").click()
+    for name, value in (("temperature", "0"), ("max_tokens", "12"), ("seed", "5"), ("system", "the sea")):
+        page.locator(f"#{name}").fill(value)
+    page.locator("#said").fill("hello")
+    page.locator("#said").press("Shift+Enter")
+    page.locator("#said").press("Enter")
+    expect(page.locator("#figures")).to_contain_text("12 tokens, ")
+    expect(page.locator("#send")).to_have_text("Send")
+    messages = [{"role": "system", "content": "the sea"}, {"role": "user", "content": "hello\n"}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 12, "seed": 5}
+    assert sent == [body | {"stream": True, "stream_options": {"include_usage": True}}]
+    wanted = httpx2.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
+    said = page.locator(".assistant").text_content()
+    assert said.split() == wanted["content"].split() and said.strip()
+    page.locator("#said").fill("the rain")
+    page.locator("#send").click()
+    expect(page.locator(".assistant")).to_have_count(2)
+    expect(page.locator("#send")).to_have_text("Send")
+    answer = {"role": "assistant", "content": wanted["content"]}
+    assert sent[1]["messages"] == [*messages, answer, {"role": "user", "content": "the rain"}]
+    page.locator("#clear").click()
+    assert page.locator("article").count() == 0
+
+
+def test_a_browser_stops_and_is_refused(talk: Talk, served: Served, expect: Any) -> None:
+    """Stop ends the text on the server too; a refusal is shown, and its turn is forgotten."""
+    page, sent = talk
+    page.locator("#said").fill("hello the sea")
+    page.locator("#send").click()
+    expect(page.locator(".assistant")).not_to_be_empty()
+    expect(page.locator("#send")).to_have_text("Stop")
+    page.locator("#send").click()
+    expect(page.locator("#send")).to_have_text("Send")
+    with httpx2.Client(base_url=served.url, timeout=60) as http:
+        end = time.monotonic() + 60
+        while not is_quiet(http):
+            assert time.monotonic() < end, "the text ends"
+            time.sleep(0.05)
+    assert page.locator(".error").count() == 0
+    page.locator("summary").click()
+    page.locator("#top_p").fill("7")
+    page.locator("#said").fill("more")
+    page.locator("#send").click()
+    expect(page.locator(".error")).to_contain_text("top_p")
+    page.locator("#top_p").fill("")
+    page.locator("#max_tokens").fill("2")
+    page.locator("#said").fill("again")
+    page.locator("#send").click()
+    expect(page.locator(".assistant")).to_have_count(3)
+    expect(page.locator("#send")).to_have_text("Send")
+    assert [m["content"] for m in sent[-1]["messages"] if m["role"] == "user"] == ["hello the sea", "again"]
+
+
+def test_a_browser_shows_marked_text_and_no_html(browser: Any, served: Served) -> None:
+    page = browser.new_page()
+    page.goto(served.url)
+    page.evaluate("text => shown(parsed(text), article('assistant', ''))", MARKDOWN)
+    made = page.locator(".assistant")
+    assert made.locator("h3").text_content() == "Title" and made.locator("strong em").text_content() == "and em"
+    assert made.locator("a").get_attribute("href") == "https://x.y/z" and made.locator("img").count() == 0
+    assert made.locator("pre code").text_content() == "<b>code</b>\n\n- no list"
+    page.close()

@@ -1,4 +1,4 @@
-"""Which MUL_MATs become one step, with what is added to them or the GLU that joins two."""
+"""Which MUL_MATs become one step, with what is added to them or the GLU that joins two, and which are adapters'."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from graphrt.backend import Group
 from graphrt.backends.triton.packing import packing_of
 from graphrt.fusion import Nodes, added_to, gated_products, is_bias, sum_of
 from graphrt.tensor import Tensor
+
+#: Adapters' matrices that one step multiplies with x, and what their rank is a multiple of.
+MAX_ADAPTED, RANK_STEP = 3, 16
 
 
 class Summed(NamedTuple):
@@ -25,6 +28,26 @@ class Products(NamedTuple):
 
     products: tuple[Summed, ...]
     glu: Tensor | None = None
+
+
+class Adapted(NamedTuple):
+    """What adapters add to the result y of a product by x: out = y + b (gates * (a x)). down: a x; scaled: that times
+    the gates; up: b of it."""
+
+    down: Tensor
+    scaled: Tensor
+    up: Tensor
+    out: Tensor
+
+    @property
+    def y(self) -> Tensor:
+        return added_to(self.up, self.out)
+
+
+class AdaptedOfOne(NamedTuple):
+    """Those of one x with the same gates."""
+
+    parts: tuple[Adapted, ...]
 
 
 def is_product(node: Tensor) -> bool:
@@ -55,6 +78,34 @@ def _is_packed(w: Tensor) -> bool:
     return packing_of(w.dtype.name) is not None and w.ne[1] > 1
 
 
+def _adapted(nodes: Nodes) -> Iterator[Adapted]:
+    """MUL_MAT of f32, MUL by gates, f32 for each token or for all alike, MUL_MAT of f32, and ADD of both."""
+    for down in nodes.of("MUL_MAT"):
+        scaled = nodes.only_reader(down)
+        up = nodes.only_reader(scaled) if scaled is not None and scaled.op == "MUL" else None
+        if scaled is None or up is None or scaled["a"] is not down or up.op != "MUL_MAT" or up["x"] is not scaled:
+            continue
+        gates, out = scaled["b"], sum_of(nodes, up)
+        plain = all(is_product(n) and n["weights"].dtype.name == "f32" for n in (down, up))
+        if plain and out is not None and down.ne[0] % RANK_STEP == 0:
+            alike = gates.ne in (down.ne, (down.ne[0], 1, 1, 1)) and added_to(up, out).ne == out.ne
+            if alike and are_whole_rows(gates) and are_whole_rows(added_to(up, out)):
+                yield Adapted(down, scaled, up, out)
+
+
+def adapters(nodes: Nodes) -> Iterator[Group]:
+    """MUL_MAT, MUL by gates, MUL_MAT and ADD to another product's result, as adapters have them: of one x and the same
+    gates up to three together."""
+    found: dict[tuple[Tensor, Tensor, int], list[Adapted]] = {}
+    for part in _adapted(nodes):
+        found.setdefault((part.down["x"], part.scaled["b"], part.down.ne[0]), []).append(part)
+    for parts in found.values():
+        for i in range(0, len(parts), MAX_ADAPTED):
+            some = tuple(parts[i : i + MAX_ADAPTED])
+            members = [n for part in some for n in part]
+            yield Group(members, kernel="adapters", results=[part.out for part in some], captured=AdaptedOfOne(some))
+
+
 def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
     """Two MUL_MAT of one x, then GLU of both."""
     for gate, up, out in gated_products(nodes):
@@ -65,8 +116,9 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
 
 def projections(nodes: Nodes) -> Iterator[Group]:
     """Two or three MUL_MATs of one x, each with the ADD of its bias if there is one: q, k and v."""
+    of_adapters = {part.down for part in _adapted(nodes)}
     for x in dict.fromkeys(n["x"] for n in nodes.of("MUL_MAT")):
-        found = [n for n in nodes.readers(x) if is_product(n) and n["x"] is x]
+        found = [n for n in nodes.readers(x) if is_product(n) and n["x"] is x and n not in of_adapters]
         if 2 <= len(found) <= 3:
             summed = tuple(_with_bias(nodes, n) for n in found)
             both = [n for s in summed for n in dict.fromkeys([s.product, s.out])]
