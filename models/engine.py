@@ -372,17 +372,18 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
             rows = [found[seq] for seq in given]
             return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> Logits:
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
-        one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
+        one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one, or after the
+        `tail` last ones."""
         done = False
         most = max(map(len, part.values()))
         try:
             if self.n_threads_batch and most > 1:
                 with threads.using(self.n_threads_batch):
-                    prepared = self._run(part, every)
+                    prepared = self._run(part, every, tail)
             else:
-                prepared = self._run(part, every)
+                prepared = self._run(part, every, tail)
             for seq, ids in part.items():
                 self.lengths[seq] += len(ids)
             done = sum(map(len, part.values())) == most * self.n_seq  # as many of each
@@ -392,12 +393,12 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         logits = prepared.logits()
         return logits if self.n_seq == 1 else logits[list(part)]
 
-    def _run(self, part: Mapping[int, Ids], every: bool) -> PreparedStep:
-        prepared = self.feed(part, every=every)
+    def _run(self, part: Mapping[int, Ids], every: bool, tail: int) -> PreparedStep:
+        prepared = self.feed(part, every=every, tail=tail)
         prepared.exe.run()
         return prepared
 
-    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PreparedStep:
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> PreparedStep:
         """A step with its inputs filled, ready to run; its tokens don't count as read yet.
 
         A sequence that has fewer tokens than others, or none, reads tokens 0 beyond its own, in cells to be forgotten.
@@ -412,7 +413,9 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         for seq, mine in part.items():
             ids[seq, : len(mine)] = mine
             last[seq] = len(mine) - 1
-        rows = np.arange(n, dtype=np.int32) if every else (np.arange(self.n_seq, dtype=np.int32) * n + last)
+        rows = np.arange(self.n_seq, dtype=np.int32) * n + last
+        if every or tail > 1:
+            rows = np.arange(0 if every else n - tail, n, dtype=np.int32)
         prepared = self.prepared(n, len(rows))
         prepared.write(self.lengths[:, None] + np.arange(n), ids, rows)
         return prepared
