@@ -92,9 +92,9 @@ def measure(args: argparse.Namespace, text: str) -> int:
     n_ctx = args.ctx_size
     model = load_model(args, exact=not args.fast)
     n_ctx = model.network.hp.n_ctx_train if n_ctx == OWN_CTX else n_ctx
-    session = model.session(replace(session_options(args), n_ctx=n_ctx))
+    options = replace(session_options(args), n_ctx=n_ctx)
     if args.needle is not None:
-        return _needles(session, model.tokenizer, args)
+        return _needles(model.session(options), model.tokenizer, args)
     ids = model.tokenizer.encode(text)
     if len(ids) < 2 * n_ctx:
         raise SessionError(
@@ -102,6 +102,7 @@ def measure(args: argparse.Namespace, text: str) -> int:
             f"a smaller -c"
         )
     n_chunks = len(ids) // n_ctx if args.chunks < 0 else min(args.chunks, len(ids) // n_ctx)
+    session = model.session(options)
     first = n_ctx // 2  # the first position whose prediction counts
     losses: list[np.ndarray] = []
     with progress("perplexity", n_chunks) as advance:
