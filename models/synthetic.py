@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,17 +79,12 @@ def _fitting(kind: DType, k: int) -> DType:
 
 
 def synthetic(name: str, layers: int | None = None, *, vocabulary: bool = False) -> SyntheticFile:
-    """The model "RECIPE:MIX", or "RECIPE" in its usual mix; "recall" and "recall-64", with ":CONTEXT" behind, are those
-    of synthetic_recall.py. layers: cut down to the first so many; vocabulary: it has one, of made-up words, and a chat
-    template.
+    """The model "RECIPE:MIX", or "RECIPE" in its usual mix. layers: cut down to the first so many; vocabulary: it has
+    one, of made-up words, and a chat template.
 
     Raises SessionError for a name that isn't known.
     """
     shape, _, mix = name.lower().partition(":")
-    if shape in ("recall", "recall-64") and layers is None and re.fullmatch(r"\d{0,7}", mix):
-        from graphrt.models.synthetic_recall import CONTEXT, RecallFile
-
-        return RecallFile(64 if shape == "recall-64" else 128, int(mix or CONTEXT), vocabulary=vocabulary)
     recipe = _known("a synthetic model", RECIPES, shape)
     return SyntheticFile(shape, recipe, mix or recipe.mix, layers, vocabulary=vocabulary)
 

@@ -19,6 +19,7 @@ differences between near ones.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,6 +64,17 @@ class Lookup:
     first: int
     answers: list[int]
     depths: list[float]
+
+
+def recall(name: str) -> RecallFile:
+    """The model "recall" (heads of 128) or "recall-64", or with ":CONTEXT" behind one for so many tokens. Raises
+    SessionError for other names."""
+    found = re.fullmatch(r"recall(-64)?(?::(\d{1,7}))?", name)
+    if found is None:
+        raise SessionError(
+            f"a model that looks facts up is recall or recall-64, with :CONTEXT behind, got {name[:40]!r}"
+        )
+    return RecallFile(64 if found[1] else 128, int(found[2] or CONTEXT), vocabulary=True)
 
 
 class RecallFile(SyntheticFile):

@@ -239,6 +239,7 @@ def load_model(
     from graphrt.models import hub
     from graphrt.models.model import load
     from graphrt.models.synthetic import synthetic
+    from graphrt.models.synthetic_recall import recall
 
     use_threads(args)
     eight = getattr(args, "eight_bits", False)
@@ -246,7 +247,10 @@ def load_model(
     if getattr(args, "deterministic", False):
         backend = alone_backend(args.backend, exact, 8 if eight else 16)
     made_up = getattr(args, "synthetic", None)
-    file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
+    if made_up:
+        file = recall(made_up) if made_up.startswith("recall") else synthetic(made_up, vocabulary=True)
+    else:
+        file = hub.resolve(args.model)
     ranks = getattr(args, "as_ranks", 1)
     model = load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
     use_adapters(model, args)

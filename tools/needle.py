@@ -20,8 +20,7 @@ import numpy as np
 from graphrt.errors import SessionError
 from graphrt.models.model import nll
 from graphrt.models.session import Session
-from graphrt.models.synthetic import synthetic
-from graphrt.models.synthetic_recall import NEEDLES, RecallFile
+from graphrt.models.synthetic_recall import NEEDLES, recall
 from graphrt.models.tokenizer import Tokenizer
 
 _NAMES = ("Ada", "Boris", "Clara", "David", "Elena", "Felix", "Grace", "Hugo", "Irene", "Jonas", "Karla", "Linus")
@@ -115,8 +114,7 @@ def look_up(session: Session, name: str, n_trials: int) -> Iterator[Outcome]:
     """The outcomes of n_trials facts of the synthetic model `name`, evenly over the context. Each is asked for twice:
     among all questions, which are read as a prompt, and by itself, as a token that was generated. Found: both times;
     the loss is the mean of both. Raises SessionError for more questions than it has, and for a context too small."""
-    file = synthetic(name)
-    assert isinstance(file, RecallFile)
+    file = recall(name)
     if n_trials > NEEDLES:
         raise SessionError(f"{name} has {NEEDLES} facts to ask for, got --needle {n_trials}; ask for fewer")
     given = file.lookup(session.n_ctx)

@@ -1,5 +1,5 @@
-"""The model that looks facts up: its context, its answers beside those of float64, and what its losses tell of a cache's
-rounding and of wrong attention."""
+"""The model that looks facts up: its context, its answers beside those of float64, and what its losses tell of a
+cache's rounding and of wrong attention."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from graphrt.dtypes import dtype
 from graphrt.errors import SessionError
 from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model, nll
-from graphrt.models.synthetic import synthetic
-from graphrt.models.synthetic_recall import DECOYS, FACTS, GAIN, LIKE, NEEDLES, NEVER, VALUES, RecallFile
+from graphrt.models.synthetic_recall import DECOYS, FACTS, GAIN, LIKE, NEEDLES, NEVER, VALUES, RecallFile, recall
 from graphrt.tensor import Tensor
 from graphrt.tools import cli, needle
 
@@ -52,9 +51,10 @@ def operands(file: RecallFile, ids: list[int]) -> tuple[Floats, Floats, Floats]:
 
 def losses(file: RecallFile, sums: Floats, answers: list[int], asked: list[int]) -> Floats:
     """Negative log likelihoods of answers, of attention's results [questions, heads, head]."""
-    rows = weight(file, "token_embd.weight")[asked] + sums.reshape(len(asked), -1) @ weight(
-        file, "blk.0.attn_output.weight"
-    ).T
+    rows = (
+        weight(file, "token_embd.weight")[asked]
+        + sums.reshape(len(asked), -1) @ weight(file, "blk.0.attn_output.weight").T
+    )
     rows /= np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5)
     logits = rows @ weight(file, "output.weight").T
     logits -= logits.max(1, keepdims=True)
@@ -147,7 +147,9 @@ def test_a_lost_level_of_accumulation_shows() -> None:
     sums = dict.fromkeys((24, 14), np.zeros((2 * n, file.head)))
     for bits in sums:
         for start in range(0, found.first, 32):
-            mantissa, exponent = np.frexp(sums[bits] + p[:, start : start + 32] @ v[start : min(start + 32, found.first)])
+            mantissa, exponent = np.frexp(
+                sums[bits] + p[:, start : start + 32] @ v[start : min(start + 32, found.first)]
+            )
             sums[bits] = np.ldexp(np.trunc(np.ldexp(mantissa, bits)), exponent - bits)
     loss = {}
     for bits, rows in sums.items():
@@ -169,12 +171,12 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], model: Model, file: Recall
 
 def test_names_and_what_is_refused() -> None:
     for name, of in {"recall": (128, 32768), "recall-64": (64, 32768), "recall:999": (128, 999)}.items():
-        made = synthetic(name)
-        assert isinstance(made, RecallFile) and (made.head, made.context) == of
+        made = recall(name)
+        assert (made.head, made.context) == of
     for of, said in {(96, 1024): "must be of 64 or 128, got 96", (64, 1): "must be 2 to 1048576 tokens, got 1"}.items():
         with pytest.raises(SessionError, match=said):
             RecallFile(*of)
     with pytest.raises(SessionError, match="need 704 tokens, got 703; use a larger -c"):
         RecallFile(64, 703).lookup(703)
-    with pytest.raises(SessionError, match="a synthetic model must be one of"):
-        synthetic("recall:q8_0")
+    with pytest.raises(SessionError, match="is recall or recall-64, with :CONTEXT behind, got 'recall:q8_0'"):
+        recall("recall:q8_0")
