@@ -247,6 +247,7 @@ def load_model(
     if getattr(args, "deterministic", False):
         backend = alone_backend(args.backend, exact, 8 if eight else 16)
     made_up = getattr(args, "synthetic", None)
+    file: GGUFFile | Path
     if made_up:
         file = recall(made_up) if made_up.startswith("recall") else synthetic(made_up, vocabulary=True)
     else:
