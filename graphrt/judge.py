@@ -166,7 +166,9 @@ def judge(
 
 def reads_float8(node: Tensor) -> bool:
     """A node has floats of 8 bits, or computes with some."""
-    return node.dtype.is_float8 or any(node[source].dtype.is_float8 for source in _DECIDING.get(node.op, ()))
+    queries = ("q",) if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE") else ()
+    sources = (*_DECIDING.get(node.op, ()), *queries)
+    return node.dtype.is_float8 or any(node[source].dtype.is_float8 for source in sources)
 
 
 def _special(node: Tensor, a: Floats, e: Floats) -> Verdict | None:

@@ -19,6 +19,7 @@ from graphrt.dtypes import CACHE_TYPES, DType, dtype
 from graphrt.errors import GraphError, SessionError
 from graphrt.models.cells import Cells, Ring
 from graphrt.models.hparams import HParams
+from graphrt.ops.flash_attn_ext import PREC_DEFAULT
 from graphrt.tensor import Tensor, new_tensor
 
 #: Cells of several sequences are a multiple of this, as kernels like it.
@@ -82,8 +83,8 @@ class KVCache(Cache):
     """A ring of cells for each sequence.
 
     n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k;
-    flash_attn: whether FLASH_ATTN_EXT reads it; others: of ranks that are played beside the first, whose layers come
-    behind its own. Raises SessionError for a type that can't hold this model.
+    flash_attn: whether FLASH_ATTN_EXT reads it; prec: that op's; others: of ranks that are played beside the first,
+    whose layers come behind its own. Raises SessionError for a type that can't hold this model.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class KVCache(Cache):
         type_v: str,
         n_seq: int = 1,
         flash_attn: bool = True,
+        prec: int = PREC_DEFAULT,
         others: Sequence[HParams] = (),
     ) -> None:
-        self.flash_attn = flash_attn
+        self.flash_attn, self.prec = flash_attn, prec
         sides = cache_sides(hp, type_k, type_v)
         self.type_k = type_k
         self.n_seq = n_seq

@@ -33,6 +33,7 @@ from graphrt.models.recent import Recent
 from graphrt.models.sampling import Uniforms
 from graphrt.models.step import AnyStep, Logits, PreparedStep
 from graphrt.ops import SampleParams
+from graphrt.ops.flash_attn_ext import PREC_DEFAULT, PREC_F8, PREC_F32
 from graphrt.progress import Advance, ignore, task
 from graphrt.tensor import Tensor, new_tensor
 
@@ -47,6 +48,8 @@ S = TypeVar("S", bound=AnyStep[Any])
 MAX_PREPARED = 8
 #: And of those that choose the next tokens by themselves: one for each way to choose.
 MAX_CHAINED = 2
+#: What SessionOptions.attn_prec may be, and the param of FLASH_ATTN_EXT that it stands for.
+ATTN_PRECS = {"auto": PREC_DEFAULT, "f32": PREC_F32, "f8": PREC_F8}
 #: For SessionOptions.n_ctx: the context that the model was trained on.
 OWN_CTX = -1
 #: Sequences of an engine.
@@ -63,7 +66,10 @@ class SessionOptions:
     OWN_CTX for as many as the model was trained on; more are allowed where positions are computed, and warned of;
     n_batch: the most tokens that are evaluated at once, all sequences together; type_k, type_v: the cache's types;
     n_threads_batch: CPU threads of a step that reads several tokens of a sequence, 0 for as many as others have;
-    flash_attn: attention is one op; without it scores and weights lie in memory between ops of their own, to compare.
+    flash_attn: attention is one op; without it scores and weights lie in memory between ops of their own, to compare;
+    attn_prec: what it multiplies in, of ATTN_PRECS: "auto" is the backend's choice, "f32" rounds nothing on the way,
+    "f8" lets it round queries and softmax weights to f8_e4m3 beside a cache of that, which costs accuracy: an H100
+    reads prompts faster so, other kernels round nothing more.
 
     Of engines: page, the tokens of a page of the cache, 16 to 256, 0 for a ring of n_ctx cells for each sequence;
     n_pages: pages of the layers that see all tokens, 0 for as many as whole contexts of all sequences take; share: full
@@ -78,6 +84,7 @@ class SessionOptions:
     n_pages: int = 0
     share: bool = True
     flash_attn: bool = True
+    attn_prec: str = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self, SessionError)
@@ -99,9 +106,25 @@ def check_options(options: SessionOptions, hp: HParams) -> tuple[int, int]:
     if not options.flash_attn and (kinds or options.page):
         got = "pages" if options.page else f"a cache of {', '.join(sorted(kinds))}"
         raise SessionError(f"attention without flash_attn reads a ring of f16, bf16 or f32, got {got}; leave one out")
+    _check_attn_prec(options)
     if options.n_batch < 1:
         raise SessionError(f"n_batch must be at least 1, got {options.n_batch}")
     return n_ctx, min(options.n_batch, n_ctx)
+
+
+def _check_attn_prec(options: SessionOptions) -> None:
+    prec = options.attn_prec
+    if prec not in ATTN_PRECS:
+        raise SessionError(f"attn_prec must be one of {', '.join(ATTN_PRECS)}, got {prec[:40]!r}")
+    if prec != "auto" and (options.page or not options.flash_attn):
+        got = "pages" if options.page else "attention without flash_attn"
+        raise SessionError(f"attn_prec {prec} is of flash_attn over a ring of cells, got {got}; use attn_prec auto")
+    types = (options.type_k, options.type_v)
+    if prec == "f8" and types != ("f8_e4m3", "f8_e4m3"):
+        raise SessionError(
+            f"attn_prec f8 multiplies 8-bit floats, so that type_k and type_v must be f8_e4m3, they are "
+            f"{' and '.join(types)}; use type_k f8 and type_v f8, or attn_prec auto"
+        )
 
 
 def _check_past_training(decoder: Decoder, n_ctx: int) -> None:
@@ -298,7 +321,7 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         types, (first, *others) = (options.type_k, options.type_v), self.decoder.cached
         return KVCache(
             first, self.home, hp.windowed, self.n_ctx, self.n_batch, *types, n_seq=self.n_seq,
-            flash_attn=self.options.flash_attn, others=others,
+            flash_attn=self.options.flash_attn, prec=ATTN_PRECS[self.options.attn_prec], others=others,
         )  # fmt: skip
 
     def prepared(self, n: int, n_outputs: int) -> PreparedStep:
@@ -349,17 +372,18 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
             rows = [found[seq] for seq in given]
             return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> Logits:
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
-        one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one."""
+        one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one, or after the
+        `tail` last ones."""
         done = False
         most = max(map(len, part.values()))
         try:
             if self.n_threads_batch and most > 1:
                 with threads.using(self.n_threads_batch):
-                    prepared = self._run(part, every)
+                    prepared = self._run(part, every, tail)
             else:
-                prepared = self._run(part, every)
+                prepared = self._run(part, every, tail)
             for seq, ids in part.items():
                 self.lengths[seq] += len(ids)
             done = sum(map(len, part.values())) == most * self.n_seq  # as many of each
@@ -369,12 +393,12 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         logits = prepared.logits()
         return logits if self.n_seq == 1 else logits[list(part)]
 
-    def _run(self, part: Mapping[int, Ids], every: bool) -> PreparedStep:
-        prepared = self.feed(part, every=every)
+    def _run(self, part: Mapping[int, Ids], every: bool, tail: int) -> PreparedStep:
+        prepared = self.feed(part, every=every, tail=tail)
         prepared.exe.run()
         return prepared
 
-    def feed(self, part: Mapping[int, Ids], *, every: bool = False) -> PreparedStep:
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> PreparedStep:
         """A step with its inputs filled, ready to run; its tokens don't count as read yet.
 
         A sequence that has fewer tokens than others, or none, reads tokens 0 beyond its own, in cells to be forgotten.
@@ -389,7 +413,9 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         for seq, mine in part.items():
             ids[seq, : len(mine)] = mine
             last[seq] = len(mine) - 1
-        rows = np.arange(n, dtype=np.int32) if every else (np.arange(self.n_seq, dtype=np.int32) * n + last)
+        rows = np.arange(self.n_seq, dtype=np.int32) * n + last
+        if every or tail > 1:
+            rows = np.arange(0 if every else n - tail, n, dtype=np.int32)
         prepared = self.prepared(n, len(rows))
         prepared.write(self.lengths[:, None] + np.arange(n), ids, rows)
         return prepared

@@ -151,10 +151,10 @@ class Session(Engine):
         self._ids[:n_read], self.unread = tokens[:n_read], tokens[n_read:]
         self.lengths[0] = n_read
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> Logits:
         start = int(self.lengths[0])
         self._ids[start : start + len(part[0])] = part[0]
-        logits = super().step(part, every=every)
+        logits = super().step(part, every=every, tail=tail)
         self.unread = self.unread[len(part[0]) :]  # what is unread comes first
         return logits
 
@@ -198,10 +198,10 @@ class Session(Engine):
             batch = max(1, min(self.n_batch, MAX_LOGITS_BYTES // (4 * self.decoder.hp.n_vocab)))
             with self.reading(len(ids)) as advance:
                 for start, stop in _batches(first, len(ids), self.n_batch, batch):
-                    wanted = start >= first
-                    out = self.step({0: ids[start:stop]}, every=wanted)
+                    wanted = max(0, stop - max(start, first))
+                    out = self.step({0: ids[start:stop]}, tail=max(1, wanted))
                     if wanted:
-                        rows[start - first : stop - first] = out
+                        rows[stop - first - wanted : stop - first] = out
                     advance(stop - start)
             return rows
 
@@ -230,6 +230,9 @@ class Session(Engine):
 
 
 def _batches(first: int, n: int, without: int, with_logits: int) -> Iterator[tuple[int, int]]:
-    """Where batches start and stop: at most `without` tokens before index `first`, `with_logits` from there on."""
-    edges = [*range(0, first, without), *range(first, n, with_logits), n]
-    yield from zip(edges, edges[1:])
+    """Where batches start and stop: at most `without` tokens each, at most `with_logits` of them from `first` on."""
+    start = 0
+    while start < n:
+        stop = min(start + without, n, max(start, first) + with_logits)
+        yield start, stop
+        start = stop

@@ -137,6 +137,7 @@ class StepInputs(Inputs[KVCache]):
             sinks=params.sinks,
             max_bias=params.max_bias,
             softcap=params.softcap,
+            prec=self.cache.prec,
             name=name,
         )
 

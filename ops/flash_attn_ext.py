@@ -1,6 +1,6 @@
 """FLASH_ATTN_EXT: attention in one op, and FLASH_ATTN_LSE, the log of its softmax denominators.
 
-    q     [D_k, n_q,  n_head,    n_seq]  f32
+    q     [D_k, n_q,  n_head,    n_seq]  f32, or f8_e4m3 as it is
     k     [D_k, n_kv, n_head_kv, n_seq]  any float or quantized type, any strides; or in panels (key_panels.py)
     v     [D_v, n_kv, n_head_kv, n_seq]  its own type; !! not transposed; may be a view of k
     mask  [n_kv, n_q, m2, m3]  f16, added after scale and softcap; m2 divides n_head, m3 divides n_seq; may be None
@@ -32,6 +32,8 @@ from graphrt.tensor import Tensor
 #: What FlashAttnParams.prec may be: the backend's choice; products and sums in f32 (both ggml's numbers, op_params[3]);
 #: products of 8-bit floats (a number of our own, which ggml does not know).
 PREC_DEFAULT, PREC_F32, PREC_F8 = 0, 10, 8
+#: What queries may be stored in; gradients want f32.
+Q_TYPES = ("f32", "f8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ class FlashAttnParams:
     k_layout: str = ROWS
 
 
-def check_kv(op: str, q: Tensor, k: Tensor, layout: str = ROWS) -> None:
-    require(q.dtype.name == "f32", op, "q must be f32", q)
+def check_kv(op: str, q: Tensor, k: Tensor, layout: str = ROWS, kinds: tuple[str, ...] = ("f32",)) -> None:
+    """Raises GraphError for what q and k of an attention can't be. kinds: the types that q may have."""
+    require(q.dtype.name in kinds, op, f"q must be {' or '.join(kinds)}", q)
     require(k.dtype.kind != "int", op, "k must be a float or quantized type", k)
     check_layout(op, q, k, layout)
     heads = key_heads(k, q.ne[0], layout)
@@ -111,7 +114,7 @@ def _infer_attn(
     attn_bias: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_EXT"
-    check_kv(op, q, k, params.k_layout)
+    check_kv(op, q, k, params.k_layout, Q_TYPES)
     require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
     alike = (k.ne[1], key_heads(k, q.ne[0], params.k_layout), k.ne[3]) == v.ne[1:]
     require(alike, op, "k and v must agree in keys, heads and sequences", k, v)
@@ -124,7 +127,7 @@ def _infer_attn(
 def _infer_lse(
     params: FlashAttnParams, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, attn_bias: Tensor | None
 ) -> Result:
-    check_kv("FLASH_ATTN_LSE", q, k, params.k_layout)
+    check_kv("FLASH_ATTN_LSE", q, k, params.k_layout, Q_TYPES)
     check_rest("FLASH_ATTN_LSE", q, k, mask, sinks, attn_bias, params)
     require(
         params.dropout_p == 0, "FLASH_ATTN_LSE", f"it is of all weights: dropout_p must be 0, got {params.dropout_p}"
@@ -175,11 +178,11 @@ def flash_attn_ext(
 ) -> Tensor:  # fmt: skip
     """Attention in one op: result = softmax(s) v over the keys and the sink, s = scale * q.k + slope(head) * mask.
 
-    With a softcap s = softcap * tanh(scale * q.k / softcap) + slope(head) * mask. q: f32 [D_k, n_q, n_head, n_seq]; k:
-    [D_k, n_kv, n_head_kv, n_seq] any float or quantized type, any strides; v: [D_v, n_kv, n_head_kv, n_seq], its own
-    type, !! not transposed, may be a view of k; mask: f16 [n_kv, n_q, m2, m3], m2 and m3 dividing n_head and n_seq, or
-    None; sinks: f32 [n_head], one more logit without a value, or None; max_bias: ALiBi's, 0 for a slope of 1. The
-    result is f32 [D_v, n_head, n_q, n_seq], !! permuted. attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3], b2 and b3
+    With a softcap s = softcap * tanh(scale * q.k / softcap) + slope(head) * mask. q: f32 or f8_e4m3 [D_k, n_q, n_head,
+    n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or quantized type, any strides; v: [D_v, n_kv, n_head_kv, n_seq],
+    its own type, !! not transposed, may be a view of k; mask: f16 [n_kv, n_q, m2, m3], m2 and m3 dividing n_head and
+    n_seq, or None; sinks: f32 [n_head], one more logit without a value, or None; max_bias: ALiBi's, 0 for a slope of 1.
+    The result is f32 [D_v, n_head, n_q, n_seq], !! permuted. attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3], b2 and b3
     dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
     weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
     all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). prec:
@@ -206,13 +209,13 @@ def flash_attn_lse(
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_ext(): result = ln(sum exp(s)), the sink included.
 
-    s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
-    quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
-    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0, 8 or 10; score: a function of score.py or
-    None; k_layout: as there. The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of
-    its own beside
-    FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
-    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext() refuses.
+    s as there, of the same arguments: q: f32 or f8_e4m3 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any
+    float or quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32
+    [n_head] or None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0, 8 or 10; score: a function of
+    score.py or None; k_layout: as there. The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked.
+    A node of its own beside FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source:
+    FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext()
+    refuses.
     """
     text, of_score = as_params(score)
     numbers = (float(scale), float(max_bias), float(softcap))

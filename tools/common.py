@@ -39,6 +39,8 @@ MODEL_NAMES = "a known name (smollm2-135m, gemma3-270m), hf:OWNER/REPO[:QUANT] o
 MODEL_HELP = f"a .gguf file, {MODEL_NAMES}"
 #: Of explain/devices.py, spelt out here since that takes long to import; a test holds them equal.
 DEVICE_NAMES = "h100, h200, a100, b200, mi300x, l40s, rtx6000ada, rtx3090, rtx4090 or rtx5090"
+#: models.engine.ATTN_PRECS, spelt out here for the same reason.
+ATTN_PRECS = ("auto", "f32", "f8")
 MAX_THREADS = 512
 #: Values of a switch.
 SWITCH = ("on", "off", "auto", "0", "1", "true", "false")
@@ -148,6 +150,11 @@ def add_session_arguments(parser: argparse.ArgumentParser, ctx_size: int = 0, ow
         "-fa", "--flash-attn", type=switch, default=True, metavar="{on,off}",
         help="off: attention as three ops, scores and weights in memory between them, to compare (default: on)",
     )  # fmt: skip
+    group.add_argument(
+        "--attn-prec", choices=ATTN_PRECS, default="auto",
+        help="what attention multiplies in: f32 rounds nothing on the way; f8, with -ctk f8 -ctv f8, lets an H100 "
+        "round queries and weights to 8 bits too when it reads prompts (default: auto, the backend's choice)",
+    )  # fmt: skip
     add_threads_argument(group)
     group.add_argument(
         "-tb", "--threads-batch", type=whole(-1, MAX_THREADS), default=0, metavar="N",
@@ -233,6 +240,7 @@ def load_model(
     from graphrt.models import hub
     from graphrt.models.model import load
     from graphrt.models.synthetic import synthetic
+    from graphrt.models.synthetic_recall import recall
 
     use_threads(args)
     eight = getattr(args, "eight_bits", False)
@@ -240,7 +248,11 @@ def load_model(
     if getattr(args, "deterministic", False):
         backend = alone_backend(args.backend, exact, 8 if eight else 16)
     made_up = getattr(args, "synthetic", None)
-    file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
+    file: GGUFFile | Path
+    if made_up:
+        file = recall(made_up) if made_up.startswith("recall") else synthetic(made_up, vocabulary=True)
+    else:
+        file = hub.resolve(args.model)
     ranks = getattr(args, "as_ranks", 1)
     model = load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
     use_adapters(model, args)
@@ -264,8 +276,10 @@ def session_options(args: argparse.Namespace) -> SessionOptions:
     if n_pages and not page:
         raise SessionError("--pages says how many pages there are, got no --page; give their size, such as --page 64")
     types = args.cache_type_k, args.cache_type_v
-    fused = getattr(args, "flash_attn", True)
-    return SessionOptions(args.ctx_size, args.batch_size, *types, threads, page, n_pages, flash_attn=fused)
+    fused, prec = getattr(args, "flash_attn", True), getattr(args, "attn_prec", "auto")
+    return SessionOptions(
+        args.ctx_size, args.batch_size, *types, threads, page, n_pages, flash_attn=fused, attn_prec=prec
+    )
 
 
 def read_text(path: str) -> str:

@@ -4,6 +4,9 @@ The haystack is made here from a few words and a seed, the same on every machine
 of them, the needle, somebody's pass code. Other people's codes stand elsewhere, so that any code is not the right one.
 The context ends in the question; what is scored is the answer, token by token with those before it given: found, if
 each is the one that the model thinks most likely, and its negative log likelihood, which tells more of small losses.
+
+A model that is made to look things up (models/synthetic_recall.py) has facts instead of sentences, and one context in
+which all of them are asked for.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from graphrt.errors import SessionError
 from graphrt.models.model import nll
 from graphrt.models.session import Session
+from graphrt.models.synthetic_recall import NEEDLES, recall
 from graphrt.models.tokenizer import Tokenizer
 
 _NAMES = ("Ada", "Boris", "Clara", "David", "Elena", "Felix", "Grace", "Hugo", "Irene", "Jonas", "Karla", "Linus")
@@ -102,6 +108,24 @@ def search(session: Session, tokenizer: Tokenizer, n_trials: int) -> Iterator[Ou
         rows = session.eval_rows(trial.ids[:-1], first - 1)
         answer = trial.ids[first:]
         yield Outcome(trial.depth, bool((rows.argmax(-1) == answer).all()), float(nll(rows, answer).mean()))
+
+
+def look_up(session: Session, name: str, n_trials: int) -> Iterator[Outcome]:
+    """The outcomes of n_trials facts of the synthetic model `name`, evenly over the context. Each is asked for twice:
+    among all questions, which are read as a prompt, and by itself, as a token that was generated. Found: both times;
+    the loss is the mean of both. Raises SessionError for more questions than it has, and for a context too small."""
+    file = recall(name)
+    if n_trials > NEEDLES:
+        raise SessionError(f"{name} has {NEEDLES} facts to ask for, got --needle {n_trials}; ask for fewer")
+    given = file.lookup(session.n_ctx)
+    session.reset()
+    together = session.eval_rows(given.ids, given.first)
+    session.rewind(given.first)
+    alone = np.stack([session.eval([question]) for question in given.ids[given.first :]])
+    losses = [nll(rows, given.answers) for rows in (together, alone)]
+    found = [rows.argmax(-1) == given.answers for rows in (together, alone)]
+    for i in np.round(np.linspace(0, NEEDLES - 1, n_trials)).astype(int):
+        yield Outcome(given.depths[i], all(bool(f[i]) for f in found), float(np.mean([loss[i] for loss in losses])))
 
 
 def summary(outcomes: Sequence[Outcome]) -> tuple[int, float]:

@@ -73,7 +73,7 @@ def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
     p = built_in(out.params)
     plain = out["attn_bias"] is None and p.dropout_p == 0.0 and not p.score and p.k_layout == ROWS
-    if not plain or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
+    if q.dtype.name != "f32" or not plain or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
     slopes = low.array(alibi_slopes(q.ne[2], p.max_bias), np.float32) if p.max_bias else 0
     return [

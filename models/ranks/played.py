@@ -28,6 +28,7 @@ class _RankCache:
     n_ctx: int
     n_seq: int
     flash_attn: bool
+    prec: int
 
 
 class PlayedWeights(Weights):
@@ -59,7 +60,8 @@ class PlayedDecoder(Decoder):
         n, cache = self.hp.n_layer, step.cache
         graphs = []
         for i, rank in enumerate(self.ranks):
-            mine = _RankCache(cache.layers[i * n : (i + 1) * n], cache.n_ctx, cache.n_seq, cache.flash_attn)
+            layers = cache.layers[i * n : (i + 1) * n]
+            mine = _RankCache(layers, cache.n_ctx, cache.n_seq, cache.flash_attn, cache.prec)
             graphs.append(Graph(rank.result(replace(step, cache=mine))))  # type: ignore[arg-type]
         logits = linked(graphs).outputs[0]
         logits.flags &= ~Flag.OUTPUT  # whoever builds the graph says what is one

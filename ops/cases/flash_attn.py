@@ -204,6 +204,9 @@ GROUPS: Mapping[str, Sequence[Group]] = {
             {"values": ("large_v",), "n_q": (1, 9), "n_kv": (512,)},
         ),
         Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {}, {"mask": (None,)}),
+        Group(replace(BASE, q_type="f8_e4m3", types=("f8_e4m3", "f16"), layout="cache"), {"n_q": (1, 9)}),
+        Group(replace(_EIGHT, q_type="f8_e4m3"), {}, {"prec": (0, 8)}),
+        Group(replace(_WIDE, q_type="f8_e4m3", sinks="near"), {}, {"layout": ("panels",), "max_bias": (8.0,)}),
     ),
     "dropout": (
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),

@@ -39,7 +39,7 @@ class Axes:
     scale: on q.k, None for D_k^-0.5. mask, rows, sinks, values and layout are names in the tables MASKS, ROWS, SINKS,
     VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
     None for values like all others. bias: dimensions 2 and 3 of attn_bias and its type, None for none. prec: 10 for
-    products in f32, 8 for products of 8-bit floats. score: a name of scores.py's SCORES.
+    products in f32, 8 for products of 8-bit floats. score: a name of scores.py's SCORES. q_type: of q.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -61,6 +61,7 @@ class Axes:
     dropout_p: float = 0.0
     prec: int = 0
     score: str | None = None
+    q_type: str = "f32"
 
 
 #: Values of each kind of mask. The first four come with a shape of their own in _mask_dims().
@@ -241,9 +242,9 @@ def _bias(inputs: Inputs, axes: Axes) -> Tensor | None:
 def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     values = VALUES[axes.values]
     if axes.layout in ("permuted", "cache"):
-        q = permute(inputs("q", "f32", (axes.d[0], axes.heads[0], axes.n_q, axes.n_seq), values.q), 0, 2, 1, 3)
+        q = permute(inputs("q", axes.q_type, (axes.d[0], axes.heads[0], axes.n_q, axes.n_seq), values.q), 0, 2, 1, 3)
     else:
-        q = inputs("q", "f32", (axes.d[0], axes.n_q, axes.heads[0], axes.n_seq), values.q)
+        q = inputs("q", axes.q_type, (axes.d[0], axes.n_q, axes.heads[0], axes.n_seq), values.q)
     scale = axes.scale if axes.scale is not None else axes.d[0] ** -0.5
     mask, bias = _mask(inputs, axes), _bias(inputs, axes)
     given: dict[str, Any] = {"sinks": _sinks(inputs, axes), "max_bias": axes.max_bias, "softcap": axes.softcap}

@@ -173,8 +173,17 @@ def test_how_rows_are_cut() -> None:
     for first, n, without, with_logits in itertools.product((0, 1, 5, 8), (8, 9), (1, 4, 9), (1, 3, 9)):
         batches = list(_batches(first, n, without, with_logits))
         assert [i for start, stop in batches for i in range(start, stop)] == list(range(n))
-        assert all(0 < stop - start <= (without if start < first else with_logits) for start, stop in batches)
-        assert all(stop <= first or start >= first for start, stop in batches)
+        wanted = [max(0, stop - max(start, first)) for start, stop in batches]
+        assert all(0 < stop - start <= without for start, stop in batches) and max(wanted) <= with_logits
+        whole = [stop - start == without or rows == with_logits for (start, stop), rows in zip(batches, wanted)]
+        assert all(whole[:-1]), "as few as possible"
+
+
+def test_rows_of_a_batch_that_begins_before_them(model: Model) -> None:
+    session = model.session(F32)
+    rows = session.eval_rows(tokens(), 33)
+    assert nmse(rows, model.logits(tokens(), F32)[33:]) < 1e-9
+    assert set(session._prepared) == {(40, 7)} and session.n_past == 40
 
 
 def test_many_logits_are_made_in_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

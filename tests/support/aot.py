@@ -69,7 +69,7 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows;
-    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels."""
+    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels; q_type: of q."""
 
     d: tuple[int, int]
     n_q: int
@@ -81,6 +81,7 @@ class Shape:
     dropout_p: float = 0.0
     prec: int = 0
     panels: bool = False
+    q_type: str = "f32"
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -98,7 +99,7 @@ def problem(shape: Shape) -> Problem:
         return t
 
     (d_k, d_v), n_kv = shape.d, shape.n_kv
-    q = leaf("f32", (d_k, shape.n_q, 8), "q")
+    q = leaf(shape.q_type, (d_k, shape.n_q, 8), "q")
     if shape.panels:
         x = panel_width(dtype(shape.types[0]))
         k = leaf(shape.types[0], (x, n_kv, d_k // x * 2), "k")
@@ -355,6 +356,7 @@ DECODE8 = [
 ]
 #: Floats of 8 bits, whose numbers every target makes otherwise: the portable kernel, few queries and many.
 FLOAT8 = [Shape((128, 128), n_q, (k, v)) for n_q in (1, 64) for k, v in (("f8_e4m3", "f8_e4m3"), ("f8_e5m2", "f16"))]
+FLOAT8.append(Shape((128, 128), 64, ("f8_e4m3", "f8_e4m3"), q_type="f8_e4m3"))
 PREFILL = [
     *(Shape((d, d), 128, ("f16", "f16")) for d in (64, 128, 256)),
     Shape((128, 128), 128, ("bf16", "bf16"), softcap=30.0),

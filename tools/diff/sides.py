@@ -2,7 +2,8 @@
 
 A side is written NAME[,KEY=VALUE...]. NAME is a backend as `graphrt test -b` has it (cpu, cpu-fast, triton,
 triton-fast, MODULE:CLASS), or a .npz file of values by node name. Keys: fuse=0, every node by itself; ctk=TYPE and
-ctv=TYPE, the cache's types; fa=off, attention as three ops; model=FILE, another file of the same architecture.
+ctv=TYPE, the cache's types; fa=off, attention as three ops; prec=f32 or f8, what it multiplies in; model=FILE, another
+file of the same architecture.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from graphrt.tools.inspect.graph_run import GraphRun, Make, made_from
 from graphrt.tools.inspect.subject import load_subject
 from graphrt.tools.inspect.traced_step import Step, WatchedSession, steps
 
-KEYS = ("fuse", "ctk", "ctv", "model", "fa")
+KEYS = ("fuse", "ctk", "ctv", "model", "fa", "prec")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class SideSpec:
         given = self.options
         fused = switch(given["fa"]) if "fa" in given else options.flash_attn
         type_k, type_v = given.get("ctk", options.type_k), given.get("ctv", options.type_v)
-        return replace(options, type_k=type_k, type_v=type_v, flash_attn=fused)
+        prec = given.get("prec", options.attn_prec)
+        return replace(options, type_k=type_k, type_v=type_v, flash_attn=fused, attn_prec=prec)
 
 
 def side_spec(text: str) -> SideSpec:

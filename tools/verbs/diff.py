@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SUBJECT_HELP)
     parser.add_argument("--synthetic", metavar="NAME", help="random weights in a known shape instead; takes --tokens")
     add = parser.add_argument_group("the sides").add_argument
-    side = "NAME[,fuse=0][,fa=off][,ctk=TYPE][,ctv=TYPE][,model=FILE], or FILE.npz"
+    side = "NAME[,fuse=0][,fa=off][,prec=f8][,ctk=TYPE][,ctv=TYPE][,model=FILE], or FILE.npz"
     add("-a", "--reference", default="cpu", metavar="SIDE", help=f"what is right: {side} (default: cpu)")
     add("-b", "--other", default="auto", metavar="SIDE", help="what is asked about (default: what `run` uses)")
     add = parser.add_argument_group("what they read").add_argument

@@ -1,14 +1,15 @@
 """Perplexity of a text by llama-perplexity's method: chunks of the context's size, the second half of each scored.
 
 Where the model's tokenizer adds a BOS, each chunk's first token is replaced by it before the chunk is read. --needle
-looks for a sentence in a context of -c tokens instead (tools/needle.py): what a cache's type costs over long contexts.
+looks for a sentence in a context of -c tokens instead (tools/needle.py), or, of the model made for it (--synthetic
+recall), for facts: what a cache's type costs over long contexts.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from graphrt.tools.common import (
     print_json,
     progress,
     read_text,
+    session_options,
     whole,
     without_last_newline,
 )
@@ -32,16 +34,23 @@ if TYPE_CHECKING:
     from graphrt.models.session import Session
     from graphrt.models.tokenizer import Tokenizer
 
+#: Models that are made up to look things up (models/synthetic_recall.py).
+RECALL, RECALL_CTX = ("recall", "recall-64"), 32768
 MIN_CTX = 4  # the second half of a chunk must hold a token and the next one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    parser.add_argument(
+        "--synthetic", choices=RECALL, metavar="NAME",
+        help="with --needle and no MODEL: a model made to look up facts, recall (heads of 128) or recall-64",
+    )  # fmt: skip
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("-f", "--file", metavar="FILE", help="the text, - for standard input")
     what.add_argument(
-        "--needle", type=whole(1), metavar="N", help="no text: find a sentence at N depths of a context of -c tokens"
-    )
+        "--needle", type=whole(1), metavar="N",
+        help="no text: find a sentence, or --synthetic's facts, at N depths of a context of -c tokens",
+    )  # fmt: skip
     parser.add_argument(
         "--chunks", type=whole(-1), default=-1, metavar="N", help="at most N chunks, -1: all (the default)"
     )
@@ -54,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from graphrt.models.engine import OWN_CTX
 
+    if (args.model is None) == (args.synthetic is None) or (args.synthetic and args.needle is None):
+        raise SessionError("there must be one model: give MODEL, or --synthetic recall with --needle")
     n_ctx = args.ctx_size
+    if args.synthetic:
+        args.synthetic = f"{args.synthetic}:{max(n_ctx, 0) or RECALL_CTX}"
     if (n_ctx < MIN_CTX and n_ctx != OWN_CTX) or args.chunks == 0:
         raise SessionError(
             f"perplexity needs at least one chunk (--chunks) of at least {MIN_CTX} tokens (-c), got --chunks "
@@ -73,15 +86,15 @@ def _text(args: argparse.Namespace) -> str:
 
 def measure(args: argparse.Namespace, text: str) -> int:
     """The perplexity of a text, or needles. Several ranks do it together; what the first one says is printed."""
-    from graphrt.models.engine import OWN_CTX, SessionOptions
+    from graphrt.models.engine import OWN_CTX
     from graphrt.models.model import nll
 
     n_ctx = args.ctx_size
     model = load_model(args, exact=not args.fast)
     n_ctx = model.network.hp.n_ctx_train if n_ctx == OWN_CTX else n_ctx
+    options = replace(session_options(args), n_ctx=n_ctx)
     if args.needle is not None:
-        session = model.session(SessionOptions(n_ctx, args.batch_size, args.cache_type_k, args.cache_type_v))
-        return _needles(session, model.tokenizer, args.needle, args.json)
+        return _needles(model.session(options), model.tokenizer, args)
     ids = model.tokenizer.encode(text)
     if len(ids) < 2 * n_ctx:
         raise SessionError(
@@ -89,9 +102,7 @@ def measure(args: argparse.Namespace, text: str) -> int:
             f"a smaller -c"
         )
     n_chunks = len(ids) // n_ctx if args.chunks < 0 else min(args.chunks, len(ids) // n_ctx)
-    session = model.session(
-        SessionOptions(n_ctx, args.batch_size, args.cache_type_k, args.cache_type_v, flash_attn=args.flash_attn)
-    )
+    session = model.session(options)
     first = n_ctx // 2  # the first position whose prediction counts
     losses: list[np.ndarray] = []
     with progress("perplexity", n_chunks) as advance:
@@ -107,12 +118,17 @@ def measure(args: argparse.Namespace, text: str) -> int:
     return 0
 
 
-def _needles(session: Session, tokenizer: Tokenizer, n_trials: int, as_json: bool) -> int:
+def _needles(session: Session, tokenizer: Tokenizer, args: argparse.Namespace) -> int:
     from graphrt.tools import needle
 
+    n_trials, as_json = args.needle, args.json
+    if args.synthetic:
+        outcomes = needle.look_up(session, args.synthetic, n_trials)
+    else:
+        outcomes = needle.search(session, tokenizer, n_trials)
     found = []
     with progress("needles", n_trials) as advance:
-        for outcome in needle.search(session, tokenizer, n_trials):
+        for outcome in outcomes:
             found.append(outcome)
             advance()
     n_found, loss = needle.summary(found)

@@ -131,3 +131,43 @@ def test_products_of_8_bits_are_for_caches_of_8_bits() -> None:
         k, v = (new_input(kind, 128, 512, 2, name=name) for kind, name in zip(kinds, "kv"))
         with pytest.raises(GraphError, match="prec 8 multiplies 8-bit floats: k and v must be f8_e4m3"):
             ops.flash_attn_ext(q, k, v, None, 0.1, prec=PREC_F8)
+
+
+@interpreted
+def test_queries_of_8_bits() -> None:
+    """Codes of queries, strided as a step's heads are: the weighted sums and their denominators of the reference."""
+    q = new_input("f8_e4m3", 64, 4, 5, name="q")
+    k, v = (new_input(kind, 64, 40, 2, name=kind) for kind in ("f8_e4m3", "f16"))
+    given = (ops.permute(q, 0, 2, 1, 3), k)
+    graph = graphrt.Graph(ops.flash_attn_ext(*given, v, None, 0.125), ops.flash_attn_lse(*given, None, 0.125))
+    found = []
+    for backend in (TritonBackend(), graphrt.get_backend("cpu")):
+        exe, rng = graphrt.prepare(graph, backend), np.random.default_rng(6)
+        for t in (q, k, v):
+            x = rng.standard_normal(t.shape).astype(np.float32)
+            exe.write(t, encode(x, t.dtype) if t.dtype.is_float8 else x.astype(np.float16))
+        exe.run()
+        found.append([np.asarray(exe.read(node), np.float64) for node in graph.outputs])
+    for mine, right in zip(*found):
+        assert ((mine - right) ** 2).mean() < 1e-6 * (right**2).mean()
+
+
+@pytest.mark.parametrize("n_q", [1, 4096])
+def test_queries_of_8_bits_are_the_portable_kernels(n_q: int) -> None:
+    q = new_input("f8_e4m3", 128, n_q, 8, name="q")
+    k, v = (new_input("f8_e4m3", 128, 4096, 2, name=name) for name in "kv")
+    target = device.Target.elsewhere(DEVICES["h100"].elsewhere)
+    attention = ops.flash_attn_ext(q, k, v, None, 0.1, prec=PREC_F8)
+    run = graphrt.prepare(graphrt.Graph(attention), [TritonBackend(exact=False, target=target)]).splits[0].run
+    chosen = run.segments[0].chosen  # type: ignore[attr-defined]
+    assert chosen.kernel == "forward"
+    for other in ("hopper_fp8", "hopper_quant", "decode"):
+        assert chosen.refused[other] == "it reads queries of f32, here they are f8_e4m3"
+
+
+def test_queries_of_8_bits_have_no_gradients() -> None:
+    q = new_input("f8_e4m3", 64, 4, 2, name="q")
+    k, v = (new_input("f32", 64, 8, 2, name=name) for name in "kv")
+    loss = ops.sum_rows(ops.reshape(ops.flash_attn_ext(q, k, v, None, 0.1), 512))
+    with pytest.raises(GraphError, match="q must be f32"):
+        graphrt.gradients(loss, [k])

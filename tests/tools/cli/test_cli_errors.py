@@ -20,6 +20,8 @@ from graphrt.tools import cli
 RUN = ("run", "spm.gguf", "-p", "hello", "-n", "2")
 LOGITS = ("logits", "spm.gguf", "-o", "never.npy", "--tokens")
 PERPLEXITY = ("perplexity", "spm.gguf", "-f", "text.txt")
+PREC = (*PERPLEXITY, "-c", "16", "--attn-prec")
+RECALL = ("perplexity", "--synthetic", "recall-64", "--needle")
 CACHES = "f32, f16, bf16, q8_0, q4_0, f8_e4m3"
 USAGE = "run --help lists what it takes"
 
@@ -89,6 +91,10 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "output is a folder": ((*LOGITS[:3], ".", "--tokens", "1"), "it is a folder", "give another"),
     "text too short": (("perplexity", "spm.gguf", "-f", "short.txt"), "two chunks, 1024 tokens", "use a longer text"),
     "a needle in 64 tokens": ((*PERPLEXITY[:2], "--needle", "1", "-c", "64"), "8 sentences", "use a larger -c"),
+    "facts in 600 tokens": ((*RECALL, "2", "-c", "600"), "facts and their decoys need 704", "use a larger -c"),
+    "too many facts": ((*RECALL, "65", "-c", "704"), "64 facts to ask for, got --needle 65", "ask for fewer"),
+    "facts and a model": ((*PERPLEXITY[:2], *RECALL[1:], "2"), "one model", "or --synthetic recall with --needle"),
+    "attn_prec f8 over f16": ((*PREC, "f8"), "must be f8_e4m3, they are f16", "attn_prec auto"),
     "no text": (("perplexity", "spm.gguf", "-f", "none.txt"), "No such file", "check the path"),
     "text not UTF-8": (("perplexity", "spm.gguf", "-f", "latin.txt"), "must be UTF-8", "convert it"),
     "perplexity -c 0": ((*PERPLEXITY, "-c", "0"), "at least two chunks, 512 tokens", "a smaller -c"),

@@ -134,9 +134,12 @@ def load_q(
     p_q, p_row, m_row, sign, D: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
     ALIGNED: tl.constexpr, DOT: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of the query rows in the order of K's tiles. p_row: offsets of the rows; sign: of the scale."""
+    """Columns of the query rows, f32 or codes of f8_e4m3, in the order of K's tiles. p_row: offsets of the rows; sign:
+    of the scale."""
     i_d = slot_elements(FROM + tl.arange(0, SIZE), KIND, ALIGNED)
     q = tl.load(p_q + p_row[:, None] + i_d[None, :], mask=m_row[:, None] & (i_d < D)[None, :], other=0.0)
+    if q.dtype == tl.uint8:
+        q = float8_values(q, "f8_e4m3", 0).to(tl.float32)
     q = (q * sign).to(DOT)
     if WAYS > 0:
         q = tl.broadcast_to(q[None, :, :], (WAYS, q.shape[0], SIZE))

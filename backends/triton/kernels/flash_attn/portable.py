@@ -91,7 +91,7 @@ def main_arguments(
     plan = plan or MaskPlan(none, none, none, none, none)
     ranges = choice.schedule != "tile"
     return {
-        "p_q": p.memory(p.q_t, torch.float32), "p_k": k.data, "p_v": v.data,
+        "p_q": p.memory(p.q_t, TORCH_TYPES[p.q_t.dtype.name]), "p_k": k.data, "p_v": v.data,
         "p_mask": p.memory(p.mask_t, torch.float16) if p.mask_t is not None else none.view(torch.float16),
         "p_bias": p.memory(bias, TORCH_TYPES[bias.dtype.name]) if bias is not None else absent,
         "p_sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else absent,
@@ -102,7 +102,7 @@ def main_arguments(
         "p_tiles": none, "n_seq": p.n_seq, "VARLEN": False,
         "p_counts": plan.counts, "p_blocks": plan.blocks, "p_seen": plan.seen, "p_unit_start": plan.unit_start,
         "p_part": part, "p_bad": torch.zeros_like(none),
-        **dict(zip(("sq_t", "sq_h", "sq_s"), (n // 4 for n in p.q_t.nb[1:]))),
+        **dict(zip(("sq_t", "sq_h", "sq_s"), (n // p.q_t.dtype.type_size for n in p.q_t.nb[1:]))),
         **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
         **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)), **dict(zip(("sb_t", "sb_h", "sb_s"), bias_strides)),
         "b2": p.b2, "b3": p.b3, **dropout_arguments(params), "PANEL": k.panel[0], "s_panel": k.panel[1],

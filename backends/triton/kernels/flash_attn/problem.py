@@ -14,7 +14,7 @@ from graphrt.backend import Place
 from graphrt.backends.triton.device import interpreting
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.memory import TORCH_TYPES, elements
-from graphrt.dtypes import DType
+from graphrt.dtypes import F32, DType
 from graphrt.ops.flash_attn_ext import PREC_F32
 from graphrt.ops.key_panels import ROWS, key_heads
 from graphrt.ops.score import BUILT_IN, built_in
@@ -144,6 +144,8 @@ class Problem:
         """The same for kernels that have dropout."""
         if self.in_f32 and (self.k.kind, self.v.kind) != ("f32", "f32"):
             return "it multiplies in k's and v's types, prec asks for f32"
+        if self.q_t.dtype is not F32:
+            return f"it reads queries of f32, here they are {self.q_t.dtype.name}"
         if self.panels:
             return "it reads keys in rows, the portable kernel in panels too"
         if self.bias_t is not None:
