@@ -55,9 +55,9 @@ MAX_NAMED = 20  # keys in a warning
 class Model:
     """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
     of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
-    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks: as load()."""
+    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks, stages: as load()."""
 
-    def __init__(self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1) -> None:
+    def __init__(self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1, stages: int = 1) -> None:
         self.file = file
         self.backends = list(backends)
         keys = Keys(file)
@@ -71,7 +71,7 @@ class Model:
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
         nbytes = sum(t.nbytes for t in file.tensors.values())
         with here.at_length(), task("loading", nbytes, "bytes") as advance:
-            self.network: Transformer = network_of(cls, hp, file, for_weights(self.backends), ranks, advance)
+            self.network: Transformer = network_of(cls, hp, file, for_weights(self.backends), ranks, advance, stages)
         self.ranks = ranks if isinstance(ranks, Ranks) else None
         self.weights = self.network.weights
 
@@ -136,7 +136,8 @@ class Model:
         network = self.network
         tied = isinstance(network, Decoder) and network.output is network.token_embd
         read = sum(int(t.nbytes * network.share_of_token(t)) for t in self.weights.loaded.values())
-        return read - (0 if tied else network.token_embd.nbytes)
+        read_only = not tied and network.token_embd.name in self.weights.loaded  # not every stage of a pipeline has it
+        return read - (network.token_embd.nbytes if read_only else 0)
 
     @checked(SessionError)
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
@@ -391,13 +392,15 @@ def load(
     rope: RopeOptions | None = None,
     before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
     ranks: Ranks | int = 1,
+    stages: int = 1,
 ) -> Model:
     """Opens a GGUF file, unless one that is open is given, and puts its weights where the backend wants them.
 
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
     they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
     the weights have no memory yet, and may raise. ranks: this process's place among several that have a part of the
-    model each (graphrt.ranks.current()), or how many are played in this process. Raises GGUFError, ArchError,
+    model each (graphrt.ranks.current()), or how many are played in this process; stages: of a pipeline, into which
+    those that are played are divided. Raises GGUFError, ArchError,
     BackendError, MemoryPlanError, SessionError for changes that the model can't have, and RankError where ranks have
     different files.
     """
@@ -410,7 +413,7 @@ def load(
         rope.apply(file)
     if before is not None:
         before(file, backends)
-    return Model(file, backends, ranks)
+    return Model(file, backends, ranks, stages)
 
 
 @checked(SessionError)

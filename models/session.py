@@ -151,10 +151,10 @@ class Session(Engine):
         self._ids[:n_read], self.unread = tokens[:n_read], tokens[n_read:]
         self.lengths[0] = n_read
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, quiet: bool = False) -> Logits:
         start = int(self.lengths[0])
         self._ids[start : start + len(part[0])] = part[0]
-        logits = super().step(part, every=every)
+        logits = super().step(part, every=every, quiet=quiet)
         self.unread = self.unread[len(part[0]) :]  # what is unread comes first
         return logits
 

@@ -41,7 +41,7 @@ def as_rank(
     local = int(os.environ.get("LOCAL_RANK", rank))
     gpus = _takes_gpu(args.backend, local)
     args.backend = own_backend(args.backend, local)
-    ranks = join(rank, size, folder, ended, gpus=gpus)
+    ranks = join(rank, size, folder, ended, gpus=gpus, stages=getattr(args, "pp", 1))
     try:
         versions = ranks.everyones(__version__)
         if len(set(versions)) > 1:
