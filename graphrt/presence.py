@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Presence:
-    """met: how many times this process has come to where it needs other ranks; waits: it is there now, and needs them to
-    do their part; there: it is there now, if only to listen to the first one; busy: how many pieces of work are under
-    way that take as long as they take: reading weights, compiling, waiting for a terminal."""
+    """met: how many times this process has come to where it needs other ranks; waits: it is there now, and needs them
+    to do their part; there: it is there now, if only to listen to the first one; busy: how many pieces of work are
+    under way that take as long as they take: reading weights, compiling, waiting for a terminal."""
 
     met: int = 0
     waits: bool = False

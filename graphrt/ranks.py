@@ -182,9 +182,10 @@ def join(
     stages: int = 1,
 ) -> Ranks:  # fmt: skip
     """Makes this process one of `size` ranks, which are `stages` stages of a pipeline, a divisor of it. folder: a
-    private one on a disk that all of them see, where they find each other; "" for the address that torchrun has set. ended: called from a thread when another rank hangs, while
-    this one may wait for it in a call that nothing else ends; None for no watch. gpus: each has one of its own, torch's
-    current device, and they are linked too, by NCCL. Raises RankError where they don't find each other."""
+    private one on a disk that all of them see, where they find each other; "" for the address that torchrun has set.
+    ended: called from a thread when another rank hangs, while this one may wait for it in a call that nothing else
+    ends; None for no watch. gpus: each has one of its own, torch's current device, and they are linked too, by NCCL.
+    Raises RankError where they don't find each other."""
     import torch.distributed as dist
 
     how: dict[str, Any] = {"init_method": f"file://{folder}/store"} if folder else {}

@@ -55,7 +55,8 @@ MAX_NAMED = 20  # keys in a warning
 class Model:
     """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
     of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
-    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks, stages: as load()."""
+    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks, stages: as
+    load() has them."""
 
     def __init__(self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1, stages: int = 1) -> None:
         self.file = file

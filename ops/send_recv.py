@@ -117,8 +117,8 @@ def recv(
 
     No formula: no value changes. after: any tensor, which this node waits for and does not read: what this rank sends
     or receives before; a: the other rank's send(), where both are played in one graph; rank: whose node this is, from
-    0; other: the rank that it comes from; type, ne: the result's, a plain one as f32. Source: MPI_Recv. Raises GraphError for
-    other types, shapes and numbers.
+    0; other: the rank that it comes from; type, ne: the result's, a plain one as f32. Source: MPI_Recv. Raises
+    GraphError for other types, shapes and numbers.
     """
     sources = (after,) if a is None else (after, a)
     return build(RECV, *sources, params=RecvParams(rank, other, type, tuple(ne)), name=name)

@@ -66,22 +66,23 @@ def test_what_crosses_and_where(tmp_path: Path) -> None:
 
 
 def stage(rank: int, *, waits: bool = False) -> Graph:
-    """x + 1 here, times 3 there, and back."""
+    """2 x and then 3 there; back comes their difference. waits: for a third thing."""
     x = new_input("f32", 4, name="x")
     if rank == 0:
-        sent = ops.send(ops.add(x, x), rank=0, other=1)
+        sent = ops.send(ops.scale(ops.send(ops.add(x, x), rank=0, other=1), 1.5), rank=0, other=1)
         return Graph(ops.recv(sent, rank=0, other=1, type="f32", ne=(4,), name="out"))
-    taken = ops.recv(x, rank=1, other=0, type="f32", ne=(4,))
+    first = ops.recv(x, rank=1, other=0, type="f32", ne=(4,))
+    taken = ops.recv(first, rank=1, other=0, type="f32", ne=(4,))
     if waits:
         taken = ops.recv(taken, rank=1, other=0, type="f32", ne=(4,))
-    return Graph(ops.send(ops.scale(taken, 3.0), rank=1, other=0))
+    return Graph(ops.send(ops.sub(taken, first), rank=1, other=0))
 
 
 def test_a_rank_has_what_another_one_sends() -> None:
     exe = prepare(linked([stage(0), stage(1)], stages=2), "cpu")
     exe.write("x", np.arange(4, dtype=np.float32))
     exe.run()
-    assert exe.read("out").reshape(-1).tolist() == [0.0, 6.0, 12.0, 18.0]
+    assert exe.read("out").reshape(-1).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_what_nobody_sends_is_not_waited_for() -> None:

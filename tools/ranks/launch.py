@@ -31,9 +31,9 @@ def run_on_ranks(
     listens: Callable[[str, int], socket.socket] | None = None,
 ) -> int:  # fmt: skip
     """A verb over ranks: starts --tp times --pp of them, or is one of torchrun's. Its exit code. work: what each rank
-    does; read: gives the verb's text, on the first rank or before there are any; check: raises for options that need one rank, at
-    the same place; listens: of a server, makes the socket on which it listens, which outlives its ranks. Raises
-    RankError for a rank that is lost, with its own error."""
+    does; read: gives the verb's text, on the first rank or before there are any; check: raises for options that need
+    one rank, at the same place; listens: of a server, makes the socket on which it listens, which outlives its ranks.
+    Raises RankError for a rank that is lost, with its own error."""
     if not in_environment():
         check()
         if listens is None:

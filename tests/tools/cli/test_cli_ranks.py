@@ -191,9 +191,10 @@ def test_bench_over_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "several ranks measure what they do together, got --train" in capsys.readouterr().err
 
 
-def test_samples_over_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_over_stages(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one rank each: texts over pages, whose prompt is read once."""
     given = ("run", str(model), "--raw", "-p", "hello the sea", "-n", "6", "-np", "2", "--seed", "3")
-    one, two = rows(capsys, *given), printed(*given, "--tp", "2")
+    one, two = rows(capsys, *given), printed(*given, "--pp", "2")
     found, wanted = ([text["tokens"] for text in of["samples"]] for of in (two, one))
     assert found == wanted and found[0] != found[1]
 
