@@ -36,12 +36,14 @@ ANSWERING = 7 * 24 * 3600
 @dataclass(frozen=True)
 class Ranks:
     """This process's place among `size` ranks: its number, from 0. group: torch's, None for the default one; stages:
-    of a pipeline, each of size // stages ranks that follow each other."""
+    of a pipeline, each of size // stages ranks that follow each other; ep: each has some of a model's experts whole,
+    and not a part of every one."""
 
     rank: int
     size: int
     group: Any = None
     stages: int = 1
+    ep: bool = False
 
     def gathered(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Every rank's part, in their order: [..., n], of which n is sizes[rank]. Raises RankError."""

@@ -55,10 +55,12 @@ MAX_NAMED = 20  # keys in a warning
 class Model:
     """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
     of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
-    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks, stages: as
-    load() has them."""
+    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks, stages, ep:
+    as load() has them."""
 
-    def __init__(self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1, stages: int = 1) -> None:
+    def __init__(
+        self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1, stages: int = 1, ep: bool = False
+    ) -> None:
         self.file = file
         self.backends = list(backends)
         keys = Keys(file)
@@ -72,7 +74,8 @@ class Model:
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
         nbytes = sum(t.nbytes for t in file.tensors.values())
         with here.at_length(), task("loading", nbytes, "bytes") as advance:
-            self.network: Transformer = network_of(cls, hp, file, for_weights(self.backends), ranks, advance, stages)
+            home = for_weights(self.backends)
+            self.network: Transformer = network_of(cls, hp, file, home, ranks, advance, stages, ep)
         self.ranks = ranks if isinstance(ranks, Ranks) else None
         self.weights = self.network.weights
 
@@ -394,6 +397,7 @@ def load(
     before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
     ranks: Ranks | int = 1,
     stages: int = 1,
+    ep: bool = False,
 ) -> Model:
     """Opens a GGUF file, unless one that is open is given, and puts its weights where the backend wants them.
 
@@ -401,9 +405,9 @@ def load(
     they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
     the weights have no memory yet, and may raise. ranks: this process's place among several that have a part of the
     model each (graphrt.ranks.current()), or how many are played in this process; stages: of a pipeline, into which
-    those that are played are divided. Raises GGUFError, ArchError,
-    BackendError, MemoryPlanError, SessionError for changes that the model can't have, and RankError where ranks have
-    different files.
+    those that are played are divided; ep: of a mixture each has some experts whole, and not a part of every one. Raises
+    GGUFError, ArchError, BackendError, MemoryPlanError, SessionError for changes that the model can't have, and
+    RankError where ranks have different files.
     """
     listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
@@ -414,7 +418,7 @@ def load(
         rope.apply(file)
     if before is not None:
         before(file, backends)
-    return Model(file, backends, ranks, stages)
+    return Model(file, backends, ranks, stages, ep)
 
 
 @checked(SessionError)

@@ -177,6 +177,8 @@ def add_tp_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
     pp = "stages of a pipeline, each with some of the layers and --tp ranks (default: 1)"
     parser.add_argument("--pp", type=whole(1, 64), default=1, metavar="M", help=pp)
+    ep = "of a mixture each of the --tp ranks has some experts whole, and not a part of every one"
+    parser.add_argument("--ep", action="store_true", help=ep)
 
 
 def over_ranks(args: argparse.Namespace) -> bool:

@@ -52,6 +52,10 @@ ROLES = {
 }  # fmt: skip
 
 
+#: The same where experts are shared out whole.
+WHOLE_EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps"), "experts")
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a tensor is shared out. by: what it is cut by, of ROLES; "whole" for what every rank has, "rank 0" for what
@@ -83,7 +87,8 @@ class LayerSpans:
 class RankPlan:
     """ranks: of a stage; hp: the whole model's; layers: what each rank has of them; experts: columns of every expert;
     vocab: rows of the output matrix; cuts: of each tensor of the file, and of "output.weight" where the embedding takes
-    its place; stages: the layers of each. Methods take a rank's number among all."""
+    its place; stages: the layers of each; whole_experts: which experts each rank has whole, () where it has columns of
+    every one. Methods take a rank's number among all."""
 
     ranks: int
     hp: HParams
@@ -92,6 +97,7 @@ class RankPlan:
     vocab: tuple[Span, ...]
     cuts: Mapping[str, Cut]
     stages: tuple[Span, ...]
+    whole_experts: tuple[Span, ...] = ()
 
     @property
     def size(self) -> int:
@@ -110,7 +116,10 @@ class RankPlan:
             return tuple(_width(which(layer)[rank]) for layer in self.layers)
 
         hp, experts = self.hp, self.hp.experts
-        if experts is not None:
+        if experts is not None and self.whole_experts:
+            shared = _width(self.experts[rank]) * experts.n_shared if experts.n_shared else 0
+            experts = replace(experts, held=_width(self.whole_experts[rank]), shared_ff=shared)
+        elif experts is not None:
             experts = replace(experts, n_ff=_width(self.experts[rank]))
         heads, kv, columns = of(lambda x: x.heads), of(lambda x: x.kv), of(lambda x: x.columns)
         return replace(hp, n_head=heads, n_head_kv=kv, n_ff=columns, experts=experts)
@@ -123,32 +132,41 @@ class RankPlan:
         }  # fmt: skip
         stage, vocab = rank // self.ranks, tuple(_width(span) for span in self.vocab)
         own = tuple(range(*self.stages[stage])) if len(self.stages) > 1 else ()
-        return Share(self.ranks, rank % self.ranks, heads, vocab, norms, len(self.stages), stage, own)
+        return Share(
+            self.ranks, rank % self.ranks, heads, vocab, norms, len(self.stages), stage, own, self.whole_experts
+        )  # fmt: skip
 
 
 def _width(span: Span) -> int:
     return span[1] - span[0]
 
 
-def plan_ranks(hp: HParams, layout: Layout, tensors: Mapping[str, TensorInfo], ranks: int, stages: int = 1) -> RankPlan:
-    """The plan for so many ranks of a decoder's file, in so many stages. Raises ArchError with a sentence for what
-    can't be cut so."""
+def plan_ranks(
+    hp: HParams, layout: Layout, tensors: Mapping[str, TensorInfo], ranks: int, stages: int = 1, ep: bool = False
+) -> RankPlan:
+    """The plan for so many ranks of a decoder's file, in so many stages. ep: a rank has some experts whole, and not a
+    part of every one. Raises ArchError with a sentence for what can't be cut so."""
     if not 1 < ranks <= MAX_RANKS:
         raise ArchError(f"a model is cut for 2 to {MAX_RANKS} ranks, got {ranks}; give another number")
     if stages < 1 or ranks % stages:
         raise ArchError(f"stages must have as many ranks each, got {ranks} ranks in {stages}; use a divisor")
     spans, ranks = stages_of(tensors, hp.n_layer, stages), ranks // stages
+    if ep and (hp.experts is None or ranks == 1):
+        got = "this model has none" if hp.experts is None else "each stage has one"
+        raise ArchError(f"experts are shared out over the ranks of a stage, {got}; leave --ep out")
     if ranks == 1:
         return _in_stages(hp, tensors, spans)
     layers = tuple(_layer(hp, tensors, il, ranks) for il in range(hp.n_layer))
     experts: tuple[Span, ...] = ()
-    if hp.experts is not None:
-        downs = [t for name, t in tensors.items() if ".ffn_down_exps." in name or ".ffn_down_shexp." in name]
+    whole = _spans("the experts", hp.experts.n, ranks, 1) if ep and hp.experts is not None else ()
+    if hp.experts is not None and (hp.experts.n_shared or not ep):
+        cut = (".ffn_down_shexp.",) if ep else (".ffn_down_exps.", ".ffn_down_shexp.")
+        downs = [t for name, t in tensors.items() if any(part in name for part in cut)]
         shared = max(1, hp.experts.n_shared)
         step = math.lcm(*(t.dtype.block_size // math.gcd(t.dtype.block_size, shared) for t in downs), 1)
         experts = _spans("an expert's columns", hp.experts.n_ff, ranks, max(step, _block(downs)))
     vocab = _spans("the vocabulary", hp.n_vocab, ranks, 1)
-    plan = RankPlan(ranks, hp, layers, experts, vocab, {}, spans)
+    plan = RankPlan(ranks, hp, layers, experts, vocab, {}, spans, whole)
     cutter = _Cutter(plan, layout)
     cuts = {name: cutter.cut(name, info.ne) for name, info in tensors.items()}
     if "output.weight" not in tensors:
@@ -235,7 +253,8 @@ class _Cutter:
         kind = name.rpartition(".")[2]
         if stem == self.layout.ffn_norm_name and stem not in ROLES:
             return Cut("whole")
-        by = ROLES.get(stem)
+        by = WHOLE_EXPERTS.get(stem) if self.plan.whole_experts else None
+        by = by or ROLES.get(stem)
         if by is None or not -1 <= il < self.plan.hp.n_layer:
             raise ArchError(f"tensor {name[:80]!r} has no rule how it is cut over ranks; run the model on one")
         if by == "whole":
@@ -260,6 +279,8 @@ class _Cutter:
             return Cut(by, 0, _of_unit(ne[0] // plan.hp.n_head[il], layer.heads))
         if by == "heads of q, k and v":
             return Cut(by, last, self._fused(layer, il))
+        if by == "experts":
+            return Cut(by, last, _alone(plan.whole_experts))
         if by == "columns of experts":
             dim = 1 if kind == "weight" else 0
             return Cut(by, dim, self._columns(plan.experts, plan.hp.experts.n_ff if plan.hp.experts else 1, ne[dim]))

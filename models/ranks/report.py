@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from graphrt.backend import Backend, Buffer, Usage
+from graphrt.backend import Backend, Buffer, Bytes, Usage
 from graphrt.models.arch import architecture, read_file
 from graphrt.models.cache import KVCache
 from graphrt.models.engine import SessionOptions, check_options
@@ -67,14 +67,17 @@ class _Planned(RankWeights):
     def _bound(self, leaf: Tensor, source: str) -> Buffer:
         return cast(Buffer, None)
 
+    def _held(self, leaf: Tensor, data: Bytes) -> Buffer:
+        return cast(Buffer, None)
+
 
 def rank_needs(
-    file: GGUFFile, ranks: int, options: SessionOptions, stages: int = 1
+    file: GGUFFile, ranks: int, options: SessionOptions, stages: int = 1, ep: bool = False
 ) -> tuple[list[RankNeeds], list[CutTensors]]:
-    """Of each of so many ranks, in so many stages, and how each kind of tensor is cut. Raises ArchError for a model
-    that can't be, and SessionError for options that can't."""
+    """Of each of so many ranks, in so many stages, and how each kind of tensor is cut. ep: as plan_ranks() has it.
+    Raises ArchError for a model that can't be, and SessionError for options that can't."""
     hp = read_file(file)
-    plan, decoder = plan_of(architecture(hp.arch), hp, file, ranks, stages)
+    plan, decoder = plan_of(architecture(hp.arch), hp, file, ranks, stages, ep)
     n_ctx, n_batch = check_options(options, hp)
     nowhere, found = cast(Backend, _Nowhere()), []
     for rank in range(ranks):
@@ -99,7 +102,7 @@ def rank_part(file: GGUFFile, ranks: Ranks) -> tuple[HParams, int, int]:
     """What a rank has of a file: its hyperparameters, the bytes of its weights, and those of them that do not lie
     together in the file, so that they are copied even where others are read in place. Raises ArchError."""
     hp = read_file(file)
-    plan, decoder = plan_of(architecture(hp.arch), hp, file, ranks.size, ranks.stages)
+    plan, decoder = plan_of(architecture(hp.arch), hp, file, ranks.size, ranks.stages, ranks.ep)
     weights = _Planned(file, cast(Backend, _Nowhere()), plan, ranks.rank)
     mine = plan.hparams(ranks.rank)
     network = decoder(mine, weights)

@@ -24,7 +24,7 @@ class Share:
     """ranks, rank: how many a stage has, and which of them this is; heads: of each layer, which heads of q each rank
     has; vocab: rows of the output matrix that each rank has; widths: of norms over all heads together, by the weight's
     name, how much of the row each rank has; stages, stage: how many a pipeline has, and whose this is; layers: which
-    ones it has, () for all."""
+    ones it has, () for all; experts: which ones each rank has whole, () where it has a part of every one."""
 
     ranks: int
     rank: int
@@ -34,6 +34,7 @@ class Share:
     stages: int = 1
     stage: int = 0
     layers: tuple[int, ...] = ()
+    experts: tuple[Span, ...] = ()
 
     @property
     def is_first(self) -> bool:

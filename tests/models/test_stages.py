@@ -176,7 +176,7 @@ def check_processes(folder: Path, size: int, stages: int, paths: list[Path]) -> 
         for exact in ranked.forms(path):
             mine = found[0][f"{i} {exact}"]
             assert all(np.array_equal(mine, other[f"{i} {exact}"]) for other in found), path.stem
-            model = load(path, "cpu", exact=exact, ranks=size // stages)
+            model = load(path, "cpu", exact=exact, ranks=size // stages, ep=ranked.whole_experts(path))
             assert np.array_equal(mine, logits_of(model)), path.stem
             texts = found[0][f"{i} {exact} ragged"]
             assert all(np.array_equal(texts, other[f"{i} {exact} ragged"]) for other in found), path.stem
@@ -195,4 +195,6 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def test_four_processes_in_two_stages(tmp_path: Path) -> None:
-    check_processes(tmp_path / "four", 4, 2, [write_model(tmp_path / "llama.gguf", "llama")])
+    """One model's experts are shared out whole within a stage."""
+    names = {"llama": "llama", "gpt-oss-ep": "gpt-oss"}
+    check_processes(tmp_path / "four", 4, 2, [write_model(tmp_path / f"{f}.gguf", name) for f, name in names.items()])

@@ -29,6 +29,11 @@ def forms(path: Path) -> tuple[bool, ...]:
 FEW = replace(F32, n_batch=5)
 
 
+def whole_experts(path: Path) -> bool:
+    """Whether ranks have some of a model's experts whole."""
+    return path.stem.endswith("ep")
+
+
 def logits_of(model: Model) -> np.ndarray:
     """The prompt at once, then single tokens, then what follows a prompt that several steps read: f32 [PROMPT + STEPS +
     1, n_vocab]."""
@@ -64,7 +69,7 @@ def rank(number: int, size: int, folder: str, paths: list[str], stages: int = 1)
     found: dict[str, np.ndarray] = {}
     for i, path in enumerate(paths):
         for exact in forms(Path(path)):
-            model = load(path, "cpu", exact=exact, ranks=ranks)
+            model = load(path, "cpu", exact=exact, ranks=replace(ranks, ep=whole_experts(Path(path))))
             found[f"{i} {exact}"] = logits_of(model)
             if stages > 1:
                 found[f"{i} {exact} ragged"] = ragged(model)

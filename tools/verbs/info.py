@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=whole(2, 64), metavar="N", help=ranks)
     stages = "with --ranks: in so many stages of a pipeline, of as many ranks each (default: 1)"
     parser.add_argument("--pp", type=whole(1, 64), default=1, metavar="M", help=stages)
+    experts = "with --ranks: of a mixture each rank has some experts whole, and not a part of every one"
+    parser.add_argument("--ep", action="store_true", help=experts)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -73,7 +75,7 @@ def _over_ranks(file: GGUFFile, args: argparse.Namespace) -> tuple[list[dict[str
     from graphrt.models.engine import SessionOptions
     from graphrt.models.ranks.report import rank_needs
 
-    needs, cuts = rank_needs(file, args.ranks, SessionOptions(args.ctx_size), args.pp)
+    needs, cuts = rank_needs(file, args.ranks, SessionOptions(args.ctx_size), args.pp, args.ep)
     return [asdict(each) for each in needs], [asdict(each) for each in cuts]
 
 
