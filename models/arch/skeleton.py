@@ -136,18 +136,29 @@ class Decoder(Transformer):
     def result(self, step: AnyInputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""
         if self.share is not None and self.share.stages > 1:
-            return self._of_last_stage(self.passed(step), self.logits, (self.hp.n_vocab, step.rows.ne[0]))
-        made = self.logits(self.hidden(step))
+            made = self._of_last_stage(self._passed(step), self.logits, (self.hp.n_vocab, step.rows.ne[0]))
+        else:
+            made = self.logits(self.hidden(step))
+        return self._adapted(made, step)
+
+    def _adapted(self, made: Tensor, step: AnyInputs) -> Tensor:
         return made if self.adapters is None or step.gates is None else self.adapters.added(made, step)
 
     def hidden(self, step: AnyInputs) -> Tensor:
         """What the logits are made of, the tokens' embeddings: f32 [n_embd, n_outputs]."""
-        x = self.passed(step)
+        x = self._passed(step)
         if self.share is None or self.share.stages == 1:
             return x
         return self._of_last_stage(x, lambda x: x, (self.hp.n_embd, step.rows.ne[0]))
 
     def passed(self, step: AnyInputs) -> Tensor:
+        """A step of which nobody wants logits, but what it leaves in the cache."""
+        x = self._passed(step)
+        if self.adapters is not None and (self.share is None or self.share.is_last):
+            x = self.logits(x)  # there may be adapters of what makes them
+        return self._adapted(x, step)
+
+    def _passed(self, step: AnyInputs) -> Tensor:
         """Tokens through the layers: what the logits are made of, f32 [n_embd, n_outputs]. One stage of a pipeline has
         it from the stage before, [n_embd, n_tokens], and what it has given the next one is the result of all but the
         last."""
@@ -164,7 +175,7 @@ class Decoder(Transformer):
         return share.given(x, share.stage + 1, f"l_given-{own[-1]}")
 
     def _of_last_stage(self, x: Tensor, made: Callable[[Tensor], Tensor], ne: tuple[int, int]) -> Tensor:
-        """What the last stage makes of what its layers have passed, f32 of that shape, on all stages. x: passed()."""
+        """What the last stage makes of what its layers have passed, f32 of that shape, on all stages. x: _passed()."""
         share = self.share
         assert share is not None
         return share.everywhere(made(x) if share.is_last else x, share.stages - 1, "result_output", ne)

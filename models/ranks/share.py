@@ -56,15 +56,17 @@ class Share:
 
     def given(self, x: Tensor, stage: int, name: str = "") -> Tensor:
         """x, which another stage is given."""
-        return ops.send(x if x.is_contiguous else ops.cont(x), **self._link(stage), name=name)
+        mine, other = self._link(stage)
+        return ops.send(x if x.is_contiguous else ops.cont(x), rank=mine, other=other, name=name)
 
     def taken(self, after: Tensor, stage: int, kind: str, ne: Sequence[int], name: str = "") -> Tensor:
         """What another stage gives this one. after: what this one gave or took before."""
-        return ops.recv(after, **self._link(stage), type=kind, ne=ne, name=name)
+        mine, other = self._link(stage)
+        return ops.recv(after, rank=mine, other=other, type=kind, ne=ne, name=name)
 
-    def _link(self, stage: int) -> dict[str, int]:
+    def _link(self, stage: int) -> tuple[int, int]:
         """This rank, and the one in its place of another stage, by their numbers among all."""
-        return {"rank": self.stage * self.ranks + self.rank, "other": stage * self.ranks + self.rank}
+        return self.stage * self.ranks + self.rank, stage * self.ranks + self.rank
 
     def everywhere(self, x: Tensor, source: int, name: str, ne: Sequence[int] = ()) -> Tensor:
         """x of the stage `source`, on all stages; of the others x is what they gave or took before. ne: of what they
