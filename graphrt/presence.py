@@ -10,24 +10,25 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Presence:
-    """met: how many times this process has come to where all ranks meet; waits: it is there now, and needs all the
-    others; busy: how many pieces of work are under way that take as long as they take: reading weights, compiling,
-    waiting for a terminal."""
+    """met: how many times this process has come to where it needs other ranks; waits: it is there now, and needs them
+    to do their part; there: it is there now, if only to listen to the first one; busy: how many pieces of work are
+    under way that take as long as they take: reading weights, compiling, waiting for a terminal."""
 
     met: int = 0
     waits: bool = False
     busy: int = 0
+    there: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @contextmanager
     def meeting(self, *, needs_all: bool = True) -> Iterator[None]:
-        """Around what all ranks do together. needs_all: False where they wait for the first rank alone."""
+        """Around what ranks do together. needs_all: False where they wait for the first rank alone."""
         self.met += 1
-        self.waits = needs_all
+        self.waits, self.there = needs_all, True
         try:
             yield
         finally:
-            self.waits = False
+            self.waits = self.there = False
 
     @contextmanager
     def at_length(self) -> Iterator[None]:

@@ -3,8 +3,9 @@
 Every second a thread of each rank notes a beat where all ranks can read it, and looks at the others' beats. Time is
 counted in looks, not by a clock: a rank that was stopped itself, or a host that slept, has no silence of others to
 report when it wakes. Two things are a fault of another rank: its beats stand still (the process is stopped, or gone, or
-its host is), or this rank waits for it at a meeting to which it does not come (an endless loop), unless it has said
-that it is at something long.
+its host is), or this rank waits, and of those that wait for nobody it is one that comes to no meeting (an endless
+loop), unless it has said that it is at something long. Ranks of a pipeline have meetings of their own, so how many each
+has come to tells nothing but whether it goes on.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ SILENT, ABSENT, LONG, STUCK = 15, 15, 1800, 120
 
 
 class Beat(NamedTuple):
-    """What a rank tells: a number that grows with each beat, how many meetings it has come to, and whether it is at
-    something long. n is -1 once it has left for good."""
+    """What a rank tells: a number that grows with each beat, how many meetings it has come to, whether it is at
+    something long, and whether it is at a meeting, so that others may be to blame. n is -1 once it has left for
+    good."""
 
     n: int
     met: int
     busy: bool
+    there: bool = False
 
     def encoded(self) -> str:
-        return f"{self.n} {self.met} {self.busy:d}"
+        return f"{self.n} {self.met} {self.busy:d} {self.there:d}"
 
     @classmethod
     def decoded(cls, data: bytes) -> Beat:
-        n, met, busy = data.split()
-        return cls(int(n), int(met), busy == b"1")
+        n, met, busy, there = data.split()
+        return cls(int(n), int(met), busy == b"1", there == b"1")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Judge:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._last: list[int] = [-2] * size
+        self._met: list[int] = [-1] * size
         self._silent, self._absent, self._long = [0] * size, [0] * size, [0] * size
         self._waits_at, self._together = -1, 0
 
@@ -94,15 +98,16 @@ class Judge:
                 )  # fmt: skip
         stays = mine.waits and mine.met == self._waits_at
         self._waits_at = mine.met if mine.waits else -1
-        self._together = self._together + 1 if stays and all(beat.met == mine.met for _, beat in others) else 0
+        rests = {rank: beat.met == self._met[rank] for rank, beat in others}
+        self._met = [beat.met for beat in beats]
+        self._together = self._together + 1 if stays and all(beat.there and rests[r] for r, beat in others) else 0
         if self._together >= STUCK:
             return Fault(
                 -1, f"all ranks have waited for each other for {STUCK * TICK:.0f} s, so that the link between them "
                 f"must be broken; see whether they reach each other, and start all again"
             )  # fmt: skip
-        behind = min((beat.met for _, beat in others), default=mine.met)
         for rank, beat in others:
-            late = stays and beat.met == behind < mine.met
+            late = stays and rests[rank] and not beat.there
             self._absent[rank] = self._absent[rank] + 1 if late and not beat.busy else 0
             self._long[rank] = self._long[rank] + 1 if late else 0
             if self._absent[rank] >= ABSENT or self._long[rank] >= LONG:
@@ -128,7 +133,7 @@ class Watch:
     def beat(self) -> None:
         """Notes a beat. The first one must be there on all ranks before any of them starts to look."""
         self._n += 1
-        self.board.set(self._keys[self._rank], Beat(self._n, here.met, here.busy > 0).encoded())
+        self.board.set(self._keys[self._rank], Beat(self._n, here.met, here.busy > 0, here.there).encoded())
 
     def start(self) -> None:
         self._thread.start()

@@ -8,6 +8,7 @@ bytes are moved by the library and added up here.
 from __future__ import annotations
 
 import os
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Up to so many bytes every rank gets all parts and adds them up; of more it adds up a piece, and pieces are handed on.
 ONE_SHOT = 64 << 10
+#: Tensors that a rank has sent and others have not taken yet: what it may be ahead.
+MOST_SENT = 8
 #: Seconds after which torch gives a rank up that does not come. The watch of the ranks (rank_watch.py) is earlier; one
 #: that ends is noticed at once. The first rank may have nothing to say for as long as it likes.
 ANSWERING = 7 * 24 * 3600
@@ -32,11 +35,15 @@ ANSWERING = 7 * 24 * 3600
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among `size` ranks: its number, from 0. group: torch's, None for the default one."""
+    """This process's place among `size` ranks: its number, from 0. group: torch's, None for the default one; stages:
+    of a pipeline, each of size // stages ranks that follow each other; ep: each has some of a model's experts whole,
+    and not a part of every one."""
 
     rank: int
     size: int
     group: Any = None
+    stages: int = 1
+    ep: bool = False
 
     def gathered(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Every rank's part, in their order: [..., n], of which n is sizes[rank]. Raises RankError."""
@@ -82,6 +89,30 @@ class Ranks:
         with _told():
             dist.all_to_all_single(pieces.view(-1), own, group=self.group)
 
+    def give(self, part: torch.Tensor, other: int) -> None:
+        """Sends a rank this tensor, any plain type and shape, which may change afterwards: a GPU's is queued there, a
+        CPU's is sent from a copy while this rank goes on. Raises RankError."""
+        import torch
+        import torch.distributed as dist
+
+        with _told():
+            if part.is_cuda:
+                dist.send(part, other, group=self.group)
+                return
+            while len(_sending) >= MOST_SENT:
+                _sending.popleft()[0].wait()
+            copy = part.clone(memory_format=torch.contiguous_format)
+            _sending.append((dist.isend(copy, other, group=self.group), copy))
+
+    def take(self, into: torch.Tensor, other: int) -> torch.Tensor:
+        """What that rank has sent, of the type and shape of `into`, in the order in which it sends. Raises
+        RankError."""
+        import torch.distributed as dist
+
+        with _told():
+            dist.recv(into, other, group=self.group)
+        return into
+
     def told(self, value: Any) -> Any:
         """What rank 0 says, on every rank; others' values are left aside. Raises RankError."""
         import torch.distributed as dist
@@ -124,8 +155,9 @@ def _told(*, needs_all: bool = True) -> Iterator[None]:
 
 
 def current(size: int = 0) -> Ranks:
-    """This process's place in torch's process group. size: how many ranks are needed, 0 for any number. Raises
-    RankError where there is no group, or one of another size."""
+    """This process's place in torch's process group. size: of a node that so many ranks meet at, which are those of
+    this process's stage; 0 for all ranks of the job. Raises RankError where there is no group, or one of another
+    size."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -133,8 +165,10 @@ def current(size: int = 0) -> Ranks:
             f"a node that {size or 'several'} ranks meet at needs a process group, this process is in none; start the "
             f"ranks with --tp or torchrun, or play them in one process (graphrt.ops.linked)"
         )
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    if size and ranks.size != size:
+    if not size:
+        return Ranks(dist.get_rank(), dist.get_world_size(), stages=_stages[-1] if _stages else 1)
+    ranks = _own_stage[-1] if _own_stage else Ranks(dist.get_rank(), dist.get_world_size())
+    if ranks.size != size:
         raise RankError(f"the graph is cut for {size} ranks, the process group has {ranks.size}; start {size}")
     return ranks
 
@@ -146,12 +180,14 @@ def in_environment() -> bool:
 
 
 def join(
-    rank: int, size: int, folder: str = "", ended: Callable[[Fault], None] | None = None, *, gpus: bool = False
-) -> Ranks:
-    """Makes this process one of `size` ranks. folder: a private one on a disk that all of them see, where they find
-    each other; "" for the address that torchrun has set. ended: called from a thread when another rank hangs, while
-    this one may wait for it in a call that nothing else ends; None for no watch. gpus: each has one of its own, torch's
-    current device, and they are linked too, by NCCL. Raises RankError where they don't find each other."""
+    rank: int, size: int, folder: str = "", ended: Callable[[Fault], None] | None = None, *, gpus: bool = False,
+    stages: int = 1,
+) -> Ranks:  # fmt: skip
+    """Makes this process one of `size` ranks, which are `stages` stages of a pipeline, a divisor of it. folder: a
+    private one on a disk that all of them see, where they find each other; "" for the address that torchrun has set.
+    ended: called from a thread when another rank hangs, while this one may wait for it in a call that nothing else
+    ends; None for no watch. gpus: each has one of its own, torch's current device, and they are linked too, by NCCL.
+    Raises RankError where they don't find each other."""
     import torch.distributed as dist
 
     how: dict[str, Any] = {"init_method": f"file://{folder}/store"} if folder else {}
@@ -161,7 +197,9 @@ def join(
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0][:200]
         raise RankError(f"{size} ranks must find each other, rank {rank} did not ({first}); start all again") from error
-    ranks = Ranks(rank, size)
+    ranks = Ranks(rank, size, stages=stages)
+    if stages > 1:
+        _divide(ranks)
     _gpus.extend([rank] if gpus else [])
     if ended is not None:
         board = Folder(Path(folder)) if folder else _store()
@@ -176,6 +214,23 @@ def join(
 #: This process's, while it is a rank; and its number, while ranks are linked over GPUs.
 _watches: list[Watch] = []
 _gpus: list[int] = []
+#: While this process is a rank of a pipeline: how many stages there are, and its place among those of its own.
+_stages: list[int] = []
+_own_stage: list[Ranks] = []
+#: What is being sent by a CPU, the oldest first, and the memory that it is sent from.
+_sending: deque[tuple[Any, Any]] = deque()
+
+
+def _divide(ranks: Ranks) -> None:
+    """A group of torch's for each stage of several ranks; all ranks make all of them."""
+    import torch.distributed as dist
+
+    each = ranks.size // ranks.stages
+    _stages.append(ranks.stages)
+    groups = [
+        dist.new_group(list(range(first, first + each))) if each > 1 else None for first in range(0, ranks.size, each)
+    ]
+    _own_stage.append(Ranks(ranks.rank % each, each, groups[ranks.rank // each]))
 
 
 def link_gpus() -> bool:
@@ -200,6 +255,7 @@ def leave() -> None:
 
     while _watches:
         _watches.pop().stop()
-    _gpus.clear()
+    for known in (_gpus, _stages, _own_stage, _sending):
+        known.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

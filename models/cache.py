@@ -82,9 +82,10 @@ class Cache(ABC):
 class KVCache(Cache):
     """A ring of cells for each sequence.
 
-    n_batch: the most tokens of a sequence that are written at once; type_v: without effect where v lies in k;
-    flash_attn: whether FLASH_ATTN_EXT reads it; prec: that op's; others: of ranks that are played beside the first,
-    whose layers come behind its own. Raises SessionError for a type that can't hold this model.
+    windowed: of all layers of the model, of which hp may have a stage's; n_batch: the most tokens of a sequence that
+    are written at once; type_v: without effect where v lies in k; flash_attn: whether FLASH_ATTN_EXT reads it; prec:
+    that op's; others: of ranks that are played beside the first, whose layers come behind its own. Raises SessionError
+    for a type that can't hold this model.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class KVCache(Cache):
         if any(windowed):
             self.cells["swa"] = Ring(min(longest, hp.window + n_batch), hp.window, n_seq)
         sizes = {kind: (cells.size, n_seq) for kind, cells in self.cells.items()}
-        self.layers = [x for each in (hp, *others) for x in cache_layers(each, backend, windowed, sizes, sides)]
+        self.layers = [x for each in (hp, *others) for x in cache_layers(each, backend, each.windowed, sizes, sides)]
         if all(windowed):
             del self.cells["full"]
 

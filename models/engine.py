@@ -56,8 +56,13 @@ OWN_CTX = -1
 MAX_SEQ = 1 << 16
 #: Steps that are queued on a device beyond the tokens that the host waits for.
 MAX_AHEAD = 4
+#: Steps that a prompt is read in, for each stage of a pipeline, and the fewest tokens of one that is made smaller for
+#: that: all stages then work at once, but for the first steps and the last ones.
+STEPS_OF_A_STAGE, LEAST_TOKENS = 4, 64
 #: The wanted rows of a step of one token.
 _FIRST = np.zeros(1, np.int32)
+#: Of a step that gives none.
+NO_LOGITS = np.zeros((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
@@ -231,13 +236,21 @@ class AnyEngine(ABC, Generic[C, S]):
         """The task of reading n tokens: a prompt's, since a step of generated ones is over at once."""
         return task("reading the prompt", n, "tokens") if n > self.n_seq else nullcontext(ignore)
 
+    def at_once(self, n: int) -> int:
+        """How many of a sequence's n tokens a step reads: n_batch, or of a pipeline fewer, so that its stages have
+        something to do at the same time."""
+        size, steps = self.n_batch, STEPS_OF_A_STAGE * self.decoder.stages
+        while self.decoder.stages > 1 and size >= 2 * LEAST_TOKENS and n < steps * size:
+            size //= 2
+        return size
+
     def alone(self) -> AbstractContextManager[None]:
         """Nothing else runs steps meanwhile. Raises SessionError where another thread does."""
         return self._alone
 
     @abstractmethod
-    def step(self, part: Mapping[int, Ids], *, every: bool = False) -> Logits:
-        """One step. The logits after each sequence's last token, f32 [sequences, n_vocab]."""
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, quiet: bool = False) -> Logits:
+        """One step. The logits after each sequence's last token, f32 [sequences, n_vocab]; quiet: none are wanted."""
 
     @abstractmethod
     def run_ahead(
@@ -333,6 +346,15 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
 
         return self._prepared.made((n, n_outputs), make)
 
+    def passing(self, n: int, n_outputs: int) -> PreparedStep:
+        """The same of a step whose logits nobody wants."""
+
+        def make() -> PreparedStep:
+            inputs = self.decoder.inputs(n, n_outputs, self.cache)
+            return PreparedStep(inputs, prepare(Graph(self.decoder.passed(inputs)), self.backends))
+
+        return self._prepared.made((n, n_outputs, "passing"), make)
+
     def executable(self, n: int, n_outputs: int) -> Executable:
         return self.prepared(n, n_outputs).exe
 
@@ -344,7 +366,8 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
             keep_logits = not self.home.asynchronous
             inputs, graph = self.decoder.chained(self._tokens, self.cache, sampling, keep_logits=keep_logits)
             step = PreparedStep(inputs, prepare(graph, self.backends))
-            step.exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
+            if inputs.rows in step.exe.graph.inputs:  # only the last stage of a pipeline reads them
+                step.exe.write(inputs.rows, np.arange(self.n_seq, dtype=np.int32))
             return step
 
         return self._chained.made(sampling, make)
@@ -364,47 +387,54 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
             if len(given) == self.n_seq == sum(map(len, given.values())):  # a token of each
                 return self.step(given).copy()
             found: dict[int, Logits] = {}
+            longest = max(map(len, given.values()))
+            size = self.at_once(longest)
             with self.reading(sum(map(len, given.values()))) as advance:
-                for start in range(0, max(map(len, given.values())), self.n_batch):
-                    part = {seq: ids[start : start + self.n_batch] for seq, ids in given.items() if len(ids) > start}
-                    found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+                for start in range(0, longest, size):
+                    part = {seq: ids[start : start + size] for seq, ids in given.items() if len(ids) > start}
+                    goes_on = all(len(given[seq]) > start + size for seq in part)
+                    logits = self.step(part, quiet=self.decoder.stages > 1 and goes_on)
+                    found |= zip(part, logits.copy())  # a sequence's last step is the one that stays
                     advance(sum(map(len, part.values())))
             rows = [found[seq] for seq in given]
             return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> Logits:
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1, quiet: bool = False) -> Logits:
         """One step: at most n_batch tokens of each sequence, which may be of different numbers. The logits after each
         one's last token, f32 [sequences, n_vocab], or, of an engine of one sequence, after every one, or after the
-        `tail` last ones."""
+        `tail` last ones. quiet: of a pipeline, none are wanted, so that no stage waits for the last one; the result is
+        empty."""
         done = False
         most = max(map(len, part.values()))
         try:
             if self.n_threads_batch and most > 1:
                 with threads.using(self.n_threads_batch):
-                    prepared = self._run(part, every, tail)
+                    prepared = self._run(part, every, tail, quiet)
             else:
-                prepared = self._run(part, every, tail)
+                prepared = self._run(part, every, tail, quiet)
             for seq, ids in part.items():
                 self.lengths[seq] += len(ids)
             done = sum(map(len, part.values())) == most * self.n_seq  # as many of each
         finally:  # nothing stays of tokens beyond a sequence's own, nor of a step that was interrupted
             if not done:
                 self._forget()
+        if quiet:
+            return NO_LOGITS
         logits = prepared.logits()
         return logits if self.n_seq == 1 else logits[list(part)]
 
-    def _run(self, part: Mapping[int, Ids], every: bool, tail: int) -> PreparedStep:
-        prepared = self.feed(part, every=every, tail=tail)
+    def _run(self, part: Mapping[int, Ids], every: bool, tail: int, quiet: bool) -> PreparedStep:
+        prepared = self.feed(part, every=every, tail=tail, quiet=quiet)
         prepared.exe.run()
         return prepared
 
-    def feed(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> PreparedStep:
+    def feed(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1, quiet: bool = False) -> PreparedStep:
         """A step with its inputs filled, ready to run; its tokens don't count as read yet.
 
         A sequence that has fewer tokens than others, or none, reads tokens 0 beyond its own, in cells to be forgotten.
         """
         n = max(map(len, part.values()))
-        if n == self.n_seq == 1:
+        if n == self.n_seq == 1 and not quiet:
             prepared = self.prepared(1, 1)
             prepared.write(self.lengths[:, None], part[0], _FIRST)
             return prepared
@@ -416,7 +446,7 @@ class Engine(AnyEngine[KVCache, PreparedStep]):
         rows = np.arange(self.n_seq, dtype=np.int32) * n + last
         if every or tail > 1:
             rows = np.arange(0 if every else n - tail, n, dtype=np.int32)
-        prepared = self.prepared(n, len(rows))
+        prepared = self.passing(n, len(rows)) if quiet else self.prepared(n, len(rows))
         prepared.write(self.lengths[:, None] + np.arange(n), ids, rows)
         return prepared
 

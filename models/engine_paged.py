@@ -35,7 +35,9 @@ class PagedEngine(PagedSteps):
             with self.reading(sum(map(len, left.values()))) as advance:
                 while left:
                     part = self._next_part(left)
-                    found |= zip(part, self.step(part).copy())  # a sequence's last step is the one that stays
+                    goes_on = all(len(left[seq]) > len(ids) for seq, ids in part.items())
+                    logits = self.step(part, quiet=self.decoder.stages > 1 and goes_on)
+                    found |= zip(part, logits.copy())  # a sequence's last step is the one that stays
                     left = {seq: ids[len(part.get(seq, ())) :] for seq, ids in left.items()}
                     left = {seq: ids for seq, ids in left.items() if len(ids)}
                     advance(sum(map(len, part.values())))
@@ -45,7 +47,7 @@ class PagedEngine(PagedSteps):
         """What the next step reads: the last tokens that sequences have, and n_batch tokens of the other ones'
         prompts, in the order given."""
         part = {seq: ids for seq, ids in left.items() if len(ids) == 1}
-        room = self.n_batch
+        room = self.at_once(sum(map(len, left.values())))
         for seq, ids in left.items():
             if len(ids) > 1 and room:
                 part[seq] = ids[:room]

@@ -100,7 +100,8 @@ class ExpertParams:
     """A mixture of experts. n, used: experts, and those that a token is given; n_ff: their width; gating: what makes
     probabilities of the router's logits, of GATINGS; norm: weights are divided by their sum; scale: on them, 1 for
     none; n_shared: experts that every token is given, as one of so many times the width; groups, groups_used: experts
-    are chosen from the best groups only, 1 and 1 for no groups; n_dense: leading layers without experts.
+    are chosen from the best groups only, 1 and 1 for no groups; n_dense: leading layers without experts; held: of the
+    experts so many are here, 0 for all; shared_ff: the width of what every token is given, 0 for n_shared times n_ff.
     """
 
     n: int
@@ -113,6 +114,8 @@ class ExpertParams:
     groups: int = 1
     groups_used: int = 1
     n_dense: int = 0
+    held: int = 0
+    shared_ff: int = 0
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ from graphrt.models.gguf import GGUFFile
 from graphrt.models.grammar import GrammarVocab
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
+from graphrt.models.ranks.adapters import WholeShapes, use_adapters
 from graphrt.models.ranks.network import network_of
+from graphrt.models.ranks.played import PlayedDecoder
 from graphrt.models.rope_options import RopeOptions
 from graphrt.models.samples import MAX_SAMPLES, samples
 from graphrt.models.sampling import Sampler
@@ -55,9 +57,12 @@ MAX_NAMED = 20  # keys in a warning
 class Model:
     """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
     of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
-    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks: as load()."""
+    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks, stages, ep:
+    as load() has them."""
 
-    def __init__(self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1) -> None:
+    def __init__(
+        self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1, stages: int = 1, ep: bool = False
+    ) -> None:
         self.file = file
         self.backends = list(backends)
         keys = Keys(file)
@@ -71,7 +76,8 @@ class Model:
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
         nbytes = sum(t.nbytes for t in file.tensors.values())
         with here.at_length(), task("loading", nbytes, "bytes") as advance:
-            self.network: Transformer = network_of(cls, hp, file, for_weights(self.backends), ranks, advance)
+            home = for_weights(self.backends)
+            self.network: Transformer = network_of(cls, hp, file, home, ranks, advance, stages, ep)
         self.ranks = ranks if isinstance(ranks, Ranks) else None
         self.weights = self.network.weights
 
@@ -107,16 +113,19 @@ class Model:
     def use_adapters(self, given: Mapping[str, str | os.PathLike[str]], scales: Sequence[float] = ()) -> None:
         """Loads LoRA adapters, files by the names they get; once, before there are sessions. scales: how much of each
         sessions have, 1 of all unless given, and sequences of engines with pages unless told otherwise
-        (PagedEngine.use_adapters()). Raises GGUFError, SessionError for what is no adapter of this model, and for one
-        that is cut over ranks, or has adapters already."""
-        if self.decoder.share is not None or len(self.decoder.cached) > 1:
-            raise SessionError("adapters are for models in one piece, this one is cut over ranks; leave --tp out")
+        (PagedEngine.use_adapters()). Of a model that is cut over ranks each has a part. Raises GGUFError, SessionError
+        for what is no adapter of this model, and for one that has adapters already."""
         if self.decoder.adapters is not None or not given:
             raise SessionError(f"adapters are loaded once, all of them, got {'more' if given else 'none'}")
         arch, weights = self.decoder.hp.arch, self.weights
-        files = [read_adapter(Path(path), name, arch, weights) for name, path in given.items()]
-        home = for_weights(self.backends)
-        self.decoder.adapters = Adapters(files, list(scales) or [1.0] * len(files), weights, home)
+        is_cut = self.decoder.share is not None or isinstance(self.decoder, PlayedDecoder)
+        whole = WholeShapes(weights) if is_cut else weights
+        files = [read_adapter(Path(path), name, arch, whole) for name, path in given.items()]
+        home, amounts = for_weights(self.backends), list(scales) or [1.0] * len(files)
+        if is_cut:
+            use_adapters(self.decoder, files, amounts, home)
+        else:
+            self.decoder.adapters = Adapters(files, amounts, weights, home)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -136,7 +145,8 @@ class Model:
         network = self.network
         tied = isinstance(network, Decoder) and network.output is network.token_embd
         read = sum(int(t.nbytes * network.share_of_token(t)) for t in self.weights.loaded.values())
-        return read - (0 if tied else network.token_embd.nbytes)
+        read_only = not tied and network.token_embd.name in self.weights.loaded  # not every stage of a pipeline has it
+        return read - (network.token_embd.nbytes if read_only else 0)
 
     @checked(SessionError)
     def session(self, options: SessionOptions = SessionOptions()) -> Session:
@@ -391,15 +401,18 @@ def load(
     rope: RopeOptions | None = None,
     before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
     ranks: Ranks | int = 1,
+    stages: int = 1,
+    ep: bool = False,
 ) -> Model:
     """Opens a GGUF file, unless one that is open is given, and puts its weights where the backend wants them.
 
     backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
     they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
     the weights have no memory yet, and may raise. ranks: this process's place among several that have a part of the
-    model each (graphrt.ranks.current()), or how many are played in this process. Raises GGUFError, ArchError,
-    BackendError, MemoryPlanError, SessionError for changes that the model can't have, and RankError where ranks have
-    different files.
+    model each (graphrt.ranks.current()), or how many are played in this process; stages: of a pipeline, into which
+    those that are played are divided; ep: of a mixture each has some experts whole, and not a part of every one. Raises
+    GGUFError, ArchError, BackendError, MemoryPlanError, SessionError for changes that the model can't have, and
+    RankError where ranks have different files.
     """
     listed = [backend] if isinstance(backend, (str, Backend)) else list(backend)
     backends = [get_backend(b, exact=exact) if isinstance(b, str) else b for b in listed]
@@ -410,7 +423,7 @@ def load(
         rope.apply(file)
     if before is not None:
         before(file, backends)
-    return Model(file, backends, ranks)
+    return Model(file, backends, ranks, stages, ep)
 
 
 @checked(SessionError)

@@ -16,7 +16,7 @@ from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
 from graphrt.models.adapters import AdapterTable
 from graphrt.models.cache_paged import PagedCache, page_sizes
-from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
+from graphrt.models.engine import MAX_AHEAD, NO_LOGITS, AnyEngine, Ids, SessionOptions
 from graphrt.models.hparams import HParams
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.paging.prefixes import Prefixes
@@ -49,12 +49,17 @@ class StepPlan(NamedTuple):
     prefixes: Prefixes
 
 
-def new_cache(hp: HParams, backend: Backend, options: SessionOptions, n_seq: int) -> PagedCache:
-    """The cache of an engine with these options, of which no default stands for another number. Raises SessionError."""
+def new_cache(
+    hp: HParams, backend: Backend, options: SessionOptions, n_seq: int, held: HParams | None = None
+) -> PagedCache:
+    """The cache of an engine with these options, of which no default stands for another number. held: what of hp's
+    layers it is for, None for all: pages are counted as if it had them all, so that all stages of a pipeline have the
+    same ones. Raises SessionError."""
     n_new = options.n_batch + (1 + MAX_AHEAD) * n_seq
     sizes = page_sizes(hp, hp.windowed, options.n_ctx, n_new, n_seq, options.page, options.n_pages)
     types = options.type_k, options.type_v
-    return PagedCache(hp, backend, hp.windowed, options.n_ctx, types, sizes, n_seq=n_seq, share=options.share)
+    held = hp if held is None else held
+    return PagedCache(held, backend, held.windowed, options.n_ctx, types, sizes, n_seq=n_seq, share=options.share)
 
 
 class PagedSteps(AnyEngine[PagedCache, PagedStep]):
@@ -69,7 +74,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         return n_batch
 
     def _new_cache(self) -> PagedCache:
-        made = new_cache(self.decoder.hp, self.home, self.options, self.n_seq)
+        made = new_cache(self.decoder.hp, self.home, self.options, self.n_seq, self.decoder.cached[0])
         for seq in range(self.n_seq if self.decoder.adapter_key else 0):
             made.pool.put_below(seq, self.decoder.adapter_key)
         return made
@@ -84,15 +89,16 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     # ---- prepared steps ----
 
-    def prepared(self, size: StepSize, *, adapted: bool = False) -> PagedStep:
+    def prepared(self, size: StepSize, *, adapted: bool = False, quiet: bool = False) -> PagedStep:
         """The step of up to so many tokens and so on that gives logits; made on first use. adapted: sequences may have
-        adapters."""
+        adapters; quiet: as step() has it."""
 
         def make() -> PagedStep:
             inputs = self.decoder.paged_inputs(size, self.cache, self._gates(adapted))
-            return PagedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
+            end = self.decoder.passed(inputs) if quiet else self.decoder.result(inputs)
+            return PagedStep(inputs, prepare(Graph(end), self.backends))
 
-        return self._prepared.made((size, adapted), make)
+        return self._prepared.made((size, adapted, "quiet") if quiet else (size, adapted), make)
 
     def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False) -> PagedStep:
         """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
@@ -208,25 +214,32 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
                 for seq in began:
                     self.cut(seq, 0)
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False, size: StepSize | None = None) -> Logits:
+    def step(
+        self, part: Mapping[int, Ids], *, every: bool = False, quiet: bool = False, size: StepSize | None = None
+    ) -> Logits:
         """One step: up to most_tokens tokens of any sequences, any number of each. size: of its graph, in which they
         have room; unless told, the smallest. The logits after each one's last token, f32 [sequences, n_vocab], or after
-        every token, one sequence after the other. Raises CacheFullError; then nothing has changed."""
+        every token, one sequence after the other; quiet: of a pipeline, none are wanted, so that no stage waits for the
+        last one, and the result is empty. Raises CacheFullError; then nothing has changed."""
         order = list(part) if every else self.arranged(list(part))
         new = {seq: len(part[seq]) for seq in order}
         try:
             with threads.using(self.n_threads_batch if max(new.values()) > 1 else 0):
-                prepared = self.feed({seq: part[seq] for seq in order}, every=every, size=size)
+                prepared = self.feed({seq: part[seq] for seq in order}, every=every, quiet=quiet, size=size)
                 prepared.exe.run()
             for seq, ids in part.items():
                 self.cache.pool.commit(seq, ids.tolist())
                 self.lengths[seq] += len(ids)
         finally:  # nothing stays of a step that was interrupted
             self.forget(new)
+        if quiet:
+            return NO_LOGITS
         logits = prepared.logits()[: sum(new.values()) if every else len(new)]
         return logits if order == list(part) else logits[[order.index(seq) for seq in part]]
 
-    def feed(self, part: Mapping[int, Ids], *, every: bool = False, size: StepSize | None = None) -> PagedStep:
+    def feed(
+        self, part: Mapping[int, Ids], *, every: bool = False, quiet: bool = False, size: StepSize | None = None
+    ) -> PagedStep:
         """A step with its inputs filled, ready to run; its tokens have cells and don't count as read yet."""
         new = {seq: len(ids) for seq, ids in part.items()}
         n = sum(new.values())
@@ -237,7 +250,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
             )
         self.cache.append(new)
         plan = self.plan(new, every=every, size=size)
-        prepared = self.prepared(plan.size, adapted=self.is_adapted(new))
+        prepared = self.prepared(plan.size, adapted=self.is_adapted(new), quiet=quiet)
         ends = np.cumsum(list(new.values()), dtype=np.int32)
         rows = np.arange(n, dtype=np.int32) if every else ends - 1
         ids = np.concatenate([np.asarray(ids, np.int32) for ids in part.values()])

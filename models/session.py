@@ -151,10 +151,10 @@ class Session(Engine):
         self._ids[:n_read], self.unread = tokens[:n_read], tokens[n_read:]
         self.lengths[0] = n_read
 
-    def step(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1) -> Logits:
+    def step(self, part: Mapping[int, Ids], *, every: bool = False, tail: int = 1, quiet: bool = False) -> Logits:
         start = int(self.lengths[0])
         self._ids[start : start + len(part[0])] = part[0]
-        logits = super().step(part, every=every, tail=tail)
+        logits = super().step(part, every=every, tail=tail, quiet=quiet)
         self.unread = self.unread[len(part[0]) :]  # what is unread comes first
         return logits
 

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import overload
 
+import numpy as np
+import numpy.typing as npt
+
 from graphrt.backend import Backend, Buffer, Bytes
 from graphrt.errors import ArchError
 from graphrt.models.gguf import GGUFFile, TensorInfo
@@ -74,6 +77,12 @@ class Weights:
     def tied(self, embedding: Tensor) -> Tensor:
         """The output matrix of a file without one: the embedding."""
         return embedding
+
+    def constant(self, name: str, values: npt.NDArray[np.int32]) -> Tensor:
+        """A leaf with values that no file has: i32, values.shape reversed."""
+        leaf = new_tensor("i32", *values.shape[::-1], name=name)
+        leaf.buffer = self._held(leaf, np.ascontiguousarray(values).view(np.uint8).reshape(-1))
+        return leaf
 
     def _bind(self, leaf: Tensor) -> Buffer:
         return self._held(leaf, self.file.data(leaf.name))

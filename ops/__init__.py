@@ -24,6 +24,7 @@ from graphrt.ops.rope import RopeParams, rope
 from graphrt.ops.rows import get_rows, set_rows
 from graphrt.ops.sample import SampleParams, sample
 from graphrt.ops.sample_each import RowSettings, penalize, sample_each
+from graphrt.ops.send_recv import recv, send
 from graphrt.ops.soft_max import soft_max
 from graphrt.ops.sort import argmax, argsort, top_k
 from graphrt.ops.unary import glu, unary
@@ -33,11 +34,11 @@ __all__ = [
     "all_gather", "all_reduce", "argmax", "argsort", "clamp", "concat", "cont", "cpy", "cross_entropy_loss",
     "cross_entropy_loss_back", "div", "dup", "fill", "flash_attn_back", "flash_attn_ext", "flash_attn_lse",
     "flash_attn_varlen", "flash_attn_varlen_back", "flash_attn_varlen_lse", "get_rows", "get_rows_back", "glu",
-    "kq_mask", "l2_norm", "mul", "mul_mat", "mul_mat_id", "mul_mat_id_back", "norm", "opt_step_adamw",
-    "opt_step_sgd", "out_prod", "out_prod_id", "penalize", "permute", "reduce_scatter", "repeat", "repeat_back",
-    "reshape", "rms_norm", "rms_norm_back", "rope", "rope_back", "sample", "sample_each", "scale", "set_rows",
-    "set_rows_back", "silu_back", "soft_max", "soft_max_back", "sqr", "sqrt", "sub", "sum_rows", "top_k",
-    "transpose", "unary", "unary_back", "view", "view_back",
+    "kq_mask", "l2_norm", "mul", "mul_mat", "mul_mat_id", "mul_mat_id_back", "norm", "opt_step_adamw", "opt_step_sgd",
+    "out_prod", "out_prod_id", "penalize", "permute", "recv", "reduce_scatter", "repeat", "repeat_back", "reshape",
+    "rms_norm", "rms_norm_back", "rope", "rope_back", "sample", "sample_each", "scale", "send", "set_rows",
+    "set_rows_back", "silu_back", "soft_max", "soft_max_back", "sqr", "sqrt", "sub", "sum_rows", "top_k", "transpose",
+    "unary", "unary_back", "view", "view_back",
 ]  # fmt: skip
 
 register_cases_module("graphrt.ops.cases")

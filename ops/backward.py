@@ -453,7 +453,7 @@ for _op in (
     "FLASH_ATTN_BACK", "FLASH_ATTN_VARLEN_BACK",
 ):  # fmt: skip
     register_backward(_op, f"{_op} is a gradient itself, and second ones are not there")
-for _op in ("ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER"):
+for _op in ("ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "SEND", "RECV"):
     register_backward(_op, f"{_op} is what ranks meet at, and training over several ranks is not there")
 for _op in ("OPT_STEP_SGD", "OPT_STEP_ADAMW"):
     register_backward(_op, f"{_op} is an optimizer's step, through which nothing is differentiated")

@@ -179,14 +179,18 @@ def add_page_arguments(parser: Any, what: str) -> None:
 
 
 def add_tp_argument(parser: argparse.ArgumentParser) -> None:
-    """--tp: over how many ranks."""
+    """--tp and --pp: over how many ranks."""
     tp = "ranks on this host, each a process with a part of every weight (torchrun sets its own number; default: 1)"
     parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
+    pp = "stages of a pipeline, each with some of the layers and --tp ranks (default: 1)"
+    parser.add_argument("--pp", type=whole(1, 64), default=1, metavar="M", help=pp)
+    ep = "of a mixture each of the --tp ranks has some experts whole, and not a part of every one"
+    parser.add_argument("--ep", action="store_true", help=ep)
 
 
 def over_ranks(args: argparse.Namespace) -> bool:
-    """Whether a verb is to run on several ranks: --tp says so, or torchrun has started this process."""
-    return bool(args.tp > 1) or in_environment()
+    """Whether a verb is to run on several ranks: --tp or --pp says so, or torchrun has started this process."""
+    return bool(args.tp * args.pp > 1) or in_environment()
 
 
 def add_threads_argument(parser: Any) -> None:

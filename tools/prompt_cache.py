@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from graphrt.models.engine import SessionOptions
     from graphrt.models.model import Model, Piece
     from graphrt.models.session import Session
+    from graphrt.ranks import Ranks
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +50,28 @@ class Start:
 def start(model: Model, tokens: Sequence[int], options: SessionOptions, path: Path | None) -> Start:
     """A session for these tokens: that of the file, as far as it begins alike, else a new one. Raises SessionError for
     a file that this model and these options can't use."""
+    if model.ranks is not None and path is not None:
+        return _of_rank(model, model.ranks, tokens, options, path)
     if path is None or not path.exists():
         return Start(model.session(options), list(tokens), len(tokens), path)
     session = model.load_session(path, options)
     kept = session.tokens[: len(tokens)] == list(tokens)
     rest = session.keep_prefix(tokens)
     return Start(session, rest, len(tokens) - int(session.lengths[0]), None if kept else path)
+
+
+def _of_rank(model: Model, ranks: Ranks, tokens: Sequence[int], options: SessionOptions, path: Path) -> Start:
+    """The same over ranks: each has a file of its own beside `path`, with its part of the cache, and all keep as many
+    tokens as the one that can keep the fewest."""
+    stages = f"-in-{ranks.stages}" if ranks.stages > 1 else ""
+    mine = path.with_name(f"{path.name}.{ranks.rank}-of-{ranks.size}{stages}")
+    if not all(ranks.everyones(mine.exists())):
+        return Start(model.session(options), list(tokens), len(tokens), mine)
+    session = model.load_session(mine, options)
+    alike = next(
+        (i for i, (a, b) in enumerate(zip(session.tokens, tokens)) if a != b), min(session.n_past, len(tokens))
+    )
+    n = min(ranks.everyones(alike))
+    session.rewind(min(n, len(tokens) - 1))
+    rest = list(tokens[session.n_past :])
+    return Start(session, rest, len(tokens) - int(session.lengths[0]), None if n == len(tokens) else mine)

@@ -24,6 +24,7 @@ from graphrt.backends.cpu import (  # noqa: F401  (REFERENCES)
     matmul,
     movement,
     sample,
+    send_recv,
     threads,
 )
 from graphrt.backends.cpu.blocks import decode, encode

@@ -6,7 +6,7 @@ from graphrt import ranks
 from graphrt.backends.triton.packing import F16_MIN, F16_SCALE, packing_of
 from graphrt.dtypes import CACHES, WRITABLE
 from graphrt.op import op_spec
-from graphrt.ops.collectives import COLLECTIVES, is_played
+from graphrt.ops.send_recv import LINKED, on_link
 from graphrt.tensor import Tensor
 
 #: Types of K and V: attention's kernels read blocks whose scales are f16.
@@ -20,7 +20,7 @@ OPS = {
     "MUL_MAT_ID", "ADD_ID", "FILL", "SILU_BACK", "UNARY_BACK", "RMS_NORM_BACK", "ROPE_BACK", "SOFT_MAX_BACK",
     "REPEAT_BACK", "GET_ROWS_BACK", "SET_ROWS_BACK", "VIEW_BACK", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID",
     "CROSS_ENTROPY_LOSS", "CROSS_ENTROPY_LOSS_BACK", "OPT_STEP_SGD", "OPT_STEP_ADAMW",
-    *COLLECTIVES,
+    *LINKED,
 }  # fmt: skip
 #: Ops that read their first source in any type, products floats of 8 bits aside.
 PRODUCTS = ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK")
@@ -39,7 +39,7 @@ def why_unsupported(node: Tensor) -> str | None:
         return _why_not_backward(node)
     if node.op not in OPS:
         return f"it has no kernel for {node.op}"
-    if node.op in COLLECTIVES and not is_played(node) and not ranks.link_gpus():
+    if node.op in LINKED and on_link(node) and not ranks.link_gpus():
         return "the ranks have no link between their GPUs (NCCL)"
     return _why_not_types(node) or _why_not_elements(node)
 

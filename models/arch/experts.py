@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from graphrt import ops
 from graphrt.errors import ArchError
 from graphrt.models.arch.layout import Affine, Experts, FeedForward, Loader
+from graphrt.models.arch.own_experts import OwnExperts
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import GLU_OF, linear
 from graphrt.models.hparam_keys import NO_FURTHER_TOKENS
@@ -38,6 +39,14 @@ class MixtureDecoder(Decoder):
 
     mixture = Mixture(required=False)
     variants = NO_FURTHER_TOKENS
+    #: Those that a rank has, where ranks share experts out whole.
+    own: OwnExperts | None = None
+
+    def load(self, load: Loader) -> None:
+        super().load(load)
+        p, share = self.hp.experts, self.share
+        if p is not None and share is not None and share.experts:
+            self.own = OwnExperts.of(self.weights, share.experts[share.rank], p.n, p.used)
 
     @classmethod
     def hparams(cls, keys: Keys) -> HParams:
@@ -69,8 +78,10 @@ class MixtureDecoder(Decoder):
         """The experts' results of each token, added up by weight: [n_embd, n] to the same."""
         n_embd, n_tokens = x.ne[:2]
         ids, weights = self.routed(il, w, x)
-        bent = self.bent(il, w, ops.reshape(x, n_embd, 1, n_tokens), ids)
-        down = of_experts(w.down, bent, ids, f"ffn_moe_down-{il}")
+        here = ids if self.own is None else self.own.numbered(il, ids)
+        bent = self.bent(il, w, ops.reshape(x, n_embd, 1, n_tokens), here)
+        down = of_experts(w.down, bent, here, f"ffn_moe_down-{il}")
+        down = down if self.own is None else self.own.kept(il, down, ids)
         weighted = ops.mul(down, weights, name=f"ffn_moe_weighted-{il}")
         slots = [
             ops.view(weighted, (n_embd, n_tokens), weighted.nb[2:3], offs=i * weighted.nb[1]) for i in range(ids.ne[0])

@@ -181,14 +181,14 @@ class Loader:
         """The matrices of a layer's experts."""
         p, layout = hp.experts, self.layout.experts
         assert p is not None
-        n, shared = hp.n_embd, p.n_ff * p.n_shared
-        merged = self.tensor("ffn_gate_up_exps.weight", OPTIONAL if layout.merged else ABSENT, n, 2 * p.n_ff, p.n)
+        n, shared, held = hp.n_embd, p.shared_ff or p.n_ff * p.n_shared, p.held or p.n
+        merged = self.tensor("ffn_gate_up_exps.weight", OPTIONAL if layout.merged else ABSENT, n, 2 * p.n_ff, held)
         return Experts(
             router=self.needed("ffn_gate_inp", (n, p.n), layout.bias),
             choice_bias=self.tensor("exp_probs_b.bias", layout.choice_bias, p.n),
-            gate=self._of_experts("ffn_gate_exps", n, p.n_ff, p.n) if merged is None else None,
-            up=self._of_experts("ffn_up_exps", n, p.n_ff, p.n) if merged is None else Affine(merged),
-            down=self._of_experts("ffn_down_exps", p.n_ff, n, p.n),
+            gate=self._of_experts("ffn_gate_exps", n, p.n_ff, held) if merged is None else None,
+            up=self._of_experts("ffn_up_exps", n, p.n_ff, held) if merged is None else Affine(merged),
+            down=self._of_experts("ffn_down_exps", p.n_ff, n, held),
             shared=self._shared(n, shared) if shared else None,
         )
 

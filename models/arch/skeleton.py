@@ -7,6 +7,7 @@ A family overrides the small methods in which it differs. Node names are llama.c
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from graphrt import ops
 from graphrt.errors import ArchError
@@ -38,8 +39,13 @@ class Decoder(Transformer):
 
     @property
     def cached(self) -> list[HParams]:
-        """Of what caches are made: its own, or each rank's where several are played."""
-        return [self.hp]
+        """Of what caches are made: its own, or its stage's, or each rank's where several are played."""
+        return [self.hp if self.share is None else self.share.held(self.hp)]
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline, one of which this is; 1 for all layers in one place."""
+        return 1 if self.share is None else self.share.stages
 
     @classmethod
     def read(cls, keys: Keys) -> HParams:
@@ -129,15 +135,50 @@ class Decoder(Transformer):
 
     def result(self, step: AnyInputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""
-        made = self.logits(self.hidden(step))
+        if self.share is not None and self.share.stages > 1:
+            made = self._of_last_stage(self._passed(step), self.logits, (self.hp.n_vocab, step.rows.ne[0]))
+        else:
+            made = self.logits(self.hidden(step))
+        return self._adapted(made, step)
+
+    def _adapted(self, made: Tensor, step: AnyInputs) -> Tensor:
         return made if self.adapters is None or step.gates is None else self.adapters.added(made, step)
 
     def hidden(self, step: AnyInputs) -> Tensor:
         """What the logits are made of, the tokens' embeddings: f32 [n_embd, n_outputs]."""
-        x = self.embed(step.tokens, step.positions)
-        for il in range(self.hp.n_layer):
-            x = self.layer(il, x, step, step.layers[il])
-        return self.normed(x, self.output_norm, "result_norm")
+        x = self._passed(step)
+        if self.share is None or self.share.stages == 1:
+            return x
+        return self._of_last_stage(x, lambda x: x, (self.hp.n_embd, step.rows.ne[0]))
+
+    def passed(self, step: AnyInputs) -> Tensor:
+        """A step of which nobody wants logits, but what it leaves in the cache."""
+        x = self._passed(step)
+        if self.adapters is not None and (self.share is None or self.share.is_last):
+            x = self.logits(x)  # there may be adapters of what makes them
+        return self._adapted(x, step)
+
+    def _passed(self, step: AnyInputs) -> Tensor:
+        """Tokens through the layers: what the logits are made of, f32 [n_embd, n_outputs]. One stage of a pipeline has
+        it from the stage before, [n_embd, n_tokens], and what it has given the next one is the result of all but the
+        last."""
+        share, n = self.share, step.tokens.n_elements
+        own = share.layers if share is not None and share.layers else range(self.hp.n_layer)
+        if share is None or share.is_first:
+            x = self.embed(step.tokens, step.positions)
+        else:
+            x = share.taken(step.tokens, share.stage - 1, "f32", (self.hp.n_embd, n), f"l_in-{own[0]}")
+        for i, il in enumerate(own):
+            x = self.layer(il, x, step, step.layers[i])
+        if share is None or share.is_last:
+            return self.normed(x, self.output_norm, "result_norm")
+        return share.given(x, share.stage + 1, f"l_given-{own[-1]}")
+
+    def _of_last_stage(self, x: Tensor, made: Callable[[Tensor], Tensor], ne: tuple[int, int]) -> Tensor:
+        """What the last stage makes of what its layers have passed, f32 of that shape, on all stages. x: _passed()."""
+        share = self.share
+        assert share is not None
+        return share.everywhere(made(x) if share.is_last else x, share.stages - 1, "result_output", ne)
 
     def layer(self, il: int, x: Tensor, step: AnyInputs, cache: LayerCache) -> Tensor:
         w = self.layers[il]
@@ -192,7 +233,7 @@ class Decoder(Transformer):
             values = step.heads(v_cache, hp.d_v, n_head_kv)
         params = AttentionParams(hp.attn_scale, hp.max_alibi_bias, hp.attn_softcap, self.sinks(il))
         q = q if n_seq == 1 else _by_sequence(q, n_seq)
-        if self.share is not None and hp.max_alibi_bias:
+        if self.share is not None and self.share.ranks > 1 and hp.max_alibi_bias:
             attn = self._with_slopes(il, self.share, q, keys, values, step, cache.kind)
         else:
             attn = step.attended(q, keys, values, cache.kind, params, f"__fattn__-{il}")

@@ -143,7 +143,7 @@ class Transformer:
         """The norm over all heads of a token together: [d_k, heads, n_tokens]."""
         d, n_head, n_tokens = heads.ne[:3]
         flat = ops.reshape(heads if heads.is_contiguous else ops.cont(heads), d * n_head, n_tokens)
-        if self.share is None or weight is None:
+        if self.share is None or self.share.ranks == 1 or weight is None:
             return ops.reshape(self.normed(flat, weight, name), d, n_head, n_tokens)
         normed = self.share.over_all(flat, weight.weight.name, self.bare_norm)
         scaled = ops.mul(normed, weight.weight, name)

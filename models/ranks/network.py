@@ -19,11 +19,14 @@ from graphrt.ranks import Ranks
 
 
 def network_of(
-    cls: type[Transformer], hp: HParams, file: GGUFFile, backend: Backend, ranks: Ranks | int, advance: Advance = ignore
-) -> Transformer:
-    """The architecture with its weights in memory. ranks: this process's place, or how many are played. Raises
-    ArchError for tensors that the file lacks or has too many of, and for a model that can't be cut so."""
+    cls: type[Transformer], hp: HParams, file: GGUFFile, backend: Backend, ranks: Ranks | int,
+    advance: Advance = ignore, stages: int = 1, ep: bool = False,
+) -> Transformer:  # fmt: skip
+    """The architecture with its weights in memory. ranks: this process's place, or how many are played, in so many
+    stages; ep: as plan_ranks() has it. Raises ArchError for tensors that the file lacks or has too many of, and for a
+    model that can't be cut so."""
     n = ranks.size if isinstance(ranks, Ranks) else ranks
+    stages, ep = (ranks.stages, ranks.ep) if isinstance(ranks, Ranks) else (stages, ep)
     if n == 1:
         weights = Weights(file, backend, advance)
         network = cls(hp, weights)
@@ -31,7 +34,7 @@ def network_of(
         return network
     if isinstance(ranks, Ranks):
         check_alike(ranks, hp, file, backend)
-    plan, decoder = plan_of(cls, hp, file, n)
+    plan, decoder = plan_of(cls, hp, file, n, stages, ep)
     if isinstance(ranks, int):
         return play(decoder, plan, file, backend, advance)
     mine = RankWeights(file, backend, plan, ranks.rank, advance)
@@ -56,8 +59,10 @@ def check_alike(ranks: Ranks, hp: HParams, file: GGUFFile, backend: Backend) -> 
             )
 
 
-def plan_of(cls: type[Transformer], hp: HParams, file: GGUFFile, n: int) -> tuple[RankPlan, type[Decoder]]:
-    """The plan for n ranks, and the family as the decoder that it must be. Raises ArchError."""
+def plan_of(
+    cls: type[Transformer], hp: HParams, file: GGUFFile, n: int, stages: int = 1, ep: bool = False
+) -> tuple[RankPlan, type[Decoder]]:
+    """The plan for n ranks in so many stages, and the family as the decoder that it must be. Raises ArchError."""
     if not issubclass(cls, Decoder):
         raise ArchError(f"only decoders are cut over ranks, {hp.arch} models are encoders; run them on one")
-    return plan_ranks(hp, cls.layout, file.tensors, n), cls
+    return plan_ranks(hp, cls.layout, file.tensors, n, stages, ep), cls

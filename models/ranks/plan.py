@@ -4,6 +4,8 @@ Heads of attention, columns of a feed-forward and rows of the output matrix are 
 (attn_output, ffn_down) is cut along what it sums over, so that every rank has a part of the sum and one ALL_REDUCE a
 block of a layer adds them up (Megatron-LM, arXiv 1909.08053). The rest is whole on every rank. Cuts fall between
 blocks of quantized types. Heads of k and v are repeated where there are fewer than ranks.
+
+Ranks may be several stages of a pipeline, with as many ranks each, between which layers are shared out (stages.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from graphrt.models.arch.layout import Layout
 from graphrt.models.gguf import TensorInfo
 from graphrt.models.hparams import HParams
 from graphrt.models.ranks.share import Share, Span
+from graphrt.models.ranks.stages import owners, stages_of
 
 _LAYER = re.compile(r"blk\.([0-9]+)\.(.+)\.(weight|bias|scales)")
 #: Ranks of one job.
@@ -49,6 +52,10 @@ ROLES = {
 }  # fmt: skip
 
 
+#: The same where experts are shared out whole.
+WHOLE_EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps"), "experts")
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a tensor is shared out. by: what it is cut by, of ROLES; "whole" for what every rank has, "rank 0" for what
@@ -78,8 +85,10 @@ class LayerSpans:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """hp: the whole model's; layers: what each rank has of them; experts: columns of every expert; vocab: rows of the
-    output matrix; cuts: of each tensor of the file, and of "output.weight" where the embedding takes its place."""
+    """ranks: of a stage; hp: the whole model's; layers: what each rank has of them; experts: columns of every expert;
+    vocab: rows of the output matrix; cuts: of each tensor of the file, and of "output.weight" where the embedding takes
+    its place; stages: the layers of each; whole_experts: which experts each rank has whole, () where it has columns of
+    every one. Methods take a rank's number among all."""
 
     ranks: int
     hp: HParams
@@ -87,15 +96,30 @@ class RankPlan:
     experts: tuple[Span, ...]
     vocab: tuple[Span, ...]
     cuts: Mapping[str, Cut]
+    stages: tuple[Span, ...]
+    whole_experts: tuple[Span, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.ranks * len(self.stages)
+
+    def has(self, name: str, rank: int) -> bool:
+        """The tensor of that name is of a rank's stage."""
+        return rank // self.ranks in owners(name, self.stages)
 
     def hparams(self, rank: int) -> HParams:
-        """The hyperparameters of a rank's part, as if it were a model."""
+        """The hyperparameters of a rank's part, as if it were a model, of all layers."""
+        rank %= self.ranks
 
         def of(which: Callable[[LayerSpans], tuple[Span, ...]]) -> tuple[int, ...]:
             return tuple(_width(which(layer)[rank]) for layer in self.layers)
 
         hp, experts = self.hp, self.hp.experts
-        if experts is not None:
+        if experts is not None and self.whole_experts:
+            shared = _width(self.experts[rank]) * experts.n_shared if experts.n_shared else 0
+            experts = replace(experts, held=_width(self.whole_experts[rank]), shared_ff=shared)
+        elif experts is not None:
             experts = replace(experts, n_ff=_width(self.experts[rank]))
         heads, kv, columns = of(lambda x: x.heads), of(lambda x: x.kv), of(lambda x: x.columns)
         return replace(hp, n_head=heads, n_head_kv=kv, n_ff=columns, experts=experts)
@@ -106,31 +130,58 @@ class RankPlan:
             name: tuple(_width(span) for (span,) in cut.spans)
             for name, cut in self.cuts.items() if cut.spans and cut.dim == 0 and name.endswith("_norm.weight")
         }  # fmt: skip
-        return Share(self.ranks, rank, heads, tuple(_width(span) for span in self.vocab), norms)
+        stage, vocab = rank // self.ranks, tuple(_width(span) for span in self.vocab)
+        own = tuple(range(*self.stages[stage])) if len(self.stages) > 1 else ()
+        return Share(
+            self.ranks, rank % self.ranks, heads, vocab, norms, len(self.stages), stage, own, self.whole_experts
+        )  # fmt: skip
 
 
 def _width(span: Span) -> int:
     return span[1] - span[0]
 
 
-def plan_ranks(hp: HParams, layout: Layout, tensors: Mapping[str, TensorInfo], ranks: int) -> RankPlan:
-    """The plan for so many ranks of a decoder's file. Raises ArchError with a sentence for what can't be cut so."""
+def plan_ranks(
+    hp: HParams, layout: Layout, tensors: Mapping[str, TensorInfo], ranks: int, stages: int = 1, ep: bool = False
+) -> RankPlan:
+    """The plan for so many ranks of a decoder's file, in so many stages. ep: a rank has some experts whole, and not a
+    part of every one. Raises ArchError with a sentence for what can't be cut so."""
     if not 1 < ranks <= MAX_RANKS:
         raise ArchError(f"a model is cut for 2 to {MAX_RANKS} ranks, got {ranks}; give another number")
+    if stages < 1 or ranks % stages:
+        raise ArchError(f"stages must have as many ranks each, got {ranks} ranks in {stages}; use a divisor")
+    spans, ranks = stages_of(tensors, hp.n_layer, stages), ranks // stages
+    if ep and (hp.experts is None or ranks == 1):
+        got = "this model has none" if hp.experts is None else "each stage has one"
+        raise ArchError(f"experts are shared out over the ranks of a stage, {got}; leave --ep out")
+    if ranks == 1:
+        return _in_stages(hp, tensors, spans)
     layers = tuple(_layer(hp, tensors, il, ranks) for il in range(hp.n_layer))
     experts: tuple[Span, ...] = ()
-    if hp.experts is not None:
-        downs = [t for name, t in tensors.items() if ".ffn_down_exps." in name or ".ffn_down_shexp." in name]
+    whole = _spans("the experts", hp.experts.n, ranks, 1) if ep and hp.experts is not None else ()
+    if hp.experts is not None and (hp.experts.n_shared or not ep):
+        cut = (".ffn_down_shexp.",) if ep else (".ffn_down_exps.", ".ffn_down_shexp.")
+        downs = [t for name, t in tensors.items() if any(part in name for part in cut)]
         shared = max(1, hp.experts.n_shared)
         step = math.lcm(*(t.dtype.block_size // math.gcd(t.dtype.block_size, shared) for t in downs), 1)
         experts = _spans("an expert's columns", hp.experts.n_ff, ranks, max(step, _block(downs)))
     vocab = _spans("the vocabulary", hp.n_vocab, ranks, 1)
-    plan = RankPlan(ranks, hp, layers, experts, vocab, {})
+    plan = RankPlan(ranks, hp, layers, experts, vocab, {}, spans, whole)
     cutter = _Cutter(plan, layout)
     cuts = {name: cutter.cut(name, info.ne) for name, info in tensors.items()}
     if "output.weight" not in tensors:
         cuts["output.weight"] = cutter.cut("output.weight", tensors["token_embd.weight"].ne)
     return replace(plan, cuts=cuts)
+
+
+def _in_stages(hp: HParams, tensors: Mapping[str, TensorInfo], spans: tuple[Span, ...]) -> RankPlan:
+    """The plan of stages of one rank each: no tensor is cut."""
+    layers = tuple(
+        LayerSpans(((0, heads),), ((0, kv),), ((0, n_ff),)) for heads, kv, n_ff in zip(hp.n_head, hp.n_head_kv, hp.n_ff)
+    )
+    experts: tuple[Span, ...] = ((0, hp.experts.n_ff),) if hp.experts is not None else ()
+    cuts = {name: Cut("whole") for name in (*tensors, "output.weight")}
+    return RankPlan(1, hp, layers, experts, ((0, hp.n_vocab),), cuts, spans)
 
 
 def _block(tensors: list[TensorInfo]) -> int:
@@ -202,7 +253,8 @@ class _Cutter:
         kind = name.rpartition(".")[2]
         if stem == self.layout.ffn_norm_name and stem not in ROLES:
             return Cut("whole")
-        by = ROLES.get(stem)
+        by = WHOLE_EXPERTS.get(stem) if self.plan.whole_experts else None
+        by = by or ROLES.get(stem)
         if by is None or not -1 <= il < self.plan.hp.n_layer:
             raise ArchError(f"tensor {name[:80]!r} has no rule how it is cut over ranks; run the model on one")
         if by == "whole":
@@ -227,6 +279,8 @@ class _Cutter:
             return Cut(by, 0, _of_unit(ne[0] // plan.hp.n_head[il], layer.heads))
         if by == "heads of q, k and v":
             return Cut(by, last, self._fused(layer, il))
+        if by == "experts":
+            return Cut(by, last, _alone(plan.whole_experts))
         if by == "columns of experts":
             dim = 1 if kind == "weight" else 0
             return Cut(by, dim, self._columns(plan.experts, plan.hp.experts.n_ff if plan.hp.experts else 1, ne[dim]))

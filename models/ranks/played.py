@@ -51,19 +51,20 @@ class PlayedDecoder(Decoder):
 
     @property
     def cached(self) -> list[HParams]:
-        return [rank.hp for rank in self.ranks]
+        return [hp for rank in self.ranks for hp in rank.cached]
 
     def result(self, step: AnyInputs) -> Tensor:
         """The first rank's logits, which are every rank's."""
         if not isinstance(step, StepInputs):
             raise SessionError("ranks that are played in one process have rings of cells, not pages; leave page at 0")
-        n, cache = self.hp.n_layer, step.cache
-        graphs = []
-        for i, rank in enumerate(self.ranks):
-            layers = cache.layers[i * n : (i + 1) * n]
-            mine = _RankCache(layers, cache.n_ctx, cache.n_seq, cache.flash_attn, cache.prec)
+        cache, first, graphs = step.cache, 0, []
+        for rank, hp in zip(self.ranks, self.cached):
+            stop = first + hp.n_layer
+            mine = _RankCache(cache.layers[first:stop], cache.n_ctx, cache.n_seq, cache.flash_attn, cache.prec)
             graphs.append(Graph(rank.result(replace(step, cache=mine))))  # type: ignore[arg-type]
-        logits = linked(graphs).outputs[0]
+            first = stop
+        share = self.ranks[0].share
+        logits = linked(graphs, share.stages if share is not None else 1).outputs[0]
         logits.flags &= ~Flag.OUTPUT  # whoever builds the graph says what is one
         return logits
 
@@ -73,7 +74,7 @@ def play(
 ) -> PlayedDecoder:
     """The decoder of all of a plan's ranks. Raises ArchError for tensors that the file lacks or has too many of."""
     parts, ranks = [], []
-    for rank in range(plan.ranks):
+    for rank in range(plan.size):
         weights = RankWeights(file, backend, plan, rank, advance)
         ranks.append(cls(plan.hparams(rank), weights))
         weights.check()

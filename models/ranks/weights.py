@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,23 +19,33 @@ Bytes = npt.NDArray[np.uint8]
 
 class RankWeights(Weights):
     """Hands out a rank's part of each tensor under the tensor's name. Only that part of the file is touched: rows that
-    lie together are read in place where the backend can, others are copied once."""
+    lie together are read in place where the backend can, others are copied once. What other stages have is handed out
+    too, without memory: no node of this stage's graphs reads it. rank: its number among all; own: in its stage."""
 
     def __init__(self, file: GGUFFile, backend: Backend, plan: RankPlan, rank: int, advance: Advance = ignore) -> None:
         super().__init__(file, backend, advance)
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self.own = plan, rank, rank % plan.ranks
         self.share = plan.share(rank)
+
+    def __call__(self, name: str, *ne: int, optional: bool = False) -> Any:  # as Weights' overloads have it
+        info = self.file.tensors.get(name)
+        if info is None or self.plan.has(name, self.rank):
+            return super().__call__(name, *ne, optional=optional)
+        self.leave(name)
+        return new_tensor(info.dtype, *self.shape(info, name), name=name)
 
     def tied(self, embedding: Tensor) -> Tensor:
         """This rank's rows of the embedding, as the output matrix."""
         info = self.file.tensors[embedding.name]
         leaf = new_tensor(info.dtype, *self.shape(info, "output.weight"), name="output.weight")
+        if not self.plan.has(leaf.name, self.rank):
+            return leaf
         leaf.buffer = self._bound(leaf, embedding.name)
         self.loaded[leaf.name] = leaf
         return leaf
 
     def shape(self, info: TensorInfo, name: str) -> tuple[int, ...]:
-        return self.plan.cuts[name].ne(info.ne, self.rank)
+        return self.plan.cuts[name].ne(info.ne, self.own)
 
     def _bind(self, leaf: Tensor) -> Buffer:
         return self._bound(leaf, leaf.name)
@@ -41,7 +53,7 @@ class RankWeights(Weights):
     def _bound(self, leaf: Tensor, source: str) -> Buffer:
         """The memory of a leaf, of this rank's part of the file's tensor `source`."""
         info, cut = self.file.tensors[source], self.plan.cuts[leaf.name]
-        return self._held(leaf, cut_bytes(self.file.data(source), info, cut, self.rank))
+        return self._held(leaf, cut_bytes(self.file.data(source), info, cut, self.own))
 
 
 def cut_bytes(data: Bytes, info: TensorInfo, cut: Cut, rank: int) -> Bytes:

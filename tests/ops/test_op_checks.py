@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -547,6 +548,14 @@ REFUSED: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
         ("as wide as all sizes together", "f32[8]"),
     ),
     ("REDUCE_SCATTER", lambda: ops.reduce_scatter(t("i32", 9), ranks=2, rank=0, sizes=(4, 5)), ("float", "i32[9]")),
+    ("SEND", lambda: ops.send(f32(4), rank=1, other=1), ("must be two ranks, from 0, got 1 and 1",)),
+    ("SEND", lambda: ops.send(f32(4), rank=-1, other=1), ("must be two ranks", "got -1 and 1")),
+    ("SEND", lambda: ops.send(t("q8_0", 32), rank=0, other=1), ("plain type", "q8_0[32]")),
+    ("RECV", lambda: _recv(other=0), ("must be two ranks, from 0, got 0 and 0",)),
+    ("RECV", lambda: _recv(type="q8_0"), ("plain type, got q8_0",)),
+    ("RECV", lambda: _recv(ne=(4, 0)), ("1 to 4 numbers of at least 1, got (4, 0)",)),
+    ("RECV", lambda: _recv(a=f32(5)), ("must be f32 of the shape [4]", "f32[5]")),
+    ("RECV", lambda: _recv(a=t("f16", 4)), ("must be f32 of the shape [4]", "f16[4]")),
 ]
 
 
@@ -557,6 +566,10 @@ def test_a_bad_call_is_refused_with_rule_and_shapes(op: str, bad: Callable[[], o
     message = str(caught.value)
     assert all(part in message for part in parts), message
     assert op in message or "must be one of" in message, message
+
+
+def _recv(a: Tensor | None = None, **more: Any) -> Tensor:
+    return ops.recv(f32(1), a, **{"rank": 0, "other": 1, "type": "f32", "ne": (4,)} | more)
 
 
 #: What lies just inside of a rule.
@@ -703,6 +716,10 @@ WORK: list[tuple[Tensor, int, int]] = [
     (_back("v"), 2 * (16 + 8) * 7 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 448),
     (_back("sinks", sinks=f32(4)), 2 * 8 * 12, 768 + 448 + 224 + 2 * 384 + 48 + 16 + 16),
     (ops.all_reduce(f32(4, 3), ranks=2, rank=0), 12, 2 * 24),  # over the link
+    (ops.send(f32(4, 3), rank=0, other=1), 0, 48),
+    (ops.send(f32(4, 3), rank=0, other=1, played=True), 0, 2 * 48),  # in memory
+    (_recv(ne=(4, 3)), 0, 48),
+    (_recv(f32(4, 3), ne=(4, 3)), 0, 2 * 48),
     (ops.all_reduce(f32(4, 3), f32(4, 3), f32(4, 3), ranks=3, rank=0), 24, 4 * 48),
     (ops.all_gather(f32(3, 2), ranks=2, rank=0, sizes=(3, 5)), 0, 40),  # what it is given is more than what it gives
     (ops.all_gather(f32(3, 2), f32(5, 2), ranks=2, rank=0, sizes=(3, 5)), 0, 24 + 40 + 64),
@@ -746,7 +763,7 @@ def test_an_op_that_maps_elements_may_take_its_sources_memory() -> None:
     arithmetic = ("ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP", "SQR", "SQRT", "FILL", "UNARY", "ADD_ID")
     plain = (*arithmetic, "NORM", "RMS_NORM", "L2_NORM", "SOFT_MAX", "ROPE")
     mapping = {**dict.fromkeys(plain, ("a",)), "GLU": ("gate", "value"), "CROSS_ENTROPY_LOSS_BACK": ("logits",)}
-    mapping["PENALIZE"] = ("logits",)
+    mapping |= {"PENALIZE": ("logits",), "SEND": ("a",)}
     mapping |= dict.fromkeys(("SILU_BACK", "UNARY_BACK", "RMS_NORM_BACK", "ROPE_BACK", "SOFT_MAX_BACK"), ("d",))
     assert {name: spec.inplace for name, spec in registered_ops().items() if spec.inplace} == mapping
 

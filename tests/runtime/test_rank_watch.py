@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,11 @@ from graphrt.presence import Presence, here
 from graphrt.rank_watch import ABSENT, LONG, SILENT, STUCK, Beat, Fault, Folder, Judge, Watch
 
 
-def looks(judge: Judge, n: int, mine: Presence, others: Sequence[tuple[int, bool]], *, still: int = -1) -> Fault | None:
-    """The fault that shows within n looks. others: meetings of each rank and whether it is busy; still: the rank whose
-    beats stand still."""
+def looks(judge: Judge, n: int, mine: Presence, others: Sequence[tuple[Any, ...]], *, still: int = -1) -> Fault | None:
+    """The fault that shows within n looks. others: of each rank its meetings, whether it is busy, and whether it is at
+    one; still: the rank whose beats stand still."""
     for i in range(n):
-        beats = [Beat(7 if rank == still else 10 + i, met, busy) for rank, (met, busy) in enumerate(others)]
+        beats = [Beat(7 if rank == still else 10 + i, *given) for rank, given in enumerate(others)]
         found = judge.look(beats, mine)
         if found is not None:
             return found
@@ -42,7 +43,7 @@ def test_silence_begins_anew_with_a_beat() -> None:
 
 
 def test_a_rank_that_does_not_come_is_given_up_while_this_one_waits() -> None:
-    behind = [(4, False), (3, False), (4, False)]
+    behind = [(4, False), (3, False), (4, False, True)]
     judge = Judge(0, 3)
     fault = looks(judge, ABSENT + 1, waiting(4), behind)
     assert fault is not None and fault.rank == 1 and f"for {ABSENT} s has not come" in fault.text
@@ -58,8 +59,16 @@ def test_a_rank_that_does_not_come_is_given_up_while_this_one_waits() -> None:
 
 
 def test_the_last_of_all_is_to_blame() -> None:
-    fault = looks(Judge(0, 3), ABSENT + 1, waiting(9), [(9, False), (8, False), (5, False)])
-    assert fault is not None and fault.rank == 2
+    """The others wait, too; in a pipeline a rank has come to fewer meetings than another that it waits for."""
+    for met in (5, 12):
+        fault = looks(Judge(0, 3), ABSENT + 1, waiting(9), [(9, False), (8, False, True), (met, False)])
+        assert fault is not None and fault.rank == 2
+
+
+def test_one_that_goes_on_is_not_to_blame() -> None:
+    judge = Judge(0, 2)
+    for i in range(3 * ABSENT):
+        assert judge.look([Beat(i, 3, False), Beat(i, i, False)], waiting(3)) is None
 
 
 def test_one_that_is_busy_has_more_time() -> None:
@@ -71,8 +80,9 @@ def test_one_that_is_busy_has_more_time() -> None:
 
 def test_all_wait_for_each_other() -> None:
     judge = Judge(0, 2)
-    assert looks(judge, STUCK, waiting(3), [(3, False), (3, False)]) is None
-    fault = looks(judge, 1, waiting(3), [(3, False), (3, False)])
+    all_there = [(3, False, True), (7, False, True)]
+    assert looks(judge, STUCK, waiting(3), all_there) is None
+    fault = looks(judge, 1, waiting(3), all_there)
     assert fault is not None and fault.rank == -1 and "the link between them must be broken" in fault.text
 
 
@@ -85,10 +95,10 @@ def test_one_that_has_left_is_not_missed() -> None:
 def test_presence() -> None:
     at = Presence()
     with at.meeting():
-        assert (at.met, at.waits) == (1, True)
+        assert (at.met, at.waits, at.there) == (1, True, True)
     with at.meeting(needs_all=False), at.at_length(), at.at_length():
-        assert (at.met, at.waits, at.busy) == (2, False, 2)
-    assert (at.waits, at.busy) == (False, 0)
+        assert (at.met, at.waits, at.there, at.busy) == (2, False, True, 2)
+    assert (at.waits, at.there, at.busy) == (False, False, 0)
 
 
 class Instant:

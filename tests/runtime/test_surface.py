@@ -19,7 +19,7 @@ PUBLIC = {
 }  # fmt: skip
 OPS = {
     "FlashAttnParams", "FlashAttnVarlenParams", "RopeParams", "RowSettings", "SampleParams", "add", "add_id",
-    "all_gather", "all_reduce", "reduce_scatter",
+    "all_gather", "all_reduce", "recv", "reduce_scatter", "send",
     "argmax", "argsort", "clamp", "concat", "cont", "cpy", "cross_entropy_loss", "cross_entropy_loss_back",
     "div", "dup", "fill", "flash_attn_back", "flash_attn_ext", "flash_attn_lse", "flash_attn_varlen",
     "flash_attn_varlen_back", "flash_attn_varlen_lse", "get_rows", "get_rows_back", "glu", "kq_mask", "l2_norm",

@@ -45,7 +45,7 @@ SUMS = (
 #: Which weights' products have rounded activations on the CPU.
 ROUNDED = {"MUL_MAT": matrix_weight, "MUL_MAT_ID": expert_weight}
 #: Nothing is computed for these: their results have the sources' bits.
-MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "ALL_GATHER", "KQ_MASK", "SET_ROWS_BACK")
+MOVES = ("CONT", "DUP", "CONCAT", "REPEAT", "ALL_GATHER", "SEND", "RECV", "KQ_MASK", "SET_ROWS_BACK")
 
 
 def _nothing(node: Tensor) -> None:

@@ -38,7 +38,8 @@ FAULTS: dict[str, Callable[[], None]] = {"ended": ended, "stopped": stopped, "lo
 
 def work(args: argparse.Namespace, given: str) -> int:
     """Loads the model, reads a prompt, generates. given: the second rank's fault, and when it happens: "ended load 3",
-    at the third tensor, "loops sum 5", when it comes to the fifth sum, of the prompt's, "ended sum 30" of a step's."""
+    at the third tensor, "loops sum 5", when it comes to the fifth sum, of the prompt's, "ended sum 30" of a step's,
+    "ended take 9" when a stage is to take what another one gives for the ninth time."""
     torch.set_num_threads(1)
     rank_watch.SILENT = rank_watch.ABSENT = LOOKS
     fault, where, at = given.split()
@@ -52,7 +53,8 @@ def work(args: argparse.Namespace, given: str) -> int:
 
 
 def _plant(fault: Callable[[], None], where: str, at: int) -> None:
-    kind, name = (Weights, "_held") if where == "load" else (Ranks, "summed")
+    places = {"load": (Weights, "_held"), "sum": (Ranks, "summed"), "take": (Ranks, "take")}
+    kind, name = places[where]
     real, count = getattr(kind, name), [0]
 
     def planted(*given: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,32 @@ def forms(path: Path) -> tuple[bool, ...]:
     return (True, False) if path.stem.endswith("words") else (True,)
 
 
+#: Fewer tokens at once than a prompt has, so that it takes several steps.
+FEW = replace(F32, n_batch=5)
+
+
+def whole_experts(path: Path) -> bool:
+    """Whether ranks have some of a model's experts whole."""
+    return path.stem.endswith("ep")
+
+
 def logits_of(model: Model) -> np.ndarray:
-    """The prompt at once, then single tokens: f32 [PROMPT + STEPS, n_vocab]."""
+    """The prompt at once, then single tokens, then what follows a prompt that several steps read: f32 [PROMPT + STEPS +
+    1, n_vocab]."""
     session, ids = model.session(F32), tokens()
     first = session.eval_rows(ids[:PROMPT])
     rows = [session.eval([t])[None].copy() for t in ids[PROMPT : PROMPT + STEPS]]
-    return np.concatenate([first, *rows])
+    several = model.session(FEW)
+    last = several.eval(ids[:PROMPT])[None]
+    assert ((FEW.n_batch, 1, "passing") in several._prepared) == (model.decoder.stages > 1)  # nobody waits for logits
+    return np.concatenate([first, *rows, last])
+
+
+def ragged(model: Model) -> np.ndarray:
+    """What follows three texts of different lengths, over pages: f32 [3, n_vocab]."""
+    engine, ids = model.engine(3, replace(FEW, n_ctx=64, page=16)), tokens()
+    engine.read({0: ids[:PROMPT], 1: ids[3:5]})
+    return engine.read({0: ids[5:6], 2: ids[:7], 1: ids[8:10]})
 
 
 def generated(model: Model) -> list[int]:
@@ -40,16 +61,18 @@ def generated(model: Model) -> list[int]:
     return [piece.token for piece in [*greedy, *drawn]]
 
 
-def rank(number: int, size: int, folder: str, paths: list[str]) -> None:
-    """One rank of `size`: each model's logits and tokens, sums, and what it says of files that differ, into
-    `folder`/`number`.npz."""
+def rank(number: int, size: int, folder: str, paths: list[str], stages: int = 1) -> None:
+    """One rank of `size`, in so many stages: each model's logits and tokens, sums, and what it says of files that
+    differ, into `folder`/`number`.npz."""
     torch.set_num_threads(1)
-    ranks = join(number, size, folder)
+    ranks = join(number, size, folder, stages=stages)
     found: dict[str, np.ndarray] = {}
     for i, path in enumerate(paths):
         for exact in forms(Path(path)):
-            model = load(path, "cpu", exact=exact, ranks=ranks)
+            model = load(path, "cpu", exact=exact, ranks=replace(ranks, ep=whole_experts(Path(path))))
             found[f"{i} {exact}"] = logits_of(model)
+            if stages > 1:
+                found[f"{i} {exact} ragged"] = ragged(model)
             if len(forms(Path(path))) > 1:
                 found[f"{i} {exact} tokens"] = np.array(generated(model))
         found[f"{i} weights"] = np.array([t.nbytes for t in model.weights.loaded.values()])

@@ -312,6 +312,16 @@ def reduce_scatter(node: Tensor, *parts: Array | None) -> Array:
     return all_reduce(node, *parts)[..., edges[node.params.rank] : edges[node.params.rank + 1]]
 
 
+@reference64("SEND")
+def send(node: Tensor, a: Array) -> Array:
+    return a.copy()
+
+
+@reference64("RECV")
+def recv(node: Tensor, after: Array, a: Array) -> Array:
+    return a.copy()
+
+
 @reference64("REPEAT")
 def repeat(node: Tensor, a: Array) -> Array:
     return _at_modulo(a, node.shape)

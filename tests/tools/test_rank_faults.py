@@ -28,10 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ended sum 3", "rank 1 of 2: it was ended by SIGKILL"),
         ("loops sum 20", f"rank 1 of 2: it runs, but for {LOOKS} s has not come to where the other ranks wait"),
         ("stopped load 5", f"rank 1 of 2: it has given no sign of life for {LOOKS} s"),
+        ("loops take 9", f"rank 1 of 2: it runs, but for {LOOKS} s has not come to where the other ranks wait"),
     ],
 )
 def test_the_others_end(model: Path, fault: str, said: str) -> None:
-    args = argparse.Namespace(model=str(model), backend="cpu", threads=1, json=True)
+    pp = 2 if "take" in fault else 1
+    args = argparse.Namespace(model=str(model), backend="cpu", threads=1, json=True, pp=pp)
     with pytest.raises(RankError) as error:
         Job(args, 2, work, fault).run()
     assert str(error.value).startswith(said)

@@ -50,6 +50,20 @@ class Sequences:
     shared: int = 0
 
 
+@dataclass(frozen=True)
+class Played:
+    """Ranks that a model is cut over, all in one graph: how many, in how many stages, and whether experts are shared
+    out whole."""
+
+    ranks: int = 1
+    stages: int = 1
+    ep: bool = False
+
+    def __str__(self) -> str:
+        stages = f" in {self.stages} stages" if self.stages > 1 else ""
+        return f", {self.ranks} ranks{stages}" if self.ranks > 1 else ""
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """title: what it is called; phase: a model's "prefill", "decode" or "train", else "graph"; n_tokens: that a model's
@@ -94,7 +108,7 @@ class Subject:
 
 
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --synthetic, --phase, --tokens, --page, --sequences, --exact and the options of a session."""
+    """MODEL, --synthetic, --phase, --tokens, --page, --sequences, --ranks, --exact and the options of a session."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SUBJECT_HELP)
     parser.add_argument(
         "--synthetic", metavar="NAME", help="random weights in a known shape instead, as `graphrt bench` takes it"
@@ -115,6 +129,12 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         "--shared", type=whole(0), default=0, metavar="N",
         help="with --page: tokens that all sequences begin with, as far as they fill pages (default: 0)",
     )  # fmt: skip
+    ranks = "all of N ranks (2 to 8) that the model is cut over, in one graph, as they would be linked"
+    parser.add_argument("--ranks", type=whole(1, 8), default=1, metavar="N", help=ranks)
+    stages = "with --ranks: in so many stages of a pipeline, of as many ranks each (default: 1)"
+    parser.add_argument("--pp", type=whole(1, 8), default=1, metavar="M", help=stages)
+    experts = "with --ranks: of a mixture each rank has some experts whole, and not a part of every one"
+    parser.add_argument("--ep", action="store_true", help=experts)
     parser.add_argument("--exact", action="store_true", help="prepare the reference forms")
     add_session_arguments(parser)
 
@@ -137,7 +157,10 @@ def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = No
         )
     options, text = session_options(args), args.synthetic or args.model
     synthetic, rope, many = bool(args.synthetic), rope_options(args), Sequences(args.sequences, args.shared)
-    return subject(text, backends, args.phase, args.tokens, options, many=many, synthetic=synthetic, rope=rope)
+    played = Played(args.ranks, args.pp, args.ep)
+    return subject(
+        text, backends, args.phase, args.tokens, options, many=many, synthetic=synthetic, rope=rope, played=played
+    )
 
 
 def training_subject_of(args: argparse.Namespace) -> Subject:
@@ -169,23 +192,26 @@ def subject(
     many: Sequences = Sequences(),
     synthetic: bool = False,
     rope: RopeOptions | None = None,
+    played: Played = Played(),
 ) -> Subject:
     """What `text` names, prepared on backends, the preferred first.
 
     phase: of a model, None for decode, which reads one token; n_tokens: that prefill reads, 0 for a whole batch or
     context; options: of the model's session or, with pages, of an engine; many: its sequences; synthetic: `text` is a
-    made-up model's name; rope: changes to a model's rotation of positions. Raises GraphError for a script or case that
-    gives no graph, SessionError for a phase that can't be, and what loading and preparing raise.
+    made-up model's name; rope: changes to a model's rotation of positions; played: ranks of a model. Raises
+    GraphError for a script or case that gives no graph, SessionError for a phase that can't be, and what loading and
+    preparing raise.
     """
     if phase not in (None, *PHASES):
         raise SessionError(f"a phase must be one of {', '.join(PHASES)}, got {phase!r}")
     if synthetic or not is_graph(text):
-        model, title = load_subject(text, backends, synthetic=synthetic, rope=rope)
-        return _of_model(model, title, backends, phase, n_tokens, options, many)
+        model, title = load_subject(text, backends, synthetic=synthetic, rope=rope, played=played)
+        return _of_model(model, f"{title}{played}", backends, phase, n_tokens, options, many)
     check_no_rope(text, rope)
-    if phase is not None or n_tokens:
+    if phase is not None or n_tokens or played != Played():
         raise SessionError(
-            f"a phase and its tokens belong to a model, {text[:200]!r} is a graph; leave --phase and --tokens out"
+            f"a phase, its tokens and ranks belong to a model, {text[:200]!r} is a graph; leave --phase, --tokens and "
+            f"--ranks out"
         )
     if text.endswith(".npz"):
         return _of_case(Path(text), backends)
@@ -293,9 +319,11 @@ def check_no_rope(text: str, rope: RopeOptions | None) -> None:
 
 
 def load_subject(
-    text: str, backends: Sequence[Backend], *, synthetic: bool = False, rope: RopeOptions | None = None
-) -> tuple[Model, str]:
-    """A model by its file, name or, made up, shape, and what it is called. rope: changes to its rotation."""
+    text: str, backends: Sequence[Backend], *, synthetic: bool = False, rope: RopeOptions | None = None,
+    played: Played = Played(),
+) -> tuple[Model, str]:  # fmt: skip
+    """A model by its file, name or, made up, shape, and what it is called. rope: changes to its rotation; played: ranks
+    that it is cut over."""
     from graphrt.models import hub
     from graphrt.models.model import Model, load
     from graphrt.models.synthetic import synthetic as made_up
@@ -304,8 +332,9 @@ def load_subject(
         file = made_up(text)
         if rope is not None:
             rope.apply(file)
-        return Model(file, backends), file.name
-    return load(hub.resolve(text), backends, rope=rope), text.rpartition("/")[2]
+        return Model(file, backends, played.ranks, played.stages, played.ep), file.name
+    path, (n, stages, ep) = hub.resolve(text), (played.ranks, played.stages, played.ep)
+    return load(path, backends, rope=rope, ranks=n, stages=stages, ep=ep), text.rpartition("/")[2]
 
 
 def _of_case(path: Path, backends: Sequence[Backend]) -> Subject:

@@ -82,6 +82,8 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "ALL_REDUCE",
             "ALL_GATHER",
             "REDUCE_SCATTER",
+            "SEND",
+            "RECV",
             "copy",
         ),
     ),

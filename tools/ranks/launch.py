@@ -1,4 +1,5 @@
-"""`--tp N`: N ranks on this host, started by torch's own launcher, and ended together. Under torchrun: one of them."""
+"""`--tp N --pp M`: M stages of N ranks on this host, started by torch's own launcher, and ended together. Under
+torchrun: one of them."""
 
 from __future__ import annotations
 
@@ -29,20 +30,22 @@ def run_on_ranks(
     verb: str, args: argparse.Namespace, work: Generate, read: Callable[[], str], check: Callable[[], None],
     listens: Callable[[str, int], socket.socket] | None = None,
 ) -> int:  # fmt: skip
-    """A verb over ranks: starts --tp of them, or is one of torchrun's. Its exit code. work: what each rank does; read:
-    gives the verb's text, on the first rank or before there are any; check: raises for options that need one rank, at
-    the same place; listens: of a server, makes the socket on which it listens, which outlives its ranks. Raises
-    RankError for a rank that is lost, with its own error."""
+    """A verb over ranks: starts --tp times --pp of them, or is one of torchrun's. Its exit code. work: what each rank
+    does; read: gives the verb's text, on the first rank or before there are any; check: raises for options that need
+    one rank, at the same place; listens: of a server, makes the socket on which it listens, which outlives its ranks.
+    Raises RankError for a rank that is lost, with its own error."""
     if not in_environment():
         check()
         if listens is None:
-            return Job(args, args.tp, work, read()).run()  # ranks have no standard input
+            return Job(args, args.tp * args.pp, work, read()).run()  # ranks have no standard input
         with listens(args.host, args.port) as args.listening:
-            return ServerJob(args, args.tp, work, "").run()
+            return ServerJob(args, args.tp * args.pp, work, "").run()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if args.tp not in (1, size):
+    each = size // args.pp
+    if args.tp not in (1, each) or each * args.pp != size:
+        rest = f" in {args.pp} stages" if args.pp > 1 else ""
         raise SessionError(
-            f"--tp must be the number of ranks that torchrun started, {size}, got {args.tp}; leave it out"
+            f"--tp must be the number of ranks that torchrun started, {size}{rest}, got {args.tp}; leave it out"
         )
     ended = ends_aloud(verb, rank, size)
     if rank:

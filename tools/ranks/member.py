@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def as_rank(
     local = int(os.environ.get("LOCAL_RANK", rank))
     gpus = _takes_gpu(args.backend, local)
     args.backend = own_backend(args.backend, local)
-    ranks = join(rank, size, folder, ended, gpus=gpus)
+    ranks = join(rank, size, folder, ended, gpus=gpus, stages=getattr(args, "pp", 1))
     try:
         versions = ranks.everyones(__version__)
         if len(set(versions)) > 1:
@@ -49,7 +50,7 @@ def as_rank(
         _share_cores(args, ranks)
         args.asked = args.model
         args.model, prompt = ranks.told((_model(args), prompt) if rank == 0 else None)
-        args.as_ranks = ranks
+        args.as_ranks = replace(ranks, ep=getattr(args, "ep", False))
         code = generate(args, prompt)
         if code in (0, 1):
             ranks.told(None)  # nobody leaves while another still listens

@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ranks = "how the model would be cut over N ranks, which need not be here"
     parser.add_argument("--ranks", type=whole(2, 64), metavar="N", help=ranks)
+    stages = "with --ranks: in so many stages of a pipeline, of as many ranks each (default: 1)"
+    parser.add_argument("--pp", type=whole(1, 64), default=1, metavar="M", help=stages)
+    experts = "with --ranks: of a mixture each rank has some experts whole, and not a part of every one"
+    parser.add_argument("--ep", action="store_true", help=experts)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -71,7 +75,7 @@ def _over_ranks(file: GGUFFile, args: argparse.Namespace) -> tuple[list[dict[str
     from graphrt.models.engine import SessionOptions
     from graphrt.models.ranks.report import rank_needs
 
-    needs, cuts = rank_needs(file, args.ranks, SessionOptions(args.ctx_size))
+    needs, cuts = rank_needs(file, args.ranks, SessionOptions(args.ctx_size), args.pp, args.ep)
     return [asdict(each) for each in needs], [asdict(each) for each in cuts]
 
 
@@ -84,7 +88,8 @@ def _print_ranks(needs: list[dict[str, Any]], cuts: list[dict[str, Any]]) -> Non
     print()
     sizes = ("weights", "cache", "link")
     held = [[human_bytes(n[key]) if key in sizes else n[key] for key in n] for n in needs]
-    print_table(("rank", "heads", "kv heads", "columns", "weights", "cache", "link a token", "meetings"), held)
+    names = ("rank", "stage", "first layer", "layers", "heads", "kv heads", "columns", "weights", "cache")
+    print_table((*names, "link a token", "meetings"), held)
 
 
 def _dims(ne: Sequence[int]) -> str:

@@ -162,8 +162,8 @@ def _check_ranks(args: argparse.Namespace) -> None:
     from graphrt.tools.ranks.launch import refuse
 
     alone = {
-        "a chat": is_chat(args), "--profile": args.profile, "--prompt-cache": args.prompt_cache is not None,
-        "--lora": args.lora, "--lora-scaled": args.lora_scaled,
+        "a chat": is_chat(args), "--profile": args.profile,
+        "--prompt-cache of several texts": args.prompt_cache is not None and (args.parallel > 1 or args.page),
     }  # fmt: skip
     refuse(alone, "several ranks write texts of one prompt")
 

@@ -1,4 +1,4 @@
-"""ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER: what ranks give each other, on GPUs.
+"""ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV: what ranks give each other, on GPUs.
 
 A rank's own node moves bytes over NCCL, queued on the GPU as kernels are, and captured with them; played ranks' parts
 are copied. Either way all parts then lie side by side in their order, and one kernel adds them up in that order: the
@@ -20,6 +20,7 @@ from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.collectives import is_played
+from graphrt.ops.send_recv import on_link
 from graphrt.ranks import ONE_SHOT, current
 from graphrt.tensor import Tensor
 
@@ -150,6 +151,34 @@ def lower_reduce_scatter(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     return [*steps, _sum(parts, total.view(-1), ctx), _copy(total.narrow(-1, start, width), out.torch())]
 
 
+def _given(own: torch.Tensor, other: int) -> None:
+    current().give(own, other)
+
+
+def _taken(into: torch.Tensor, other: int) -> None:
+    current().take(into, other)
+
+
+def lower_send(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    """SEND: queued, and its result is the source for those that come after it."""
+    node, source = nodes[0], ctx.view(nodes[0]["a"])
+    out = ctx.view(node)
+    same = out.torch().data_ptr() == source.torch().data_ptr() and source.torch().is_contiguous()
+    steps = [] if same else [_copy(source.torch(), out.torch())]
+    if on_link(node):
+        steps.append(Call("send", partial(_given, out.data, node.params.other), [out.data], [out.data]))
+    return steps or [_copy(source.torch(), out.torch())]
+
+
+def lower_recv(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
+    node, out = nodes[0], ctx.view(nodes[0])
+    if not on_link(node):
+        return [_copy(ctx.view(node["a"]).torch(), out.torch())]
+    after = ctx.view(node["after"]).torch()
+    return [Call("recv", partial(_taken, out.data, node.params.other), [after], [out.data])]
+
+
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     "ALL_REDUCE": lower_all_reduce, "ALL_GATHER": lower_all_gather, "REDUCE_SCATTER": lower_reduce_scatter,
+    "SEND": lower_send, "RECV": lower_recv,
 }  # fmt: skip

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from graphrt import Graph, get_backend, new_input, ops, prepare
 from graphrt.backends.triton import device
-from graphrt.ops.collectives import COLLECTIVES
+from graphrt.ops.send_recv import LINKED
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, all_cases
 from graphrt.tools.conformance.run.step import run_case
@@ -32,7 +32,7 @@ EVERY = 5
 
 
 def _some() -> list[Case]:
-    return [c for op in COLLECTIVES for c in all_cases(op, "quick") if zlib.crc32(str(c).encode()) % EVERY == 0]
+    return [c for op in LINKED for c in all_cases(op, "quick") if zlib.crc32(str(c).encode()) % EVERY == 0]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ class Link:
 
 def run_as(link: Link, monkeypatch: pytest.MonkeyPatch, backend: TritonBackend, node: Any, gaps: bool) -> np.ndarray:
     """The result on this rank. node: builds it from this rank's part."""
-    monkeypatch.setattr(collectives, "current", lambda size: link)
+    monkeypatch.setattr(collectives, "current", lambda size=0: link)
     monkeypatch.setattr(ranks_module, "_gpus", [link.rank])
     mine = link.parts[link.rank].numpy()
     a = new_input("f32", *mine.shape[::-1], name="a")
@@ -160,6 +160,33 @@ def test_a_rank_is_given_its_piece(backend: TritonBackend, monkeypatch: pytest.M
             lambda a, rank=rank: ops.reduce_scatter(a, ranks=3, rank=rank, sizes=sizes), rank == 1,
         )  # fmt: skip
         assert np.array_equal(found, wanted)
+
+
+class Pair(Link):
+    """The first of two ranks, whose other one gives these parts."""
+
+    def give(self, part: torch.Tensor, other: int) -> None:
+        self.calls.append(f"give {other}")
+        self.given = part.cpu().clone()
+
+    def take(self, into: torch.Tensor, other: int) -> torch.Tensor:
+        self.calls.append(f"take {other}")
+        return into.copy_(self.parts[other].reshape(-1))
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_rank_sends_and_receives(gaps: bool, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which the graph says, and what was sent is there for what comes after it."""
+    parts = parts_of(2, (2, 3, 7))
+    link = Pair(0, parts)
+
+    def both(a: Tensor) -> Tensor:
+        sent = ops.send(a, rank=0, other=1)
+        return ops.sub(sent, ops.recv(sent, rank=0, other=1, type="f32", ne=(7, 3, 2)))
+
+    found = run_as(link, monkeypatch, backend, both, gaps)
+    assert np.array_equal(found, parts[0] - parts[1]) and link.calls == ["give 1", "take 1"]
+    assert np.array_equal(link.given.numpy().reshape(2, 3, 7), parts[0])
 
 
 def test_without_a_link_the_cpu_has_them(backend: TritonBackend) -> None:

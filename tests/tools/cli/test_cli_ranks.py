@@ -91,11 +91,13 @@ def test_what_all_say_is_said_once(tmp_path: Path) -> None:
     assert str(_error([_failure(rank, ended(2), tmp_path) for rank in range(2)], 2)) == "the file is damaged"
 
 
-@pytest.mark.parametrize("more", [("--profile",), ("--prompt-cache", "x.bin")])
+@pytest.mark.parametrize(
+    "more", [("--profile",), ("--prompt-cache of several texts", "--prompt-cache", "x.bin", "-np", "2")]
+)
 def test_what_one_rank_does_alone_is_refused(
     model: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(model), *TEXT, "--tp", "2", *more]) == 2
+    assert main(["run", str(model), *TEXT, "--tp", "2", *more[len(more) > 1 :]]) == 2
     assert f"several ranks write texts of one prompt, got {more[0]}" in capsys.readouterr().err
 
 
@@ -191,9 +193,10 @@ def test_bench_over_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "several ranks measure what they do together, got --train" in capsys.readouterr().err
 
 
-def test_samples_over_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_over_stages(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one rank each: texts over pages, whose prompt is read once."""
     given = ("run", str(model), "--raw", "-p", "hello the sea", "-n", "6", "-np", "2", "--seed", "3")
-    one, two = rows(capsys, *given), printed(*given, "--tp", "2")
+    one, two = rows(capsys, *given), printed(*given, "--pp", "2")
     found, wanted = ([text["tokens"] for text in of["samples"]] for of in (two, one))
     assert found == wanted and found[0] != found[1]
 

@@ -21,7 +21,7 @@ from graphrt.tools.conformance.run.lowprec import low
 
 Array = npt.NDArray[np.generic]
 #: Ops whose results have one right set of bits.
-_EXACT = ("CONT", "DUP", "CONCAT", "REPEAT", "ALL_GATHER", "GET_ROWS", "KQ_MASK")
+_EXACT = ("CONT", "DUP", "CONCAT", "REPEAT", "ALL_GATHER", "SEND", "RECV", "GET_ROWS", "KQ_MASK")
 _ORDERS = ("ARGMAX", "ARGSORT", "TOP_K")
 
 
