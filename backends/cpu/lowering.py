@@ -95,6 +95,17 @@ class Lowering:
         step = fast.round_rows(form, dst=target, x=self.at(x), n_rows=rows[0], n=n, x_nb=rows[1])
         return Given([step], target, row_bytes, self.bits)
 
+    def split(self, x: Tensor, kind: str) -> tuple[list[Step], int]:
+        """The same as tiles of bf16: the steps that make them, none where they are there already, and their address."""
+        rows = rows_of(x)
+        assert rows is not None
+        form, n = fast.split_of(kind, self.bits), x.ne[0]
+        target = self.temporary(f"split {form.key}", 1, form.bytes(n, rows[0]) // 4).data_ptr()
+        if self._rounded.get(target) is x:
+            return [], target
+        self._rounded[target] = x
+        return [fast.split_rows(form, dst=target, x=self.at(x), n_tok=rows[0], n=n, x_nb=rows[1])], target
+
     def experts_in_order(self, ids: Tensor, n_expert: int, n_slots: int, n_tok: int) -> tuple[int, list[Step]]:
         """Where pairs of a token and a slot lie in order by their expert, and the step that puts them so, none where
         the products of the same experts before have."""

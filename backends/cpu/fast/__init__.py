@@ -22,6 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphrt.backends.cpu.fast.amx import amx_gemm, amx_panel_bytes, amx_tiles, split_of, split_rows
     from graphrt.backends.cpu.fast.attention import flash_attn
     from graphrt.backends.cpu.fast.attention_task import KV_TYPES
     from graphrt.backends.cpu.fast.attention_varlen import flash_attn_varlen
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
 _WHERE = {
+    "amx": ("amx_gemm", "amx_panel_bytes", "amx_tiles", "split_of", "split_rows"),
     "attention": ("flash_attn",),
     "attention_task": ("KV_TYPES",),
     "attention_varlen": ("flash_attn_varlen",),
@@ -68,6 +70,9 @@ __all__ = [
     "Program",
     "Step",
     "add_rms_norm",
+    "amx_gemm",
+    "amx_panel_bytes",
+    "amx_tiles",
     "argmax",
     "available",
     "dequant_rows",
@@ -94,6 +99,8 @@ __all__ = [
     "round_rows",
     "set_rows",
     "soft_max",
+    "split_of",
+    "split_rows",
     "sum_rows",
 ]
 
