@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from graphrt.backends.cpu.fast.amx import TILE
+from graphrt.backends.cpu.fast.amx import TILE, Tiles
 from graphrt.backends.cpu.fast.ir import F32, I8, I32, Fn, Val
 
 
-class PlayedTiles:
+class PlayedTiles(Tiles):
     """Eight registers on the stack, which hold NaN until they are loaded. Numbers too small to be normal count as 0, as
     the processor has it."""
 

@@ -17,14 +17,15 @@ import functools
 import itertools
 import platform
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from graphrt.backends.cpu.fast.code_type import CodeType
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.integer import block_ranges, in_order
-from graphrt.backends.cpu.fast.ir import F32, I8, I16, I32, LANES, Fn, Val
+from graphrt.backends.cpu.fast.ir import F32, I8, I32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel, host
 from graphrt.backends.cpu.fast.matvec import check_rows
 from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
@@ -42,28 +43,33 @@ FEATURES = ("amx-tile", "amx-bf16", "avx512f", "avx512bw")
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
 
 
-class Tiles(Protocol):
+class Tiles(ABC):
     """Eight registers, each a tile. name: a part of kernels' names."""
 
-    name: str
+    name: ClassVar[str]
 
+    @abstractmethod
     def begin(self, f: Fn) -> None:
         """Sets all of them to 16 rows of 64 bytes."""
 
+    @abstractmethod
     def load(self, f: Fn, tile: int, at: Val) -> None:
         """tile = 1024 bytes."""
 
+    @abstractmethod
     def store(self, f: Fn, tile: int, at: Val) -> None:
         """1024 bytes = tile."""
 
+    @abstractmethod
     def add(self, f: Fn, total: int, a: int, b: int) -> None:
         """total[i, j] += a[i, 2 k] b[k, 2 j] + a[i, 2 k + 1] b[k, 2 j + 1] over k. total: f32; a, b: bf16."""
 
+    @abstractmethod
     def end(self, f: Fn) -> None:
         """Gives them back, so that neither the system nor torch's own library finds them in use."""
 
 
-class Amx:
+class Amx(Tiles):
     """The processor's."""
 
     name = "amx"
@@ -155,12 +161,12 @@ def _build_split(f: Fn, split: Split) -> None:
                     values = [f.load(row + 4 * k, F32, LANES) for k in range(0, size, LANES)]
                     lanes = [in_order(values, vector) for vector in split.vectors(count)]
                     pairs = itertools.chain(*(_words(f, a, b, parts) for a, b in _pairs(lanes)))
-                    for k, word in enumerate(pairs):
-                        f.store(words + i * 64 + k * TILE, word)
+                    for tile, word in enumerate(pairs):
+                        f.store(words + i * 64 + tile * TILE, word)
                 with f.range(0, size // DEPTH * parts) as k:
                     turned = f.transpose([f.load(words + k * TILE + 64 * i, I32, LANES) for i in range(SIDE)])
-                    for i, word in enumerate(turned):
-                        f.store(tiles_of + at // DEPTH * (parts * TILE) + k * TILE + 64 * i, word)
+                    for row_at, word in enumerate(turned):
+                        f.store(tiles_of + at // DEPTH * (parts * TILE) + k * TILE + 64 * row_at, word)
 
 
 def _pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -292,12 +298,12 @@ def _build(f: Fn, split: Split, by: Tiles) -> None:
                 _add(f, by, split, panel, (b1 - b0) * t.size // DEPTH, row_blocks, x_at, x_nb, token_blocks)
         with f.range(0, token_blocks) as tb, f.range(0, row_blocks) as rb:
             sums = panel.sums + rb * panel.sums_nb + tb * TILE
-            for i, v in enumerate(f.transpose([f.load(sums + 64 * i, F32, LANES) for i in range(SIDE)])):
-                f.store(turned + 64 * i, v)
+            for at_token, v in enumerate(f.transpose([f.load(sums + 64 * i, F32, LANES) for i in range(SIDE)])):
+                f.store(turned + 64 * at_token, v)
             with f.range(0, f.min_int(tokens - tb * SIDE, SIDE)) as i:
                 token, column = t0 + tb * SIDE + i, (r0 + rb * SIDE) * 4
-                count = f.min_int(rows - rb * SIDE, SIDE)
-                put_rows(f, turned + i * 64, count, y + token * y_nb + column, res + token * res_nb + column, res)
+                n_put = f.min_int(rows - rb * SIDE, SIDE)
+                put_rows(f, turned + i * 64, n_put, y + token * y_nb + column, res + token * res_nb + column, res)
     by.end(f)
 
 
