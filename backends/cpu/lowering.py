@@ -89,11 +89,8 @@ class Lowering:
         form, n = (fast.panel_form_of if panels else fast.form_of)(kind, self.bits), x.ne[0]
         row_bytes = form.row_bytes(n)
         target = self.temporary(f"rounded {form.key}", rows[0], row_bytes // 4).data_ptr()
-        if self._rounded.get(target) is x:
-            return Given([], target, row_bytes, self.bits)
-        self._rounded[target] = x
         step = fast.round_rows(form, dst=target, x=self.at(x), n_rows=rows[0], n=n, x_nb=rows[1])
-        return Given([step], target, row_bytes, self.bits)
+        return Given(self._unless_there(step, target, x), target, row_bytes, self.bits)
 
     def split(self, x: Tensor, kind: str) -> tuple[list[Step], int]:
         """The same as tiles of bf16: the steps that make them, none where they are there already, and their address."""
@@ -101,10 +98,15 @@ class Lowering:
         assert rows is not None
         form, n = fast.split_of(kind, self.bits), x.ne[0]
         target = self.temporary(f"split {form.key}", 1, form.bytes(n, rows[0]) // 4).data_ptr()
+        step = fast.split_rows(form, dst=target, x=self.at(x), n_tok=rows[0], n=n, x_nb=rows[1])
+        return self._unless_there(step, target, x), target
+
+    def _unless_there(self, step: Step, target: int, x: Tensor) -> list[Step]:
+        """A step that writes to target what it makes of x; none where that lies there already."""
         if self._rounded.get(target) is x:
-            return [], target
+            return []
         self._rounded[target] = x
-        return [fast.split_rows(form, dst=target, x=self.at(x), n_tok=rows[0], n=n, x_nb=rows[1])], target
+        return [step]
 
     def experts_in_order(self, ids: Tensor, n_expert: int, n_slots: int, n_tok: int) -> tuple[int, list[Step]]:
         """Where pairs of a token and a slot lie in order by their expert, and the step that puts them so, none where
