@@ -9,7 +9,8 @@ caller's, and must stay where it is. `Program` joins steps into one native call 
     decode = fast.Program([norm, qkv, ...])
     decode()
 
-Values are f32, sums too; weights are never rounded, activations only by `round_rows`, for products of integers.
+Values are f32, sums too; weights are never rounded, activations only by `round_rows`, for products of integers. Where a
+processor has tiles, both are two bf16 there (`amx.py`), which keep 16 bits.
 Importing this package loads nothing; ask `available()` first.
 """
 
