@@ -18,7 +18,7 @@ import itertools
 import platform
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -145,28 +145,36 @@ def _words(f: Fn, a: Val, b: Val, parts: int) -> list[Val]:
 
 
 def _build_split(f: Fn, split: Split) -> None:
-    """Token by token the words of a unit, then turned about: a tile's row has one word of 16 tokens."""
     dst, x, n_tok, n, x_nb = f.args("dst", "x", "n_tok", "n", "x_nb")
+    with f.range(0, (n_tok + (SIDE - 1)) // SIDE) as block:
+        at = dst + block * (n // DEPTH) * (split.parts * TILE)
+        split_block(f, split, n, at, lambda i: x + f.min_int(block * SIDE + i, n_tok - 1) * x_nb)
+
+
+def split_block(f: Fn, split: Split, n: Val, target: Val, row_of: Callable[[Val], Val]) -> None:
+    """Rows of n values of 16 tokens, of which this thread takes its part, as tiles at target. row_of(i): the row of
+    token i.
+
+    Token by token the words of a unit, then turned about: a tile's row has one word of 16 tokens.
+    """
     t, parts = split.type, split.parts
     words = f.buffer(I8, max(t.units) * t.size // DEPTH * parts * TILE)
-    with f.range(0, (n_tok + (SIDE - 1)) // SIDE) as block:
-        tiles_of = dst + block * (n // DEPTH) * (parts * TILE)
-        for first, stop, count in block_ranges(f, t, n):
-            size = t.size * count
-            start, end = f.share((stop - first) // count)
-            with f.range(start, end) as u:
-                at = first * t.size + u * size
-                with f.range(0, SIDE) as i:
-                    row = x + f.min_int(block * SIDE + i, n_tok - 1) * x_nb + at * 4
-                    values = [f.load(row + 4 * k, F32, LANES) for k in range(0, size, LANES)]
-                    lanes = [in_order(values, vector) for vector in split.vectors(count)]
-                    pairs = itertools.chain(*(_words(f, a, b, parts) for a, b in _pairs(lanes)))
-                    for tile, word in enumerate(pairs):
-                        f.store(words + i * 64 + tile * TILE, word)
-                with f.range(0, size // DEPTH * parts) as k:
-                    turned = f.transpose([f.load(words + k * TILE + 64 * i, I32, LANES) for i in range(SIDE)])
-                    for row_at, word in enumerate(turned):
-                        f.store(tiles_of + at // DEPTH * (parts * TILE) + k * TILE + 64 * row_at, word)
+    for first, stop, count in block_ranges(f, t, n):
+        size = t.size * count
+        start, end = f.share((stop - first) // count)
+        with f.range(start, end) as u:
+            at = first * t.size + u * size
+            with f.range(0, SIDE) as i:
+                row = row_of(i) + at * 4
+                values = [f.load(row + 4 * k, F32, LANES) for k in range(0, size, LANES)]
+                lanes = [in_order(values, vector) for vector in split.vectors(count)]
+                pairs = itertools.chain(*(_words(f, a, b, parts) for a, b in _pairs(lanes)))
+                for tile, word in enumerate(pairs):
+                    f.store(words + i * 64 + tile * TILE, word)
+            with f.range(0, size // DEPTH * parts) as k:
+                turned = f.transpose([f.load(words + k * TILE + 64 * i, I32, LANES) for i in range(SIDE)])
+                for row_at, word in enumerate(turned):
+                    f.store(target + at // DEPTH * (parts * TILE) + k * TILE + 64 * row_at, word)
 
 
 def _pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -226,7 +234,7 @@ def _decode(f: Fn, split: Split, count: int, blocks: Val, target: Val) -> None:
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
     """A thread's memory. weights: of each 16 rows `weights_nb` bytes of tiles; sums: of each 16 rows `sums_nb` bytes, a
     tile for each 16 tokens, a row of weights in each row."""
 
@@ -236,7 +244,7 @@ class _Panel:
     sums_nb: Val
 
 
-def _add(f: Fn, by: Tiles, split: Split, panel: _Panel, steps: Val, rows: Val, x: Val, x_nb: Val, tokens: Val) -> None:
+def _add(f: Fn, by: Tiles, split: Split, panel: Panel, steps: Val, rows: Val, x: Val, x_nb: Val, tokens: Val) -> None:
     """Adds a piece's products. rows, tokens: how many blocks of 16; x: the first one's tiles, x_nb bytes apart."""
     step_nb = split.parts * TILE
     with f.range(0, tokens, 2) as t0, f.range(0, rows, 2) as r0:
@@ -268,42 +276,71 @@ def _add(f: Fn, by: Tiles, split: Split, panel: _Panel, steps: Val, rows: Val, x
             by.store(f, i, at)
 
 
-def _build(f: Fn, split: Split, by: Tiles) -> None:
-    w, w_nb, panels, n_panels, n_rows, n, n_tok = f.args("w", "w_nb", "panels", "n_panels", "n_rows", "n", "n_tok")
-    y, x, res, y_nb, res_nb = f.args("y", "x", "res", "y_nb", "res_nb")
-    t, steps_nb = split.type, _piece_blocks(split.type) * split.type.size * (4 * SIDE)
-    f.nth = f.min_int(f.nth, n_panels)  # further threads find no rows
+def own_panel(f: Fn, split: Split, panels: Val, n_tok: Val) -> Panel:
+    """This thread's memory for n_tok tokens, of those at `panels`."""
+    steps_nb = _piece_blocks(split.type) * split.type.size * (4 * SIDE)
     most = (f.min_int(n_tok, TOKENS) + (SIDE - 1)) // SIDE  # blocks of tokens
     mine = panels + f.ith * (most * (ROWS // SIDE * TILE) + ROWS // SIDE * steps_nb)
-    panel = _Panel(mine, steps_nb, mine + ROWS // SIDE * steps_nb, most * TILE)
-    x_nb = n // DEPTH * (split.parts * TILE)  # of 16 tokens
+    return Panel(mine, steps_nb, mine + ROWS // SIDE * steps_nb, most * TILE)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Some rows of n values, w_nb bytes apart, times n_tok tokens, whose tiles are at x."""
+
+    w: Val
+    w_nb: Val
+    n: Val
+    x: Val
+    n_tok: Val
+
+
+def multiply(
+    f: Fn, split: Split, by: Tiles, panel: Panel, p: Product, rows: tuple[Val, Val],
+    put: Callable[[Val, Val, Val, Val], None],
+) -> None:  # fmt: skip
+    """put(token, first row, how many of them, where their sums are) for all tokens and the rows from the first to
+    before the second of `rows`."""
+    t, start, stop = split.type, *rows
+    blocks_of_piece = _piece_blocks(t)
+    x_nb = p.n // DEPTH * (split.parts * TILE)  # of 16 tokens
     turned = f.buffer(F32, SIDE * LANES)
-    start, stop = f.share(n_rows, LANES)
-    by.begin(f)
-    with f.range(start, stop, ROWS) as r0, f.range(0, n_tok, TOKENS) as t0:
-        rows, tokens = f.min_int(stop - r0, ROWS), f.min_int(n_tok - t0, TOKENS)
-        row_blocks, token_blocks = ((v + (SIDE - 1)) // SIDE for v in (rows, tokens))
+    with f.range(start, stop, ROWS) as r0, f.range(0, p.n_tok, TOKENS) as t0:
+        n_rows, tokens = f.min_int(stop - r0, ROWS), f.min_int(p.n_tok - t0, TOKENS)
+        row_blocks, token_blocks = ((v + (SIDE - 1)) // SIDE for v in (n_rows, tokens))
         with f.range(0, row_blocks * panel.sums_nb, LINE) as at:
             f.store(panel.sums + at, f.zeros())
-        for first, stop_at, count in block_ranges(f, t, n):
-            with f.range(first, stop_at, _piece_blocks(t)) as b0:
-                b1 = f.min_int(b0 + _piece_blocks(t), stop_at)
+        for first, stop_at, count in block_ranges(f, t, p.n):
+            with f.range(first, stop_at, blocks_of_piece) as b0:
+                b1 = f.min_int(b0 + blocks_of_piece, stop_at)
                 with f.range(0, row_blocks * SIDE) as j, f.range(b0, b1, count) as block:
-                    at = w + (r0 + f.min_int(j, rows - 1)) * w_nb + block * t.bytes
+                    at = p.w + (r0 + f.min_int(j, n_rows - 1)) * p.w_nb + block * t.bytes
                     for line in range(0, t.bytes * count, LINE):
-                        f.prefetch(at + (_piece_blocks(t) * t.bytes + line), far=True)  # of the next piece
-                    target = panel.weights + j // SIDE * steps_nb + j % SIDE * 64
+                        f.prefetch(at + (blocks_of_piece * t.bytes + line), far=True)  # of the next piece
+                    target = panel.weights + j // SIDE * panel.weights_nb + j % SIDE * 64
                     _decode(f, split, count, at, target + (block - b0) * t.size // DEPTH * (2 * TILE))
-                x_at = x + t0 // SIDE * x_nb + b0 * t.size // DEPTH * (split.parts * TILE)
+                x_at = p.x + t0 // SIDE * x_nb + b0 * t.size // DEPTH * (split.parts * TILE)
                 _add(f, by, split, panel, (b1 - b0) * t.size // DEPTH, row_blocks, x_at, x_nb, token_blocks)
         with f.range(0, token_blocks) as tb, f.range(0, row_blocks) as rb:
             sums = panel.sums + rb * panel.sums_nb + tb * TILE
             for at_token, v in enumerate(f.transpose([f.load(sums + 64 * i, F32, LANES) for i in range(SIDE)])):
                 f.store(turned + 64 * at_token, v)
             with f.range(0, f.min_int(tokens - tb * SIDE, SIDE)) as i:
-                token, column = t0 + tb * SIDE + i, (r0 + rb * SIDE) * 4
-                n_put = f.min_int(rows - rb * SIDE, SIDE)
-                put_rows(f, turned + i * 64, n_put, y + token * y_nb + column, res + token * res_nb + column, res)
+                n_put = f.min_int(n_rows - rb * SIDE, SIDE)
+                put(t0 + tb * SIDE + i, r0 + rb * SIDE, n_put, turned + i * 64)
+
+
+def _build(f: Fn, split: Split, by: Tiles) -> None:
+    w, w_nb, panels, n_panels, n_rows, n, n_tok = f.args("w", "w_nb", "panels", "n_panels", "n_rows", "n", "n_tok")
+    y, x, res, y_nb, res_nb = f.args("y", "x", "res", "y_nb", "res_nb")
+    f.nth = f.min_int(f.nth, n_panels)  # further threads find no rows
+
+    def put(token: Val, row: Val, count: Val, sums: Val) -> None:
+        put_rows(f, sums, count, y + token * y_nb + row * 4, res + token * res_nb + row * 4, res)
+
+    by.begin(f)
+    panel = own_panel(f, split, panels, n_tok)
+    multiply(f, split, by, panel, Product(w, w_nb, n, x, n_tok), f.share(n_rows, LANES), put)
     by.end(f)
 
 
