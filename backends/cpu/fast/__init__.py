@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.amx import amx_gemm, amx_panel_bytes, amx_tiles, split_of, split_rows
+    from graphrt.backends.cpu.fast.amx_experts import amx_expert_gemm, most_rows, split_pairs
     from graphrt.backends.cpu.fast.attention import flash_attn
     from graphrt.backends.cpu.fast.attention_task import KV_TYPES
     from graphrt.backends.cpu.fast.attention_varlen import flash_attn_varlen
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "amx": ("amx_gemm", "amx_panel_bytes", "amx_tiles", "split_of", "split_rows"),
+    "amx_experts": ("amx_expert_gemm", "most_rows", "split_pairs"),
     "attention": ("flash_attn",),
     "attention_task": ("KV_TYPES",),
     "attention_varlen": ("flash_attn_varlen",),
@@ -71,6 +73,7 @@ __all__ = [
     "Program",
     "Step",
     "add_rms_norm",
+    "amx_expert_gemm",
     "amx_gemm",
     "amx_panel_bytes",
     "amx_tiles",
@@ -91,6 +94,7 @@ __all__ = [
     "kq_mask",
     "layer_norm",
     "max_threads",
+    "most_rows",
     "order",
     "order_bytes",
     "panel_bytes",
@@ -101,6 +105,7 @@ __all__ = [
     "set_rows",
     "soft_max",
     "split_of",
+    "split_pairs",
     "split_rows",
     "sum_rows",
 ]

@@ -14,12 +14,12 @@ from graphrt.backends.cpu import fast  # noqa: E402
 
 if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
-from support.cpu_kernels import Memory, at, decode, encode, run  # noqa: E402
+from support.cpu_kernels import Memory, at, decode, encode, nmse, run  # noqa: E402
 from support.played_tiles import PlayedTiles  # noqa: E402
 from support.rounding import largest_energy, of_products  # noqa: E402
 
 from graphrt import Graph, get_backend, new_input, ops, prepare  # noqa: E402
-from graphrt.backends.cpu.fast import amx, jit  # noqa: E402
+from graphrt.backends.cpu.fast import amx, amx_experts, jit  # noqa: E402
 from graphrt.backends.cpu.fast.ir import Host  # noqa: E402
 from graphrt.testing import Case, Inputs  # noqa: E402
 from graphrt.tools.conformance.cases.sources import make_backend  # noqa: E402
@@ -32,8 +32,8 @@ OF_BF16 = (2.0**-8) ** 2 / 3
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     by = PlayedTiles()
-    monkeypatch.setattr(fast, "amx_tiles", lambda: by)  # first: it keeps what it finds in the module below
-    monkeypatch.setattr(amx, "amx_tiles", lambda: by)
+    for module in (fast, amx, amx_experts):  # the first one first: it keeps what it finds in the second
+        monkeypatch.setattr(module, "amx_tiles", lambda: by)
 
 
 def product(mem: Memory, name: str, bits: int, x: np.ndarray, w: np.ndarray, before: float = 3.0) -> np.ndarray:
@@ -130,6 +130,39 @@ def test_a_graph(played: None, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("own_x", [False, True])
+def test_experts(played: None, own_x: bool, bits: int, rng: np.random.Generator) -> None:
+    """Expert 0 has no token, 1 one, 2 two, 3 more than a tile, others are no expert's; two products of one x and its
+    experts share its tiles, one of other experts doesn't."""
+    n_tok, n_expert, n = 21, 4, 288
+    ids = np.stack([np.full(n_tok, 3), np.resize([3, 1], n_tok)], 1).astype(np.int32)
+    ids[5:, 1], ids[7:9, 1], ids[9, 1], ids[10, 1] = 3, 2, 4, -1
+    w = new_input("q8_0", n, 19, n_expert, name="w")
+    x = new_input("f32", n, 2 if own_x else 1, n_tok, name="x")
+    names = ("ids", "others")
+    chosen, others = (new_input("i32", 2, n_tok, name=name) for name in names)
+    bias = new_input("f32", 19, n_expert, name="bias")
+    out = [
+        ops.add_id(ops.mul_mat_id(w, x, chosen), bias, chosen), ops.mul_mat_id(w, x, others), ops.mul_mat_id(w, x, chosen),
+        ops.scale(ops.mul_mat_id(w, x, chosen), 2.0),
+    ]  # fmt: skip
+    given = {
+        w: encode(rng, "q8_0", (n_expert, 19, n)), x: rng.standard_normal(x.shape).astype(np.float32),
+        chosen: ids, others: ids[::-1].copy(), bias: rng.standard_normal((n_expert, 19)).astype(np.float32),
+    }  # fmt: skip
+    sides = []
+    for backend in (get_backend("cpu", exact=False, activation_bits=bits), get_backend("cpu")):
+        exe = prepare(Graph(*out), [backend])
+        for t, values in given.items():
+            exe.write(t, values)
+        exe.run()
+        sides.append([np.asarray(exe.read(t)).reshape(n_tok, 2, 19) for t in out])
+    for a, b in zip(*sides):
+        assert np.array_equal(np.isnan(a), np.isnan(b)) and np.isnan(a).any()
+        assert nmse(a[~np.isnan(a)], b[~np.isnan(b)]) < (1e-9 if bits == 16 else 1e-4)
+
+
 @pytest.mark.parametrize("name", ["cpu-fast", "cpu-int8"])
 def test_the_judge(played: None, name: str) -> None:
     for kind in ("q4_0", "q6_K"):
@@ -158,7 +191,12 @@ def test_code(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     lines = {}
-    for kernel in (amx.gemm_kernel(name, bits // 8, amx.Amx()), amx.split_kernel("x", fast.split_of(name, bits))):
+    split = fast.split_of(name, bits)
+    by_expert = [amx_experts.gemm_kernel(name, bits // 8, amx.Amx()), amx_experts.split_kernel("x", split)]
+    for kernel in (
+        amx.gemm_kernel(name, bits // 8, amx.Amx()), amx.split_kernel("x", split),
+        *(by_expert if name == "q4_K" else []),
+    ):  # fmt: skip
         module = llvm.parse_assembly(kernel.ir())
         module.verify()
         target = llvm.Target.from_triple(there().triple)
