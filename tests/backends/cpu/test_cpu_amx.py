@@ -144,8 +144,8 @@ def test_experts(played: None, own_x: bool, bits: int, rng: np.random.Generator)
     chosen, others = (new_input("i32", 2, n_tok, name=name) for name in names)
     bias = new_input("f32", 19, n_expert, name="bias")
     out = [
-        ops.add_id(ops.mul_mat_id(w, x, chosen), bias, chosen), ops.mul_mat_id(w, x, others), ops.mul_mat_id(w, x, chosen),
-        ops.scale(ops.mul_mat_id(w, x, chosen), 2.0),
+        ops.add_id(ops.mul_mat_id(w, x, chosen), bias, chosen), ops.mul_mat_id(w, x, others),
+        ops.mul_mat_id(w, x, chosen), ops.scale(ops.mul_mat_id(w, x, chosen), 2.0),
     ]  # fmt: skip
     given = {
         w: encode(rng, "q8_0", (n_expert, 19, n)), x: rng.standard_normal(x.shape).astype(np.float32),
