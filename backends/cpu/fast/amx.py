@@ -35,6 +35,8 @@ from graphrt.backends.cpu.fast.tiles import put_rows
 SIDE, DEPTH, TILE = 16, 32, 1024
 #: Rows that are decoded together, and values of each: they stay in the second cache while the tokens pass by.
 ROWS, PIECE = 128, 256
+#: Steps of 32 values whose tiles, of 32 rows and of 32 tokens, are used one after the other.
+STEPS = 8
 #: Tokens that pass by: a thread has sums for so many.
 TOKENS = 512
 #: What a processor must have.
@@ -247,7 +249,7 @@ class Panel:
 def _add(f: Fn, by: Tiles, split: Split, panel: Panel, steps: Val, rows: Val, x: Val, x_nb: Val, tokens: Val) -> None:
     """Adds a piece's products. rows, tokens: how many blocks of 16; x: the first one's tiles, x_nb bytes apart."""
     step_nb = split.parts * TILE
-    with f.range(0, tokens, 2) as t0, f.range(0, rows, 2) as r0:
+    with f.range(0, steps, STEPS) as s0, f.range(0, tokens, 2) as t0, f.range(0, rows, 2) as r0:
         # past the last block it is the last again: the same is added to the same sums and stored twice
         rs, ts = ([v, f.min_int(v + 1, n - 1)] for v, n in ((r0, rows), (t0, tokens)))
         sums = [panel.sums + r * panel.sums_nb + t * TILE for r in rs for t in ts]
@@ -263,7 +265,7 @@ def _add(f: Fn, by: Tiles, split: Split, panel: Panel, steps: Val, rows: Val, x:
             for i, (a, b) in enumerate(itertools.product((4, 5), (6, 7))):
                 by.add(f, i, a, b)
 
-        with f.range(0, steps) as step:
+        with f.range(s0, f.min_int(s0 + STEPS, steps)) as step:
             fetch((4, 5), ws, step, 2 * TILE, 0)
             if split.parts == 2:
                 fetch((6, 7), xs, step, step_nb, 1)
