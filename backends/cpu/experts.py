@@ -79,6 +79,8 @@ def _mul_mat_id(low: Lowering, product: Tensor, out: Tensor, bias: Tensor | None
 def _tiles(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor, bias: Tensor | None) -> list[fast.Step]:
     """Each used expert's rows unpacked once for its pairs of a token and a slot."""
     n_slots, n_tok, n_expert = *out.ne[1:3], experts.ne[2]
+    if fast.amx_tiles() is not None:
+        return _amx_tiles(low, out, experts, x, ids, bias)
     given = low.activations(x, experts.dtype.name, panels=True)
     panels, n_panels = panels_for(low, experts, n_slots * n_tok)
     starts, order = low.experts_in_order(ids, n_expert, n_slots, n_tok)
@@ -93,6 +95,23 @@ def _tiles(low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor, 
             bias_nb=bias.nb[1] if bias is not None else 0, row_by_row=not low.rows_alone,
         ),
     ]  # fmt: skip
+
+
+def _amx_tiles(
+    low: Lowering, out: Tensor, experts: Tensor, x: Tensor, ids: Tensor, bias: Tensor | None
+) -> list[fast.Step]:
+    """The same where the processor has tiles."""
+    n_slots, n_tok, n_expert = *out.ne[1:3], experts.ne[2]
+    panels, n_panels = panels_for(low, experts, n_slots * n_tok)
+    starts, order = low.experts_in_order(ids, n_expert, n_slots, n_tok)
+    split, at = low.split_by_expert(x, experts.dtype.name, ids, starts, n_expert, n_slots, n_tok)
+    product = fast.amx_expert_gemm(
+        experts.dtype.name, y=low.at(out), w=low.at(experts), x=at, starts=starts, panels=panels, n_panels=n_panels,
+        n_rows=experts.ne[1], n=experts.ne[0], n_slots=n_slots, n_tok=n_tok, n_expert=n_expert, w_nb=experts.nb[1],
+        expert_nb=experts.nb[2], y_nb=out.nb[1:3], bits=low.bits, bias=low.at(bias),
+        bias_nb=bias.nb[1] if bias is not None else 0,
+    )  # fmt: skip
+    return [*order, *split, product]
 
 
 def _by_expert(

@@ -37,7 +37,7 @@ class Lowering:
         self.place, self.bits, self.rows_alone = place, bits, rows_alone
         self.keep: list[Any] = []
         self._temporaries: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._rounded: dict[int, Tensor] = {}  # by the address of what was made of it
+        self._rounded: dict[int, tuple[Tensor, ...]] = {}  # by the address of what was made of them
         self._ordered: dict[int, Tensor] = {}  # likewise
 
     def program(self, steps: Sequence[Step]) -> Callable[[], None]:
@@ -89,11 +89,36 @@ class Lowering:
         form, n = (fast.panel_form_of if panels else fast.form_of)(kind, self.bits), x.ne[0]
         row_bytes = form.row_bytes(n)
         target = self.temporary(f"rounded {form.key}", rows[0], row_bytes // 4).data_ptr()
-        if self._rounded.get(target) is x:
-            return Given([], target, row_bytes, self.bits)
-        self._rounded[target] = x
         step = fast.round_rows(form, dst=target, x=self.at(x), n_rows=rows[0], n=n, x_nb=rows[1])
-        return Given([step], target, row_bytes, self.bits)
+        return Given(self._unless_there(step, target, x), target, row_bytes, self.bits)
+
+    def split(self, x: Tensor, kind: str) -> tuple[list[Step], int]:
+        """The same as tiles of bf16: the steps that make them, none where they are there already, and their address."""
+        rows = rows_of(x)
+        assert rows is not None
+        form, n = fast.split_of(kind, self.bits), x.ne[0]
+        target = self.temporary(f"split {form.key}", 1, form.bytes(n, rows[0]) // 4).data_ptr()
+        step = fast.split_rows(form, dst=target, x=self.at(x), n_tok=rows[0], n=n, x_nb=rows[1])
+        return self._unless_there(step, target, x), target
+
+    def split_by_expert(
+        self, x: Tensor, kind: str, ids: Tensor, starts: int, n_expert: int, n_slots: int, n_tok: int
+    ) -> tuple[list[Step], int]:
+        """The same of each expert's tokens, put in order at `starts`."""
+        form, n, n_rows = fast.split_of(kind, self.bits), x.ne[0], fast.most_rows(n_expert, n_slots * n_tok)
+        target = self.temporary(f"split {form.key} by expert", 1, form.bytes(n, n_rows) // 4).data_ptr()
+        step = fast.split_pairs(
+            form, dst=target, x=self.at(x), starts=starts, n=n, n_slots=n_slots, n_tok=n_tok, n_expert=n_expert,
+            x_nb=(x.nb[1] if x.ne[1] > 1 else 0, x.nb[2]),
+        )  # fmt: skip
+        return self._unless_there(step, target, x, ids), target
+
+    def _unless_there(self, step: Step, target: int, *made_of: Tensor) -> list[Step]:
+        """A step that writes to target; none where what it makes lies there already."""
+        if self._rounded.get(target) == made_of:
+            return []
+        self._rounded[target] = made_of
+        return [step]
 
     def experts_in_order(self, ids: Tensor, n_expert: int, n_slots: int, n_tok: int) -> tuple[int, list[Step]]:
         """Where pairs of a token and a slot lie in order by their expert, and the step that puts them so, none where

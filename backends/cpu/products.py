@@ -113,6 +113,8 @@ def _side_by_side(low: Lowering, out: Tensor) -> list[fast.Step] | None:
 
 def _tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int = 0, res_nb: int = 0) -> list[fast.Step]:
     """y = x times weights, whose codes are unpacked 16 rows at a time; rows of y lie side by side."""
+    if fast.amx_tiles() is not None:
+        return _amx_tiles(low, weight, x, y, res, res_nb)
     given, n, kind = low.activations(x, weight.dtype.name, panels=True), weight.ne[0], weight.dtype.name
     panels, n_panels = panels_for(low, weight, x.n_rows)
     product = fast.gemm(
@@ -123,11 +125,25 @@ def _tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int = 0, res_n
     return [*given.steps, product]
 
 
+def _amx_tiles(low: Lowering, weight: Tensor, x: Tensor, y: int, res: int, res_nb: int) -> list[fast.Step]:
+    """The same where the processor has tiles."""
+    kind, (panels, n_panels) = weight.dtype.name, panels_for(low, weight, x.n_rows)
+    steps, at = low.split(x, kind)
+    product = fast.amx_gemm(
+        kind, y=y, w=low.at(weight), x=at, panels=panels, n_panels=n_panels, n_rows=weight.ne[1], n=weight.ne[0],
+        n_tok=x.n_rows, w_nb=weight.nb[1], y_nb=4 * weight.ne[1], bits=low.bits, res=res, res_nb=res_nb,
+    )  # fmt: skip
+    return [*steps, product]
+
+
 def panels_for(low: Lowering, weight: Tensor, n_tok: int) -> tuple[int, int]:
     """The address of panels that rows of a matrix are unpacked into for n_tok tokens, and how many there are: one a
     thread."""
     n_panels = fast.max_threads()
-    n_bytes = fast.panel_bytes(fast.panel_form_of(weight.dtype.name, low.bits), n_tok)
+    if fast.amx_tiles() is not None:
+        n_bytes = fast.amx_panel_bytes(fast.split_of(weight.dtype.name, low.bits), n_tok)
+    else:
+        n_bytes = fast.panel_bytes(fast.panel_form_of(weight.dtype.name, low.bits), n_tok)
     return low.temporary("panels", n_panels, n_bytes // 4).data_ptr(), n_panels
 
 

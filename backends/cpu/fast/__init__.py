@@ -9,7 +9,8 @@ caller's, and must stay where it is. `Program` joins steps into one native call 
     decode = fast.Program([norm, qkv, ...])
     decode()
 
-Values are f32, sums too; weights are never rounded, activations only by `round_rows`, for products of integers.
+Values are f32, sums too; weights are never rounded, activations only by `round_rows`, for products of integers. Where a
+processor has tiles, both are two bf16 there (`amx.py`), which keep 16 bits.
 Importing this package loads nothing; ask `available()` first.
 """
 
@@ -22,6 +23,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphrt.backends.cpu.fast.amx import amx_gemm, amx_panel_bytes, amx_tiles, split_of, split_rows
+    from graphrt.backends.cpu.fast.amx_experts import amx_expert_gemm, most_rows, split_pairs
     from graphrt.backends.cpu.fast.attention import flash_attn
     from graphrt.backends.cpu.fast.attention_task import KV_TYPES
     from graphrt.backends.cpu.fast.attention_varlen import flash_attn_varlen
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.tiles import gemm, panel_bytes
 
 _WHERE = {
+    "amx": ("amx_gemm", "amx_panel_bytes", "amx_tiles", "split_of", "split_rows"),
+    "amx_experts": ("amx_expert_gemm", "most_rows", "split_pairs"),
     "attention": ("flash_attn",),
     "attention_task": ("KV_TYPES",),
     "attention_varlen": ("flash_attn_varlen",),
@@ -68,6 +73,10 @@ __all__ = [
     "Program",
     "Step",
     "add_rms_norm",
+    "amx_expert_gemm",
+    "amx_gemm",
+    "amx_panel_bytes",
+    "amx_tiles",
     "argmax",
     "available",
     "dequant_rows",
@@ -85,6 +94,7 @@ __all__ = [
     "kq_mask",
     "layer_norm",
     "max_threads",
+    "most_rows",
     "order",
     "order_bytes",
     "panel_bytes",
@@ -94,6 +104,9 @@ __all__ = [
     "round_rows",
     "set_rows",
     "soft_max",
+    "split_of",
+    "split_pairs",
+    "split_rows",
     "sum_rows",
 ]
 

@@ -152,7 +152,7 @@ def expert_order(*, starts: int, ids: int, n_slots: int, n_tok: int, n_expert: i
     return Step([Entry(order_kernel(), block)], 16 * n_slots * n_tok)
 
 
-class _Pairs:
+class Pairs:
     """Pairs in order, and where their rows of x and y are."""
 
     def __init__(self, f: Fn) -> None:
@@ -172,7 +172,7 @@ class _Pairs:
         return base + pair % self.n_slots * slot_nb + pair // self.n_slots * tok_nb
 
 
-def _x_row(pairs: _Pairs, first: Val, i: Val) -> Val:
+def _x_row(pairs: Pairs, first: Val, i: Val) -> Val:
     return pairs.row("x", first + i)
 
 
@@ -182,7 +182,7 @@ def _build_gemm(f: Fn, form: Form) -> None:
     w_nb, expert_nb, bias, bias_nb, most_few = f.args("w_nb", "expert_nb", "bias", "bias_nb", "most_few")
     f.nth = f.min_int(f.nth, n_panels)  # further threads find no rows
     n_slots, n_tok = f.args("n_slots", "n_tok")
-    panel, pairs = own_panel(f, form, panels, n_slots * n_tok), _Pairs(f)
+    panel, pairs = own_panel(f, form, panels, n_slots * n_tok), Pairs(f)
     start, stop = f.share(n_rows, LANES)
     with f.range(0, n_expert) as e:
         first, last = pairs.of(e)

@@ -120,17 +120,17 @@ class Unit:
 
 def for_units(f: Fn, form: Form, n: Val, body: Callable[[Unit], None], shared: bool = False) -> None:
     """body(unit) for each unit of a row of n values; shared: for this thread's."""
-    for first, stop, count in block_ranges(f, form, n):
+    for first, stop, count in block_ranges(f, form.type, n):
         units = (stop - first) // count
         start, end = f.share(units) if shared else (f.const(0), units)
         with f.range(start, end) as u:
             body(unit_at(form, n, first + u * count, count))
 
 
-def block_ranges(f: Fn, form: Form, n: Val) -> list[tuple[Val, Val, int]]:
+def block_ranges(f: Fn, t: CodeType, n: Val) -> list[tuple[Val, Val, int]]:
     """Of a row of n values: blocks from the first to before the second are units of so many, the largest first."""
-    blocks, start, ranges = n // form.type.size, f.const(0), []
-    for together in form.type.units:
+    blocks, start, ranges = n // t.size, f.const(0), []
+    for together in t.units:
         stop = blocks // together * together
         ranges.append((start, stop, together))
         start = stop
@@ -157,7 +157,7 @@ def _round_group(f: Fn, bits: int, lo: Val, hi: Val) -> tuple[Val, Val, Val]:
     return step, lo, hi
 
 
-def _in_order(values: Sequence[Val], indices: Sequence[int]) -> Val:
+def in_order(values: Sequence[Val], indices: Sequence[int]) -> Val:
     """The values of these indices, a multiple of 16 of them. values: 16 lanes each."""
     parts = []
     for at in range(0, len(indices), LANES):
@@ -186,7 +186,7 @@ def _round_unit(f: Fn, form: Form, unit: Unit, x: Val, dst: Val) -> None:
     f.store(scales + 4 * len(steps), f.join(sums))
     at = 0
     for chunk in t.layout(unit.count):
-        form.dot.store(f, dst + unit.integers, _in_order(codes, chunk), at, size, bits)
+        form.dot.store(f, dst + unit.integers, in_order(codes, chunk), at, size, bits)
         at += len(chunk)
 
 
@@ -235,7 +235,7 @@ def many_dots(
     """
     t, vector, n_x = form.type, 4 * LANES, len(xs)
     kept = f.buffer(F32, LANES * LANES * n_x)
-    (_, whole, together), *rest = block_ranges(f, form, n)
+    (_, whole, together), *rest = block_ranges(f, form.type, n)
     n_pieces = f.max_int((whole * (n_x * form.parts * t.size) + (PIECE_BYTES - 1 - SPARE_BYTES)) // PIECE_BYTES, 1)
     piece = (whole // together + n_pieces - 1) // n_pieces * together
     with f.range(0, count, AT_ONCE) as j0, f.range(0, n_pieces) as i, f.range(0, AT_ONCE) as of_group:

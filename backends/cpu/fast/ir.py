@@ -279,6 +279,10 @@ class Fn:
         p.align = 64
         return Val(self, self.b.ptrtoint(p, I64))
 
+    def pointer(self, addr: Val) -> Val:
+        """A byte address as functions take it."""
+        return Val(self, self._pointer(addr))
+
     def _pointer(self, addr: Val) -> Any:
         return self.b.inttoptr(addr.v, PTR)
 

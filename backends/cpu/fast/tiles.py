@@ -73,7 +73,7 @@ class Piece:
 def for_pieces(f: Fn, form: Form, n: Val, body: Callable[[Piece], None]) -> None:
     """body(piece) for each piece of a row of n values."""
     step = piece_blocks(form)
-    for first, stop, count in block_ranges(f, form, n):
+    for first, stop, count in block_ranges(f, form.type, n):
         with f.range(first, stop, step) as block:
             body(Piece(n, block, f.min_int(block + step, stop), count))
 
