@@ -31,7 +31,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import as_operand, packed
-from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_keys, reread
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, dropped_pairs, kept_of_keys, reread
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -117,11 +117,12 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     lse = row_ring.read(step, 0)
     s = warpgroup_mma_wait(1 if early else 0, [s])
     w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
-    if p.spec.has_dropout:
-        w = dropped(w, words, cols)
     pairs = packed(w, k.dtype)
-    left = as_operand(p, pairs, k.dtype)
-    if narrow and (p.spec.has_softcap or p.spec.has_dropout):
+    if p.spec.has_dropout:
+        left = as_operand(p, dropped_pairs(pairs, words, cols), k.dtype)
+    else:
+        left = as_operand(p, pairs, k.dtype)
+    if narrow and p.spec.has_softcap:
         pairs = packed(bent, k.dtype)
     if p.spec.of_k and not early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -133,7 +134,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
         if narrow:
             bent = unpacked(pairs, k.dtype)
         if p.spec.has_dropout:
-            d_w = dropped(d_w, reread(words, cols), cols)
+            d_w = dropped(d_w, reread(words), cols)
         d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial)
         grads = as_left(d_s.to(k.dtype), d)
         dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
