@@ -34,6 +34,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import as_torch
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling, with_bias_as_mask
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.ops.dropout import left_out
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -51,6 +52,7 @@ class HopperGradient(BackKernel):
 
     def __init__(self, p: BackProblem, of: Sequence[str], target: Target) -> None:
         super().__init__(with_bias_as_mask(p), of, target)
+        self.dense = self.p.mask_t is not None and (self.p.mask_t is p.bias_t or p.params.max_bias > 0)
 
     def serves(self) -> str | None:
         p, (d_k, d_v) = self.p, self.p.d
@@ -79,7 +81,7 @@ class HopperGradient(BackKernel):
 
     @cached_property
     def config(self) -> GradientConfig:
-        return config_of(self.own, self.p.d[0], crowded(self.own, self.p.params.softcap, self.p.dropout_p))
+        return config_of(self.own, self.p.d[0], crowded(self.own, self.p.params.softcap, self.p.dropout_p, self.dense))
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -107,7 +109,7 @@ class HopperGradient(BackKernel):
             kept = by_key, by_query
         x = Given(
             q, d_out, k, v, lse, rows.scales, mask, slopes, float(p.params.scale), float(p.params.softcap), kept,
-            1.0 / (1.0 - p.dropout_p),
+            1.0 / (1.0 - left_out(p.dropout_p)), self.dense,
         )  # fmt: skip
         return x, [*steps, *made, *last, *drawn]
 

@@ -105,7 +105,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     cols: gl.constexpr = p.spec.block_m
     narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
     early: gl.constexpr = (
-        p.spec.of_k and not p.spec.has_softcap and not p.spec.has_dropout and not (partial and p.spec.block_m > 64)
+        p.spec.of_k and not p.spec.has_softcap and not (partial and (p.spec.has_dropout or p.spec.block_m > 64))
     )
     d_w = s
     if early:

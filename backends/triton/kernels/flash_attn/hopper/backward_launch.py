@@ -39,7 +39,7 @@ class Given:
     """What both kernels are given. q, d_out: of 16 bits, [n_seq, n_head, n_q, d]; k, v: their type, [n_seq, n_head_kv,
     n_kv, d], any strides that TMA takes; rows, scales: see backward_rows.py; mask: f16 [m3, m2, n_q, n_kv] or None;
     slopes: f32 [n_head], None without ALiBi. kept: dropout's bits by key and by query (dropout_bits.py), None without;
-    inverse: what kept weights are multiplied with."""
+    inverse: what kept weights are multiplied with; dense: see crowded()."""
 
     q: torch.Tensor
     d_out: torch.Tensor
@@ -53,6 +53,7 @@ class Given:
     softcap: float
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     inverse: float = 1.0
+    dense: bool = False
 
     @property
     def d(self) -> int:
@@ -60,7 +61,7 @@ class Given:
 
     def config(self, own: str) -> GradientConfig:
         """Of the kernels that own "keys", "queries" or tiles of a "bias"."""
-        return config_of(own, self.d, crowded(own, self.softcap, self.kept is not None))
+        return config_of(own, self.d, crowded(own, self.softcap, self.kept is not None, self.dense))
 
     @property
     def mask_groups(self) -> int:
