@@ -161,7 +161,7 @@ class HopperKeys(HopperGradient):
         x, steps = self._given(shared)
         counts = blocks = None
         if self.p.mask_t is not None:
-            found, made = plans.columns(self.p, self.tiling, shared)
+            found, made = plans.columns(self.p, self.tiling, shared, self.dense)
             counts, blocks = found.counts, found.columns
             steps += made
         return [*steps, keys_launch(x, counts, blocks, self._result("k"), self._result("v"))]
@@ -183,7 +183,7 @@ class HopperQueries(HopperGradient):
         x, steps = self._given(shared)
         counts = blocks = seen = None
         if self.p.mask_t is not None:
-            plan, made = plans.mask_plan(self.p, self.tiling, shared)
+            plan, made = plans.mask_plan(self.p, self.tiling, shared, self.dense)
             counts, blocks, seen = plan.counts, plan.blocks, plan.seen
             steps += made
         dq = self._result("q")
@@ -213,4 +213,6 @@ class HopperBias(HopperGradient):
         x, steps = self._given(shared)
         d_bias = self._result("attn_bias")
         assert d_bias is not None
-        return [*steps, bias_launch(x, d_bias)]
+        plan, made = plans.mask_plan(self.p, self.tiling, shared, self.dense)
+        assert plan.kinds is not None
+        return [*steps, *made, bias_launch(x, plan.kinds, d_bias)]

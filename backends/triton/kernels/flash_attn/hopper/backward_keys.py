@@ -57,7 +57,7 @@ def produce_queries(p, k_desc, v_desc, q_desc, o_desc, mask_desc, tiles, rings):
             q_ring.fill(q_desc, seq, head, query, done + i)
             row_ring.fill(p_lse + query, behind, done + i)
             if p.spec.mask_stages > 0:
-                if i >= n_full * steps:
+                if p.spec.dense or i >= n_full * steps:
                     mask_ring.fill(mask_desc, seq % p.mask_seqs, head % p.mask_heads, query, key, masks)
                     masks += 1
             o_ring.fill(o_desc, seq, head, query, done + i)
@@ -91,6 +91,7 @@ def turned_mask(p, mask_ring, seq, head, key, query, step, part: gl.constexpr):
 def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl.constexpr, wg: gl.constexpr):
     """Add what a step's queries give to the sums of 64 keys. place: (sequence, head, first key,
     factor of the mask, GradientWork.ratio)."""
+    masked: gl.constexpr = partial or p.spec.dense
     k, v = tiles
     q_ring, o_ring, row_ring, mask_ring = rings
     seq, head, key, factor, ratio = place
@@ -105,18 +106,18 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     cols: gl.constexpr = p.spec.block_m
     narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
     early: gl.constexpr = (
-        p.spec.of_k and not p.spec.has_softcap and not (partial and (p.spec.has_dropout or p.spec.block_m > 64))
+        p.spec.of_k and not p.spec.has_softcap and not (masked and (p.spec.has_dropout or p.spec.block_m > 64))
     )
     d_w = s
     if early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     row_ring.wait_full(step)
     mask = 0
-    if partial:
+    if masked:
         mask = turned_mask(p, mask_ring, seq, head, key, query, mask_step, wg)
     lse = row_ring.read(step, 0)
     s = warpgroup_mma_wait(1 if early else 0, [s])
-    w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
+    w, bent = weights_of(p, s, lse[None, :], mask, factor, masked, partial)
     pairs = packed(w, k.dtype)
     if p.spec.has_dropout:
         left = as_operand(p, dropped_pairs(pairs, words, cols), k.dtype)
@@ -145,7 +146,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     q_ring.release(step)
     o_ring.release(step)
     row_ring.release(step)
-    if partial and p.spec.mask_stages > 0:
+    if masked and p.spec.mask_stages > 0:
         mask_ring.release(mask_step)
     return dk, dv
 
@@ -170,15 +171,16 @@ def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
         head = group * p.gqa + turn
         n_full, n_all, start = p.query_visits(seq, head, block)
         place = (seq, head, key, p.mask_factor(head), ratio)
+        unmasked = 0 if p.spec.dense else n_full * steps
         for i in range(n_full * steps):
-            query = p.first_query(start, i) if p.spec.has_dropout else 0
-            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, 0, False, wg)
+            query = p.first_query(start, i) if p.spec.has_dropout or p.spec.dense else 0
+            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, masks + i, False, wg)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):
                 query = p.first_query(start, i)
-                at = masks + i - n_full * steps
+                at = masks + i - unmasked
                 dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, at, True, wg)
-            masks += (n_all - n_full) * steps
+            masks += n_all * steps - unmasked
         done += n_all * steps
     first = (seq * (p.n_head // p.gqa) + group).to(gl.int64) * p.n_kv * d
     if p.spec.of_k:

@@ -103,7 +103,7 @@ class Given:
         return GradientSpec(
             d=self.d, block_m=c.block_m, block_n=c.block_n, stages=c.stages, has_mask=self.mask is not None,
             has_softcap=self.softcap != 0.0, has_alibi=self.slopes is not None, weight=2.0**-bits,
-            mask_vec=self.mask_vec, has_dropout=self.kept is not None,
+            mask_vec=self.mask_vec, has_dropout=self.kept is not None, dense=self.dense,
         )  # fmt: skip
 
     def common(self, section: int) -> dict[str, Any]:
@@ -158,15 +158,15 @@ def queries_launch(
     return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
 
 
-def bias_launch(x: Given, d_bias: torch.Tensor) -> Launch:
-    """The launch for the gradient of a bias that is read as a mask, f32 [m3, m2, n_q, n_kv]."""
+def bias_launch(x: Given, kinds: torch.Tensor, d_bias: torch.Tensor) -> Launch:
+    """The launch for the gradient of a bias that is read as a mask, f32 [m3, m2, n_q, n_kv]. kinds: of its tiles."""
     assert x.mask is not None
     c = x.config("bias")
     stages, mask_desc = x.mask_ring(c.bias_bytes(x.d), WG_ROWS, N_WG, c.block_n)
     args = x.common(1) | {
         "q_desc": x.box(x.q, PLAN_QUERIES), "o_desc": x.box(x.d_out, PLAN_QUERIES), "k_desc": x.box(x.k, c.block_n),
         "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "kept": x.kept[1] if x.kept is not None else None,
-        "d_bias": d_bias, "spec": replace(x.spec(c), mask_stages=min(1, stages)),
+        "kinds": kinds, "d_bias": d_bias, "spec": replace(x.spec(c), mask_stages=min(1, stages)),
     }  # fmt: skip
     del args["slopes"]
     m3, m2, n_q, n_kv = x.mask.shape

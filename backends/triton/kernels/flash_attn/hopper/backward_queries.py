@@ -54,8 +54,9 @@ def produce_keys(p, q_desc, o_desc, k_desc, v_desc, mask_desc, tiles, rings):
         key = p.key_block(start, j) * p.spec.block_n
         k_ring.fill(k_desc, seq, group, key, j)
         if p.spec.mask_stages > 0:
-            if j >= n_full:
-                mask_ring.fill(mask_desc, seq % p.mask_seqs, head % p.mask_heads, query, key, j - n_full)
+            unmasked = 0 if p.spec.dense else n_full
+            if j >= unmasked:
+                mask_ring.fill(mask_desc, seq % p.mask_seqs, head % p.mask_heads, query, key, j - unmasked)
         v_ring.fill(v_desc, seq, group, key, j)
 
 
@@ -111,7 +112,8 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     k_ring, v_ring, mask_ring = rings
     seq, head, query, lse, delta, factor, ratio, start = place
     d: gl.constexpr = p.spec.d
-    masked: gl.constexpr = partial and p.spec.has_mask
+    hides: gl.constexpr = partial and p.spec.has_mask
+    masked: gl.constexpr = hides or p.spec.dense
     zero = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
     words = kept_of_queries(p, seq, head, query, block * p.spec.block_n)
     k_ring.wait_full(step)
@@ -129,7 +131,7 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
         else:
             mask = load_mask(p, seq, head, query, block)
     s = warpgroup_mma_wait(1 if early else 0, [s])
-    _w, bent = weights_of(p, s, lse[:, None], mask, factor, masked)
+    _w, bent = weights_of(p, s, lse[:, None], mask, factor, masked, hides)
     if partial:
         bent = none_past_end(p, bent, block)
     if not early:
@@ -139,7 +141,7 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     if p.spec.has_dropout:
         d_w = dropped(d_w, words, p.spec.block_n)
     grads = as_left(score_gradients(bent, d_w, ratio, delta[:, None], partial).to(q.dtype), d)
-    if masked:
+    if hides:
         clear_hidden_keys(p, k_ring.operand(step), start, block)
     dq = warpgroup_mma(grads, k_ring.operand(step), dq, is_async=True)
     dq, grads = warpgroup_mma_wait(0, [dq, grads])
@@ -166,12 +168,13 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
     place = (seq, head, query, lse, delta, p.mask_factor(head), p.ratio(), start)
     dq = gl.full([64, d], 0.0, gl.float32, mma_layout(d))
     mbarrier.wait(here.index(0), 0)
+    unmasked = 0 if p.spec.dense else n_full
     for j in range(n_full):
-        block = p.key_block(start, j) if p.spec.has_dropout else 0
-        dq = add_block(p, tiles, rings, place, dq, j, block, 0, False, wg)
+        block = p.key_block(start, j) if p.spec.has_dropout or p.spec.dense else 0
+        dq = add_block(p, tiles, rings, place, dq, j, block, j, False, wg)
     for j in range(n_full, n_all):
         block = p.key_block(start, j)
-        dq = add_block(p, tiles, rings, place, dq, j, block, j - n_full, True, wg)
+        dq = add_block(p, tiles, rings, place, dq, j, block, j - unmasked, True, wg)
     first = (seq * p.n_head + head).to(gl.int64) * p.n_q * d
     store_rows(dq_out + first, query, p.n_q, dq, p.unscaled_scores(), d)
 

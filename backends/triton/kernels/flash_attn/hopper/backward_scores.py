@@ -14,10 +14,10 @@ SLOPES = gl.constexpr(8)
 
 
 @gluon.jit
-def weights_of(p, s, lse, mask, factor, masked: gl.constexpr):
+def weights_of(p, s, lse, mask, factor, masked: gl.constexpr, hides: gl.constexpr):
     """(weights, what bends the gradient) of raw scores s, f32 [64, n]; lse in log2 units, in the scores' shape or one
-    that broadcasts to it. masked: there are mask values, of which -inf hides a score, NaN or not; factor: theirs. The
-    bend is what a soft cap's slope makes of the weights, without one the weights."""
+    that broadcasts to it. masked: there are mask values; hides: some may be -inf, which hides a score, NaN or not;
+    factor: theirs. The bend is what a soft cap's slope makes of the weights, without one the weights."""
     shift = lse
     if masked:
         # Past the last query, and where nothing is seen, the mask may be 0, but lse is infinite.
@@ -26,12 +26,12 @@ def weights_of(p, s, lse, mask, factor, masked: gl.constexpr):
         x, slope = capped_with_slope(p, s, -shift, SLOPES)
     else:
         x = s * (p.scale * LOG2E) - shift
-    if masked:
+    if hides:
         x = gl.where(shift != -NEG_INF, x, NEG_INF)
     w = gl.exp2(x)
     if p.spec.has_softcap:
         bent = w * slope
-        if masked:  # what is hidden may have a slope of NaN
+        if hides:  # what is hidden may have a slope of NaN
             bent = gl.where(w == 0.0, 0.0, bent)
         return w, bent
     else:

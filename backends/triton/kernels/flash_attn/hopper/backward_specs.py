@@ -41,6 +41,8 @@ class GradientSpec:
     mask_vec: int
     mask_stages: int = 0
     has_dropout: bool = False
+    #: Every block adds the mask's values; those that come first in the lists hide nothing.
+    dense: bool = False
     n_wg: int = N_WG
     of_k: bool = True
     of_v: bool = True
