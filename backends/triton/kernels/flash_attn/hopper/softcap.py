@@ -68,20 +68,24 @@ def capped_asm(n):
 
 
 @gluon.constexpr_function
+def sloped_lines(form, operands, constants):
+    """PTX for (result, slope) of (a raw score, shift): capped_lines' and 1 - tanh^2. constants: its own, then the
+    coefficients of the short slope, times the ratio's powers."""
+    result, slope, score, shift = operands
+    lines = capped_lines(form, result, score, shift, constants[:5])
+    if form == SHORT:  # a is the square of the score
+        lines += [f"fma.rn.f32 b, a, {constants[6]}, {constants[5]};"]
+        return [*lines, f"fma.rn.f32 {slope}, a, b, {SHORT_SLOPE.value[0]};"]
+    return [*lines, "neg.f32 a, x;", f"fma.rn.f32 {slope}, a, x, 1.0;"]
+
+
+@gluon.constexpr_function
 def sloped_asm(n):
     """PTX of `capped_with_slope` for n elements. Operands: the results, their slopes, then n of each argument."""
 
     def lines(form):
-        found = []
-        for k in range(n):
-            result, slope, score, shift = (f"${n * i + k}" for i in range(4))
-            constants = [f"${n * i}" for i in range(5, 10)]
-            found += capped_lines(form, result, score, shift, constants)
-            if form == SHORT:  # a is the square of the score
-                found += [f"fma.rn.f32 b, a, ${n * 11}, ${n * 10};", f"fma.rn.f32 {slope}, a, b, {SHORT_SLOPE.value[0]};"]
-            else:
-                found += ["neg.f32 a, x;", f"fma.rn.f32 {slope}, a, x, 1.0;"]
-        return found
+        constants = [f"${n * i}" for i in range(5, 12)]
+        return [x for k in range(n) for x in sloped_lines(form, [f"${n * i + k}" for i in range(4)], constants)]
 
     return by_level(f"${4 * n}", lines)
 
