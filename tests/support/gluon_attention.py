@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from support import gluon_warps
 from graphrt.ops.dropout import bit_of
+from support import gluon_warps
 from support.gluon_emulator import Value
 
 LOG2E = float(np.log2(np.e))

@@ -190,8 +190,8 @@ def weigh(
     PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """m, l and acc with a k-block's scores. k0: K's tile, which holds V's if V_IN_K. ALL: every key is there; GUARD: a
-    score may be -inf; DROPOUT, calls of Philox a word: of the weights those that are kept count, times inverse; l has all. PRE_LOAD_V: V is
-    asked for before the softmax."""
+    score may be -inf; DROPOUT, calls of Philox a word: of the weights those that are kept count, times inverse; l has
+    all. PRE_LOAD_V: V is asked for before the softmax."""
     if HAS_V and PRE_LOAD_V and not V_IN_K:
         v0 = load_kv(p_vb, at, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
     p, m, l, alpha = softmax_step(s, factor, m, l, GUARD)

@@ -36,9 +36,7 @@ class MaskPlans:
         self._plans: dict[tuple[Tensor, Tiling, bool], MaskPlan] = {}
         self._summed: set[tuple[Tensor, Tiling, bool]] = set()
 
-    def plan(
-        self, p: Problem, tiling: Tiling, needs_sums: bool, dense: bool = False
-    ) -> tuple[MaskPlan, list[Launch]]:
+    def plan(self, p: Problem, tiling: Tiling, needs_sums: bool, dense: bool = False) -> tuple[MaskPlan, list[Launch]]:
         """The plan of a problem's mask, and the launches that make it if none before does. needs_sums: unit_start;
         dense: full blocks hide nothing, but may add something."""
         assert p.mask_t is not None

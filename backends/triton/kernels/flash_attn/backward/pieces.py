@@ -107,7 +107,8 @@ class BackSpec:
     tile; dot: the type of products; precision: of those of f32; keep: what a program owns is read once and stays on
     chip, else it is read again for each tile (and always of f32, a few columns at a time); makes_q, makes_k, makes_v:
     the gradients that are made; stages: tiles in flight; packed: sequences follow one another; wide: offsets within a
-    tile need 64 bits; dropout: calls of Philox a word, 0 without; score: score_code.py's function with its slope, or None.
+    tile need 64 bits; dropout: calls of Philox a word, 0 without; score: score_code.py's function with its slope, or
+    None.
     """
 
     d_k: int

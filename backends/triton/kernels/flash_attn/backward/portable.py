@@ -84,7 +84,8 @@ class Portable(BackKernel):
         return BackSpec(
             d_k=p.d[0], d_v=p.d[1], dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1, block_m=c.block_m, block_n=c.block_n,
             dot=tl.float32 if bf16_as_f32 else DOTS[p.kind], precision="ieee", has_mask=p.mask_t is not None,
-            has_bias=p.bias_t is not None, softcap=params.softcap > 0, dropout=dropout_calls(p.params) if p.dropout_p else 0, packed=p.is_packed,
+            has_bias=p.bias_t is not None, softcap=params.softcap > 0, dropout=dropout_calls(params),
+            packed=p.is_packed,
             causal=getattr(params, "causal", False), window=getattr(params, "window", 0) > 0,
             alibi=params.max_bias > 0, wide=reach * max(c.block_m, c.block_n) >= 2**31, ptx=self.target.is_nvidia,
             pdl=self.target.has_pdl, keep=c.keep == "keep", makes_q="q" in self.of, makes_k="k" in self.of,

@@ -119,8 +119,9 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     k_ring.wait_full(step)
     s = warpgroup_mma(q, k_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.wait_full(step)
-    # A mask takes so many registers that its weights are made first; of 64 keys not.
-    early: gl.constexpr = (not masked or p.spec.block_n == 64) and d <= 128
+    # A mask or a soft cap takes so many registers that its weights are made first; of 64 keys, both.
+    crowds: gl.constexpr = masked + p.spec.has_softcap
+    early: gl.constexpr = crowds <= (p.spec.block_n == 64) and d <= 128
     d_w = s
     if early:
         d_w = warpgroup_mma(o, v_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)

@@ -9,10 +9,6 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import capped_with_slope
 
 
-#: Elements of a thread that are soft-capped between two branches.
-SLOPES = gl.constexpr(8)
-
-
 @gluon.jit
 def weights_of(p, s, lse, mask, factor, masked: gl.constexpr, hides: gl.constexpr):
     """(weights, what bends the gradient) of raw scores s, f32 [64, n]; lse in log2 units, in the scores' shape or one
@@ -23,7 +19,7 @@ def weights_of(p, s, lse, mask, factor, masked: gl.constexpr, hides: gl.constexp
         # Past the last query, and where nothing is seen, the mask may be 0, but lse is infinite.
         shift = lse - mask.to(gl.float32) * factor
     if p.spec.has_softcap:
-        x, slope = capped_with_slope(p, s, -shift, SLOPES)
+        x, slope = capped_with_slope(p, s, -shift, 4 if masked else 8)
     else:
         x = s * (p.scale * LOG2E) - shift
     if hides:

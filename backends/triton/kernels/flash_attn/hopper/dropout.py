@@ -45,8 +45,8 @@ def words_layout():
 
 @gluon.jit
 def load_kept(p_tile, row, col, n: gl.constexpr):
-    """The words of 64 rows of a tile of bits, from `row` on, int32 [64, 4], of which a thread has those with its columns
-    of scores [64, n]; bit 0 is that of the first of n columns from `col` on."""
+    """The words of 64 rows of a tile of bits, from `row` on, int32 [64, 4], of which a thread has those with its
+    columns of scores [64, n]; bit 0 is that of the first of n columns from `col` on."""
     layout: gl.constexpr = words_layout()
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))
     t = gl.arange(0, 4, gl.SliceLayout(0, layout))
