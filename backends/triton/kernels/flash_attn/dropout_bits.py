@@ -46,7 +46,7 @@ def turned_bits(x):
     return _exchanged(x, 1, 0x55555555)
 
 
-@accesses(reads="", writes="p_by_query p_by_key", helper=True)
+@accesses(reads="p_by_query", writes="p_by_query p_by_key", helper=True)
 @triton.jit(do_not_specialize=["n_tiles", "n_kb", "n_qb", "n_head", "seed_low", "seed_high", "offset", "least"])
 def attention_dropout_bits(
     p_by_query, p_by_key, n_tiles, n_kb, n_qb, n_head, seed_low, seed_high, offset, least, CALLS: tl.constexpr,
@@ -63,15 +63,18 @@ def attention_dropout_bits(
     first = tile // n_kb % n_qb * _TILE + 2 * of_query
     at = tile * _WORDS
     inside = tile < n_tiles
-    words = ()
-    for b in tl.static_range(32):
+    p_mine = p_by_query + at + of_query * 4 + of_key
+    for b in tl.range(0, 32):  # not one after the other: that takes half a minute to compile
         i_query = first + (b % 8 + b // 16 * 8) * 8 + b // 8 % 2
         word = kept_words(
             i_query, i_word, i_h % n_head, i_h // n_head, offset, seed_low, seed_high, least, CALLS
         )  # fmt: skip
-        tl.store(p_by_query + at + b * 16 + of_query * 4 + of_key, word.to(tl.int32, bitcast=True), mask=inside)
-        words = words + (word,)
+        tl.store(p_mine + b * 16, word.to(tl.int32, bitcast=True), mask=inside)
     if BY_KEY:
+        tl.debug_barrier()  # what was stored is read again
+        words = ()
+        for b in tl.static_range(32):
+            words = words + (tl.load(p_mine + b * 16, mask=inside, other=0).to(tl.uint32, bitcast=True),)
         words = turned_bits(words)
         for b in tl.static_range(32):
             word = words[b].to(tl.int32, bitcast=True)
