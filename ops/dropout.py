@@ -40,7 +40,7 @@ def threshold(dropout_p: float) -> int:
 
 def left_out(dropout_p: float) -> float:
     """The share of weights that is left out: a multiple of 1/256, below 1/16 of 1/65536."""
-    return threshold(dropout_p) / 2**BITS
+    return threshold(dropout_p) / float(2**BITS)
 
 
 def calls(dropout_p: float) -> int:
@@ -93,7 +93,8 @@ def kept_at(
     head, query, key = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in (heads, queries, keys)))
     word, bit = bit_of(np.asarray(keys).astype(np.int64))
     place = np.asarray(word).astype(np.uint64), query, head, np.uint64(offset)
-    return np.asarray(kept_words(dropout_p, seed, place) >> bit.astype(np.uint64) & np.uint64(1)) != 0
+    found: Bools = (kept_words(dropout_p, seed, place) >> bit.astype(np.uint64) & np.uint64(1)) != 0
+    return found
 
 
 def kept(dropout_p: float, seed: int, offset: int, shape: Sequence[int]) -> Bools:
@@ -104,4 +105,5 @@ def kept(dropout_p: float, seed: int, offset: int, shape: Sequence[int]) -> Bool
     rows = np.arange(n_q, dtype=np.uint64)[:, None]
     made = kept_words(dropout_p, seed, (words, rows, where.astype(np.uint64), np.uint64(offset)))
     word, bit = bit_of(np.arange(n_kv))
-    return np.asarray(made[..., word] >> bit.astype(np.uint64) & np.uint64(1)) != 0
+    found: Bools = (made[..., word] >> bit.astype(np.uint64) & np.uint64(1)) != 0
+    return found

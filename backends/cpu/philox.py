@@ -20,6 +20,6 @@ def keep(dropout_p: float, seed: int, offset: int, shape: Sequence[int]) -> torc
     n_seq, n_head, n_q, n_kv = shape
     where = torch.arange(n_head)[:, None, None] + (torch.arange(n_seq)[:, None, None, None] << 16)
     place = torch.arange(-(-n_kv // KEYS) * 4), torch.arange(n_q)[:, None], where, torch.tensor(offset)
-    words = kept_words(dropout_p, seed, place, _high)
+    words: torch.Tensor = kept_words(dropout_p, seed, place, _high)
     word, bit = bit_of(torch.arange(n_kv))
-    return (words[..., word] >> bit & 1) != 0
+    return torch.ne(words[..., word] >> bit & 1, 0)
