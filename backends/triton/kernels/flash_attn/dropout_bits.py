@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
+# mypy: no-check-untyped-defs, disable-error-code="annotation-unchecked, assignment"
 """Which weights dropout keeps, as bits in memory: for kernels whose threads have no room to draw them.
 
 A bit a weight is a sixteenth of what a mask takes. By query, a word has bits of keys, as ops/dropout.py draws them; by
