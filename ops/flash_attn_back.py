@@ -5,7 +5,7 @@ Per query head, of the forward's sources, its result `out`, the gradient d_out o
     delta = rowsum(d_out * out), less d_lse where the loss depends on lse too
     s = scale * q.k;  t = softcap * tanh(s / softcap) with a softcap, else s
     P = exp(t + slope * mask + attn_bias - lse);  0 where the mask is -inf, and in a row whose lse is -inf
-    M = 1, with dropout 1 / (1 - dropout_p) where dropout.py keeps a weight, else 0
+    M = 1, with dropout 1 / (1 - left_out(dropout_p)) where dropout.py keeps a weight, else 0
     dT = P * (M * (d_out v) - delta);  dS = dT * dt/ds, with a softcap 1 - (t / softcap)^2, else 1, and times the
     derivative of the score function where there is one: t is then what it makes of t
     of q: scale * dS k;  of k: scale * dS^T q;  of v: (P * M)^T d_out

@@ -39,8 +39,8 @@ Q_TYPES = ("f32", "f8_e4m3")
 @dataclass(frozen=True)
 class FlashAttnParams:
     """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is
-    left out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see
-    dropout.py. prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; with PREC_F8 a backend may round q
+    left out, rounded as dropout.py says, the others are divided by 1 less it; seed (64 bits) and offset (32 bits)
+    choose which. prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; with PREC_F8 a backend may round q
     and the softmax weights to f8_e4m3, as k and v are; of the forward alone: gradients multiply in k's and v's
     types. score, score_numbers: a score function as score_text.py writes it, "" for none. k_layout: how k lies,
     ROWS or PANELS of key_panels.py."""
@@ -184,9 +184,10 @@ def flash_attn_ext(
     n_seq, or None; sinks: f32 [n_head], one more logit without a value, or None; max_bias: ALiBi's, 0 for a slope of 1.
     The result is f32 [D_v, n_head, n_q, n_seq], !! permuted. attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3], b2 and b3
     dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
-    weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
-    all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). prec:
-    10 (PREC_F32): products and sums in f32, which a backend may refuse; 8 (PREC_F8): of k and v of f8_e4m3, it may
+    weights, from 0 up to 1, that is 0 instead, rounded to a multiple of 1/256 (below 1/16 of 1/65536), the others being
+    divided by 1 less that; the denominator is that of all. seed: 64 bits, offset: 32 bits; with sequence, head, query
+    and key they alone decide which (dropout.py). prec: 10 (PREC_F32): products and sums in f32, which a backend may
+    refuse; 8 (PREC_F8): of k and v of f8_e4m3, it may
     round q and the weights to that too; 0: its choice. score: a function of score.py, whose value takes the place of
     scale * q.k or, with a softcap, of what that makes of it; None for none. Keys whose mask is -inf are skipped, so
     that NaN in an unused cell is harmless; a row with every key masked gives 0. k_layout: "panels" for a k of a float

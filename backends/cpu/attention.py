@@ -9,6 +9,7 @@ from graphrt.backends.cpu.matmul import product
 from graphrt.backends.cpu.philox import keep
 from graphrt.backends.cpu.reference import reference
 from graphrt.backends.cpu.score import score_of, value
+from graphrt.ops.dropout import left_out
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.ops.key_panels import ROWS
@@ -125,7 +126,7 @@ def dropped(p: FlashAttnParams | FlashAttnVarlenParams, weights: torch.Tensor) -
     if isinstance(p, FlashAttnVarlenParams) or p.dropout_p == 0.0:
         return weights
     kept = keep(p.dropout_p, p.seed, p.offset, weights.shape)
-    return torch.where(kept, weights / (1.0 - p.dropout_p), 0.0)
+    return torch.where(kept, weights / (1.0 - left_out(p.dropout_p)), 0.0)
 
 
 def attend(

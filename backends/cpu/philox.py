@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphrt.ops.dropout import philox, threshold
+from graphrt.ops.dropout import KEYS, bit_of, kept_words
 
 
 def _high(multiplier: int, word: torch.Tensor) -> torch.Tensor:
@@ -18,8 +18,8 @@ def _high(multiplier: int, word: torch.Tensor) -> torch.Tensor:
 def keep(dropout_p: float, seed: int, offset: int, shape: Sequence[int]) -> torch.Tensor:
     """Which weights are kept: bools of that shape, [n_seq, n_head, n_q, n_kv]."""
     n_seq, n_head, n_q, n_kv = shape
-    blocks = torch.arange(-(-n_kv // 4))
-    where = torch.arange(n_head)[None, :, None, None] + (torch.arange(n_seq)[:, None, None, None] << 16)
-    words = philox((blocks, torch.arange(n_q)[:, None], where, torch.tensor(offset)), seed, _high)
-    every = torch.stack([w.expand(n_seq, n_head, n_q, len(blocks)) for w in words], -1)
-    return every.reshape(n_seq, n_head, n_q, -1)[..., :n_kv] >= threshold(dropout_p)
+    where = torch.arange(n_head)[:, None, None] + (torch.arange(n_seq)[:, None, None, None] << 16)
+    place = torch.arange(-(-n_kv // KEYS) * 4), torch.arange(n_q)[:, None], where, torch.tensor(offset)
+    words: torch.Tensor = kept_words(dropout_p, seed, place, _high)
+    word, bit = bit_of(torch.arange(n_kv))
+    return torch.ne(words[..., word] >> bit & 1, 0)

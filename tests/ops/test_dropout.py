@@ -5,20 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.reference64_back import philox_word
+from support.reference64_back import dropout_factor
 
 from graphrt import Graph, get_backend, gradients, new_input, ops, prepare
 from graphrt.backends.cpu.philox import keep
-from graphrt.ops.dropout import kept, kept_at, philox
+from graphrt.ops.dropout import bit_of, calls, kept, kept_at, left_out, philox
+from graphrt.ops.flash_attn_ext import FlashAttnParams
 
-#: Counters, key and words of Random123's known answers for philox4x32, 10 rounds.
+#: Counters, key and words of Random123's known answers for philox4x32, 7 rounds.
 KNOWN = (
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 )
 
@@ -34,8 +35,26 @@ def test_numpy_and_torch_are_bit_equal() -> None:
     for seed, offset, shape in ((0, 0, (1, 1, 1, 1)), (2**64 - 1, 2**32 - 1, (2, 3, 5, 9)), (77, 3, (1, 2, 40, 130))):
         a, b = kept(0.4, seed, offset, shape), keep(0.4, seed, offset, shape).numpy()
         np.testing.assert_array_equal(a, b)
-    word = [philox_word(6, 3, 2, 1, 77, 3) >= 0.4 * 2**32, philox_word(7, 39, 1, 0, 77, 3) >= 0.4 * 2**32]
-    assert [kept(0.4, 77, 3, (2, 3, 4, 7))[1, 2, 3, 6], kept(0.4, 77, 3, (1, 2, 40, 130))[0, 1, 39, 7]] == word
+
+
+@pytest.mark.parametrize("p", [0.004, 0.05, 0.4, 0.5, 0.75, 0.999])
+def test_what_is_kept_is_what_the_numbers_say(p: float) -> None:
+    """Of 0 to 4 calls a word, against all 16 bits of each number."""
+    found = kept(p, 2**63 + 77, 2**32 - 1, (2, 3, 4, 300))[1, 2]
+    params = FlashAttnParams(1.0, dropout_p=p, seed=2**63 + 77, offset=2**32 - 1)
+    np.testing.assert_array_equal(found, dropout_factor(params, 1, 2, 4, np.arange(300)) != 0)
+
+
+def test_rates_and_calls() -> None:
+    """8 bits, of small ones 16; as many calls as the last bit that is not 0 asks for."""
+    rates = (0.0, 2.0**-18, 0.001, 0.05, 0.1, 0.25, 0.5, 0.999)
+    assert [left_out(p) * 65536 for p in rates] == [0, 0, 66, 3277, 26 * 256, 64 * 256, 128 * 256, 255 * 256]
+    assert [calls(p) for p in rates] == [0, 0, 4, 4, 2, 1, 1, 2]
+
+
+def test_each_weight_has_a_bit_of_its_own() -> None:
+    word, bit = bit_of(np.arange(300))
+    assert len({*zip(word.tolist(), bit.tolist())}) == 300 and bit.max() == 31 and word.max() == 11
 
 
 def test_a_weight_s_fate_depends_on_its_place_alone() -> None:
@@ -46,9 +65,9 @@ def test_a_weight_s_fate_depends_on_its_place_alone() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 def test_how_many_are_kept(p: float) -> None:
-    n = 2 * 3 * 100 * 500
+    n, rate = 2 * 3 * 100 * 500, left_out(p)
     share = 1 - kept(p, 123, 0, (2, 3, 100, 500)).mean()
-    assert abs(share - p) <= 4 * (p * (1 - p) / n) ** 0.5
+    assert abs(share - rate) <= 4 * (rate * (1 - rate) / n) ** 0.5
 
 
 def test_seeds_and_offsets_differ_and_repeat() -> None:

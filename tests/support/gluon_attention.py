@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from graphrt.ops.dropout import bit_of
 from support import gluon_warps
 from support.gluon_emulator import Value
 
@@ -23,6 +24,19 @@ def _capped_weights(p: Any, s: Value, m: Value, level: Any) -> tuple[Value, Valu
     return even, odd, even + odd
 
 
+def _capped_with_slope(p: Any, s: Value, shift: Any, pack: int) -> tuple[Value, Value]:
+    capped = _cap(p, s, LOG2E)
+    return capped + shift, Value(1 - (capped.data / np.float32(p.softcap * LOG2E)) ** 2)
+
+
+def _dropped_pairs(pairs: Value, words: Value, n: int) -> Value:
+    """Pairs are plain values here. words [64, 4] hold a row's bits as dropout.bit_of() says."""
+    column = np.arange(n)
+    word, bit = bit_of(column)
+    kept = (words.data[:, word] >> bit) & 1
+    return Value(np.where(kept != 0, pairs.data, 0).astype(pairs.data.dtype))
+
+
 def _no_flag(p: Any, flag: Value, tile: Any, wg: int) -> None:
     """In place of storing a tile's flag: the inputs here call for none."""
     assert not flag.data, "a tile is to be done again"
@@ -33,6 +47,8 @@ IN_PTX = {
     "settle": lambda den: den, "together": lambda m: m, "kept_inside": lambda x: x,
     "packed": lambda weights, dtype: weights.to(dtype),
     "unpacked": lambda pairs, dtype: Value(pairs.data.astype(np.float32)), "as_operand": lambda p, pairs, dtype: pairs,
+    "dropped_pairs": _dropped_pairs, "capped_with_slope": _capped_with_slope,
+    "_each": lambda words, like: (words[:, None, :], Value(np.arange(like.shape[1])[None, :, None])),
     "reciprocal": lambda x: 1.0 / x, "cap_level": lambda p, s, m, top, both: 0,
     "capped": lambda p, s, shift, level, unit, pack: _cap(p, s, unit) + shift,
     "store_flag": _no_flag,  # halves of a word of flags; so nothing is done again

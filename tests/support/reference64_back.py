@@ -211,23 +211,43 @@ def opt_step_adamw(node: Tensor, a: Array, m: Array, v: Array, hyper: Array) -> 
 # -- attention
 
 
-def philox_word(j: int, i: int, h: int, s: int, seed: int, offset: int) -> int:
-    """The word of a weight, with Python's own integers."""
-    c, k = [j // 4, i, h + (s << 16), offset], [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
+def philox(counter: list[int], seed: int) -> list[int]:
+    """Four words, with Python's own integers."""
+    c, k = counter, [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
         k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c[j % 4]
+    return c
+
+
+def planes(i: int, h: int, s: int, word: int, seed: int, offset: int) -> Array:
+    """Numbers of 16 bits of a row's 32 weights that share a word, by their bits in it: all four calls."""
+    found = [w for c in range(4) for w in philox([word + (c << 30), i, h + (s << 16), offset], seed)]
+    return sum(((np.full(32, w) >> np.arange(32)) & 1) << (15 - n) for n, w in enumerate(found))  # type: ignore[return-value]
+
+
+def dropout_rate(p: float) -> float:
+    """What dropout_p is rounded to: 8 bits, of small ones 16."""
+    steps = 256 if p >= 0.0625 else 65536
+    return min(round(p * steps), steps - 1) / steps
 
 
 def dropout_factor(p: object, s: int, h: int, n_q: int, keys: Array) -> Array:
     """What dropout multiplies the weights of one head with, [n_q, len(keys)]."""
-    rate = getattr(p, "dropout_p", 0.0)
+    rate = dropout_rate(getattr(p, "dropout_p", 0.0))
     if rate == 0:
         return np.ones((n_q, len(keys)))
-    words = [[philox_word(int(j), i, h, s, p.seed, p.offset) for j in keys] for i in range(n_q)]  # type: ignore[attr-defined]
-    return np.where(np.array(words, dtype=np.int64).reshape(n_q, len(keys)) < rate * 2**32, 0.0, 1 / (1 - rate))
+    block, inside = np.divmod(np.asarray(keys, np.int64), 128)
+    eights, rest = np.divmod(inside, 8)
+    words, bits = 4 * block + rest // 2, eights % 8 + 8 * (rest % 2) + 16 * (eights // 8)
+    factor = np.empty((n_q, len(keys)))
+    for i in range(n_q):
+        for word in np.unique(words):
+            mine = words == word
+            numbers = planes(i, h, s, int(word), p.seed, p.offset)[bits[mine]]  # type: ignore[attr-defined]
+            factor[i, mine] = np.where(numbers < rate * 65536, 0.0, 1 / (1 - rate))
+    return factor
 
 
 class Head:

@@ -13,7 +13,7 @@ import graphrt
 from graphrt import ops
 from graphrt.backend import Backend
 from graphrt.graph import Graph
-from graphrt.ops.dropout import kept_at
+from graphrt.ops.dropout import kept_at, left_out
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.ops.soft_max import alibi_slopes
@@ -193,7 +193,7 @@ class _Truth:
         seen = torch.bucketize(i, starts, right=True)[:, None] == torch.bucketize(j, starts, right=True)
         seen = seen & (behind >= 0) if s.causal else seen
         w = torch.where(seen, torch.exp(t - self.lse[i, h].double()[:, None]), 0.0)
-        factor = self._kept(h, i, j) / (1 - s.dropout_p) if s.dropout_p else torch.ones_like(w)
+        factor = self._kept(h, i, j) / (1 - left_out(s.dropout_p)) if s.dropout_p else torch.ones_like(w)
         d_w = self.d_out[i, h].double() @ self.v[g, j].double().T * factor
         delta = (self.d_out[i, h].double() * self.out[i, h].double()).sum(-1, keepdim=True)
         d_t = w * (d_w - delta)

@@ -12,7 +12,7 @@ import torch
 
 from graphrt.execute import Executable
 from graphrt.judge import Verdict, judge
-from graphrt.ops.dropout import kept_at
+from graphrt.ops.dropout import kept_at, left_out
 from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
@@ -148,7 +148,7 @@ class _Sources:
         kept = None
         if s.dropout_p:
             places = np.array(heads)[:, None], np.array(queries)[:, None], np.arange(s.n_kv)[None]
-            kept = put(kept_at(s.dropout_p, SEED, node.params.offset, *places)) / (1.0 - s.dropout_p)
+            kept = put(kept_at(s.dropout_p, SEED, node.params.offset, *places)) / (1.0 - left_out(s.dropout_p))
         if s.score == "slopes":
             away = np.abs(np.array(queries)[:, None] - np.arange(s.n_kv))
             added = put(-np.array(alibi_slopes(s.n_head, 8.0))[heads][:, None] * away)

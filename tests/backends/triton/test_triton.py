@@ -255,6 +255,34 @@ def test_the_plan_of_tiles_that_end_inside_a_token(heads: tuple[int, int], block
     assert np.array_equal(plan.counts.cpu().numpy(), np.stack([(kinds == k).sum(1) for k in (FULL, PARTIAL)], 1))
 
 
+@pytest.mark.parametrize("n_kv", [203, 256])
+def test_the_plan_of_a_dense_mask(n_kv: int) -> None:
+    """Blocks that hide nothing are full, whatever they add: one value of -inf, or an end inside, makes them partial."""
+    n_q, rng = 37, np.random.default_rng(7)
+    mask = rng.normal(size=(n_q, n_kv))
+    mask[:16, 64:128] = -np.inf
+    mask[20, 129] = mask[36, 62] = -np.inf
+    s = Setup(n_q, n_kv, mask, (2, 2))
+    target, node = device.target(), flash_attn_ext(s.q, s.k, s.v, s.mask, 0.2)
+    from graphrt.backend import Usage
+    from graphrt.backends.triton.kernels.flash_attn.mask_blocks import block_kinds
+    from graphrt.backends.triton.memory import allocate
+
+    places = {t: allocate(t.nbytes, Usage.COMPUTE, target.device) for t in (*s.values, node)}
+    places[s.mask].write(0, s.values[s.mask].reshape(-1).view(np.uint8))
+    p = Problem(attention_of(node), lambda t: (places[t], 0))
+    t = Tiling.of(p, 16, 64)
+    plans = MaskPlans(target.device)
+    plan, launches = plans.plan(p, t, False, dense=True)
+    assert plans.plan(p, t, False)[0] is not plan, "another plan than that of kernels that add nothing to full blocks"
+    for launch in launches:
+        launch()
+    last = 2 if n_kv == 203 else 1
+    expected = np.array([[1, 0, 1, last], [1, 1, 2, last], [2, 1, 1, last]])
+    np.testing.assert_array_equal(plan.kinds.cpu().numpy(), expected)
+    np.testing.assert_array_equal(block_kinds(s.values[s.mask].reshape(1, 1, n_q, n_kv), t, dense=True), expected)
+
+
 def test_a_prepared_graph_follows_its_mask_from_run_to_run(backend: Backend) -> None:
     """Lengths live in device memory: one program serves every number of visible keys, none among them."""
     s = Setup(1, 200, np.zeros((1, 200)))

@@ -19,6 +19,8 @@ if device.unusable() is not None:
 
 from support import back_emulation
 
+from graphrt.backends.triton.kernels.flash_attn.hopper import softcap
+
 #: Every case of f16 that the kernels take, but for its source: several blocks and ragged ends, heads of each size,
 #: masks that TMA brings and others, of each head, windows, ALiBi, soft caps, empty rows, NaN in cells that nobody sees.
 CASE = r"of=q,n_q=\d{2,},n_kv=\d{3},.*d=.(64|128|256),.*type=f16"
@@ -56,6 +58,30 @@ def test_the_same_in_every_order() -> None:
     for again in results[1:]:
         for (first, _), (second, _) in zip(results[0], again):
             np.testing.assert_array_equal(first, second)
+
+
+PTX = {
+    "mul": np.multiply, "add": np.add, "neg": np.negative, "mov": lambda x: x, "fma": lambda a, b, c: a * b + c,
+    "ex2": np.exp2, "rcp": lambda x: 1 / x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "reach", "error"), [(0, 0.45, 8.1e-5), (1, 0.9, 3e-6), (2, 6.0, 1e-9)])
+def test_the_soft_cap_and_its_slope(form: int, reach: float, error: float) -> None:
+    """Each form in its range, its instructions in float64."""
+    scale, cap, shift = 0.3, 5.0, -7.0
+    ratio, unit = scale / cap, cap * np.log2(np.e)
+    short = [c * unit * ratio ** (2 * i + 1) for i, c in enumerate(softcap.SHORT_TANH.value)]
+    slopes = [c * ratio ** (2 * i) for i, c in enumerate(softcap.SHORT_SLOPE.value)]
+    names = ["ratio", "cap", "c0", "c1", "c2", "d1", "d2"]
+    held = dict(zip(names, [ratio, unit, *short, *slopes[1:]])) | {"shift": shift}
+    x = np.linspace(-reach, reach, 1001)
+    held["score"] = x / ratio
+    for line in softcap.sloped_lines(form, ["out", "slope", "score", "shift"], names):
+        name, target, *sources = line.strip(";").replace(",", "").split()
+        held[target] = PTX[name.partition(".")[0]](*(held[s] if s in held else float(s) for s in sources))
+    assert np.abs(held["slope"] - 1 / np.cosh(x) ** 2).max() <= error
+    assert np.abs(held["out"] - (unit * np.tanh(x) + shift)).max() <= 3e-5
 
 
 REFUSED = {

@@ -22,10 +22,10 @@ if device.unusable() is not None:
 
 from graphrt import ops, prepare
 from graphrt.backends.triton.backend import TritonBackend
-from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments, kept_weights
+from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments, dropout_calls, kept_weights
 from graphrt.backends.triton.launch import Launch
 from graphrt.graph import Graph
-from graphrt.ops.dropout import kept
+from graphrt.ops.dropout import kept, left_out
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.tensor import new_input
 
@@ -33,26 +33,27 @@ N, SEED, OFFSET, RATE = 40, 2**63 + 2**31 + 5, 2**32 - 2, 0.3
 
 
 @triton.jit(do_not_specialize=["i_seq", "seed_low", "seed_high", "offset", "least"])
-def _keep(p_out, i_seq, seed_low, seed_high, offset, least, BLOCK: tl.constexpr):
-    row, four = (
-        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK),
-        tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4),
-    )
-    made = kept_weights(row[:, None], four[None, :], tl.program_id(2), i_seq, offset, seed_low, seed_high, least)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = (tl.program_id(2) * 64 + row[:, None]) * 64 + col[None, :]
+def _keep(p_out, i_seq, seed_low, seed_high, offset, least, BLOCK: tl.constexpr, CALLS: tl.constexpr):
+    row, first = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(1) * BLOCK
+    eight = tl.arange(0, BLOCK // 8)[None, :]
+    made = kept_weights(
+        row[:, None], first, eight, tl.program_id(2), i_seq, offset, seed_low, seed_high, least, CALLS
+    )  # fmt: skip
+    at = (tl.program_id(2) * 16 + row[:, None]) * 256 + first + tl.arange(0, BLOCK)[None, :]
     tl.store(p_out + at, made.to(tl.int8))
 
 
-@pytest.mark.parametrize("block", [16, 32])
-def test_the_same_bits_as_numpy(block: int) -> None:
+@pytest.mark.parametrize(("block", "rate"), [(16, 0.3), (32, 0.01), (128, 0.5)])
+def test_the_same_bits_as_numpy(block: int, rate: float) -> None:
     for seq in (0, 3):
-        out = torch.zeros(2, 64, 64, dtype=torch.int8)
-        numbers = dropout_arguments(FlashAttnParams(1.0, dropout_p=RATE, seed=SEED, offset=OFFSET))
+        out = torch.zeros(2, 16, 256, dtype=torch.int8)
+        params = FlashAttnParams(1.0, dropout_p=rate, seed=SEED, offset=OFFSET)
+        numbers = dropout_arguments(params)
         inverse = numbers.pop("inverse")
-        Launch(_keep, (64 // block, 64 // block, 2), {"p_out": out, "i_seq": seq, **numbers, "BLOCK": block})()
-        np.testing.assert_array_equal(out.numpy() != 0, kept(RATE, SEED, OFFSET, (4, 2, 64, 64))[seq])
-        assert inverse == 1 / (1 - RATE)
+        args = {"p_out": out, "i_seq": seq, **numbers, "BLOCK": block, "CALLS": dropout_calls(params)}
+        Launch(_keep, (1, 256 // block, 2), args)()
+        np.testing.assert_array_equal(out.numpy() != 0, kept(rate, SEED, OFFSET, (4, 2, 16, 256))[seq])
+        assert inverse == 1 / (1 - left_out(rate))
 
 
 def _leaf(name: str, kind: str, *ne: int) -> Any:
@@ -74,7 +75,7 @@ def _forward(schedule: str | None, n_q: int) -> npt.NDArray[np.float32]:
 @pytest.mark.parametrize("schedule", ["tile", "split", "stream_k"])
 @pytest.mark.parametrize("n_q", [5, N])
 def test_the_same_weights_in_every_schedule(schedule: str, n_q: int) -> None:
-    expected = kept(RATE, SEED, OFFSET, (1, 2, n_q, N))[0] / (N * (1 - RATE))
+    expected = kept(RATE, SEED, OFFSET, (1, 2, n_q, N))[0] / (N * (1 - left_out(RATE)))
     np.testing.assert_allclose(_forward(schedule, n_q), expected, rtol=1e-3)
 
 
@@ -92,7 +93,7 @@ def test_the_same_weights_in_the_gradient_of_v() -> None:
     exe.write(lse, np.full(lse.shape, np.log(n_kv), np.float32))
     exe.run()
     made = np.asarray(exe.read(node)).reshape(n_kv, 64)[:, :N]
-    expected = kept(RATE, SEED, OFFSET, (1, 1, N, n_kv))[0, 0].T / (n_kv * (1 - RATE))
+    expected = kept(RATE, SEED, OFFSET, (1, 1, N, n_kv))[0, 0].T / (n_kv * (1 - left_out(RATE)))
     np.testing.assert_allclose(made, expected, rtol=1e-3)
 
 

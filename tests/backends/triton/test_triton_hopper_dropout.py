@@ -20,11 +20,11 @@ from support import varlen_emulation
 from support.aot_arch import target_of
 
 from graphrt.backends.triton.backend import TritonBackend
-from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
-from graphrt.backends.triton.kernels.flash_attn.dropout_bits import TILE, attention_dropout_bits
+from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments, dropout_calls
+from graphrt.backends.triton.kernels.flash_attn.dropout_bits import TILE, TILES, attention_dropout_bits
 from graphrt.backends.triton.kernels.flash_attn.dropout_launch import MOST_BYTES, KeptBits, too_many
 from graphrt.backends.triton.launch import Launch
-from graphrt.ops.dropout import kept
+from graphrt.ops.dropout import bit_of, kept
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 
 CASES = [c for c in all_cases("FLASH_ATTN_EXT") if re.search(r"n_q=140,.*dropout_p", str(c))]
@@ -43,16 +43,21 @@ def test_forward(case: Case) -> None:
 @pytest.mark.parametrize("both", [False, True])
 def test_bits(both: bool) -> None:
     """By query and by key, of several heads and sequences, bit for bit those of numpy."""
-    rate, seed, offset, (n_seq, n_head, n_q, n_kv) = 0.3, 2**63 + 2**31 + 5, 2**32 - 2, (2, 2, TILE, 2 * TILE)
-    numbers = dropout_arguments(FlashAttnParams(1.0, dropout_p=rate, seed=seed, offset=offset))
+    rate, seed, offset, (n_seq, n_head, n_qb, n_kb) = 0.3, 2**63 + 2**31 + 5, 2**32 - 2, (2, 2, 3, 2)
+    params = FlashAttnParams(1.0, dropout_p=rate, seed=seed, offset=offset)
+    numbers = dropout_arguments(params)
     del numbers["inverse"]
-    words = torch.zeros(2, n_seq, n_head, 1, 2, TILE, TILE // 32, dtype=torch.int32)
-    args = {"p_by_query": words[0], "p_by_key": words[1], "n_head": n_head, **numbers, "BY_KEY": both, "PDL": False}
-    Launch(attention_dropout_bits, (2, 1, n_head * n_seq), args)()
-    found = np.unpackbits(words.numpy().view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:-1], TILE)
-    expected = kept(rate, seed, offset, (n_seq, n_head, n_q, n_kv)).reshape(n_seq, n_head, 1, TILE, 2, TILE)
-    np.testing.assert_array_equal(found[0] != 0, expected.transpose(0, 1, 2, 4, 3, 5))
-    np.testing.assert_array_equal(found[1] != 0, expected.transpose(0, 1, 2, 4, 5, 3) & both)
+    n_tiles = n_seq * n_head * n_qb * n_kb
+    words = torch.zeros(2, n_tiles, 32, 4, 4, dtype=torch.int32)
+    args = {"p_by_query": words[0], "p_by_key": words[1], "n_tiles": n_tiles, "n_kb": n_kb, "n_qb": n_qb,
+            "n_head": n_head, **numbers, "CALLS": dropout_calls(params), "BY_KEY": both, "PDL": False}  # fmt: skip
+    Launch(attention_dropout_bits, (-(-n_tiles // TILES),), args)()
+    expected = kept(rate, seed, offset, (n_seq, n_head, n_qb * TILE, n_kb * TILE))
+    expected = expected.reshape(n_seq * n_head, n_qb, TILE, n_kb, TILE).transpose(0, 1, 3, 2, 4).reshape(-1, TILE, TILE)
+    word, bit = bit_of(np.arange(TILE))
+    for made, wanted in ((words[0], expected), (words[1], expected.transpose(0, 2, 1) & both)):
+        of_row = made.numpy()[:, bit, word]  # [tiles, rows, words]
+        np.testing.assert_array_equal((of_row[:, :, word] >> bit) & 1 != 0, wanted)
 
 
 def _problem(offset: int, n_q: int = 300) -> Any:
@@ -62,11 +67,17 @@ def _problem(offset: int, n_q: int = 300) -> Any:
 
 def test_attentions_of_one_size_share_memory_and_draw_their_own() -> None:
     bits, target = KeptBits(), target_of("sm_90")
-    found = [bits.of(_problem(offset), target, both) for offset, both in ((0, True), (0, True), (1, True), (0, True))]
+    found = [bits.of(_problem(offset), target, both) for offset, both in ((0, True), (0, False), (1, False), (0, True))]
     assert [len(steps) for _, _, steps in found] == [1, 0, 1, 1]
     assert len({by_query.data_ptr() for by_query, _, _ in found}) == 1
-    by_query, by_key, steps = bits.of(_problem(0), target, False)
-    assert by_query.numel() == 2 * 3 * 2 * TILE * TILE // 32 and by_key is None and len(steps) == 1
+
+
+def test_gradients_add_to_what_the_forward_draws() -> None:
+    bits, target = KeptBits(), target_of("sm_90")
+    by_query, none, (launch,) = bits.of(_problem(0), target, False)
+    assert by_query.numel() == 2 * 3 * 2 * TILE * TILE // 32 and none is None and not launch.args["BY_KEY"]
+    same, by_key, steps = bits.of(_problem(0), target, True)
+    assert not steps and launch.args["BY_KEY"] and launch.args["p_by_key"] is by_key and same is by_query
 
 
 def test_bits_that_take_too_much_memory_are_refused() -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from graphrt.backends.cpu.score import score_of, value
 from graphrt.judge import precision
-from graphrt.ops.dropout import kept
+from graphrt.ops.dropout import kept, left_out
 from graphrt.ops.key_panels import ROWS
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.sample_each import RowSettings
@@ -170,7 +170,7 @@ def _flash_attn_ext(
     rate = getattr(node.params, "dropout_p", 0.0)
     if rate:
         keep = torch.from_numpy(kept(rate, node.params.seed, node.params.offset, p.shape))
-        p = torch.where(keep, p / (1.0 - rate), 0.0)
+        p = torch.where(keep, p / (1.0 - left_out(rate)), 0.0)
     p = rounded(p)
     n_seq, n_head, n_q, n_kv = p.shape
     out = torch.matmul(p.reshape(n_seq, v.shape[1], -1, n_kv), torch.nan_to_num(rounded(v), 0.0))

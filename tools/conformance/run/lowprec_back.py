@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from graphrt.backends.cpu.score import score_of, value
-from graphrt.ops.dropout import kept
+from graphrt.ops.dropout import kept, left_out
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.score_calculus import derivative
 from graphrt.ops.soft_max import alibi_slopes
@@ -145,7 +145,7 @@ def attention_back(
     factor: T | float = 1.0
     if rate:
         keep = torch.from_numpy(kept(rate, p.seed, p.offset, w.shape))  # type: ignore[attr-defined]
-        factor = keep.float() / (1.0 - rate)
+        factor = keep.float() / (1.0 - left_out(rate))
     if of == "v":
         each = torch.einsum("shij,shid->shjd", rounded(w * factor), rounded(d_out))
         return _shared(each, per)

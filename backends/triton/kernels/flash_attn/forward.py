@@ -193,8 +193,8 @@ def weigh(
     PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """m, l and acc with a k-block's scores. k0: K's tile, which holds V's if V_IN_K. ALL: every key is there; GUARD: a
-    score may be -inf; DROPOUT: of the weights those that are kept count, times inverse; l has all. PRE_LOAD_V: V is
-    asked for before the softmax."""
+    score may be -inf; DROPOUT, calls of Philox a word: of the weights those that are kept count, times inverse; l has
+    all. PRE_LOAD_V: V is asked for before the softmax."""
     if HAS_V and PRE_LOAD_V and not V_IN_K:
         v0 = load_kv(p_vb, at, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
     p, m, l, alpha = softmax_step(s, factor, m, l, GUARD)
@@ -256,8 +256,10 @@ def attend(
     kept = m_rows
     seed_low, seed_high, offset, least, inverse = dropout
     if DROPOUT:
-        four = i_kb * (BLOCK_N // 4) + keys_last(key_index(BLOCK_N // 4, WAYS), WAYS)
-        kept = kept_weights(token, four, head, i_seq, offset, seed_low, seed_high, least)
+        eight = keys_last(key_index(BLOCK_N // 8, WAYS), WAYS)
+        kept = kept_weights(
+            token, i_kb * BLOCK_N, eight, head, i_seq, offset, seed_low, seed_high, least, DROPOUT
+        )  # fmt: skip
     return weigh(
         s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, kept, inverse, D_V, DV0, DV1, V_KIND,
         V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or HAS_BIAS or SCORE is not None, DROPOUT,

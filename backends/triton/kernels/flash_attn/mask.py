@@ -35,14 +35,15 @@ def _either(a, b):
 def classify_blocks(
     p_mask, p_class, p_seen, sm_t, sm_h, sm_s, n_q, n_kv, m2, heads_packed, mask_groups, n_qt, n_blocks,
     PER_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Program (mask tile, i) classifies CHUNK k-blocks, ROWS mask rows at a time.
 
     class: int32 [mask tiles, n_blocks]; seen: int32 [mask tiles, n_blocks, BLOCK_N / 32], a bit for each key that some
     query of the tile sees. PER_HEAD: the heads of a tile have masks of their own, else one mask serves all.
     UNIT: strides and n_kv are whole numbers of so many values (8, 2 or 1), and the strides are given in them; mask:
-    int32 pointers to pairs of f16 values, int16 ones to single values where UNIT is 1.
+    int32 pointers to pairs of f16 values, int16 ones to single values where UNIT is 1. DENSE: full blocks are those
+    that hide nothing, whatever they add: for kernels that add the mask everywhere.
     """
     PER: tl.constexpr = 1 if UNIT == 1 else 2
     HIDDEN: tl.constexpr = hidden_bits(PER)
@@ -62,6 +63,7 @@ def classify_blocks(
     # Bits tell all: hidden from everybody if no row's differ from those of -inf, full if no row has any but the sign.
     other = tl.zeros([CHUNK, BLOCK_N // PER], p_mask.dtype.element_ty)
     some = other
+    hides = tl.zeros([CHUNK, BLOCK_N // PER], tl.int32)
     for base in range(0, n_rows, ROWS):
         i_row = tl.minimum(base + tl.arange(0, ROWS), n_rows - 1)  # past the end the last row once more
         if PER_HEAD:
@@ -73,6 +75,10 @@ def classify_blocks(
         x = tl.load(p_x, mask=m_item[None, :, :], other=HIDDEN)
         other |= tl.reduce(x ^ HIDDEN, 0, _either)
         some |= tl.reduce(x, 0, _either)
+        if DENSE:
+            shown = x ^ HIDDEN
+            is_hidden = ((shown & 0xFFFF) == 0) | ((shown >> 16) == 0) if PER == 2 else shown == 0
+            hides |= tl.reduce(is_hidden.to(tl.int32), 0, _either)
     some = tl.reduce(some.to(tl.int32), 1, _either)
     seen = ((other.to(tl.int32) & 0xFFFF) != 0).to(tl.int32)
     if PER == 2:
@@ -80,6 +86,8 @@ def classify_blocks(
         is_full = (some & 0x7FFF7FFF) == 0
     else:
         is_full = (some & 0x7FFF) == 0
+    if DENSE:
+        is_full = tl.reduce(hides, 1, _either) == 0
     bits = tl.reshape(seen, (CHUNK, BLOCK_N // 32, 32 // PER)) << (PER * tl.arange(0, 32 // PER))[None, None, :]
     words = tl.reduce(bits, 2, _either)
     kind = tl.where(tl.reduce(words, 1, _either) == 0, SKIP, tl.where(is_full, FULL, PARTIAL))

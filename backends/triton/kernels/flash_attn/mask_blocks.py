@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 SKIP, FULL, PARTIAL = 0, 1, 2
 
 
-def block_kinds(mask: npt.NDArray[np.float16], t: Tiling) -> npt.NDArray[np.int8]:
-    """The kinds of a tiling's k-blocks, int8 [mask tiles, n_blocks]. mask: f16 [m3, m2, n_q, n_kv]."""
+def block_kinds(mask: npt.NDArray[np.float16], t: Tiling, dense: bool = False) -> npt.NDArray[np.int8]:
+    """The kinds of a tiling's k-blocks, int8 [mask tiles, n_blocks]. mask: f16 [m3, m2, n_q, n_kv]; dense: full
+    blocks hide nothing, whatever they add."""
     m3, m2, n_q, n_kv = mask.shape
     spare = ((0, 0), (0, 0), (0, 0), (0, t.n_blocks * t.block_n - n_kv))
     blocks = np.pad(mask, spare, constant_values=-np.inf).reshape(m3, m2, n_q, t.n_blocks, t.block_n)
-    hidden, plain = (blocks == -np.inf).all(-1), (blocks == 0).all(-1)
+    hidden, plain = (blocks == -np.inf).all(-1), (blocks != -np.inf if dense else blocks == 0).all(-1)
     out = np.empty((t.n_mask_tiles, t.n_blocks), np.int8)
     for tile in range(t.n_mask_tiles):
         group, seq = tile // t.n_qt % t.mask_groups, tile // (t.n_qt * t.mask_groups)

@@ -33,17 +33,18 @@ class MaskPlans:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._plans: dict[tuple[Tensor, Tiling], MaskPlan] = {}
-        self._summed: set[tuple[Tensor, Tiling]] = set()
+        self._plans: dict[tuple[Tensor, Tiling, bool], MaskPlan] = {}
+        self._summed: set[tuple[Tensor, Tiling, bool]] = set()
 
-    def plan(self, p: Problem, tiling: Tiling, needs_sums: bool) -> tuple[MaskPlan, list[Launch]]:
-        """The plan of a problem's mask, and the launches that make it if none before does. needs_sums: unit_start."""
+    def plan(self, p: Problem, tiling: Tiling, needs_sums: bool, dense: bool = False) -> tuple[MaskPlan, list[Launch]]:
+        """The plan of a problem's mask, and the launches that make it if none before does. needs_sums: unit_start;
+        dense: full blocks hide nothing, but may add something."""
         assert p.mask_t is not None
-        key = (p.mask_t, tiling)
+        key = (p.mask_t, tiling, dense)
         launches: list[Launch] = []
         if key not in self._plans:
             self._plans[key] = self._empty(tiling)
-            launches += _classify(p, tiling, self._plans[key])
+            launches += _classify(p, tiling, self._plans[key], dense)
         if needs_sums and key not in self._summed:
             self._summed.add(key)
             launches.append(_sum(p, tiling, self._plans[key]))
@@ -62,7 +63,7 @@ class MaskPlans:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
 
-def _classify(p: Problem, t: Tiling, plan: MaskPlan) -> list[Launch]:
+def _classify(p: Problem, t: Tiling, plan: MaskPlan, dense: bool) -> list[Launch]:
     mask = p.mask_t
     assert mask is not None
     per_head = p.m2 > 1
@@ -79,6 +80,7 @@ def _classify(p: Problem, t: Tiling, plan: MaskPlan) -> list[Launch]:
         **dict(zip(("sm_t", "sm_h", "sm_s"), (n // (2 * unit) for n in mask.nb[1:]))), "n_q": p.n_q, "n_kv": p.n_kv,
         "m2": p.m2, "heads_packed": t.pack, "mask_groups": t.mask_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks,
         "PER_HEAD": per_head, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "ROWS": rows, "CHUNK": chunk, "UNIT": unit,
+        "DENSE": dense,
     }  # fmt: skip
     step = min(1024, 1 << (t.n_blocks - 1).bit_length())
     lists = {

@@ -12,7 +12,7 @@ from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config, find_config
-from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
+from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments, dropout_calls
 from graphrt.backends.triton.kernels.flash_attn.fixup import flash_attn_fixup
 from graphrt.backends.triton.kernels.flash_attn.forward import flash_attn
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
@@ -112,7 +112,7 @@ def main_arguments(
         "section": _section(p, t, target), **scaling(params),
         "softcap": params.softcap, "has_sinks": int(p.sinks_t is not None), "has_lse": int(p.lse is not None),
         "HAS_MASK": p.mask_t is not None, "HAS_BIAS": bias is not None,
-        "DROPOUT": p.dropout_p > 0, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
+        "DROPOUT": dropout_calls(params) if p.dropout_p else 0, "PER_HEAD": p.m2 > 1, "RANGES": ranges,
         "UNIFORM": t.uniform(p.mask_t is not None), "REPAIR": False, **constants(p, t, config, choice, target),
     }  # fmt: skip
 

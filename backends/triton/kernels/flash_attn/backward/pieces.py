@@ -107,7 +107,8 @@ class BackSpec:
     tile; dot: the type of products; precision: of those of f32; keep: what a program owns is read once and stays on
     chip, else it is read again for each tile (and always of f32, a few columns at a time); makes_q, makes_k, makes_v:
     the gradients that are made; stages: tiles in flight; packed: sequences follow one another; wide: offsets within a
-    tile need 64 bits; score: score_code.py's function with its slope, or None.
+    tile need 64 bits; dropout: calls of Philox a word, 0 without; score: score_code.py's function with its slope, or
+    None.
     """
 
     d_k: int
@@ -123,7 +124,7 @@ class BackSpec:
     has_mask: bool
     has_bias: bool
     softcap: bool
-    dropout: bool
+    dropout: int
     packed: bool
     causal: bool
     window: bool
@@ -307,11 +308,12 @@ def d_logits(w, d_w, delta, PARTIAL: tl.constexpr, TURNED: tl.constexpr):
 
 @triton.jit
 def kept_of(i_q, first_key, n, spec: tl.constexpr, TURNED: tl.constexpr):
-    """Which weights of a tile dropout keeps. first_key: a multiple of 4."""
+    """Which weights of a tile dropout keeps. first_key: a multiple of the tile's keys."""
     if spec.dropout:
-        i_four = first_key // 4 + tl.arange(0, spec.block_n // 4)
+        i_eight = tl.arange(0, spec.block_n // 8)[None, :]
         made = kept_weights(
-            i_q[:, None], i_four[None, :], n.i_head, n.i_seq, n.offset, n.seed_low, n.seed_high, n.least
+            i_q[:, None], first_key, i_eight, n.i_head, n.i_seq, n.offset, n.seed_low, n.seed_high, n.least,
+            spec.dropout,
         )  # fmt: skip
         return tl.trans(made) if TURNED else made
     else:

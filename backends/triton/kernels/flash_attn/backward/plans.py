@@ -27,16 +27,16 @@ class Columns:
     columns: torch.Tensor
 
 
-def mask_plan(p: BackProblem, t: Tiling, shared: Shared) -> tuple[MaskPlan, list[Step]]:
-    """Which k-blocks each tile of queries sees. t: with one head a tile."""
+def mask_plan(p: BackProblem, t: Tiling, shared: Shared, dense: bool = False) -> tuple[MaskPlan, list[Step]]:
+    """Which k-blocks each tile of queries sees. t: with one head a tile; dense: see MaskPlans.plan()."""
     masks = shared.once(("masks",), lambda: (MaskPlans(shared.target.device), []))[0]
-    plan, launches = masks.plan(p, t, False)
+    plan, launches = masks.plan(p, t, False, dense)
     return plan, list(launches)
 
 
-def columns(p: BackProblem, t: Tiling, shared: Shared) -> tuple[Columns, list[Step]]:
-    """Which tiles of queries see each k-block."""
-    plan, steps = mask_plan(p, t, shared)
+def columns(p: BackProblem, t: Tiling, shared: Shared, dense: bool = False) -> tuple[Columns, list[Step]]:
+    """Which tiles of queries see each k-block. dense: see MaskPlans.plan()."""
+    plan, steps = mask_plan(p, t, shared, dense)
     masks = t.n_mask_tiles // t.n_qt
 
     def make() -> tuple[Columns, list[Step]]:
@@ -47,7 +47,7 @@ def columns(p: BackProblem, t: Tiling, shared: Shared) -> tuple[Columns, list[St
         }  # fmt: skip
         return made, [Launch(list_seeing_tiles, (t.n_blocks, masks), args)]
 
-    found, made = shared.once(("columns", p.mask_t, t), make)
+    found, made = shared.once(("columns", p.mask_t, t, dense), make)
     return found, steps + made
 
 

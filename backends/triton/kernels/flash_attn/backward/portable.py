@@ -28,7 +28,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.pieces import BackSpec,
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
 from graphrt.backends.triton.kernels.flash_attn.backward.queries import attention_back_queries
 from graphrt.backends.triton.kernels.flash_attn.backward.shared import Shared
-from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments
+from graphrt.backends.triton.kernels.flash_attn.dropout import dropout_arguments, dropout_calls
 from graphrt.backends.triton.kernels.flash_attn.kernel import warps_text
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling, split_head
 from graphrt.backends.triton.kernels.flash_attn.score_code import function_of, numbers_of
@@ -84,7 +84,8 @@ class Portable(BackKernel):
         return BackSpec(
             d_k=p.d[0], d_v=p.d[1], dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1, block_m=c.block_m, block_n=c.block_n,
             dot=tl.float32 if bf16_as_f32 else DOTS[p.kind], precision="ieee", has_mask=p.mask_t is not None,
-            has_bias=p.bias_t is not None, softcap=params.softcap > 0, dropout=p.dropout_p > 0, packed=p.is_packed,
+            has_bias=p.bias_t is not None, softcap=params.softcap > 0, dropout=dropout_calls(params),
+            packed=p.is_packed,
             causal=getattr(params, "causal", False), window=getattr(params, "window", 0) > 0,
             alibi=params.max_bias > 0, wide=reach * max(c.block_m, c.block_n) >= 2**31, ptx=self.target.is_nvidia,
             pdl=self.target.has_pdl, keep=c.keep == "keep", makes_q="q" in self.of, makes_k="k" in self.of,

@@ -21,6 +21,7 @@ from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, B
 from graphrt.backends.triton.kernels.flash_attn.dropout_launch import KeptBits
 from graphrt.backends.triton.kernels.flash_attn.score_code import function_of
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.ops.dropout import left_out
 from graphrt.tensor import Tensor
 
 #: Elements that a program of attention_back_delta, attention_back_norms and attention_back_halves takes, in whole rows.
@@ -131,7 +132,7 @@ class Shared:
         slopes = STEEPEST if function_of(p.params) is not None else 1.0
         last = {
             "p_sizes": sizes, "p_norms": norms, "p_scales": rows.scales, "n_sizes": sizes.shape[0], "n_norms": programs,
-            "inverse": slopes / (1.0 - p.dropout_p), "BLOCK": SCALES_BLOCK, "PDL": self.target.has_pdl,
+            "inverse": slopes / (1.0 - left_out(p.dropout_p)), "BLOCK": SCALES_BLOCK, "PDL": self.target.has_pdl,
         }  # fmt: skip
         return [
             Launch(attention_back_norms, grid, args, options),

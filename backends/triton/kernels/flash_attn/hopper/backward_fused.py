@@ -144,7 +144,7 @@ def add_fused_step(
     s = warpgroup_mma_wait(0 if partial else 1, [s])
     if p.spec.has_mask:
         s = odd_scores(s, odd)
-    w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
+    w, bent = weights_of(p, s, lse[None, :], mask, factor, partial, partial)
     w = none_past_keys(p, w, key)
     pairs = packed(w, k.dtype)
     left = as_operand(p, pairs, k.dtype)

@@ -37,6 +37,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import as_torch
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling, with_bias_as_mask
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.ops.dropout import left_out
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -47,13 +48,17 @@ LSE_ROWS = 128
 
 
 class HopperGradient(BackKernel):
-    """What both have. own: what its programs own, for config_of()."""
+    """What all have. own: what its programs own, for config_of(); reads_dense: whether blocks that hide nothing may add
+    the mask's values all the same (GradientSpec.dense), else they count as hiding."""
 
     forms = ("split",)
     own: ClassVar[str]
+    reads_dense: ClassVar[bool] = True
 
     def __init__(self, p: BackProblem, of: Sequence[str], target: Target) -> None:
         super().__init__(with_bias_as_mask(p), of, target)
+        adds = self.p.mask_t is not None and (self.p.mask_t is p.bias_t or p.params.max_bias > 0)
+        self.dense = adds and self.reads_dense
 
     def serves(self) -> str | None:
         p, (d_k, d_v) = self.p, self.p.d
@@ -82,7 +87,7 @@ class HopperGradient(BackKernel):
 
     @cached_property
     def config(self) -> GradientConfig:
-        return config_of(self.own, self.p.d[0], crowded(self.own, self.p.params.softcap, self.p.dropout_p))
+        return config_of(self.own, self.p.d[0], crowded(self.own, self.p.params.softcap, self.p.dropout_p, self.dense))
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -110,7 +115,7 @@ class HopperGradient(BackKernel):
             kept = by_key, by_query
         x = Given(
             q, d_out, k, v, lse, rows.scales, mask, slopes, float(p.params.scale), float(p.params.softcap), kept,
-            1.0 / (1.0 - p.dropout_p),
+            1.0 / (1.0 - left_out(p.dropout_p)), self.dense,
         )  # fmt: skip
         return x, [*steps, *made, *last, *drawn]
 
@@ -162,7 +167,7 @@ class HopperKeys(HopperGradient):
         x, steps = self._given(shared)
         counts = blocks = None
         if self.p.mask_t is not None:
-            found, made = plans.columns(self.p, self.tiling, shared)
+            found, made = plans.columns(self.p, self.tiling, shared, self.dense)
             counts, blocks = found.counts, found.columns
             steps += made
         return [*steps, keys_launch(x, counts, blocks, self._result("k"), self._result("v"))]
@@ -175,6 +180,7 @@ class HopperFused(HopperGradient):
     name, makes = "hopper_fused", ("q", "k", "v")
     file = "hopper/backward_fused.py"
     own = "fused"
+    reads_dense = False
 
     def serves(self) -> str | None:
         p = self.p
@@ -228,7 +234,7 @@ class HopperQueries(HopperGradient):
         x, steps = self._given(shared)
         counts = blocks = seen = None
         if self.p.mask_t is not None:
-            plan, made = plans.mask_plan(self.p, self.tiling, shared)
+            plan, made = plans.mask_plan(self.p, self.tiling, shared, self.dense)
             counts, blocks, seen = plan.counts, plan.blocks, plan.seen
             steps += made
         dq = self._result("q")
@@ -258,4 +264,6 @@ class HopperBias(HopperGradient):
         x, steps = self._given(shared)
         d_bias = self._result("attn_bias")
         assert d_bias is not None
-        return [*steps, bias_launch(x, d_bias)]
+        plan, made = plans.mask_plan(self.p, self.tiling, shared, self.dense)
+        assert plan.kinds is not None
+        return [*steps, *made, bias_launch(x, plan.kinds, d_bias)]

@@ -32,7 +32,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_sight import sight_of_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import as_operand, packed
-from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_keys, reread
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, dropped_pairs, kept_of_keys, reread
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
@@ -59,7 +59,7 @@ def produce_queries(p, k_desc, v_desc, q_desc, o_desc, mask_desc, tiles, rings):
             q_ring.fill(q_desc, seq, head, query, done + i)
             row_ring.fill(p_lse + query, behind, done + i)
             if p.spec.mask_stages > 0:
-                if i >= n_full * steps:
+                if p.spec.dense or i >= n_full * steps:
                     mask_ring.fill(mask_desc, seq % p.mask_seqs, head % p.mask_heads, query, key, masks)
                     masks += 1
             o_ring.fill(o_desc, seq, head, query, done + i)
@@ -94,6 +94,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     """Add what a step's queries give to the sums of 64 keys. place: (sequence, head, first key,
     factor of the mask, GradientWork.ratio); of packed sequences the first is the position of the sequence's first
     query."""
+    masked: gl.constexpr = partial or p.spec.dense
     k, v = tiles
     q_ring, o_ring, row_ring, mask_ring = rings
     seq, head, key, factor, ratio = place
@@ -110,26 +111,26 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     early: gl.constexpr = (
         p.spec.of_k
         and not p.spec.has_softcap
-        and not p.spec.has_dropout
-        and not (partial and (p.spec.block_m > 64 or p.spec.packed))
+        and not (masked and (p.spec.has_dropout or p.spec.block_m > 64 or p.spec.packed))
     )
     d_w = s
     if early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     row_ring.wait_full(step)
     mask = 0
-    if partial and not p.spec.packed:
+    if masked and not p.spec.packed:
         mask = turned_mask(p, mask_ring, seq, head, key, query, mask_step, wg)
     lse = row_ring.read(step, 0)
     s = warpgroup_mma_wait(1 if early else 0, [s])
-    if partial and p.spec.packed:  # what positions say is made now, else it takes registers while the product runs
+    if masked and p.spec.packed:  # what positions say is made now, else it takes registers while the product runs
         mask = sight_of_keys(p, seq, key, kept_inside(query))
-    w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
-    if p.spec.has_dropout:
-        w = dropped(w, words, cols)
+    w, bent = weights_of(p, s, lse[None, :], mask, factor, masked, partial)
     pairs = packed(w, k.dtype)
-    left = as_operand(p, pairs, k.dtype)
-    if narrow and (p.spec.has_softcap or p.spec.has_dropout):
+    if p.spec.has_dropout:
+        left = as_operand(p, dropped_pairs(pairs, words, cols), k.dtype)
+    else:
+        left = as_operand(p, pairs, k.dtype)
+    if narrow and p.spec.has_softcap:
         pairs = packed(bent, k.dtype)
     if p.spec.of_k and not early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -141,7 +142,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
         if narrow:
             bent = unpacked(pairs, k.dtype)
         if p.spec.has_dropout:
-            d_w = dropped(d_w, reread(words, cols), cols)
+            d_w = dropped(d_w, reread(words), cols)
         d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial)
         grads = as_left(d_s.to(k.dtype), d)
         dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
@@ -152,7 +153,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     q_ring.release(step)
     o_ring.release(step)
     row_ring.release(step)
-    if partial and p.spec.mask_stages > 0:
+    if masked and p.spec.mask_stages > 0:
         mask_ring.release(mask_step)
     return dk, dv
 
@@ -177,15 +178,16 @@ def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
         head = group * p.gqa + turn
         n_full, n_all, start = p.query_visits(seq, head, block)
         place = (seq, head, key, p.mask_factor(head), ratio)
+        unmasked = 0 if p.spec.dense else n_full * steps
         for i in range(n_full * steps):
-            query = p.first_query(start, i) if p.spec.has_dropout else 0
-            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, 0, False, wg)
+            query = p.first_query(start, i) if p.spec.has_dropout or p.spec.dense else 0
+            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, masks + i, False, wg)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):
                 query = p.first_query(start, i)
-                at = masks + i - n_full * steps
+                at = masks + i - unmasked
                 dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, at, True, wg)
-            masks += (n_all - n_full) * steps
+            masks += n_all * steps - unmasked
         done += n_all * steps
     first = (seq * (p.n_head // p.gqa) + group).to(gl.int64) * p.n_kv * d
     if p.spec.of_k:

@@ -42,7 +42,7 @@ class Given:
     """What both kernels are given. q, d_out: of 16 bits, [n_seq, n_head, n_q, d]; k, v: their type, [n_seq, n_head_kv,
     n_kv, d], any strides that TMA takes; rows, scales: see backward_rows.py; mask: f16 [m3, m2, n_q, n_kv] or None;
     slopes: f32 [n_head], None without ALiBi. kept: dropout's bits by key and by query (dropout_bits.py), None without;
-    inverse: what kept weights are multiplied with."""
+    inverse: what kept weights are multiplied with; dense: see crowded()."""
 
     q: torch.Tensor
     d_out: torch.Tensor
@@ -56,6 +56,7 @@ class Given:
     softcap: float
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     inverse: float = 1.0
+    dense: bool = False
 
     @property
     def d(self) -> int:
@@ -63,7 +64,7 @@ class Given:
 
     def config(self, own: str) -> GradientConfig:
         """Of the kernels that own "keys", "queries" or tiles of a "bias"."""
-        return config_of(own, self.d, crowded(own, self.softcap, self.kept is not None))
+        return config_of(own, self.d, crowded(own, self.softcap, self.kept is not None, self.dense))
 
     @property
     def mask_groups(self) -> int:
@@ -105,7 +106,7 @@ class Given:
         return GradientSpec(
             d=self.d, block_m=c.block_m, block_n=c.block_n, stages=c.stages, has_mask=self.mask is not None,
             has_softcap=self.softcap != 0.0, has_alibi=self.slopes is not None, weight=2.0**-bits,
-            mask_vec=self.mask_vec, has_dropout=self.kept is not None,
+            mask_vec=self.mask_vec, has_dropout=self.kept is not None, dense=self.dense,
         )  # fmt: skip
 
     def common(self, section: int) -> dict[str, Any]:
@@ -180,15 +181,15 @@ def queries_launch(
     return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
 
 
-def bias_launch(x: Given, d_bias: torch.Tensor) -> Launch:
-    """The launch for the gradient of a bias that is read as a mask, f32 [m3, m2, n_q, n_kv]."""
+def bias_launch(x: Given, kinds: torch.Tensor, d_bias: torch.Tensor) -> Launch:
+    """The launch for the gradient of a bias that is read as a mask, f32 [m3, m2, n_q, n_kv]. kinds: of its tiles."""
     assert x.mask is not None
     c = x.config("bias")
     stages, mask_desc = x.mask_ring(c.bias_bytes(x.d), WG_ROWS, N_WG, c.block_n)
     args = x.common(1) | {
         "q_desc": x.box(x.q, PLAN_QUERIES), "o_desc": x.box(x.d_out, PLAN_QUERIES), "k_desc": x.box(x.k, c.block_n),
         "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "kept": x.kept[1] if x.kept is not None else None,
-        "d_bias": d_bias, "spec": replace(x.spec(c), mask_stages=min(1, stages)),
+        "kinds": kinds, "d_bias": d_bias, "spec": replace(x.spec(c), mask_stages=min(1, stages)),
     }  # fmt: skip
     del args["slopes"]
     m3, m2, n_q, n_kv = x.mask.shape

@@ -65,7 +65,7 @@ class PackedGradient(BackKernel):
 
     @cached_property
     def config(self) -> GradientConfig:
-        return config_of(self.own, self.p.d[0], crowded(self.own, self.p.params.softcap, 0.0))
+        return config_of(self.own, self.p.d[0], crowded(self.own, self.p.params.softcap, 0.0, False))
 
     @property
     def tiles(self) -> str:

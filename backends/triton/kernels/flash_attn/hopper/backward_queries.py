@@ -55,8 +55,9 @@ def produce_keys(p, q_desc, o_desc, k_desc, v_desc, mask_desc, tiles, rings):
         key = p.key_block(start, j) * p.spec.block_n
         k_ring.fill(k_desc, seq, group, key, j)
         if p.spec.mask_stages > 0:
-            if j >= n_full:
-                mask_ring.fill(mask_desc, seq % p.mask_seqs, head % p.mask_heads, query, key, j - n_full)
+            unmasked = 0 if p.spec.dense else n_full
+            if j >= unmasked:
+                mask_ring.fill(mask_desc, seq % p.mask_seqs, head % p.mask_heads, query, key, j - unmasked)
         v_ring.fill(v_desc, seq, group, key, j)
 
 
@@ -112,14 +113,16 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     k_ring, v_ring, mask_ring = rings
     seq, head, query, lse, delta, factor, ratio, start = place
     d: gl.constexpr = p.spec.d
-    masked: gl.constexpr = partial and (p.spec.has_mask or p.spec.packed)
+    hides: gl.constexpr = partial and (p.spec.has_mask or p.spec.packed)
+    masked: gl.constexpr = hides or p.spec.dense
     zero = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
     words = kept_of_queries(p, seq, head, query, block * p.spec.block_n)
     k_ring.wait_full(step)
     s = warpgroup_mma(q, k_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.wait_full(step)
-    # A mask or a soft cap takes so many registers that its weights are made first.
-    early: gl.constexpr = not masked and not p.spec.has_softcap and d <= 128
+    # A mask or a soft cap takes so many registers that its weights are made first; of 64 keys, both.
+    crowds: gl.constexpr = masked + p.spec.has_softcap
+    early: gl.constexpr = crowds <= (p.spec.block_n == 64 and not p.spec.packed) and d <= 128
     d_w = s
     if early:
         d_w = warpgroup_mma(o, v_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -132,7 +135,7 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     s = warpgroup_mma_wait(1 if early else 0, [s])
     if masked and p.spec.packed:  # what positions say is made now, else it takes registers while the product runs
         mask = sight_of_queries(p, start, kept_inside(query), block)
-    _w, bent = weights_of(p, s, lse[:, None], mask, factor, masked)
+    _w, bent = weights_of(p, s, lse[:, None], mask, factor, masked, hides)
     if partial and not p.spec.packed:
         bent = none_past_end(p, bent, block)
     if not early:
@@ -142,7 +145,7 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     if p.spec.has_dropout:
         d_w = dropped(d_w, words, p.spec.block_n)
     grads = as_left(score_gradients(bent, d_w, ratio, delta[:, None], partial).to(q.dtype), d)
-    if masked:
+    if hides:
         if p.spec.packed:
             clear_unseen_keys(p, k_ring.operand(step), start, block)
         else:
@@ -172,12 +175,13 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
     place = (seq, head, query, lse, delta, p.mask_factor(head), p.ratio(), start)
     dq = gl.full([64, d], 0.0, gl.float32, mma_layout(d))
     mbarrier.wait(here.index(0), 0)
+    unmasked = 0 if p.spec.dense else n_full
     for j in range(n_full):
-        block = p.key_block(start, j) if p.spec.has_dropout else 0
-        dq = add_block(p, tiles, rings, place, dq, j, block, 0, False, wg)
+        block = p.key_block(start, j) if p.spec.has_dropout or p.spec.dense else 0
+        dq = add_block(p, tiles, rings, place, dq, j, block, j, False, wg)
     for j in range(n_full, n_all):
         block = p.key_block(start, j)
-        dq = add_block(p, tiles, rings, place, dq, j, block, j - n_full, True, wg)
+        dq = add_block(p, tiles, rings, place, dq, j, block, j - unmasked, True, wg)
     first = (seq * p.n_head + head).to(gl.int64) * p.n_q * d
     store_rows(dq_out + first, query, p.n_q, dq, p.unscaled_scores(), d)
 

@@ -6,30 +6,28 @@ from triton.experimental.gluon import language as gl
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
-from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import capped_scores
+from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import capped_with_slope
 
 
 @gluon.jit
-def weights_of(p, s, lse, mask, factor, masked: gl.constexpr):
+def weights_of(p, s, lse, mask, factor, masked: gl.constexpr, hides: gl.constexpr):
     """(weights, what bends the gradient) of raw scores s, f32 [64, n]; lse in log2 units, in the scores' shape or one
-    that broadcasts to it. masked: there are mask values, of which -inf hides a score, NaN or not; factor: theirs. The
-    bend is what a soft cap's slope makes of the weights, without one the weights."""
-    if p.spec.has_softcap:
-        t = capped_scores(p, s, 0.0, 4)
-        x = t * LOG2E
-    else:
-        x = s * (p.scale * LOG2E)
+    that broadcasts to it. masked: there are mask values; hides: some may be -inf, which hides a score, NaN or not;
+    factor: theirs. The bend is what a soft cap's slope makes of the weights, without one the weights."""
+    shift = lse
     if masked:
         # Past the last query, and where nothing is seen, the mask may be 0, but lse is infinite.
-        bias = mask.to(gl.float32) * factor - lse
-        x = gl.where(bias != NEG_INF, x + bias, NEG_INF)
+        shift = lse - mask.to(gl.float32) * factor
+    if p.spec.has_softcap:
+        x, slope = capped_with_slope(p, s, -shift, 4 if masked else 8)
     else:
-        x = x - lse
+        x = s * (p.scale * LOG2E) - shift
+    if hides:
+        x = gl.where(shift != -NEG_INF, x, NEG_INF)
     w = gl.exp2(x)
     if p.spec.has_softcap:
-        slope = t * (1.0 / p.softcap)
-        bent = w * (1.0 - slope * slope)
-        if masked:  # what is hidden may have a slope of NaN
+        bent = w * slope
+        if hides:  # what is hidden may have a slope of NaN
             bent = gl.where(w == 0.0, 0.0, bent)
         return w, bent
     else:

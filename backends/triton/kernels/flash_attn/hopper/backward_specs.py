@@ -41,6 +41,8 @@ class GradientSpec:
     mask_vec: int
     mask_stages: int = 0
     has_dropout: bool = False
+    #: Every block adds the mask's values; those that come first in the lists hide nothing.
+    dense: bool = False
     n_wg: int = N_WG
     of_k: bool = True
     of_v: bool = True
@@ -95,7 +97,7 @@ class GradientConfig:
         return 4 * d * self.stages * self.block_n + 1024
 
 
-#: Of the kernels that own keys, by head size; and of those with a soft cap or dropout, which take more registers.
+#: Of the kernels that own keys, by head size; and of those that are crowded().
 KEYS: dict[int, GradientConfig] = {
     64: GradientConfig(block_m=128, block_n=128, stages=2),
     128: GradientConfig(block_m=64, block_n=128, stages=2),
@@ -124,9 +126,10 @@ TABLES = {
 }
 
 
-def crowded(own: str, softcap: float, dropout: float) -> bool:
-    """Whether a kernel needs more registers than a plain one's tiles leave."""
-    return softcap != 0.0 or (own == "keys" and dropout > 0.0)
+def crowded(own: str, softcap: float, dropout: float, dense: bool) -> bool:
+    """Whether a kernel needs more registers than a plain one's tiles leave. dense: every block adds the mask's values,
+    as with ALiBi or a bias."""
+    return softcap != 0.0 or (own == "keys" and dropout > 0.0) or (own == "queries" and dense)
 
 
 def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:

@@ -79,6 +79,7 @@ def weigh_step(p, k, rings, place, dv, step, query, mask_step, partial: gl.const
     """The first warpgroup's part of a step. place: (sequence, head, first key, factor of the mask)."""
     q_ring, o_ring, row_ring, mask_ring, weight_ring = rings
     seq, head, key, factor = place
+    masked: gl.constexpr = partial or p.spec.dense
     zero = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
     words = kept_of_keys(p, seq, head, query, key)
     q_ring.wait_full(step)
@@ -86,10 +87,10 @@ def weigh_step(p, k, rings, place, dv, step, query, mask_step, partial: gl.const
     row_ring.wait_full(step)
     lse = row_ring.read(step, 0)
     mask = 0
-    if partial:
+    if masked:
         mask = turned_mask(p, mask_ring, seq, head, key, query, mask_step, 0)
     s = warpgroup_mma_wait(0, [s])
-    w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
+    w, bent = weights_of(p, s, lse[None, :], mask, factor, masked, partial)
     if p.spec.of_v:
         if p.spec.has_dropout:
             left = as_left(dropped(w, words, p.spec.block_m).to(k.dtype), p.spec.d)
@@ -103,7 +104,7 @@ def weigh_step(p, k, rings, place, dv, step, query, mask_step, partial: gl.const
         gl.thread_barrier()
     q_ring.release(step)
     row_ring.release(step)
-    if partial and p.spec.mask_stages > 0:
+    if masked and p.spec.mask_stages > 0:
         mask_ring.release(mask_step)
     if p.spec.of_v:
         dv, left = warpgroup_mma_wait(0, [dv, left])
@@ -128,14 +129,15 @@ def weigh(p, tiles, rings, dv_out):
         head = group * p.gqa + turn
         n_full, n_all, start = p.query_visits(seq, head, block)
         place = (seq, head, key, p.mask_factor(head))
+        unmasked = 0 if p.spec.dense else n_full * steps
         for i in range(n_full * steps):
-            query = p.first_query(start, i) if p.spec.has_dropout else 0
-            dv = weigh_step(p, k, rings, place, dv, done + i, query, 0, False)
+            query = p.first_query(start, i) if p.spec.has_dropout or p.spec.dense else 0
+            dv = weigh_step(p, k, rings, place, dv, done + i, query, masks + i, False)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):
                 query = p.first_query(start, i)
-                dv = weigh_step(p, k, rings, place, dv, done + i, query, masks + i - n_full * steps, True)
-            masks += (n_all - n_full) * steps
+                dv = weigh_step(p, k, rings, place, dv, done + i, query, masks + i - unmasked, True)
+            masks += n_all * steps - unmasked
         done += n_all * steps
     if p.spec.of_v:
         first = (seq * (p.n_head // p.gqa) + group).to(gl.int64) * p.n_kv * d

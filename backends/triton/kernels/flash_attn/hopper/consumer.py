@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
-from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_queries
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped_pairs, kept_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import (
     clear_unseen,
     hide,
@@ -186,9 +186,10 @@ def advance(
         gl.thread_barrier()
         mask_ring.release(mask_step)
     v_ring.release(step - 1)
+    pairs = packed(weights, queries.dtype)
     if p.spec.has_dropout:
-        weights = dropped(weights, words, p.spec.block_n)
-    return rescale(p, acc, decay), packed(weights, queries.dtype), m, den
+        pairs = dropped_pairs(pairs, words, p.spec.block_n)
+    return rescale(p, acc, decay), pairs, m, den
 
 
 @gluon.jit
@@ -322,10 +323,10 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
                 den = settle(den)
                 gl.thread_barrier()
                 mask_ring.release(mask_step)
+        pairs = packed(weights, dtype)
         if p.spec.has_dropout:
             words = kept_of_queries(p, seq, group, token, p.block(start, 0) * p.spec.block_n)
-            weights = dropped(weights, words, p.spec.block_n)
-        pairs = packed(weights, dtype)
+            pairs = dropped_pairs(pairs, words, p.spec.block_n)
 
         for j in range(1, n_full):
             now = (seq, group, token, taken + j - 1, 0, sight)

@@ -50,6 +50,7 @@ from graphrt.backends.triton.kernels.flash_attn.problem import Operand, Problem,
 from graphrt.backends.triton.kernels.flash_attn.turned import BLOCK, turn_values
 from graphrt.backends.triton.launch import Launch
 from graphrt.dtypes import FLOATS8
+from graphrt.ops.dropout import left_out
 from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.tensor import Tensor
 
@@ -238,7 +239,7 @@ class HalfTiles(RowTiles):
         args = common_arguments(p, self.tiling, plan, bad) | {
             "k_desc": box_descriptor(as_torch(p.k_t, p.k.data), c.block_n, d, idle=d),
             "v_desc": box_descriptor(as_torch(p.v_t, p.v.data), c.block_n, d, idle=d),
-            "mask_desc": rows if mask_stages else None, "kept": None, "inverse": 1.0 / (1.0 - p.dropout_p),
+            "mask_desc": rows if mask_stages else None, "kept": None, "inverse": 1.0 / (1.0 - left_out(p.dropout_p)),
             "spec": replace(self.spec(mask_stages=mask_stages), has_dropout=p.dropout_p > 0.0),
             "score": score_numbers(p),
         }  # fmt: skip

@@ -12,6 +12,8 @@ SHORT_RANGE = gl.constexpr(0.45)
 SHORT_TANH = gl.constexpr((0.99995852, -0.33165442, 0.11609694))
 LONG_RANGE = gl.constexpr(0.9)
 LONG_TANH = gl.constexpr((0.999986742, -0.332987063, 0.130767856, -0.045938528, 0.00984349093))
+# 1 - tanh(x)^2 of x^2 to SHORT_RANGE, to 8.0e-5: a sixth of what f16 rounds.
+SHORT_SLOPE = gl.constexpr((0.99992, -0.99264072, 0.56506034))
 # Their tanh at the end of their range, and so many log2 units below a row's maximum what they have wrong further down
 # is less than f16's rounding of a weight: the short one's error is still small where its range ends.
 SHORT_LAST, SHORT_BELOW = gl.constexpr(0.42189901), gl.constexpr(13.8)
@@ -63,6 +65,29 @@ def capped_asm(n):
         return [x for k in range(n) for x in capped_lines(form, f"${k}", f"${n + k}", f"${2 * n + k}", constants)]
 
     return by_level(f"${3 * n}", lines)
+
+
+@gluon.constexpr_function
+def sloped_lines(form, operands, constants):
+    """PTX for (result, slope) of (a raw score, shift): capped_lines' and 1 - tanh^2. constants: its own, then the
+    coefficients of the short slope, times the ratio's powers."""
+    result, slope, score, shift = operands
+    lines = capped_lines(form, result, score, shift, constants[:5])
+    if form == SHORT:  # a is the square of the score
+        lines += [f"fma.rn.f32 b, a, {constants[6]}, {constants[5]};"]
+        return [*lines, f"fma.rn.f32 {slope}, a, b, {SHORT_SLOPE.value[0]};"]
+    return [*lines, "neg.f32 a, x;", f"fma.rn.f32 {slope}, a, x, 1.0;"]
+
+
+@gluon.constexpr_function
+def sloped_asm(n):
+    """PTX of `capped_with_slope` for n elements. Operands: the results, their slopes, then n of each argument."""
+
+    def lines(form):
+        constants = [f"${n * i}" for i in range(5, 12)]
+        return [x for k in range(n) for x in sloped_lines(form, [f"${n * i + k}" for i in range(4)], constants)]
+
+    return by_level(f"${4 * n}", lines)
 
 
 @gluon.constexpr_function
@@ -128,6 +153,26 @@ def capped(p, s, shift, level, unit: gl.constexpr, pack: gl.constexpr):
         is_pure=True,
         pack=pack,
     )
+
+
+@gluon.jit
+def capped_with_slope(p, s, shift, pack: gl.constexpr):
+    """(raw scores soft-capped, in log2 units, plus shift; 1 - tanh^2, the soft cap's slope). pack: elements of a thread
+    between two branches."""
+    ratio, cap, c0, c1, c2 = cap_constants(p, LOG2E)
+    square = ratio * ratio
+    source: gl.constexpr = sloped_asm(pack)
+    return gl.inline_asm_elementwise(
+        source,
+        asm_operands(2 * pack, 10 * pack),
+        [
+            s, shift, cap_level(p, s, 0.0, 0.0, True)[:, None], ratio, cap, c0, c1, c2, SHORT_SLOPE[1] * square,
+            SHORT_SLOPE[2] * square * square,
+        ],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=pack,
+    )  # fmt: skip
 
 
 @gluon.jit
