@@ -58,6 +58,90 @@ def hand_over(
         write(y, p_out, p_factors, p_bias, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
 
 
+#: Parts that are asked for before the first of them is added.
+PARTS_AT_ONCE = gl.constexpr(8)
+
+
+@gluon.jit
+def hand_over_shares(
+    y, p_out, p_factors, p_bias, p_residual, p_parts, p_counters, first_row, m, n, tile, i_split, n_splits,
+    GLU: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """A tile's parts to out [n, m], by all of its programs: each waits until all parts are there, and adds up those of
+    its share of the tokens, in order. All of a launch's programs must be able to run at once.
+
+    y: a program's part [ROWS, TOKENS], four warps'; counters: int32 [tiles, 2], zeros: of parts that are there, and of
+    programs that have seen it.
+    """
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    L: gl.constexpr = y.type.layout
+    p_first = p_parts + (tile * n_splits).to(gl.int64) * (ROWS * TOKENS)
+    gl.store(p_first + i_split * (ROWS * TOKENS) + axis_index(L, 2, 1, TOKENS) * ROWS + axis_index(L, 2, 0, ROWS), y)
+    # All threads' stores come before the count, and all reads of others' parts after it.
+    gl.thread_barrier()
+    p_counter = p_counters + tile * 2
+    there = gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") + 1
+    while there < n_splits:
+        there = gl.atomic_add(p_counter, 0, sem="acq_rel", scope="gpu")
+    if gl.atomic_add(p_counter + 1, 1, sem="acq_rel", scope="gpu") == n_splits - 1:
+        gl.store(p_counter, 0)  # for the next launch; in this one nobody looks here any more
+        gl.store(p_counter + 1, 0)
+    PAIR: gl.constexpr = GLU != ""
+    R: gl.constexpr = ROWS // 2 if PAIR else ROWS
+    LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [128 // R, R // 32], [1, 0])
+    row = axis_index(LS, 2, 1, R)
+    at_row = row // 8 * 16 + row % 8 if PAIR else row
+    for first in range(i_split * 8, gl.minimum(n, TOKENS), n_splits * 8):
+        token = first + axis_index(LS, 2, 0, 8)
+        at = token * ROWS + at_row
+        total = add_parts(p_first, at, n_splits, ROWS * TOKENS)
+        if PAIR:
+            up = add_parts(p_first, at + 8, n_splits, ROWS * TOKENS)
+        else:
+            up = total
+        finish(total, up, first_row + row, token, p_out, p_factors, p_bias, p_residual, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
+
+
+@gluon.jit
+def add_parts(p, at, n_parts, stride):
+    """The sum of what n_parts parts have at `at`, in order. Past the L1 cache: others wrote them."""
+    total = gl.load(p + at, cache_modifier=".cg")
+    for i in range(1, n_parts, PARTS_AT_ONCE):
+        p0 = p + i * stride
+        a = gl.load(p0 + at, cache_modifier=".cg")
+        b = gl.load(p0 + stride + at, mask=(at >= 0) & (i + 1 < n_parts), other=0.0, cache_modifier=".cg")
+        c = gl.load(p0 + 2 * stride + at, mask=(at >= 0) & (i + 2 < n_parts), other=0.0, cache_modifier=".cg")
+        d = gl.load(p0 + 3 * stride + at, mask=(at >= 0) & (i + 3 < n_parts), other=0.0, cache_modifier=".cg")
+        e = gl.load(p0 + 4 * stride + at, mask=(at >= 0) & (i + 4 < n_parts), other=0.0, cache_modifier=".cg")
+        f = gl.load(p0 + 5 * stride + at, mask=(at >= 0) & (i + 5 < n_parts), other=0.0, cache_modifier=".cg")
+        g = gl.load(p0 + 6 * stride + at, mask=(at >= 0) & (i + 6 < n_parts), other=0.0, cache_modifier=".cg")
+        h = gl.load(p0 + 7 * stride + at, mask=(at >= 0) & (i + 7 < n_parts), other=0.0, cache_modifier=".cg")
+        total = total + a + b + c + d + e + f + g + h
+    return total
+
+
+@gluon.jit
+def finish(
+    y, up, row, token, p_out, p_factors, p_bias, p_residual, m, n,
+    GLU: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Sums of rows and tokens to out [n, m], as write() has it; with a gate y is its sums and `up` those of its up."""
+    if HAS_FACTORS:
+        factor = gl.load(p_factors + token, mask=token < n, other=0.0)
+        y = y * factor
+        up = up * factor
+    if GLU != "":
+        y = glu(y, up, 0.0, 0.0, GLU)
+    at = token * m + row
+    stored = (row < m) & (token < n)
+    if HAS_BIAS:
+        y += gl.load(p_bias + row, mask=row < m, other=0.0)
+    if HAS_RESIDUAL:
+        y += gl.load(p_residual + at, mask=stored, other=0.0)
+    gl.store(p_out + at, y, mask=stored)
+
+
 @gluon.jit
 def write(
     y, p_out, p_factors, p_bias, p_residual, first_row, m, n,
@@ -77,16 +161,4 @@ def write(
     L: gl.constexpr = y.type.layout
     row = first_row + axis_index(L, 2, 0, R)
     token = axis_index(L, 2, 1, TOKENS)
-    if HAS_FACTORS:
-        factor = gl.load(p_factors + token, mask=token < n, other=0.0)
-        y = y * factor
-        up = up * factor
-    if GLU != "":
-        y = glu(y, up, 0.0, 0.0, GLU)
-    at = token * m + row
-    stored = (row < m) & (token < n)
-    if HAS_BIAS:
-        y += gl.load(p_bias + row, mask=row < m, other=0.0)
-    if HAS_RESIDUAL:
-        y += gl.load(p_residual + at, mask=stored, other=0.0)
-    gl.store(p_out + at, y, mask=stored)
+    finish(y, up, row, token, p_out, p_factors, p_bias, p_residual, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
