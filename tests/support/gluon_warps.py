@@ -106,14 +106,16 @@ class Schedule:
         """Runs the first function here and the others in partitions of their own, until all have ended."""
         me = self.running
         me.weight = self.random.choice((1, 20))
+        workers = []
         for i, (run, count) in enumerate(zip(runs[1:], warps, strict=True)):
-            worker = Partition(str(i + 1), count, me.may_read, self.random.choice((1, 20)))
+            worker = Partition(f"{me.name}.{i + 1}", count, me.may_read, self.random.choice((1, 20)))
+            workers.append(worker)
             self.partitions.append(worker)
             self.threads.append(threading.Thread(target=self._work, args=(worker, run), daemon=True))
             self.threads[-1].start()
         self.pause()
         runs[0]()
-        self.pause(lambda: self.partitions == [me], lambda: "waits for the end of the others")
+        self.pause(lambda: not any(w in self.partitions for w in workers), lambda: "waits for the end of the others")
 
     def _work(self, me: Partition, run: Callable[[], None]) -> None:
         me.turn.acquire()
@@ -355,6 +357,7 @@ class HopperGl(Gl):
         super().__init__(memory, warps)
         self.schedule: Schedule
         self.constexpr = lambda x: x
+        self.seen: dict[tuple[Partition, int], int] = {}
 
     def num_warps(self) -> int:
         return self.schedule.running.warps
@@ -376,24 +379,39 @@ class HopperGl(Gl):
         super().store(*args, **kwargs)
 
 
+    def atomic_add(self, p: Value, n: int, sem: str, scope: str) -> Value:
+        """Others may go on before. One that adds nothing asks for what others count up: it waits until it sees that."""
+        self._check()
+        at = self.schedule.running, int(p.data)
+        if n == 0:
+            what = f"waits for more than {self.seen[at]} at {at[1]}"
+            self.schedule.pause(lambda: int(self.memory.load(p).data) != self.seen[at], lambda: what)
+        else:
+            self.schedule.pause()
+        old = super().atomic_add(p, n, sem, scope)
+        self.seen[at] = int(old.data) + n
+        return old
+
+
 def _may_read(schedule: Schedule) -> None:
     """gdc_wait."""
     schedule.running.may_read = True
 
 
-def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> None:
-    """Runs a Launch on tensors of the host, its programs one after the other, in an order of the seed's choice.
-    others: functions in place of those of these names, as of code in PTX."""
+def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None, together: bool = False) -> None:
+    """Runs a Launch on tensors of the host, in an order of the seed's choice: its programs one after the other, or
+    together, as they must where they wait for each other. others: functions in place of those of these names, as of
+    code in PTX."""
     memory = Memory(launch.args)
     warps, pdl = launch.options["num_warps"], launch.options.get("launch_pdl", False)
     given = arguments_of(launch, memory)
     given |= {k: Descriptor(a, memory) for k, a in launch.args.items() if hasattr(a, "block_shape")}
     programs = list(range(launch.grid[0]))
     random.Random(seed).shuffle(programs)
-    for program in programs:
-        schedule = Schedule(seed * len(programs) + program, warps, pdl)
+
+    def program_of(i: int, schedule: Schedule) -> Callable[[], None]:
         gl, barriers = HopperGl(memory, warps), Barriers(schedule)
-        gl.schedule, gl.program, gl.programs = schedule, program, len(programs)
+        gl.schedule, gl.program, gl.programs = schedule, i, len(programs)
         copies, products = LateCopies(schedule, memory, barriers), Products(schedule)
         replaced = {
             "gl": gl, "async_copy": copies, "tma": copies, "mbarrier": barriers, "warpgroup_mma": products.start,
@@ -401,5 +419,14 @@ def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> Non
             "gdc_wait": partial(_may_read, schedule), "gdc_launch_dependents": lambda: None,
             "fence_async_shared": lambda: None, **(others or {}),
         }  # fmt: skip
-        schedule.run(partial(rebuilt(launch.kernel, replaced), **given))
+        return partial(rebuilt(launch.kernel, replaced), **given)
+
+    if together:
+        schedule = Schedule(seed, warps, pdl)
+        runs = [program_of(i, schedule) for i in programs]
+        schedule.run(lambda: schedule.specialize(runs, [warps] * (len(runs) - 1)))
+    else:
+        for i in programs:
+            schedule = Schedule(seed * len(programs) + i, warps, pdl)
+            schedule.run(program_of(i, schedule))
     memory.give_back()
