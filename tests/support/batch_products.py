@@ -28,9 +28,7 @@ GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 _CENTRES = {"q4_K": 8, "q5_K": 16, "q6_K": 0, "iq4_xs": 0}
 
 
-def weight_of(
-    kind: str, m: int, k: int, broken: int | None = None, paired: bool = False
-) -> tuple[Packed, np.ndarray]:
+def weight_of(kind: str, m: int, k: int, broken: int | None = None, paired: bool = False) -> tuple[Packed, np.ndarray]:
     """A packed matrix, and its values as the f16 that products see, in f64. broken: a row with a scale that is NaN;
     paired: for wgmma, which rounds scales too."""
     raw = quantize(RNG.standard_normal((m, k)).astype(np.float32), dtype(kind), RNG)

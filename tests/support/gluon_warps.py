@@ -378,7 +378,6 @@ class HopperGl(Gl):
         self._check()
         super().store(*args, **kwargs)
 
-
     def atomic_add(self, p: Value, n: int, sem: str, scope: str) -> Value:
         """Others may go on before. One that adds nothing asks for what others count up: it waits until it sees that."""
         self._check()

@@ -36,7 +36,8 @@ def _run(
 ) -> None:
     ordered = Activations(x.values[:, wgmma_order(x.k)].contiguous(), x.factors)
     tokens = mma_launch.padded_tokens(x.rows)
-    emulate(wgmma_launch.launch(TARGET, weights, ordered, outs, config, tokens, **more), seed)
+    made = wgmma_launch.launch(TARGET, weights, ordered, outs, config, tokens, **more)
+    emulate(made, seed, together=more.get("split") is not None)
 
 
 def _check(kind: str, n: int, m: int, k: int, config: HopperConfig, seeds: Sequence[int]) -> None:
@@ -72,8 +73,9 @@ def test_configs(warpgroups: int, chunk: int, stages: int) -> None:
 
 
 def _split(ranges: int, steps: int, tiles: int) -> mma_launch.Split:
-    parts = torch.full((tiles * ranges * 64 * 16,), float("nan"))
-    return mma_launch.Split(ranges, steps, parts, torch.zeros(tiles, dtype=torch.int32))
+    """tiles: of a warpgroup."""
+    parts = torch.full((tiles * ranges * 64 * 64,), float("nan"))
+    return mma_launch.Split(ranges, steps, parts, torch.zeros(2 * tiles, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q8_0", "q4_0"])
@@ -93,6 +95,21 @@ def test_a_split_of_k(kind: str, ranges: int, steps: int, seed: int) -> None:
     assert nmse(outs[1], exact @ u.T) < 1e-9
     _run([w, other], x, [out], SMALL, seed, gate=Gate("reglu"), split=split)
     assert nmse(out, np.maximum(exact @ values.T, 0) * (exact @ u.T)) < 1e-9 and not split.counter.any()
+
+
+@pytest.mark.parametrize(("n", "ranges"), [(33, 2), (64, 3), (9, 11)])
+def test_a_split_of_many_tokens(n: int, ranges: int) -> None:
+    """Programs that have several pieces of eight tokens, and none; more parts than are asked for at a time. The bits
+    are the same whatever the order of things."""
+    w, values = weight_of("q4_0", 72, 256 * ranges)
+    x, exact = x_of(n, 256 * ranges, factors=True)
+    results = []
+    for seed in SEEDS:
+        out, split = torch.full((n, 72), float("nan")), _split(ranges, 1, 2)
+        _run([w], x, [out], SMALL, seed, split=split)
+        assert nmse(out, exact @ values.T) < 1e-9 and not split.counter.any()
+        results.append(out)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q5_0"])

@@ -71,7 +71,7 @@ def hand_over_shares(
     its share of the tokens, in order. All of a launch's programs must be able to run at once.
 
     y: a program's part [ROWS, TOKENS], four warps'; counters: int32 [tiles, 2], zeros: of parts that are there, and of
-    programs that have seen it.
+    programs that are done with them.
     """
     ROWS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
@@ -82,64 +82,70 @@ def hand_over_shares(
     gl.thread_barrier()
     p_counter = p_counters + tile * 2
     there = gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") + 1
-    while there < n_splits:
-        there = gl.atomic_add(p_counter, 0, sem="acq_rel", scope="gpu")
-    if gl.atomic_add(p_counter + 1, 1, sem="acq_rel", scope="gpu") == n_splits - 1:
-        gl.store(p_counter, 0)  # for the next launch; in this one nobody looks here any more
-        gl.store(p_counter + 1, 0)
     PAIR: gl.constexpr = GLU != ""
     R: gl.constexpr = ROWS // 2 if PAIR else ROWS
     LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [128 // R, R // 32], [1, 0])
     row = axis_index(LS, 2, 1, R)
     at_row = row // 8 * 16 + row % 8 if PAIR else row
+    while there < n_splits:
+        there = gl.atomic_add(p_counter, 0, sem="acquire", scope="gpu")
     for first in range(i_split * 8, gl.minimum(n, TOKENS), n_splits * 8):
         token = first + axis_index(LS, 2, 0, 8)
         at = token * ROWS + at_row
+        factor, more = asked(
+            first_row + row, token, p_factors, p_bias, p_residual, m, n, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL
+        )
         total = add_parts(p_first, at, n_splits, ROWS * TOKENS)
         if PAIR:
             up = add_parts(p_first, at + 8, n_splits, ROWS * TOKENS)
         else:
             up = total
-        finish(total, up, first_row + row, token, p_out, p_factors, p_bias, p_residual, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
+        finish(total, up, factor, more, first_row + row, token, p_out, m, n, GLU)
+    # Nobody looks at the counters any more when the last one comes here: they are zeros for the next launch.
+    if gl.atomic_add(p_counter + 1, 1, sem="relaxed", scope="gpu") == n_splits - 1:
+        gl.store(p_counter, 0)
+        gl.store(p_counter + 1, 0)
 
 
 @gluon.jit
 def add_parts(p, at, n_parts, stride):
     """The sum of what n_parts parts have at `at`, in order. Past the L1 cache: others wrote them."""
     total = gl.load(p + at, cache_modifier=".cg")
-    for i in range(1, n_parts, PARTS_AT_ONCE):
-        p0 = p + i * stride
-        a = gl.load(p0 + at, cache_modifier=".cg")
-        b = gl.load(p0 + stride + at, mask=(at >= 0) & (i + 1 < n_parts), other=0.0, cache_modifier=".cg")
-        c = gl.load(p0 + 2 * stride + at, mask=(at >= 0) & (i + 2 < n_parts), other=0.0, cache_modifier=".cg")
-        d = gl.load(p0 + 3 * stride + at, mask=(at >= 0) & (i + 3 < n_parts), other=0.0, cache_modifier=".cg")
-        e = gl.load(p0 + 4 * stride + at, mask=(at >= 0) & (i + 4 < n_parts), other=0.0, cache_modifier=".cg")
-        f = gl.load(p0 + 5 * stride + at, mask=(at >= 0) & (i + 5 < n_parts), other=0.0, cache_modifier=".cg")
-        g = gl.load(p0 + 6 * stride + at, mask=(at >= 0) & (i + 6 < n_parts), other=0.0, cache_modifier=".cg")
-        h = gl.load(p0 + 7 * stride + at, mask=(at >= 0) & (i + 7 < n_parts), other=0.0, cache_modifier=".cg")
-        total = total + a + b + c + d + e + f + g + h
+    for first in range(1, n_parts, PARTS_AT_ONCE):
+        more = ()
+        for i in gl.static_range(PARTS_AT_ONCE):
+            there = (at >= 0) & (first + i < n_parts)
+            more = more + (gl.load(p + (first + i) * stride + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for i in gl.static_range(PARTS_AT_ONCE):
+            total += more[i]
     return total
 
 
 @gluon.jit
-def finish(
-    y, up, row, token, p_out, p_factors, p_bias, p_residual, m, n,
-    GLU: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+def asked(
+    row, token, p_factors, p_bias, p_residual, m, n,
+    HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Sums of rows and tokens to out [n, m], as write() has it; with a gate y is its sums and `up` those of its up."""
+    """(tokens' factors, what is added to sums of rows and tokens): for what there is none of, 1 and 0."""
+    factor = 1.0
+    more = 0.0
     if HAS_FACTORS:
         factor = gl.load(p_factors + token, mask=token < n, other=0.0)
-        y = y * factor
-        up = up * factor
-    if GLU != "":
-        y = glu(y, up, 0.0, 0.0, GLU)
-    at = token * m + row
-    stored = (row < m) & (token < n)
     if HAS_BIAS:
-        y += gl.load(p_bias + row, mask=row < m, other=0.0)
+        more = gl.load(p_bias + row, mask=row < m, other=0.0)
     if HAS_RESIDUAL:
-        y += gl.load(p_residual + at, mask=stored, other=0.0)
-    gl.store(p_out + at, y, mask=stored)
+        more += gl.load(p_residual + (token * m + row), mask=(row < m) & (token < n), other=0.0)
+    return factor, more
+
+
+@gluon.jit
+def finish(y, up, factor, more, row, token, p_out, m, n, GLU: gl.constexpr):
+    """Sums of rows and tokens to out [n, m], with what asked() has of them; with a gate y is its sums and `up` those
+    of its up."""
+    y = y * factor
+    if GLU != "":
+        y = glu(y, up * factor, 0.0, 0.0, GLU)
+    gl.store(p_out + (token * m + row), y + more, mask=(row < m) & (token < n))
 
 
 @gluon.jit
@@ -161,4 +167,5 @@ def write(
     L: gl.constexpr = y.type.layout
     row = first_row + axis_index(L, 2, 0, R)
     token = axis_index(L, 2, 1, TOKENS)
-    finish(y, up, row, token, p_out, p_factors, p_bias, p_residual, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
+    factor, more = asked(row, token, p_factors, p_bias, p_residual, m, n, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
+    finish(y, up, factor, more, row, token, p_out, m, n, GLU)

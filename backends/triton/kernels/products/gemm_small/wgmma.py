@@ -35,7 +35,7 @@ from graphrt.backends.triton.kernels.kinds import has_plain_nibbles
 from graphrt.backends.triton.kernels.products.gemm_small.mma import matrix_of, place_of
 from graphrt.backends.triton.kernels.products.gemm_small.operands import halves_of, paired_scales_of, step_scales
 from graphrt.backends.triton.kernels.products.gemm_small.pairs import f16_pairs
-from graphrt.backends.triton.kernels.products.gemm_small.results import hand_over, hand_over_shares
+from graphrt.backends.triton.kernels.products.gemm_small.results import hand_over_shares, write
 from graphrt.backends.triton.kernels.products.gemm_small.rings import allocate_planes, copy_weights, steps_of
 
 #: Rows of a warpgroup.
@@ -80,7 +80,6 @@ class Form(Shape):
     has_factors: bool
     has_bias: bool
     has_residual: bool
-    shares: bool = False
 
 
 @gluon.constexpr_function
@@ -222,15 +221,15 @@ def consume(
         gdc_wait()
     row = first_row + wg * form.tile
     part = i_tile * form.warpgroups + wg
-    if form.split and form.shares:
+    if form.split:
         hand_over_shares(
             sums, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, row, m, n, part, i_split, n_splits, GLU,
             form.has_factors, form.has_bias, form.has_residual,
         )  # fmt: skip
     else:
-        hand_over(
-            sums, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, row, m, n, part, i_split, n_splits, GLU,
-            form.split, form.has_factors, form.has_bias, form.has_residual,
+        write(
+            sums, p_out, p_factors, p_bias, p_residual, row, m, n, GLU, form.has_factors, form.has_bias,
+            form.has_residual,
         )  # fmt: skip
 
 
@@ -253,8 +252,8 @@ def batch_wgmma(
     x_desc, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split, form: gl.constexpr,
 ):  # fmt: skip
     """batch_mma's arguments, but: x_desc of x f16 [n, k] in the order above, in blocks [tokens, 64]; steps_a_split in
-    chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 [tiles, warpgroups]. Four warps at
-    launch.
+    chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 [tiles, warpgroups, 2]. All
+    programs of a split must be able to run at once. Four warps at launch.
     """
     tile = gl.program_id(0)
     i_split = tile * 0

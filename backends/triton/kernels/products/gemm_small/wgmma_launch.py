@@ -57,8 +57,8 @@ class HopperConfig:
 
     @property
     def counters(self) -> int:
-        """Of a tile that is split: each warpgroup has its own."""
-        return self.warpgroups
+        """Of a tile that is split: each warpgroup has two of its own."""
+        return 2 * self.warpgroups
 
 
 def chunk_bytes(kind: str, config: HopperConfig) -> int:
