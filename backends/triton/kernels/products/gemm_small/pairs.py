@@ -1,9 +1,9 @@
 """Codes as wgmma.py's first operand: two at a time, in f16 throughout (Gluon).
 
-A code under the exponent of 1024 is the f16 1024 + code; one in the high nibble of its byte, under that of 64, 64 + code.
-Bytes 0 and 2 of a word lie where a pair of f16 has its low bits, so a mask and an exponent make two numbers of them at
-once; bytes 1 and 3 do after a shift by 8. From these the exponent and a centre are taken, which is exact, then they are
-multiplied with the group's scale, and what is added is added, which rounds once.
+A code under the exponent of 1024 is the f16 1024 + code; one in the high nibble of its byte under that of 64 is
+64 + code. Bytes 0 and 2 of a word lie where a pair of f16 has its low bits, so a mask and an exponent make two numbers
+of them at once; bytes 1 and 3 do after a shift by 8. From these the exponent and a centre are taken, which is exact,
+then they are multiplied with the group's scale, and what is added is added, which rounds once.
 
 Scales that are products (d times an integer) are rounded to f16 first. What that loses is in proportion to what is
 multiplied with it, so codes are taken from their middle, and what is to be added is made for that, in f32.
