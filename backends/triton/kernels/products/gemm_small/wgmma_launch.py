@@ -26,7 +26,7 @@ from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Rows of a warpgroup; registers of a thread of the producer.
 ROWS, PRODUCER = 64, 72
-#: Registers of the producer's where four warpgroups add up parts and need more.
+#: Registers of the producer's where the warpgroups have few. With a gate it has twice the pointers and needs them.
 SPARING = 64
 
 
@@ -105,7 +105,8 @@ def launch(
     split: Split | None = None,
 ) -> Launch:  # fmt: skip
     """As mma_launch.launch(), of x in the order that wgmma.py wants. split: in chunks."""
-    producer = SPARING if config.warpgroups == 4 and split else PRODUCER
+    tight = config.per_sm > 1 or (config.warpgroups == 4 and gate is None)
+    producer = SPARING if tight else PRODUCER
     at_start, registers = registers_of(config.warpgroups, config.per_sm, producer)
     form = Form(
         kind=weights[0].kind, tokens=tokens, warpgroups=config.warpgroups, chunk=config.chunk, stages=config.stages,
