@@ -357,7 +357,6 @@ class HopperGl(Gl):
         super().__init__(memory, warps)
         self.schedule: Schedule
         self.constexpr = lambda x: x
-        self.seen: dict[tuple[Partition, int], int] = {}
 
     def num_warps(self) -> int:
         return self.schedule.running.warps
@@ -379,17 +378,10 @@ class HopperGl(Gl):
         super().store(*args, **kwargs)
 
     def atomic_add(self, p: Value, n: int, sem: str, scope: str) -> Value:
-        """Others may go on before. One that adds nothing asks for what others count up: it waits until it sees that."""
+        """Others may go on before."""
         self._check()
-        at = self.schedule.running, int(p.data)
-        if n == 0:
-            what = f"waits for more than {self.seen[at]} at {at[1]}"
-            self.schedule.pause(lambda: int(self.memory.load(p).data) != self.seen[at], lambda: what)
-        else:
-            self.schedule.pause()
-        old = super().atomic_add(p, n, sem, scope)
-        self.seen[at] = int(old.data) + n
-        return old
+        self.schedule.pause()
+        return super().atomic_add(p, n, sem, scope)
 
 
 def _may_read(schedule: Schedule) -> None:
@@ -399,7 +391,7 @@ def _may_read(schedule: Schedule) -> None:
 
 def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None, together: bool = False) -> None:
     """Runs a Launch on tensors of the host, in an order of the seed's choice: its programs one after the other, or
-    together, as they must where they wait for each other. others: functions in place of those of these names, as of
+    together. others: functions in place of those of these names, as of
     code in PTX."""
     memory = Memory(launch.args)
     warps, pdl = launch.options["num_warps"], launch.options.get("launch_pdl", False)

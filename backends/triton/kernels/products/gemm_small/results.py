@@ -58,8 +58,12 @@ def hand_over(
         write(y, p_out, p_factors, p_bias, p_residual, first_row, m, n, GLU, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL)
 
 
+#: Parts of a tile in hand_over_shares(), at most: a bit of an int32 for each, above a byte that counts them.
+MOST_SHARES = 23
 #: Parts that are asked for before the first of them is added.
 PARTS_AT_ONCE = gl.constexpr(8)
+#: How often a program asks whether all parts are there, some tens of microseconds, before it leaves its share to others.
+PATIENCE = gl.constexpr(100)
 
 
 @gluon.jit
@@ -68,10 +72,12 @@ def hand_over_shares(
     GLU: gl.constexpr, HAS_FACTORS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """A tile's parts to out [n, m], by all of its programs: each waits until all parts are there, and adds up those of
-    its share of the tokens, in order. All of a launch's programs must be able to run at once.
+    its share of the tokens, in order. One that has waited too long, since others can't run beside it, leaves its share
+    to the program whose part comes last; so nobody waits for ever.
 
-    y: a program's part [ROWS, TOKENS], four warps'; counters: int32 [tiles, 2], zeros: of parts that are there, and of
-    programs that are done with them.
+    y: a program's part [ROWS, TOKENS], four warps'; counters: int32 [tiles, 2], zeros. The first one's low byte counts
+    parts that are there, the bits above it are programs that left (up to MOST_SHARES); the second one counts programs
+    that are done.
     """
     ROWS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
@@ -81,26 +87,38 @@ def hand_over_shares(
     # All threads' stores come before the count, and all reads of others' parts after it.
     gl.thread_barrier()
     p_counter = p_counters + tile * 2
-    there = gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") + 1
+    state = gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") + 1
+    own = gl.to_tensor(1) << i_split
+    shares = own
+    if (state & 255) == n_splits:
+        shares = own | (state >> 8)
+    else:
+        asked_for = 0
+        while ((state & 255) < n_splits) & (asked_for < PATIENCE):
+            state = gl.atomic_add(p_counter, 0, sem="acquire", scope="gpu")
+            asked_for += 1
+        if (state & 255) < n_splits:
+            state = gl.atomic_add(p_counter, own << 8, sem="acq_rel", scope="gpu")
+            # If all parts have come in the meantime, who came last does not know of this.
+            shares = gl.where((state & 255) < n_splits, 0, own)
     PAIR: gl.constexpr = GLU != ""
     R: gl.constexpr = ROWS // 2 if PAIR else ROWS
     LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [128 // R, R // 32], [1, 0])
     row = axis_index(LS, 2, 1, R)
     at_row = row // 8 * 16 + row % 8 if PAIR else row
-    while there < n_splits:
-        there = gl.atomic_add(p_counter, 0, sem="acquire", scope="gpu")
-    for first in range(i_split * 8, gl.minimum(n, TOKENS), n_splits * 8):
-        token = first + axis_index(LS, 2, 0, 8)
-        at = token * ROWS + at_row
-        factor, more = asked(
-            first_row + row, token, p_factors, p_bias, p_residual, m, n, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL
-        )
-        total = add_parts(p_first, at, n_splits, ROWS * TOKENS)
-        if PAIR:
-            up = add_parts(p_first, at + 8, n_splits, ROWS * TOKENS)
-        else:
-            up = total
-        finish(total, up, factor, more, first_row + row, token, p_out, m, n, GLU)
+    for piece in range(0, (gl.minimum(n, TOKENS) + 7) // 8):
+        if ((shares >> (gl.to_tensor(piece) % n_splits)) & 1) == 1:
+            token = piece * 8 + axis_index(LS, 2, 0, 8)
+            at = token * ROWS + at_row
+            factor, more = asked(
+                first_row + row, token, p_factors, p_bias, p_residual, m, n, HAS_FACTORS, HAS_BIAS, HAS_RESIDUAL
+            )
+            total = add_parts(p_first, at, n_splits, ROWS * TOKENS)
+            if PAIR:
+                up = add_parts(p_first, at + 8, n_splits, ROWS * TOKENS)
+            else:
+                up = total
+            finish(total, up, factor, more, first_row + row, token, p_out, m, n, GLU)
     # Nobody looks at the counters any more when the last one comes here: they are zeros for the next launch.
     if gl.atomic_add(p_counter + 1, 1, sem="relaxed", scope="gpu") == n_splits - 1:
         gl.store(p_counter, 0)

@@ -252,8 +252,8 @@ def batch_wgmma(
     x_desc, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split, form: gl.constexpr,
 ):  # fmt: skip
     """batch_mma's arguments, but: x_desc of x f16 [n, k] in the order above, in blocks [tokens, 64]; steps_a_split in
-    chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 [tiles, warpgroups, 2]. All
-    programs of a split must be able to run at once. Four warps at launch.
+    chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 [tiles, warpgroups, 2].
+    Four warps at launch.
     """
     tile = gl.program_id(0)
     i_split = tile * 0
