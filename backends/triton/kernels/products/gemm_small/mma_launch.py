@@ -21,7 +21,6 @@ from graphrt.backends.triton.kernels.products.gemm_small.arguments import (
     tiles_of,
 )
 from graphrt.backends.triton.kernels.products.gemm_small.mma import batch_mma
-from graphrt.backends.triton.kernels.products.gemm_small.results import MOST_SHARES
 from graphrt.backends.triton.kernels.products.gemm_small.wgmma_launch import HopperConfig
 from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -118,8 +117,7 @@ def aligned(w: Packed) -> bool:
 def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k: int) -> tuple[int, int]:
     """(ranges that k is split into, steps of a range), none of them empty."""
     steps = triton.cdiv(k, config.step)
-    most = MOST_SHARES if isinstance(config, HopperConfig) else steps
-    splits = max(1, min(target.sm_count * config.per_sm // tiles, steps // config.least_steps, most))
+    splits = max(1, min(target.sm_count * config.per_sm // tiles, steps // config.least_steps))
     each = triton.cdiv(steps, splits)
     return triton.cdiv(steps, each), each
 
