@@ -62,7 +62,7 @@ def hand_over(
 MOST_SHARES = 23
 #: Parts that are asked for before the first of them is added.
 PARTS_AT_ONCE = gl.constexpr(8)
-#: How often a program asks whether all parts are there, before it leaves its share to others: some tens of microseconds.
+#: How often a program asks whether all parts are there, some tens of microseconds, before it leaves its share.
 PATIENCE = gl.constexpr(100)
 
 
