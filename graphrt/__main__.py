@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Sequence
 
-from graphrt import interrupts
+from graphrt import interrupts, startup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line, this process's own unless another is given, and returns its exit code."""
     try:
         interrupts.install()
+        if argv is None:
+            startup.begin()
         from graphrt.tools.cli import main as run
 
         return run(argv)

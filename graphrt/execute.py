@@ -22,6 +22,7 @@ from graphrt.host import Array, host_bytes, read_tensor, strided
 from graphrt.op import made_by, op_spec
 from graphrt.places import Arena, Places
 from graphrt.plan import MemoryPlan, Request, plan_memory
+from graphrt.presence import here
 from graphrt.printing import count_text, human_bytes
 from graphrt.program import Group, Program, Run, StepInfo
 from graphrt.rules import check_graph
@@ -206,6 +207,7 @@ def _read_inputs(graph: Graph) -> dict[Tensor, None]:
 
 
 @checked(GraphError)
+@here.at_length()
 def prepare(graph: Graph, backends: Sequence[Backend | str] | Backend | str = "auto") -> Executable:
     """Makes a graph ready to run on some backends, the preferred first.
 

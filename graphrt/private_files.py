@@ -18,8 +18,9 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from graphrt import whole_files
 
@@ -227,13 +228,20 @@ def read(path: Path, most: int) -> bytes:
     """A file's bytes: a regular file (no link) of this user or root that nobody else may write, of `most` bytes at
     most. Raises OSError: FileNotFoundError where there is none, Untrusted for another kind of file.
     """
-    _check_file(path, os.lstat(path), most)  # first by name: merely opening a device can do something
-    with open(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
-        _check_file(path, os.fstat(file.fileno()), most)
+    with opened(path, most) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise Untrusted(path, f"must have {most} bytes at most, it has more")
     return data
+
+
+@contextlib.contextmanager
+def opened(path: Path, most: int = 1 << 62) -> Generator[BinaryIO, None, None]:
+    """The same file, to be read. Raises OSError as read() does."""
+    _check_file(path, os.lstat(path), most)  # first by name: merely opening a device can do something
+    with open(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+        _check_file(path, os.fstat(file.fileno()), most)
+        yield file
 
 
 def _check_file(path: Path, info: os.stat_result, most: int) -> None:

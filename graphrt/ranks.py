@@ -11,20 +11,23 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import RankError
+from graphrt.presence import here
+from graphrt.rank_watch import SILENT, Board, Fault, Folder, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
 #: Up to so many bytes every rank gets all parts and adds them up; of more it adds up a piece, and pieces are handed on.
 ONE_SHOT = 64 << 10
-#: Seconds in which a rank must answer the others: it may read its weights from a slow disk, or compile kernels, while
-#: these wait. One that ends is noticed at once.
-ANSWERING = 1800
+#: Seconds after which torch gives a rank up that does not come. The watch of the ranks (rank_watch.py) is earlier; one
+#: that ends is noticed at once. The first rank may have nothing to say for as long as it likes.
+ANSWERING = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,27 @@ class Ranks:
             dist.all_gather(list(whole.view(self.size, n)), mine, group=self.group)
         return whole[: flat.numel()].view(part.shape)
 
+    def into(self, parts: torch.Tensor, own: torch.Tensor) -> None:
+        """Every rank's elements in their order, parts: [size, n], own: [n]; queued where these lie on a GPU, and
+        captured there. Raises RankError."""
+        import torch.distributed as dist
+
+        with _told():
+            dist.all_gather_into_tensor(parts.view(-1), own, group=self.group)
+
+    def swapped(self, pieces: torch.Tensor, own: torch.Tensor) -> None:
+        """Of each rank's elements, own: [size * n], this rank's piece, pieces: [size, n]; as into() otherwise."""
+        import torch.distributed as dist
+
+        with _told():
+            dist.all_to_all_single(pieces.view(-1), own, group=self.group)
+
     def told(self, value: Any) -> Any:
         """What rank 0 says, on every rank; others' values are left aside. Raises RankError."""
         import torch.distributed as dist
 
         box = [value]
-        with _told():
+        with _told(needs_all=False):
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
@@ -92,10 +110,12 @@ def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """A failure of torch's link as an error of ours: another rank is gone, or does not answer."""
+def _told(*, needs_all: bool = True) -> Iterator[None]:
+    """A failure of torch's link as an error of ours: another rank is gone, or does not answer. needs_all: False where
+    ranks wait for the first one alone."""
     try:
-        yield
+        with here.meeting(needs_all=needs_all):
+            yield
     except RuntimeError as error:  # what torch.distributed raises, DistBackendError among it
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         lost = RankError(f"every rank must answer, one has not ({first}); see what it said, and start all again")
@@ -125,23 +145,61 @@ def in_environment() -> bool:
     return there and os.environ["WORLD_SIZE"] not in ("", "0", "1")
 
 
-def join(rank: int, size: int, store: str = "") -> Ranks:
-    """Makes this process one of `size` ranks. store: a file on a disk that all of them see, where they find each other;
-    "" for the address that torchrun has set. Raises RankError where they don't find each other."""
+def join(
+    rank: int, size: int, folder: str = "", ended: Callable[[Fault], None] | None = None, *, gpus: bool = False
+) -> Ranks:
+    """Makes this process one of `size` ranks. folder: a private one on a disk that all of them see, where they find
+    each other; "" for the address that torchrun has set. ended: called from a thread when another rank hangs, while
+    this one may wait for it in a call that nothing else ends; None for no watch. gpus: each has one of its own, torch's
+    current device, and they are linked too, by NCCL. Raises RankError where they don't find each other."""
     import torch.distributed as dist
 
-    how: dict[str, Any] = {"init_method": f"file://{store}"} if store else {}
+    how: dict[str, Any] = {"init_method": f"file://{folder}/store"} if folder else {}
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=ANSWERING), **how)
+        kinds = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(kinds, rank=rank, world_size=size, timeout=timedelta(seconds=ANSWERING), **how)
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0][:200]
         raise RankError(f"{size} ranks must find each other, rank {rank} did not ({first}); start all again") from error
-    return Ranks(rank, size)
+    ranks = Ranks(rank, size)
+    _gpus.extend([rank] if gpus else [])
+    if ended is not None:
+        board = Folder(Path(folder)) if folder else _store()
+        watch = Watch(rank, size, board, ended, os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
+        watch.beat()
+        ranks.everyones(None)  # everyone's first beat is there
+        watch.start()
+        _watches.append(watch)
+    return ranks
+
+
+#: This process's, while it is a rank; and its number, while ranks are linked over GPUs.
+_watches: list[Watch] = []
+_gpus: list[int] = []
+
+
+def link_gpus() -> bool:
+    """This process is one of several ranks whose GPUs have a link."""
+    return bool(_gpus)
+
+
+def _store() -> Board:
+    """The store whose address torchrun has set, by a connection of its own: one that waits for a key is taken."""
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store: Board = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=False, timeout=timedelta(seconds=SILENT)
+    )
+    return store
 
 
 def leave() -> None:
     """This process is no rank any more."""
     import torch.distributed as dist
 
+    while _watches:
+        _watches.pop().stop()
+    _gpus.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

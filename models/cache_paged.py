@@ -57,11 +57,12 @@ def page_sizes(
 @dataclass(frozen=True)
 class Swapped:
     """A sequence in host memory. ids: its tokens; rows: by kind and block, the bytes of the page in each of the kind's
-    leafs; shares: see PagePool.restore()."""
+    leafs; shares: see PagePool.restore(); key: see PagePool.put_below()."""
 
     ids: Sequence[int]
     rows: Mapping[tuple[str, int], Sequence[Bytes]]
     shares: bool
+    key: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +89,7 @@ class PagedCache(Cache):
         cells = {kind: (n * sizes.page,) for kind, n in sizes.n_pages.items()}
         self.layers = cache_layers(hp, backend, windowed, cells, cache_sides(hp, *types))
         self._rows: dict[str, dict[int, tuple[int, npt.NDArray[np.int32]]]] = {}  # tables as arrays, and of which state
-        page_bytes = sizes.page * sum(leaf.nb[1] for leaf in self._leafs("full"))
+        page_bytes = sizes.page * sum(leaf.nb[1] for leaf in self.leafs("full"))
         self.prefix_rule = PrefixRule.of(hp, page_bytes)
         self.pool = PagePool(sizes.page, sizes.n_pages, sizes.windows, share=share)
 
@@ -108,11 +109,12 @@ class PagedCache(Cache):
             self._copy(copy)
 
     def _copy(self, copy: Copy) -> None:
-        for leaf in self._leafs(copy.kind):
+        for leaf in self.leafs(copy.kind):
             cell, page = leaf.nb[1], leaf.nb[1] * self.sizes.page
             _buffer(leaf).copy(copy.source * page, copy.target * page, copy.n * cell)
 
-    def _leafs(self, kind: str) -> Iterator[Tensor]:
+    def leafs(self, kind: str) -> Iterator[Tensor]:
+        """Those of a kind of cells, layer by layer."""
         return (leaf for layer in self.layers if layer.kind == kind for leaf in layer.leafs)
 
     def cells(self, kind: str, seq: int, first: int, stop: int) -> npt.NDArray[np.int64]:
@@ -156,21 +158,30 @@ class PagedCache(Cache):
         """Takes a sequence out of the pool, with the bytes of its pages."""
         held = self.pool.of(seq)
         rows = {
-            (kind, block): [_read_page(leaf, page, self.sizes.page) for leaf in self._leafs(kind)]
+            (kind, block): self.read_page(kind, page)
             for kind, table in held.tables.items()
             for block, page in enumerate(table)
             if page != GONE
         }
-        away = Swapped(list(held.ids), rows, held.shares)
+        away = Swapped(list(held.ids), rows, held.shares, self.pool.key(seq))
         self.pool.free(seq)
         return away
 
     def swap_in(self, seq: int, away: Swapped) -> None:
         """Brings it back, as an empty sequence. Raises CacheFullError, with nothing changed."""
         for fill in self.pool.restore(seq, away.ids, shares=away.shares):
-            for leaf, data in zip(self._leafs(fill.kind), away.rows[fill.kind, fill.block]):
-                _buffer(leaf).write(fill.page * data.size, data)
+            self.write_page(fill.kind, fill.page, away.rows[fill.kind, fill.block])
         self.pool.commit(seq)
+
+    def read_page(self, kind: str, page: int) -> list[Bytes]:
+        """A page's rows in each leaf of its kind."""
+        size = self.sizes.page
+        return [_buffer(leaf).read(page * size * leaf.nb[1], size * leaf.nb[1]) for leaf in self.leafs(kind)]
+
+    def write_page(self, kind: str, page: int, rows: Sequence[Bytes]) -> None:
+        """Fills a page with what read_page() gave."""
+        for leaf, data in zip(self.leafs(kind), rows, strict=True):
+            _buffer(leaf).write(page * data.size, data)
 
     def held(self, kind: str, seq: int = 0) -> int:
         held = self.pool.of(seq)
@@ -216,7 +227,3 @@ def cells_at(
 def _buffer(leaf: Tensor) -> Buffer:
     assert leaf.buffer is not None
     return leaf.buffer
-
-
-def _read_page(leaf: Tensor, page: int, n: int) -> Bytes:
-    return _buffer(leaf).read(page * n * leaf.nb[1], n * leaf.nb[1])

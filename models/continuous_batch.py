@@ -42,7 +42,7 @@ class Going:
     @property
     def guesses(self) -> bool:
         """Its next tokens may be guessed: then its latest one must be known."""
-        steady = self.how.matcher is None and not self.how.settings.penalizes
+        steady = not self.how.waits and not self.how.settings.penalizes
         return self.guesser is not None and not self.guesser.pauses and steady
 
 
@@ -157,7 +157,7 @@ class ContinuousBatch:
         step's tokens have no pages: then all that was read stays, and once a sequence has ended and was freed, it goes
         on. Raises SessionError for logits that are no numbers, after which nothing goes on. !! A backend that queues
         its work doesn't look at these."""
-        waits = any(going.how.matcher or self._may_guess(going) for going in self._going.values())
+        waits = any(going.how.waits or self._may_guess(going) for going in self._going.values())
         ahead = MAX_AHEAD if self.engine.home.asynchronous and not waits else 1
         found: dict[int, list[int]] = {}
         while not found and not self.failed and (self._going or self._queued):
@@ -245,7 +245,7 @@ class ContinuousBatch:
         plan = engine.plan(new, every=every)
         drawn = any(not read.of.how.is_plain for read in reads)
         most = candidates(read.of.how.settings for read in reads) if drawn else 0
-        step = engine.choosing(plan.size, most)
+        step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
         step.write(new, self._sources(reads, n), wanted, plan.prefixes.groups, self._choice(step, reads))
@@ -304,8 +304,13 @@ class ContinuousBatch:
         }  # fmt: skip
 
     def _allow(self, reads: Sequence[Read]) -> list[Read]:
-        """Has the device know what grammars let through. The reads without those of sequences that fail by it."""
+        """Has the device know what grammars let through, and what DRY takes off. The reads without those of sequences
+        that fail by it."""
         for read in reads:
+            if read.chooses and read.of.how.costs is not None:
+                new = [read.of.token] if read.ids is None else read.ids.tolist()
+                text = [*self.engine.cache.pool.of(read.of.seq).ids, *new]
+                self.engine.tables.deter(read.of.seq, read.of.how, text)
             if read.chooses and read.of.how.matcher is not None:
                 try:
                     self.engine.tables.allow(read.of.seq, read.of.how)

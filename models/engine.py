@@ -182,6 +182,10 @@ class AnyEngine(ABC, Generic[C, S]):
         self.cache.clear()
         self.lengths[:] = 0
 
+    def adapter_key(self, seq: int) -> bytes:
+        """What tells a sequence from those whose tokens lie in a cache otherwise, by their adapters."""
+        return self.decoder.adapter_key
+
     @abstractmethod
     def executable(self, n: int, n_outputs: int) -> Executable:
         """The graph of a step that reads n tokens of each sequence and has so many wanted rows."""

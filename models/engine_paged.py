@@ -11,6 +11,7 @@ import numpy as np
 from graphrt.arguments import checked
 from graphrt.errors import SessionError
 from graphrt.models import session_file
+from graphrt.models.adapters import AdapterTable, check_scales
 from graphrt.models.cache_paged import Swapped
 from graphrt.models.continuous_batch import ContinuousBatch, generated
 from graphrt.models.engine import Ids
@@ -69,6 +70,21 @@ class PagedEngine(PagedSteps):
 
     # ---- sequences ----
 
+    @checked(SessionError)
+    def use_adapters(self, seq: int, scales: Sequence[float]) -> None:
+        """An empty sequence has the model's adapters at these scales from now on, 0 for not at all; unless told those
+        that the model was loaded with. Raises SessionError for another number of them than the model has, and for a
+        sequence that is not empty."""
+        with self.alone():
+            table = self._adapters()
+            self.cache.pool.put_below(self.known(seq), table.adapters.key(check_scales(scales, len(table.of(seq)))))
+            table.give(seq, scales)
+
+    def _adapters(self) -> AdapterTable:
+        if self.adapters is None:
+            raise SessionError("adapters are those that a model was loaded with, this one has none; load it with some")
+        return self.adapters
+
     def tokens(self, seq: int) -> list[int]:
         """The tokens of a sequence that have been read."""
         if not 0 <= seq < self.n_seq:
@@ -96,6 +112,8 @@ class PagedEngine(PagedSteps):
         goes on, the page that is not full. Raises SessionError where it is not empty."""
         with self.alone():
             self.cache.pool.fork(self.known(seq), self.known(into))
+            if self.adapters is not None:
+                self.adapters.give(into, self.adapters.of(seq))
             self.lengths[into] = self.lengths[seq]
 
     @checked(SessionError)
@@ -108,9 +126,11 @@ class PagedEngine(PagedSteps):
 
     @checked(SessionError)
     def swap_in(self, seq: int, away: Swapped) -> None:
-        """Brings a sequence of this engine back, to any empty one. Raises CacheFullError where pages are missing, and
-        SessionError where it is not empty; then nothing has changed."""
+        """Brings a sequence of this engine back, to any empty one that has the same adapters. Raises CacheFullError
+        where pages are missing, and SessionError where it is not empty; then nothing has changed."""
         with self.alone():
+            if away.key != self.cache.pool.key(self.known(seq)):
+                raise SessionError("a sequence comes back with the adapters that it had; call use_adapters() first")
             self.cache.swap_in(self.known(seq), away)
             self.lengths[seq] = len(away.ids)
 
@@ -132,7 +152,7 @@ class PagedEngine(PagedSteps):
                 )
             with self.emptied_where_it_fails() as began:
                 began.append(seq)
-                with session_file.SessionFile(Path(path), self.decoder, self.options) as file:
+                with session_file.SessionFile(Path(path), self.decoder, self.options, self.adapter_key(seq)) as file:
                     ids = file.fill(self, seq)
                     self.lengths[seq] = n = file.header.n_read
                 self.cache.pool.commit(seq)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
 
 from graphrt.backend import Backend, Usage
 from graphrt.errors import MemoryPlanError
@@ -15,6 +15,8 @@ from graphrt.models.gguf import GGUFFile
 from graphrt.models.hparams import HParams
 from graphrt.models.paged_steps import new_cache
 from graphrt.models.placement import for_cache, for_weights
+from graphrt.models.ranks.report import rank_part
+from graphrt.ranks import Ranks
 
 
 class _Nowhere:
@@ -47,7 +49,9 @@ class MemoryNeeds:
 
     weights: of the file's tensors; in_place: they are read where the file is mapped, and take no memory of their own;
     cache: of n_ctx tokens, or of the pages that n_seq sequences of so many share, 0 where another device holds it;
-    page: tokens of a page, 0 for none; free, total: the device's memory, 0 where unknown.
+    page: tokens of a page, 0 for none; free, total: the device's memory, 0 where unknown; hp: of the model, or of the
+    part of it that weights and cache are of; copied: of the weights, where others are read in place; ranks: how many
+    have a part each.
     """
 
     device: str
@@ -58,13 +62,20 @@ class MemoryNeeds:
     types: tuple[str, str]
     free: int
     total: int
+    hp: HParams = field(repr=False)
     n_seq: int = 1
     page: int = 0
+    copied: int = 0
+    ranks: int = 1
 
     @property
     def taken(self) -> int:
         """Bytes that must be allocated, at least: work memory and kernels come on top."""
-        return self.cache + (0 if self.in_place else self.weights)
+        return self.cache + (self.copied if self.in_place else self.weights)
+
+    def facts(self) -> dict[str, Any]:
+        """All of it but the hyperparameters, for JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "hp"}
 
     @property
     def limit(self) -> int:
@@ -73,21 +84,26 @@ class MemoryNeeds:
 
     def __str__(self) -> str:
         mapped = " (read in place)" if self.in_place else ""
+        if self.copied:
+            mapped = f" ({_size(self.weights - self.copied)} read in place)"
+        part = f"a rank of {self.ranks}: " if self.ranks > 1 else ""
         kinds = self.types[0] if self.types[0] == self.types[1] else "/".join(self.types)
         have = f" | free {_size(self.free)} of {_size(self.total)} on {self.device}" if self.total else ""
         many = f"{self.n_seq} sequences of up to " if self.n_seq > 1 else ""
         pages = f" in pages of {self.page}" if self.page else ""
         held = f"{many}{self.n_ctx} tokens{pages}, {kinds}"
-        return f"weights {_size(self.weights)}{mapped} | KV {_size(self.cache)} ({held}){have}"
+        return f"{part}weights {_size(self.weights)}{mapped} | KV {_size(self.cache)} ({held}){have}"
 
 
-def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOptions, n_seq: int = 1) -> MemoryNeeds:
+def memory_needs(
+    file: GGUFFile, backends: Sequence[Backend], options: SessionOptions, n_seq: int = 1, ranks: Ranks | None = None
+) -> MemoryNeeds:
     """What a model on these backends and one session, or with pages an engine of n_seq sequences, will take. Allocates
-    nothing.
+    nothing. ranks: of a rank's part, this one's.
 
     Raises GGUFError and ArchError for a file that is no such model, SessionError for options that it can't have.
     """
-    hp = read_file(file)
+    hp, weights, copied = (read_file(file), weights_bytes(file), 0) if ranks is None else rank_part(file, ranks)
     home = for_weights(backends)
     here = for_cache(backends, options.type_k) is home
     n_ctx, _ = check_options(options, hp)
@@ -96,25 +112,27 @@ def memory_needs(file: GGUFFile, backends: Sequence[Backend], options: SessionOp
     device = home.device
     return MemoryNeeds(
         device=device.name if device else home.name,
-        weights=weights_bytes(file),
+        weights=weights,
         in_place=in_place,
         cache=cache_bytes(hp, options, n_seq) if here else 0,
         n_ctx=n_ctx,
         types=(options.type_k, options.type_v),
         free=device.memory_free if device else 0,
         total=device.memory_total if device else 0,
+        hp=hp,
         n_seq=n_seq,
         page=options.page,
+        copied=copied if in_place else 0,
+        ranks=1 if ranks is None else ranks.size,
     )
 
 
-def check_fits(file: GGUFFile, needs: MemoryNeeds, options: SessionOptions) -> None:
+def check_fits(needs: MemoryNeeds, options: SessionOptions) -> None:
     """Raises MemoryPlanError with the figures and what takes less, when the device has too little memory."""
     if not needs.limit or needs.taken <= needs.limit:
         return
-    hp = read_file(file)
     held = "" if needs.in_place else f"{_size(needs.weights)} of weights and "
-    advice = "; ".join([*_smaller_caches(hp, needs, options), *_smaller_weights(needs)])
+    advice = "; ".join([*_smaller_caches(needs.hp, needs, options), *_smaller_weights(needs)])
     raise MemoryPlanError(
         f"what a model needs must fit in the memory of {needs.device}: {held}{_size(needs.cache)} of cache for "
         f"{needs.n_ctx} tokens take {_size(needs.taken)}, and {_size(needs.limit)} of {_size(needs.total)} can be had"

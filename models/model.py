@@ -16,6 +16,7 @@ import torch
 from graphrt.arguments import checked
 from graphrt.backend import Backend, get_backend
 from graphrt.errors import ModelError, SessionError
+from graphrt.models.adapters import Adapters, read_adapter
 from graphrt.models.arch import architecture
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.arch.skeleton import Decoder
@@ -41,6 +42,7 @@ from graphrt.models.sampling_params import SamplerOptions, SamplerParams, spells
 from graphrt.models.session import Session
 from graphrt.models.step import Logits
 from graphrt.models.tokenizer import Tokenizer
+from graphrt.presence import here
 from graphrt.printing import brief, brief_name, human_bytes
 from graphrt.progress import task
 from graphrt.ranks import Ranks
@@ -67,7 +69,8 @@ class Model:
             more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             listed = ", ".join(named[:MAX_NAMED])
             log.warning("%s%s: %s models here make no use of these keys", listed, more, keys.arch)
-        with task("loading", sum(t.nbytes for t in file.tensors.values()), "bytes") as advance:
+        nbytes = sum(t.nbytes for t in file.tensors.values())
+        with here.at_length(), task("loading", nbytes, "bytes") as advance:
             self.network: Transformer = network_of(cls, hp, file, for_weights(self.backends), ranks, advance)
         self.ranks = ranks if isinstance(ranks, Ranks) else None
         self.weights = self.network.weights
@@ -99,6 +102,21 @@ class Model:
         if not isinstance(self.network, Encoder):
             raise SessionError(f"this needs an encoder, {self.network.hp.arch} models are decoders; use Model.embed()")
         return self.network
+
+    @checked(SessionError)
+    def use_adapters(self, given: Mapping[str, str | os.PathLike[str]], scales: Sequence[float] = ()) -> None:
+        """Loads LoRA adapters, files by the names they get; once, before there are sessions. scales: how much of each
+        sessions have, 1 of all unless given, and sequences of engines with pages unless told otherwise
+        (PagedEngine.use_adapters()). Raises GGUFError, SessionError for what is no adapter of this model, and for one
+        that is cut over ranks, or has adapters already."""
+        if self.decoder.share is not None or len(self.decoder.cached) > 1:
+            raise SessionError("adapters are for models in one piece, this one is cut over ranks; leave --tp out")
+        if self.decoder.adapters is not None or not given:
+            raise SessionError(f"adapters are loaded once, all of them, got {'more' if given else 'none'}")
+        arch, weights = self.decoder.hp.arch, self.weights
+        files = [read_adapter(Path(path), name, arch, weights) for name, path in given.items()]
+        home = for_weights(self.backends)
+        self.decoder.adapters = Adapters(files, list(scales) or [1.0] * len(files), weights, home)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

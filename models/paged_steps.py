@@ -14,6 +14,7 @@ from graphrt.backends.cpu import threads
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
+from graphrt.models.adapters import AdapterTable
 from graphrt.models.cache_paged import PagedCache, page_sizes
 from graphrt.models.engine import MAX_AHEAD, AnyEngine, Ids, SessionOptions
 from graphrt.models.hparams import HParams
@@ -68,7 +69,13 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         return n_batch
 
     def _new_cache(self) -> PagedCache:
-        return new_cache(self.decoder.hp, self.home, self.options, self.n_seq)
+        made = new_cache(self.decoder.hp, self.home, self.options, self.n_seq)
+        for seq in range(self.n_seq if self.decoder.adapter_key else 0):
+            made.pool.put_below(seq, self.decoder.adapter_key)
+        return made
+
+    def adapter_key(self, seq: int) -> bytes:
+        return self.cache.pool.key(seq)
 
     @property
     def most_tokens(self) -> int:
@@ -77,16 +84,17 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     # ---- prepared steps ----
 
-    def prepared(self, size: StepSize) -> PagedStep:
-        """The step of up to so many tokens and so on that gives logits; made on first use."""
+    def prepared(self, size: StepSize, *, adapted: bool = False) -> PagedStep:
+        """The step of up to so many tokens and so on that gives logits; made on first use. adapted: sequences may have
+        adapters."""
 
         def make() -> PagedStep:
-            inputs = self.decoder.paged_inputs(size, self.cache)
+            inputs = self.decoder.paged_inputs(size, self.cache, self._gates(adapted))
             return PagedStep(inputs, prepare(Graph(self.decoder.result(inputs)), self.backends))
 
-        return self._prepared.made(size, make)
+        return self._prepared.made((size, adapted), make)
 
-    def choosing(self, size: StepSize, most: int = 0) -> PagedStep:
+    def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False) -> PagedStep:
         """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
         those that the sequences' tables say, of so many candidates."""
         if self.board.buffer is None:
@@ -95,10 +103,25 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         def make() -> PagedStep:
             keep_logits = not self.home.asynchronous
             tables = self.tables if most else None
-            made = self.decoder.paged_chosen(self.board, size, self.cache, tables, most, keep_logits=keep_logits)
+            made = self.decoder.paged_chosen(
+                self.board, size, self.cache, tables, most, self._gates(adapted), keep_logits=keep_logits
+            )
             return PagedStep(made[0], prepare(made[1], self.backends))
 
-        return self._prepared.made((size, most), make)
+        return self._prepared.made((size, most, adapted), make)
+
+    def _gates(self, adapted: bool) -> Tensor | None:
+        return self.adapters.table if adapted and self.adapters is not None else None
+
+    @cached_property
+    def adapters(self) -> AdapterTable | None:
+        """Which adapters sequences have, None of a model without any; made on first use."""
+        made = self.decoder.adapters
+        return None if made is None else AdapterTable(made, self.n_seq, self.home)
+
+    def is_adapted(self, seqs: Iterable[int]) -> bool:
+        """Whether a step of these sequences needs adapters: one without is the model's own."""
+        return self.adapters is not None and self.adapters.any_of(seqs)
 
     @cached_property
     def tables(self) -> SampleTables:
@@ -151,7 +174,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     def chained(self, sampling: SampleParams | None = None) -> PagedStep:
         most = candidates([RowSettings.of(sampling)]) if sampling is not None else 0
-        return self.choosing(self.largest_size(self.n_seq, self.n_seq), most)
+        seqs = range(self.n_seq)
+        return self.choosing(self.largest_size(self.n_seq, self.n_seq), most, adapted=self.is_adapted(seqs))
 
     # ---- reading ----
 
@@ -211,7 +235,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
             )
         self.cache.append(new)
         plan = self.plan(new, every=every) if size is None else StepPlan(size, _NOT_TOLD)
-        prepared = self.prepared(plan.size)
+        prepared = self.prepared(plan.size, adapted=self.is_adapted(new))
         ends = np.cumsum(list(new.values()), dtype=np.int32)
         rows = np.arange(n, dtype=np.int32) if every else ends - 1
         ids = np.concatenate([np.asarray(ids, np.int32) for ids in part.values()])

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.errors import SessionError
-from graphrt.models.sampling_dry import Breakers, dry
+from graphrt.models.sampling_dry import Breakers, dry, dry_costs
 from graphrt.models.sampling_logprobs import Logprobs, check_best, logprobs_of
 from graphrt.models.sampling_mirostat import Mirostat
 from graphrt.models.sampling_params import SamplerParams as SamplerParams
@@ -140,6 +140,15 @@ class Sampler:
         p = self.params
         return not p.mirostat and p.dry_multiplier != 0.0 and p.dry_penalty_last_n != 0
 
+    @property
+    def _dry(self) -> tuple[float, float, int, Breakers]:
+        p = self.params
+        return p.dry_multiplier, p.dry_base, p.dry_allowed_length, self.breakers
+
+    def dry_costs(self, history: Sequence[int]) -> dict[int, np.float32]:
+        """What DRY takes off which tokens after this history, oldest first."""
+        return dry_costs(_last(history, self.params.dry_penalty_last_n), *self._dry) if self.has_dry else {}
+
     def device_params(self) -> SampleParams | None:
         """Parameters of the op SAMPLE that make it choose as this sampler does, given its uniforms; None where nothing
         does: greedy, biases, penalties, a grammar, log-probabilities, and samplers that the op lacks: top_n_sigma,
@@ -189,8 +198,7 @@ class Sampler:
         if self._penalizes:
             recent = _last(history, p.repeat_last_n)
             values = penalties(values, recent, p.repeat_penalty, p.frequency_penalty, p.presence_penalty)
-            recent = _last(history, p.dry_penalty_last_n)
-            values = dry(values, recent, p.dry_multiplier, p.dry_base, p.dry_allowed_length, self.breakers)
+            values = dry(values, _last(history, p.dry_penalty_last_n), *self._dry)
         if self.takes_the_first:
             return int(values.argmax())
         if self._mirostat is not None:

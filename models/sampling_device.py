@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,19 @@ _GREEDY = RowSettings()
 @dataclass(frozen=True)
 class Drawn:
     """How a text's tokens are chosen. uniforms: what they are drawn by, None where the highest logit is taken; biases:
-    (id, what is added), -inf for never; matcher: what a grammar lets through, which goes on behind each token."""
+    (id, what is added), -inf for never; matcher: what a grammar lets through, which goes on behind each token; costs:
+    gives what comes off which tokens after a text, all of its tokens, None for nothing."""
 
     settings: RowSettings = _GREEDY
     uniforms: Uniforms | None = None
     biases: Sequence[tuple[int, float]] = ()
     matcher: Matcher | None = None
+    costs: Callable[[Sequence[int]], Mapping[int, np.float32]] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """The host must know a token before the next one can be chosen."""
+        return self.matcher is not None or self.costs is not None
 
     @property
     def n_uniforms(self) -> int:
@@ -42,17 +49,19 @@ class Drawn:
     @property
     def is_plain(self) -> bool:
         """The model's own likeliest token is taken."""
-        return self.settings.temp <= 0 and not self.biases and self.matcher is None and not self.settings.penalizes
+        return self.settings.temp <= 0 and not (self.biases or self.waits or self.settings.penalizes)
 
 
 def drawn(sampler: Sampler, n_ctx: int) -> Drawn | None:
     """What makes SAMPLE_EACH choose as a sampler does, None where nothing does: top_n_sigma, a temperature that
-    changes, mirostat, DRY, log-probabilities, a top_k that is off or over 1024, more biases or a longer memory than
-    there is room for. n_ctx: the most tokens of a text."""
+    changes, mirostat, DRY behind a repeat penalty, log-probabilities, a top_k that is off or over 1024, more biases or
+    a longer memory than there is room for. n_ctx: the most tokens of a text."""
     p = sampler.params
-    changes = p.top_n_sigma > 0 or p.dynatemp_range > 0 or p.mirostat or sampler.has_dry
+    changes = p.top_n_sigma > 0 or p.dynatemp_range > 0 or p.mirostat
     last_n = (n_ctx if p.repeat_last_n < 0 else p.repeat_last_n) if sampler.has_penalties else 0
-    if changes and not (sampler.takes_the_first and not sampler.has_dry):
+    if changes and not sampler.takes_the_first:
+        return None
+    if sampler.has_dry and sampler.has_penalties and p.repeat_penalty != 1:  # that one multiplies, biases come before
         return None
     if sampler.best is not None or len(sampler.biases) > MAX_BIASES or min(last_n, n_ctx) > MAX_PAST:
         return None
@@ -60,9 +69,9 @@ def drawn(sampler: Sampler, n_ctx: int) -> Drawn | None:
         "repeat": p.repeat_penalty, "frequency": p.frequency_penalty, "presence": p.presence_penalty,
         "last_n": min(last_n, MAX_PAST), "n_biases": len(sampler.biases), "masked": sampler.matcher is not None,
     }  # fmt: skip
-    biases = tuple(sampler.biases.items())
+    biases, costs = tuple(sampler.biases.items()), sampler.dry_costs if sampler.has_dry else None
     if sampler.takes_the_first:
-        return Drawn(RowSettings(**edits), None, biases, sampler.matcher)
+        return Drawn(RowSettings(**edits), None, biases, sampler.matcher, costs)
     if not 1 <= p.top_k <= MAX_TOP_K:
         return None
     least = math.log(p.min_p) if p.min_p > 0 else -math.inf
@@ -70,7 +79,7 @@ def drawn(sampler: Sampler, n_ctx: int) -> Drawn | None:
         p.temp, p.top_k, p.top_p, least, min(p.min_keep, MAX_TOP_K), p.typical_p, p.xtc_probability, p.xtc_threshold,
         **edits,
     )  # fmt: skip
-    return Drawn(settings, sampler.uniforms, biases, sampler.matcher)
+    return Drawn(settings, sampler.uniforms, biases, sampler.matcher, costs)
 
 
 @dataclass(frozen=True)
@@ -138,14 +147,32 @@ class SampleTables:
         if self._settings.get(seq, _GREEDY) != how.settings:
             self._put(self.settings, seq, np.array(how.settings.column))
             self._settings[seq] = how.settings
-        if how.biases:
-            self._put(self.biased, seq, np.array([token for token, _ in how.biases], np.int32))
-            self._put(self.biases, seq, np.array([bias for _, bias in how.biases]))
+        self._put_biases(seq, dict(how.biases))
         if how.settings.penalizes:
             ring = np.zeros(MAX_PAST, np.int32)
             positions = np.arange(max(0, len(tokens) - MAX_PAST), len(tokens))
             ring[positions % MAX_PAST] = np.asarray(tokens[len(tokens) - len(positions) :], np.int32)
             self._put(self.past, seq, ring, MAX_PAST)
+
+    def _put_biases(self, seq: int, biases: Mapping[int, float]) -> None:
+        if biases:
+            self._put(self.biased, seq, np.fromiter(biases, np.int32, len(biases)))
+            self._put(self.biases, seq, np.fromiter(biases.values(), np.float64, len(biases)))
+
+    def deter(self, seq: int, how: Drawn, tokens: Sequence[int]) -> None:
+        """What comes off a sequence's next token, whose text so far is `tokens`: biases beside its own. !! Where there
+        is no room for all of them the smallest are left out."""
+        assert how.costs is not None
+        costs = {token: cost for token, cost in how.costs(tokens).items() if 0 <= token < self.n_vocab}
+        room = max(0, MAX_BIASES - len(how.biases))
+        biases = dict(how.biases)
+        for token in sorted(costs, key=costs.__getitem__, reverse=True)[:room]:
+            biases[token] = biases.get(token, 0.0) - float(costs[token])
+        self._put_biases(seq, biases)
+        settings = replace(how.settings, n_biases=len(biases))
+        if self._settings.get(seq, _GREEDY) != settings:
+            self._put(self.settings, seq, np.array(settings.column))
+            self._settings[seq] = settings
 
     def allow(self, seq: int, how: Drawn) -> None:
         """What a sequence's grammar lets through next. Raises SessionError where it and the biases leave nothing."""

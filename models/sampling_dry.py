@@ -97,21 +97,35 @@ def dry(
 ) -> npt.NDArray[np.float32]:
     """Takes off what repetitions cost; returns a copy where anything changes. logits: [n_vocab]; recent: the tokens in
     which repetitions are looked for, oldest first."""
+    costs = dry_costs(recent, multiplier, base, allowed_length, breakers)
+    if not costs:
+        return logits
+    out = logits.copy()
+    for token, cost in costs.items():
+        if 0 <= token < len(out):
+            out[token] -= cost
+    return out
+
+
+def dry_costs(
+    recent: Sequence[int], multiplier: float, base: float, allowed_length: int, breakers: Breakers
+) -> dict[int, np.float32]:
+    """What comes off each token that would go on with a repetition."""
     limit = breakers.length_since(recent) if len(recent) > allowed_length else -1
     if multiplier == 0.0 or base < 1.0 or limit < allowed_length:
-        return logits
+        return {}
     longest: dict[int, int] = {}
     backwards = list(reversed(recent))
     for back, length in enumerate(_repeats(backwards)):
         if back and min(length, limit) >= allowed_length:
             follower = backwards[back - 1]
             longest[follower] = max(longest.get(follower, 0), min(length, limit))
-    out = logits.copy()
+    found = dict[int, np.float32]()
     for token, length in longest.items():
-        if 0 <= token < len(out) and not breakers.is_one(token):
+        if not breakers.is_one(token):
             power = math.exp(min((length - allowed_length) * math.log(base), _LARGEST_LOG))
-            out[token] -= np.float32(min(multiplier * power, _MOST))
-    return out
+            found[token] = np.float32(min(multiplier * power, _MOST))
+    return found
 
 
 def _repeats(tokens: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +59,10 @@ class Header:
         return _HEADER.pack(MAGIC, self.model, *types, *counts) + struct.pack(f"<{len(self.held)}I", *self.held)
 
 
-def fingerprint(decoder: Decoder) -> bytes:
-    """32 bytes: sessions of decoders with the same ones can be exchanged."""
-    return hashlib.sha256(decoder.weights.fingerprint + repr(decoder.hp).encode()).digest()
+def fingerprint(decoder: Decoder, adapters: bytes) -> bytes:
+    """32 bytes: sessions of decoders with the same ones can be exchanged. adapters: what tells a sequence's from others
+    (Adapters.key()), b"" for none."""
+    return hashlib.sha256(decoder.weights.fingerprint + repr(decoder.hp).encode() + adapters).digest()
 
 
 def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: int = 0) -> None:
@@ -70,9 +71,11 @@ def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: i
     n_read = int(engine.lengths[seq])
     held = tuple(engine.cache.held(kind, seq) for kind in engine.cache.kinds)
     types = engine.options.type_k, engine.options.type_v
-    header = Header(fingerprint(engine.decoder), types, engine.n_ctx, len(tokens), n_read, held)
+    header = Header(
+        fingerprint(engine.decoder, engine.adapter_key(seq)), types, engine.n_ctx, len(tokens), n_read, held
+    )
     try:
-        private_files.write(path, _pieces(header, engine.cache, tokens, seq))
+        private_files.write(path, with_check(_pieces(header, engine.cache, tokens, seq)))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise SessionError(
             f"a session's file must be writable, {_named(path)} is not: {error}; give another"
@@ -80,8 +83,14 @@ def write(path: Path, engine: AnyEngine[Any, Any], tokens: Sequence[int], seq: i
 
 
 def _pieces(header: Header, cache: Cache, tokens: Sequence[int], seq: int) -> Iterator[bytes]:
+    yield from (header.packed(), np.array(tokens, "<i4").tobytes())
+    yield from _rows(header, cache, seq)
+
+
+def with_check(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same pieces, and the CRC-32 of them, 4 bytes."""
     check = 0
-    for piece in (header.packed(), np.array(tokens, "<i4").tobytes(), *_rows(header, cache, seq)):
+    for piece in pieces:
         check = zlib.crc32(piece, check)
         yield piece
     yield struct.pack("<I", check)
@@ -97,10 +106,14 @@ def _rows(header: Header, cache: Cache, seq: int) -> Iterator[bytes]:
 
 class SessionFile:
     """An open file of a session, for a decoder; use it as a context. options: those that were asked for or, with None,
-    the file's own context and cache types. Raises SessionError for a file that is none, or of another model."""
+    the file's own context and cache types; adapters: as fingerprint() has it, those that sessions have unless given.
+    Raises SessionError for a file that is none, or of another model."""
 
-    def __init__(self, path: Path, decoder: Decoder, options: SessionOptions | None) -> None:
+    def __init__(
+        self, path: Path, decoder: Decoder, options: SessionOptions | None, adapters: bytes | None = None
+    ) -> None:
         self._path, self._check = path, 0
+        self._model = fingerprint(decoder, decoder.adapter_key if adapters is None else adapters)
         with self._answering():
             if not path.is_file():  # a pipe would be waited for, a device may have no end
                 raise OSError("it is no regular file" if path.exists() else "there is no such file")
@@ -132,8 +145,8 @@ class SessionFile:
 
     def _options(self, decoder: Decoder, asked: SessionOptions | None) -> SessionOptions:
         header = self.header
-        if header.model != fingerprint(decoder):
-            raise self._refused("it is of another model", "load it with the model that it was made with")
+        if header.model != self._model:
+            raise self._refused("it is of another model, or of other adapters", "load it with those it was made with")
         if asked is None:
             longest = longest_unasked(decoder.hp)
             if header.n_ctx > longest:

@@ -36,7 +36,8 @@ class Inputs(ABC, Generic[C]):
 
     cache: where its tokens lie; tokens, positions: i32 [n_tokens]; rows: i32 [n_outputs], the tokens whose logits are
     wanted; cells: i64, where the tokens are written, by kind of cells; uniform: f64 [n_seq], what a token is drawn by,
-    None where the likeliest is taken.
+    None where the likeliest is taken; gates: f32 [R, n_tokens], or [R, 1] for all of them, how much of which adapter
+    tokens have (adapters.py), None for none.
     """
 
     cache: C
@@ -45,6 +46,7 @@ class Inputs(ABC, Generic[C]):
     rows: Tensor
     cells: Mapping[str, Tensor]
     uniform: Tensor | None
+    gates: Tensor | None
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -88,8 +90,18 @@ class StepInputs(Inputs[KVCache]):
     masks: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, cache: KVCache, tokens: Tensor, n_outputs: int, alibi: bool, *, draws: bool = False) -> StepInputs:
-        """New inputs beside `tokens`. alibi: the masks hold distances; draws: the next tokens are drawn."""
+    def of(
+        cls,
+        cache: KVCache,
+        tokens: Tensor,
+        n_outputs: int,
+        alibi: bool,
+        *,
+        draws: bool = False,
+        gates: Tensor | None = None,
+    ) -> StepInputs:
+        """New inputs beside `tokens`. alibi: the masks hold distances; draws: the next tokens are drawn; gates: of all
+        tokens."""
         cells, held, masks = {}, {}, {}
         n_seq = cache.n_seq
         n = tokens.ne[0] // n_seq
@@ -102,7 +114,7 @@ class StepInputs(Inputs[KVCache]):
             masks[kind] = ops.kq_mask(held[kind], by_sequence, of_kind.window, alibi, name=f"attn_inp_kq_mask{end}")
         rows = new_input("i32", n_outputs, name="inp_out_ids")
         uniform = new_input("f64", n_seq, name="inp_uniform") if draws else None
-        return cls(cache, tokens, positions, rows, cells, uniform, held, masks)
+        return cls(cache, tokens, positions, rows, cells, uniform, gates, held, masks)
 
     @property
     def n_seq(self) -> int:

@@ -42,7 +42,8 @@ class PagedInputs(Inputs[PagedCache]):
     input; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first token of each sequence;
     lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32 [n_blocks, n], the pages of
     each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where nothing is read once; choice:
-    what tokens are chosen by, None where the likeliest are taken.
+    what tokens are chosen by, None where the likeliest are taken; owners: i32 [n_tokens], the engine's sequence of each
+    token, None where no adapters are asked for.
     """
 
     source: Tensor | None
@@ -51,16 +52,27 @@ class PagedInputs(Inputs[PagedCache]):
     tables: Mapping[str, Tensor]
     prefixes: Tensor | None
     choice: RowInputs | None
+    owners: Tensor | None
 
     @classmethod
-    def of(cls, cache: PagedCache, size: StepSize, board: Tensor | None = None, *, draws: bool = False) -> PagedInputs:
-        """New inputs. board: where the tokens are found; draws: the next ones are chosen by tables."""
+    def of(
+        cls,
+        cache: PagedCache,
+        size: StepSize,
+        board: Tensor | None = None,
+        *,
+        draws: bool = False,
+        gates: Tensor | None = None,
+    ) -> PagedInputs:
+        """New inputs. board: where the tokens are found; draws: the next ones are chosen by tables; gates: of
+        adapters, f32 [R, sequences of the engine]."""
         (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
         if board is None:
             source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
         else:
             source = new_input("i32", n_tokens, name="inp_token_rows")
             tokens = ops.reshape(ops.get_rows(board, source), n_tokens, name="inp_tokens")
+        owners = new_input("i32", n_tokens, name="inp_owners") if gates is not None else None
         return cls(
             cache,
             tokens,
@@ -68,12 +80,14 @@ class PagedInputs(Inputs[PagedCache]):
             new_input("i32", n_outputs, name="inp_out_ids"),
             {kind: new_input("i64", n_tokens, name=f"attn_inp_k_idxs{SUFFIX[kind]}") for kind in kinds},
             None,
+            ops.get_rows(gates, owners) if gates is not None and owners is not None else None,
             source,
             new_input("i32", n + 1, name="attn_inp_q_starts"),
             new_input("i32", n, name="attn_inp_kv_lengths"),
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
             new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
             RowInputs.of(n_outputs) if draws else None,
+            owners,
         )
 
     @property
@@ -144,5 +158,6 @@ class PagedStep(AnyStep[PagedInputs]):
             table = self.own(leaf).reshape(-1, leaf.ne[0])
             table[:] = GONE
             table[:n_seq, : tables.shape[1]] = tables
-        given = self.fill({inputs.positions: positions, inputs.lengths: ends})
+        owners = np.array(seqs, np.int32)[owner] if inputs.owners is not None else None
+        given = self.fill({inputs.positions: positions, inputs.lengths: ends, inputs.owners: owners})
         return [*given, inputs.q_starts, *inputs.cells.values(), *inputs.tables.values()]

@@ -26,19 +26,23 @@ def rungs(low: int, high: int) -> list[int]:
 
 def warm_up(engine: PagedEngine) -> None:
     """Has an engine whose sequences are empty ready for any number of single tokens, chosen in the usual ways, and for
-    prompts; it is empty afterwards. Nothing is left to do where its backend doesn't queue its work."""
+    prompts; it is empty afterwards. Of steps that read prompts beside all other sequences, and of those with adapters,
+    kernels are compiled, and no more. Nothing is left to do where its backend doesn't queue its work."""
     if not engine.home.asynchronous or not engine.runs_ahead:
         return
     blocks = block_rung(1, engine.cache.sizes.max_blocks)
     single = [(n, n) for n in reversed(rungs(1, engine.n_seq))]
     prompts = [(n, 1) for n in reversed(rungs(2, engine.most_tokens))]
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    ways = [(single, CANDIDATES[0]), (single, 0), (prompts, 0)]
-    n_steps = sum(len(sizes) for sizes, _ in ways)
+    beside = [(n, engine.n_seq) for n in reversed(rungs(engine.n_seq + 1, engine.most_tokens))]
+    adapted = [(sizes, 0, True) for sizes in (beside, single)] if engine.adapters is not None else []
+    ways = [*adapted, (beside, 0, False), (single, CANDIDATES[0], False), (single, 0, False), (prompts, 0, False)]
+    n_steps = sum(len(sizes) for sizes, *_ in ways)
     with task("compiling kernels", n_steps, "steps") as advance, engine.home.compiling(threads):
-        for sizes, most in ways:
+        for sizes, most, has_adapters in ways:
             for n_tokens, n_seq in sizes:
-                engine.choosing(engine.size_of(n_tokens, n_seq, blocks), most).exe.compile_ahead()
+                size = engine.size_of(n_tokens, n_seq, blocks)
+                engine.choosing(size, most, adapted=has_adapters).exe.compile_ahead()
                 advance()
     drawn = RowSettings.of(SampleParams())
     with task("warming up", 2 * len(single), "steps") as advance:

@@ -16,13 +16,14 @@ from graphrt.ops.cross_entropy import cross_entropy_loss_back
 from graphrt.ops.elementwise import clamp, div, fill, mul, scale, sqr, sqrt, sub
 from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
 from graphrt.ops.flash_attn_ext import flash_attn_lse
-from graphrt.ops.flash_attn_varlen import flash_attn_varlen_lse
+from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams, flash_attn_varlen_lse
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.math_back import rms_norm_back, rope_back, silu_back, soft_max_back, unary_back
 from graphrt.ops.movement_back import get_rows_back, repeat_back, set_rows_back, view_back
 from graphrt.ops.norm import sum_rows
 from graphrt.ops.out_prod import mul_mat_id_back, out_prod, out_prod_id
 from graphrt.ops.rows import set_rows
-from graphrt.ops.score import of_params
+from graphrt.ops.score import built_in, of_params
 from graphrt.ops.unary import unary
 from graphrt.ops.view import permute, reshape, transpose, view
 from graphrt.tensor import Tensor
@@ -371,6 +372,8 @@ def _add_id(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
 def _no_mask(node: Tensor, wanted: Wanted) -> None:
     if "mask" in wanted:
         raise _refused(node, "mask", "a mask is a constant; what is learned is added by attn_bias")
+    if node.params.k_layout != ROWS:
+        raise _refused(node, "k", "keys in panels are of a cache, which is not trained; give k in rows")
 
 
 @rule("FLASH_ATTN_EXT")
@@ -406,9 +409,17 @@ def _packed(node: Tensor) -> Tensor:
     return starts
 
 
+def _unscored(node: Tensor) -> FlashAttnVarlenParams:
+    p: FlashAttnVarlenParams = built_in(node.params)
+    if p.score:
+        why = "of packed sequences score functions have none but the softcap; run them one by one with flash_attn_ext()"
+        raise _refused(node, "q", why)
+    return p
+
+
 @rule("FLASH_ATTN_VARLEN")
 def _flash_attn_varlen(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
-    p, sinks, starts, d = node.params, node["sinks"], _packed(node), contiguous(d)
+    p, sinks, starts, d = _unscored(node), node["sinks"], _packed(node), contiguous(d)
     q, k, v, q_starts = (node[name] for name in ("q", "k", "v", "q_starts"))
     lse = flash_attn_varlen_lse(q, k, q_starts, p.scale, k_starts=starts, sinks=sinks, max_bias=p.max_bias,
                                 softcap=p.softcap, causal=p.causal, window=p.window)  # fmt: skip
@@ -425,7 +436,7 @@ def _flash_attn_varlen_of_lse(node: Tensor, d: Tensor, wanted: Wanted) -> Mappin
     none = fill(cont(permute(q, 0, 2, 1, 3)), 0.0)
     return {
         of: flash_attn_varlen_back(
-            of, none, q, k, k, none, node, q_starts, starts, node.params, sinks=sinks, d_lse=d
+            of, none, q, k, k, none, node, q_starts, starts, _unscored(node), sinks=sinks, d_lse=d
         ) for of in sorted(wanted)
     }  # fmt: skip
 

@@ -45,6 +45,16 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int, high: Any = None) -> t
     return c0, c1, c2, c3
 
 
+def kept_at(
+    dropout_p: float, seed: int, offset: int, heads: npt.ArrayLike, queries: npt.ArrayLike, keys: npt.ArrayLike
+) -> npt.NDArray[np.bool_]:
+    """Which weights are kept at some places of the first sequence, arrays of numbers that broadcast."""
+    head, query, key = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in (heads, queries, keys)))
+    words = np.stack(philox((key // np.uint64(4), query, head, np.uint64(offset)), seed))
+    mine: Words = np.take_along_axis(words, (key % np.uint64(4)).astype(np.int64)[None], 0)[0]
+    return np.asarray(mine >= threshold(dropout_p))
+
+
 def kept(dropout_p: float, seed: int, offset: int, shape: Sequence[int]) -> npt.NDArray[np.bool_]:
     """Which weights are kept. shape: [n_seq, n_head, n_q, n_kv], which the result has too."""
     n_seq, n_head, n_q, n_kv = shape

@@ -1,7 +1,7 @@
 """FLASH_ATTN_EXT: attention in one op, and FLASH_ATTN_LSE, the log of its softmax denominators.
 
     q     [D_k, n_q,  n_head,    n_seq]  f32
-    k     [D_k, n_kv, n_head_kv, n_seq]  any float or quantized type, any strides
+    k     [D_k, n_kv, n_head_kv, n_seq]  any float or quantized type, any strides; or in panels (key_panels.py)
     v     [D_v, n_kv, n_head_kv, n_seq]  its own type; !! not transposed; may be a view of k
     mask  [n_kv, n_q, m2, m3]  f16, added after scale and softcap; m2 divides n_head, m3 divides n_seq; may be None
     sinks [n_head]  f32: one more logit without a value; may be None
@@ -24,20 +24,24 @@ from graphrt.arguments import checked
 from graphrt.dtypes import F32
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, moved_bytes, register, require
+from graphrt.ops.key_panels import ROWS, check_layout, key_heads
 from graphrt.ops.score import as_params, check_params
 from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor
 
-#: What FlashAttnParams.prec may be, ggml's numbers (op_params[3]): the backend's choice; products and sums in f32.
-PREC_DEFAULT, PREC_F32 = 0, 10
+#: What FlashAttnParams.prec may be: the backend's choice; products and sums in f32 (both ggml's numbers, op_params[3]);
+#: products of 8-bit floats (a number of our own, which ggml does not know).
+PREC_DEFAULT, PREC_F32, PREC_F8 = 0, 10, 8
 
 
 @dataclass(frozen=True)
 class FlashAttnParams:
-    """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is left
-    out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see dropout.py.
-    prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; of the forward alone: gradients multiply in k's
-    and v's types. score, score_numbers: a score function as score_text.py writes it, "" for none."""
+    """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without. dropout_p: the part of the weights that is
+    left out, the others are divided by 1 - dropout_p; seed (64 bits) and offset (32 bits) choose which, see
+    dropout.py. prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; with PREC_F8 a backend may round q
+    and the softmax weights to f8_e4m3, as k and v are; of the forward alone: gradients multiply in k's and v's
+    types. score, score_numbers: a score function as score_text.py writes it, "" for none. k_layout: how k lies,
+    ROWS or PANELS of key_panels.py."""
 
     scale: float
     max_bias: float = 0.0
@@ -48,13 +52,15 @@ class FlashAttnParams:
     prec: int = PREC_DEFAULT
     score: str = ""
     score_numbers: tuple[float, ...] = ()
+    k_layout: str = ROWS
 
 
-def check_kv(op: str, q: Tensor, k: Tensor) -> None:
+def check_kv(op: str, q: Tensor, k: Tensor, layout: str = ROWS) -> None:
     require(q.dtype.name == "f32", op, "q must be f32", q)
     require(k.dtype.kind != "int", op, "k must be a float or quantized type", k)
-    require(q.ne[0] == k.ne[0], op, "q and k must have equal head size ne[0]", q, k)
-    require(q.ne[2] % k.ne[2] == 0, op, "the heads of k must divide the heads of q", q, k)
+    check_layout(op, q, k, layout)
+    heads = key_heads(k, q.ne[0], layout)
+    require(q.ne[2] % heads == 0, op, "the heads of k must divide the heads of q", q, k)
     require(q.ne[3] == k.ne[3], op, "q and k must have equally many sequences", q, k)
 
 
@@ -77,9 +83,11 @@ def check_rest(
     if attn_bias is not None:
         _check_bias(op, q, k, attn_bias)
     _check_dropout(op, q, p)
-    known = (PREC_DEFAULT, PREC_F32)
-    require(p.prec in known, op, f"prec must be {PREC_DEFAULT} (default) or {PREC_F32} (f32), got {p.prec}", q)
-    sizes = dict(zip("bhij", (q.ne[3], q.ne[2], q.ne[1], k.ne[1])))
+    known = f"{PREC_DEFAULT} (default), {PREC_F32} (f32) or {PREC_F8} (8-bit floats)"
+    require(p.prec in (PREC_DEFAULT, PREC_F32, PREC_F8), op, f"prec must be {known}, got {p.prec}", q)
+    eight = p.prec != PREC_F8 or k.dtype.name == "f8_e4m3"
+    require(eight, op, f"prec {PREC_F8} multiplies 8-bit floats: k and v must be f8_e4m3", k)
+    sizes = dict(zip("bhij", map(range, (q.ne[3], q.ne[2], q.ne[1], k.ne[1]))))
     check_params(p.score, p.score_numbers, sizes)
 
 
@@ -103,17 +111,20 @@ def _infer_attn(
     attn_bias: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_EXT"
-    check_kv(op, q, k)
+    check_kv(op, q, k, params.k_layout)
     require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
-    require(k.ne[1:] == v.ne[1:], op, "k and v must agree in keys, heads and sequences", k, v)
+    alike = (k.ne[1], key_heads(k, q.ne[0], params.k_layout), k.ne[3]) == v.ne[1:]
+    require(alike, op, "k and v must agree in keys, heads and sequences", k, v)
     check_rest(op, q, k, mask, sinks, attn_bias, params)
+    eight = params.prec != PREC_F8 or v.dtype.name == "f8_e4m3"
+    require(eight, op, f"prec {PREC_F8} multiplies 8-bit floats: k and v must be f8_e4m3", v)
     return Result(F32, (v.ne[0], q.ne[2], q.ne[1], q.ne[3]))
 
 
 def _infer_lse(
     params: FlashAttnParams, q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, attn_bias: Tensor | None
 ) -> Result:
-    check_kv("FLASH_ATTN_LSE", q, k)
+    check_kv("FLASH_ATTN_LSE", q, k, params.k_layout)
     check_rest("FLASH_ATTN_LSE", q, k, mask, sinks, attn_bias, params)
     require(
         params.dropout_p == 0, "FLASH_ATTN_LSE", f"it is of all weights: dropout_p must be 0, got {params.dropout_p}"
@@ -130,7 +141,7 @@ def _attn_work(node: Tensor) -> Work:
     v = node["v"] if node.op == "FLASH_ATTN_EXT" else None
     d_v = v.ne[0] if v is not None else 0
     shared = v.data_nbytes if v is not None and v is not k and v.root is k.root and v.view_offs == k.view_offs else 0
-    return Work(2 * (k.ne[0] + d_v) * k.ne[1] * q.n_rows, moved_bytes(node) - shared)
+    return Work(2 * (q.ne[0] + d_v) * k.ne[1] * q.n_rows, moved_bytes(node) - shared)
 
 
 FLASH_ATTN_EXT = register(
@@ -159,7 +170,8 @@ FLASH_ATTN_LSE = register(
 def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
     max_bias: float = 0.0, softcap: float = 0.0, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
-    seed: int = 0, offset: int = 0, prec: int = PREC_DEFAULT, score: Expr | None = None, name: str = "",
+    seed: int = 0, offset: int = 0, prec: int = PREC_DEFAULT, score: Expr | None = None, k_layout: str = ROWS,
+    name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention in one op: result = softmax(s) v over the keys and the sink, s = scale * q.k + slope(head) * mask.
 
@@ -171,15 +183,17 @@ def flash_attn_ext(
     dividing n_head and n_seq, added to s after the softcap and never times a slope, or None. dropout_p: the part of the
     weights, from 0 up to 1, that is 0 instead, the others being divided by 1 - dropout_p; the denominator is that of
     all. seed: 64 bits, offset: 32 bits; with sequence, head, query and key they alone decide which (dropout.py). prec:
-    10 (PREC_F32): products and sums in f32, which a backend may refuse; 0: its choice. score: a function of score.py,
-    whose value takes the place of scale * q.k or, with a softcap, of what that makes of it; None for none. Keys whose
-    mask is -inf are skipped, so that NaN in an unused cell is harmless; a row with every key masked gives 0.
+    10 (PREC_F32): products and sums in f32, which a backend may refuse; 8 (PREC_F8): of k and v of f8_e4m3, it may
+    round q and the weights to that too; 0: its choice. score: a function of score.py, whose value takes the place of
+    scale * q.k or, with a softcap, of what that makes of it; None for none. Keys whose mask is -inf are skipped, so
+    that NaN in an unused cell is harmless; a row with every key masked gives 0. k_layout: "panels" for a k of a float
+    type as key_panels() makes it, [x, n_kv, D_k / x * n_head_kv, n_seq] with x the elements of 16 bytes.
     Source: ggml_flash_attn_ext; the algorithm is FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types
     and shapes, for ALiBi without a mask, and for numbers that are not finite.
     """
     params = FlashAttnParams(
         float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset), int(prec),
-        *as_params(score),
+        *as_params(score), k_layout,
     )  # fmt: skip
     return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, attn_bias, params=params, name=name)
 
@@ -188,18 +202,19 @@ def flash_attn_ext(
 def flash_attn_lse(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None, max_bias: float = 0.0,
     softcap: float = 0.0, attn_bias: Tensor | None = None, prec: int = PREC_DEFAULT, score: Expr | None = None,
-    name: str = "",
+    k_layout: str = ROWS, name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_ext(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_q, n_head, n_seq]; k: [D_k, n_kv, n_head_kv, n_seq] any float or
     quantized type; mask: f16 [n_kv, n_q, m2, m3] or None; scale, max_bias, softcap: numbers; sinks: f32 [n_head] or
-    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0 or 10; score: a function of score.py or None.
-    The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of its own beside
+    None; attn_bias: f16, bf16 or f32 [n_kv, n_q, b2, b3] or None; prec: 0, 8 or 10; score: a function of score.py or
+    None; k_layout: as there. The result is f32 [n_head, n_q, n_seq], -inf for a row with every key masked. A node of
+    its own beside
     FLASH_ATTN_EXT with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
     2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_ext() refuses.
     """
     text, of_score = as_params(score)
     numbers = (float(scale), float(max_bias), float(softcap))
-    params = FlashAttnParams(*numbers, prec=int(prec), score=text, score_numbers=of_score)
+    params = FlashAttnParams(*numbers, prec=int(prec), score=text, score_numbers=of_score, k_layout=k_layout)
     return build(FLASH_ATTN_LSE, q, k, mask, sinks, attn_bias, params=params, name=name)

@@ -30,6 +30,8 @@ from graphrt.arguments import checked
 from graphrt.dtypes import F32
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, register, require
+from graphrt.ops.score import as_params, check_params
+from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor
 
 #: Tokens of a page.
@@ -39,13 +41,16 @@ PAGES = (16, 32, 64, 128, 256)
 @dataclass(frozen=True)
 class FlashAttnVarlenParams:
     """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without; causal: a query sees keys up to its position;
-    window: how many positions back it sees, itself included, 0 for all."""
+    window: how many positions back it sees, itself included, 0 for all. score, score_numbers: a score function as
+    score_text.py writes it, "" for none."""
 
     scale: float
     max_bias: float = 0.0
     softcap: float = 0.0
     causal: bool = True
     window: int = 0
+    score: str = ""
+    score_numbers: tuple[float, ...] = ()
 
 
 def _check_operands(op: str, q: Tensor, k: Tensor) -> None:
@@ -95,6 +100,13 @@ def _check_rest(op: str, q: Tensor, sinks: Tensor | None, p: FlashAttnVarlenPara
         require(fits, op, "sinks must be f32 with one value a head of q", q, sinks)
 
 
+def _check_score(q: Tensor, k: Tensor, q_starts: Tensor, table: Tensor | None, p: FlashAttnVarlenParams) -> None:
+    """Queries of a sequence with fewer keys than queries have positions below 0."""
+    most = k.ne[1] * (table.ne[0] if table is not None else 1)
+    sizes = {"b": range(q_starts.ne[0]), "h": range(q.ne[2]), "i": range(-q.ne[1], most), "j": range(most)}
+    check_params(p.score, p.score_numbers, sizes)
+
+
 def _infer_attn(
     params: FlashAttnVarlenParams, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, lengths: Tensor | None,
     block_table: Tensor | None, k_starts: Tensor | None, sinks: Tensor | None, prefixes: Tensor | None,
@@ -105,6 +117,7 @@ def _infer_attn(
     require(k.ne[1:] == v.ne[1:], op, "k and v must agree in keys, heads and pages", k, v)
     _check_sequences(op, k, q_starts, lengths, block_table, k_starts, prefixes)
     _check_rest(op, q, sinks, params)
+    _check_score(q, k, q_starts, block_table, params)
     return Result(F32, (v.ne[0], q.ne[2], q.ne[1]))
 
 
@@ -116,6 +129,7 @@ def _infer_lse(
     _check_operands(op, q, k)
     _check_sequences(op, k, q_starts, lengths, block_table, k_starts, prefixes)
     _check_rest(op, q, sinks, params)
+    _check_score(q, k, q_starts, block_table, params)
     return Result(F32, (q.ne[2], q.ne[1]))
 
 
@@ -165,7 +179,7 @@ def flash_attn_varlen(
     q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
     prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
-    name: str = "",
+    score: Expr | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention of packed queries of sequences of any length: for each of them result = softmax(s) v over its keys.
 
@@ -185,12 +199,14 @@ def flash_attn_varlen(
     to first + count - 1 have the first `pages` entries of the table in common, and that these pages * page keys come
     before the first new token of each; groups ascend and have no sequence in common; those of no sequence or no page
     say nothing. A backend may read such pages once; results mean what they do without, nothing where a promise is
-    broken.
+    broken. score: a function of score.py or None, of what scale and softcap made of q.k, before ALiBi's part; its i and
+    j are positions, i below 0 for a query before the first key.
     Source: varlen attention of FlashAttention-2 (arXiv 2307.08691) over the pages of PagedAttention (arXiv
     2309.06180); ggml has no such op. Raises GraphError for other types and shapes, for anything but pages or packed
     keys, and for numbers that are not finite.
     """
-    params = FlashAttnVarlenParams(float(scale), float(max_bias), float(softcap), bool(causal), int(window))
+    numbers = (float(scale), float(max_bias), float(softcap), bool(causal), int(window))
+    params = FlashAttnVarlenParams(*numbers, *as_params(score))
     sources = (q, k, v, q_starts, lengths, block_table, k_starts, sinks, prefixes)
     return build(FLASH_ATTN_VARLEN, *sources, params=params, name=name)
 
@@ -200,17 +216,18 @@ def flash_attn_varlen_lse(
     q: Tensor, k: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
     prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
-    name: str = "",
+    score: Expr | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_varlen(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_tokens, n_head]; k: pages or packed keys of any float or
     quantized type; q_starts, lengths, block_table, k_starts, prefixes: i32; sinks: f32 [n_head] or None; scale,
-    max_bias, softcap, causal, window: numbers. The result is f32 [n_head, n_tokens], -inf for a query that sees
-    nothing, not even a sink, and for those of nobody. A node of its own beside FLASH_ATTN_VARLEN with the same
-    sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no
-    such op. Raises GraphError for what flash_attn_varlen() refuses.
+    max_bias, softcap, causal, window: numbers; score: a function of score.py or None. The result is f32 [n_head,
+    n_tokens], -inf for a query that sees nothing, not even a sink, and for those of nobody. A node of its own beside
+    FLASH_ATTN_VARLEN with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
+    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses.
     """
-    params = FlashAttnVarlenParams(float(scale), float(max_bias), float(softcap), bool(causal), int(window))
+    numbers = (float(scale), float(max_bias), float(softcap), bool(causal), int(window))
+    params = FlashAttnVarlenParams(*numbers, *as_params(score))
     sources = (q, k, q_starts, lengths, block_table, k_starts, sinks, prefixes)
     return build(FLASH_ATTN_VARLEN_LSE, *sources, params=params, name=name)

@@ -5,7 +5,8 @@
     out = ops.flash_attn_ext(q, k, v, mask, scale, score=cap * score.tanh(s / cap))
 
 s is scale * q.k (of an attention with a softcap: what that made of it); b, h, i, j are the sequence, the head of q, the
-query and the key, counted from 0 as they lie in q and k. The result takes the place of s; attn_bias and mask are added
+query and the key, counted from 0 as they lie in q and k; in packed sequences (FLASH_ATTN_VARLEN) i and j are positions
+in the sequence, so that its last query is its last key. The result takes the place of s; attn_bias and mask are added
 to it. Keys whose mask is -inf stay hidden whatever it gives, so that blocks of them are skipped; -inf hides a key too,
 but saves no work.
 
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any, TypeVar
 
 from graphrt.arguments import checked
 from graphrt.errors import GraphError
@@ -180,11 +183,29 @@ def of_params(text: str, numbers: tuple[float, ...]) -> Expr | None:
     return e
 
 
-def check_params(text: str, numbers: tuple[float, ...], sizes: dict[str, int]) -> None:
-    """Raises GraphError for what is no score function of an attention of so many sequences (b), heads (h), queries (i)
+def check_params(text: str, numbers: tuple[float, ...], sizes: dict[str, range]) -> None:
+    """Raises GraphError for what is no score function of an attention of these sequences (b), heads (h), queries (i)
     and keys (j)."""
     if not all(math.isfinite(x) for x in numbers):
         raise GraphError("the numbers of a score function must be finite")
     e = of_params(text, numbers)
     if e is not None:
         check_extent(e, sizes)
+
+
+# -- those that an attention has as parameters of its own
+
+P = TypeVar("P")
+#: Texts whose values are, operation by operation, those of a parameter of the op: the parameter, which must be 0 beside
+#: it, and what of the function's only number it is. tanh is odd: -c * tanh(s / -c) is c * tanh(s / c) to the bit.
+BUILT_IN = {"p[0] * tanh(s / p[0])": ("softcap", abs)}
+
+
+def built_in(params: P) -> P:
+    """An attention's parameters with a score function that a parameter of the op stands for as that parameter; the same
+    object where there is none of the kind. Backends ask it, so that such a function takes the path of the parameter."""
+    p: Any = params
+    name, made_of = BUILT_IN.get(getattr(p, "score", ""), ("", abs))
+    if not name or getattr(p, name) != 0 or p.score_numbers[0] == 0:
+        return params
+    return replace(p, score="", score_numbers=(), **{name: made_of(p.score_numbers[0])})  # type: ignore[no-any-return]

@@ -82,12 +82,12 @@ class _Derivative:
         }[e.op]()  # fmt: skip
 
 
-def check_extent(e: Expr, sizes: dict[str, int]) -> None:
-    """sizes: how many values b, h, i and j have. Raises GraphError where a whole number passes 32 bits."""
+def check_extent(e: Expr, sizes: dict[str, range]) -> None:
+    """sizes: the values that b, h, i and j have. Raises GraphError where a whole number passes 32 bits."""
     _extent(e, sizes)
 
 
-def _extent(e: Expr, sizes: dict[str, int]) -> tuple[int, int]:
+def _extent(e: Expr, sizes: dict[str, range]) -> tuple[int, int]:
     """The least and the largest that a whole expression gets; (0, 0) of others, of which only the parts matter."""
     parts = [_extent(a, sizes) for a in e.args]
     if e.kind != WHOLE:
@@ -99,12 +99,12 @@ def _extent(e: Expr, sizes: dict[str, int]) -> tuple[int, int]:
     return low, high
 
 
-def _range(e: Expr, parts: list[tuple[int, int]], sizes: dict[str, int]) -> tuple[int, int]:
+def _range(e: Expr, parts: list[tuple[int, int]], sizes: dict[str, range]) -> tuple[int, int]:
     match e.op:
         case "literal":
             return e.value, e.value
         case "symbol":
-            return 0, sizes[e.value] - 1
+            return sizes[e.value][0], sizes[e.value][-1]
         case "where":
             return min(p[0] for p in parts[1:]), max(p[1] for p in parts[1:])
         case "neg":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphrt.tools.common import session_options
@@ -36,8 +36,8 @@ def _check_memory(args: argparse.Namespace, told: dict[str, Any], file: GGUFFile
     n_seq = args.parallel if options.page else 1
     if options.page and not options.n_pages:  # as many as texts need, a whole context's at least
         options = replace(options, n_pages=-(-check_options(options, read_file(file))[0] // options.page))
-    needs = memory_needs(file, backends, options, n_seq)
+    needs = memory_needs(file, backends, options, n_seq, getattr(args, "as_ranks", None))
     if args.memory or (needs.total and not needs.in_place):
         print(f"memory: {needs}", file=sys.stderr)
-        told["memory"] = asdict(needs)
-    check_fits(file, needs, options)
+        told["memory"] = needs.facts()
+    check_fits(needs, options)

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from graphrt import whole_files
+from graphrt import startup, whole_files
 from graphrt.dtypes import CACHE_TYPES
 from graphrt.errors import BackendError, SessionError
+from graphrt.presence import here
 from graphrt.printing import human_bytes, terminal_text
 from graphrt.printing import printable as printable
 from graphrt.progress import task
+from graphrt.ranks import in_environment
+from graphrt.tools.adapter_flags import use_adapters
 from graphrt.tools.rope_flags import add_rope_arguments, rope_options
 
 if TYPE_CHECKING:
@@ -168,6 +171,17 @@ def add_page_arguments(parser: Any, what: str) -> None:
     )
 
 
+def add_tp_argument(parser: argparse.ArgumentParser) -> None:
+    """--tp: over how many ranks."""
+    tp = "ranks on this host, each a process with a part of every weight (torchrun sets its own number; default: 1)"
+    parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
+
+
+def over_ranks(args: argparse.Namespace) -> bool:
+    """Whether a verb is to run on several ranks: --tp says so, or torchrun has started this process."""
+    return bool(args.tp > 1) or in_environment()
+
+
 def add_threads_argument(parser: Any) -> None:
     """-t: as llama.cpp has it, where numbers below 1 are the default."""
     parser.add_argument(
@@ -181,7 +195,8 @@ def add_fast_argument(parser: argparse.ArgumentParser) -> None:
         "--fast",
         action="store_true",
         dest="eight_bits",
-        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16",
+        help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16: prompts and batches are up to 1.6 "
+        "times as fast, logits off by an NMSE of 1e-4 to 2e-3 for 1e-8 to 1e-6",
     )
 
 
@@ -226,7 +241,10 @@ def load_model(
     made_up = getattr(args, "synthetic", None)
     file = synthetic(made_up, vocabulary=True) if made_up else hub.resolve(args.model)
     ranks = getattr(args, "as_ranks", 1)
-    return load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
+    model = load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
+    use_adapters(model, args)
+    startup.done()
+    return model
 
 
 def use_threads(args: argparse.Namespace) -> None:
@@ -318,8 +336,9 @@ def say_written(path: str | Path) -> None:
 def print_text(text: str, out: TextIO | None = None) -> None:
     """Writes a model's text to stdout, or to another stream, at once: as it is, but to a terminal escaped."""
     out = out or sys.stdout
-    out.write(terminal_text(text) if out.isatty() else text)
-    out.flush()
+    with here.at_length():  # other ranks wait for a pipe that nobody reads
+        out.write(terminal_text(text) if out.isatty() else text)
+        out.flush()
 
 
 def print_json(value: object) -> None:

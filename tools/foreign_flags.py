@@ -79,7 +79,8 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("-ot", "--override-tensor", "-ncmoe", "--n-cpu-moe"): _instead(_ONE_PLACE, 1),
     ("-cmoe", "--cpu-moe"): _instead(_ONE_PLACE),
     ("--override-kv",): _instead("keys can't be changed but for the rotation's, by --rope-scaling and the like", 1),
-    ("--lora", "--control-vector", "--lora-scaled"): _instead("adapters can't be applied; merge one into the model", 1),
+    ("--lora", "--lora-scaled"): _instead("run, chat and serve apply adapters; merge one into the model for others", 1),
+    ("--control-vector",): _instead("control vectors can't be applied", 1),
     ("-md", "--model-draft", "-hfd", "--spec-type"): _instead(
         "a second model drafts tokens for graphrt serve alone", 1
     ),

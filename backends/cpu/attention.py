@@ -11,6 +11,7 @@ from graphrt.backends.cpu.reference import reference
 from graphrt.backends.cpu.score import score_of, value
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -82,10 +83,14 @@ def bent_logits(p: FlashAttnParams | FlashAttnVarlenParams, q: torch.Tensor, k: 
     return p.softcap * by_rows(torch.tanh, s / p.softcap) if p.softcap else s
 
 
-def scored(p: FlashAttnParams | FlashAttnVarlenParams, s: torch.Tensor) -> torch.Tensor:
+#: The number of the first sequence, and the position of its first query.
+FIRST = (0, 0)
+
+
+def scored(p: FlashAttnParams | FlashAttnVarlenParams, s: torch.Tensor, first: tuple[int, int] = FIRST) -> torch.Tensor:
     """Logits after the score function, where there is one. s: [n_seq, n_head, n_q, n_kv]."""
     function = score_of(p)
-    return s if function is None else value(function, s)
+    return s if function is None else value(function, s, *first)
 
 
 def with_mask(
@@ -125,11 +130,11 @@ def dropped(p: FlashAttnParams | FlashAttnVarlenParams, weights: torch.Tensor) -
 
 def attend(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    sinks: torch.Tensor | None, attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None, attn_bias: torch.Tensor | None = None, first: tuple[int, int] = FIRST,
 ) -> torch.Tensor:  # fmt: skip
     """Attention [n_seq, n_q, n_head, D_v] with the parameters of a node. mask, attn_bias: in q's type, [m3, m2, n_q,
     n_kv]."""
-    logits, seen = with_mask(node.params, scored(node.params, bent_logits(node.params, q, k)), mask, attn_bias)
+    logits, seen = with_mask(node.params, scored(node.params, bent_logits(node.params, q, k), first), mask, attn_bias)
     weights = dropped(node.params, _softmax(logits, sinks)[0])
     out = _weighted(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0))
     if not v.isfinite().all():  # a weight of 0 must not meet NaN, but a NaN that is seen must come through
@@ -140,10 +145,10 @@ def attend(
 
 def log_sum_exp(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None,
-    attn_bias: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None, first: tuple[int, int] = FIRST,
 ) -> torch.Tensor:  # fmt: skip
     """The log of the denominators of attend(), [n_seq, n_head, n_q]."""
-    logits = scored(node.params, bent_logits(node.params, q, k))
+    logits = scored(node.params, bent_logits(node.params, q, k), first)
     return _softmax(with_mask(node.params, logits, mask, attn_bias)[0], sinks)[1]
 
 
@@ -152,12 +157,20 @@ def up_to(n: int, mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask[..., :n] if mask is not None else None
 
 
+def key_rows(p: FlashAttnParams, k: torch.Tensor, d: int) -> torch.Tensor:
+    """k as [n_seq, n_head_kv, n_kv, d], whatever its layout."""
+    if p.k_layout == ROWS:
+        return k
+    n_seq, panels, n_kv, x = k.shape
+    return k.reshape(n_seq, panels * x // d, d // x, n_kv, x).transpose(2, 3).reshape(n_seq, -1, n_kv, d)
+
+
 @reference("FLASH_ATTN_EXT")
 def flash_attn_ext(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    n = last_seen(mask, k.shape[2])
+    k, n = key_rows(node.params, k, q.shape[3]), last_seen(mask, k.shape[2])
     return attend(node, q, k[:, :, :n], v[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
 
 
@@ -166,6 +179,6 @@ def flash_attn_lse(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    n = last_seen(mask, k.shape[2])
+    k, n = key_rows(node.params, k, q.shape[3]), last_seen(mask, k.shape[2])
     lse = log_sum_exp(node, q, k[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
     return lse.transpose(1, 2).reshape(node.shape)

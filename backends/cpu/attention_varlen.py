@@ -44,8 +44,9 @@ def _rows(cache: torch.Tensor, of: Tensor, start: int, length: int, pages: Numbe
 def _sequences(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, q_starts: torch.Tensor, lengths: Numbers, block_table: Numbers,
     k_starts: Numbers,
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, tuple[int, int, Numbers]]]:  # fmt: skip
-    """(queries, their keys, mask, where its rows are) of each sequence that has queries."""
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, tuple[int, int, Numbers], tuple[int, int]]]:  # fmt: skip
+    """(queries, their keys, mask, where its rows are, its number and its first query's position) of each sequence that
+    has queries."""
     starts = q_starts.flatten().clamp(0, q.shape[2]).tolist()
     for i, (first, end) in enumerate(zip(starts, starts[1:])):
         if first >= end:
@@ -59,7 +60,8 @@ def _sequences(
             start, stop = k_starts[0, 0, 0, i : i + 2].clamp(0, k.shape[2]).tolist()
             length = max(stop - start, 0)
         rows = (start, length, pages)
-        yield slice(first, end), _rows(k, node["k"], *rows, q), _mask(node.params, end - first, length, q), rows
+        keys, mask = _rows(k, node["k"], *rows, q), _mask(node.params, end - first, length, q)
+        yield slice(first, end), keys, mask, rows, (i, length - (end - first))
 
 
 def sequences(
@@ -82,9 +84,9 @@ def flash_attn_varlen(
     prefixes: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.zeros(node.shape, dtype=q.dtype)
-    for queries, keys, mask, rows in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):
+    for queries, keys, mask, rows, at in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):
         values = _rows(v, node["v"], *rows, q)
-        out[:, queries] = attend(node, q[:, :, queries], keys, values, mask, sinks)
+        out[:, queries] = attend(node, q[:, :, queries], keys, values, mask, sinks, first=at)
     return out
 
 
@@ -95,6 +97,6 @@ def flash_attn_varlen_lse(
     prefixes: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.full(node.shape, NEG_INF, dtype=q.dtype)
-    for queries, keys, mask, _ in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):
-        out[0, 0, queries] = log_sum_exp(node, q[:, :, queries], keys, mask, sinks)[0].T
+    for queries, keys, mask, _, at in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):
+        out[0, 0, queries] = log_sum_exp(node, q[:, :, queries], keys, mask, sinks, first=at)[0].T
     return out

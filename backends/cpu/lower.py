@@ -18,7 +18,9 @@ from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.products import matmul
 from graphrt.ops.flash_attn_varlen import longest
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.rope import rope_frequencies
+from graphrt.ops.score import built_in
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.program import Group
 from graphrt.tensor import Tensor
@@ -61,16 +63,18 @@ def kq_mask(low: Lowering, out: Tensor) -> Any | None:
 
 def why_reference(node: Tensor) -> str:
     """Why a node has no fast form that others of its op have, "" where there is nothing to say."""
-    return "native attention has no score function" if getattr(node.params, "score", "") else ""
+    if getattr(node.params, "k_layout", ROWS) != ROWS:
+        return "native attention reads keys in rows"
+    return "native attention has no score function" if getattr(built_in(node.params), "score", "") else ""
 
 
 def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     q, k, v, mask = out["q"], out["k"], out["v"], out["mask"]
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
-    plain = out["attn_bias"] is None and out.params.dropout_p == 0.0 and not out.params.score
+    p = built_in(out.params)
+    plain = out["attn_bias"] is None and p.dropout_p == 0.0 and not p.score and p.k_layout == ROWS
     if not plain or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
-    p = out.params
     slopes = low.array(alibi_slopes(q.ne[2], p.max_bias), np.float32) if p.max_bias else 0
     return [
         fast.flash_attn(
@@ -86,9 +90,9 @@ def flash_attn(low: Lowering, out: Tensor) -> Any | None:
 def flash_attn_varlen(low: Lowering, out: Tensor) -> Any | None:
     q, k, v, table = out["q"], out["k"], out["v"], out["block_table"]
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
-    if not known or not all(t.has_contiguous_rows for t in (q, k, v)):
+    p, kv = built_in(out.params), out["lengths"] if table is not None else out["k_starts"]
+    if p.score or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
-    p, kv = out.params, out["lengths"] if table is not None else out["k_starts"]
     slopes = low.array(alibi_slopes(q.ne[2], p.max_bias), np.float32) if p.max_bias else 0
     return [
         fast.flash_attn_varlen(

@@ -27,12 +27,13 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 def score_of(p: FlashAttnParams | FlashAttnVarlenParams) -> Expr | None:
     """An attention's score function, None without one."""
-    return None if isinstance(p, FlashAttnVarlenParams) else of_params(p.score, p.score_numbers)
+    return of_params(p.score, p.score_numbers)
 
 
-def value(e: Expr, s: torch.Tensor) -> torch.Tensor:
-    """The value for scores s [n_seq, n_head, n_q, n_kv], in that shape and type."""
+def value(e: Expr, s: torch.Tensor, b: int = 0, i: int = 0) -> torch.Tensor:
+    """The value for scores s [n_seq, n_head, n_q, n_kv], in that shape and type. b, i: the first sequence and query."""
     symbols = {name: _positions(s, dim) for dim, name in enumerate("bhij")} | {"s": s}
+    symbols |= {"b": symbols["b"] + b, "i": symbols["i"] + i}
     return value_at(e, symbols, s.dtype).expand(s.shape)
 
 

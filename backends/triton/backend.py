@@ -59,6 +59,7 @@ class TritonBackend(Backend):
         self.schedule = check_schedule(schedule) if schedule is not None else None
         self.config = config
         self.backward = check_form(backward)
+        self.deterministic = backward != "fused-q"  # whose sums are added up in any order
         self.number = device
         self.target = target or target_of(device)
         self.capture = capture and not interpreting()

@@ -11,6 +11,7 @@ import torch
 from graphrt.backends.triton.device import Target, current, interpreting
 from graphrt.backends.triton.segment import Segment
 from graphrt.errors import BackendError
+from graphrt.presence import here
 from graphrt.program import Program, StepInfo, in_order
 
 #: Captures of a process follow one another: torch keeps one state of random numbers, which a capture claims.
@@ -61,8 +62,11 @@ class Captured(Program):
             self.graph = self._captured()
         if self.graph is not None:
             self.graph.replay()
-        else:
+        elif self.warm:
             self._run()
+        else:
+            with here.at_length():  # it compiles
+                self._run()
             self.warm = True
 
     def compile_ahead(self) -> None:

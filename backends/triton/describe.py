@@ -56,7 +56,8 @@ class AttentionChoice(Choice):
 
     def __init__(self, chosen: Chosen, target: Target) -> None:
         schedule = f"{chosen.choice.schedule}, {chosen.programs} programs"
-        super().__init__(chosen.kernel, chosen.choice.reasons, chosen.refused, schedule, chosen.problem.mask_t)
+        reasons = (*chosen.choice.reasons, *chosen.problem.built_in)
+        super().__init__(chosen.kernel, reasons, chosen.refused, schedule, chosen.problem.mask_t)
         self.chosen, self.target = chosen, target
 
     def tiles(self, mask: MaskValues = None) -> AttentionPlan:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from graphrt.backend import Group
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import (
+    collectives,
     copy,
     elementwise,
     kq_mask,
@@ -37,7 +38,7 @@ OPS: dict[str, Lowering] = {
     **elementwise.LOWERINGS, **norm.LOWERINGS, **soft_max.LOWERINGS, **rows.LOWERINGS, **copy.LOWERINGS,
     **rope.LOWERINGS, **sample.LOWERINGS, **penalize.LOWERINGS, **sort.LOWERINGS, **kq_mask.LOWERINGS,
     **products.LOWERINGS, **experts.LOWERINGS, **rows_back.LOWERINGS, **movement.LOWERINGS, **loss.LOWERINGS,
-    **opt_steps.LOWERINGS, **experts_back.LOWERINGS,
+    **opt_steps.LOWERINGS, **experts_back.LOWERINGS, **collectives.LOWERINGS,
 }  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from graphrt import ranks
 from graphrt.backends.triton.packing import F16_MIN, F16_SCALE, packing_of
 from graphrt.dtypes import CACHES, WRITABLE
 from graphrt.op import op_spec
+from graphrt.ops.collectives import COLLECTIVES, is_played
 from graphrt.tensor import Tensor
 
 #: Types of K and V: attention's kernels read blocks whose scales are f16.
@@ -18,6 +20,7 @@ OPS = {
     "MUL_MAT_ID", "ADD_ID", "FILL", "SILU_BACK", "UNARY_BACK", "RMS_NORM_BACK", "ROPE_BACK", "SOFT_MAX_BACK",
     "REPEAT_BACK", "GET_ROWS_BACK", "SET_ROWS_BACK", "VIEW_BACK", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID",
     "CROSS_ENTROPY_LOSS", "CROSS_ENTROPY_LOSS_BACK", "OPT_STEP_SGD", "OPT_STEP_ADAMW",
+    *COLLECTIVES,
 }  # fmt: skip
 #: Ops that read their first source in any type, products floats of 8 bits aside.
 PRODUCTS = ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK")
@@ -36,6 +39,8 @@ def why_unsupported(node: Tensor) -> str | None:
         return _why_not_backward(node)
     if node.op not in OPS:
         return f"it has no kernel for {node.op}"
+    if node.op in COLLECTIVES and not is_played(node) and not ranks.link_gpus():
+        return "the ranks have no link between their GPUs (NCCL)"
     return _why_not_types(node) or _why_not_elements(node)
 
 
@@ -68,8 +73,9 @@ def _why_not_attention(node: Tensor, caches: dict[str, Tensor]) -> str | None:
             return f"its attention kernel unpacks {name}'s {t.dtype.name} to f16, prec asks for products in f32"
         if t.dtype.name not in KV_TYPES:
             return f"{name} must be one of {', '.join(KV_TYPES)} for its attention kernel, this one is {t.dtype.name}"
-        if t.ne[0] > MAX_HEAD_SIZE:
-            return f"its attention kernel has head sizes up to {MAX_HEAD_SIZE}, {name}'s is {t.ne[0]}"
+        d = node["q"].ne[0] if name == "k" else t.ne[0]
+        if d > MAX_HEAD_SIZE:
+            return f"its attention kernel has head sizes up to {MAX_HEAD_SIZE}, {name}'s is {d}"
         reason = _why_not_strides(name, t)
         if reason is not None:
             return reason

@@ -11,6 +11,7 @@ import functools
 from graphrt import ops
 from graphrt.errors import ArchError
 from graphrt.graph import Graph
+from graphrt.models.adapters import Adapters
 from graphrt.models.arch.layout import Loader
 from graphrt.models.arch.transformer import Transformer, linear
 from graphrt.models.attention import AttentionParams
@@ -27,11 +28,13 @@ from graphrt.tensor import Tensor, new_input
 
 class Decoder(Transformer):
     """A decoder-only transformer, norms first. residual: the name of what a layer's attention leaves; ffn_normed: of
-    its norm; parallel: without a norm of its own the feed-forward reads what the attention reads."""
+    its norm; parallel: without a norm of its own the feed-forward reads what the attention reads; adapters: what its
+    logits are made with, None for its weights alone."""
 
     residual = "ffn_inp"
     ffn_normed = "ffn_norm"
     parallel = False
+    adapters: Adapters | None = None
 
     @property
     def cached(self) -> list[HParams]:
@@ -57,11 +60,21 @@ class Decoder(Transformer):
     def inputs(self, n: int, n_outputs: int, cache: KVCache) -> StepInputs:
         """New inputs of a step that reads n tokens of each sequence and gives the logits of n_outputs of them."""
         tokens = new_input("i32", n * cache.n_seq, name="inp_tokens")
-        return StepInputs.of(cache, tokens, n_outputs, self.hp.max_alibi_bias > 0)
+        return StepInputs.of(cache, tokens, n_outputs, self.hp.max_alibi_bias > 0, gates=self._usual_gates)
 
-    def paged_inputs(self, size: StepSize, cache: PagedCache) -> PagedInputs:
-        """The same of a step over pages, of up to so many tokens of up to so many sequences."""
-        return PagedInputs.of(cache, size)
+    @property
+    def adapter_key(self) -> bytes:
+        """What tells sequences whose adapters have their usual scales from others (Adapters.key())."""
+        return b"" if self.adapters is None else self.adapters.key(self.adapters.scales)
+
+    @property
+    def _usual_gates(self) -> Tensor | None:
+        return None if self.adapters is None or not any(self.adapters.scales) else self.adapters.usual
+
+    def paged_inputs(self, size: StepSize, cache: PagedCache, gates: Tensor | None = None) -> PagedInputs:
+        """The same of a step over pages, of up to so many tokens of up to so many sequences. gates: which adapters
+        sequences have (AdapterTable), None for none."""
+        return PagedInputs.of(cache, size, gates=gates)
 
     def graph(self, n: int, n_outputs: int, cache: KVCache) -> Graph:
         """The graph of such a step over rings. Output: result_output, f32 [n_vocab, n_outputs]."""
@@ -74,7 +87,7 @@ class Decoder(Transformer):
         next ones there, the likeliest or, with `sampling`, drawn ones: the next step can be queued before the host
         knows them. keep_logits: these are an output too."""
         alibi, draws = self.hp.max_alibi_bias > 0, sampling is not None
-        inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws)
+        inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws, gates=self._usual_gates)
         return inputs, self._choosing(inputs, inputs.tokens, sampling, keep_logits)
 
     def paged_chosen(
@@ -84,13 +97,14 @@ class Decoder(Transformer):
         cache: PagedCache,
         tables: SampleTables | None = None,
         most: int = 0,
+        gates: Tensor | None = None,
         *,
         keep_logits: bool = False,
     ) -> tuple[PagedInputs, Graph]:
         """The same over pages, of any tokens: `board` is a leaf i32 [1, rows] with a buffer, where the step finds its
         tokens in any order and leaves the next one of each wanted row in the first ones: the likeliest, or chosen by
-        these tables from at most so many candidates."""
-        inputs = PagedInputs.of(cache, size, board, draws=tables is not None)
+        these tables from at most so many candidates. gates: as paged_inputs()."""
+        inputs = PagedInputs.of(cache, size, board, draws=tables is not None, gates=gates)
         target = ops.view(board, (size.n_outputs,))
         if tables is None:
             return inputs, self._choosing(inputs, target, None, keep_logits)
@@ -115,7 +129,8 @@ class Decoder(Transformer):
 
     def result(self, step: AnyInputs) -> Tensor:
         """The logits of a step: f32 [n_vocab, n_outputs]."""
-        return self.logits(self.hidden(step))
+        made = self.logits(self.hidden(step))
+        return made if self.adapters is None or step.gates is None else self.adapters.added(made, step)
 
     def hidden(self, step: AnyInputs) -> Tensor:
         """What the logits are made of, the tokens' embeddings: f32 [n_embd, n_outputs]."""

@@ -12,8 +12,8 @@ def check(pool: PagePool) -> None:
     """Raises AssertionError, with the rule, where a pool is not as it must be."""
     nodes = list(pool.root.below())
     _check_pages(pool, nodes)
-    for held in pool.held.values():
-        _check_sequence(pool, held)
+    for seq, held in pool.held.items():
+        _check_sequence(pool, seq, held)
     pins = Counter(id(node) for held in pool.held.values() for node in held.nodes)
     for node in nodes:
         assert node.pins == pins[id(node)], "a node is pinned once by each sequence that has its block"
@@ -33,7 +33,7 @@ def _check_pages(pool: PagePool, nodes: list[Node]) -> None:
         assert set(pages.idle) == unused & set(kept), "a page that the tree alone keeps is idle, no other is"
 
 
-def _check_sequence(pool: PagePool, held: Held) -> None:
+def _check_sequence(pool: PagePool, seq: int, held: Held) -> None:
     page, n = pool.page, held.reserved
     assert len(held.ids) <= n, "only tokens that have cells are written"
     for kind, pages in pool.kinds.items():
@@ -42,7 +42,7 @@ def _check_sequence(pool: PagePool, held: Held) -> None:
         assert GONE not in table[pool.first_seen(kind, len(held.ids)) :], "what a window sees is there"
         writing = table[len(held.ids) // page :] if n > len(held.ids) else []
         assert not any(pages.is_shared(p) for p in writing), "a page that is written is nobody else's"
-    above = pool.root
+    above = pool.root.children[pool.key(seq)] if pool.key(seq) and held.nodes else pool.root
     for block, node in enumerate(held.nodes):
         assert above.children.get(block_key(held.ids, block, page)) is node, "nodes are those of the tokens"
         for kind in pool.kinds:

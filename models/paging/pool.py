@@ -70,6 +70,7 @@ class PagePool:
         self.share = share
         self.kinds = {kind: Pages(n) for kind, n in n_pages.items()}
         self.root = Node(None, b"")
+        self._below: dict[int, bytes] = {}  # by sequence, the key of the node that its own hang below
         self.held: dict[int, Held] = {}
         self._changes = count()  # of all sequences, so that one that is new is not taken for an older one
 
@@ -95,6 +96,23 @@ class PagePool:
         last = -(-n // self.page)
         tables = self.of(seq).tables
         return all(GONE not in table[self.first_seen(kind, n) : last] for kind, table in tables.items())
+
+    def put_below(self, seq: int, key: bytes) -> None:
+        """An empty sequence shares pages with those of the same key alone, whatever becomes of it: its tokens' rows
+        are made in another way than others'. The key is of no whole number of tokens' bytes, b"" for the usual way.
+        Raises SessionError for a sequence that is not empty."""
+        self._empty(seq)
+        self._below[seq] = key
+
+    def key(self, seq: int) -> bytes:
+        """What put_below() has put a sequence below."""
+        return self._below.get(seq, b"")
+
+    def _known(self, seq: int, ids: Sequence[int], most: int) -> list[Node]:
+        """What the tree has of a sequence's beginning, at most so many blocks."""
+        key = self.key(seq)
+        root = self.root.children.get(key) if key else self.root
+        return known(root, ids, self.page, most) if self.share and root is not None else []
 
     # ---- reading and writing ----
 
@@ -166,7 +184,7 @@ class PagePool:
         held.ids.extend(int(i) for i in ids)
         if self.share and held.shares:
             while (len(held.nodes) + 1) * self.page <= len(held.ids):
-                self._enter(held)
+                self._enter(seq, held)
         for kind, pages in self.kinds.items():
             table = held.tables[kind]
             block = self.first_seen(kind, len(held.ids)) - 1
@@ -176,10 +194,12 @@ class PagePool:
                 block -= 1
                 self._changed(held)
 
-    def _enter(self, held: Held) -> None:
+    def _enter(self, seq: int, held: Held) -> None:
         """Puts a sequence's next full block into the tree; one that is there already is used instead of its own."""
         block = len(held.nodes)
-        node = (held.nodes[-1] if block else self.root).child(block_key(held.ids, block, self.page))
+        key = self.key(seq)
+        root = self.root.child(key) if key else self.root
+        node = (held.nodes[-1] if block else root).child(block_key(held.ids, block, self.page))
         for kind, pages in self.kinds.items():
             table = held.tables[kind]
             if kind in node.pages and node.pages[kind] != table[block] != GONE:
@@ -230,6 +250,7 @@ class PagePool:
         if held.reserved != len(held.ids):
             raise SessionError("a sequence is forked between its steps, and this one is in the middle of one; end it")
         other = self._empty(into)
+        self._below[into] = self.key(seq)
         for kind, pages in self.kinds.items():
             for page in held.tables[kind]:
                 if page != GONE:
@@ -242,7 +263,7 @@ class PagePool:
         """An empty sequence takes what the tree has of the beginning of `ids`; gives how many tokens that is. At least
         the last one is left to be read. Raises SessionError for one that is not empty."""
         held = self._empty(seq)
-        nodes = known(self.root, ids, self.page, max(0, len(ids) - 1) // self.page) if self.share else []
+        nodes = self._known(seq, ids, max(0, len(ids) - 1) // self.page)
         while nodes and not self._seen_is_there(nodes):
             nodes.pop()
         for kind, pages in self.kinds.items():
@@ -265,7 +286,7 @@ class PagePool:
         where pages are missing."""
         self._empty(seq)
         n = -(-len(ids) // self.page)
-        nodes = known(self.root, ids, self.page, len(ids) // self.page) if self.share else []
+        nodes = self._known(seq, ids, len(ids) // self.page)
         wholly = [k for k, window in self.windows.items() if not window]
         while nodes and not all(kind in node.pages for kind in wholly for node in nodes):
             nodes.pop()
@@ -305,6 +326,13 @@ class PagePool:
         self._changed(held)
         for node in nodes:
             node.pins += 1
+
+    def enter(self, node: Node, kind: str) -> int:
+        """A free page for a node that has none of this kind; the caller fills it, is its one user, and releases it."""
+        page, _ = self.kinds[kind].take()
+        node.pages[kind] = page
+        self.kinds[kind].keep(page, node)
+        return page
 
     def forget(self) -> None:
         """Empties the tree of all that no sequence uses."""

@@ -13,10 +13,12 @@ from graphrt.models.arch import architecture, read_file
 from graphrt.models.cache import KVCache
 from graphrt.models.engine import SessionOptions, check_options
 from graphrt.models.gguf import GGUFFile
+from graphrt.models.hparams import HParams
 from graphrt.models.ranks.network import plan_of
 from graphrt.models.ranks.plan import Cut, RankPlan
 from graphrt.models.ranks.weights import RankWeights
 from graphrt.ops.collectives import COLLECTIVES, sent_bytes
+from graphrt.ranks import Ranks
 from graphrt.tensor import Tensor
 
 _LAYER = re.compile(r"blk\.[0-9]+\.")
@@ -84,6 +86,26 @@ def rank_needs(file: GGUFFile, ranks: int, options: SessionOptions) -> tuple[lis
             )
         )  # fmt: skip
     return found, list(_kinds(plan, file))
+
+
+def rank_part(file: GGUFFile, ranks: Ranks) -> tuple[HParams, int, int]:
+    """What a rank has of a file: its hyperparameters, the bytes of its weights, and those of them that do not lie
+    together in the file, so that they are copied even where others are read in place. Raises ArchError."""
+    hp = read_file(file)
+    plan, decoder = plan_of(architecture(hp.arch), hp, file, ranks.size)
+    weights = _Planned(file, cast(Backend, _Nowhere()), plan, ranks.rank)
+    mine = plan.hparams(ranks.rank)
+    decoder(mine, weights)
+    weights.check()
+    copied = sum(t.nbytes for t in weights.loaded.values() if not _lies_together(plan.cuts[t.name], t, ranks.rank))
+    return mine, weights.nbytes, copied
+
+
+def _lies_together(cut: Cut, part: Tensor, rank: int) -> bool:
+    if cut.by == "rank 0" and rank:
+        return False
+    outermost = all(n == 1 for n in part.ne[cut.dim + 1 :])
+    return not cut.spans or (outermost and len(cut.spans[rank]) == 1)
 
 
 def _kinds(plan: RankPlan, file: GGUFFile) -> Iterable[CutTensors]:

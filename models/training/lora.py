@@ -19,8 +19,7 @@ from graphrt.backend import Backend, Usage
 from graphrt.dtypes import F32
 from graphrt.errors import SessionError
 from graphrt.models import gguf_write
-from graphrt.op import build, op_spec
-from graphrt.ops.recompute import post_order
+from graphrt.models.adapters import with_products
 from graphrt.tensor import MAX_NAME, Tensor, new_tensor
 
 _LINEAR = re.compile(r"blk\.\d+\.(\w+)\.weight")
@@ -89,31 +88,28 @@ def adapted(result: Tensor, make: Callable[[Tensor], Adapter], targets: Sequence
 
     make: gives a weight its adapter; targets, scale: see LoraOptions. Raises SessionError where there is none.
     """
-    twins: dict[Tensor, Tensor] = {}
     adapters: dict[Tensor, Adapter] = {}
     seen: set[str] = set()
-    for node in post_order(result):
-        src = [None if s is None else twins.get(s, s) for s in node.src]
-        twin = node if src == list(node.src) else build(op_spec(node.op), *src, params=node.params, name=node.name)
+
+    def product(node: Tensor, x: Tensor) -> Tensor | None:
         kind = _kind(node)
         seen.add(kind)
-        if kind and (not targets or kind in targets):
-            weight, x = node["weights"], twin["x"]
-            adapter = adapters.setdefault(weight, make(weight)) if weight not in adapters else adapters[weight]
-            inner = ops.scale(ops.mul_mat(adapter.a, x), scale)
-            twin = ops.add(ops.mul_mat(adapter.b, inner), twin, name=f"{node.name[:50]} (lora)")
-        twins[node] = twin
+        if not kind or (targets and kind not in targets):
+            return None
+        weight = node["weights"]
+        adapter = adapters[weight] if weight in adapters else adapters.setdefault(weight, make(weight))
+        return ops.mul_mat(adapter.b, ops.scale(ops.mul_mat(adapter.a, x), scale))
+
+    found = with_products(result, product)
     unknown = [name for name in targets if name not in seen]
     if unknown or not adapters:
         known = ", ".join(sorted(seen - {""})) or "none"
         raise SessionError(f"targets must be linear layers of the model, {known}, got {', '.join(unknown) or 'none'}")
-    return Adapted(twins.get(result, result), list(adapters.values()))
+    return Adapted(found, list(adapters.values()))
 
 
 def _kind(node: Tensor) -> str:
-    """What a linear layer's matrix is called within its layer, "" for any other node."""
-    if node.op != "MUL_MAT" or not node["weights"].is_leaf or node["weights"].n_dims != 2:
-        return ""
+    """What the matrix of a product by weights is called within its layer, "" outside of layers."""
     found = _LINEAR.fullmatch(node["weights"].name)
     return found[1] if found else ""
 

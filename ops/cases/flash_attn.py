@@ -47,7 +47,11 @@ BASE = Axes()
 _WIDE = replace(BASE, heads=(6, 2), n_seq=2)
 _LONG = replace(BASE, d=(64, 64), heads=(4, 1), n_q=1)
 
+_EIGHT = replace(BASE, d=(128, 128), types=("f8_e4m3", "f8_e4m3"), n_q=75, n_kv=300, mask="random")
+
 _BIASES = ((1, 1, "f32"), (1, 1, "bf16"), (6, 2, "f16"), (3, 1, "f32"))
+
+_MANY = replace(BASE, n_q=140, n_kv=208, mask=None, heads=(4, 2))
 
 GROUPS: Mapping[str, Sequence[Group]] = {
     "head sizes": (
@@ -189,9 +193,36 @@ GROUPS: Mapping[str, Sequence[Group]] = {
             {"d": [(128, 128), (256, 256)], "n_q": (1, 65)},
         ),
     ),
+    # Enough queries for a kernel for many of them, with products of k's and v's type and of wider ones.
+    "floats of 8 bits": (
+        Group(_EIGHT, {"prec": (0, 8), "d": [(64, 64), (128, 128)], "mask": ("random", None)}, {"mask": ("causal",)}),
+        Group(replace(_EIGHT, sinks="near", layout="cache", heads=(6, 1), n_kv=1025), {"prec": (0, 8)}),
+        Group(replace(_EIGHT, spoil="nan"), {"prec": (0, 8), "rows": ("leading",)}, {"rows": ("all",)}),
+        Group(
+            replace(_EIGHT, prec=8, n_seq=2),
+            {"values": ("level",)},
+            {"values": ("large_v",), "n_q": (1, 9), "n_kv": (512,)},
+        ),
+        Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {}, {"mask": (None,)}),
+    ),
     "dropout": (
         Group(replace(_WIDE, n_q=9), {"dropout_p": (0.1, 0.9), "mask": ("causal", None)}, {"n_kv": (1, 257)}),
         Group(replace(_WIDE, dropout_p=0.5, sinks="near", bias=_BIASES[3]), {"max_bias": (0.0, 8.0)}),
+        # Enough queries for kernels of many; a bias of f16 without a mask, which they take for one.
+        Group(replace(_MANY, dropout_p=0.3, bias=(4, 2, "f16"), n_seq=2), {"d": [(64, 64), (256, 256)]}),
+        Group(replace(_MANY, dropout_p=0.3, n_kv=203, sinks="near"), {"d": [(128, 128)]}),
+        Group(replace(_MANY, dropout_p=0.1, mask="causal", heads=(6, 2)), {"d": [(64, 64), (128, 128)]}),
+    ),
+    # Head sizes of one part and of two, types of 4, 8 and 16 elements a panel, keys that end within a tile.
+    "panels": (
+        Group(replace(BASE, layout="panels"), {"d": [(d, d) for d in (32, 64, 96, 128, 256)], "n_q": (1, 9)}),
+        Group(
+            replace(_WIDE, layout="panels", n_kv=257),
+            {"types": [(t, t) for t in ("f32", "bf16", "f8_e4m3")], "mask": (None, "random")},
+            {"n_q": (1, 70)},
+        ),
+        Group(replace(_WIDE, layout="panels", spoil="nan", sinks="near", softcap=5.0), {"mask": ("window",)}),
+        Group(replace(_WIDE, layout="panels", score="branches", prec=10), {"n_kv": (1, 150)}),
     ),
     # Keys beyond a tile's last, heads that share keys and sequences, rows of one query and of several tiles.
     "scores": (
@@ -200,6 +231,8 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(
             replace(BASE, n_q=70, n_kv=300, heads=(2, 1), sinks="near", softcap=5.0), {"score": ("relative", "hides")}
         ),
+        Group(replace(_WIDE, n_q=65, n_kv=150, score="branches"), {"mask": (None, "causal")}),
+        Group(replace(_WIDE, n_q=65, n_kv=150, heads=(8, 2), score="branches", max_bias=8.0), {"mask": ("distance",)}),
         Group(replace(BASE, score="temperature", spoil="nan", bias=(4, 1, "f32"), max_bias=8.0), {"mask": ("random",)}),
         Group(
             replace(BASE, score="softcap", d=(128, 128)),
@@ -241,7 +274,7 @@ def points(which: str) -> list[Axes]:
 
 
 #: Of the quick set FLASH_ATTN_LSE has the groups that change logits or their sum; v it doesn't know.
-_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases", "scores")
+_LSE_GROUPS = ("n_kv", "masks", "rows masked", "sinks", "alibi", "biases", "scores", "panels")
 
 
 def _lse_points(which: str) -> list[Axes]:

@@ -11,6 +11,8 @@ from typing import Any
 from graphrt.dtypes import dtype
 from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_ext import flash_attn_ext, flash_attn_lse
+from graphrt.ops.key_panels import PANELS, panel_width
+from graphrt.ops.key_panels import ROWS as IN_ROWS
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 from graphrt.testing import (
@@ -37,7 +39,7 @@ class Axes:
     scale: on q.k, None for D_k^-0.5. mask, rows, sinks, values and layout are names in the tables MASKS, ROWS, SINKS,
     VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
     None for values like all others. bias: dimensions 2 and 3 of attn_bias and its type, None for none. prec: 10 for
-    products in f32. score: a name of scores.py's SCORES.
+    products in f32, 8 for products of 8-bit floats. score: a name of scores.py's SCORES.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -122,8 +124,8 @@ _EXACT = ("peaked", "huge", "sunken", "raised")
 #: plain; permuted: heads inside rows, for q, k and v; padded: rows longer than D, cells after n_kv, all of it NaN;
 #: cache: permuted, a stretch of a longer cache that holds NaN before and after; v_in_k: v is the start of k's rows;
 #: v_after: their end; mask_padded: the mask is a corner of a larger one, NaN around it; far: the second head of k and v
-#: is 2^31 elements behind the first.
-LAYOUTS = ("plain", "permuted", "padded", "cache", "v_in_k", "v_after", "mask_padded", "far")
+#: is 2^31 elements behind the first. panels: k in panels (key_panels.py).
+LAYOUTS = ("plain", "panels", "permuted", "padded", "cache", "v_in_k", "v_after", "mask_padded", "far")
 SPOILS = ("nan", "inf")
 
 _FAR_ROWS = 2**31 // 64
@@ -169,10 +171,21 @@ def _far(inputs: Inputs, axes: Axes, values: Values) -> tuple[Tensor, Tensor]:
     return view(whole, (d, n, 2), nb), view(whole, (d, n, 2), nb, n * whole.nb[1])
 
 
+def _panels(inputs: Inputs, axes: Axes, values: Values) -> Tensor:
+    """k in panels that has cells behind n_kv, which hold NaN."""
+    x = panel_width(dtype(axes.types[0]))
+    ne = (x, axes.n_kv + 3, axes.d[0] // x * axes.heads[1], axes.n_seq)
+    cells = [*(hidden_cells(axes.n_kv) if axes.spoil else ()), *range(axes.n_kv, axes.n_kv + 3)]
+    whole = inputs("k", axes.types[0], ne, Spoiled(values.k, cells, -2))
+    return view(whole, (x, axes.n_kv, *ne[2:]), whole.nb[1:])
+
+
 def _kv(inputs: Inputs, axes: Axes, values: Values) -> tuple[Tensor, Tensor]:
     d_k, d_v = axes.d
     if axes.layout == "far":
         return _far(inputs, axes, values)
+    if axes.layout == "panels":
+        return _panels(inputs, axes, values), _cached(inputs, "v", axes.types[1], d_v, axes, values.v)
     k = _cached(inputs, "k", axes.types[0], d_k, axes, values.k)
     if axes.layout in ("v_in_k", "v_after"):
         behind = d_k - d_v if axes.layout == "v_after" else 0
@@ -234,11 +247,12 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     scale = axes.scale if axes.scale is not None else axes.d[0] ** -0.5
     mask, bias = _mask(inputs, axes), _bias(inputs, axes)
     given: dict[str, Any] = {"sinks": _sinks(inputs, axes), "max_bias": axes.max_bias, "softcap": axes.softcap}
-    given["prec"] = axes.prec
+    given |= {"prec": axes.prec, "k_layout": PANELS if axes.layout == "panels" else IN_ROWS}
     if axes.score is not None:
         given["score"] = SCORES[axes.score](axes.heads[0], axes.n_kv)
     if lse:
-        k = _cached(inputs, "k", axes.types[0], axes.d[0], axes, values.k)
+        own = partial(_panels, inputs) if axes.layout == "panels" else None
+        k = own(axes, values) if own else _cached(inputs, "k", axes.types[0], axes.d[0], axes, values.k)
         return flash_attn_lse(q, k, mask, scale, attn_bias=bias, **given)
     k, v = _kv(inputs, axes, values)
     given |= {"attn_bias": bias, "dropout_p": axes.dropout_p, "seed": 2**35 + 77, "offset": 2**31 + 1}
@@ -273,5 +287,6 @@ IMPOSSIBLE: Mapping[str, Callable[[Axes], bool]] = {
     "a mask for every other head of odd ones": lambda a: a.mask == "some_heads" and a.heads[0] % 2 != 0,
     "a mask for every other of odd sequences": lambda a: a.mask == "some_heads" and a.n_seq > 1 and a.n_seq % 2 != 0,
     "a k that blurs exact logits": lambda a: a.values in _EXACT and dtype(a.types[0]).kind in ("quant", "float8"),
+    "panels of blocks": lambda a: a.layout == "panels" and dtype(a.types[0]).is_quantized,
     "a padding without a mask": lambda a: a.layout == "mask_padded" and a.mask is None,
 }

@@ -104,6 +104,12 @@ def _long_points(base: Axes) -> Iterator[Axes]:
     yield replace(base, d=(128, 128), type="f16", heads=(2, 2), softcap=2.0, mask="per_head", n_seq=2)
     yield replace(base, d=(256, 256), type="f16", n_q=64, softcap=2.0, layout="cache")
     yield replace(base, d=(256, 256), type="bf16", n_q=70, mask="causal")
+    kept = replace(base, type="f16", dropout_p=0.3)
+    biased = replace(kept, mask=None, bias=(2, 2), bias_type="f16", d=(128, 128), n_seq=2)
+    yield biased
+    yield replace(kept, d=(64, 64), n_kv=207, heads=(2, 1), mask="causal", softcap=2.0)
+    yield replace(biased, d=(64, 64), n_q=70, heads=(4, 1), bias=(1, 1))
+    yield replace(biased, d=(256, 256), n_q=64, heads=(2, 1), bias=(1, 1), n_seq=1)
     yield replace(base, d=(64, 64), type="f16", n_q=400, n_kv=400, mask="window", heads=(2, 1), layout="cache")
 
 
@@ -205,8 +211,7 @@ def _packed_cases() -> Iterator[Case]:
     for point in _packed_points():
         for of in ("q", "k", "v", "sinks"):
             if of != "sinks" or point.sinks:
-                axes = replace(point, of=of)
-                yield Case("FLASH_ATTN_VARLEN_BACK", asdict(axes), partial(_make_packed, axes))
+                yield packed_case(replace(point, of=of))
 
 
 def _make_packed(axes: Packed, i: Inputs) -> Tensor:
@@ -226,11 +231,20 @@ def _make_packed(axes: Packed, i: Inputs) -> Tensor:
     )  # fmt: skip
 
 
-def _cases() -> Iterator[Case]:
+def as_case(axes: Axes) -> Case:
+    """The case of a point, which shows what it has of its own."""
     base = asdict(Axes("q"))
-    for axes in dict.fromkeys(axes_of_cases()):
-        shown = {name: value for name, value in asdict(axes).items() if name == "of" or value != base[name]}
-        yield Case("FLASH_ATTN_BACK", shown, partial(_make, axes))
+    shown = {name: value for name, value in asdict(axes).items() if name == "of" or value != base[name]}
+    return Case("FLASH_ATTN_BACK", shown, partial(_make, axes))
+
+
+def packed_case(axes: Packed) -> Case:
+    """The same of packed sequences."""
+    return Case("FLASH_ATTN_VARLEN_BACK", asdict(axes), partial(_make_packed, axes))
+
+
+def _cases() -> Iterator[Case]:
+    yield from map(as_case, dict.fromkeys(axes_of_cases()))
 
 
 register_cases("FLASH_ATTN_BACK", quick=_cases)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from graphrt.dtypes import DType, dtype
 from graphrt.ops.cases.flash_attn_axes import SINKS
+from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_varlen import flash_attn_varlen, flash_attn_varlen_lse
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
@@ -36,6 +37,7 @@ class Axes:
     "in_order"; "shared", where sequences begin with the pages of the first; layout: "cache", rows of all heads side by
     side in cells; "plain", as the op has it; "v_in_k": v is the beginning of k's rows. sinks: of flash_attn's SINKS.
     groups: (first sequence, sequences) of those that share what pages they can, as `prefixes` tells; () to give none.
+    score: a name of scores.py's SCORES.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -52,6 +54,7 @@ class Axes:
     max_bias: float = 0.0
     sinks: str | None = None
     groups: tuple[tuple[int, int], ...] = ()
+    score: str | None = None
 
     @cached_property
     def prefixes(self) -> Integers:
@@ -184,6 +187,8 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
         given["sinks"] = inputs("sinks", "f32", axes.heads[:1], SINKS[axes.sinks](near))
     q_starts = given.pop("q_starts")
     given |= {"softcap": axes.softcap, "max_bias": axes.max_bias, "causal": axes.causal, "window": axes.window}
+    if axes.score is not None:
+        given["score"] = SCORES[axes.score](axes.heads[0], max(length for _, length in axes.seqs))
     scale = axes.d[0] ** -0.5
     if lse:
         return flash_attn_varlen_lse(q, k, q_starts, scale, **given)
@@ -245,6 +250,15 @@ def _quick() -> Iterator[Axes]:
     yield from grid(replace(prefix, seqs=CHUNKS, types=("q8_0", "q8_0")), {"causal": (True, False), "window": (0, 500)})
     yield replace(prefix, seqs=CHUNKS, max_bias=8.0)
     yield replace(prefix, seqs=CHUNKS, spare=3, groups=((1, 4),))
+    # Functions of positions over pages and packed keys, of each sequence its own, of few rows and of many.
+    yield from grid(BASE, {"score": ("branches", "relative", "softcap"), "seqs": (FEW, MIXED)})
+    yield from grid(replace(BASE, score="branches", heads=(8, 2)), {"page": (0, 16), "seqs": (ENDS, MIXED, LONG)})
+    yield replace(BASE, score="hides", seqs=MIXED, sinks="near", softcap=5.0)
+    yield replace(BASE, score="temperature", seqs=MIXED, window=20, max_bias=8.0, d=(128, 128))
+    yield replace(BASE, score="smooth", seqs=CHUNKS, causal=False, d=(256, 256), types=("bf16", "bf16"))
+    yield replace(BASE, score="branches", seqs=((5, 2), (3, 0), (4, 4)), page=0, causal=False)
+    yield replace(BASE, score="gate", seqs=FEW, types=("q8_0", "q4_0"))
+    yield replace(prefix, score="branches", seqs=CHUNKS, groups=((0, 2), (2, 3)))
 
 
 def _full() -> Iterator[Axes]:

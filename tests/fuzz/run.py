@@ -62,7 +62,8 @@ class Child:
 
 
 class Campaign:
-    """One fuzzer's seeds `first`, `first` + 1, ...; count: how many, seconds: for how long, None for no such end.
+    """One fuzzer's seeds `first`, `first` + 1, ...; count: how many, seconds: for how long, None for no such end. The
+    time counts from when a process is warm, else one that takes longer to warm than its share would try nothing.
 
     After run(): done, outcomes (word -> count), findings, following (every seed below it was tried)."""
 
@@ -86,9 +87,8 @@ class Campaign:
 
     def run(self) -> Campaign:
         begun = time.monotonic()
-        until = None if self.seconds is None else begun + self.seconds
         batches = self._batches()
-        threads = [threading.Thread(target=self._job, args=(batches, until)) for _ in range(self.jobs)]
+        threads = [threading.Thread(target=self._job, args=(batches,)) for _ in range(self.jobs)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -105,9 +105,10 @@ class Campaign:
             yield at, int(min(BATCH, last - at))
             at += BATCH
 
-    def _job(self, batches: Iterator[tuple[int, int]], until: float | None) -> None:
+    def _job(self, batches: Iterator[tuple[int, int]]) -> None:
         try:
             child = Child(self.name, self.limits)
+            until = None if self.seconds is None else time.monotonic() + self.seconds
             while until is None or time.monotonic() < until:
                 with self._lock:
                     first, count = next(batches, (0, 0))
@@ -213,7 +214,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         prog="fuzz.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}; all of them by default")
-    parser.add_argument("--seconds", type=float, help="of all fuzzers together, their start included")
+    parser.add_argument("--seconds", type=float, help="of all fuzzers together, but for their start")
     parser.add_argument("--count", type=int, help="inputs of each fuzzer")
     parser.add_argument("--seed", type=int, default=0, help="the first one (default: 0)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.poisoned_engines import poisoned
 from support.tiny import write_model
 
 import graphrt
@@ -54,11 +55,7 @@ def paged(model: Model, n_seq: int, **changed: Any) -> PagedEngine:
     """An engine whose pages hold NaN, as those of a device may."""
     engine = model.engine(n_seq, replace(OPTIONS, **changed))
     assert isinstance(engine, PagedEngine)
-    for layer in engine.cache.layers:
-        for leaf in layer.leafs:
-            assert leaf.buffer is not None
-            leaf.buffer.write(0, np.full(leaf.nbytes, 0xFF, np.uint8))
-    return engine
+    return poisoned(engine)
 
 
 def alone(model: Model, ids: list[int], n: int) -> list[int]:
@@ -147,18 +144,30 @@ def test_tables_are_as_wide_as_texts_need(llama: Model) -> None:
     engine = paged(llama, 2, n_ctx=2048)
     engine.read({0: [1] * 20})
     engine.read({1: [2] * 900})
-    widths = {key.n_blocks for key in engine._prepared}
+    widths = {size.n_blocks for size, _ in engine._prepared}
     assert widths == {32, 64} and engine.largest_size(2, 2).n_blocks == 128
 
 
-def test_drawn_tokens(llama: Model, ahead: bool) -> None:
+DRAWN = SamplerParams(temp=1.5, top_k=40, top_p=0.9, min_p=0.0, seed=1)
+DRY = {"dry_multiplier": 4.0, "dry_base": 1.5, "dry_allowed_length": 1}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        DRAWN,
+        DRAWN.changed({**DRY, "frequency_penalty": 0.5, "logit_bias": {7: 3.0, 9: -2.0}}),
+        SamplerParams(temp=0.0).changed({**DRY, "dry_penalty_last_n": 20}),
+    ],
+    ids=["drawn", "DRY and more", "likeliest but for DRY"],
+)
+def test_tokens_are_those_of_samplers(llama: Model, ahead: bool, params: SamplerParams) -> None:
     """Each sequence's by numbers of its own, as a sampler draws them."""
-    params = SamplerParams(temp=1.5, top_k=40, top_p=0.9, min_p=0.0, seed=1)
     wanted, texts = [], texts_of(3, 8, 40)
     for i, text in enumerate(texts):
         sampler, session, tokens = Sampler(replace(params, seed=i)), llama.session(RINGS), list[int]()
         logits = session.eval(text)
-        for _ in range(12):
+        for _ in range(24):
             tokens.append(sampler.sample(logits, [*text, *tokens]))
             logits = session.eval(tokens[-1:])
         wanted.append(tokens)
@@ -167,7 +176,7 @@ def test_drawn_tokens(llama: Model, ahead: bool) -> None:
         for i in (1, 0, 2):
             how = drawn(Sampler(replace(params, seed=i)), 96)
             assert how is not None
-            batch.add(i, texts[i], 12, how)
+            batch.add(i, texts[i], 24, how)
             run(batch, found)
         while batch.going:
             run(batch, found)
@@ -231,11 +240,12 @@ def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -
     """Steps of all sizes have run, and nothing of it is seen afterwards; a backend that doesn't queue does nothing."""
     engine = paged(llama, 5)
     warm_up(engine)
-    assert not any(size for size in engine._prepared if isinstance(size, tuple) and size[-1]), "no ways to choose"
+    assert not any(len(key) == 3 and key[1] for key in engine._prepared), "no ways to choose"
     monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
     engine, compiled = paged(llama, 5), list[int]()
     monkeypatch.setattr(Program, "compile_ahead", lambda program: compiled.append(1))
     warm_up(engine)
+    assert (12, 5) in {key[0][:2] for key in engine._prepared}, "prompts beside all others"
     assert len(compiled) >= 2 * 5 + 4 and not engine.lengths.any() and engine.batch is None
     check(engine.cache.pool)
     before, found = len(engine._prepared), dict[int, list[int]]()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.poisoned_engines import poisoned
 from support.tiny import write_model
 
 import graphrt
@@ -42,12 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 
 def engine_of(model: Model, n_seq: int, **changed: Any) -> PagedEngine:
     """Its pages hold NaN, as those of a device may."""
-    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, **changed), n_seq)
-    for layer in engine.cache.layers:
-        for leaf in layer.leafs:
-            assert leaf.buffer is not None
-            leaf.buffer.write(0, np.full(leaf.nbytes, 0xFF, np.uint8))
-    return engine
+    return poisoned(PagedEngine(model.decoder, model.backends, replace(OPTIONS, **changed), n_seq))
 
 
 def texts_of(n: int, seed: int, longest: int = 40) -> list[list[int]]:

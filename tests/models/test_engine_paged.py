@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.poisoned_engines import poisoned
 from support.tiny import write_model
 from support.tiny_archs import DECODERS
 
@@ -46,11 +47,7 @@ def paged(model: Model, n_seq: int, **changed: object) -> PagedEngine:
     """An engine whose pages hold NaN, as those of a device may."""
     engine = model.engine(n_seq, replace(OPTIONS, **changed))
     assert isinstance(engine, PagedEngine)
-    for layer in engine.cache.layers:
-        for leaf in layer.leafs:
-            assert leaf.buffer is not None
-            leaf.buffer.write(0, np.full(leaf.nbytes, 0xFF, np.uint8))
-    return engine
+    return poisoned(engine)
 
 
 def texts_of(n: int, seed: int = 5, longest: int = 60) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from support.reference64_back import philox_word
 
 from graphrt import Graph, get_backend, gradients, new_input, ops, prepare
 from graphrt.backends.cpu.philox import keep
-from graphrt.ops.dropout import kept, philox
+from graphrt.ops.dropout import kept, kept_at, philox
 
 #: Counters, key and words of Random123's known answers for philox4x32, 10 rounds.
 KNOWN = (
@@ -84,6 +84,12 @@ def test_forward_and_backward_drop_the_same() -> None:
         np.testing.assert_array_equal(weights != 0, wanted)
         np.testing.assert_allclose(weights[wanted], whole[wanted] / (1 - p), rtol=1e-5)
         np.testing.assert_allclose(exe.read(of_v).reshape(n_kv, n_kv)[:, 0], weights[row], rtol=1e-5)
+
+
+def test_some_places_are_those_of_the_whole() -> None:
+    heads, queries, keys = np.array([0, 2, 1])[:, None], np.array([3, 0, 1])[:, None], np.arange(9)
+    found = kept_at(0.4, 2**64 - 1, 3, heads, queries, keys)
+    np.testing.assert_array_equal(found, kept(0.4, 2**64 - 1, 3, (1, 3, 4, 9))[0, heads, queries, keys])
 
 
 def test_no_dropout_is_the_plain_attention() -> None:

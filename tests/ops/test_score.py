@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 import torch
 from support import score64
 
-from graphrt import ops, prepare
+from graphrt import gradients, ops, prepare
 from graphrt.backend import get_backend
 from graphrt.backends.cpu.score import value
 from graphrt.errors import GraphError
 from graphrt.graph import Graph
 from graphrt.ops import score
 from graphrt.ops.cases.scores import SCORES
+from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.score_calculus import derivative
 from graphrt.ops.score_text import parsed
 from graphrt.ops.score_tree import packed
@@ -146,7 +148,7 @@ def test_doubling_ends() -> None:
 )  # fmt: skip
 def test_a_stranger_s_text_is_refused(text: str, numbers: tuple[float, ...]) -> None:
     with pytest.raises(GraphError):
-        score.check_params(text, numbers, {"b": 1, "h": 1, "i": 1, "j": 1})
+        score.check_params(text, numbers, dict.fromkeys("bhij", range(1)))
 
 
 def _attention(function: score.Expr | None, n_kv: int = 40, **given: Any) -> tuple[Tensor, list[Tensor]]:
@@ -185,8 +187,43 @@ def test_a_graph_of_one_goes_through_json() -> None:
 
 
 def test_who_computes_it_on_the_cpu_and_why() -> None:
-    node, _ = _attention(score.softcap(2.0))
-    exe = prepare(Graph(node), get_backend("cpu", exact=False))
-    (split,) = exe.splits
-    (step,) = split.run.steps
-    assert step.runner == "reference flash_attn_ext (native attention has no score function)"
+    """What the op's softcap stands for is native, as that is; any other function is the reference's."""
+    said = []
+    for function in (score.sigmoid_gate(2.0), score.softcap(2.0)):
+        exe = prepare(Graph(_attention(function)[0]), get_backend("cpu", exact=False))
+        (split,) = exe.splits
+        (step,) = split.run.steps
+        said.append(step.runner)
+    assert said[0] == "reference flash_attn_ext (native attention has no score function)"
+    assert said[1].startswith("native attn")
+
+
+def test_what_a_parameter_of_the_op_stands_for() -> None:
+    """The softcap of either sign, to the bit, where the op has none itself and it is not 0."""
+    params = FlashAttnParams(0.5)
+    for cap in (2.0, -2.0):
+        found = _attention(score.softcap(cap))[0].params
+        assert score.built_in(found) == replace(params, softcap=2.0)
+        s = torch.linspace(-30, 30, 999).reshape(1, 1, 1, -1)
+        e = score.of_params(found.score, found.score_numbers)
+        assert e is not None and torch.equal(value(e, s), 2.0 * torch.tanh(s / 2.0))
+    other = _attention(score.alibi(4))[0].params
+    for kept in (replace(found, softcap=5.0), replace(found, score_numbers=(0.0,)), other):
+        assert score.built_in(kept) is kept
+    assert score.built_in(params) is params
+
+
+def test_packed_sequences_have_functions_of_positions_without_gradients() -> None:
+    q, k, v = (new_input("f32", 8, n, 2, name=name) for name, n in (("q", 5), ("k", 6), ("v", 6)))
+    starts = [new_input("i32", 3, name=name) for name in ("q_starts", "k_starts")]
+    _, _, _, i, j = score.symbols()
+    s = score.symbols()[0]
+    for function, works in ((score.softcap(3.0), True), (s + 0.5 * (i - j), False)):
+        out = ops.flash_attn_varlen(q, k, v, starts[0], 0.5, k_starts=starts[1], score=function)
+        if works:
+            assert gradients(out, [q], d_loss=new_input("f32", *out.ne, name="d"))
+        else:
+            with pytest.raises(GraphError, match="one by one"):
+                gradients(out, [q], d_loss=new_input("f32", *out.ne, name="d"))
+    with pytest.raises(GraphError, match="32 bits"):  # i begins at -5 here
+        ops.flash_attn_varlen(q, k, v, starts[0], 0.5, k_starts=starts[1], score=s + (i * 2**30))

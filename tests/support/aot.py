@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +37,11 @@ from graphrt.backends.triton.kernels.flash_attn import (
     configs,
     portable,
 )
-from graphrt.backends.triton.kernels.flash_attn.decode_configs import find_decode_config
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
+    find_decode_config,
+    programs_held,
+    shared_bytes,
+)
 from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
@@ -50,6 +54,7 @@ from graphrt.backends.triton.occupancy import occupancy
 from graphrt.dtypes import dtype
 from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.flash_attn_ext import flash_attn_ext
+from graphrt.ops.key_panels import PANELS, ROWS, panel_width
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
 from support.aot_arch import target_of
@@ -64,7 +69,7 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows;
-    score: a name of ops/cases/scores.py's SCORES."""
+    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels."""
 
     d: tuple[int, int]
     n_q: int
@@ -73,6 +78,9 @@ class Shape:
     softcap: float = 0.0
     n_kv: int = 512
     score: str = ""
+    dropout_p: float = 0.0
+    prec: int = 0
+    panels: bool = False
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -91,14 +99,22 @@ def problem(shape: Shape) -> Problem:
 
     (d_k, d_v), n_kv = shape.d, shape.n_kv
     q = leaf("f32", (d_k, shape.n_q, 8), "q")
-    k = permute(leaf(shape.types[0], (d_k, 2, n_kv), "k"), 0, 2, 1, 3)
+    if shape.panels:
+        x = panel_width(dtype(shape.types[0]))
+        k = leaf(shape.types[0], (x, n_kv, d_k // x * 2), "k")
+    else:
+        k = permute(leaf(shape.types[0], (d_k, 2, n_kv), "k"), 0, 2, 1, 3)
     if shape.v_in_k:
         v = view(k, (d_v, n_kv, 2), k.nb[1:])
     else:
         v = permute(leaf(shape.types[1], (d_v, 2, n_kv), "v"), 0, 2, 1, 3)
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     score = SCORES[shape.score](8, n_kv) if shape.score else None
-    node = flash_attn_ext(q, k, v, mask, 0.1, softcap=shape.softcap, score=score)
+    dropout = {"dropout_p": shape.dropout_p, "seed": 3, "offset": 5} if shape.dropout_p else {}
+    layout = PANELS if shape.panels else ROWS
+    node = flash_attn_ext(
+        q, k, v, mask, 0.1, softcap=shape.softcap, score=score, prec=shape.prec, k_layout=layout, **dropout
+    )  # fmt: skip
     places[node] = (TritonBuffer(torch.zeros(node.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
     return Problem(attention_of(node), lambda t: (places[t.root][0], t.view_offs))
 
@@ -163,6 +179,7 @@ def compiled(launch: Launch, arch: str) -> Any:
 _POINTERS = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.uint16: "u16", torch.int8: "i8", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
 
@@ -342,7 +359,8 @@ PREFILL = [
     *(Shape((d, d), 128, ("f16", "f16")) for d in (64, 128, 256)),
     Shape((128, 128), 128, ("bf16", "bf16"), softcap=30.0),
     Shape((576, 512), 128, ("f16", "f16"), v_in_k=True), *(Shape((d, d), 128, ("q8_0", "q8_0")) for d in (64, 128)),
-    Shape((128, 128), 128, ("q4_0", "q8_0")),
+    Shape((128, 128), 128, ("q4_0", "q8_0")), *(Shape((128, 128), 128, ("f8_e4m3", "f8_e4m3"), prec=n) for n in (0, 8)),
+    *(Shape((d, d), 128, ("f16", "f16"), dropout_p=0.1) for d in (64, 128, 256)),
 ]  # fmt: skip
 #: With score functions, and their schedules.
 SCORED = [
@@ -350,6 +368,17 @@ SCORED = [
     (Shape((128, 128), 128, ("bf16", "bf16"), score="branches"), "stream_k"),
     (Shape((64, 64), 1, ("q8_0", "q4_0"), score="branches"), "split"),
     (Shape((256, 256), 1, ("f16", "f16"), score="relative"), "split"),
+]
+#: Keys in panels, likewise.
+PANELLED = [
+    (Shape((128, 128), 1, ("f16", "f16"), panels=True), "split"),
+    (Shape((128, 128), 128, ("f16", "f16"), panels=True), "stream_k"),
+    (Shape((96, 96), 64, ("f8_e4m3", "f16"), panels=True), "tile"),
+]
+#: Hopper's kernel with those, of each head size.
+SCORED_HOPPER = [
+    Shape((d, d), 128, (kind, kind), score=name, softcap=cap)
+    for d, kind, name, cap in ((64, "f16", "branches", 0.0), (128, "f16", "relative", 0.0), (256, "bf16", "gate", 9.0))
 ]
 
 
@@ -364,9 +393,11 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         shape, config = Shape(d, 33, ("f16", "f16"), n_kv=257), configs.find_config(arch, 33 * 4, d, "f16", "f16")
         for how in ("tile", "stream_k"):
             yield f"{arch} odd {shape} {how}", partial(portable_launches, arch, shape, config, how)
-    for shape, how in SCORED:
+    for shape, how in (*SCORED, *PANELLED):
         found = configs.find_config(arch, shape.n_q * 4, shape.d, *shape.types)
-        yield f"{arch} score {shape} {how}", partial(portable_launches, arch, shape, found, how)
+        yield f"{arch} of {shape} {how}", partial(portable_launches, arch, shape, found, how)
+    for shape in SCORED_HOPPER if arch == "sm_90" else ():
+        yield f"{arch} score {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
     if arch.startswith("sm_"):
         for shape in (*DECODE, *DECODE8) if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]
@@ -380,7 +411,7 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 lambda s=shape, how=schedule: launches_for(served(arch, s, how)),
             )
         for shape in PREFILL:
-            yield f"{arch} prefill {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
+            yield f"{arch} prefill {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:-1]
         yield f"{arch} repair {PREFILL[0]}", lambda: launches_for(served(arch, PREFILL[0], "tile"))[1:]
     for shape in (Shape((128, 128), 128, ("f16", "f16")), Shape((64, 64), 1, ("f16", "f16"), n_kv=257)):
         yield f"{arch} mask {shape}", partial(mask_launches, shape)
@@ -411,7 +442,9 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 def table_says(arch: str, name: str, launch: Launch) -> int | None:
     """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
     if launch.name == "flash_attn_decode":
-        return find_decode_config(*(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))).per_sm
+        of = tuple(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))
+        config = replace(find_decode_config(*of), stages=launch.args["STAGES"])
+        return programs_held(config, shared_bytes(*of, config), arch)
     row = re.match(rf"{arch} row (\d+) ", name)
     return configs.table_of(arch)[int(row[1])].config.per_sm if row and launch.name == "flash_attn" else None
 

@@ -46,6 +46,8 @@ SHAPES = (
     replace(_BASE, mask=False, kind="bf16", of="qkvs"), replace(_BASE, softcap=30.0, forms=("split",)),
     replace(_BASE, score="softcap", forms=("split",)), replace(_BASE, score="branches", kind="bf16", forms=("split",)),
     replace(_BASE, score="gate", kind="f32", d=(64, 64), forms=("split",)),
+    # Without a mask first: what is loaded under no condition, Triton would load in several stages.
+    replace(_BASE, mask=False, bias=True, of="b", forms=("split",)),
     replace(_BASE, bias=True, dropout_p=0.1, of="qkvb"), replace(_BASE, d=(64, 64), dropout_p=0.1, of="qk"),
     replace(_BASE, packed=True, mask=False, of="qkvs"), replace(_BASE, packed=True, mask=False, kind="f32", d=(64, 64)),
 )  # fmt: skip

@@ -42,6 +42,8 @@ PLAIN = {
     "flash_attn/hopper/mla_scorer.py attend": f"{_WEIGHTS}; {_SINK}",
     "flash_attn/hopper/mla_scorer.py weigh_exactly": _WEIGHTS,
     "flash_attn/hopper/softcap.py cap_level": "which form of tanh serves the block's numbers: all of them keep NaN",
+    "flash_attn/hopper/fp8.py rounded_queries": "what a row of queries is scaled by: a NaN of it stays one in its code",
+    "flash_attn/hopper/fp8.py softmax_step8": _WEIGHTS,
     "flash_attn/hopper/softmax.py halve": _WEIGHTS,
     "flash_attn/hopper/softmax.py row_maximum": _WEIGHTS,
     "flash_attn/hopper/softmax.py row_size": "as cap_level, which asks for it",

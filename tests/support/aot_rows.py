@@ -11,7 +11,7 @@ from graphrt import ops
 from graphrt.backend import Group, Place, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
-from graphrt.backends.triton.kernels import kq_mask, latent, penalize, rope, rows, sample, sort
+from graphrt.backends.triton.kernels import collectives, kq_mask, latent, penalize, rope, rows, sample, sort
 from graphrt.backends.triton.kernels.latent_fusions import LatentQuery, LatentRopeCache, LatentRow
 from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.kernels.rope_fusions import RopeCache
@@ -127,6 +127,10 @@ def _launches(target: Target) -> Iterator[tuple[str, list[Any]]]:
         tables = Tensor("i32", (512, 64)), Tensor("f64", (512, 64)), Tensor("i32", (1024, 64))
         node = ops.penalize(logits, slots, settings, *tables, Tensor("i32", (m,)), Tensor("i32", (n // 32, 64)))
         yield f"penalize {n} {m}", penalize.lower_penalize([node], context(target))
+    for kind, ranks in (("f32", 2), ("f32", 8), ("f16", 3), ("bf16", 4), ("f64", 2)):
+        node = ops.all_reduce(*(Tensor(kind, (4096, 3)) for _ in range(ranks)), ranks=ranks, rank=0)
+        steps = collectives.lower_all_reduce([node], context(target))
+        yield f"all_reduce {kind} {ranks}", [s for s in steps if isinstance(s, Launch)]
     for n_cells, n_tokens in ((8192, 1), (8192, 512), (4097, 1), (4097, 9)):
         node = ops.kq_mask(Tensor("i32", (n_cells,)), Tensor("i32", (n_tokens,)), 512)
         yield f"kq_mask {n_cells} {n_tokens}", kq_mask.lower_kq_mask([node], context(target))

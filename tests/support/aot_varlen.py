@@ -15,6 +15,7 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
+from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.view import view
 from graphrt.tensor import Tensor
 from support.aot_arch import target_of
@@ -25,7 +26,7 @@ Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V, one type for both; page: 0 for packed keys; n_tokens: of n_seq sequences; heads: of q and of k;
-    groups: of sequences that share pages."""
+    groups: of sequences that share pages; score: a name of ops/cases/scores.py's SCORES."""
 
     d: tuple[int, int]
     page: int = 16
@@ -38,6 +39,7 @@ class Shape:
     softcap: float = 0.0
     max_bias: float = 0.0
     groups: int = 0
+    score: str = ""
 
 
 def attention(shape: Shape) -> Attention:
@@ -60,6 +62,7 @@ def attention(shape: Shape) -> Attention:
     else:
         given |= {"k_starts": Tensor("i32", (n_seq + 1,))}
     given["causal"] = shape.causal
+    given["score"] = SCORES[shape.score](n_head, 300) if shape.score else None
     out = ops.flash_attn_varlen(q, k, v, starts, 0.1, **given)
     return Attention(out, ops.flash_attn_varlen_lse(q, k, starts, 0.1, **given))
 
@@ -100,7 +103,8 @@ SHAPES = (
     Shape((128, 128), 16, "bf16", n_tokens=300, groups=1), Shape((576, 512), 16, heads=(64, 1)),
     Shape((64, 64), 128, n_tokens=500, max_bias=8.0, softcap=10.0), Shape((256, 256), 64, n_tokens=256),
     Shape((128, 128), 64, n_tokens=64, n_seq=64, heads=(32, 8)), Shape((128, 128), 16, "f8_e4m3"),
-    Shape((128, 128), 64, "f8_e4m3", n_tokens=512),
+    Shape((128, 128), 64, "f8_e4m3", n_tokens=512), Shape((128, 128), 16, n_tokens=512, score="relative"),
+    Shape((128, 128), 64, n_tokens=8, score="branches"),
 )  # fmt: skip
 
 

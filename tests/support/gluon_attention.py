@@ -23,6 +23,11 @@ def _capped_weights(p: Any, s: Value, m: Value, level: Any) -> tuple[Value, Valu
     return even, odd, even + odd
 
 
+def _no_flag(p: Any, flag: Value, tile: Any, wg: int) -> None:
+    """In place of storing a tile's flag: the inputs here call for none."""
+    assert not flag.data, "a tile is to be done again"
+
+
 #: By name: what only orders instructions, pairs of 16 bits in registers, the soft cap's forms.
 IN_PTX = {
     "settle": lambda den: den, "together": lambda m: m, "kept_inside": lambda x: x,
@@ -30,6 +35,7 @@ IN_PTX = {
     "unpacked": lambda pairs, dtype: Value(pairs.data.astype(np.float32)), "as_operand": lambda p, pairs, dtype: pairs,
     "reciprocal": lambda x: 1.0 / x, "cap_level": lambda p, s, m, top, both: 0,
     "capped": lambda p, s, shift, level, unit, pack: _cap(p, s, unit) + shift,
+    "store_flag": _no_flag,  # halves of a word of flags; so nothing is done again
     "capped_scores": lambda p, s, bias, at_once: _cap(p, s, 1.0) + bias, "capped_weights": _capped_weights,
 }  # fmt: skip
 

@@ -7,7 +7,6 @@ reads or writes outside of them fails. Copies to shared memory land when they ar
 
 from __future__ import annotations
 
-import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,13 +17,12 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.language import PropagateNan, constexpr
 
 from graphrt import float8
-from graphrt.dtypes import dtype
+from support.ptx_arithmetic import E4M3, run_ptx
 
 _GAP = 256
-_E4M3 = dtype("f8_e4m3")
 _TYPES = {
     "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "fp16": np.float16, "fp32": np.float32,
-    "uint32": np.uint32, "int1": np.bool_,
+    "uint32": np.uint32, "int1": np.bool_, "uint8": np.uint8, "fp8e4nv": np.uint8,
 }  # fmt: skip
 
 
@@ -49,9 +47,13 @@ class Value:
         return self.data.shape
 
     def to(self, kind: Any, bitcast: bool = False) -> Value:
+        if self.unit is not None:  # what else it points to
+            return Value(self.data, kind.unit)
         target = _numpy_type(kind)
         if bitcast:
             return Value(self.data.view(target))
+        if _plain(kind).name == "fp8e4nv":
+            return Value(float8.encode(self.data, E4M3))
         with np.errstate(over="ignore", invalid="ignore"):
             return Value(self.data.astype(target))
 
@@ -186,7 +188,8 @@ class Memory:
             self.allowed[start : start + t.nbytes] = True
 
     def pointer(self, t: torch.Tensor) -> Value:
-        return Value(np.int64(self.places[t.data_ptr()][0]), np.dtype(str(t.dtype).removeprefix("torch.")).type)
+        name = "uint8" if t.dtype == torch.float8_e4m3fn else str(t.dtype).removeprefix("torch.")
+        return Value(np.int64(self.places[t.data_ptr()][0]), np.dtype(name).type)
 
     def _at(self, p: Value, mask: Any, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         address, mask, _ = np.broadcast_arrays(p.data, True if mask is None else mask.data, other)
@@ -240,8 +243,9 @@ class Shared:
 
     def _reinterpret(self, kind: Any, shape: Sequence[int], layout: Any) -> Shared:
         """The same elements in the same order: that layouts agree on it is for tests of layouts. Rows that become wider
-        do so by panels, as swizzled ones lie."""
-        assert self.data.dtype == _numpy_type(kind)
+        do so by panels, as swizzled ones lie. As another type: the same bytes."""
+        if self.data.dtype != _numpy_type(kind):
+            return Shared(self.data.view(_numpy_type(kind))).reshape(shape)
         n, rows, cols = (*shape, 0, 0)[:3] if len(shape) == 3 else (0, 0, 0)
         width = self.data.shape[-1]
         if cols > width:
@@ -333,6 +337,10 @@ class Gl:
         for name in ("int8", "int16", "int32", "uint32", "int64", "float16", "float32"):
             bits = int(name.strip("uintfloa"))
             setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp"), primitive_bitwidth=bits))
+        self.float8e4nv = types.SimpleNamespace(name="fp8e4nv", primitive_bitwidth=8)
+
+    def pointer_type(self, kind: Any) -> types.SimpleNamespace:
+        return types.SimpleNamespace(unit=_numpy_type(kind))
 
     def program_id(self, axis: int) -> Value:
         return Value(np.int32(self.program))
@@ -412,6 +420,17 @@ class Gl:
     def log2(self, x: Value) -> Value:
         return Value(np.log2(x.data))
 
+    def log(self, x: Value) -> Value:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return Value(np.log(x.data))
+
+    def sqrt(self, x: Value) -> Value:
+        with np.errstate(invalid="ignore"):
+            return Value(np.sqrt(x.data))
+
+    def abs(self, x: Value) -> Value:
+        return Value(np.abs(x.data))
+
     def sum(self, x: Value, axis: int) -> Value:
         total = x.data.take(0, axis)
         for i in range(1, x.data.shape[axis]):
@@ -423,8 +442,12 @@ class Gl:
         return Value(np.fmax.reduce(x.data, axis))
 
     def multiple_of(self, p: Value, n: int) -> Value:
-        assert (p.data % (n * np.dtype(p.unit).itemsize) == 0).all(), "not a multiple"
+        """Of numbers it is said of the first of those that max_contiguous names."""
+        assert p.unit is None or (p.data % (n * np.dtype(p.unit).itemsize) == 0).all(), "not a multiple"
         return p
+
+    def max_contiguous(self, x: Value, n: int) -> Value:
+        return x
 
     def load(self, p: Value, mask: Any = None, other: Any = 0.0, cache_modifier: str = "") -> Value:
         return self.memory.load(p, mask, other)
@@ -456,94 +479,6 @@ class Gl:
         return values if isinstance(dtype, tuple) else values[0]
 
 
-# --- PTX ---
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize]).astype(np.uint32)
-
-
-def _f32(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.uint32).view(np.float32)
-
-
-def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return (x & 0xFFFF).astype(np.uint16).view(np.float16), (x >> 16).astype(np.uint16).view(np.float16)
-
-
-def _joined(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return _bits(low.astype(np.float16)) | _bits(high.astype(np.float16)) << np.uint32(16)
-
-
-def _pairwise(how: Callable[..., np.ndarray], *x: np.ndarray) -> np.ndarray:
-    """An f16x2 instruction, computed in f64: one rounding."""
-    lows, highs = zip(*(_halves(v) for v in x))
-    return _joined(how(*(v.astype(np.float64) for v in lows)), how(*(v.astype(np.float64) for v in highs)))
-
-
-def _single(how: Callable[..., np.ndarray], *x: np.ndarray) -> np.ndarray:
-    """An f32 instruction, computed in f64: products are exact, sums nearly so."""
-    return how(*(_f32(v).astype(np.float64) for v in x)).astype(np.float32).view(np.uint32)
-
-
-def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    a, b, selector = np.broadcast_arrays(a, b, selector)
-    source = np.stack([a, b], -1).view(np.uint8)
-    which = selector[..., None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
-    found = np.take_along_axis(source, which.astype(np.int64) & 7, -1)
-    signs = np.where(found >= 0x80, 0xFF, 0).astype(np.uint8)
-    return np.where(which < 8, found, signs).view(np.uint32)[..., 0]
-
-
-_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "mov.b32": lambda a: a,
-    "and.b32": np.bitwise_and,
-    "or.b32": np.bitwise_or,
-    "xor.b32": np.bitwise_xor,
-    "shr.u32": np.right_shift,
-    "shl.b32": np.left_shift,
-    "prmt.b32": _prmt,
-    "sub.f16x2": lambda a, b: _pairwise(np.subtract, a, b),
-    "mul.rn.f16x2": lambda a, b: _pairwise(np.multiply, a, b),
-    "fma.rn.f16x2": lambda a, b, c: _pairwise(lambda x, y, z: x * y + z, a, b, c),
-    "cvt.rn.f16x2.e4m3x2": lambda a: _joined(*(float8.decode((a >> n & 0xFF).astype(np.uint8), _E4M3) for n in (0, 8))),
-    "cvt.f32.f16": lambda a: _halves(a)[0].astype(np.float32).view(np.uint32),
-    "mul.rn.f32": lambda a, b: _single(np.multiply, a, b),
-    "fma.rn.f32": lambda a, b, c: _single(lambda x, y, z: x * y + z, a, b, c),
-    "cvt.rn.f16x2.f32": lambda a, b: _joined(_f32(b), _f32(a)),
-}
-
-
-def run_ptx(asm: str, kinds: Sequence[Any], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What instructions leave in $0 .. of these types, for arrays in the operands after them. Registers: 32 bits."""
-    registers = {f"${len(kinds) + i}": _bits(x) for i, x in enumerate(inputs)}
-    shape = inputs[0].shape
-
-    def value(name: str) -> np.ndarray:
-        if name.startswith("{"):
-            low, high = (registers[part.strip()] for part in name.strip("{}").split(","))
-            return low | high << np.uint32(16)
-        return registers[name] if name in registers else np.full(shape, int(name, 0), np.uint32)
-
-    for line in (part.strip() for part in asm.strip().strip("{}").replace("\n", " ").split(";")):
-        if not line or line.startswith("."):
-            continue
-        name, rest = line.split(None, 1)
-        target, *sources = [x.strip() for x in re.split(r",(?![^{]*\})", rest)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = _INSTRUCTIONS[name](*(value(s) for s in sources))
-        if target.startswith("{"):
-            for part, bits in zip(target.strip("{}").split(","), (found & 0xFFFF, found >> np.uint32(16))):
-                registers[part.strip()] = bits
-        else:
-            registers[target] = found
-    results = [registers[f"${i}"] for i in range(len(kinds))]
-    return [
-        r.astype(np.uint16).view(np.float16) if k is np.float16 else r.astype(np.uint32).view(k)
-        for r, k in zip(results, kinds)
-    ]
-
-
 # --- kernels ---
 
 
@@ -570,17 +505,20 @@ def rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[...,
                 elif isinstance(value, constexpr):
                     scope[name] = value.value
             scope.update((name, value) for name, value in replaced.items() if name in scope or name == "range")
-        return types.FunctionType(
+        made = types.FunctionType(
             found.fn.__code__, scopes[id(given)], found.fn.__name__, found.fn.__defaults__, found.fn.__closure__
         )
+        made.__kwdefaults__ = found.fn.__kwdefaults__
+        return made
 
     return function(kernel)
 
 
 def product(a: Value, b: Value, acc: Value) -> Value:
-    """A matrix unit's: f16 operands, sums in f32."""
-    assert a.data.dtype == b.data.dtype == np.float16
-    return Value((acc.data + np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))).astype(np.float32))
+    """A matrix unit's: operands of f16 or codes of e4m3, sums in f32."""
+    assert a.data.dtype == b.data.dtype and a.data.dtype in (np.float16, np.uint8)
+    x, y = (v.data.astype(np.float64) if v.data.dtype == np.float16 else float8.decode(v.data, E4M3) for v in (a, b))
+    return Value((acc.data + np.matmul(x, y)).astype(np.float32))
 
 
 def arguments_of(launch: Any, memory: Memory) -> dict[str, Any]:

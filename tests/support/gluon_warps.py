@@ -13,10 +13,13 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from support.gluon_emulator import Gl, Memory, Shared, Value, arguments_of, product, rebuilt
 
@@ -297,9 +300,10 @@ class Descriptor:
         strides = [n * kind().itemsize for n in desc.strides]
         assert desc.strides[-1] == 1 and all(n % 16 == 0 for n in strides[:-1])
         self.data = np.lib.stride_tricks.as_strided(
-            memory.bytes[start : start + 2].view(kind), desc.shape, strides, writeable=False
+            memory.bytes[start : start + kind().itemsize].view(kind), desc.shape, strides, writeable=False
         )
-        self.dtype = types.SimpleNamespace(name=np.dtype(kind).name.replace("float", "fp"), primitive_bitwidth=16)
+        name = "fp8e4nv" if desc.base.dtype == torch.float8_e4m3fn else np.dtype(kind).name.replace("float", "fp")
+        self.dtype = types.SimpleNamespace(name=name, primitive_bitwidth=8 * kind().itemsize)
         self.block_shape = list(desc.block_shape)
         self.block_type = types.SimpleNamespace(nbytes=int(np.prod(desc.block_shape)) * kind().itemsize)
 
@@ -389,6 +393,13 @@ def _may_read(schedule: Schedule) -> None:
     schedule.running.may_read = True
 
 
+def _functions_of_spec(launch: Any, replaced: dict[str, Any]) -> dict[str, Any]:
+    """The Spec of a launch whose functions, if it has any, run here."""
+    spec = launch.args.get("spec")
+    found = {name: x for name, x in vars(spec or object).items() if isinstance(x, GluonJITFunction)}
+    return {"spec": replace(spec, **{name: rebuilt(x, replaced) for name, x in found.items()})} if found else {}
+
+
 def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None, together: bool = False) -> None:
     """Runs a Launch on tensors of the host, in an order of the seed's choice: its programs one after the other, or
     together. others: functions in place of those of these names, as of
@@ -410,7 +421,7 @@ def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None, togeth
             "gdc_wait": partial(_may_read, schedule), "gdc_launch_dependents": lambda: None,
             "fence_async_shared": lambda: None, **(others or {}),
         }  # fmt: skip
-        return partial(rebuilt(launch.kernel, replaced), **given)
+        return partial(rebuilt(launch.kernel, replaced), **given | _functions_of_spec(launch, replaced))
 
     if together:
         schedule = Schedule(seed, warps, pdl)

@@ -44,7 +44,7 @@ def rank(number: int, size: int, folder: str, paths: list[str]) -> None:
     """One rank of `size`: each model's logits and tokens, sums, and what it says of files that differ, into
     `folder`/`number`.npz."""
     torch.set_num_threads(1)
-    ranks = join(number, size, str(Path(folder, "store")))
+    ranks = join(number, size, folder)
     found: dict[str, np.ndarray] = {}
     for i, path in enumerate(paths):
         for exact in forms(Path(path)):

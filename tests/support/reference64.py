@@ -434,15 +434,26 @@ def soft_max(node: Tensor, a: Array, mask: Array | None = None, sinks: Array | N
     return out
 
 
+def key_rows(p: object, k: Array, d: int) -> Array:
+    """k [n_seq, n_head_kv, n_kv, d], of a k in panels element by element."""
+    if getattr(p, "k_layout", "rows") == "rows":
+        return k
+    x, panels = k.shape[3], d // k.shape[3]
+    columns = [k[:, c // x :: panels, :, c % x] for c in range(d)]  # [n_seq, n_head_kv, n_kv] each
+    return np.stack(columns, axis=-1)
+
+
 def _attention_heads(
-    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None, attn_bias: Array | None = None
-) -> Iterator[tuple[int, int, Array, Array, Array, Array]]:
-    """(sequence, head, keys that some query sees, which of them each query sees, weights, lse) of every head.
+    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None, attn_bias: Array | None = None,
+    first: tuple[int, int] = (0, 0),
+) -> Iterator[tuple[int, int, Array, Array, Array, Array]]:  # fmt: skip
+    """(sequence, head, keys that some query sees, which of them each query sees, weights, lse) of every head. first:
+    the number of the first sequence, and the position of its first query.
 
     Keys that no query sees are never looked at.
     """
     p = node.params
-    n_head = q.shape[1]
+    k, n_head = key_rows(p, k, q.shape[3]), q.shape[1]
     group = n_head // k.shape[1]
     for s, h in np.ndindex(*q.shape[:2]):
         sink = float(sinks.reshape(-1)[h]) if sinks is not None else -math.inf
@@ -455,7 +466,7 @@ def _attention_heads(
         logits = (q[s, h] @ k[s, h // group, keys].T) * q.dtype.type(p.scale)
         if p.softcap > 0:
             logits = q.dtype.type(p.softcap) * np.tanh(logits / q.dtype.type(p.softcap))
-        found = score64.scored(p, logits, s, h, keys)
+        found = score64.scored(p, logits, s + first[0], h, keys, first[1])
         logits = logits if found is None else found.x.astype(q.dtype)
         slope = q.dtype.type(alibi_slope(h, n_head, p.max_bias))
         if attn_bias is not None:
@@ -503,8 +514,9 @@ def flash_attn_lse(
 
 def varlen_sequences(
     node: Tensor, q: Array, q_starts: Array, lengths: Array | None, table: Array | None, k_starts: Array | None
-) -> Iterator[tuple[list[int], list[tuple[int, int]], Array]]:
-    """(its queries, where each of its keys lies, mask) of every sequence that has both.
+) -> Iterator[tuple[list[int], list[tuple[int, int]], Array, tuple[int, int]]]:
+    """(its queries, where each of its keys lies, mask, its number and its first query's position) of every sequence
+    that has both.
 
     A key lies at (page, slot), a packed one at (0, row). mask: [1, 1, queries, keys], -inf where a query does not see a
     key, minus the distance with ALiBi, else 0.
@@ -526,7 +538,7 @@ def varlen_sequences(
             behind = len(places) - len(queries) + i - j
             if (behind >= 0 or not p.causal) and (p.window == 0 or behind < p.window):
                 mask[0, 0, i, j] = -abs(behind) if p.max_bias > 0 else 0
-        yield queries, places, mask
+        yield queries, places, mask, (s, len(places) - len(queries))
 
 
 def gathered(cache: Array, places: list[tuple[int, int]], seen: Array) -> Array:
@@ -543,10 +555,10 @@ def flash_attn_varlen(
 ) -> Array:  # fmt: skip
     out = np.zeros(node.shape, dtype=q.dtype)
     group = q.shape[1] // v.shape[1]
-    for queries, places, mask in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
+    for queries, places, mask, first in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
         shown = ~np.isneginf(mask).all((0, 1, 2))
         keys, values = gathered(k, places, shown), gathered(v, places, shown)
-        for _, h, used, seen, weights, _ in _attention_heads(node, q[:, :, queries], keys, mask, sinks):
+        for _, h, used, seen, weights, _ in _attention_heads(node, q[:, :, queries], keys, mask, sinks, first=first):
             for i, row in enumerate(seen):
                 out[0, queries[i], h] = weights[i, row] @ values[0, h // group, used][row]
     return out
@@ -560,9 +572,9 @@ def flash_attn_varlen_lse(
     out = np.full(node.shape, -np.inf, dtype=q.dtype)
     if sinks is not None:  # all that a query of a sequence without keys sees
         out[0, 0, : int(q_starts.reshape(-1)[-1])] = sinks.reshape(-1)
-    for queries, places, mask in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
+    for queries, places, mask, first in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
         keys = gathered(k, places, ~np.isneginf(mask).all((0, 1, 2)))
-        for _, h, _, _, _, lse in _attention_heads(node, q[:, :, queries], keys, mask, sinks):
+        for _, h, _, _, _, lse in _attention_heads(node, q[:, :, queries], keys, mask, sinks, first=first):
             out[0, 0, queries, h] = lse
     return out
 

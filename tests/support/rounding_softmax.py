@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.tensor import Tensor
-from support.reference64 import alibi_slope, gathered, varlen_sequences
+from support.reference64 import alibi_slope, gathered, key_rows, varlen_sequences
 from support.reference64_back import dropout_factor
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_products, of_sum, variance
 from support.score64 import scored
@@ -93,11 +93,13 @@ def soft_max(node: Tensor, expected: Array, a: Array, mask: Array | None = None,
 
 
 def _attention(
-    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None, attn_bias: Array | None = None
-) -> Iterator[tuple[int, int, Array, Rows]]:
-    """(sequence, head, keys that some query sees, their rows) of every head."""
+    node: Tensor, q: Array, k: Array, mask: Array | None, sinks: Array | None, attn_bias: Array | None = None,
+    first: tuple[int, int] = (0, 0),
+) -> Iterator[tuple[int, int, Array, Rows]]:  # fmt: skip
+    """(sequence, head, keys that some query sees, their rows) of every head. first: as reference64's."""
     p = node.params
     n_head = q.shape[1]
+    k = key_rows(p, k, q.shape[3])
     group, of_k = n_head // k.shape[1], of_decoding(node.src[1], np.nan_to_num(k, nan=0.0, posinf=0.0, neginf=0.0))
     for s, h in np.ndindex(*q.shape[:2]):
         part = mask[s % mask.shape[0], h % mask.shape[1]] if mask is not None else None
@@ -110,7 +112,7 @@ def _attention(
             of_logits = (1 - capped**2) ** 2 * (of_logits + ROUNDING * logits**2)
             logits = p.softcap * capped
             of_logits += (FUNCTION + ROUNDING) * logits**2
-        found = scored(p, logits, s, h, keys)
+        found = scored(p, logits, s + first[0], h, keys, first[1])
         if found is not None:
             logits, of_logits = found.x, of_logits * found.d**2 + found.var
         if attn_bias is not None:
@@ -124,11 +126,11 @@ def _attention(
 @variance("FLASH_ATTN_EXT")
 def flash_attn_ext(
     node: Tensor, expected: Array, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None,
-    attn_bias: Array | None = None,
+    attn_bias: Array | None = None, first: tuple[int, int] = (0, 0),
 ) -> Array:  # fmt: skip
     out = np.zeros_like(expected)
     group = q.shape[1] // v.shape[1]
-    for s, h, keys, rows in _attention(node, q, k, mask, sinks, attn_bias):
+    for s, h, keys, rows in _attention(node, q, k, mask, sinks, attn_bias, first):
         values = v[s, h // group, keys]
         factor = dropout_factor(node.params, s, h, len(rows.weights), keys)
         of_v = rows.weights**2 @ of_decoding(node.src[2], values)
@@ -153,15 +155,16 @@ def flash_attn_varlen(node: Tensor, expected: Array, *sources: Array | None) -> 
     given = dict(zip(node.sources_by_name(), (s for s in sources if s is not None)))
     q, k, v, sinks = given["q"], given["k"], given.get("v"), given.get("sinks")
     out, at = np.zeros_like(expected), (given["q_starts"], given.get("lengths"), given.get("block_table"))
-    for queries, places, mask in varlen_sequences(node, q, *at, given.get("k_starts")):
+    for queries, places, mask, first in varlen_sequences(node, q, *at, given.get("k_starts")):
         shown = ~np.isneginf(mask).all((0, 1, 2))
         part, keys = q[:, :, queries], gathered(k, places, shown)
         if v is None:
             alone = np.empty((1, len(queries), q.shape[1], 1))
-            for _, h, _, rows in _attention(node, part, keys, mask, sinks):
+            for _, h, _, rows in _attention(node, part, keys, mask, sinks, first=first):
                 alone[0, :, h] = rows.of_lse()
             out[0, 0, queries] = alone[0, ..., 0]
         else:
             like = np.empty((1, len(queries), q.shape[1], v.shape[-1]))
-            out[0, queries] = flash_attn_ext(node, like, part, keys, gathered(v, places, shown), mask, sinks)[0]
+            values = gathered(v, places, shown)
+            out[0, queries] = flash_attn_ext(node, like, part, keys, values, mask, sinks, first=first)[0]
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import fuzz
 import pytest
@@ -59,6 +60,24 @@ def test_seeds_of_days_are_apart() -> None:
 def test_a_run_goes_on_where_the_last_ended(folder: Path) -> None:
     campaign = run.Campaign("_planted", 100, 130, None, 1, QUICK).run()
     assert (campaign.done, campaign.following) == (130, 230)
+
+
+def test_time_counts_from_when_a_process_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Slow:
+        def __init__(self, name: str, limits: Limits) -> None:
+            clock[0] += 100.0  # longer than the campaign may take
+
+        def ask(self, first: int, count: int, until: float) -> dict[str, Any]:
+            clock[0] = until
+            return {"done": count, "outcomes": {"fine": count}, "findings": []}
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(run, "Child", Slow)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    assert run.Campaign("_planted", 0, None, 7.5, 1, QUICK).run().done == run.BATCH
 
 
 @pytest.mark.parametrize("name", fuzz.names())

@@ -329,9 +329,9 @@ def test_pages_that_fit(folder: Path) -> None:
     needs = memory_needs(file, [get_backend("cpu")], options, 6)
     short = replace(needs, in_place=False, total=2**40, free=needs.weights + needs.cache - 1)
     with pytest.raises(MemoryPlanError, match="an n_pages of at most 39 fits"):
-        check_fits(file, short, options)
+        check_fits(short, options)
     with pytest.raises(MemoryPlanError, match="an n_ctx of at most 240 fits"):
-        check_fits(file, replace(short, free=needs.weights + needs.cache * 96 // 40 - 1, cache=needs.cache * 96 // 40),
+        check_fits(replace(short, free=needs.weights + needs.cache * 96 // 40 - 1, cache=needs.cache * 96 // 40),
                    replace(options, n_pages=0))  # fmt: skip
 
 

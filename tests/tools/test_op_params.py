@@ -85,7 +85,7 @@ def test_a_file_of_llama_cpps_nodes_keeps_it(tmp_path: Path) -> None:
 
 
 def test_the_precision_must_be_one_that_there_is() -> None:
-    with pytest.raises(GraphError, match=r"prec must be 0 \(default\) or 10 \(f32\), got 5"):
+    with pytest.raises(GraphError, match=r"prec must be 0 \(default\), 10 \(f32\) or 8 \(8-bit floats\), got 5"):
         attention(5)
 
 

@@ -277,7 +277,7 @@ def test_a_made_up_model_needs_no_data() -> None:
     needs = memory_needs(file, [ToyBackend()], SessionOptions(8192))
     assert needs.cache == 32 * 2 * 8192 * 1024 * 2 and not needs.total
     assert "weights 4.58 GiB | KV 1.00 GiB (8192 tokens, f16)" in str(needs)
-    check_fits(file, needs, SessionOptions(8192))
+    check_fits(needs, SessionOptions(8192))
     latent = memory_needs(synthetic("deepseek2-lite"), [ToyBackend()], SessionOptions(8192))
     assert latent.cache == 27 * 8192 * 576 * 2, "keys alone, of which values are a part"
 
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("graphrt.models.memory.for_cache", lambda backends, kind: backends[0])
     needs = memory_needs(file, [ToyBackend()], options)
     with pytest.raises(MemoryPlanError) as caught:
-        check_fits(file, needs, options)
+        check_fits(needs, options)
     said = str(caught.value)
     assert "memory of cuda:0: 4.58 GiB of weights and 1.00 GiB of cache for 8192 tokens take 5.58 GiB" in said
     assert "and 5.16 GiB of 80.00 GiB can be had" in said and "smaller quantization" in said
@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     assert hp_bytes[0] <= 600 * MIB < hp_bytes[1]
     monkeypatch.setattr(ToyBackend, "devices", _gpu(MIB))
     with pytest.raises(MemoryPlanError, match="smaller quantization of the model") as caught:
-        check_fits(file, memory_needs(file, [ToyBackend()], options), options)
+        check_fits(memory_needs(file, [ToyBackend()], options), options)
     assert "fits" not in str(caught.value), "no cache is small enough"
 
 
@@ -309,12 +309,12 @@ def test_a_hosts_limit_is_its_memory_without_the_mapped_weights() -> None:
     file, options = synthetic("tiny:q4_0"), SessionOptions(512)
     needs = replace(memory_needs(file, [get_backend("cpu")], options), total=2**20, free=1)
     assert needs.cache == 3 * 2 * 512 * 128 * 2 == needs.taken < 2**20
-    check_fits(file, needs, options)
-    check_fits(file, replace(needs, total=needs.taken), options)
+    check_fits(needs, options)
+    check_fits(replace(needs, total=needs.taken), options)
     with pytest.raises(MemoryPlanError):
-        check_fits(file, replace(needs, total=needs.taken - 1), options)
+        check_fits(replace(needs, total=needs.taken - 1), options)
     with pytest.raises(MemoryPlanError, match="memory of cpu: 768.0 KiB of cache for 512 tokens") as caught:
-        check_fits(file, replace(needs, total=500_000), options)
+        check_fits(replace(needs, total=500_000), options)
     assert "type_k and type_v of q8_0 (a cache of 408.0 KiB) fits" in str(caught.value) and "quanti" not in str(
         caught.value
     )

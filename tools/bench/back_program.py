@@ -13,7 +13,7 @@ import graphrt
 from graphrt import ops
 from graphrt.backend import Backend
 from graphrt.graph import Graph
-from graphrt.ops.dropout import philox, threshold
+from graphrt.ops.dropout import kept_at
 from graphrt.ops.flash_attn_ext import FlashAttnParams
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams
 from graphrt.ops.soft_max import alibi_slopes
@@ -147,6 +147,7 @@ class _Truth:
         self.q, self.k, self.v = (self._leaf(x).reshape(m, n, d) for x, m in (("q", h), ("k", g), ("v", g)))
         self.out, self.d_out = (self._leaf(x).reshape(n, h, d) for x in ("out", "d_out"))
         self.lse = self._leaf("lse").reshape(n, h)
+        self.bias = self._leaf("attn_bias").reshape(n, n) if self.s.bias else None
         self.slopes = alibi_slopes(h, self.s.max_bias)
 
     def _leaf(self, name: str) -> torch.Tensor:
@@ -186,8 +187,8 @@ class _Truth:
             t, bend = s.softcap * bent, 1 - bent**2
         behind = (i[:, None] - j).double()
         t = t - self.slopes[h] * behind.abs() if s.max_bias else t
-        if s.bias:
-            t = t + self._leaf("attn_bias").reshape(s.n, s.n)[i][:, j].double()
+        if self.bias is not None:
+            t = t + self.bias[i][:, j].double()
         starts = torch.tensor(np.cumsum([0, *s.seqs]), device=self.device)
         seen = torch.bucketize(i, starts, right=True)[:, None] == torch.bucketize(j, starts, right=True)
         seen = seen & (behind >= 0) if s.causal else seen
@@ -200,8 +201,6 @@ class _Truth:
 
     def _kept(self, h: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         """ops/dropout.py for some queries and keys of a head."""
-        queries, keys = (x.cpu().numpy().astype(np.uint64) for x in (i, j))
-        counter = (keys[None] // np.uint64(4), queries[:, None], np.full((1, 1), h, np.uint64), np.uint64(OFFSET))
-        words = np.stack([np.broadcast_to(w, (len(queries), len(keys))) for w in philox(counter, SEED)])
-        mine = np.take_along_axis(words, (keys[None, None] % np.uint64(4)).astype(np.int64).repeat(len(queries), 1), 0)
-        return torch.from_numpy((mine[0] >= threshold(self.s.dropout_p)).astype(np.float64)).to(self.device)
+        queries, keys = i.cpu().numpy()[:, None], j.cpu().numpy()[None]
+        found = kept_at(self.s.dropout_p, SEED, OFFSET, h, queries, keys)
+        return torch.from_numpy(found.astype(np.float64)).to(self.device)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from graphrt.models.engine import Engine, SessionOptions
     from graphrt.models.engine_paged import PagedEngine
     from graphrt.models.model import Model
+    from graphrt.ranks import Ranks
     from graphrt.tools.bench.llama_cpp import Peer
 
 #: Steps before anything is timed: a GPU backend may compile in the first and capture in the next ones.
@@ -42,7 +43,9 @@ class Source:
             raise SessionError("one model must be given: MODEL, or --synthetic NAME such as llama-8b:q4_k_m")
         self.synthetic: str | None = args.synthetic
         self.model: str | None = args.model
+        self._asked: str | None = getattr(args, "asked", args.model)
         self.rope = rope_options(args)
+        self.ranks: Ranks | int = getattr(args, "as_ranks", 1)
         if self.synthetic:
             from graphrt.models.synthetic import synthetic
 
@@ -50,7 +53,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        return self.synthetic or str(self.model).rpartition("/")[2]
+        return self.synthetic or str(self._asked).rpartition("/")[2]
 
     @cached_property
     def path(self) -> str:
@@ -80,17 +83,18 @@ class Source:
         with GGUFFile.open(self.path) as file:
             return sum(math.prod(info.ne) for info in file.tensors.values())
 
-    def load(self, backends: Sequence[Backend], layers: int | None = None) -> Model:
-        """The model on backends. layers: a synthetic one's first so many only."""
+    def load(self, backends: Sequence[Backend], layers: int | None = None, *, whole: bool = False) -> Model:
+        """The model on backends. layers: a synthetic one's first so many only; whole: not only this rank's part."""
         from graphrt.models.model import Model, load
         from graphrt.models.synthetic import synthetic
 
+        ranks = 1 if whole else self.ranks
         if self.synthetic:
             file = synthetic(self.synthetic, layers)
             if self.rope is not None:
                 self.rope.apply(file)
-            return Model(file, backends)
-        return load(self.path, backends, rope=self.rope)
+            return Model(file, backends, ranks)
+        return load(self.path, backends, rope=self.rope, ranks=ranks)
 
 
 def backends_for(name: str, exact: bool) -> list[Backend]:

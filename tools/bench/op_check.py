@@ -12,11 +12,14 @@ import torch
 
 from graphrt.execute import Executable
 from graphrt.judge import Verdict, judge
+from graphrt.ops.dropout import kept_at
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
-from graphrt.tools.bench.op_inputs import Program
+from graphrt.tools.bench.op_inputs import SEED, Program
 from graphrt.tools.bench.op_shapes import CAP
+from graphrt.tools.conformance.run.lowprec import to_e4m3
 
 #: How many rows (head, query) of a node are judged.
 ROWS = 64
@@ -88,7 +91,8 @@ def _told(verdict: Verdict, rows: Sequence[Row]) -> str:
 
 
 def expected_rows(program: Program, node: Tensor, rows: Sequence[Row], device: str) -> tuple[Floats, Floats]:
-    """Rows of a node's result, [len(rows), d_v]: in float64, and in float32 with q, k, v and p rounded to f16.
+    """Rows of a node's result, [len(rows), d_v]: in float64, and in float32 with q, k, v and p rounded to f16,
+    or to e4m3 where products are of that.
 
     One head of k and v at a time is on the device, since all of them in float64 can be more than it has room for.
     """
@@ -99,7 +103,7 @@ def expected_rows(program: Program, node: Tensor, rows: Sequence[Row], device: s
         if mine:
             sources = _Sources.of(program, node, group, [rows[j] for j in mine], device)
             expected[mine] = sources.attend(torch.float64, lambda x: x)
-            low[mine] = sources.attend(torch.float32, lambda x: x.half().float())
+            low[mine] = sources.attend(torch.float32, to_e4m3 if s.prec == PREC_F8 else lambda x: x.half().float())
     return expected, low
 
 
@@ -108,7 +112,7 @@ class _Sources:
     """What some rows of a result are computed from, in float64 on the device.
 
     q: [rows, d]; k: [n_kv, d]; v: [n_kv, d_v]; bias: the mask times each head's slope, [rows, n_kv], or None; sinks:
-    [rows, 1], -inf where there are none.
+    [rows, 1], -inf where there are none; kept: dropout's weights over what is kept of them, [rows, n_kv], or None.
     """
 
     program: Program
@@ -117,6 +121,7 @@ class _Sources:
     v: torch.Tensor
     bias: torch.Tensor | None
     sinks: torch.Tensor
+    kept: torch.Tensor | None = None
 
     @classmethod
     def of(cls, program: Program, node: Tensor, group: int, rows: Sequence[Row], device: str) -> _Sources:
@@ -128,6 +133,10 @@ class _Sources:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device).double()
 
         def one_head(t: Tensor) -> torch.Tensor:
+            if s.panels and t is node["k"]:
+                x = t.ne[0]
+                of_head = program.values[t].reshape(s.n_head_kv, s.d // x, s.n_kv, x)[group]
+                return put(of_head.transpose(1, 0, 2).reshape(s.n_kv, s.d))
             raw = program.values[t].reshape(s.n_head_kv, s.n_kv, -1)[group]
             return put(dequantize(raw, t.dtype) if t.dtype.kind != "float" else raw)
 
@@ -136,6 +145,14 @@ class _Sources:
         if mask is not None:
             slopes = np.array(alibi_slopes(s.n_head, s.max_bias))[heads]
             bias = put(program.values[mask][queries]) * put(slopes)[:, None]
+        kept = None
+        if s.dropout_p:
+            places = np.array(heads)[:, None], np.array(queries)[:, None], np.arange(s.n_kv)[None]
+            kept = put(kept_at(s.dropout_p, SEED, node.params.offset, *places)) / (1.0 - s.dropout_p)
+        if s.score == "slopes":
+            away = np.abs(np.array(queries)[:, None] - np.arange(s.n_kv))
+            added = put(-np.array(alibi_slopes(s.n_head, 8.0))[heads][:, None] * away)
+            bias = added if bias is None else bias + added
         no_sinks = np.full(len(rows), -math.inf)
         return cls(
             program,
@@ -144,6 +161,7 @@ class _Sources:
             keys[:, : s.d_v] if s.v_in_k else one_head(node["v"]),
             bias,
             put(program.values[sinks][heads] if sinks is not None else no_sinks)[:, None],
+            kept,
         )
 
     def attend(self, kind: torch.dtype, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Floats:
@@ -154,11 +172,15 @@ class _Sources:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
         if shape.score == "softcap":
             scores = CAP * torch.tanh(scores / CAP)
+        if shape.score == "gate":
+            scores = scores * torch.sigmoid(scores)
         if self.bias is not None:
             scores = scores + self.bias.to(kind)
         sinks = self.sinks.to(kind)
         top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
         p = torch.exp(scores - top)
-        out = rounded(p) @ rounded(self.v.to(kind)) / (p.sum(-1, keepdim=True) + torch.exp(sinks - top))
+        total = p.sum(-1, keepdim=True) + torch.exp(sinks - top)
+        p = p * self.kept.to(kind) if self.kept is not None else p
+        out = rounded(p) @ rounded(self.v.to(kind)) / total
         result: Floats = out.double().cpu().numpy()
         return result

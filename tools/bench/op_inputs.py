@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -20,6 +21,7 @@ from graphrt.graph import Graph
 from graphrt.host import host_type
 from graphrt.models.attention import AttentionParams, standard_attention
 from graphrt.ops import score
+from graphrt.ops.key_panels import PANELS, ROWS, panel_width
 from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import AnyArray, quantize
@@ -28,6 +30,8 @@ from graphrt.tools.bench.op_shapes import CAP, Shape
 #: The caches of a decode graph take at least so many bytes, and so many times the device's cache, in 4 to 64 nodes.
 CACHES_BYTES, CACHES_TIMES, DECODE_NODES = 256 * 2**20, 4, (4, 64)
 PREFILL_NODES = 2
+#: Of dropout.
+SEED = 2**33 + 9
 #: Values that are drawn; what is larger repeats them with other signs.
 _DRAWN = 2**21
 #: Leafs begin so many blocks apart in the noise: odd, so that no two have their rows on the same values.
@@ -114,16 +118,20 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
         q = leaf(f"q{i}", "f32", (s.d, s.n_q, s.n_head), i)
         program.values[q] = program.values[q].reshape(q.shape)
         if not (one_cache and caches):
-            k = leaf(f"k{i}", s.kv_type, (s.d, s.n_kv, s.n_head_kv), 2 * i)
+            x = panel_width(dtype(s.kv_type)) if s.panels else 0
+            ne = (x, s.n_kv, s.d // x * s.n_head_kv) if x else (s.d, s.n_kv, s.n_head_kv)
+            k = leaf(f"k{i}", s.kv_type, ne, 2 * i)
             if s.v_in_k:
                 v = ops.view(k, (s.d_v, s.n_kv, s.n_head_kv), k.nb[1:3], name=f"v{i}")
             else:
                 v = leaf(f"v{i}", s.kv_type, (s.d_v, s.n_kv, s.n_head_kv), 2 * i + 1)
             caches.append((k, v))
         k, v = caches[-1]
+        dropout: dict[str, Any] = {"dropout_p": s.dropout_p, "seed": SEED, "offset": i} if s.dropout_p else {}
         fused = node = ops.flash_attn_ext(
-            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, score=_score(s), name=f"out{i}"
-        )
+            q, k, v, mask, s.scale, sinks=sinks, max_bias=s.max_bias, softcap=s.softcap, prec=s.prec, score=_score(s),
+            k_layout=PANELS if s.panels else ROWS, name=f"out{i}", **dropout,
+        )  # fmt: skip
         if s.apart:
             node = standard_attention(q, k, v, mask, AttentionParams(s.scale, s.max_bias, s.softcap, sinks), fused.name)
         program.nodes.append(node)
@@ -132,7 +140,8 @@ def build(shape: Shape, n_nodes: int, noise: Noise, one_cache: bool = False) -> 
 
 
 def _score(s: Shape) -> Expr | None:
-    return {"": None, "identity": score.identity(), "softcap": score.softcap(CAP)}[s.score]
+    made = {"identity": score.identity(), "softcap": score.softcap(CAP), "gate": score.sigmoid_gate(1.0)}
+    return None if not s.score else score.alibi(s.n_head) if s.score == "slopes" else made[s.score]
 
 
 def _mask(program: Program) -> Tensor | None:

@@ -30,6 +30,7 @@ from typing import Any
 
 from graphrt.dtypes import dtype
 from graphrt.errors import GraphError
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.tools.bench.models import heads_of
 
 #: What is capped is capped to so much.
@@ -61,9 +62,10 @@ class Shape:
 
     mask: "none"; "visible", all 0; "causal", the last query sees the last key; "distance", causal with ALiBi's
     distances; "dense", random finite values. v_in_k: v is a view of k's first d_v elements. apart: standard attention,
-    three ops whose scores and weights lie in memory. score: a score function, "identity" or "softcap" (of CAP). llama:
-    us for one query,
-    else TFLOP/s; elsewhere: what that figure was measured on, where it is not this very shape.
+    three ops whose scores and weights lie in memory. dropout_p: the part of the weights that is left out. prec: the
+    op's, 8 for products of 8-bit floats. score: a score function, "identity", "softcap" (of CAP), "gate" or "slopes"
+    (ALiBi's). llama: us for one query, else TFLOP/s; elsewhere: what that was measured on, where it is not this very
+    shape. panels: k lies in panels (ops/key_panels.py).
     """
 
     kind: str
@@ -80,7 +82,10 @@ class Shape:
     sinks: bool = False
     v_in_k: bool = False
     apart: bool = False
+    dropout_p: float = 0.0
+    prec: int = 0
     score: str = ""
+    panels: bool = False
     llama: float | None = None
     elsewhere: str = ""
     first: Mark | None = None
@@ -125,7 +130,9 @@ def _name(s: Shape) -> str:
     extras = [s.mask] if s.mask in ("causal", "dense") else ["alibi"] if s.mask == "distance" else []
     extras += ["standard"] * s.apart
     extras += ["softcap"] * (s.softcap > 0) + ["sinks"] * s.sinks + [s.kv_type] * (s.kv_type != "f16")
-    extras += [f"score {s.score}"] * bool(s.score)
+    extras += ["dropout"] * (s.dropout_p > 0)
+    extras += ["products"] * (s.prec == PREC_F8)
+    extras += [f"score {s.score}"] * bool(s.score) + ["panels"] * s.panels
     return " ".join([s.kind, size, f"H{s.n_head}/{s.n_head_kv}", f"{s.n_q}x{s.n_kv}", *extras])
 
 
@@ -163,12 +170,19 @@ def _quantized(of: Shape, kind: str, first: float, goal: float) -> Shape:
     return replace(of, kv_type=kind, name="", llama=None, first=marks[0], goal=marks[1])
 
 
+def _eight(of: Shape, prec: int = PREC_F8, rates: tuple[float, float] | None = None) -> Shape:
+    """`of` with a cache of 8-bit floats, and products of them unless prec is 0. rates: to reach first, and the goal."""
+    first, goal = (_tflops(rate) for rate in rates) if rates else (None, None)
+    return replace(of, kv_type="f8_e4m3", prec=prec, name="", llama=None, set="default", first=first, goal=goal)
+
+
 _H32_8, _H64_8 = (32, 8), (64, 8)
 _MLA: dict[str, Any] = {"d_v": 512, "v_in_k": True}
 _CUDNN = Mark(1.0, "of cuDNN")
 
 _CAUSAL = _prefill(128, _H32_8, 4096, 4096, "causal", first=_tflops(420), goal=_tflops(509), set="quick")
 _FULL = _prefill(128, _H32_8, 4096, 4096, llama=245, first=_tflops(540), goal=_CUDNN, set="quick")
+_LONGER = _prefill(128, _H32_8, 16384, 16384)
 _CAPPED = [_relative(_FULL, softcap=CAP), _relative(_CAUSAL, softcap=CAP)]
 
 _PREFILL = [
@@ -180,10 +194,16 @@ _PREFILL = [
     *_CAPPED,
     *(_scored(s, "softcap", 0.97, softcap=0.0) for s in _CAPPED),
     _scored(_CAUSAL, "identity", 1.0),
+    *(_scored(_CAUSAL, name, 0.75) for name in ("gate", "slopes")),
     _relative(_CAUSAL, mask="distance", max_bias=8.0),
     _relative(_FULL, sinks=True),
-    _prefill(128, _H32_8, 16384, 16384),
+    replace(_relative(_FULL, dropout_p=0.1), first=Mark(0.8, "speed of", _FULL), goal=Mark(0.9, "speed of", _FULL)),
+    _LONGER,
     _prefill(128, _H32_8, 16384, 16384, "causal"),
+    _eight(_FULL, prec=0),
+    _eight(_FULL, rates=(700, 1000)),
+    _eight(_LONGER, rates=(800, 1000)),
+    _eight(_CAUSAL),
     _prefill(64, _H32_8, 4096, 4096, "causal"),
     _prefill(256, (16, 4), 4096, 4096, "causal"),
     _prefill(576, _H32_8, 4096, 4096, **_MLA, llama=155, first=_tflops(350), goal=_tflops(500)),
@@ -197,8 +217,18 @@ _DECODE_128 = [
     _decode(128, _H32_8, 16384, (28, 24), llama=36.8),
     _decode(128, _H32_8, 65536, (93, 91), llama=128, set="quick"),
 ]
+#: One query of 32 heads over keys in panels, and in rows where no other shape has them: KV heads, keys, in panels.
+_PANELS = [
+    (8, 4096, True),
+    (8, 65536, True),
+    (32, 4096, False),
+    (32, 4096, True),
+    (32, 16384, False),
+    (32, 16384, True),
+]
 _DECODE = [
     *_DECODE_128,
+    *(replace(_decode(128, (32, kv), n), name="", panels=p) for kv, n, p in _PANELS),
     *(_decode(128, _H64_8, n, llama=us) for n, us in ((4096, 19.4), (16384, 30.7), (65536, 95.8))),
     *(_decode(64, _H64_8, n, llama=us) for n, us in ((4096, 10.6), (16384, 13.1), (65536, 52.9))),
     *(_decode(256, _H64_8, n, llama=us) for n, us in ((4096, 14.3), (16384, 53.3), (65536, 183))),

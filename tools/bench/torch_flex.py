@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tools.bench import torch_sdpa
 from graphrt.tools.bench.op_shapes import CAP, Shape
 from graphrt.tools.bench.timing import Clock, Run
@@ -60,7 +61,12 @@ def arguments(s: Shape, device: str) -> dict[str, Any]:
         block_mask = create_block_mask(
             lambda b, h, i, j: i + behind >= j, None, None, s.n_q, s.n_kv, device=device
         )  # fmt: skip
-    bend = _softcap if s.softcap or s.score == "softcap" else None
+    slopes = torch.tensor(alibi_slopes(s.n_head, 8.0), device=device)
+    bends: dict[str, Bend] = {
+        "softcap": _softcap, "gate": lambda score, b, h, i, j: score * torch.sigmoid(score),
+        "slopes": lambda score, b, h, i, j: score - slopes[h] * (i - j).abs(),
+    }  # fmt: skip
+    bend = bends.get("softcap" if s.softcap else s.score)
     return {"score_mod": bend, "block_mask": block_mask, "scale": s.scale, "enable_gqa": s.n_head != s.n_head_kv}
 
 

@@ -71,6 +71,7 @@ def why_not(s: Shape) -> str | None:
     if s.kv_type != "f16":
         return f"it knows no {s.kv_type} keys"
     wanted = {
+        "keys in panels": s.panels,
         "score function": s.score not in ("", "identity"),
         "softcap": s.softcap > 0,
         "ALiBi": s.max_bias > 0,
@@ -128,7 +129,9 @@ def _work(s: Shape, n_nodes: int, kind: SDPBackend, form: Form) -> Run:
 def attend(s: Shape, form: Form, q: T, k: T, v: T, mask: T | None) -> T:
     """One attention of a shape: [1, heads, queries, d_v], in the heads and queries of the form."""
     is_causal = _is_square_causal(s)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=s.scale, enable_gqa=form.grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, s.dropout_p, is_causal, scale=s.scale, enable_gqa=form.grouped
+    )  # fmt: skip
 
 
 def random(s: Shape) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -10,37 +11,58 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from graphrt import __version__
 from graphrt.backend import numbered
 from graphrt.errors import GraphrtError, RankError
+from graphrt.rank_watch import Fault
 from graphrt.ranks import Ranks, join, leave
 
+#: What a rank's process ends with where the answer is no (1), which Python ends with where it can't even start.
+NO = 101
+#: The file, in the ranks' folder, that says that a server answers.
+SERVES = "serves"
 #: What a verb does on every rank: its options and the prompt, and the exit code. A function of a module.
 Generate = Callable[[argparse.Namespace, str], int]
 
+#: What is done, given the reason, before this process ends since another rank hangs.
+last_words: list[Callable[[str], None]] = []
 
-def as_rank(args: argparse.Namespace, generate: Generate, prompt: str, rank: int, size: int, store: str = "") -> int:
-    """Does what a verb does as one of several ranks. prompt: the first rank's is everyone's. Raises what the verb does,
-    RankError where another rank is lost."""
-    from graphrt.models import hub
 
-    ranks = join(rank, size, store)
+def as_rank(
+    args: argparse.Namespace, generate: Generate, prompt: str, place: tuple[int, int], ended: Callable[[Fault], None],
+    folder: str = "",
+) -> int:  # fmt: skip
+    """Does what a verb does as one of several ranks. prompt: the first rank's is everyone's; place: this one's number
+    and how many there are; ended, folder: as graphrt.ranks.join() has them. Raises what the verb does, RankError where
+    another rank is lost."""
+    rank, size = place
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    gpus = _takes_gpu(args.backend, local)
+    args.backend = own_backend(args.backend, local)
+    ranks = join(rank, size, folder, ended, gpus=gpus)
     try:
         versions = ranks.everyones(__version__)
         if len(set(versions)) > 1:
             raise RankError(f"all ranks must run one version of graphrt, they run {', '.join(versions)}; install one")
         _share_cores(args, ranks)
-        args.backend = own_backend(args.backend, int(os.environ.get("LOCAL_RANK", rank)))
-        first = (str(hub.resolve(args.model)), prompt) if rank == 0 else None  # one rank fetches a model
-        args.model, prompt = ranks.told(first)
+        args.asked = args.model
+        args.model, prompt = ranks.told((_model(args), prompt) if rank == 0 else None)
         args.as_ranks = ranks
         code = generate(args, prompt)
-        if code == 0:
+        if code in (0, 1):
             ranks.told(None)  # nobody leaves while another still listens
         return code
     finally:
         leave()
+
+
+def _model(args: argparse.Namespace) -> str | None:
+    """The file of the model that the options name, which one rank fetches; None for one that is made up."""
+    from graphrt.models import hub
+
+    return None if getattr(args, "synthetic", None) else str(hub.resolve(args.model))
 
 
 def _share_cores(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -60,6 +82,20 @@ def own_backend(name: str, local_rank: int) -> str:
     return name if name == "cpu" or ":" in name else numbered(name, local_rank)
 
 
+def _takes_gpu(name: str, local_rank: int) -> bool:
+    """Whether each rank has a GPU of its own for the backend of that name; then this one's is torch's current one from
+    now on. Ranks that are given a number share a GPU, over which NCCL has no link."""
+    import torch
+    import torch.distributed as dist
+
+    if name in ("auto", "cpu") or ":" in name or not dist.is_nccl_available():
+        return False
+    if local_rank >= torch.cuda.device_count():
+        return False
+    torch.cuda.set_device(local_rank)
+    return True
+
+
 def be_quiet() -> None:
     """Nothing more is printed, and Ctrl-C is the first rank's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -72,21 +108,58 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
     from graphrt.tools.progress import on_stderr
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    errors = sys.stderr
+    errors, out = sys.stderr, Path(folder, f"{rank}.json")
+
+    args.on_ready = Path(folder, SERVES).touch
+
+    def ended(fault: Fault) -> None:
+        _say(out, {"text": fault.text, "lost": False, "rank": fault.rank})
+        _end(fault, size)
+
     if rank:
         be_quiet()
     try:
-        with shown_by(None if rank or args.json else on_stderr()):
-            code = as_rank(args, generate, prompt, rank, size, str(Path(folder, "store")))
+        with shown_by(None if rank or getattr(args, "json", False) else on_stderr()):
+            code = as_rank(args, generate, prompt, (rank, size), ended, folder)
         sys.stdout.flush()
     except BaseException as error:  # whatever it is, the process that started this one says it
         if isinstance(error, KeyboardInterrupt):
             os._exit(130)
         known = isinstance(error, GraphrtError)
         text = str(error.args[0]) if known and error.args else f"{type(error).__name__}: {error}"
-        said = {"text": text, "lost": isinstance(error, RankError) and error.lost, "known": known}
-        Path(folder, f"{rank}.json").write_text(json.dumps(said))
+        _say(out, {"text": text, "lost": isinstance(error, RankError) and error.lost, "rank": rank})
         if not known and not rank:
             traceback.print_exc(file=errors)
         os._exit(2)
-    os._exit(code)  # threads of a link that others have left would hold Python's own end up
+    os._exit(NO if code == 1 else code)  # threads of a link that others have left would hold Python's own end up
+
+
+def _say(path: Path, said: dict[str, Any]) -> None:
+    """Leaves the reason of an end where launch.py looks for it; the first one counts."""
+    with contextlib.suppress(FileExistsError), open(path, "x") as out:
+        out.write(json.dumps(said))
+
+
+def ends_aloud(verb: str, rank: int, size: int) -> Callable[[Fault], None]:
+    """What ends one of torchrun's ranks when another one hangs: the first that is not to blame says it, on the stderr
+    of now."""
+    errors = sys.stderr
+
+    def ended(fault: Fault) -> None:
+        if rank == (1 if fault.rank == 0 else 0):
+            print(f"graphrt {verb}: {named(fault.rank, size)}{fault.text}", file=errors, flush=True)
+        _end(fault, size)
+
+    return ended
+
+
+def _end(fault: Fault, size: int) -> None:
+    """The rank's own thread may wait for another one in a call that nothing else ends."""
+    for say in last_words:
+        say(f"{named(fault.rank, size)}{fault.text}")
+    os._exit(2)
+
+
+def named(rank: int, size: int) -> str:
+    """How an error begins that is a rank's, "" for -1, which is nobody's alone."""
+    return f"rank {rank} of {size}: " if rank >= 0 else ""

@@ -25,6 +25,7 @@ from graphrt.tools.serve.routes_other import OtherRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
 from graphrt.tools.serve.schemas import (
+    AdapterScales,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -87,6 +88,8 @@ def routes_of(state: State) -> list[Served]:
         Served("POST", "/tokenize", other.tokenize, "the tokens of a text", TokenizeRequest),
         Served("POST", "/detokenize", other.detokenize, "the text of tokens", DetokenizeRequest),
         Served("POST", "/apply-template", other.apply_template, "a conversation as a prompt", TemplateRequest),
+        Served("GET", "/lora-adapters", other.adapters, "the adapters, and their usual scales"),
+        Served("POST", "/lora-adapters", other.set_adapters, "other usual scales", AdapterScales),
         Served("GET", "/health", other.health, "whether it works"),
         Served("GET", "/v1/health", other.health, "whether it works"),
         Served("GET", "/metrics", other.metrics, "figures in Prometheus' form"),

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from graphrt.errors import GraphrtError
+from graphrt.errors import GraphrtError, RankError
 from graphrt.printing import brief
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -67,6 +67,9 @@ def of_runtime(error: GraphrtError, param: str | None = None) -> ApiError:
     """What the runtime refuses is the request's fault. param: the field, where it is known; else it is found by its
     name in the sentence's beginning."""
     message = str(error)
+    if isinstance(error, RankError):  # but for this
+        said = "all ranks of this server must answer, one has not, and they are started again; try again in a while"
+        return ApiError(said, status=503, code="rank_lost", headers={"retry-after": "10"})
     return ApiError(message, param=param or _FIELDS.get(message.split(" ", 1)[0].rstrip(":,")))
 
 

@@ -16,7 +16,13 @@ from graphrt.errors import SessionError
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.http import body_of
-from graphrt.tools.serve.schemas import DetokenizeRequest, EmbeddingsRequest, TemplateRequest, TokenizeRequest
+from graphrt.tools.serve.schemas import (
+    AdapterScales,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
 from graphrt.tools.serve.state import State, json_response
 
 
@@ -32,17 +38,17 @@ class OtherRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         state, body = self.state, await self._body(request, EmbeddingsRequest)
-        state.check_model(body.model)
-        n_embd = state.model.network.hp.n_embd
+        model, embed = state.embedder(body.model)
+        n_embd = model.network.hp.n_embd
         if body.dimensions not in (None, n_embd):
             raise ApiError(f"dimensions must be {n_embd}, the model's own, got {body.dimensions}", param="dimensions")
         given = body.input
         several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         try:
             ids = await state.aside(
-                lambda: [state.model.prompt_tokens(one) if isinstance(one, str) else one for one in several]
+                lambda: [model.prompt_tokens(one) if isinstance(one, str) else one for one in several]
             )
-            rows = [row for part in _batches(ids) for row in await state.worker.do(partial(state.embed, part))]
+            rows = [row for part in _batches(ids) for row in await state.worker.do(partial(embed, part))]
         except SessionError as error:
             raise of_runtime(error, "input") from error
         packed = body.encoding_format == "base64"
@@ -52,7 +58,8 @@ class OtherRoutes:
         ]
         n = sum(map(len, ids))
         usage = {"prompt_tokens": n, "total_tokens": n}
-        return json_response({"object": "list", "data": data, "model": state.name, "usage": usage})
+        name = next((name for name, each in state.embedders.items() if each.model is model), state.name)
+        return json_response({"object": "list", "data": data, "model": name, "usage": usage})
 
     async def tokenize(self, request: Request) -> Response:
         body, tokenizer = await self._body(request, TokenizeRequest), self.state.model.tokenizer
@@ -86,17 +93,28 @@ class OtherRoutes:
         return json_response({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self.state.names]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.state.all_names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self.state.check_model(name)
+        self.state.embedder(name)
         return json_response(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        hp = self.state.model.network.hp
+        hp = self.state.embedder(name).model.network.hp
         meta = {"n_vocab": hp.n_vocab, "n_ctx_train": hp.n_ctx_train, "n_embd": hp.n_embd, "arch": hp.arch}
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "graphrt", "meta": meta}
+
+    async def adapters(self, request: Request) -> Response:
+        known = self.state.maker.adapters if self.state.maker is not None else None
+        return json_response([] if known is None else known.told())
+
+    async def set_adapters(self, request: Request) -> Response:
+        body, known = await self._body(request, AdapterScales), self.state.generator().adapters
+        if known is None:
+            raise ApiError("adapters are those that the server was started with (--lora), it has none")
+        known.usual = known.scales(body.root)
+        return json_response({"success": True})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.state.metrics.text(self.state.worker.scheduler), media_type=CONTENT_TYPE_LATEST)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import uvicorn
 
@@ -23,12 +23,17 @@ log = logging.getLogger("graphrt.serve")
 SWITCH_SECONDS = 0.0005
 
 
-def run(state: State, api_keys: Sequence[str], listening: socket.socket, address: str, shutdown_timeout: int) -> int:
+def run(
+    state: State, api_keys: Sequence[str], listening: socket.socket, address: str, shutdown_timeout: int,
+    on_ready: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
     """Serves until a signal comes: then no new connection is taken, and requests that are there are answered, for at
-    most shutdown_timeout seconds, 0 for as long as they take. The exit code."""
+    most shutdown_timeout seconds, 0 for as long as they take. The exit code. on_ready: called when requests are
+    answered. Raises RankError where a rank is lost: all that are there have been told so."""
 
     def ready() -> None:
         log.info("%s is served at %s", state.name, address)
+        on_ready()
 
     seconds = state.limits.body_seconds
     limit_waiting(listening, seconds)
@@ -48,7 +53,15 @@ def run(state: State, api_keys: Sequence[str], listening: socket.socket, address
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     sys.setswitchinterval(SWITCH_SECONDS)
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    state.worker.on_failed = stop
+    server.run(sockets=[listening])
+    if state.worker.failed is not None:
+        raise state.worker.failed
     log.info("ended")
     return 0
 

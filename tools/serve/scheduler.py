@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphrt.errors import CacheFullError, GraphrtError, SessionError
+from graphrt.errors import CacheFullError, GraphrtError, RankError, SessionError
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.draft import DraftedText, Drafter
 from graphrt.models.engine import Ids
 from graphrt.models.engine_paged import PagedEngine
-from graphrt.models.generation import Piece, Pieces
+from graphrt.models.generation import Piece, Pieces, TextRules
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler
@@ -43,7 +43,9 @@ WAITING, READING, GENERATING, ENDED = "waiting", "reading", "generating", "ended
 class Text:
     """A text to be made. prompt: its tokens, at least one; most: tokens to be made, -1 for any number; sampler, pieces:
     what chooses its tokens and makes text of them; key: who asked, for a fair order; leader: a text of the same
-    prompt that reads it first; most_guessed: tokens of it that may be guessed at a time, None for what the server has.
+    prompt that reads it first; most_guessed: tokens of it that may be guessed at a time, None for what the server has;
+    adapters: the scale of each of the model's, None of a model without any;
+    rules: what sampler and pieces are made by, for other ranks.
 
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
     until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't;
@@ -56,6 +58,8 @@ class Text:
     key: str = ""
     leader: Text | None = None
     most_guessed: int | None = None
+    adapters: tuple[float, ...] | None = None
+    rules: TextRules | None = None
     state: str = WAITING
     tokens: list[int] = field(default_factory=list)
     n_cached: int = -1
@@ -170,6 +174,8 @@ class Scheduler:
                 self.counts.steps += 1
         except CacheFullError as error:
             self._make_room(error)
+        except RankError as error:
+            self._fail_all(error)
         except Exception as error:  # whatever it is, the texts of other steps go on
             log.exception("a step failed, and with it %d texts", len(self.running))
             self._fail_all(error)
@@ -204,6 +210,8 @@ class Scheduler:
         """Raises CacheFullError where the pages that nobody has, and no text that has begun still needs for its prompt,
         are too few; then nothing has changed."""
         engine = self.engine
+        if text.adapters is not None:
+            engine.use_adapters(seq, text.adapters)
         promised = {s: len(self._unread(t)) for s, t in self.running.items()}
         with engine.alone():
             left = engine.after_what_is_known(engine.checked({seq: text.tokens}))[seq]

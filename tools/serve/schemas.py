@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator
 
 from graphrt.models.key_reader import INT32_MAX
 
@@ -42,6 +42,15 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class AdapterScale(Body):
+    id: int
+    scale: float
+
+
+class AdapterScales(RootModel[Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)]]):
+    """/lora-adapters"""
 
 
 class Generating(Body):
@@ -85,6 +94,7 @@ class Generating(Body):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
+    lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
     # vLLM's
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     # our own

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -21,6 +21,15 @@ from graphrt.tools.serve.texts import Maker
 from graphrt.tools.serve.worker import Busy, Worker
 
 T = TypeVar("T")
+#: Vectors of texts, given as token ids.
+Embed: TypeAlias = Callable[[Sequence[Sequence[int]]], list[Any]]
+
+
+class Embedder(NamedTuple):
+    """A model that gives vectors."""
+
+    model: Model
+    embed: Embed
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class Limits:
 @dataclass
 class State:
     """A server's model under its names, the first of which answers say. maker: None where the model generates no
-    text."""
+    text; embed: what gives vectors of it; embedders: other models that give vectors, by their names, the first of
+    which does where a request names none."""
 
     model: Model
     names: Sequence[str]
@@ -45,8 +55,9 @@ class State:
     maker: Maker | None
     metrics: Metrics
     limits: Limits
-    embed: Callable[[Sequence[Sequence[int]]], list[Any]]
+    embed: Embed
     facts: dict[str, Any] = field(default_factory=dict)
+    embedders: Mapping[str, Embedder] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "graphrt-serve-prepare"))
 
@@ -58,11 +69,29 @@ class State:
     def fingerprint(self) -> str:
         return f"graphrt-{__version__}"
 
+    @property
+    def all_names(self) -> list[str]:
+        """What requests may name: the model, the model with an adapter, and models for vectors."""
+        adapters = self.maker.adapters if self.maker is not None else None
+        return [*self.names, *(adapters.as_models if adapters is not None else ()), *self.embedders]
+
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that isn't here."""
-        if name is not None and name not in self.names:
+        """Raises ApiError for a model that isn't here, or that generates no text."""
+        if name in self.embedders:
+            raise ApiError(f"{name!r} gives vectors, for /v1/embeddings; ask {self.name!r} for text", param="model")
+        self._check_known(name)
+
+    def embedder(self, name: str | None) -> Embedder:
+        """What gives vectors to a request that names this model. Raises ApiError for one that isn't here."""
+        self._check_known(name)
+        if name is None and self.embedders:
+            return next(iter(self.embedders.values()))
+        return self.embedders.get(name or "", Embedder(self.model, self.embed))
+
+    def _check_known(self, name: str | None) -> None:
+        if name is not None and name not in self.all_names:
             raise ApiError(
-                f"the model must be {' or '.join(map(repr, self.names))}, which this server has, got {name[:80]!r}",
+                f"the model must be {_listed(self.all_names)}, which this server has, got {name[:80]!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -90,6 +119,11 @@ class State:
                 code="queue_full",
                 headers={"retry-after": "1"},
             ) from None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" or {len(names) - 6} more" if len(names) > 6 else ""
+    return " or ".join(map(repr, names[:6])) + more
 
 
 async def events(texts: Sequence[Text], inbox: asyncio.Queue[Event]) -> AsyncIterator[tuple[int, Event]]:

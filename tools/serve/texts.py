@@ -13,6 +13,7 @@ from graphrt.models.generation import TextRules
 from graphrt.models.model import Model
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve import tool_calls
+from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, NamedTool, Tool
@@ -39,13 +40,15 @@ COMPLETION_TOKENS = 16
 @dataclass
 class Maker:
     """Makes texts of requests. defaults: of the sampling parameters that a request leaves out; most: tokens of a text
-    with its prompt; most_made: tokens that a text may be asked for, -1 for no limit; most_texts: of a request."""
+    with its prompt; most_made: tokens that a text may be asked for, -1 for no limit; most_texts: of a request;
+    adapters: those of the model, None of one without any."""
 
     model: Model
     defaults: SamplerParams
     most: int
     most_made: int = -1
     most_texts: int = 1024
+    adapters: ServedAdapters | None = None
 
     def __post_init__(self) -> None:
         self._grammars = threading.Lock()
@@ -181,6 +184,9 @@ class Maker:
         if len(ids) > self.most:
             raise ApiError(f"a text may have {self.most} tokens with its prompt, the prompt has {len(ids)}; shorten it",
                            param="prompt", code="context_length_exceeded")  # fmt: skip
+        if request.lora and self.adapters is None:
+            raise ApiError("adapters are those that the server was started with (--lora), it has none", param="lora")
+        adapters = None if self.adapters is None else self.adapters.of(request)
         found: list[Text] = []
         for params in self.sampling(request).seeds(request.n or 1):
             try:
@@ -189,7 +195,7 @@ class Maker:
             except SessionError as error:
                 raise of_runtime(error, _rule_of(request)) from error
             leader = found[0] if found else None
-            found.append(Text(ids, n, sampler, pieces, key, leader, request.speculative_n_max))
+            found.append(Text(ids, n, sampler, pieces, key, leader, request.speculative_n_max, adapters, rules))
         return found
 
 

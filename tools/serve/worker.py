@@ -4,6 +4,7 @@ steps it does one other piece of work with the model, such as embeddings."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -11,12 +12,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from graphrt.errors import RankError
 from graphrt.tools.serve.metrics import Metrics
+from graphrt.tools.serve.ranks import Leader, lost
 from graphrt.tools.serve.scheduler import Event, Scheduler, Text
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+#: What is done with a text, and a piece of other work.
+Command = tuple[Callable[[Text], None], Text]
+Other = tuple[Callable[[], Any], Future[Any]]
 
 
 class Busy(Exception):
@@ -24,14 +30,19 @@ class Busy(Exception):
 
 
 class Worker:
-    """Runs a scheduler; without one (an encoder's) only other work. most_waiting: texts that may wait for their turn.
-    submit() and do() are for the event loop, which start() is told."""
+    """Runs a scheduler; without one (an encoder's) only other work. most_waiting: texts that may wait for their turn;
+    leader: tells other ranks what it does. submit() and do() are for the event loop, which start() is told. failed: the
+    error of a rank that is lost, after which nothing is done; on_failed: called then."""
 
-    def __init__(self, scheduler: Scheduler | None, metrics: Metrics, most_waiting: int) -> None:
-        self.scheduler, self.metrics, self.most_waiting = scheduler, metrics, most_waiting
+    def __init__(
+        self, scheduler: Scheduler | None, metrics: Metrics, most_waiting: int, leader: Leader | None = None
+    ) -> None:
+        self.scheduler, self.metrics, self.most_waiting, self.leader = scheduler, metrics, most_waiting, leader
+        self.failed: RankError | None = None
+        self.on_failed: Callable[[], None] = lambda: None
         self._inboxes: dict[Text, asyncio.Queue[Event]] = {}
-        self._commands: deque[tuple[Callable[[Text], None], Text]] = deque()
-        self._others: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._commands: deque[Command] = deque()
+        self._others: deque[Other] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="graphrt-serve-worker", daemon=True)
@@ -57,9 +68,10 @@ class Worker:
 
     def submit(self, texts: Sequence[Text]) -> asyncio.Queue[Event]:
         """Has texts made: all of them or none. The queue gets their events, up to a last piece or an error of each.
-        Raises Busy."""
+        Raises Busy, and RankError where a rank is lost."""
         scheduler = self.scheduler
         assert scheduler is not None
+        self._check()
         waiting = sum(text.seq < 0 for text in self._inboxes)
         if waiting + len(texts) > self.most_waiting + scheduler.engine.n_seq:
             raise Busy
@@ -77,12 +89,33 @@ class Worker:
             self._tell(scheduler.cancel, going)
 
     async def do(self, work: Callable[[], T]) -> T:
-        """Runs something else with the model, between two steps."""
+        """Runs something else with the model, between two steps. Raises what that raises, and RankError as submit()."""
+        self._check()
         found: Future[T] = Future()
         with self._wake:
             self._others.append((work, found))
             self._wake.notify()
         return await asyncio.wrap_future(found)
+
+    def _check(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+
+    def give_up(self, error: RankError) -> None:
+        """A rank is lost: all that wait for something are told so, and nothing more is done. From any thread."""
+        self.failed = self.failed or error
+        if self._loop is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._refuse_all, error)
+        self.on_failed()
+
+    def _refuse_all(self, error: RankError) -> None:
+        for text, inbox in self._inboxes.items():
+            inbox.put_nowait(Event(text, None, error))
+        self._inboxes.clear()
+        for _, found in self._others:
+            found.set_exception(error)
 
     def _tell(self, command: Callable[[Text], None], texts: Sequence[Text]) -> None:
         with self._wake:
@@ -109,20 +142,38 @@ class Worker:
                     break
                 commands, self._commands = self._commands, deque()
                 other = self._others.popleft() if self._others else None
-            for command, text in commands:
-                try:
-                    command(text)
-                except Exception:
-                    log.exception("a text could not be added or cancelled")
-            if scheduler is not None:
-                self._send(scheduler.step())
-            if other is not None:
-                _do(*other)
+            try:
+                self._turn(commands, other)
+            except RankError as error:
+                self.give_up(error)
+                return
+        if self.leader is not None:
+            self.leader.end()
         if scheduler is not None:
             scheduler.close()
             self._send(scheduler.step())
         for _, found in self._others:
             found.cancel()
+
+    def _turn(self, commands: Sequence[Command], other: Other | None) -> None:
+        """What has come, a step, and a piece of other work. Raises RankError where a rank is lost."""
+        scheduler = self.scheduler
+        if self.leader is not None:
+            self.leader.tell(commands)
+        for command, text in commands:
+            try:
+                command(text)
+            except Exception:
+                log.exception("a text could not be added or cancelled")
+        gone = None
+        if scheduler is not None:
+            events = scheduler.step()
+            self._send(events)
+            gone = lost(events)
+        if other is not None:
+            gone = _do(*other) or gone
+        if gone is not None:
+            raise gone
 
     def _send(self, events: Sequence[Event]) -> None:
         if events:
@@ -134,10 +185,13 @@ class Worker:
                 log.debug("%d events came after the end", len(events))
 
 
-def _do(work: Callable[[], T], found: Future[T]) -> None:
+def _do(work: Callable[[], T], found: Future[T]) -> RankError | None:
+    """Does a piece of work. The error of a rank that is lost, if it came to that."""
     if not found.set_running_or_notify_cancel():
-        return
+        return None
     try:
         found.set_result(work())
     except BaseException as error:
         found.set_exception(error)
+        return error if isinstance(error, RankError) else None
+    return None

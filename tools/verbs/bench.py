@@ -27,8 +27,10 @@ from graphrt.tools.bench.workload import Batch, Test
 from graphrt.tools.common import (
     add_fast_argument,
     add_session_arguments,
+    add_tp_argument,
     add_training_arguments,
     markdown_lines,
+    over_ranks,
     print_json,
     print_table,
     rounding_backend,
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
 
 #: In llama-bench's order, with its names; a table has those of which there is something.
 COLUMNS = (
-    "model", "size", "params", "backend", "threads", "test", "t/s", "+-", "rate", "of ceiling", "llama.cpp t/s",
-    "ratio", "dense t/s", "of dense", "ms a step", "memory", "torch t/s", "of torch",
+    "model", "size", "params", "backend", "ranks", "threads", "test", "t/s", "+-", "rate", "of ceiling",
+    "llama.cpp t/s", "ratio", "dense t/s", "of dense", "ms a step", "memory", "torch t/s", "of torch",
 )  # fmt: skip
 #: Of a step's memory: what it takes at once.
 TAKEN = ("weights", "trained", "arenas")
@@ -79,10 +81,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fast_argument(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--md", action="store_true", help="print a Markdown table")
+    add_tp_argument(parser)
     add_session_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
+    if over_ranks(args):
+        from graphrt.tools.ranks.launch import refuse, run_on_ranks
+
+        alone = {"--train": args.train, "--peer-python": args.peer_python}
+        Source(args)  # what can't be must show before there are ranks
+        _tests(args)
+        what = "several ranks measure what they do together"
+        return run_on_ranks("bench", args, run, lambda: "", lambda: refuse(alone, what))
+    return run(args)
+
+
+def run(args: argparse.Namespace, _: str = "") -> int:
+    """Measures and reports. Several ranks do it together: rates are the first one's own, with its part of the weights
+    and while the others do as much, tokens are everyone's."""
     import torch
 
     from graphrt.models.arch.encoder import Encoder
@@ -109,7 +126,8 @@ def main(args: argparse.Namespace) -> int:
     for row in measured.rows:
         row["share"] = row["gb_per_s"] / found.gb_per_s if "gb_per_s" in row else row["gflop_per_s"] / found.gflop_per_s
     report = {
-        "model": source.label, "weight_bytes": model.weights.nbytes, "n_params": source.n_params,
+        "model": source.label, "weight_bytes": source.nbytes if model.ranks else model.weights.nbytes,
+        "n_params": source.n_params, "ranks": model.ranks.size if model.ranks else 1,
         "backend": backends[0].name, "threads": None if on_gpu(backends[0]) else torch.get_num_threads(),
         "machine": found.report, "peer": measured.peer, "error_nmse": measured.checked.error,
         "checked": {"limit": measured.checked.limit, "what": measured.checked.what}, "results": measured.rows,
@@ -260,6 +278,8 @@ def _row(report: dict[str, Any], r: dict[str, Any]) -> dict[str, str]:
     }  # fmt: skip
     if report["threads"] is not None:
         row["threads"] = str(report["threads"])
+    if report["ranks"] > 1:
+        row["ranks"] = str(report["ranks"])
     if "dense" in r:
         row |= {"dense t/s": f"{r['dense']['tokens_per_s']:.1f}", "of dense": f"{r['dense_ratio']:.2f}"}
     if r.get("kind") == "train":

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from graphrt.tools.adapter_flags import add_adapter_arguments
 from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import MODEL_HELP, add_session_arguments, load_model, read_text, session_options, whole
 from graphrt.tools.sampling import flags
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(raw=False)
     add_session_arguments(parser)
+    add_adapter_arguments(parser)
     flags.add_text_arguments(parser)
     flags.add_sampling_arguments(parser)
 

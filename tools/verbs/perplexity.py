@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,9 @@ from graphrt.errors import SessionError
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
+    add_tp_argument,
     load_model,
+    over_ranks,
     print_json,
     progress,
     read_text,
@@ -44,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fast", action="store_true", help="the forms that `run` uses, not the reference")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add_tp_argument(parser)
     add_session_arguments(parser, ctx_size=512)
 
 
 def main(args: argparse.Namespace) -> int:
-    from graphrt.models.engine import OWN_CTX, SessionOptions
-    from graphrt.models.model import nll
+    from graphrt.models.engine import OWN_CTX
 
     n_ctx = args.ctx_size
     if (n_ctx < MIN_CTX and n_ctx != OWN_CTX) or args.chunks == 0:
@@ -57,7 +60,23 @@ def main(args: argparse.Namespace) -> int:
             f"perplexity needs at least one chunk (--chunks) of at least {MIN_CTX} tokens (-c), got --chunks "
             f"{args.chunks} and -c {n_ctx}"
         )
-    text = without_last_newline(read_text(args.file)) if args.file is not None else ""
+    if over_ranks(args):
+        from graphrt.tools.ranks.launch import run_on_ranks
+
+        return run_on_ranks("perplexity", args, measure, partial(_text, args), lambda: None)
+    return measure(args, _text(args))
+
+
+def _text(args: argparse.Namespace) -> str:
+    return without_last_newline(read_text(args.file)) if args.file is not None else ""
+
+
+def measure(args: argparse.Namespace, text: str) -> int:
+    """The perplexity of a text, or needles. Several ranks do it together; what the first one says is printed."""
+    from graphrt.models.engine import OWN_CTX, SessionOptions
+    from graphrt.models.model import nll
+
+    n_ctx = args.ctx_size
     model = load_model(args, exact=not args.fast)
     n_ctx = model.network.hp.n_ctx_train if n_ctx == OWN_CTX else n_ctx
     if args.needle is not None:

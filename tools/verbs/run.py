@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import ChatTemplateError, SessionError
-from graphrt.ranks import in_environment
 from graphrt.tools import prompt_cache
+from graphrt.tools.adapter_flags import add_adapter_arguments
 from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
     MODEL_HELP,
@@ -23,7 +23,9 @@ from graphrt.tools.common import (
     add_page_arguments,
     add_prompt_arguments,
     add_session_arguments,
+    add_tp_argument,
     load_model,
+    over_ranks,
     print_json,
     print_text,
     read_text,
@@ -75,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt_cache.add_argument(parser)
     add_page_arguments(parser, "texts lie in pages of N tokens (default with -np: 64, else one ring of cells)")
     _add_profile_arguments(parser)
-    tp = "ranks on this host, each a process with a part of every weight (torchrun sets its own number; default: 1)"
-    parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
+    add_tp_argument(parser)
     add_session_arguments(parser)
+    add_adapter_arguments(parser)
     add_text_arguments(parser)
     add_output_arguments(parser)
     add_sampling_arguments(parser)
@@ -144,15 +146,26 @@ class Tally:
 def main(args: argparse.Namespace) -> int:
     if args.profile_overlay is not None and not args.profile:
         raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
-    if args.tp > 1 or in_environment():
+    if over_ranks(args):
         from graphrt.tools.ranks.launch import run_on_ranks
 
-        return run_on_ranks(args, generate, partial(prompt_text, args), is_chat(args))
+        return run_on_ranks("run", args, generate, partial(prompt_text, args), partial(_check_ranks, args))
     if is_chat(args):
         from graphrt.tools.verbs import chat
 
         return chat.main(chat.from_run(args))
     return generate(args, prompt_text(args))
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    """Raises SessionError for what is done on one rank alone."""
+    from graphrt.tools.ranks.launch import refuse
+
+    alone = {
+        "a chat": is_chat(args), "--profile": args.profile, "--prompt-cache": args.prompt_cache is not None,
+        "--lora": args.lora, "--lora-scaled": args.lora_scaled,
+    }  # fmt: skip
+    refuse(alone, "several ranks write texts of one prompt")
 
 
 def generate(args: argparse.Namespace, prompt: str) -> int:

@@ -5,24 +5,34 @@ Ctrl-C end it once the requests that it has are answered."""
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import SessionError
 from graphrt.models.hub_known import DEFAULT_MODEL, KNOWN
 from graphrt.models.synthetic_recipes import RECIPES
+from graphrt.tools.adapter_flags import add_adapter_arguments
 from graphrt.tools.common import (
     MODEL_HELP,
     add_fast_argument,
     add_session_arguments,
+    add_tp_argument,
     load_model,
+    over_ranks,
     read_text,
     session_options,
+    size,
     whole,
 )
+from graphrt.tools.outputs import OutputFile
 from graphrt.tools.sampling.flags import TEXT_FLAGS as TEXT_FLAGS
 from graphrt.tools.sampling.flags import add_sampling_arguments, sampler_params
 
@@ -31,7 +41,9 @@ if TYPE_CHECKING:
     from graphrt.models.engine_paged import PagedEngine
     from graphrt.models.hparams import HParams
     from graphrt.models.model import Model
-    from graphrt.tools.serve.state import State
+    from graphrt.ranks import Ranks
+    from graphrt.tools.serve.scheduler import Scheduler
+    from graphrt.tools.serve.state import Embed, Embedder, State
 
 #: Texts that are made at once, unless told.
 PARALLEL = 8
@@ -40,6 +52,8 @@ PARALLEL = 8
 CONTEXTS, EACH = 4, 1024
 #: Tokens that a draft model guesses at a time, unless told.
 DRAFTED = 8
+#: Bytes of what prompts began with that a file keeps, unless told.
+KEPT = 1 << 30
 #: Tokens of a page: the end of a prompt that isn't a whole page is read anew for each text.
 PAGE = 64
 
@@ -85,13 +99,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
     group.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     add_fast_argument(parser)
+    kept = "keep what prompts begin with in this file between two servers: it is written when the server ends"
+    group.add_argument("--prompt-cache", type=OutputFile, metavar="FILE", help=kept)
+    limit = f"bytes of it at most, what was used last (default: {KEPT >> 30}G)"
+    group.add_argument("--prompt-cache-size", type=size, default=KEPT, metavar="SIZE", help=limit)
+    beside = "a model that gives the vectors of /v1/embeddings beside MODEL: a file, or as MODEL"
+    group.add_argument("--embedding-model", metavar="MODEL", help=beside)
+    add_tp_argument(parser)
     add_session_arguments(parser)
+    add_adapter_arguments(parser)
+    none = "adapters have the scale 0 unless a request says otherwise"
+    parser.add_argument("--lora-init-without-apply", action="store_true", help=none)
     add_sampling_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     try:
-        from graphrt.tools.serve import run
+        import graphrt.tools.serve.run  # noqa: F401
     except ImportError as error:
         raise SessionError(
             f"a server needs packages that are not installed ({error.name}); pip install 'graphrt[serve]'"
@@ -100,17 +124,84 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError("one model may be served, got MODEL and --synthetic; leave one of them out")
     if args.lookup and args.model_draft:
         raise SessionError("tokens are guessed in one way, got --lookup and --model-draft; leave one of them out")
+    if args.deterministic and args.prompt_cache is not None:
+        raise SessionError("--deterministic reads every prompt anew, got --prompt-cache; leave one of them out")
     if args.deterministic and (args.lookup or args.model_draft):
         raise SessionError("--deterministic reads no guesses, got --lookup or --model-draft; leave one of them out")
+    if over_ranks(args):
+        from graphrt.tools.ranks.launch import refuse, run_on_ranks
+
+        alone = {
+            "--lookup": args.lookup, "--model-draft": args.model_draft, "--prompt-cache": args.prompt_cache,
+            "--embedding-model": args.embedding_model, "--lora": args.lora, "--lora-scaled": args.lora_scaled,
+        }  # fmt: skip
+        what = "several ranks make texts of one model, without guesses, adapters or a cache of prompts"
+        return run_on_ranks("serve", args, serve, lambda: "", lambda: refuse(alone, what), listens=listen)
+    return serve(args)
+
+
+def serve(args: argparse.Namespace, _: str = "") -> int:
+    """Serves, or as one of several ranks that isn't the first does what that one does. The exit code."""
+    from graphrt.tools.ranks.member import last_words
+    from graphrt.tools.serve import run
+
+    ranks: Ranks | None = getattr(args, "as_ranks", None)
     sampling, keys = sampler_params(args), api_keys(args)
-    listening = listen(args.host, args.port)
-    with listening:
+    listening = getattr(args, "listening", None)
+    if ranks is not None and ranks.rank:
+        if listening is not None:
+            listening.close()
+        return _follow(ranks, args)
+    with listening or listen(args.host, args.port) as listening:
         model = load_model(args, args.exact)
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         state = made_state(model, args, sampling)
         run.setup_logging(as_json=args.log_json)
-        return run.run(state, keys, listening, address, args.shutdown_timeout)
+        last_words.append(partial(_give_up, state))
+        ready = getattr(args, "on_ready", lambda: None)
+        with kept_prompts(state, args):
+            return run.run(state, keys, listening, address, args.shutdown_timeout, ready)
+
+
+def _follow(ranks: Ranks, args: argparse.Namespace) -> int:
+    from graphrt.tools.serve.ranks import follow
+
+    model = load_model(args, args.exact)
+    follow(ranks, model, scheduler_of(model, args), embed_of(model, args))
+    return 0
+
+
+def _give_up(state: State, text: str) -> None:
+    """Before this process ends since another rank hangs: whoever waits for an answer is told why."""
+    from graphrt.errors import RankError
+
+    state.worker.give_up(RankError(text))
+    time.sleep(1)  # answers go out
+
+
+@contextmanager
+def kept_prompts(state: State, args: argparse.Namespace) -> Iterator[None]:
+    """--prompt-cache: the engine knows what the file has, and the file what the engine knows in the end. What fails of
+    that is a warning: a server starts and ends without."""
+    from graphrt.models.prefix_file import load_prefixes, save_prefixes
+
+    log = logging.getLogger("graphrt.serve")
+    scheduler = state.worker.scheduler
+    if args.prompt_cache is None or scheduler is None:
+        yield
+        return
+    path = Path(args.prompt_cache)
+    try:
+        log.info("%d tokens of prompts are known from %s", load_prefixes(scheduler.engine, path), path.name)
+    except SessionError as error:
+        log.warning("%s", error)
+    yield
+    try:
+        kept = save_prefixes(scheduler.engine, path, args.prompt_cache_size)
+        log.info("%d tokens of prompts are kept in %s", kept, path.name)
+    except SessionError as error:
+        log.warning("%s", error)
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
@@ -140,29 +231,62 @@ def listen(host: str, port: int) -> socket.socket:
 
 def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     """What the routes need: an engine for a decoder; an encoder gives embeddings alone."""
-    from graphrt.models.arch.skeleton import Decoder
-    from graphrt.models.guesses import Pace
+    from graphrt.tools.serve.adapters import ServedAdapters
     from graphrt.tools.serve.metrics import Metrics
-    from graphrt.tools.serve.scheduler import Scheduler
+    from graphrt.tools.serve.ranks import Leader
     from graphrt.tools.serve.state import Limits, State
     from graphrt.tools.serve.texts import Maker
     from graphrt.tools.serve.worker import Worker
 
     limits, metrics = Limits(args.max_body, args.timeout, args.max_queue), Metrics()
     at_once = args.parallel + args.max_queue  # texts that can be there at once
-    scheduler = None
-    if isinstance(model.network, Decoder):
-        drafter = drafter_of(model, args)
-        most = args.draft_max if drafter is not None else args.lookup
-        engine = engine_of(model, args)
-        scheduler = Scheduler(engine, most, drafter, Pace(), deterministic=args.deterministic)
-    maker = None if scheduler is None else Maker(model, sampling, scheduler.most_tokens, args.predict, at_once)
+    scheduler, embed = scheduler_of(model, args), embed_of(model, args)
+    leader = Leader(model.ranks, scheduler) if model.ranks is not None else None
+    maker, names, adapters = None, names_of(model, args), None
+    if scheduler is not None and model.decoder.adapters is not None:
+        adapters = ServedAdapters(names, model.decoder.adapters.names, model.decoder.adapters.scales)
     if scheduler is not None:
+        maker = Maker(model, sampling, scheduler.most_tokens, args.predict, at_once, adapters)
         assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
-    return State(
-        model, names_of(model, args), Worker(scheduler, metrics, args.max_queue), maker, metrics, limits,
-        lambda ids: model.embed(ids, args.pooling, n_batch=args.batch_size),
-    )  # fmt: skip
+    worker = Worker(scheduler, metrics, args.max_queue, leader)
+    embed = embed if leader is None else leader.embeds(embed)
+    return State(model, names, worker, maker, metrics, limits, embed, embedders=embedders_of(args, names))
+
+
+def scheduler_of(model: Model, args: argparse.Namespace) -> Scheduler | None:
+    """What makes the texts of a decoder, None of an encoder."""
+    from graphrt.models.arch.skeleton import Decoder
+    from graphrt.models.guesses import Pace
+    from graphrt.tools.serve.scheduler import Scheduler
+
+    if not isinstance(model.network, Decoder):
+        return None
+    drafter = drafter_of(model, args)
+    most = args.draft_max if drafter is not None else args.lookup
+    return Scheduler(engine_of(model, args), most, drafter, Pace(), deterministic=args.deterministic)
+
+
+def embed_of(model: Model, args: argparse.Namespace) -> Embed:
+    """What gives vectors of a model."""
+    return lambda ids: model.embed(ids, args.pooling, n_batch=args.batch_size)
+
+
+def embedders_of(args: argparse.Namespace, taken: Sequence[str]) -> dict[str, Embedder]:
+    """The model that --embedding-model names, by the names that requests may call it. Raises SessionError for one
+    without a pooling, or of MODEL's name."""
+    from graphrt.models.embed import check_pooling
+    from graphrt.tools.serve.state import Embedder
+
+    if not args.embedding_model:
+        return {}
+    changed = {"model": args.embedding_model, "synthetic": None, "alias": None, "lora": [], "lora_scaled": []}
+    asked = argparse.Namespace(**vars(args) | changed)
+    model = load_model(asked, args.exact)
+    check_pooling(args.pooling, model.network.hp.pooling)
+    names = names_of(model, asked)
+    if set(names) & set(taken):
+        raise SessionError(f"models must have names of their own, both are called {names[-1]!r}; give MODEL an --alias")
+    return dict.fromkeys(names, Embedder(model, embed_of(model, args)))
 
 
 def names_of(model: Model, args: argparse.Namespace) -> list[str]:
@@ -171,7 +295,8 @@ def names_of(model: Model, args: argparse.Namespace) -> list[str]:
         return [args.alias]
     if args.synthetic:
         return [args.synthetic]
-    known = [args.model or DEFAULT_MODEL] if args.model in (None, *KNOWN) else []
+    asked = getattr(args, "asked", args.model)  # of several ranks all have the file's path in its place
+    known = [asked or DEFAULT_MODEL] if asked in (None, *KNOWN) else []
     return [*known, *(path.stem for path in map(Path, model.file.paths[:1]))]
 
 
@@ -181,7 +306,7 @@ def drafter_of(model: Model, args: argparse.Namespace) -> Drafter | None:
 
     if not args.model_draft:
         return None
-    changed = {"model": args.model_draft, "synthetic": None}
+    changed = {"model": args.model_draft, "synthetic": None, "lora": [], "lora_scaled": []}
     draft = load_model(argparse.Namespace(**vars(args) | changed), args.exact)
     check_vocabularies(draft.tokenizer, model.tokenizer)
     return Drafter(engine_of(draft, args, most=model.decoder.hp), model.network.hp.n_vocab)

@@ -56,9 +56,10 @@ def candidates(form: str, tiny: bool = False, amd: bool = False) -> Iterator[Con
         yield from (Config(16, 32, 1, 1), Config(16, 64, 1, 1, ways=2))
         return
     if amd:
-        for config, waves, size in itertools.product(candidates(form), (0, 1, 2, 3, 4), (16, 32)):
+        asked = itertools.product(candidates(form), (0, 1, 2, 3, 4), (16, 32), (False, True))
+        for config, waves, size, early in asked:
             if not config.ways and config.stages < 3 and config.block_m >= size:
-                yield replace(config, waves_per_eu=waves, matrix_instr_nonkdim=size)
+                yield replace(config, waves_per_eu=waves, matrix_instr_nonkdim=size, pre_load_v=early)
     elif form == "decode":
         for block_n, warps, stages, ways in itertools.product((32, 64, 128), (4, 8), (1, 2, 3), (0, 4)):
             if not ways or block_n // ways >= 16:
@@ -164,9 +165,9 @@ def _row_text(form: str, d: int, kind: str, best: Measured) -> str:
     rows = "16" if form == "decode" else "MANY"
     ways = f", ways={c.ways}" if c.ways else ""
     amd = "".join(
-        f", {name}={value}"
-        for name, value in (("waves_per_eu", c.waves_per_eu), ("matrix_instr_nonkdim", c.matrix_instr_nonkdim))
-        if value
+        f", {name}={getattr(c, name)}"
+        for name in ("waves_per_eu", "matrix_instr_nonkdim", "pre_load_v")
+        if getattr(c, name)
     )
     made = f"Config({c.block_m}, {c.block_n}, {c.warps}, {c.stages}{ways}, per_sm={c.per_sm}{amd})"
     return f'    Row({rows}, {d}, ("{kind}",), {made}),  # {1e6 * (best.seconds or 0.0):.1f} us'

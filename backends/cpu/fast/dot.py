@@ -41,8 +41,8 @@ class Dot(ABC):
         begins; ats: each one's first byte."""
 
     @abstractmethod
-    def start(self, f: Fn, bits: int) -> list[Val]:
-        """Sums of nothing, for 16 rows at once."""
+    def start(self, f: Fn, bits: int, first: Val | None = None) -> list[Val]:
+        """Sums of nothing but `first`, for 16 rows at once."""
 
     @abstractmethod
     def prepared(self, f: Fn, w: Val) -> list[Val]:
@@ -101,8 +101,9 @@ class ByteDot(Dot):
 
         return f.by_parts(self.symbols, w.lanes, part)
 
-    def start(self, f: Fn, bits: int) -> list[Val]:
-        return [f.zeros(I32) for _ in range(bits // 8)]
+    def start(self, f: Fn, bits: int, first: Val | None = None) -> list[Val]:
+        nothing = f.zeros(I32)
+        return [nothing] * (bits // 8 - 1) + [nothing if first is None else first]
 
     def prepared(self, f: Fn, w: Val) -> list[Val]:
         return [w]
@@ -165,8 +166,8 @@ class WordDot(Dot):
 
         return f.by_parts(self.symbols, 2 * w.lanes, part)
 
-    def start(self, f: Fn, bits: int) -> list[Val]:
-        return [f.zeros(I32)]
+    def start(self, f: Fn, bits: int, first: Val | None = None) -> list[Val]:
+        return [f.zeros(I32) if first is None else first]
 
     def prepared(self, f: Fn, w: Val) -> list[Val]:
         pairs = w.bits(I16, 2 * w.lanes)

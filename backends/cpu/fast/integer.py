@@ -8,7 +8,8 @@ Activations are rounded in groups of 32 to multiples of a step: max|x| / 32639 f
 with NaN or infinity has no finite step, which makes the result NaN; one of values under 2**-110 counts as zeros.
 
 A rounded row of n values has its integers, unit by unit, and then for each unit the steps and the sums of its runs in
-f32. A unit is the blocks that are decoded together; blocks that are left over are units of one.
+f32. A unit is the blocks that are decoded together; blocks that are left over are units of one. Where codes of panels
+have a zero, there is -zero * sum of x (i32) instead of a run's sum: sums of products start with it.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ PIECE_BYTES, SPARE_BYTES = 12 * 1024, 4 * 1024
 
 @dataclass(frozen=True)
 class Form:
-    """How activations are rounded and lie for one type of weights. bits: 8 or 16; types of one `key` share them."""
+    """How activations are rounded and lie for a type of weights; types of one `key` share them. bits: 8 or 16; panels:
+    for panels of 16 rows."""
 
     type: CodeType
     dot: Dot
     bits: int
+    panels: bool = False
 
     @property
     def parts(self) -> int:
@@ -58,7 +61,8 @@ class Form:
     @property
     def key(self) -> str:
         t = self.type
-        return f"{t.layout.__name__}_{t.at_once}_{t.sub}_{self.dot.name}_{8 * self.parts}"
+        start = f"_from_{self.zero}" if self.starts else ""
+        return f"{t.layout.__name__}_{t.at_once}_{t.sub}_{self.dot.name}_{8 * self.parts}{start}"
 
     def runs(self, count: int) -> int:
         """Scales of `count` blocks."""
@@ -69,9 +73,14 @@ class Form:
         return codes ^ -self.dot.bias if self.type.signed and self.dot.bias else codes
 
     @property
-    def panel_zero(self) -> int:
-        """The code of the value `offset` in panels."""
-        return self.type.zero + (self.dot.bias if self.type.signed else 0) if self.dot.bias else 0
+    def zero(self) -> int:
+        """The code of the value `offset`, as the instruction takes codes."""
+        return self.type.zero + (self.dot.bias if self.type.signed else 0)
+
+    @property
+    def starts(self) -> bool:
+        """Rounded rows have where sums start, not sums of x."""
+        return self.panels and self.dot.bias != 0 and self.zero != 0
 
     def panel_codes(self, codes: Val) -> Val:
         """Codes as panels have them: without their zero, where the instruction takes signed ones."""
@@ -96,7 +105,7 @@ def form_of(type_name: str, bits: int) -> Form:
 
 def panel_form_of(type_name: str, bits: int) -> Form:
     """How it rounds them for panels of 16 rows."""
-    return Form(CODE_TYPES[type_name], best_dot(host()).of_panels(bits), bits)
+    return Form(CODE_TYPES[type_name], best_dot(host()).of_panels(bits), bits, True)
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,8 @@ def _round_unit(f: Fn, form: Form, unit: Unit, x: Val, dst: Val) -> None:
         codes += [v.trunc(I16) for v in pair]
         for run in [pair[0] + pair[1]] if t.sub == GROUP else pair:
             steps.append(step)
-            sums.append(f.sum(run).to(F32) * step)
+            total = f.sum(run)
+            sums.append((total * -form.zero).as_bits(F32) if form.starts else total.to(F32) * step)
     scales = dst + unit.scales
     f.store(scales, f.join(steps))
     f.store(scales + 4 * len(steps), f.join(sums))
@@ -260,9 +270,10 @@ class _Sum:
 
     def lanes(self) -> Val:
         """Lanes whose sum is the dot."""
-        t, rest = self.form.type, widen(self.offsets.v)
-        zero = t.zero + (self.form.dot.bias if t.signed else 0)
-        return self.products.v + rest if t.offsets else self.f.fma(rest, -float(zero), self.products.v)
+        form, rest = self.form, widen(self.offsets.v)
+        if form.type.offsets or form.starts:
+            return self.products.v + rest
+        return self.f.fma(rest, -float(form.zero), self.products.v)
 
 
 def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: Sequence[_Sum], ahead: Val) -> None:
@@ -281,6 +292,8 @@ def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: 
         at += len(indices)
     for x, total in zip(xs, sums, strict=True):
         steps, x_sums = (f.load(x + unit.scales + 4 * runs * i, F32, runs) for i in range(2))
+        if form.starts:
+            x_sums = x_sums.as_bits(I32).to(F32) * steps
         lanes = total.offsets.t.count
         total.offsets.v = f.fma(widen(weighted, lanes), widen(x_sums, lanes), total.offsets.v)
         scale = decoded.scales * steps

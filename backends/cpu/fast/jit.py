@@ -8,7 +8,8 @@ import functools
 import hashlib
 import platform
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import llvmlite.binding as llvm
 from graphrt import private_files
 from graphrt.backends.cpu.fast.ir import Fn, Host
 from graphrt.env import KERNEL_CACHE, cache_folder
+from graphrt.presence import here
 
 _DIGEST_BYTES = 32  # SHA-256 of the code that follows it in a file
 _MOST_BYTES = 16 << 20  # of a file: the largest kernel has 31 KB
@@ -116,18 +118,56 @@ def compile_ir(text: str) -> bytes:
     return bytes(machine.emit_object(module))
 
 
+def _path(name: str) -> Path | None:
+    """Where a function's machine code is kept, None for nowhere."""
+    folder = cache_dir()
+    if folder is None:
+        return None
+    _sweep(folder)
+    key = hashlib.sha256(_fingerprint() + name.encode()).hexdigest()[:24]
+    return folder / f"{name}-{key}.o"
+
+
+def _stored(name: str) -> bytes | None:
+    path = _path(name)
+    return _read(path) if path else None
+
+
+def _compiled(name: str, text: str) -> bytes:
+    """The machine code of LLVM IR, which is kept."""
+    code, path = compile_ir(text), _path(name)
+    if path:
+        _write(path, code)
+    return code
+
+
 def load(name: str, make_ir: Callable[[], str]) -> int:
     """The address of function `name`: from the cache on disk, else compiled from `make_ir()`."""
-    folder = cache_dir()
-    if folder:
-        _sweep(folder)
-    key = hashlib.sha256(_fingerprint() + name.encode()).hexdigest()[:24]
-    path = folder / f"{name}-{key}.o" if folder else None
-    code = _read(path) if path else None
+    code = _stored(name)
     if code is None:
-        code = compile_ir(make_ir())
-        if path:
-            _write(path, code)
+        with here.at_length():
+            code = _compiled(name, make_ir())
+    return _linked(name, code)
+
+
+def load_kernels(kernels: Iterable[Kernel]) -> None:
+    """Sees to it that kernels have their addresses. While LLVM compiles one, in a thread of its own, the next one's IR
+    is written: the two take about as long."""
+    missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_loaded]
+    codes = {kernel: _stored(kernel.name) for kernel in missing}
+    with contextlib.ExitStack() as stack:
+        if None in codes.values():
+            stack.enter_context(here.at_length())
+            compiler = stack.enter_context(ThreadPoolExecutor(1, "graphrt-compile"))
+            made = {k: compiler.submit(_compiled, k.name, k.ir()) for k, code in codes.items() if code is None}
+            codes |= {kernel: code.result() for kernel, code in made.items()}
+    for kernel, code in codes.items():
+        assert code is not None
+        vars(kernel)["address"] = _linked(kernel.name, code)
+
+
+def _linked(name: str, code: bytes) -> int:
+    """The address of function `name` in its object file."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -159,6 +199,10 @@ class Kernel:
     @functools.cached_property
     def address(self) -> int:
         return load(self.name, self.ir)
+
+    @property
+    def is_loaded(self) -> bool:
+        return "address" in vars(self)
 
     def pack(self, **values: float) -> ctypes.Array[ctypes.c_int64]:
         """The argument block: one 8-byte word each, in the order `ints + floats`."""

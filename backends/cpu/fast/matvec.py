@@ -23,8 +23,8 @@ F32_BITS = 32
 #: Tokens in f32 that share one decoding of a row. A further group decodes it again, from the nearest cache: with more
 #: sums in flight than this, registers and x's cache lines run out, which costs more.
 TOKENS_AT_ONCE = 4
-#: The same of rounded ones: more are taken in two halves, 16 rows of weights at a time.
-ROUNDED_AT_ONCE = 6
+#: The same of rounded ones, by their bytes: more are taken in two halves, 16 rows of weights at a time.
+ROUNDED_AT_ONCE = {1: 8, 2: 6}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Rows:
     ) -> None:
         """Writes the dots of up to 16 rows with xs[t] to targets[t], f32 side by side."""
         if self.bits != F32_BITS and len(xs) > 1:
-            half = -(-len(xs) // 2) if len(xs) > ROUNDED_AT_ONCE else len(xs)
+            half = -(-len(xs) // 2) if len(xs) > ROUNDED_AT_ONCE[self._form.parts] else len(xs)
             for at in (0, half)[: -(-len(xs) // half)]:
                 these = targets[at : at + half]
                 put = functools.partial(_store, f, these)

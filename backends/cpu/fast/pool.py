@@ -16,7 +16,7 @@ import ctypes
 import ctypes.util
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import llvmlite.binding as llvm
 
 from graphrt.backends.cpu import threads
 from graphrt.backends.cpu.fast.ir import I32, I64, PTR, Fn, Val, new_module
-from graphrt.backends.cpu.fast.jit import Kernel, host, load
+from graphrt.backends.cpu.fast.jit import Kernel, host, load, load_kernels
 
 #: Below this many bytes of memory traffic a single step runs on the calling thread: a fork costs more than it gives.
 FORK_BYTES = 128 * 1024
@@ -177,21 +177,25 @@ class Entry:
 class Step:
     """Prepared work: call it with nothing, as often as you like, one call at a time.
 
-    entries: kernels in order, each needing the ones before. bytes: about what it reads and writes; decides whether
-    threads pay. keep: objects whose memory the arguments point to. `call` is the bare native call, a little faster
-    than the step itself. Arguments stay writable: `step.entries[0].args[i]`, 8-byte words in `kernel.ints` order.
+    entries: kernels in order, each needing the ones before; they are loaded at the first call, or with a program that
+    has the step. bytes: about what it reads and writes; decides whether threads pay. keep: objects whose memory the
+    arguments point to. Arguments stay writable: `step.entries[0].args[i]`, 8-byte words in `kernel.ints` order.
     """
 
-    __slots__ = ("bytes", "call", "entries", "keep")
+    __slots__ = ("_call", "_n_threads", "bytes", "entries", "keep")
 
     def __init__(self, entries: Sequence[Entry], n_bytes: int, keep: Sequence[object] = ()) -> None:
-        self.entries, self.bytes = tuple(entries), n_bytes
-        program = _pack([[(e, n_bytes)] for e in self.entries], max_threads() if n_bytes >= FORK_BYTES else 1)
-        self.keep = (program, *keep)
-        self.call = functools.partial(_run(), program.address)
+        self.entries, self.bytes, self.keep = tuple(entries), n_bytes, tuple(keep)
+        self._n_threads = max_threads() if n_bytes >= FORK_BYTES else 1
+        self._call: Callable[[], None] | None = None
 
     def __call__(self) -> None:
-        self.call()
+        if self._call is None:
+            load_kernels(entry.kernel for entry in self.entries)
+            program = _pack([[(entry, self.bytes)] for entry in self.entries], self._n_threads)
+            self.keep = (program, *self.keep)
+            self._call = functools.partial(_run(), program.address)
+        self._call()
 
 
 class Program:
@@ -213,6 +217,7 @@ class Program:
             groups += [[(s.entries[i], s.bytes) for s in together if i < len(s.entries)] for i in range(phases)]
         if not groups:
             raise ValueError("a program needs at least one step")
+        load_kernels(entry.kernel for group in groups for entry, _ in group)
         program = _pack(groups, n_threads or max_threads())
         self.keep = (program, *steps)
         self.call = functools.partial(_run(), program.address)

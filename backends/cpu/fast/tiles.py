@@ -124,9 +124,8 @@ def _unpack(f: Fn, form: Form, unit: Unit, place: Val, rows: Val, last: Val, w_n
         else:
             f.store(scales + j * 64, widen(decoded.numbers[0]))
             f.store(wholes + j * 4, decoded.numbers[1][0])
-        if _has_offsets(form):
-            offsets = decoded.offsets if decoded.offsets is not None else decoded.scales * -float(form.panel_zero)
-            f.store(scales + j * 64 + 1024, widen(offsets))
+        if decoded.offsets is not None:
+            f.store(scales + j * 64 + 1024, widen(decoded.offsets))
     by_run = _columns(f, scales, 64, len(words))
     if numbers is not None:
         numbers += [_pairs_of(column) for column in by_run]
@@ -142,7 +141,7 @@ def _unpack(f: Fn, form: Form, unit: Unit, place: Val, rows: Val, last: Val, w_n
         at += len(layout)
     for i, column in enumerate(by_run):
         f.store(panel.scales + (place * form.runs(1) + i) * 64, column)
-    if _has_offsets(form):
+    if t.offsets:
         for i, column in enumerate(_columns(f, scales + 1024, 64, len(words))):
             f.store(panel.offsets + (place * form.runs(1) + i) * 64, column)
 
@@ -151,10 +150,6 @@ def _pairs_of(numbers: Val) -> Val:
     """Whole numbers as f32 lanes -> each twice, i16."""
     n = numbers.as_bits(F32).to_int(I32)
     return ((n & 0xFFFF) | (n << 16)).bits(I16, 2 * LANES)
-
-
-def _has_offsets(form: Form) -> bool:
-    return form.type.offsets or form.panel_zero != 0
 
 
 def _segments(words: list[list[_Place]]) -> int:
@@ -179,12 +174,14 @@ def _add_unit(f: Fn, form: Form, unit: Unit, place: Val, panel: Panel, xs: Seque
         values: list[Val | None] = [None for _ in xs]
         for run in (first + i for i in range(per_step)):
             at_run = (place * form.runs(1) + run) * 64
-            if _has_offsets(form):
+            of_run = unit.scales + (run * 4 + 4 * runs)
+            if t.offsets:
                 offset = f.load(panel.offsets + at_run, F32, LANES)
                 for x, acc in zip(xs, sums, strict=True):
-                    acc.v = f.fma(offset, f.splat(f.load(x + (unit.scales + (run * 4 + 4 * runs)), F32)), acc.v)
+                    acc.v = f.fma(offset, f.splat(f.load(x + of_run, F32)), acc.v)
             scale = None if whole else f.load(panel.scales + at_run, F32, LANES)
-            totals = [dot.start(f, bits) for _ in xs]
+            first_sums = [f.splat(f.load(x + of_run, I32)) if form.starts else None for x in xs]
+            totals = [dot.start(f, bits, at_first) for at_first in first_sums]
             for i in range(n_words):
                 if i % together == 0:
                     segment = f.load(places + (run * (n_words // together) + i // together) * 8, I64) + unit.integers

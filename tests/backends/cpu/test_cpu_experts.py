@@ -47,13 +47,17 @@ def test_pairs_in_order(mem: Memory) -> None:
     assert found[N_EXPERT + 3 :].tolist() == np.argsort(wanted, kind="stable").tolist()
 
 
+EIGHT_BITS = [(HERE[0], name, 8) for name in ("q4_K", "q6_K") if HERE[0].parts(8) == 1]
+
+
 @pytest.mark.parametrize(
-    ("by", "name"), [(by, name) for by in HERE for name in (TYPES if by is HERE[0] else ("q4_K",))],
+    ("by", "name", "bits"),
+    [(by, name, 16) for by in HERE for name in (TYPES if by is HERE[0] else ("q4_K",))] + EIGHT_BITS,
     ids=lambda v: getattr(v, "name", v),
 )  # fmt: skip
 @pytest.mark.parametrize(("own_x", "biased"), [(False, True), (True, False)])
 def test_many_tokens(
-    by: dot.Dot, name: str, own_x: bool, biased: bool, mem: Memory, rng: np.random.Generator,
+    by: dot.Dot, name: str, bits: int, own_x: bool, biased: bool, mem: Memory, rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Rows of several units and of blocks that fill none, more than 16 of them; gaps between all rows."""
@@ -63,7 +67,7 @@ def test_many_tokens(
     w = encode(rng, name, (N_EXPERT, n_rows, n))
     held = mem.put(np.pad(w, ((0, 0), (0, 2), (0, 6)), constant_values=0xFF), offset=2)
     x = mem.put(rng.standard_normal((n_tok * (n_slots if own_x else 1), n)).astype(np.float32))
-    form = fast.panel_form_of(name, 16)
+    form = fast.panel_form_of(name, bits)
     nb = form.row_bytes(n)
     rows = mem.put(np.full((len(x), nb), 0xFF, np.uint8))
     run(fast.round_rows(form, dst=at(rows), x=at(x), n_rows=len(x), n=n, x_nb=x.strides[0]))
@@ -74,7 +78,7 @@ def test_many_tokens(
     run(fast.expert_gemm(
         name, y=at(y), w=at(held), x=at(rows), starts=at(starts), panels=at(panels), n_panels=2, n_rows=n_rows, n=n,
         n_slots=n_slots, n_tok=n_tok, n_expert=N_EXPERT, w_nb=held.strides[1], expert_nb=held.strides[0],
-        y_nb=(y.strides[1], y.strides[0]), x_nb=(nb, nb * n_slots) if own_x else (0, nb), bits=16,
+        y_nb=(y.strides[1], y.strides[0]), x_nb=(nb, nb * n_slots) if own_x else (0, nb), bits=bits,
         bias=at(bias) if biased else 0, bias_nb=bias.strides[0],
     ), 3)  # fmt: skip
     known = (IDS >= 0) & (IDS < N_EXPERT)
@@ -82,5 +86,5 @@ def test_many_tokens(
     given = np.broadcast_to(x.reshape(n_tok, -1, n), (n_tok, n_slots, n)).astype(np.float64)
     wanted = np.einsum("tsrk,tsk->tsr", decode(name, w).astype(np.float64)[chosen], given)
     wanted += biased * bias[chosen, :n_rows]
-    assert nmse(y[..., :n_rows][known], wanted[known]) < 1e-8
+    assert nmse(y[..., :n_rows][known], wanted[known]) < (1e-8 if bits == 16 else 1e-4)
     assert np.isnan(y[..., :n_rows][~known]).all() and (y[..., n_rows:] == 7.0).all()

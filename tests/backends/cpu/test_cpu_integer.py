@@ -3,6 +3,7 @@ for those that it lacks."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -97,7 +98,7 @@ CASES = [
     pytest.param(by, name, way, n_tok, bits, id=f"{by.name}-{name}-{way.__name__}-{n_tok}-{bits}")
     for by in HERE
     for name in (fast.CODE_TYPES if by is HERE[0] else FEW)
-    for way, n_tok, bits in ((product, 1, 16), (product, 3, 16), (product, 1, 8), (tiles, 5, 16))
+    for way, n_tok, bits in ((product, 1, 16), (product, 3, 16), (product, 1, 8), (tiles, 5, 16), (tiles, 5, 8))
     if 8 * by.parts(bits) == bits
 ]
 
@@ -119,9 +120,9 @@ def test_products(
 def test_rows_in_pieces(name: str, n: int, mem: Memory, rng: np.random.Generator) -> None:
     """More activations and weights than the nearest cache holds: pieces, the last one shorter, and a rest."""
     w, x = encode(rng, name, (19, n)), mem.put(rng.standard_normal((7, n)).astype(np.float32))
-    assert x.shape[0] * 2 * n > 4 * integer.PIECE_BYTES
-    for way in (product, tiles):
-        check(name, 16, x, w, way(mem, name, 16, x, w))
+    assert x.shape[0] * n > 2 * integer.PIECE_BYTES
+    for way, bits in itertools.product((product, tiles), (16, 8)):
+        check(name, bits, x, w, way(mem, name, bits, x, w))
 
 
 #: A block with the largest products of a code and its run's number, its scale 1, and what each value then is.

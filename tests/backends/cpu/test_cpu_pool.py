@@ -226,6 +226,34 @@ def test_machine_code_on_disk_is_that_of_these_sources(tmp_path: Path, monkeypat
     assert len(found) == 2
 
 
+def test_kernels_of_a_program_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, each once and kept; what can't be compiled says so, and is compiled by the next who needs it."""
+    monkeypatch.setenv("GRAPHRT_KERNEL_CACHE", str(tmp_path / "kernels"))
+    made: list[str] = []
+    real = jit.compile_ir
+
+    def compile_ir(text: str) -> bytes:
+        made.append(text)
+        if len(made) == 1:
+            raise ValueError("no memory for LLVM")
+        return real(text)
+
+    monkeypatch.setattr(jit, "compile_ir", compile_ir)
+    kernels = [jit.Kernel(f"store_{n}", ("at",), lambda f, n=n: f.store(f.args("at")[0], f.const(n))) for n in (3, 4)]
+    with pytest.raises(ValueError, match="no memory"):
+        jit.load_kernels(kernels)
+    assert not any(kernel.is_loaded for kernel in kernels)
+    next((tmp_path / "kernels").glob("*.o")).unlink()  # the other was compiled
+    for _ in range(2):
+        jit.load_kernels([*kernels, *kernels])
+    texts = [kernel.ir() for kernel in kernels]
+    assert made == [*texts, *texts] and len(list((tmp_path / "kernels").glob("*.o"))) == 2
+    found = np.zeros(1, np.int64)
+    for kernel, value in zip(kernels, (3, 4), strict=True):
+        fast.Step([pool.Entry(kernel, kernel.pack(at=found.ctypes.data))], 8)()
+        assert found[0] == value
+
+
 # ---- uses outside of models ----
 
 

@@ -36,3 +36,14 @@ def test_what_does_not_fit_and_what_is_not_known() -> None:
     assert Occupancy(3, 2, 4, 2).bound == "shared memory"
     with pytest.raises(BackendError, match="occupancy is known of sm_80, .*, got 'sm_70'"):
         occupancy("sm_70", 32, 0, 4)
+
+
+@pytest.mark.parametrize(("arch", "held"), [("sm_80", 1), ("sm_86", 1), ("sm_90", 2), ("sm_70", 2)])
+def test_the_decode_kernel_counts_shared_memory(arch: str, held: int) -> None:
+    """96 KiB a program of heads of 64 in f16: two on a Hopper, one on an A100; unknown GPUs have the table's."""
+    pytest.importorskip("triton")
+    from graphrt.backends.triton.kernels.flash_attn import decode_configs
+
+    config = decode_configs.find_decode_config(64, "f16", "f16")
+    shared = decode_configs.shared_bytes(64, "f16", "f16", config)
+    assert decode_configs.programs_held(config, shared, arch) == held

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import tiny
+from support.adapters import write_adapter
 from support.tiny import tokens, write_model
 from support.tiny_archs import DECODERS, ENCODERS, TEXTS, chosen, experts
 
@@ -90,6 +91,28 @@ def test_logits_over_pages_are_the_cpus(tmp_path: Path, name: str) -> None:
     ids = tokens()
     for part in ({0: ids[:7]}, {0: ids[7:8], 2: ids[9:14]}, {0: ids[8:9], 1: ids[:1], 2: ids[14:15]}):
         assert nmse(mine.read(part), cpus.read(part)) < 1e-6
+
+
+def test_adapters_are_of_the_same_split(tmp_path: Path) -> None:
+    """Two texts that have one, and one that has none, in steps over pages."""
+    models = loaded(tmp_path / "m.gguf", "short-mpt", exact=False)
+    write_adapter(tmp_path / "a.gguf", models[1], targets=("attn_output", "ffn_up"))
+    engines = list[PagedEngine]()
+    for model in models:
+        model.use_adapters({"a": tmp_path / "a.gguf"})
+        engine = model.engine(3, PAGED)
+        assert isinstance(engine, PagedEngine)
+        engine.use_adapters(1, [0.0])
+        engine.use_adapters(2, [-0.5])
+        engines.append(engine)
+    mine, cpus = engines
+    for ids in (tokens()[:3], tokens()[3:4]):
+        part = dict.fromkeys(range(3), ids)
+        found, wanted = mine.read(part), cpus.read(part)
+        assert nmse(found, wanted) < 1e-6 and nmse(wanted[0], wanted[1]) > 1e-4 < nmse(wanted[2], wanted[1])
+    for step in mine._prepared.values():
+        (split,) = step.exe.splits
+        assert split.backend.name == "triton" and not split.copies
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -34,9 +34,11 @@ def _check(found: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_gradients_at_once(case: Case) -> None:
     """K's and V's come of one launch."""
-    chosen, ran, pairs = back_emulation.run(case, ("q", "k", "v"), seed=len(str(case)))
-    assert [kernel.name for kernel in chosen.kernels] == ["hopper_keys", "hopper_queries"], chosen.refused
-    assert len([name for name in ran if name.startswith("hopper")]) == 2, ran
+    has_bias = ",bias=" in str(case) and "d=[256,256]" not in str(case)  # of these the portable kernel makes it
+    chosen, ran, pairs = back_emulation.run(case, ("q", "k", "v", "attn_bias")[: 3 + has_bias], seed=len(str(case)))
+    wanted = ["hopper_keys", "hopper_queries", "hopper_bias"][: 2 + has_bias]
+    assert [kernel.name for kernel in chosen.kernels] == wanted, chosen.refused
+    assert len([name for name in ran if name.startswith("hopper")]) == len(wanted), ran
     for found, expected in pairs:
         _check(found, expected)
 
@@ -58,8 +60,7 @@ def test_the_same_in_every_order() -> None:
 
 REFUSED = {
     "type=f16,mask=None": "heads must be of 64, 128, 256, they are of 40 and 40",
-    "dropout_p=0.9": "it has no dropout, dropout_p is 0.9",
-    "bias=[1,1]": "it adds no attn_bias",
+    "max_bias=4.0,bias=[1,1]": "it adds an attn_bias of f16 where there is no mask, here it is one beside a mask",
     "d=[64,64]": "K and V must both be f16 or both bf16, they are f32 and f32",
 }
 

@@ -251,7 +251,7 @@ def test_tiles_of_one_length() -> None:
 def test_sections_divide_the_groups() -> None:
     for groups, l2, section in ((6, 4, 3), (6, 6, 6), (6, 1, 1), (6, 0, 1), (7, 5, 1), (8, 5, 4)):
         k = SimpleNamespace(data_nbytes=600, ne=(64, 64, 1, 1))
-        p: Any = SimpleNamespace(k_t=k, v_t=None, n_seq=1, gqa=4)
+        p: Any = SimpleNamespace(k_t=k, v_t=None, n_seq=1, gqa=4, panels=False)
         target: Any = SimpleNamespace(l2=1000 * l2)
         assert portable._section(p, tiling(n_groups=groups, pack=4), target) == section
 

@@ -16,18 +16,23 @@ from graphrt.backends.triton import device
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
+from support import varlen_emulation
 from support.aot_arch import target_of
-from support.named_cases import assert_passes
+from support.gluon_emulator import Gl, Memory, Value, rebuilt
+from support.named_cases import assert_passes, named_case
 
 from graphrt import ops, prepare
 from graphrt.backend import Usage, get_backend
 from graphrt.backends.triton.backend import TritonBackend
-from graphrt.backends.triton.kernels.flash_attn import portable, score_code
+from graphrt.backends.triton.describe import AttentionChoice
+from graphrt.backends.triton.kernels.flash_attn import gluon_score, gluon_score_math, portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.backward.kernels import back_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import BackProblem
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
+from graphrt.backends.triton.kernels.flash_attn.hopper.specs import TileSpec
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
 from graphrt.backends.triton.memory import allocate
 from graphrt.graph import Graph
@@ -115,6 +120,83 @@ def test_none_and_identity_launch_the_same() -> None:
     assert constants[0] == constants[1]
 
 
+@pytest.mark.parametrize("n_q", [1, 64])
+@pytest.mark.parametrize("function", [score.softcap(30.0), score.softcap(-30.0), score.identity()])
+def test_what_a_parameter_stands_for_takes_its_path(function: score.Expr, n_q: int) -> None:
+    """The same kernels with the same arguments as without a function, and explain says why."""
+    softcap = 30.0 if function != score.identity() else 0.0
+    found = []
+    for node in (_attention(function, n_q)[0], _attention(None, n_q, softcap=softcap)[0]):
+        p = _problem(node)
+        kind = next(k for k in kernels_of(target_of("sm_90")) if k(p, target_of("sm_90"), "tile").serves() is None)
+        kernel = kind(p, target_of("sm_90"), "tile")
+        step = kernel.launches(MaskPlan(*[torch.zeros(99, dtype=torch.int32)] * 5), False, Scratch("cpu"))[0]
+        plain = (int, float, str, bool, TileSpec, type(None))
+        found.append((step.kernel, {k: x for k, x in step.args.items() if isinstance(x, plain)}))
+        said = AttentionChoice(kernel.chosen({}), target_of("sm_90")).reasons
+        assert any("as the op's softcap, 30" in text for text in said) == bool(node.params.score)
+    assert found[0] == found[1] and found[0][0].__name__ == ("flash_attn_decode" if n_q == 1 else "hopper_flash_attn")
+
+
+#: op, what stands in the case, the kernel: each kind of mask, heads that share a tile, tables of heads and of keys.
+ON_HOPPER = {
+    "positions": ("FLASH_ATTN_VARLEN", r"page=16,seqs=..40,40.*score=branches", "hopper_varlen_attn"),
+    "packed keys": ("FLASH_ATTN_VARLEN", r"page=0,seqs=..40,40.*score=branches", "hopper_varlen_attn"),
+    "beside a softcap": ("FLASH_ATTN_VARLEN", r"softcap=5.*score=hides", "hopper_varlen_attn"),
+    "beside ALiBi": ("FLASH_ATTN_VARLEN", r"max_bias.*score=temperature", "hopper_varlen_attn"),
+    "shared pages": ("FLASH_ATTN_VARLEN", r"groups=.*score=branches", "hopper_varlen_attn"),
+    "a table of distances": ("FLASH_ATTN_EXT", r"n_q=70,.*score=relative", "hopper_flash_attn"),
+    "-inf beside a softcap and sinks": ("FLASH_ATTN_EXT", r"n_q=70,.*score=hides", "hopper_flash_attn"),
+    "without a mask": ("FLASH_ATTN_EXT", r"n_q=65,.*mask=None,score=branches", "hopper_flash_attn"),
+    "ALiBi of packed heads": ("FLASH_ATTN_EXT", r"n_q=65,.*max_bias.*score=branches", "hopper_flash_attn"),
+}
+
+
+@pytest.mark.parametrize("what", ON_HOPPER)
+def test_on_hopper(what: str) -> None:
+    """Gluon's form of functions, in the emulator."""
+    op, pattern, kernel = ON_HOPPER[what]
+    schedule = "tile" if op == "FLASH_ATTN_EXT" else None
+    _, kernels, found, expected = varlen_emulation.run(named_case(op, pattern), 3, 1, schedule)
+    assert kernel in kernels
+    np.testing.assert_allclose(found, expected, atol=4e-3)
+
+
+#: Portable: pages and packed keys, few rows and many.
+VARLEN = {
+    "few rows": r"heads=.8,2.,.*page=16,seqs=..1,700.*score=branches", "one key": r"page=0,seqs=..1,0.*score=branches",
+    "quantized": r"types=.q8_0,q4_0.*score=gate", "more queries than keys": r"seqs=..5,2.*score=branches",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", VARLEN)
+def test_varlen_case(what: str) -> None:
+    assert_passes("FLASH_ATTN_VARLEN", VARLEN[what])
+
+
+def test_rounding_down_of_negative_numbers() -> None:
+    """As Python's, where Gluon's integers are divided as C's are."""
+    a, b = Value(np.arange(-9, 9, dtype=np.int32)), 4
+    as_in_c = {
+        "__mod__": lambda x, n: Value(np.fmod(x.data, n)),
+        "__floordiv__": lambda x, n: Value(np.trunc(x.data / n).astype(int)),
+    }
+    truncated = type("C", (Value,), as_in_c)
+    for name, how in (("floor_div", np.floor_divide), ("floor_mod", np.mod)):
+        run = rebuilt(getattr(gluon_score_math, name), {"gl": Gl(Memory({}), 4)})
+        np.testing.assert_array_equal(run(truncated(a.data), b).data, how(a.data, b))
+
+
+def test_rows_are_made_once_a_tile() -> None:
+    """What does not depend on score and key is no part of the loop: loads of numbers, divisions, tables of heads."""
+    for text, numbers in (packed(score.softcap(30.0)), packed(score.temperature([0.5, 2.0]))):
+        code = gluon_score.source(text, numbers)
+        rows, value = code.split("def value_")
+        assert "load" not in value and "look_up" not in value and " / " not in value, value
+        assert "load" in rows or "look_up" in rows
+    assert "look_up" in gluon_score.source(*packed(score.relative([1.0, 2.0, 3.0]))).split("def value_")[1]
+
+
 def test_a_function_is_compiled_once_for_all_numbers() -> None:
     params = [_attention(score.softcap(cap))[0].params for cap in (2.0, 30.0)]
     assert score_code.function_of(params[0]) is score_code.function_of(params[1])
@@ -130,12 +212,14 @@ def test_its_source_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("n_q", [1, 64])
 def test_who_refuses_and_who_serves(n_q: int) -> None:
-    node, leaves = _attention(score.softcap(30.0), n_q)
+    """Hopper's kernel for many queries has score functions; of few the portable kernel alone."""
+    node, leaves = _attention(score.sigmoid_gate(1.5), n_q)
     p = _problem(node)
-    *others, last = kernels_of(target_of("sm_90"))
-    said = [kind(p, target_of("sm_90")).serves() or "" for kind in others]
-    assert all("score function" in reason and "tanh" in reason for reason in said), said
-    assert last(p, target_of("sm_90")).serves() is None
+    said = {kind.name: kind(p, target_of("sm_90"), "tile").serves() for kind in kernels_of(target_of("sm_90"))}
+    serving = [name for name, reason in said.items() if reason is None]
+    assert serving == (["hopper", "forward"] if n_q == 64 else ["forward"])
+    assert all("score function" in (said[name] or "") and "sigmoid" in (said[name] or "") for name in ("decode",)), said
+    assert "score function" in (said["hopper_quant"] or "")
     q, k, v, mask = leaves
     rows = [new_input("f32", *node.ne, name=name) for name in ("d_out", "out")]
     lse = new_input("f32", 4, n_q, name="lse")

@@ -89,8 +89,8 @@ def test_groups_that_share_pages(case: Case, sm_count: int) -> None:
     """Shared keys and own ones apart, and sequences of few rows apart from those of many."""
     chosen, kernels, found, expected = varlen_emulation.run(case, sm_count, 0)
     np.testing.assert_allclose(found, expected, atol=2e-3)
-    apart = "max_bias" not in str(case)
+    apart = "max_bias" not in str(case) and "score" not in str(case)
     assert ("join_prefix" in kernels) == any("keys that sequences share" in text for text in chosen.beside) == apart
-    chunks = "[20,150]" in str(case)
+    chunks = "[20,150]" in str(case) and "score" not in str(case)
     assert {"flash_attn_varlen_decode", "hopper_varlen_attn"} <= set(kernels) or not chunks
     assert any("up to 16 query rows" in text for text in chosen.beside) == chunks

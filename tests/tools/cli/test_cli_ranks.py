@@ -7,15 +7,28 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from support.tiny import write_model
 
+from graphrt.backend import get_backend
+from graphrt.errors import RankError
+from graphrt.models.arch import architecture, read_file
+from graphrt.models.engine import SessionOptions
+from graphrt.models.gguf import GGUFFile
+from graphrt.models.memory import memory_needs
+from graphrt.models.ranks.network import plan_of
+from graphrt.models.ranks.plan import RankPlan
+from graphrt.models.ranks.weights import RankWeights
+from graphrt.ranks import Ranks
 from graphrt.tools.cli import main
-from graphrt.tools.ranks.launch import _error, _failed, _failure
+from graphrt.tools.ranks import member
+from graphrt.tools.ranks.launch import Job, _error, _failed, _failure
 from graphrt.tools.ranks.member import own_backend
 
 TEXT = ("--raw", "-p", "hello the sea", "--temp", "0", "--ignore-eos", "--backend", "cpu", "-t", "1")
@@ -31,7 +44,7 @@ def ended(code: int) -> Any:
 
 
 def said(folder: Path, rank: int, text: str, *, lost: bool) -> None:
-    (folder / f"{rank}.json").write_text(json.dumps({"text": text, "lost": lost, "known": True}))
+    (folder / f"{rank}.json").write_text(json.dumps({"text": text, "lost": lost, "rank": rank}))
 
 
 def test_the_rank_that_has_a_reason_says_it(tmp_path: Path) -> None:
@@ -43,7 +56,33 @@ def test_the_rank_that_has_a_reason_says_it(tmp_path: Path) -> None:
     assert str(_error([found[0], killed], 3)).startswith("rank 2 of 3: it was ended by SIGKILL, as the system does")
     assert "exit code 7 and said nothing" in _failure(2, ended(7), tmp_path).text
     assert str(_error(found[:1], 3)) == "rank 0 of 3: one has not answered"
-    assert [_failed(ended(code)) for code in (0, 130, 2, -9)] == [False, False, True, True]
+    assert [_failed(code) for code in (None, 0, 130, 2, -9)] == [False, False, False, True, True]
+
+
+class Ending:
+    """A rank's process that ends while it is looked at: its sentinel is there before its code."""
+
+    def __init__(self, code: int, looks: int) -> None:
+        self.code, self.looks = code, looks
+        self.sentinel, other = os.pipe()
+        os.close(other)
+
+    @property
+    def exitcode(self) -> int | None:
+        self.looks -= 1
+        return self.code if self.looks < 0 else None
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+
+@pytest.mark.parametrize("looks", range(5))
+def test_a_rank_that_ends_between_two_looks_has_failed(looks: int, tmp_path: Path) -> None:
+    said(tmp_path, 0, "the disk is gone", lost=False)
+    ranks = [Ending(2, looks), Ending(0, 10**9)]
+    with pytest.raises(RankError, match="rank 0 of 2: the disk is gone"):
+        Job(Namespace(), 2, lambda *_: 0, "")._watch(ranks, tmp_path)  # type: ignore[arg-type]
+    assert Job(Namespace(), 2, lambda *_: 0, "")._watch([Ending(0, looks), Ending(0, 3 - looks)], tmp_path) == 0  # type: ignore[list-item]
 
 
 def test_what_all_say_is_said_once(tmp_path: Path) -> None:
@@ -52,12 +91,26 @@ def test_what_all_say_is_said_once(tmp_path: Path) -> None:
     assert str(_error([_failure(rank, ended(2), tmp_path) for rank in range(2)], 2)) == "the file is damaged"
 
 
-@pytest.mark.parametrize("more", [("--profile",), ("-np", "2"), ("--page", "16"), ("--prompt-cache", "x.bin")])
+@pytest.mark.parametrize("more", [("--profile",), ("--prompt-cache", "x.bin")])
 def test_what_one_rank_does_alone_is_refused(
     model: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", str(model), *TEXT, "--tp", "2", *more]) == 2
-    assert f"several ranks write one text of one prompt, got {more[0]}" in capsys.readouterr().err
+    assert f"several ranks write texts of one prompt, got {more[0]}" in capsys.readouterr().err
+
+
+class Older(Ranks):
+    """One of two ranks, whose other one has an older graphrt."""
+
+    def everyones(self, value: Any) -> list[Any]:
+        return [value, "0.0.1"]
+
+
+def test_versions_that_differ_are_found_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "join", lambda *given, **more: Older(0, 2))
+    args = SimpleNamespace(backend="cpu", model="nowhere.gguf", threads=1)
+    with pytest.raises(RankError, match=r"one version of graphrt, they run .*, 0\.0\.1; install one"):
+        member.as_rank(args, lambda *_: 0, "", (0, 2), print)  # type: ignore[arg-type]
 
 
 def test_each_rank_has_a_device_of_its_own() -> None:
@@ -104,6 +157,78 @@ def test_torchrun_starts_the_ranks(model: Path, capsys: pytest.CaptureFixture[st
     assert done.returncode == 0, done.stderr.decode()
     assert main(["run", str(model), *TEXT, "-n", "6", "--json"]) == 0
     assert json.loads(done.stdout)["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
+
+
+def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    """What a verb prints as JSON, but for its times."""
+    assert main([*argv, "--json", "--backend", "cpu", "-t", "1"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def printed(*argv: str) -> Any:
+    """The same of a process of its own, whose ranks have its stdout."""
+    command = [sys.executable, "-m", "graphrt", *argv, "--json", "--backend", "cpu", "-t", "1"]
+    done = subprocess.run(command, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def test_perplexity_over_ranks(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("hello the sea " * 60)
+    given = ("perplexity", str(model), "-f", str(text), "-c", "32", "--chunks", "2")
+    one, two = rows(capsys, *given), printed(*given, "--tp", "2")
+    assert two["tokens"] == one["tokens"] and two["ppl"] == pytest.approx(one["ppl"], rel=1e-4)
+
+
+def test_bench_over_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("bench", str(model), "-p", "8", "-n", "4", "-r", "1", "--batch", "1,2")
+    one, two = rows(capsys, *given), printed(*given, "--tp", "2")
+    assert (one["ranks"], two["ranks"]) == (1, 2) and one["weight_bytes"] == two["weight_bytes"]
+    assert [row["test"] for row in two["results"]] == [row["test"] for row in one["results"]]
+    assert 0 < two["error_nmse"] < 1e-6
+    assert main([*given, "--tp", "2", "--train", "lora:4"]) == 2
+    assert "several ranks measure what they do together, got --train" in capsys.readouterr().err
+
+
+def test_samples_over_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("run", str(model), "--raw", "-p", "hello the sea", "-n", "6", "-np", "2", "--seed", "3")
+    one, two = rows(capsys, *given), printed(*given, "--tp", "2")
+    found, wanted = ([text["tokens"] for text in of["samples"]] for of in (two, one))
+    assert found == wanted and found[0] != found[1]
+
+
+def test_a_rank_s_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(model), "--ranks", "2", "-c", "64", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    with GGUFFile.open(model) as file:
+        for rank in range(2):
+            needs = memory_needs(file, [get_backend("cpu")], SessionOptions(64), 1, Ranks(rank, 2))
+            assert (needs.weights, needs.cache) == (facts["ranks"][rank]["weights"], facts["ranks"][rank]["cache"])
+            weights = RankWeights(file, Reads(), played_plan(file), rank)  # type: ignore[arg-type]
+            for name, info in file.tensors.items():
+                weights(name, *weights.shape(info, name))
+            assert needs.copied == sum(Reads.copied) and needs.taken == needs.cache + needs.copied
+            Reads.copied.clear()
+
+
+class Reads:
+    """A backend that reads the file in place, and counts the bytes that it can't."""
+
+    copied: ClassVar[list[int]] = []
+
+    def wrap_host(self, data: np.ndarray) -> object:
+        mapped = data.base
+        while isinstance(mapped, np.ndarray) and mapped.base is not None:
+            mapped = mapped.base
+        if isinstance(mapped, np.ndarray) or mapped is None:  # memory of its own
+            self.copied.append(data.size)
+        return object()
+
+
+def played_plan(file: GGUFFile) -> RankPlan:
+    hp = read_file(file)
+    return plan_of(architecture(hp.arch), hp, file, 2)[0]
 
 
 def test_a_plan_for_ranks_that_are_not_here(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

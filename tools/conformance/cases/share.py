@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graphrt import ops
+from graphrt.ops.cases import flash_attn_back as back
 from graphrt.ops.cases.flash_attn_axes import Axes as Attention
 from graphrt.ops.cases.flash_attn_axes import as_case
 from graphrt.ops.cases.mul_mat import Axes as Product
@@ -30,6 +31,8 @@ ATTENTION: Mapping[str, Attention] = {
     "hopper, repaired": replace(_PREFILL, mask="blocks", spoil="nan", n_kv=700),
     "hopper_quant": replace(_PREFILL, types=("q8_0", "q8_0")),
     "hopper_quant, q4_0": replace(_PREFILL, types=("q4_0", "q4_0"), d=(64, 64)),
+    "hopper_quant, f8": replace(_PREFILL, types=("f8_e4m3", "f8_e5m2")),
+    "hopper_fp8": replace(_PREFILL, types=("f8_e4m3", "f8_e4m3"), prec=8),
     "hopper_mla": Attention((576, 512), 64, 300, (16, 1), layout="v_in_k"),
     "decode": _DECODE,
     "decode, q8_0": replace(_DECODE, types=("q8_0", "q8_0")),
@@ -37,6 +40,20 @@ ATTENTION: Mapping[str, Attention] = {
     "portable, few queries": replace(_DECODE, d=(96, 96)),
     "portable, quantized": Attention((64, 64), 3, 500, types=("q5_1", "iq4_nl")),
 }
+
+_LONG = back.Axes("q", n_q=300, n_kv=700, heads=(8, 2), n_seq=2, d=(128, 128), type="f16", mask="causal")
+_ENDS = (0, 129, 130, 700)
+
+BACKWARD: Mapping[str, back.Axes | back.Packed] = {
+    **{f"back of {of}, D {d}": replace(_LONG, of=of, d=(d, d)) for d in (64, 128, 256) for of in "qkv"},
+    **{f"back of {of}, dropout and bias": replace(_LONG, of=of, mask=None, dropout_p=0.1, bias=(1, 1), bias_type="f16")
+       for of in ("q", "k", "v", "attn_bias")},
+    "back of q, softcap": replace(_LONG, softcap=30.0, type="bf16"),
+    "back of k, softcap": replace(_LONG, of="k", softcap=30.0, type="bf16"),
+    "back of sinks": replace(_LONG, of="sinks", sinks=True),
+    **{f"back of {of}, packed": back.Packed(of, _ENDS, _ENDS, (8, 2), (128, 128), "f16") for of in "qkv"},
+    "back of k, f32": replace(_LONG, of="k", type="f32", d=(80, 80)),
+}  # fmt: skip
 
 PRODUCTS: Mapping[str, Product] = {
     "gemv, 8 bits": Product("q4_K", m=1024, n=1, k=4096),
@@ -112,6 +129,9 @@ def share_cases() -> Iterator[Case]:
     """Every case of this module."""
     for kernel, attention in ATTENTION.items():
         yield replace(as_case("FLASH_ATTN_EXT", attention), axes={"kernel": kernel})
+    for kernel, axes in BACKWARD.items():
+        case = back.packed_case(axes) if isinstance(axes, back.Packed) else back.as_case(axes)
+        yield replace(case, axes={"kernel": kernel})
     for kernel, product in PRODUCTS.items():
         yield Case("MUL_MAT", {"kernel": kernel}, partial(make_product, axes=product))
     for kernel, experts in EXPERTS.items():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from graphrt.backends.cpu.score import score_of, value_at
+from graphrt.ops.key_panels import ROWS
 from graphrt.tools.conformance.mutants.memory import Floats, Index, Operand
 from graphrt.tools.conformance.mutants.schedule import Mask, Part, StreamK, Tile, power_of_two
 
@@ -60,9 +61,29 @@ class Attention(StreamK):
         if key not in self._blocks:
             cells = np.arange(block * self.block, (block + 1) * self.block)
             starts = self.start(x, cells, np.asarray(tile.kv_head), np.asarray(tile.seq))
-            rows = self.load_rows(x, starts, x.t.ne[0])
+            if x is self.k and self.p.k_layout != ROWS:
+                rows = self.load_panels(x, tile, cells)
+            else:
+                rows = self.load_rows(x, starts, x.t.ne[0])
             self._blocks[key] = np.where(self.loaded(x, cells)[:, None], rows, np.float32(0))
         return self._blocks[key]
+
+    def load_panels(self, x: Operand, tile: Tile, cells: Index) -> Floats:
+        """Rows of keys in panels, padded as load_rows() does."""
+        width = x.t.ne[0]
+        rows = np.zeros((len(cells), power_of_two(self.d_k)), np.float32)
+        for i in range(self.panels()):
+            panel = np.asarray(self.first_panel(tile) + i)
+            starts = self.start(x, np.minimum(cells, self.n_kv - 1), panel, np.asarray(tile.seq))
+            rows[:, i * width : (i + 1) * width] = self.read(x, starts, width)
+        return rows
+
+    def panels(self) -> int:
+        """Panels of a head."""
+        return self.d_k // self.k.t.ne[0]
+
+    def first_panel(self, tile: Tile) -> int:
+        return tile.kv_head * (self.d_k // self.k.t.ne[0])
 
     def loaded(self, x: Operand, cells: Index) -> Mask:
         """Which cells of the last block are read."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 from graphrt.backend import API_VERSION, Backend, Device, Group, Usage
 from graphrt.backends.cpu.memory import CpuBuffer, allocate
 from graphrt.backends.cpu.reference import why_unsupported
+from graphrt.ops.flash_attn_ext import PREC_F32
 from graphrt.program import Program, in_order
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants.memory import Kernel, Place
@@ -46,7 +47,7 @@ class KernelBackend(Backend):
             return f"it has no kernel for {node.op}"
         if node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE") and (node["attn_bias"] or node.params.dropout_p):
             return "its attention has neither attn_bias nor dropout"
-        if getattr(node.params, "prec", 0):
+        if getattr(node.params, "prec", 0) == PREC_F32:
             return "its attention multiplies in f16, prec asks for f32"
         if any(t.dtype.is_float8 for t in (node, *node.sources())):
             return "its kernels have no floats of 8 bits"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.ops.key_panels import key_heads
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants.memory import Floats, Index, Kernel, Place
 
@@ -59,7 +60,7 @@ class StreamK(Kernel):
         self.q, self.k = self.sources["q"], self.sources["k"]
         self.v, self.mask, self.sinks = (self.sources.get(name) for name in ("v", "mask", "sinks"))
         self.d_k, self.n_q, self.n_head, self.n_seq = self.q.t.ne
-        _, self.n_kv, self.n_head_kv, _ = self.k.t.ne
+        self.n_kv, self.n_head_kv = self.k.t.ne[1], key_heads(self.k.t, self.d_k, node.params.k_layout)
         self.d_v = self.v.t.ne[0] if self.v is not None else 0
         self.gqa = self.n_head // self.n_head_kv
         self.packed = min(8, power_of_two(self.gqa))  # heads a tile; tokens a tile make up the rest

@@ -13,6 +13,8 @@ from itertools import takewhile
 
 import numpy as np
 
+from graphrt.ops.key_panels import ROWS
+from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants import pieces as on
 from graphrt.tools.conformance.mutants.attention import HIDDEN, LOG2E, NEG_INF, Attention
 from graphrt.tools.conformance.mutants.memory import Floats, Index, Operand
@@ -70,6 +72,10 @@ def _sink_beside_acc(k: Attention, tile: Tile, part: Part) -> Part:
     return Attention.with_sink(k, tile, part)._replace(acc=part.acc)
 
 
+def _panelled(node: Tensor) -> bool:
+    return bool(node.params.k_layout != ROWS)
+
+
 def _moved(**changes: Callable[[Attention, Tile, Index], Index]) -> Callable[..., dict[str, Index]]:
     """Positions, some of them changed."""
 
@@ -108,6 +114,11 @@ ATTENTION_MUTANTS = [
         "softcap_not_multiplied", FA, "tanh(s / softcap) is not multiplied by softcap",
         {"capped": lambda k, s: np.tanh(s / np.float32(k.p.softcap))}, on.softcap,
     ),
+    # keys in panels
+    Mutant("panel_of_the_next_head", FA, "heads have their panels in turn", {
+        "first_panel": lambda k, tile: tile.kv_head}, lambda node: _panelled(node) and node["v"].ne[2] > 1),
+    Mutant("panel_lost", FA, "the last panel of a head is not read", {
+        "panels": lambda k: max(1, k.d_k // k.k.t.ne[0] - 1)}, _panelled),
     # score functions
     Mutant("score_dropped", FA, "the score function is not applied", {"scored": lambda k, s: s}, on.scored),
     Mutant(

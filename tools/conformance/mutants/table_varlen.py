@@ -6,6 +6,7 @@ The default cases of FLASH_ATTN_VARLEN and FLASH_ATTN_VARLEN_LSE must see each o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,8 +42,20 @@ def _alibi(node: Tensor) -> bool:
     return bool(node.params.max_bias)
 
 
+def _scored(node: Tensor) -> bool:
+    return bool(node.params.score)
+
+
+def _shared_groups(k: Varlen) -> list[tuple[int, int, int]]:
+    """Groups share keys although a score function asks for positions."""
+    kept, k.p = k.p, replace(k.p, score="", score_numbers=())
+    found = Varlen.groups(k)
+    k.p = kept
+    return found
+
+
 def _sharing(node: Tensor) -> bool:
-    return node["prefixes"] is not None and not _windowed(node) and not _alibi(node)
+    return node["prefixes"] is not None and not _windowed(node) and not _alibi(node) and not _scored(node)
 
 
 def _small(node: Tensor) -> bool:
@@ -161,6 +174,17 @@ VARLEN_MUTANTS = [
            {"distance": lambda k, key, p: key + p[:, None] * 0}, _alibi),
     Mutant("alibi_one_sided", VA, "keys behind a query are nearer than none",
            {"distance": lambda k, key, p: p[:, None] - key}, lambda node: _alibi(node) and not _causal(node)),
+    # score functions
+    Mutant("varlen_score_dropped", VA, "the score function is not applied", {"scored": lambda k, s, *at: s}, _scored),
+    Mutant("varlen_score_of_token", VA, "queries count from the sequence's first new token", {
+        "symbols": lambda k, *at: Varlen.symbols(k, *at) | {"i": (at[2] - at[2].min())[:, None]}}, _scored),
+    Mutant("varlen_score_of_sequence_0", VA, "it gets no sequence", {"symbols": lambda k, *at: (
+        Varlen.symbols(k, 0, *at[1:]))}, _scored),
+    Mutant("varlen_score_key_in_page", VA, "keys count from their page's first", {
+        "symbols": lambda k, seq, head, i, j: Varlen.symbols(k, seq, head, i, j % k.page),
+    }, lambda node: _scored(node) and _paged(node)),
+    Mutant("varlen_score_in_shared_part", VA, "shared keys are scored as if they were the group's first sequence's", {
+        "groups": _shared_groups}, lambda node: _scored(node) and node["prefixes"] is not None),
     # shared pages
     Mutant("prefix_twice", VA, "a sequence's own part begins with the keys that it shares",
            {"own_start": lambda k, start, shared: start}, _sharing),

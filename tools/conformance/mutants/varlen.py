@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
+from graphrt.backends.cpu.score import score_of, value_at
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tools.conformance.mutants.memory import Floats, Index, Kernel, Operand
 from graphrt.tools.conformance.mutants.schedule import Mask
@@ -65,7 +67,7 @@ class Varlen(Kernel):
 
     def groups(self) -> list[tuple[int, int, int]]:
         """(first sequence, sequences, shared keys) of each group that shares any; none where positions count too."""
-        if "prefixes" not in self.sources or self.p.window or self.p.max_bias:
+        if "prefixes" not in self.sources or self.p.window or self.p.max_bias or self.p.score:
             return []
         n = 3 * self.sources["prefixes"].t.ne[1]
         found = [[self.number("prefixes", i + j) for j in range(3)] for i in range(0, n, 3)]
@@ -192,6 +194,7 @@ class Varlen(Kernel):
             s: Floats = q @ self.load(self.k, seq, kv_head, key, read).T * np.float32(self.p.scale)
             if self.p.softcap:
                 s = np.float32(self.p.softcap) * np.tanh(s / np.float32(self.p.softcap))
+            s = self.scored(s, seq, head, position, key)
             if self.p.max_bias:
                 slope = np.float32(alibi_slopes(self.n_head, self.p.max_bias)[head])
                 s = s - slope * self.distance(key, position).astype(np.float32)
@@ -205,6 +208,19 @@ class Varlen(Kernel):
                 acc = acc * shrink[:, None] + weights @ self.load(self.v, seq, kv_head, key, read)
             top = new
         return top, total, acc
+
+    def scored(self, s: Floats, seq: int, head: int, position: Index, key: Index) -> Floats:
+        """The score function, where there is one."""
+        function = score_of(self.p)
+        if function is None:
+            return s
+        symbols = self.symbols(seq, head, position, key) | {"s": s}
+        found = value_at(function, {name: torch.as_tensor(x) for name, x in symbols.items()}, torch.float32)
+        return found.expand(s.shape).numpy()
+
+    def symbols(self, seq: int, head: int, position: Index, key: Index) -> dict[str, Index]:
+        """Of each score, its sequence, head, and the positions of query and key."""
+        return {"b": np.asarray(seq), "h": np.asarray(head), "i": position[:, None], "j": key[None, :]}
 
     def kv_head(self, head: int) -> int:
         return head // self.gqa

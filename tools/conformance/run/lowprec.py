@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from graphrt.backends.cpu.score import score_of, value
 from graphrt.judge import precision
 from graphrt.ops.dropout import kept
+from graphrt.ops.key_panels import ROWS
 from graphrt.ops.rope import rope_frequencies
 from graphrt.ops.sample_each import RowSettings
 from graphrt.ops.soft_max import alibi_slopes
@@ -68,7 +69,17 @@ def _tiled(b: T, a: T) -> T:
     return torch.tile(b, tuple(m // n for m, n in zip(a.shape, b.shape)))
 
 
+def to_e4m3(x: T) -> T:
+    """x, float32 [..., k], rounded to e4m3, each row times a power of two that takes its largest below 448: numbers
+    that e4m3 has stay what they are."""
+    size = x.abs().amax(-1, keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(torch.where(size > 0, 448.0 / size, 1.0))))
+    return (x * scale).to(torch.float8_e4m3fn).to(torch.float32) / scale
+
+
 def _rounding(node: Tensor) -> Callable[[T], T]:
+    if precision(node) == "f8":
+        return to_e4m3
     kind = _TYPES[precision(node)]
     return lambda x: x.to(kind).to(torch.float32)
 
@@ -119,17 +130,19 @@ def _mask_of(mask: T, n_head: int, n_seq: int, max_bias: float) -> T:
     return mask[seqs][:, heads] * slopes
 
 
-def _scores(node: Tensor, q: T, k: T, mask: T | None) -> T:
-    """Logits [n_seq, n_head, n_q, n_kv]."""
+def _scores(node: Tensor, q: T, k: T, mask: T | None, first: tuple[int, int] = (0, 0)) -> T:
+    """Logits [n_seq, n_head, n_q, n_kv]. first: number of the first sequence, position of its first query."""
     p, rounded = node.params, _rounding(node)
     n_seq, n_head, n_q, d = q.shape
+    if getattr(p, "k_layout", ROWS) != ROWS:  # [n_seq, heads, panels, n_kv, x] to rows
+        k = k.reshape(n_seq, -1, d // k.shape[3], *k.shape[2:]).permute(0, 1, 3, 2, 4).flatten(3)
     per = n_head // k.shape[1]
     grouped = rounded(q).reshape(n_seq, k.shape[1], per * n_q, d)
     s: T = torch.matmul(grouped, rounded(k).transpose(2, 3)).reshape(n_seq, n_head, n_q, -1) * p.scale
     if p.softcap > 0:
         s = torch.tanh(s / p.softcap) * p.softcap
     function = score_of(p)
-    s = s if function is None else value(function, s)
+    s = s if function is None else value(function, s, *first)
     if mask is None:
         return s
     bias = _mask_of(mask, n_head, n_seq, p.max_bias)
@@ -145,10 +158,11 @@ def _with_sink(s: T, sinks: T | None) -> T:
 
 
 def _flash_attn_ext(
-    node: Tensor, q: T, k: T, v: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None
-) -> T:
+    node: Tensor, q: T, k: T, v: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None,
+    first: tuple[int, int] = (0, 0),
+) -> T:  # fmt: skip
     rounded = _rounding(node)
-    s = _with_sink(_with_bias(_scores(node, q, k, mask), attn_bias), sinks)
+    s = _with_sink(_with_bias(_scores(node, q, k, mask, first), attn_bias), sinks)
     top = s.amax(-1, keepdim=True)
     e = torch.exp(s - torch.where(torch.isneginf(top), 0.0, top))
     total = e.sum(-1, keepdim=True)
@@ -180,8 +194,9 @@ def _flash_attn_lse(
 
 def _varlen(
     node: Tensor, q: T, q_starts: T, lengths: T | None, table: T | None, k_starts: T | None
-) -> Iterator[tuple[T, T, T]]:
-    """(its queries, the rows of its keys in pages put end to end, mask) of each sequence that has both."""
+) -> Iterator[tuple[T, T, T, tuple[int, int]]]:
+    """(its queries, the rows of its keys in pages put end to end, mask, its number and its first query's position) of
+    each sequence that has both."""
     p, of = node.params, torch.bucketize(torch.arange(q.shape[2]), q_starts.flatten(), right=True) - 1
     for s in range(q_starts.numel() - 1):
         queries = (of == s).nonzero().flatten()
@@ -197,7 +212,7 @@ def _varlen(
             behind = (len(rows) - len(queries) + torch.arange(len(queries)))[:, None] - torch.arange(len(rows))
             hidden = ((behind < 0) & p.causal) | ((behind >= p.window) & (p.window > 0))
             bias = -behind.abs().float() if p.max_bias > 0 else torch.zeros(behind.shape)
-            yield queries, rows, bias.masked_fill(hidden, -math.inf)[None, None]
+            yield queries, rows, bias.masked_fill(hidden, -math.inf)[None, None], (s, len(rows) - len(queries))
 
 
 def _end_to_end(cache: T, rows: T, mask: T) -> T:
@@ -211,9 +226,9 @@ def _flash_attn_varlen(
     k_starts: T | None = None, sinks: T | None = None, prefixes: T | None = None,
 ) -> T:  # fmt: skip
     out = torch.zeros(node.shape)
-    for queries, rows, mask in _varlen(node, q, q_starts, lengths, table, k_starts):
+    for queries, rows, mask, first in _varlen(node, q, q_starts, lengths, table, k_starts):
         keys, values = _end_to_end(k, rows, mask), _end_to_end(v, rows, mask)
-        out[:, queries] = _flash_attn_ext(node, q[:, :, queries], keys, values, mask, sinks)
+        out[:, queries] = _flash_attn_ext(node, q[:, :, queries], keys, values, mask, sinks, first=first)
     return out
 
 
@@ -224,8 +239,8 @@ def _flash_attn_varlen_lse(
     out = torch.full(node.shape, -math.inf)
     if sinks is not None:
         out[0, 0, : int(q_starts.flatten()[-1])] = sinks.flatten()
-    for queries, rows, mask in _varlen(node, q, q_starts, lengths, table, k_starts):
-        s = _with_sink(_scores(node, q[:, :, queries], _end_to_end(k, rows, mask), mask), sinks)
+    for queries, rows, mask, first in _varlen(node, q, q_starts, lengths, table, k_starts):
+        s = _with_sink(_scores(node, q[:, :, queries], _end_to_end(k, rows, mask), mask, first), sinks)
         out[0, 0, queries] = torch.logsumexp(s, dim=-1)[0].T
     return out
 

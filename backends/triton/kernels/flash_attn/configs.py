@@ -15,7 +15,7 @@ class Config:
     multiprocessor holds at once, for the chooser; ieee: f32 products without the matrix units (the three tf32 products
     that stand for one take more registers than large heads leave). On AMD, 0 for the compiler's choice: waves_per_eu,
     waves that a SIMD shall hold, which bounds registers; matrix_instr_nonkdim: rows and columns of its matrix
-    instructions, 16 or 32.
+    instructions, 16 or 32; pre_load_v: V is asked for before the softmax of its block, not after.
     """
 
     block_m: int
@@ -27,6 +27,7 @@ class Config:
     ieee: bool = False
     waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
+    pre_load_v: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,20 @@ ALL = ("half", "f32", "quantized")
 
 #: The first row that fits holds. On Hopper decode.py and the hopper kernels take most shapes; this is for the others.
 _HOPPER = (
-    Row(16, 64, ("half",), Config(16, 128, 4, 3, ways=4, per_sm=3)),
+    Row(16, 64, ("half",), Config(16, 128, 4, 3, ways=4, per_sm=2)),
     Row(16, 128, ("half",), Config(16, 128, 4, 3, per_sm=1)),
-    Row(16, 128, ("quantized",), Config(16, 64, 8, 3, ways=4, per_sm=2)),
+    Row(16, 128, ("quantized",), Config(16, 64, 8, 3, ways=4, per_sm=1)),
     Row(16, 128, ("f32",), Config(16, 32, 4, 2, per_sm=2)),
     Row(16, 256, ("half",), Config(16, 64, 4, 2, per_sm=1)),
     Row(16, 256, ("quantized",), Config(16, 64, 4, 2, per_sm=2)),
-    Row(16, 256, ("f32",), Config(16, 32, 8, 1, per_sm=2)),
+    Row(16, 256, ("f32",), Config(16, 32, 8, 1, per_sm=1)),
     Row(16, MANY, ("half", "quantized"), Config(16, 64, 8, 2, per_sm=1)),
     Row(16, MANY, ("f32",), Config(16, 32, 16, 1, ieee=True)),
     Row(MANY, 64, ("half", "quantized"), Config(128, 64, 8, 3, per_sm=1)),
     Row(MANY, 128, ("half", "quantized"), Config(64, 64, 4, 3, per_sm=1)),
     Row(MANY, 256, ("half", "quantized"), Config(64, 64, 8, 2, per_sm=1)),
     Row(MANY, MANY, ("half",), Config(32, 32, 4, 2, per_sm=2)),
-    Row(MANY, MANY, ("quantized",), Config(16, 32, 8, 1, per_sm=2)),
+    Row(MANY, MANY, ("quantized",), Config(16, 32, 8, 1, per_sm=1)),
     Row(MANY, 128, ("f32",), Config(16, 32, 4, 2, per_sm=2)),
     Row(MANY, MANY, ("f32",), Config(16, 32, 16, 1, ieee=True)),
 )

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
+from graphrt.backends.triton.occupancy import MULTIPROCESSORS, RESERVED
 from graphrt.dtypes import FLOATS8
 
 
 @dataclass(frozen=True)
 class Config:
-    """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs a multiprocessor holds."""
+    """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs that a
+    multiprocessor of Hopper's holds, see programs_held."""
 
     block_n: int
     warps: int
@@ -27,7 +29,7 @@ class Config:
 
 
 #: By head size and kind of cache ("half", "f8", "q8_0", "q4_0"), the wider of K's and V's. With less shared memory than
-#: Hopper has, fewer stages fit: see shared_bytes. f8: compiled, not measured.
+#: Hopper has, fewer stages fit: see shared_bytes. f8: heads of 128 measured on an H200 in this form alone.
 CONFIGS: dict[tuple[int, str], Config] = {
     (64, "half"): Config(128, 4, 3, 2),
     (128, "half"): Config(128, 4, 3, 1),
@@ -79,6 +81,13 @@ def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
         return ring + rows * max(d * 2, config.block_n * 2 + 64)
     join = config.warps * rows * (d + 2) * 4
     return max(ring, join)
+
+
+def programs_held(config: Config, shared: int, arch: str) -> int:
+    """Programs of a multiprocessor: the table's number, which is Hopper's, or fewer where its shared memory holds no
+    more. shared: bytes of a program."""
+    found = MULTIPROCESSORS.get(arch)
+    return config.per_sm if found is None else max(1, min(config.per_sm, found.shared // (shared + RESERVED)))
 
 
 def with_words(args: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
     owns_columns,
+    programs_held,
     shared_bytes,
     with_words,
 )
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.score_code import why_not
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
@@ -83,8 +85,8 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         return config_for(p, p.n_q * p.gqa, tiles, self.target.has_pdl)
 
     def serves(self) -> str | None:
-        if self.p.portable_only is not None:
-            return self.p.portable_only
+        if (reason := self.p.portable_only or why_not(self.p.params)) is not None:
+            return reason
         if isinstance(self._found, str):
             return self._found
         return None if portable.units_fit(self.tiling, self.choice.programs) else "programs times units pass 2^31"
@@ -96,7 +98,7 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
 
     @property
     def per_sm(self) -> int:
-        return self.config.per_sm
+        return programs_held(self.config, self.shared, self.target.arch)
 
     @cached_property
     def _main(self) -> PortableConfig:

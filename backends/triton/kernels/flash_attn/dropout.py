@@ -11,9 +11,13 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.random import philox_impl
 
+from graphrt.ops import dropout
 from graphrt.ops.dropout import threshold
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+MULTIPLIER_0, MULTIPLIER_1 = (tl.constexpr(x) for x in dropout.MULTIPLIERS)
+WEYL_0, WEYL_1 = (tl.constexpr(x) for x in dropout.WEYL)
 
 
 @triton.jit
@@ -27,16 +31,28 @@ def quarters(a, b, c, d):
 
 
 @triton.jit
-def kept_weights(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high, least):
-    """Which weights are kept, [..., queries, keys]. i_query, i_head: of rows, [..., queries, 1] or numbers; i_four: a
-    quarter of the keys, [..., 1, keys / 4]; the seed's halves, the offset and the threshold as int32 of the same bits.
-    """
+def drawn_words(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high):
+    """The four words of a counter, uint32 [..., queries, keys / 4], as kept_weights takes its arguments."""
     rows = (i_query + i_four * 0).to(tl.uint32, bitcast=True)
     fours = (i_four + i_query * 0).to(tl.uint32, bitcast=True)
     where = (i_query * 0 + i_four * 0 + i_head + i_seq * 65536).to(tl.uint32, bitcast=True)
     last = (rows.to(tl.int32, bitcast=True) * 0 + offset).to(tl.uint32, bitcast=True)
     low, high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
-    a, b, c, d = philox_impl(fours, rows, where, last, low, high)
+    for _i in tl.static_range(ROUNDS):
+        first = tl.mul(fours.to(tl.uint64), MULTIPLIER_0, sanitize_overflow=False)
+        third = tl.mul(where.to(tl.uint64), MULTIPLIER_1, sanitize_overflow=False)
+        fours, where = (third >> 32).to(tl.uint32) ^ rows ^ low, (first >> 32).to(tl.uint32) ^ last ^ high
+        rows, last = third.to(tl.uint32), first.to(tl.uint32)
+        low, high = tl.add(low, WEYL_0, sanitize_overflow=False), tl.add(high, WEYL_1, sanitize_overflow=False)
+    return fours, rows, where, last
+
+
+@triton.jit
+def kept_weights(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high, least):
+    """Which weights are kept, [..., queries, keys]. i_query, i_head: of rows, [..., queries, 1] or numbers; i_four: a
+    quarter of the keys, [..., 1, keys / 4]; the seed's halves, the offset and the threshold as int32 of the same bits.
+    """
+    a, b, c, d = drawn_words(i_query, i_four, i_head, i_seq, offset, seed_low, seed_high)
     least = least.to(tl.uint32, bitcast=True)
     # Of one byte each: what goes from the layout of the words to that of the scores is a quarter as much.
     return quarters(

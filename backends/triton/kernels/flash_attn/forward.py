@@ -90,11 +90,13 @@ def _tanh(x, ACCURATE: tl.constexpr):
 def load_kv(
     p_kv, at, m_key, D: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
     ALIGNED: tl.constexpr, DOT: tl.constexpr, WAYS: tl.constexpr, ALL: tl.constexpr, PTX: tl.constexpr,
+    s_panel=0, PANEL: tl.constexpr = 0,
 ):  # fmt: skip
     """SIZE columns from column FROM of rows of K or V as DOT, [BN, SIZE] or [WAYS, BN / WAYS, SIZE].
 
     at: where the rows begin behind p_kv, in units of the pointer. Rows where m_key is false (ALL: there are none) and
-    columns past D are 0 and not read.
+    columns past D are 0 and not read. PANEL: of rows in panels (ops/key_panels.py) the columns that lie side by side,
+    s_panel: between those and the next; 0: all do.
     """
     if is_quantized(KIND):
         BN: tl.constexpr = at.numel
@@ -105,7 +107,8 @@ def load_kv(
         return x if WAYS == 0 else tl.reshape(x, (WAYS, BN // WAYS, SIZE))
     else:
         i_d = FROM + tl.arange(0, SIZE)
-        p_tile = p_kv + _keys_first(at, WAYS) + _last(i_d, 2 if WAYS == 0 else 3)
+        i_col = i_d if PANEL == 0 else (i_d // PANEL).to(at.dtype) * s_panel + i_d % PANEL
+        p_tile = p_kv + _keys_first(at, WAYS) + _last(i_col, 2 if WAYS == 0 else 3)
         m_d = _last(i_d < D, 2 if WAYS == 0 else 3)
         if ALL and FROM + SIZE <= D:
             x = tl.load(p_tile)
@@ -160,14 +163,14 @@ def softmax_step(s, factor, m, l, GUARD: tl.constexpr):
 def scores(
     p_kb, at, m_key, q0, q1, factor, softcap, D_K: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     K_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALL: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    ALL: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr, s_panel=0, PANEL: tl.constexpr = 0,
 ):  # fmt: skip
     """Of a k-block: q.k with the softcap, the first part of K's tile, what one of log2 is in the units of these scores,
     and the factor that brings them to log2. at, m_key, ALL: of its rows, see load_kv."""
-    k0 = load_kv(p_kb, at, m_key, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS, ALL, PTX)
+    k0 = load_kv(p_kb, at, m_key, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, WAYS, ALL, PTX, s_panel, PANEL)
     s = tl.dot(q0, _turned(k0), input_precision=PRECISION)
     if DK1 > 0:
-        k1 = load_kv(p_kb, at, m_key, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS, ALL, PTX)
+        k1 = load_kv(p_kb, at, m_key, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS, ALL, PTX, s_panel, PANEL)
         s = tl.dot(q1, _turned(k1), s, input_precision=PRECISION)
     # What a mask adds is brought into the units of s: those stay exact where it adds 0, however large they are.
     unit = LOG2E / factor
@@ -184,10 +187,13 @@ def weigh(
     D_V: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     V_KIND: tl.constexpr, V_ALIGNED: tl.constexpr, V_DOT: tl.constexpr, WAYS: tl.constexpr, V_IN_K: tl.constexpr,
     HAS_V: tl.constexpr, ALL: tl.constexpr, GUARD: tl.constexpr, DROPOUT: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """m, l and acc with a k-block's scores. k0: K's tile, which holds V's if V_IN_K. ALL: every key is there; GUARD: a
-    score may be -inf; DROPOUT: of the weights those that are kept count, times inverse; l has all."""
+    score may be -inf; DROPOUT: of the weights those that are kept count, times inverse; l has all. PRE_LOAD_V: V is
+    asked for before the softmax."""
+    if HAS_V and PRE_LOAD_V and not V_IN_K:
+        v0 = load_kv(p_vb, at, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
     p, m, l, alpha = softmax_step(s, factor, m, l, GUARD)
     if HAS_V:
         if DROPOUT:
@@ -195,7 +201,7 @@ def weigh(
         p = p.to(V_DOT)
         if V_IN_K:
             v0 = k0
-        else:
+        elif not PRE_LOAD_V:
             v0 = load_kv(p_vb, at, m_key, D_V, 0, DV0, V_KIND, V_ALIGNED, V_DOT, WAYS, ALL, PTX)
         acc0 = tl.dot(p, v0, acc0 * alpha, input_precision=PRECISION)
         if DV1 > 0:
@@ -207,12 +213,13 @@ def weigh(
 @triton.jit
 def attend(
     p_k, p_v, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_seen, i_kb, n_kv, q0, q1, m, l, acc0, acc1, factor,
-    softcap, token, head, i_seq, dropout, p_score,
+    softcap, token, head, i_seq, dropout, p_score, s_panel,
     D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
     PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr, SCORE: tl.constexpr,
+    PANEL: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count.
     token, head: of each row, along rows of scores; dropout: (seed_low, seed_high, offset, least, inverse) as
@@ -227,7 +234,7 @@ def attend(
     i_row = i_key.to(tl.int64) if WIDE else i_key
     s, k0, unit, factor = scores(
         p_k + row * sk_n, i_row * sk_n, m_key, q0, q1, factor, softcap, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS,
-        SOFTCAP, not PARTIAL, PTX, PRECISION,
+        SOFTCAP, not PARTIAL, PTX, PRECISION, s_panel, PANEL,
     )  # fmt: skip
     if SCORE is not None:
         s = scored(s, factor, i_seq, head, token, keys_last(col, WAYS), p_score, SCORE, K_DOT == tl.float32)
@@ -251,7 +258,7 @@ def attend(
     return weigh(
         s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, kept, inverse, D_V, DV0, DV1, V_KIND,
         V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or HAS_BIAS or SCORE is not None, DROPOUT,
-        PTX, PRECISION,
+        PTX, PRECISION, PRE_LOAD_V,
     )  # fmt: skip
 
 
@@ -358,13 +365,13 @@ def flash_attn(
     p_part, p_bad, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, sb_t, sb_h, sb_s,
     n_q, n_kv, n_head, gqa, n_groups, n_qt, n_blocks, n_tiles, m2, m3, mask_groups,
     programs, splits, section, sign, factor, softcap, has_sinks, has_lse, b2, b3, seed_low, seed_high, offset, least,
-    inverse,
+    inverse, s_panel,
     sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    V_IN_K: tl.constexpr, HAS_V: tl.constexpr, SCORE: tl.constexpr,
+    V_IN_K: tl.constexpr, HAS_V: tl.constexpr, SCORE: tl.constexpr, PANEL: tl.constexpr, PRE_LOAD_V: tl.constexpr,
     PACK: tl.constexpr, PER_HEAD: tl.constexpr, RANGES: tl.constexpr, UNIFORM: tl.constexpr, BIG: tl.constexpr,
     REPAIR: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -374,7 +381,7 @@ def flash_attn(
 
     q: f32; mask: f16; bias: f16, bf16 or f32; score: f32, numbers of SCORE; out: f32 [n_seq, n_q, n_head, D_V];
     lse: f32 [n_seq, n_q, n_head].
-    counts, blocks, seen: what
+    PANEL, s_panel: see load_kv. counts, blocks, seen: what
     mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
     [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
     the order of longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is set; its last number counts them, run
@@ -456,9 +463,10 @@ def flash_attn(
                 m, l, acc0, acc1 = attend(
                     p_kh, p_vh, sk_n, sv_n, p_mask_rows, p_bias_rows, m_rows, slope, p_bits, i_kb, n_kv, q0, q1, m, l,
                     acc0, acc1, factor, softcap, per_row(token, RANK), per_row(head, RANK), i_seq,
-                    (seed_low, seed_high, offset, least, inverse), p_score, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
+                    (seed_low, seed_high, offset, least, inverse), p_score, s_panel,
+                    D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
                     V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT,
-                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE,
+                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE, PANEL, PRE_LOAD_V,
                 )  # fmt: skip
 
         if not SOFTCAP and SCORE is None:

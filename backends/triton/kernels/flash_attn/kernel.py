@@ -15,6 +15,7 @@ from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn import chooser
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
+from graphrt.backends.triton.kernels.flash_attn.dropout_launch import KeptBits
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 
 #: A problem of a kernel's kind, and the plan that is made for it on the device: a mask's, or of lengths.
@@ -26,11 +27,12 @@ class Scratch:
     """Device memory that the attentions of a program share, since they run in order.
 
     What was given out stays valid: where there is too little, later ones get fresh memory. redone: int32 [1] for each
-    attention whose bad tiles are done again, how many were since it was made.
+    attention whose bad tiles are done again, how many were since it was made. kept: dropout's bits.
     """
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.kept = KeptBits()
         self._part = torch.empty(0, device=device)
         self._results = torch.empty(0, device=device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)

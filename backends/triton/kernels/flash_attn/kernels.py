@@ -14,9 +14,15 @@ def kernels_of(target: Target) -> tuple[type[AttentionKernel[Problem, MaskPlan]]
     """The list. Gluon is imported where it is used: other GPUs' Triton may lack it."""
     found: list[type[AttentionKernel[Problem, MaskPlan]]] = []
     if target.arch == "sm_90":
-        from graphrt.backends.triton.kernels.flash_attn.hopper.kernels import HalfTiles, MlaShared, MlaTiles, QuantTiles
+        from graphrt.backends.triton.kernels.flash_attn.hopper.kernels import (
+            Float8Tiles,
+            HalfTiles,
+            MlaShared,
+            MlaTiles,
+            QuantTiles,
+        )
 
-        found += [MlaTiles, HalfTiles, QuantTiles, MlaShared]
+        found += [MlaTiles, HalfTiles, Float8Tiles, QuantTiles, MlaShared]
     if target.is_nvidia:
         from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
 

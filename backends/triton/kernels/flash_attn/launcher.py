@@ -60,8 +60,8 @@ class Launcher:
         p = Problem(attention, self.place)
         kernel, refused = self._first(p, kernels_of(self.target), not_of(self.target))
         plan, steps = None, list[Step]()
-        if p.mask_t is not None:
-            plan, made = self.masks.plan(p, kernel.tiling, kernel.needs_units)
+        if kernel.p.mask_t is not None:  # which a bias may stand for
+            plan, made = self.masks.plan(kernel.p, kernel.tiling, kernel.needs_units)
             steps += made
         steps += kernel.launches(plan, plan is not None and not steps, self.scratch)
         self.chosen.update(dict.fromkeys(p.nodes, kernel.chosen(refused)))

@@ -105,7 +105,7 @@ def main_arguments(
         **dict(zip(("sq_t", "sq_h", "sq_s"), (n // 4 for n in p.q_t.nb[1:]))),
         **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
         **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)), **dict(zip(("sb_t", "sb_h", "sb_s"), bias_strides)),
-        "b2": p.b2, "b3": p.b3, **dropout_arguments(params),
+        "b2": p.b2, "b3": p.b3, **dropout_arguments(params), "PANEL": k.panel[0], "s_panel": k.panel[1],
         "n_q": p.n_q, "n_kv": p.n_kv, "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_qt": t.n_qt,
         "n_blocks": t.n_blocks, "n_tiles": t.n_tiles, "m2": p.m2, "m3": p.m3, "mask_groups": t.mask_groups,
         "programs": choice.programs, "splits": choice.splits if choice.schedule == "split" else 0,
@@ -125,9 +125,11 @@ def constants(p: Problem, t: Tiling, config: Config, choice: Choice, target: Tar
         "K_KIND": k.kind, "V_KIND": v.kind, "K_ALIGNED": k.aligned, "V_ALIGNED": v.aligned, "K_DOT": k.dot,
         "V_DOT": v.dot, "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "WAYS": config.ways,
         "SOFTCAP": p.params.softcap != 0, "V_IN_K": p.v_in_k, "HAS_V": p.out is not None, "PACK": t.pack,
-        "BIG": not units_fit(t, choice.programs), "WIDE": max(k.strides[0], v.strides[0]) * t.block_n >= 2**31,
+        "BIG": not units_fit(t, choice.programs),
+        "WIDE": max(k.strides[0] * t.block_n, v.strides[0] * t.block_n, k.panel[1] * k.d) >= 2**31,
         "PTX": int(target.arch[3:]) if target.is_nvidia else 0, "PDL": target.has_pdl,
         "PRECISION": "tf32x3" if target.is_nvidia and not config.ieee else "ieee", "STAGES": stages_of(p, config),
+        "PRE_LOAD_V": config.pre_load_v and target.arch.startswith("gfx"),
     }  # fmt: skip
 
 
@@ -205,5 +207,7 @@ def _section(p: Problem, t: Tiling, target: Target) -> int:
     """Groups of heads whose tiles run at the same time, so that their K and V stay in the cache."""
     groups = t.n_groups * p.n_seq
     nbytes = sum(x.data_nbytes // (x.ne[2] * x.ne[3]) for x in (p.k_t, p.v_t) if x is not None)
+    if p.panels:  # of a head, not of one of its panels
+        nbytes += p.k_t.data_nbytes // (p.k_t.ne[2] * p.k_t.ne[3]) * (p.k.d // p.k_t.ne[0] - 1)
     fitting = max(1, int(0.6 * target.l2 / max(nbytes, 1))) * (p.gqa // t.pack)
     return max(s for s in range(1, groups + 1) if groups % s == 0 and (s <= fitting or s == 1))

@@ -26,15 +26,18 @@ from graphrt.ops.score_calculus import derivative
 from graphrt.ops.score_tree import REAL, Expr, Places, packed
 
 _BINARY = ("+", "-", "*", "/", "<", "<=", ">", ">=", "==", "!=", "&", "|")
-_NAN = "propagate_nan=tl.PropagateNan.ALL"
 #: Functions of score_math that made code calls.
 HELPERS = ("tanh", "floor_div", "floor_mod", "look_up")
 #: The smallest f32 that Triton takes a written number for.
 _TINY = 2.0**-126
 
 
-class _Code:
-    """Lines of a function's body: each value that is different is made once."""
+class Code:
+    """Lines of a function's body: each value that is different is made once. language: the module that it calls; nan:
+    how minima are told to keep NaN."""
+
+    language = "tl"
+    nan = "propagate_nan=tl.PropagateNan.ALL"
 
     def __init__(self, e: Expr) -> None:
         self.places = Places()
@@ -64,28 +67,32 @@ class _Code:
 
     def _text(self, e: Expr, args: list[str]) -> str:
         if e.op in ("min", "max"):
-            end = f", {_NAN}" if e.kind == REAL else ""
-            return f"tl.{e.op}imum({args[0]}, {args[1]}{end})"
+            end = f", {self.nan}" if e.kind == REAL else ""
+            return f"{self.language}.{e.op}imum({args[0]}, {args[1]}{end})"
         if e.op == "/" and e.args[1].op in ("number", "literal"):  # one division for all scores
             return f"{args[0]} * {self._inverse(e.args[1], args[1])}"
         if e.op in _BINARY:
             return f"{args[0]} {e.op} {args[1]}"
         match e.op:
             case "number":
-                return f"tl.load(p + {self.places.place(e.value)})"
+                return f"{self.language}.load(p + {self.places.place(e.value)})"
             case "table":
                 return f"look_up(p, {args[0]}, {self.places.place(e.value)}, {len(e.value)})"
             case "//":
                 return f"floor_div({args[0]}, {args[1]})"
             case "%":
                 return f"floor_mod({args[0]}, {args[1]})"
-            case "tanh":
-                return f"tanh({args[0]}, ACCURATE)"
             case "real":
-                return f"{args[0]}.to(tl.float32)"
+                return f"{args[0]}.to({self.language}.float32)"
             case "neg":
                 return f"-{args[0]}"
-        return f"tl.{e.op}({', '.join(args)})"
+        return self.call(e.op, args)
+
+    def call(self, function: str, args: list[str]) -> str:
+        """A call of one of score_tree.FUNCTIONS, abs or where."""
+        if function == "tanh":
+            return f"tanh({args[0]}, ACCURATE)"
+        return f"{self.language}.{function}({', '.join(args)})"
 
     def _inverse(self, divisor: Expr, name: str) -> str:
         if divisor.op == "literal" and _TINY <= abs(1.0 / divisor.value) <= MAX_F32:
@@ -105,7 +112,7 @@ def source(text: str, numbers: tuple[float, ...], slope: bool) -> str:
     (value, its derivative by s, which may have fewer elements and spreads). p: f32, the numbers."""
     e = of_params(text, numbers)
     assert e is not None
-    code = _Code(e)
+    code = Code(e)
     results = [code.of(e)]
     if slope:
         d = derivative(e)
@@ -135,16 +142,21 @@ def _function(text: str, numbers: tuple[float, ...], slope: bool) -> Any:
 @lru_cache(maxsize=256)
 def _of_source(code: str) -> Any:
     """One function for all numbers of a text."""
-    name = code.partition("def ")[2].partition("(")[0]
-    file = f"<score {name}>"
-    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
     helpers = {name: getattr(score_math, name) for name in HELPERS}
-    namespace: dict[str, Any] = {"__name__": score_math.__name__, "triton": triton, "tl": tl, **helpers}
+    found = made(code, score_math.__name__, {"triton": triton, "tl": tl, **helpers})
+    return found[code.partition("def ")[2].partition("(")[0]]
+
+
+def made(code: str, module: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """What generated code defines, by name. module: that it counts as part of; scope: names that it may use."""
+    file = f"<score {code.partition('def ')[2].partition('(')[0]}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    namespace = {"__name__": module, **scope}
     exec(compile(code, file, "exec"), namespace)  # noqa: S102 (our own code)
-    return namespace[name]
+    return namespace
 
 
-def numbers_of(params: Any, device: str) -> torch.Tensor:
+def numbers_of(params: Any, device: str | torch.device) -> torch.Tensor:
     """The numbers as functions read them, f32; one that nobody reads where there are none."""
     e = of_params(getattr(params, "score", ""), getattr(params, "score_numbers", ()))
     return torch.tensor((packed(e)[1] if e is not None else ()) or (0.0,), dtype=torch.float32, device=device)

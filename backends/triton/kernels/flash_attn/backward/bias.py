@@ -46,7 +46,7 @@ def attention_back_bias(
     acc = zeros(spec.block_m, spec.block_n)
     p_bias = x.bias + (i_bias % b2).to(tl.int64) * st.b_h + (i_bias // b2).to(tl.int64) * st.b_s
     per_seq = n_head // b2
-    for i in range(0, per_seq * (n_seq // b3)):
+    for i in tl.range(0, per_seq * (n_seq // b3), num_stages=1):  # more in flight would not fit at D128
         i_h = i_bias % b2 + (i % per_seq) * b2
         i_seq = i_bias // b2 + (i // per_seq) * b3
         i_s = i_seq.to(tl.int64)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.activation import exp_f32
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 
 NEG_INF = tl.constexpr(float("-inf"))
@@ -35,22 +36,32 @@ def _somebody(row, p_starts, n_q, n_seq, PACKED: tl.constexpr):
         return row >= 0
 
 
+@triton.jit
+def _queries(n, ROWS: tl.constexpr):
+    """(head, sequence, rows, which of them are there, number of the program) of program (h, i, s) of ROWS of n rows. A
+    head's neighbour is next: rows of a graph's out lie head by head."""
+    i_h, i_s = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    return i_h, i_s, row, row < n, number
+
+
 @accesses(reads="p_d_out p_out p_d_lse p_starts", writes="p_delta p_sizes", helper=True)
-@triton.jit(do_not_specialize=["n_rows", "n_q", "n_head", "n_seq"])
+@triton.jit(do_not_specialize=["n_q", "n_head", "n_seq"])
 def attention_back_delta(
-    p_d_out, p_out, p_d_lse, p_starts, p_delta, p_sizes, n_rows, n_q, n_head, n_seq, od_t, od_h, od_s, oo_t, oo_h, oo_s,
+    p_d_out, p_out, p_d_lse, p_starts, p_delta, p_sizes, n_q, n_head, n_seq, od_t, od_h, od_s, oo_t, oo_h, oo_s,
     ol_h, ol_t, ol_s, D_V: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_D_LSE: tl.constexpr,
     PACKED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """delta [n_seq, n_head, n_q] of d_out and out [D_V, n_head, n_q, n_seq] and of d_lse [n_head, n_q, n_seq], whose
-    strides are od, oo and ol of a head, a query (t) and a sequence; ROWS rows a program. BLOCK: D_V or more.
+    strides are od, oo and ol of a head, a query (t) and a sequence. Program (h, i, s): ROWS queries of a head of a
+    sequence. BLOCK: D_V or more.
 
     SIZES: also sizes [programs, 2], the largest length of a row of d_out and the largest |delta| of a program's rows.
     """
     take_turn(PDL)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m_row = row < n_rows
-    i_q, i_h, i_s = row % n_q, row // n_q % n_head, row // n_q // n_head
+    i_h, i_s, i_q, m_row, i_program = _queries(n_q, ROWS)
+    row = (i_s * n_head + i_h) * n_q + i_q
     i_d = tl.arange(0, BLOCK)[None, :]
     m = m_row[:, None] & (i_d < D_V)
     d_out = tl.load(p_d_out + (i_h * od_h + i_q * od_t + i_s * od_s)[:, None] + i_d, mask=m, other=0.0)
@@ -60,26 +71,26 @@ def attention_back_delta(
         delta -= tl.load(p_d_lse + i_h * ol_h + i_q * ol_t + i_s * ol_s, mask=m_row, other=0.0)
     tl.store(p_delta + row, delta, mask=m_row)
     if SIZES:
-        counts = _somebody(row, p_starts, n_q, n_seq, PACKED)
+        counts = _somebody(i_q, p_starts, n_q, n_seq, PACKED)
         length = tl.where(counts, _finite(tl.sum(_finite(d_out) * _finite(d_out), 1)), 0.0)
-        p_own = p_sizes + 2 * tl.program_id(0)
+        p_own = p_sizes + 2 * i_program
         tl.store(p_own, tl.sqrt(tl.max(length, 0)))
         tl.store(p_own + 1, tl.max(tl.where(counts & m_row, _finite(tl.abs(delta)), 0.0), 0))
 
 
 @accesses(reads="p_x", writes="p_norms", helper=True)
-@triton.jit(do_not_specialize=["n_rows", "n", "n_head"])
+@triton.jit(do_not_specialize=["n"])
 def attention_back_norms(
-    p_x, p_norms, n_rows, n, n_head, s_n, s_h, s_s, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    p_x, p_norms, n, s_n, s_h, s_s, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """norms [programs]: the largest length of a row of ROWS, of v [D, n, n_head, n_seq]."""
+    """norms [programs]: the largest length of ROWS rows of a head of v [D, n, n_head, n_seq]."""
     take_turn(PDL)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i_h, i_s, row, m_row, i_program = _queries(n, ROWS)
     i_d = tl.arange(0, BLOCK)[None, :]
-    at = (row % n) * s_n + (row // n % n_head) * s_h + (row // n // n_head) * s_s
-    x = tl.load(p_x + at[:, None] + i_d, mask=(row < n_rows)[:, None] & (i_d < D), other=0.0).to(tl.float32)
-    tl.store(p_norms + tl.program_id(0), tl.sqrt(tl.max(tl.sum(_finite(x) * _finite(x), 1), 0)))
+    at = row * s_n + i_h * s_h + i_s * s_s
+    x = tl.load(p_x + at[:, None] + i_d, mask=m_row[:, None] & (i_d < D), other=0.0).to(tl.float32)
+    tl.store(p_norms + i_program, tl.sqrt(tl.max(tl.sum(_finite(x) * _finite(x), 1), 0)))
 
 
 @triton.jit
@@ -110,17 +121,19 @@ def attention_back_scales(
 
 
 @accesses(reads="p_x p_scales", writes="p_made", helper=True)
-@triton.jit(do_not_specialize=["n_rows", "n_q", "n_head"])
+@triton.jit(do_not_specialize=["n_q", "n_head"])
 def attention_back_halves(
-    p_x, p_scales, p_made, n_rows, n_q, n_head, s_t, s_h, s_s, D: tl.constexpr, BLOCK: tl.constexpr,
+    p_x, p_scales, p_made, n_q, n_head, s_t, s_h, s_s, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """made [n_seq, n_head, n_q, D]: f32 rows in made's type, times scales[0] if SCALED. ROWS rows a program."""
+    """made [n_seq, n_head, n_q, D]: f32 rows in made's type, times scales[0] if SCALED. Program (h, i, s): ROWS
+    queries of a head of a sequence."""
     take_turn(PDL)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i_h, i_s, i_q, m_row, _ = _queries(n_q, ROWS)
+    row = (i_s * n_head + i_h) * n_q + i_q
     i_d = tl.arange(0, BLOCK)[None, :]
-    m = (row < n_rows)[:, None] & (i_d < D)
-    at = (row % n_q) * s_t + (row // n_q % n_head) * s_h + (row // n_q // n_head) * s_s
+    m = m_row[:, None] & (i_d < D)
+    at = i_q * s_t + i_h * s_h + i_s * s_s
     x = tl.load(p_x + at[:, None] + i_d, mask=m, other=0.0)
     if SCALED:
         x *= tl.load(p_scales)
@@ -144,6 +157,6 @@ def attention_back_sinks(
         m = (row < n_q * n_batch) & _somebody(row, p_starts, n_q, n_seq, PACKED)
         lse = tl.load(p_lse + i_h * ol_h + i_q * ol_t + i_s * ol_s, mask=m, other=NEG_INF)
         delta = tl.load(p_delta + (i_s * n_head + i_h) * n_q + i_q, mask=m, other=0.0)
-        share = tl.exp(tl.where(lse > NEG_INF, sink - tl.where(lse > NEG_INF, lse, 0.0), NEG_INF))
+        share = exp_f32(tl.where(lse > NEG_INF, sink - tl.where(lse > NEG_INF, lse, 0.0), NEG_INF))
         total += tl.where(m, share * delta, 0.0)
     tl.store(p_result + i_h, -tl.sum(total, 0))

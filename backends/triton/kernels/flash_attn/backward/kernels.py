@@ -12,8 +12,12 @@ def back_kernels_of(target: Target, form: str) -> tuple[type[BackKernel], ...]:
     """The list of a form. The portable kernels, at its end, serve every problem."""
     found: list[type[BackKernel]] = []
     if target.arch == "sm_90":  # Gluon is imported where it is used: other GPUs' Triton may lack it
-        from graphrt.backends.triton.kernels.flash_attn.hopper.backward_kernels import HopperKeys, HopperQueries
+        from graphrt.backends.triton.kernels.flash_attn.hopper.backward_kernels import (
+            HopperBias,
+            HopperKeys,
+            HopperQueries,
+        )
 
-        found += [HopperKeys, HopperQueries]
+        found += [HopperKeys, HopperQueries, HopperBias]
     found += [FusedQ, FusedK, SplitKV, SplitQ, Bias, Sinks]
     return tuple(kind for kind in found if form in kind.forms)

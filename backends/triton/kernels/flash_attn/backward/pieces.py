@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from graphrt.backends.triton.kernels.common.activation import tanh
+from graphrt.backends.triton.kernels.common.activation import exp_f32, tanh
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.flash_attn.dropout import kept_weights
 
@@ -273,7 +273,7 @@ def weights(
         x = tl.where(seen, x, NEG_INF)
         if spec.softcap:
             bend = tl.where(seen, bend, 0.0)
-    w = tl.exp(x) if spec.accurate else tl.exp2(x)
+    w = exp_f32(x) if spec.accurate else tl.exp2(x)
     if spec.score is not None:  # where the weight is 0 the function may be anything
         bend = tl.where(w == 0.0, 0.0, bend)
     return w, bend

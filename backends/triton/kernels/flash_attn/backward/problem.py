@@ -11,6 +11,7 @@ from graphrt.backend import Place
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, operand
 from graphrt.judge import precision
 from graphrt.ops.flash_attn_back import PARTS
+from graphrt.ops.score import built_in
 from graphrt.tensor import Tensor
 
 #: torch's types of what is multiplied, by what a node may compute in.
@@ -39,7 +40,7 @@ class BackProblem(Problem):
         self.mask_t, self.bias_t, self.sinks_t = named.get("mask"), named.get("attn_bias"), named.get("sinks")
         self.out_t, self.d_out_t, self.lse_t, self.d_lse_t = node["out"], node["d_out"], node["lse"], named.get("d_lse")
         self.q_starts, self.k_starts = named.get("q_starts"), named.get("k_starts")
-        self.params = node.params.attn
+        self.params = built_in(node.params.attn)
         self.place = place
         self.k, self.v = operand(self.k_t, place(self.k_t)), operand(self.v_t, place(self.v_t))
         self.kind = precision(node)

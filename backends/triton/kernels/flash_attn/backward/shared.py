@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,15 @@ from graphrt.backends.triton.kernels.flash_attn.backward.deltas import (
     attention_back_scales,
 )
 from graphrt.backends.triton.kernels.flash_attn.backward.problem import KINDS, BackProblem
+from graphrt.backends.triton.kernels.flash_attn.dropout_launch import KeptBits
 from graphrt.backends.triton.kernels.flash_attn.score_code import function_of
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.tensor import Tensor
 
-#: Rows that a program of attention_back_delta and of attention_back_norms takes, elements of one of
-#: attention_back_halves.
-DELTA_ROWS, NORM_ROWS, HALF_ELEMENTS = 16, 64, 4096
+#: Elements that a program of attention_back_delta, attention_back_norms and attention_back_halves takes, in whole rows.
+ELEMENTS = 4096
+#: Of what these found, so many are looked at together.
+SCALES_BLOCK = 4096
 #: By how much less dS is scaled where a score function may multiply it: slopes up to 16 times that stay within f16.
 STEEPEST = 256.0
 
@@ -52,10 +55,11 @@ class Halves:
 
 
 class Shared:
-    """The shared things of one program, by what they are made of."""
+    """The shared things of one program, by what they are made of. kept: dropout's bits."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.kept = KeptBits()
         self._made: dict[tuple[Any, ...], Any] = {}
 
     def once(self, key: tuple[Any, ...], make: Any) -> tuple[Any, list[Step]]:
@@ -88,7 +92,10 @@ class Shared:
 
     def _rows(self, p: BackProblem) -> tuple[Rows, list[Step]]:
         scaled = p.kind == "f16"
-        programs = triton.cdiv(p.n_rows, DELTA_ROWS)
+        block = triton.next_power_of_2(p.d[1])
+        at_once = max(1, ELEMENTS // block)
+        grid = (p.n_head, triton.cdiv(p.n_q, at_once), p.n_batch)
+        programs = math.prod(grid)
         rows = Rows(self.empty(p.n_batch, p.n_head, p.n_q), torch.ones(2, device=self.target.device))
         sizes = self.empty(programs if scaled else 1, 2)
         starts = p.memory(p.q_starts, torch.int32) if p.q_starts is not None else torch.zeros(
@@ -98,35 +105,37 @@ class Shared:
         args = {
             "p_d_out": p.f32(p.d_out_t), "p_out": p.f32(p.out_t),
             "p_d_lse": p.f32(d_lse if d_lse is not None else p.lse_t), "p_starts": starts, "p_delta": rows.delta,
-            "p_sizes": sizes, "n_rows": p.n_rows, "n_q": p.n_q, "n_head": p.n_head, "n_seq": p.n_seq,
+            "p_sizes": sizes, "n_q": p.n_q, "n_head": p.n_head, "n_seq": p.n_seq,
             **dict(zip(("od_t", "od_h", "od_s"), _by_query(p, p.d_out_t))),
             **dict(zip(("oo_t", "oo_h", "oo_s"), _by_query(p, p.out_t))),
             **dict(zip(("ol_h", "ol_t", "ol_s"), p.strides(d_lse) if d_lse is not None else (0, 0, 0, 0))),
-            "D_V": p.d[1], "BLOCK": triton.next_power_of_2(p.d[1]), "ROWS": DELTA_ROWS, "HAS_D_LSE": d_lse is not None,
+            "D_V": p.d[1], "BLOCK": block, "ROWS": at_once, "HAS_D_LSE": d_lse is not None,
             "PACKED": p.is_packed, "SIZES": scaled, "PDL": self.target.has_pdl,
         }  # fmt: skip
-        steps: list[Step] = [Launch(attention_back_delta, (programs,), args, launch_options(self.target, 4))]
+        steps: list[Step] = [Launch(attention_back_delta, grid, args, launch_options(self.target, 4))]
         return rows, steps + (self._scales(p, rows, sizes) if scaled else [])
 
     def _scales(self, p: BackProblem, rows: Rows, sizes: torch.Tensor) -> list[Step]:
-        v, n_rows = p.v, p.v_t.ne[1] * p.v_t.ne[2] * p.v_t.ne[3]
-        programs = triton.cdiv(n_rows, NORM_ROWS)
+        v, (d, n, *heads) = p.v, p.v_t.ne
+        block = triton.next_power_of_2(d)
+        at_once = max(1, ELEMENTS // block)
+        grid = (heads[0], triton.cdiv(n, at_once), heads[1])
+        programs = math.prod(grid)
         norms = self.empty(programs)
-        d = p.v_t.ne[0]
         args = {
-            "p_x": v.data, "p_norms": norms, "n_rows": n_rows, "n": p.v_t.ne[1], "n_head": p.v_t.ne[2],
-            **dict(zip(("s_n", "s_h", "s_s"), v.strides)), "D": d, "BLOCK": triton.next_power_of_2(d),
-            "ROWS": NORM_ROWS, "PDL": self.target.has_pdl,
+            "p_x": v.data, "p_norms": norms, "n": n,
+            **dict(zip(("s_n", "s_h", "s_s"), v.strides)), "D": d, "BLOCK": block,
+            "ROWS": at_once, "PDL": self.target.has_pdl,
         }  # fmt: skip
         options = launch_options(self.target, 4)
         slopes = STEEPEST if function_of(p.params) is not None else 1.0
         last = {
             "p_sizes": sizes, "p_norms": norms, "p_scales": rows.scales, "n_sizes": sizes.shape[0], "n_norms": programs,
-            "inverse": slopes / (1.0 - p.dropout_p), "BLOCK": 1024, "PDL": self.target.has_pdl,
+            "inverse": slopes / (1.0 - p.dropout_p), "BLOCK": SCALES_BLOCK, "PDL": self.target.has_pdl,
         }  # fmt: skip
         return [
-            Launch(attention_back_norms, (programs,), args, options),
-            Launch(attention_back_scales, (1,), last, options),
+            Launch(attention_back_norms, grid, args, options),
+            Launch(attention_back_scales, (1,), last, launch_options(self.target, 16)),
         ]
 
     def _half(
@@ -138,14 +147,14 @@ class Shared:
             kind = torch.float32  # Triton's interpreter gets bf16 wrong
         made = self.empty(p.n_batch, p.n_head, p.n_q, d, kind=kind)
         block = triton.next_power_of_2(d)
-        rows = max(1, HALF_ELEMENTS // block)
+        rows = max(1, ELEMENTS // block)
         args = {
             "p_x": p.f32(t), "p_scales": scales if scales is not None else p.f32(t), "p_made": made,
-            "n_rows": p.n_rows, "n_q": p.n_q, "n_head": p.n_head, **dict(zip(("s_t", "s_h", "s_s"), strides)),
+            "n_q": p.n_q, "n_head": p.n_head, **dict(zip(("s_t", "s_h", "s_s"), strides)),
             "D": d, "BLOCK": block, "ROWS": rows, "SCALED": scales is not None and p.kind == "f16",
             "PDL": self.target.has_pdl,
         }  # fmt: skip
-        grid = (triton.cdiv(p.n_rows, rows),)
+        grid = (p.n_head, triton.cdiv(p.n_q, rows), p.n_batch)
         return made, [Launch(attention_back_halves, grid, args, launch_options(self.target, 4))]
 
 

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn import score_code
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn import dropout_launch, score_code
 from graphrt.backends.triton.kernels.flash_attn.backward import plans
 from graphrt.backends.triton.kernels.flash_attn.backward.kernel import BackKernel
+from graphrt.backends.triton.kernels.flash_attn.backward.problem import BackProblem
 from graphrt.backends.triton.kernels.flash_attn.backward.shared import Halves, Rows, Shared
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_launch import Given, keys_launch, queries_launch
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_launch import (
+    Given,
+    bias_launch,
+    keys_launch,
+    queries_launch,
+)
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS, attention_back_lse
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
+    BIAS,
     KEYS,
     N_WG,
     PLAN_QUERIES,
     GradientConfig,
     config_of,
+    crowded,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import as_torch
-from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
+from graphrt.backends.triton.kernels.flash_attn.problem import Tiling, with_bias_as_mask
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
@@ -39,6 +49,9 @@ class HopperGradient(BackKernel):
     forms = ("split",)
     own: ClassVar[str]
 
+    def __init__(self, p: BackProblem, of: Sequence[str], target: Target) -> None:
+        super().__init__(with_bias_as_mask(p), of, target)
+
     def serves(self) -> str | None:
         p, (d_k, d_v) = self.p, self.p.d
         v = p.v_t
@@ -46,10 +59,9 @@ class HopperGradient(BackKernel):
         if p.is_packed:
             return "it takes no packed sequences"
         if p.bias_t is not None:
-            return "it adds no attn_bias"
-        if p.dropout_p > 0.0:
-            return f"it has no dropout, dropout_p is {p.dropout_p:g}"
-        if (reason := score_code.why_not(p.params)) is not None:
+            beside = "one beside a mask" if p.mask_t is not None else f"one of {p.bias_t.dtype.name}"
+            return f"it adds an attn_bias of f16 where there is no mask, here it is {beside}"
+        if (reason := dropout_launch.too_many(p) or score_code.why_not(p.params)) is not None:
             return reason
         if p.k_t.dtype is not v.dtype or p.kind not in ("f16", "bf16"):
             return f"K and V must both be f16 or both bf16, they are {p.k_t.dtype.name} and {v.dtype.name}"
@@ -67,7 +79,7 @@ class HopperGradient(BackKernel):
 
     @cached_property
     def config(self) -> GradientConfig:
-        return config_of(self.own, self.p.d[0], self.p.params.softcap != 0.0)
+        return config_of(self.own, self.p.d[0], crowded(self.own, self.p.params.softcap, self.p.dropout_p))
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -88,8 +100,16 @@ class HopperGradient(BackKernel):
         assert p.v_t is not None
         k, v = as_torch(p.k_t, p.k.data), as_torch(p.v_t, p.v.data)
         q, d_out = self._half(halves)
-        x = Given(q, d_out, k, v, lse, rows.scales, mask, slopes, float(p.params.scale), float(p.params.softcap))
-        return x, [*steps, *made, *last]
+        kept, drawn = None, list[Step]()
+        if p.dropout_p > 0.0:
+            by_query, by_key, drawn = shared.kept.of(p, self.target, True)
+            assert by_key is not None
+            kept = by_key, by_query
+        x = Given(
+            q, d_out, k, v, lse, rows.scales, mask, slopes, float(p.params.scale), float(p.params.softcap), kept,
+            1.0 / (1.0 - p.dropout_p),
+        )  # fmt: skip
+        return x, [*steps, *made, *last, *drawn]
 
     def _half(self, halves: Halves) -> tuple[torch.Tensor, torch.Tensor]:
         """Q and d_out as tensors of torch's."""
@@ -167,3 +187,28 @@ class HopperQueries(HopperGradient):
         dq = self._result("q")
         assert dq is not None
         return [*steps, queries_launch(x, counts, blocks, seen, dq)]
+
+
+class HopperBias(HopperGradient):
+    """backward_bias.py."""
+
+    name, makes = "hopper_bias", ("attn_bias",)
+    file = "hopper/backward_bias.py"
+    own = "bias"
+
+    def serves(self) -> str | None:
+        reason = super().serves()
+        if reason is None and self.p.d[0] not in BIAS:
+            reason = f"heads must be of {', '.join(map(str, BIAS))}, they are of {self.p.d[0]}"
+        return reason
+
+    @property
+    def tiles(self) -> str:
+        c = self.config
+        return f"{c.block_m} queries x {c.block_n} keys, {N_WG} warpgroups multiply, a warp brings all by TMA"
+
+    def launches(self, shared: Shared) -> list[Step]:
+        x, steps = self._given(shared)
+        d_bias = self._result("attn_bias")
+        assert d_bias is not None
+        return [*steps, bias_launch(x, d_bias)]

@@ -31,6 +31,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import as_operand, packed
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_keys, reread
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -95,13 +96,17 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     seq, head, key, factor, ratio = place
     d: gl.constexpr = p.spec.d
     zero = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
+    words = kept_of_keys(p, seq, head, query, key)
     q_ring.wait_full(step)
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     o_ring.wait_full(step)
     # Many queries, or a soft cap, leave too few registers for weights of 32 bits beside the products under way; a mask
     # of many queries, or a soft cap, too few for both products at once.
-    narrow: gl.constexpr = p.spec.has_softcap or p.spec.block_m > 64
-    early: gl.constexpr = p.spec.of_k and not p.spec.has_softcap and not (partial and p.spec.block_m > 64)
+    cols: gl.constexpr = p.spec.block_m
+    narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
+    early: gl.constexpr = (
+        p.spec.of_k and not p.spec.has_softcap and not p.spec.has_dropout and not (partial and p.spec.block_m > 64)
+    )
     d_w = s
     if early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -112,9 +117,11 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     lse = row_ring.read(step, 0)
     s = warpgroup_mma_wait(1 if early else 0, [s])
     w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
+    if p.spec.has_dropout:
+        w = dropped(w, words, cols)
     pairs = packed(w, k.dtype)
     left = as_operand(p, pairs, k.dtype)
-    if narrow and p.spec.has_softcap:
+    if narrow and (p.spec.has_softcap or p.spec.has_dropout):
         pairs = packed(bent, k.dtype)
     if p.spec.of_k and not early:
         d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -125,6 +132,8 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
         d_w = warpgroup_mma_wait(1 if p.spec.of_v else 0, [d_w])
         if narrow:
             bent = unpacked(pairs, k.dtype)
+        if p.spec.has_dropout:
+            d_w = dropped(d_w, reread(words, cols), cols)
         d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial)
         grads = as_left(d_s.to(k.dtype), d)
         dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
@@ -161,7 +170,8 @@ def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
         n_full, n_all, start = p.query_visits(seq, head, block)
         place = (seq, head, key, p.mask_factor(head), ratio)
         for i in range(n_full * steps):
-            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, 0, 0, False, wg)
+            query = p.first_query(start, i) if p.spec.has_dropout else 0
+            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, 0, False, wg)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):
                 query = p.first_query(start, i)
@@ -176,17 +186,18 @@ def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
         store_rows(dv_out + first, key, p.n_kv, dv, p.unscaled_weights(), d)
 
 
-@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks slopes scales", writes="dk dv")
+@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks slopes scales kept", writes="dk dv")
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_keys(
-    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, dk, dv, scale, softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
+    softcap,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
     """dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, None for one that nobody asked for."""
     p = GradientWork(
-        spec, rows, mask, counts, blocks, None, slopes, scales, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+        spec, rows, mask, counts, blocks, None, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_bias import hopper_attn_back_bias
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_keys import hopper_attn_back_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_queries import hopper_attn_back_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
@@ -16,6 +17,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     GradientConfig,
     GradientSpec,
     config_of,
+    crowded,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_wide import hopper_attn_back_wide
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
@@ -36,7 +38,8 @@ OPTIONS = {"num_warps": 4, "maxnreg": 65536 // (128 * (N_WG + 1)) // 8 * 8}
 class Given:
     """What both kernels are given. q, d_out: of 16 bits, [n_seq, n_head, n_q, d]; k, v: their type, [n_seq, n_head_kv,
     n_kv, d], any strides that TMA takes; rows, scales: see backward_rows.py; mask: f16 [m3, m2, n_q, n_kv] or None;
-    slopes: f32 [n_head], None without ALiBi."""
+    slopes: f32 [n_head], None without ALiBi. kept: dropout's bits by key and by query (dropout_bits.py), None without;
+    inverse: what kept weights are multiplied with."""
 
     q: torch.Tensor
     d_out: torch.Tensor
@@ -48,10 +51,16 @@ class Given:
     slopes: torch.Tensor | None
     scale: float
     softcap: float
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    inverse: float = 1.0
 
     @property
     def d(self) -> int:
         return self.k.shape[3]
+
+    def config(self, own: str) -> GradientConfig:
+        """Of the kernels that own "keys", "queries" or tiles of a "bias"."""
+        return config_of(own, self.d, crowded(own, self.softcap, self.kept is not None))
 
     @property
     def mask_groups(self) -> int:
@@ -68,7 +77,7 @@ class Given:
         return {
             "scale": self.scale, "softcap": self.softcap, **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)),
             "mask_heads": m2, "mask_seqs": m3, "mask_groups": self.mask_groups, "n_seq": n_seq, "n_head": n_head,
-            "gqa": n_head // self.k.shape[1], "n_q": n_q, "n_kv": self.k.shape[2],
+            "gqa": n_head // self.k.shape[1], "n_q": n_q, "n_kv": self.k.shape[2], "inverse": self.inverse,
         }  # fmt: skip
 
     @property
@@ -93,7 +102,7 @@ class Given:
         return GradientSpec(
             d=self.d, block_m=c.block_m, block_n=c.block_n, stages=c.stages, has_mask=self.mask is not None,
             has_softcap=self.softcap != 0.0, has_alibi=self.slopes is not None, weight=2.0**-bits,
-            mask_vec=self.mask_vec,
+            mask_vec=self.mask_vec, has_dropout=self.kept is not None,
         )  # fmt: skip
 
     def common(self, section: int) -> dict[str, Any]:
@@ -115,7 +124,7 @@ def keys_launch(
 ) -> Launch:  # fmt: skip
     """The launch for dk and dv, f32 [n_seq, n_head_kv, n_kv, d], None for one that nobody wants. counts, blocks: the
     mask's turned lists."""
-    c = config_of("keys", x.d, x.softcap != 0.0)
+    c = x.config("keys")
     n_seq, n_head_kv, n_kv, _ = x.k.shape
     gqa, n_q = x.q.shape[1] // n_head_kv, x.q.shape[2]
     parts = c.block_n // WG_ROWS
@@ -126,6 +135,7 @@ def keys_launch(
         "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
         "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks,
         "dk": dk if dk is not None else some, "dv": dv if dv is not None else some, "spec": spec,
+        "kept": x.kept[0] if x.kept is not None else None,
     }  # fmt: skip
     kernel = hopper_attn_back_wide if c.wide else hopper_attn_back_keys
     return Launch(kernel, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
@@ -135,13 +145,29 @@ def queries_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, seen: torch.Tensor | None, dq: torch.Tensor,
 ) -> Launch:  # fmt: skip
     """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan."""
-    c = config_of("queries", x.d, x.softcap != 0.0)
+    c = x.config("queries")
     n_seq, n_head, n_q, _ = x.q.shape
     gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]
     stages, mask_desc = x.mask_ring(c.queries_bytes(x.d), WG_ROWS, N_WG, c.block_n)
     args = x.common(side_by_side(x, n_kv, gqa)) | {
         "q_desc": x.box(x.q, PLAN_QUERIES), "o_desc": x.box(x.d_out, PLAN_QUERIES), "k_desc": x.box(x.k, c.block_n),
         "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks, "seen": seen,
-        "dq": dq, "spec": replace(x.spec(c), mask_stages=stages),
+        "dq": dq, "spec": replace(x.spec(c), mask_stages=stages), "kept": x.kept[1] if x.kept is not None else None,
     }  # fmt: skip
     return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
+
+
+def bias_launch(x: Given, d_bias: torch.Tensor) -> Launch:
+    """The launch for the gradient of a bias that is read as a mask, f32 [m3, m2, n_q, n_kv]."""
+    assert x.mask is not None
+    c = x.config("bias")
+    stages, mask_desc = x.mask_ring(c.bias_bytes(x.d), WG_ROWS, N_WG, c.block_n)
+    args = x.common(1) | {
+        "q_desc": x.box(x.q, PLAN_QUERIES), "o_desc": x.box(x.d_out, PLAN_QUERIES), "k_desc": x.box(x.k, c.block_n),
+        "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "kept": x.kept[1] if x.kept is not None else None,
+        "d_bias": d_bias, "spec": replace(x.spec(c), mask_stages=min(1, stages)),
+    }  # fmt: skip
+    del args["slopes"]
+    m3, m2, n_q, n_kv = x.mask.shape
+    tiles = -(-n_q // PLAN_QUERIES) * -(-n_kv // c.block_n)
+    return Launch(hopper_attn_back_bias, (tiles * m2 * m3,), args, OPTIONS)

@@ -28,6 +28,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     weights_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside, key_columns, load_mask
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import (
     make_mask_ring,
@@ -112,6 +113,7 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
     d: gl.constexpr = p.spec.d
     masked: gl.constexpr = partial and p.spec.has_mask
     zero = gl.full([64, p.spec.block_n], 0.0, gl.float32, mma_layout(p.spec.block_n))
+    words = kept_of_queries(p, seq, head, query, block * p.spec.block_n)
     k_ring.wait_full(step)
     s = warpgroup_mma(q, k_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.wait_full(step)
@@ -134,6 +136,8 @@ def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.co
         d_w = warpgroup_mma(o, v_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     d_w = warpgroup_mma_wait(0, [d_w])
     v_ring.release(step)
+    if p.spec.has_dropout:
+        d_w = dropped(d_w, words, p.spec.block_n)
     grads = as_left(score_gradients(bent, d_w, ratio, delta[:, None], partial).to(q.dtype), d)
     if masked:
         clear_hidden_keys(p, k_ring.operand(step), start, block)
@@ -163,7 +167,8 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
     dq = gl.full([64, d], 0.0, gl.float32, mma_layout(d))
     mbarrier.wait(here.index(0), 0)
     for j in range(n_full):
-        dq = add_block(p, tiles, rings, place, dq, j, 0, 0, False, wg)
+        block = p.key_block(start, j) if p.spec.has_dropout else 0
+        dq = add_block(p, tiles, rings, place, dq, j, block, 0, False, wg)
     for j in range(n_full, n_all):
         block = p.key_block(start, j)
         dq = add_block(p, tiles, rings, place, dq, j, block, j - n_full, True, wg)
@@ -171,17 +176,18 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
     store_rows(dq_out + first, query, p.n_q, dq, p.unscaled_scores(), d)
 
 
-@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks seen slopes scales", writes="dq")
+@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks seen slopes scales kept", writes="dq")
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_queries(
-    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, seen, slopes, scales, dq, scale, softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, seen, slopes, scales, kept, dq, scale,
+    softcap,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
     """dq: f32 [n_seq, n_head, n_q, d], written."""
     p = GradientWork(
-        spec, rows, mask, counts, blocks, seen, slopes, scales, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+        spec, rows, mask, counts, blocks, seen, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -40,6 +40,7 @@ class GradientSpec:
     weight: float
     mask_vec: int
     mask_stages: int = 0
+    has_dropout: bool = False
     n_wg: int = N_WG
     of_k: bool = True
     of_v: bool = True
@@ -80,8 +81,12 @@ class GradientConfig:
         ring = self.stages + (max(1, self.stages - 1) if d > 128 else self.stages)
         return 2 * d * (2 * WG_ROWS * N_WG + ring * self.block_n) + 1024
 
+    def bias_bytes(self, d: int) -> int:
+        """Shared memory of a program that owns a tile of a bias, but for that: pairs of tiles and some room."""
+        return 4 * d * self.stages * self.block_n + 1024
 
-#: Of the kernels that own keys, by head size; and of those with a soft cap, which takes more registers.
+
+#: Of the kernels that own keys, by head size; and of those with a soft cap or dropout, which take more registers.
 KEYS: dict[int, GradientConfig] = {
     64: GradientConfig(block_m=128, block_n=128, stages=2),
     128: GradientConfig(block_m=64, block_n=128, stages=2),
@@ -95,9 +100,17 @@ QUERIES: dict[int, GradientConfig] = {
     256: GradientConfig(block_m=128, block_n=64, stages=2),
 }
 QUERIES_CAPPED = QUERIES | {128: GradientConfig(block_m=128, block_n=64, stages=3)}
+#: Of the kernel that owns tiles of a bias, by head size; stages: of pairs, Q and K or d_out and V. Not measured.
+BIAS: dict[int, GradientConfig] = dict.fromkeys((64, 128), GradientConfig(block_m=128, block_n=128, stages=3))
+#: By what programs own: the configurations, and those of crowded kernels.
+TABLES = {"keys": (KEYS, KEYS_CAPPED), "queries": (QUERIES, QUERIES_CAPPED), "bias": (BIAS, BIAS)}
 
 
-def config_of(own: str, d: int, capped: bool) -> GradientConfig:
-    """The configuration of the kernels that own "keys" or "queries"."""
-    tables = (KEYS, KEYS_CAPPED) if own == "keys" else (QUERIES, QUERIES_CAPPED)
-    return tables[capped][d]
+def crowded(own: str, softcap: float, dropout: float) -> bool:
+    """Whether a kernel needs more registers than a plain one's tiles leave."""
+    return softcap != 0.0 or (own == "keys" and dropout > 0.0)
+
+
+def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:
+    """The configuration of the kernels that own "keys", "queries" or tiles of a "bias"."""
+    return TABLES[own][is_crowded][d]

@@ -25,6 +25,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     weights_of,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED, NUMBERS, GradientWork
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, mma_layout, tile_shared_layout
 
 
@@ -79,6 +80,7 @@ def weigh_step(p, k, rings, place, dv, step, query, mask_step, partial: gl.const
     q_ring, o_ring, row_ring, mask_ring, weight_ring = rings
     seq, head, key, factor = place
     zero = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
+    words = kept_of_keys(p, seq, head, query, key)
     q_ring.wait_full(step)
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     row_ring.wait_full(step)
@@ -88,15 +90,15 @@ def weigh_step(p, k, rings, place, dv, step, query, mask_step, partial: gl.const
         mask = turned_mask(p, mask_ring, seq, head, key, query, mask_step, 0)
     s = warpgroup_mma_wait(0, [s])
     w, bent = weights_of(p, s, lse[None, :], mask, factor, partial)
-    w = w.to(k.dtype)
     if p.spec.of_v:
-        left = as_left(w, p.spec.d)
+        if p.spec.has_dropout:
+            left = as_left(dropped(w, words, p.spec.block_m).to(k.dtype), p.spec.d)
+        else:
+            left = as_left(w.to(k.dtype), p.spec.d)
         o_ring.wait_full(step)
         dv = warpgroup_mma(left, o_ring.operand(step), dv, is_async=True)
     if p.spec.of_k:
-        if p.spec.has_softcap:
-            w = bent.to(k.dtype)
-        weight_ring.give(w, step)
+        weight_ring.give((bent if p.spec.has_softcap else w).to(k.dtype), step)
     else:
         gl.thread_barrier()
     q_ring.release(step)
@@ -127,7 +129,8 @@ def weigh(p, tiles, rings, dv_out):
         n_full, n_all, start = p.query_visits(seq, head, block)
         place = (seq, head, key, p.mask_factor(head))
         for i in range(n_full * steps):
-            dv = weigh_step(p, k, rings, place, dv, done + i, 0, 0, False)
+            query = p.first_query(start, i) if p.spec.has_dropout else 0
+            dv = weigh_step(p, k, rings, place, dv, done + i, query, 0, False)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):
                 query = p.first_query(start, i)
@@ -140,55 +143,74 @@ def weigh(p, tiles, rings, dv_out):
 
 
 @gluon.jit
+def add_keys_step(p, v, rings, dk, step, ratio, words):
+    """The second warpgroup's part of a step. words: dropout's bits."""
+    q_ring, o_ring, row_ring, mask_ring, weight_ring = rings
+    zero = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
+    o_ring.wait_full(step)
+    d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
+    row_ring.wait_full(step)
+    delta = row_ring.read(step, 1)
+    d_w = warpgroup_mma_wait(0, [d_w])
+    if p.spec.has_dropout:
+        d_w = dropped(d_w, words, p.spec.block_m)
+    w = weight_ring.take(step).to(gl.float32)
+    d_s = score_gradients(w, d_w, ratio, delta[None, :], p.spec.has_mask)
+    grads = as_left(d_s.to(v.dtype), p.spec.d)
+    q_ring.wait_full(step)
+    dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
+    gl.thread_barrier()
+    o_ring.release(step)
+    row_ring.release(step)
+    weight_ring.release(step)
+    dk, grads = warpgroup_mma_wait(0, [dk, grads])
+    q_ring.release(step)
+    return dk
+
+
+@gluon.jit
 def add_keys(p, tiles, rings, dk_out):
     """The second warpgroup: the gradients of the scores of all heads and queries, and the sum for K."""
     if p.spec.of_k:
         k_tile, v_tile, here = tiles
-        q_ring, o_ring, row_ring, mask_ring, weight_ring = rings
         d: gl.constexpr = p.spec.d
         v = v_tile.reshape([p.spec.block_n, d])
         seq, group, block = p.key_tile()
         steps: gl.constexpr = LISTED // p.spec.block_m
-        zero = gl.full([64, p.spec.block_m], 0.0, gl.float32, mma_layout(p.spec.block_m))
         dk = gl.full([64, d], 0.0, gl.float32, mma_layout(d))
         ratio = p.ratio()
         mbarrier.wait(here.index(0), 0)
         end = 0
-        for turn in range(p.gqa):
-            n_full, n_all, start = p.query_visits(seq, group * p.gqa + turn, block)
-            end += n_all * steps
-        for step in range(end):
-            o_ring.wait_full(step)
-            d_w = warpgroup_mma(v, o_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
-            row_ring.wait_full(step)
-            delta = row_ring.read(step, 1)
-            d_w = warpgroup_mma_wait(0, [d_w])
-            w = weight_ring.take(step).to(gl.float32)
-            d_s = score_gradients(w, d_w, ratio, delta[None, :], p.spec.has_mask)
-            grads = as_left(d_s.to(v.dtype), d)
-            q_ring.wait_full(step)
-            dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
-            gl.thread_barrier()
-            o_ring.release(step)
-            row_ring.release(step)
-            weight_ring.release(step)
-            dk, grads = warpgroup_mma_wait(0, [dk, grads])
-            q_ring.release(step)
+        if p.spec.has_dropout:
+            for turn in range(p.gqa):
+                head = group * p.gqa + turn
+                n_full, n_all, start = p.query_visits(seq, head, block)
+                for i in range(n_all * steps):
+                    words = kept_of_keys(p, seq, head, p.first_query(start, i), block * p.spec.block_n)
+                    dk = add_keys_step(p, v, rings, dk, end + i, ratio, words)
+                end += n_all * steps
+        else:
+            for turn in range(p.gqa):
+                n_full, n_all, start = p.query_visits(seq, group * p.gqa + turn, block)
+                end += n_all * steps
+            for step in range(end):
+                dk = add_keys_step(p, v, rings, dk, step, ratio, 0)
         first = (seq * (p.n_head // p.gqa) + group).to(gl.int64) * p.n_kv * d
         store_rows(dk_out + first, block * p.spec.block_n, p.n_kv, dk, p.unscaled_scores(), d)
 
 
-@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks slopes scales", writes="dk dv")
+@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks slopes scales kept", writes="dk dv")
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_wide(
-    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, dk, dv, scale, softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
+    softcap,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
     """As hopper_attn_back_keys."""
     p = GradientWork(
-        spec, rows, mask, counts, blocks, None, slopes, scales, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+        spec, rows, mask, counts, blocks, None, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -11,10 +11,10 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import PLA
 #: The numbers among the kernels' arguments, in their order, which compiled code does not depend on.
 NUMBERS = (
     "scale", "softcap", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs", "mask_groups", "n_seq", "n_head", "gqa",
-    "n_q", "n_kv", "section",
+    "n_q", "n_kv", "section", "inverse",
 )  # fmt: skip
 #: What a GradientWork is made of.
-ARGUMENTS = ("rows", "mask", "counts", "blocks", "seen", "slopes", "scales", *NUMBERS)
+ARGUMENTS = ("rows", "mask", "counts", "blocks", "seen", "slopes", "scales", "kept", *NUMBERS)
 #: Queries of a block in lists.
 LISTED = gl.constexpr(PLAN_QUERIES)
 
@@ -26,7 +26,8 @@ class GradientWork:
     rows: f32 [n_seq, n_head, 2, padded n_q], see backward_rows.py. counts, blocks: int32, of each list how many full
     and partial blocks it has, and these; in kernels of queries a mask's plan (mask_plan.py), in kernels of keys its
     columns (backward/plans.py). seen: the plan's. slopes: f32 [n_head]. scales: f32 [2], the factors of
-    d_out as it is read and of dS.
+    d_out as it is read and of dS. kept: dropout's bits (dropout_bits.py), by key in kernels of keys, else by query;
+    inverse: what kept weights are multiplied with.
     """
 
     rows: gl.tensor
@@ -36,6 +37,7 @@ class GradientWork:
     seen: gl.tensor | gl.constexpr
     slopes: gl.tensor | gl.constexpr
     scales: gl.tensor
+    kept: gl.tensor | gl.constexpr
     scale: gl.tensor
     softcap: gl.tensor
     sm_t: gl.tensor
@@ -50,6 +52,7 @@ class GradientWork:
     n_q: gl.tensor
     n_kv: gl.tensor
     section: gl.tensor
+    inverse: gl.tensor
     spec: gl.constexpr
 
     @gluon.constexpr_function
@@ -148,12 +151,18 @@ class GradientWork:
     @gluon.jit
     def ratio(self):
         """What products of d_out and V are multiplied by, on the way to dS."""
-        return gl.load(self.scales + 1) / gl.load(self.scales) * self.spec.weight
+        ratio = gl.load(self.scales + 1) / gl.load(self.scales) * self.spec.weight
+        if self.spec.has_dropout:
+            ratio = ratio * self.inverse
+        return ratio
 
     @gluon.jit
     def unscaled_weights(self):
         """What sums of weights times d_out are multiplied by at the end."""
-        return self.spec.weight / gl.load(self.scales)
+        factor = self.spec.weight / gl.load(self.scales)
+        if self.spec.has_dropout:
+            factor = factor * self.inverse
+        return factor
 
     @gluon.jit
     def unscaled_scores(self):

@@ -12,7 +12,7 @@ D_K, D_V = 576, 512
 
 @dataclass(frozen=True)
 class Config:
-    """Of half.py and quant.py; every field is a compile-time constant of the kernel.
+    """Of half.py, quant.py and fp8.py; every field is a compile-time constant of the kernel.
 
     block_n: keys of one block (64 or 128).
     stages: buffers in each of the K and V rings.
@@ -38,7 +38,8 @@ class Config:
         return 65536 // (128 * (self.n_wg + 1)) // 8 * 8
 
     def shared_bytes(self, d: int) -> int:
-        """Shared memory of a program: queries, both rings, and some room for barriers and the compiler's own use."""
+        """Shared memory of a program whose values have 16 bits: queries, both rings, and some room for barriers and the
+        compiler's own use."""
         return 2 * d * (self.block_m + 2 * self.stages * self.block_n) + 1024
 
 
@@ -54,6 +55,13 @@ QUANT: dict[int, Config] = {
     128: Config(block_n=128, stages=2, n_wg=2, persistent=False),
     256: Config(block_n=64, stages=2, n_wg=2, persistent=False),
 }
+#: Of fp8.py: heads of 128 the fastest of those tried on an H200, heads of 64 not measured.
+FP8: dict[int, Config] = {
+    64: Config(block_n=128, stages=3, n_wg=2, persistent=False),
+    128: Config(block_n=128, stages=3, n_wg=2, persistent=False),
+}
+#: Softmax weights of fp8.py reach 2 to this, of the 448 that e4m3 holds.
+HEADROOM = 8
 #: By head size: tiles of K and V are loaded and unpacked in units of so many values, 64 or 32 of each of the producer's
 #: threads, which have so many registers; the two consumer warpgroups share what is left of 3 * 168.
 PRODUCERS: dict[int, tuple[int, int]] = {64: (8192, 88), 128: (8192, 88), 256: (4096, 72)}

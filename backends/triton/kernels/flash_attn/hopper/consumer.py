@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.flash_attn.hopper.dropout import dropped, kept_of_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import (
     clear_unseen,
     hide,
@@ -22,6 +23,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.masks import (
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.queries import fetch_queries, row_values, slot_elements
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
+from graphrt.backends.triton.kernels.flash_attn.hopper.scored import rows_of_score, weigh_scored
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import cap_level, capped, capped_scores, capped_weights
 from graphrt.backends.triton.kernels.flash_attn.hopper.softmax import (
     NO_MAX,
@@ -50,10 +52,13 @@ def slope_of(p, group, layout: gl.constexpr):
 
 @gluon.jit
 def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
-    """Scores of one block to softmax weights. slope: see slope_of; mask: its values, or what a varlen tile sees."""
-    if partial and p.spec.varlen and p.spec.has_alibi:
+    """Scores of one block to softmax weights. slope: what slope_of says, and rows_of_score; mask: its values, or what a
+    varlen tile sees."""
+    slope, ratio, rows = slope
+    if p.spec.score is not None:
+        weights, decay, m, den = weigh_scored(p, s, m, den, mask, block, slope, rows, partial)
+    elif partial and p.spec.varlen and p.spec.has_alibi:
         by_row: gl.constexpr = p.spec.pack > 1
-        slope, ratio = slope
         if p.spec.has_softcap:
             away = slope * LN2
             s = capped_scores(p, s, 0.0, 8)
@@ -64,7 +69,6 @@ def weigh(p, s, m, den, mask, block, slope, partial: gl.constexpr):
             weights, decay, m, den = softmax_step(p, s, m, den, slope, by_row)
     elif partial and p.spec.has_mask:
         by_row: gl.constexpr = p.spec.has_alibi and p.spec.pack > 1
-        slope, ratio = slope
         bias = mask.to(gl.float32)
         if p.spec.has_softcap:
             if p.spec.has_alibi:
@@ -163,6 +167,7 @@ def advance(
         # Warpgroup 0 opens; each later turn is handed on by the neighbour once both of its products are issued.
         first: gl.constexpr = 1 if wg == 0 else 0
         mbarrier.wait(turns.index(wg), (taken & 1) ^ first)
+    words = kept_of_queries(p, seq, group, token, block * p.spec.block_n)
     probs = as_operand(p, pairs, queries.dtype)
     scores = start_scores(p, queries, k_ring, step)
     v_ring.wait_full(step - 1)
@@ -181,6 +186,8 @@ def advance(
         gl.thread_barrier()
         mask_ring.release(mask_step)
     v_ring.release(step - 1)
+    if p.spec.has_dropout:
+        weights = dropped(weights, words, p.spec.block_n)
     return rescale(p, acc, decay), packed(weights, queries.dtype), m, den
 
 
@@ -204,6 +211,8 @@ def finish(p, acc, m, den, tile, qt, wg: gl.constexpr):
     place = rows // p.spec.pack
     lane = rows % p.spec.pack
     stored = token + place < p.n_queries(seq)
+    if p.spec.has_dropout:
+        factor = factor * p.inverse
     values = gl.where((den == 0.0)[:, None], 0.0, acc * (factor / den)[:, None])
     vec: gl.constexpr = p.spec.q_vec
     base = p.out_of(seq) + (head.to(gl.int64) * p.so_h + token.to(gl.int64) * p.so_t) * vec
@@ -286,7 +295,8 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
         sight = 0
         if p.spec.varlen:
             sight = (start, token + gl.arange(0, 64, row_layout) // p.spec.pack)
-        slope = slope_of(p, group, row_layout)
+        slope, ratio = slope_of(p, group, row_layout)
+        slope = (slope, ratio, rows_of_score(p, seq, group, token, start, row_layout))
 
         queries.store(fetched.to(dtype))
         fence_async_shared()
@@ -300,7 +310,8 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
         scores = warpgroup_mma_wait(0, [scores])
         k_ring.release(step)
         if n_full > 0:
-            weights, decay, m, den = weigh(p, scores, m, den, 0, 0, slope, False)
+            block = p.block(start, 0) if p.spec.score is not None else 0
+            weights, decay, m, den = weigh(p, scores, m, den, 0, block, slope, False)
         else:
             block = p.block(start, 0)
             mask = sight
@@ -311,11 +322,15 @@ def consume(p, query_buffers, k_ring, v_ring, turns, wg: gl.constexpr, mask_ring
                 den = settle(den)
                 gl.thread_barrier()
                 mask_ring.release(mask_step)
+        if p.spec.has_dropout:
+            words = kept_of_queries(p, seq, group, token, p.block(start, 0) * p.spec.block_n)
+            weights = dropped(weights, words, p.spec.block_n)
         pairs = packed(weights, dtype)
 
         for j in range(1, n_full):
             now = (seq, group, token, taken + j - 1, 0, sight)
-            acc, pairs, m, den = advance(p, rings, now, slope, acc, pairs, m, den, step + j, 0, 0, False, wg)
+            block = p.block(start, j) if p.spec.has_dropout or p.spec.score is not None else 0
+            acc, pairs, m, den = advance(p, rings, now, slope, acc, pairs, m, den, step + j, block, 0, False, wg)
         for j in range(gl.maximum(n_full, 1), n_all):
             now = (seq, group, token, taken + j - 1, mask_step + j - n_full, sight)
             block = p.block(start, j)

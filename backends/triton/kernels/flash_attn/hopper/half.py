@@ -65,17 +65,17 @@ def produce(p, k_desc, v_desc, k_ring, v_ring, mask_desc=None, mask_ring=None):
         step += n_all
 
 
-@accesses(reads="q k_desc v_desc mask counts blocks slopes sinks mask_desc", writes="out bad lse")
-@gluon.jit(do_not_specialize=NUMBERS)
+@accesses(reads="q k_desc v_desc mask counts blocks slopes sinks mask_desc kept score", writes="out bad lse")
+@gluon.jit(do_not_specialize=(*NUMBERS, "inverse"))
 def hopper_flash_attn(
     q, k_desc, v_desc, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
     sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
-    n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr, mask_desc=None,
+    n_seq, n_head, gqa, n_q, n_kv, section, spec: gl.constexpr, mask_desc=None, kept=None, inverse=1.0, score=None,
 ):  # fmt: skip
     p = Work(
         spec, q, out, mask, counts, blocks, slopes, sinks, bad, lse, scale, softcap,
         sq_t, sq_h, sq_s, so_t, so_h, so_s, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups,
-        n_seq, n_head, gqa, n_q, n_kv, section,
+        n_seq, n_head, gqa, n_q, n_kv, section, kept=kept, inverse=inverse, score=score,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], tile_shared_layout(dtype, 2))

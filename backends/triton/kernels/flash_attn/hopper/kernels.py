@@ -10,19 +10,23 @@ from typing import Any, ClassVar
 import torch
 
 from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn import dropout_launch, gluon_score, portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.hopper.configs import (
     D_K,
     D_V,
+    FP8,
     HALF,
+    HEADROOM,
     MLA,
     PRODUCERS,
     QUANT,
     Config,
     MlaConfig,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper.fp8 import hopper_fp8_attn
 from graphrt.backends.triton.kernels.flash_attn.hopper.half import hopper_flash_attn
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     MAX_SHARED_BYTES,
@@ -32,6 +36,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     constants_of,
     mask_descriptor,
     programs_of,
+    score_numbers,
     side_by_side,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.mla import hopper_mla_attn
@@ -41,8 +46,11 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
-from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.problem import Operand, Problem, Tiling, with_bias_as_mask
+from graphrt.backends.triton.kernels.flash_attn.turned import BLOCK, turn_values
 from graphrt.backends.triton.launch import Launch
+from graphrt.dtypes import FLOATS8
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.tensor import Tensor
 
 #: A tile of so many k-blocks is done as soon as its parts would be joined.
@@ -52,19 +60,26 @@ MIN_QUERIES = 48
 #: Fewer query rows of a KV head than this leave most of a tile of mla.py empty.
 MIN_ROWS = 64
 HALF_KINDS = ("f16", "bf16")
-QUANT_KINDS = ("q8_0", "q4_0")
+QUANT_KINDS = ("q8_0", "q4_0", *FLOATS8)
 
 
 class HopperKernel(AttentionKernel[Problem, MaskPlan]):
-    """What all of them have."""
+    """What all of them have. scores: it has score functions."""
+
+    scores: ClassVar[bool] = False
 
     def serves(self) -> str | None:
         if self.p.out is None or self.p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
-        reason = self.p.portable_only or self._why_not()
+        reason = self._portable_only or (None if self.scores else score_code.why_not(self.p.params))
+        reason = reason or self._why_not()
         if reason is None and self.p.params.scale < 0:
             reason = f"the scale must not be negative, it is {self.p.params.scale:g}"
         return reason
+
+    @property
+    def _portable_only(self) -> str | None:
+        return self.p.portable_only
 
     @abstractmethod
     def _why_not(self) -> str | None:
@@ -155,6 +170,7 @@ class RowTiles(WholeTiles):
             d=self.p.k.d, block_n=c.block_n, stages=c.stages, n_wg=c.n_wg, pingpong=c.pingpong,
             persistent=c.persistent, k_kind=k_kind, v_kind=v_kind, mask_stages=mask_stages, visits_one=True,
             large_cap=k_kind == "" and self.p.params.softcap >= LARGE_CAP, **constants_of(self.p, self.tiling, True),
+            **gluon_score.functions_of(self.p.params),
         )  # fmt: skip
 
     @property
@@ -168,6 +184,16 @@ class HalfTiles(RowTiles):
     name = kernel = "hopper"
     file = "hopper/half.py"
     configs = HALF
+    scores = True
+
+    def __init__(self, p: Problem, target: Target, force: str | None = None) -> None:
+        super().__init__(with_bias_as_mask(p), target, force)
+
+    @property
+    def _portable_only(self) -> str | None:
+        if self.p.dropout_p and self.p.params.score:
+            return f"it has a score function or dropout, not both; dropout is {self.p.dropout_p:g} here"
+        return self.p.portable_but_dropout or dropout_launch.too_many(self.p)
 
     def _why_not(self) -> str | None:
         p, k, v = self.p, self.p.k_t, self.p.v_t
@@ -184,12 +210,23 @@ class HalfTiles(RowTiles):
     def tiling(self) -> Tiling:
         p, c = self.p, self.config
         # Heads that share a mask's rows share a tile: a mask is then read once for all of them.
-        pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if p.mask_t is not None and p.m2 == 1 else 1
+        # Of dropout's bits each head has its own.
+        shares = p.mask_t is not None and p.m2 == 1 and not p.dropout_p
+        pack = max(n for n in (1, 2, 4, 8) if p.gqa % n == 0) if shares else 1
         return Tiling.of(p, c.block_m, c.block_n, pack)
 
     @property
     def workers(self) -> str:
         return f"{self.config.n_wg} warpgroups multiply, a warp brings K and V by TMA"
+
+    def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        if not self.p.dropout_p:
+            return super().launches(plan, plan_is_old, scratch)
+        kept, _, drawn = scratch.kept.of(self.p, self.target, False)
+        main, *others = super().launches(plan, plan_is_old, scratch)
+        assert isinstance(main, Launch)
+        main.args["kept"] = kept
+        return [*drawn, main, *others]
 
     def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
         p, c, d = self.p, self.config, self.p.k.d
@@ -201,13 +238,15 @@ class HalfTiles(RowTiles):
         args = common_arguments(p, self.tiling, plan, bad) | {
             "k_desc": box_descriptor(as_torch(p.k_t, p.k.data), c.block_n, d, idle=d),
             "v_desc": box_descriptor(as_torch(p.v_t, p.v.data), c.block_n, d, idle=d),
-            "mask_desc": rows if mask_stages else None, "spec": self.spec(mask_stages=mask_stages),
+            "mask_desc": rows if mask_stages else None, "kept": None, "inverse": 1.0 / (1.0 - p.dropout_p),
+            "spec": replace(self.spec(mask_stages=mask_stages), has_dropout=p.dropout_p > 0.0),
+            "score": score_numbers(p),
         }  # fmt: skip
         return Launch(hopper_flash_attn, (self.programs,), args, self.options)
 
 
 class QuantTiles(RowTiles):
-    """quant.py: q8_0 and q4_0."""
+    """quant.py: q8_0, q4_0 and 8-bit floats."""
 
     name = kernel = "hopper_quant"
     file = "hopper/quant.py"
@@ -216,11 +255,13 @@ class QuantTiles(RowTiles):
     def _why_not(self) -> str | None:
         p = self.p
         if p.k.kind not in QUANT_KINDS or p.v.kind not in QUANT_KINDS:
-            return f"K and V must be {' or '.join(QUANT_KINDS)}, they are {p.k.kind} and {p.v.kind}"
+            return f"K and V must be one of {', '.join(QUANT_KINDS)}, they are {p.k.kind} and {p.v.kind}"
         if p.k.d != p.v.d or p.k.d not in QUANT:
             return f"heads must be of {', '.join(map(str, QUANT))}, they are of {p.k.d} and {p.v.d}"
         if not (p.k.aligned and p.v.aligned):
             return "rows of K and V must start on 4 bytes"
+        if self._unaligned(*(t for t in (p.k_t, p.v_t) if t is not None and t.dtype.is_float8)):
+            return "rows of 8-bit floats must start on 16 bytes"
         return self._few()
 
     @cached_property
@@ -234,13 +275,80 @@ class QuantTiles(RowTiles):
     def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
         k, v = self.p.k, self.p.v
         unit_values, registers = PRODUCERS[k.d]
+        (k_words, k_strides), (v_words, v_strides) = in_words(k), in_words(v)
         args = common_arguments(self.p, self.tiling, plan, bad) | {
-            "k_words": k.data, "v_words": v.data, **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)),
-            **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
+            "k_words": k_words, "v_words": v_words, **dict(zip(("sk_n", "sk_h", "sk_s"), k_strides)),
+            **dict(zip(("sv_n", "sv_h", "sv_s"), v_strides)),
             "parts": max(1, self.config.block_n * k.d // unit_values), "producer_registers": registers,
             "spec": self.spec(k.kind, v.kind),
         }  # fmt: skip
         return Launch(hopper_quant_attn, (self.programs,), args, self.options)
+
+
+class Float8Tiles(RowTiles):
+    """fp8.py: products of 8-bit floats, where the node allows them."""
+
+    name = kernel = "hopper_fp8"
+    file = "hopper/fp8.py"
+    configs = FP8
+
+    def _why_not(self) -> str | None:
+        p = self.p
+        if getattr(p.params, "prec", 0) != PREC_F8:
+            return "it rounds queries and weights to 8 bits, which prec does not allow"
+        if p.k.kind != "f8_e4m3" or p.v.kind != "f8_e4m3":
+            return f"K and V must both be f8_e4m3, they are {p.k.kind} and {p.v.kind}"
+        if p.k.d != p.v.d or p.k.d not in FP8:
+            return f"heads must be of {', '.join(map(str, FP8))}, they are of {p.k.d} and {p.v.d}"
+        if p.params.softcap or p.params.max_bias:
+            return "it has neither soft cap nor ALiBi"
+        return self._few() or ("addresses and strides of K must be whole 16 bytes" if self._unaligned(p.k_t) else None)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        return Tiling.of(self.p, self.config.block_m, self.config.block_n, 1)
+
+    @property
+    def shared(self) -> int:
+        return self.config.shared_bytes(self.p.k.d) // 2 + 512
+
+    @property
+    def workers(self) -> str:
+        return f"{self.config.n_wg} warpgroups multiply 8-bit floats, a warp brings K and the transposed V by TMA"
+
+    def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
+        p = self.p
+        n_blocks = -(-p.n_kv // BLOCK)
+        heads = p.n_seq * (p.n_head // p.gqa)
+        width = n_blocks * BLOCK
+        turned = scratch.part(heads * p.v.d * width).view(torch.uint8)[: heads * p.v.d * width]
+        self.turned = turned.view(p.n_seq, p.n_head // p.gqa, p.v.d, width)
+        args = {
+            "p_v": p.v.data, "p_turned": turned, **dict(zip(("sv_n", "sv_h", "sv_s"), p.v.strides)), "n_kv": p.n_kv,
+            "n_head": p.n_head // p.gqa, "D": p.v.d, "BLOCK": BLOCK,
+        }  # fmt: skip
+        return [Launch(turn_values, (n_blocks, heads), args), *super().launches(plan, plan_is_old, scratch)]
+
+    def main_launch(self, plan: MaskPlan | None, bad: torch.Tensor) -> Launch:
+        p, c, d = self.p, self.config, self.p.k.d
+        rows = mask_descriptor(p, 1, WG_ROWS, c.block_n)
+        left = MAX_SHARED_BYTES - self.shared
+        mask_stages = min(2, left // (2 * c.block_m * c.block_n)) if rows is not None else 0
+        e4m3 = torch.float8_e4m3fn
+        args = common_arguments(p, self.tiling, plan, bad) | {
+            "k_desc": box_descriptor(as_torch(p.k_t, p.k.data).view(e4m3), c.block_n, d, idle=d),
+            "v_desc": box_descriptor(self.turned.view(e4m3), d, c.block_n, idle=BLOCK),
+            "mask_desc": rows if mask_stages else None,
+            "spec": replace(self.spec("f8_e4m3", "f8_e4m3", mask_stages), headroom=HEADROOM),
+        }  # fmt: skip
+        return Launch(hopper_fp8_attn, (self.programs,), args, self.options)
+
+
+def in_words(x: Operand) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """K or V and its strides in words of 4 bytes."""
+    if x.kind not in FLOATS8:
+        return x.data, x.strides
+    return x.data.view(torch.int32), tuple(n // 4 for n in x.strides)
 
 
 class Mla(HopperKernel):

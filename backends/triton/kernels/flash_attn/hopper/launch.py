@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.score_code import numbers_of
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 
@@ -62,6 +63,11 @@ def constants_of(p: Problem, t: Tiling, has_bad: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def score_numbers(p: Problem) -> torch.Tensor | None:
+    """The numbers of a score function, None without one."""
+    return numbers_of(p.params, p.memory(p.q_t, torch.float32).device) if p.params.score else None
+
+
 def _operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q, out and mask in torch's shapes."""
     assert p.out is not None
@@ -96,11 +102,14 @@ def aligned(tensor: torch.Tensor, unit: int) -> bool:
 
 
 def box_descriptor(tensor: torch.Tensor, rows: int, cols: int, idle: int) -> TensorDescriptor:
-    """TMA descriptor of a 16-bit tensor [n0, n1, n2, n3] in boxes of [1, 1, rows, cols]; what lies outside reads as 0.
+    """TMA descriptor of a tensor [n0, n1, n2, n3] of 16 or 8 bits in boxes of [1, 1, rows, cols]; what lies outside
+    reads as 0.
 
     idle: the stride of a dimension of size 1. It means nothing, but TMA wants whole 16 bytes there too.
     """
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    size = tensor.element_size()
+    swizzle = min(128, cols * size)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
     shape = list(tensor.shape)
     strides = [tensor.stride(i) if shape[i] > 1 else idle for i in range(3)] + [1]
     return TensorDescriptor(tensor, shape, strides, [1, 1, rows, cols], layout)

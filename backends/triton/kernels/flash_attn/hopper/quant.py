@@ -1,4 +1,5 @@
-"""Hopper's flash attention forward (half.py) for quantized caches: K and V of q8_0 or q4_0 blocks.
+"""Hopper's flash attention forward (half.py) for caches of 8 and 4 bits: K and V of q8_0 or q4_0 blocks, or of 8-bit
+floats.
 
 The consumers are the same. What differs is the producer: where one warp asked the TMA for tiles, a whole warpgroup
 loads the blocks' bytes into registers, one or two tiles ahead of those it unpacks, makes f16 values of them and stores
@@ -11,6 +12,8 @@ Both types' blocks have 2 bytes more than a whole number of 4-byte words, so tha
 
 All words but the first are taken as they lie; in the one with d1 these 2 bytes give way to the last 2 of word 0. The
 elements thus come in the order that queries.slot_elements says. The columns of Q and of the output are permuted alike.
+
+8-bit floats have neither blocks nor scales: their rows are whole words of four codes, in order.
 """
 
 from triton.experimental import gluon
@@ -19,17 +22,31 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from graphrt.backends.triton.accesses import accesses
+from graphrt.backends.triton.kernels.common.float8 import has_one_nan, is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_in_range
 from graphrt.backends.triton.kernels.flash_attn.hopper.consumer import consume
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import make_ring, make_turns, tile_shared_layout
 from graphrt.backends.triton.kernels.flash_attn.hopper.work import NUMBERS, Work
 
+#: Two f16 of two codes each: e4m3 by the instruction that sm_89 and later have, e5m2 are the high bytes of f16.
+E4M3_PAIRS = gl.constexpr(
+    """
+    {
+    .reg .b16 a, b;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+    }
+    """
+)
+E5M2_PAIRS = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
+
 
 @gluon.constexpr_function
 def group_words(kind):
     """Words of 8 values, which one thread unpacks together."""
-    return 2 if kind == "q8_0" else 1
+    return 1 if kind == "q4_0" else 2
 
 
 @gluon.constexpr_function
@@ -70,7 +87,7 @@ class Cache:
     @gluon.jit
     def fetch(self, spec: gl.constexpr, block, part: gl.constexpr):
         """One unit's raw words in raw_layout, 0 past the last key: int32 (values, the words with d); of the latter the
-        last dimension is 1."""
+        last dimension is 1, and floats have none: there it is the number 0."""
         seq, kv_head, first, left = block
         rows: gl.constexpr = spec.block_n // self.parts
         words: gl.constexpr = group_words(self.kind)
@@ -87,11 +104,16 @@ class Cache:
         word = axis_index(layout, 4, 3, words)
         inside = chunk * step + row < left - part * rows
         # What differs between a thread's registers is added last: it then goes into the instructions.
-        pair = base + (row * self.stride_n + group // 8 * (8 * words + 1))
         chunks = chunk * (step * self.stride_n)
-        # Of the pair's eight groups the first four are the first block's.
-        heads = gl.load(pair + gl.where(group % 8 < 4, 0, 4 * words) + chunks, mask=inside, other=0)
-        values = gl.load(pair + group % 8 * words + (chunks + (1 + word)), mask=inside, other=0)
+        if is_float8(self.kind):
+            heads = gl.to_tensor(0)
+            at = gl.multiple_of(base, 16) + (row * self.stride_n + group * words + word)
+            values = gl.load(at + chunks, mask=inside, other=0)
+        else:
+            pair = base + (row * self.stride_n + group // 8 * (8 * words + 1))
+            # Of the pair's eight groups the first four are the first block's.
+            heads = gl.load(pair + gl.where(group % 8 < 4, 0, 4 * words) + chunks, mask=inside, other=0)
+            values = gl.load(pair + group % 8 * words + (chunks + (1 + word)), mask=inside, other=0)
         return values, heads
 
 
@@ -104,8 +126,20 @@ def select_bytes(a, b, selector):
 
 
 @gluon.jit
+def widen(codes, kind: gl.constexpr):
+    """Words of four 8-bit floats as f16 pairs: int32 [rows, d / 2]."""
+    rows: gl.constexpr = codes.shape[0] * codes.shape[1]
+    pairs: gl.constexpr = 2 * codes.shape[2] * codes.shape[3]
+    source: gl.constexpr = E4M3_PAIRS if has_one_nan(kind) else E5M2_PAIRS
+    a, b = gl.inline_asm_elementwise(
+        source, "=&r,=&r,r", [codes], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )  # fmt: skip
+    return gl.join(a, b).reshape([rows, pairs])
+
+
+@gluon.jit
 def unpack(values, heads, kind: gl.constexpr):
-    """A unit's raw words as f16 pairs: int32 [rows, d / 2]."""
+    """A unit of blocks' raw words as f16 pairs: int32 [rows, d / 2]."""
     rows: gl.constexpr = values.shape[0] * values.shape[1]
     groups: gl.constexpr = values.shape[2]
     words: gl.constexpr = values.shape[3]
@@ -190,7 +224,11 @@ def put(spec: gl.constexpr, ring, step, raw, cache, part: gl.constexpr):
     # Two f16 are one word, in the same swizzled place.
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     tile = ring.operand(step)._reinterpret(gl.int32, [spec.block_n, spec.d // 2], layout)
-    tile.slice(part * rows, rows, dim=0).store(unpack(values, heads, cache.kind))
+    rows_of_unit = tile.slice(part * rows, rows, dim=0)
+    if is_float8(cache.kind):
+        rows_of_unit.store(widen(values, cache.kind))
+    else:
+        rows_of_unit.store(unpack(values, heads, cache.kind))
     if part == cache.parts - 1:
         # Every thread's stores must be seen by wgmma before one thread says that they are done.
         fence_async_shared()

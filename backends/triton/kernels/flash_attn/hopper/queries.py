@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from graphrt.backends.triton.kernels.common.float8 import is_float8
+
 
 @gluon.constexpr_function
 def query_layout(d):
@@ -14,8 +16,8 @@ def query_layout(d):
 @gluon.jit
 def slot_elements(i_slot, KIND: gl.constexpr):
     """Which element of a row each slot of a tile holds: rows of quantized blocks are unpacked in the order of their
-    bytes, by pairs of blocks that start on a 4-byte word (see quant.py). i_slot: int32, any shape."""
-    if KIND == "":
+    bytes, by pairs of blocks that start on a 4-byte word (see quant.py), floats in order. i_slot: int32, any shape."""
+    if KIND == "" or is_float8(KIND):
         return i_slot
     i_block = i_slot // 32
     i = i_slot % 32

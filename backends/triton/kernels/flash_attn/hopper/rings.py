@@ -34,7 +34,7 @@ def packed_layout(pack, n):
 
 @gluon.constexpr_function
 def tile_shared_layout(dtype, rank, cols=64):
-    """Shared memory of a 16-bit operand tile with rows of `cols` elements."""
+    """Shared memory of an operand tile with rows of `cols` elements."""
     return gl.NVMMASharedLayout(min(128, cols * dtype.primitive_bitwidth // 8), dtype.primitive_bitwidth, rank)
 
 
@@ -91,11 +91,13 @@ class Ring:
 
 @gluon.jit
 def make_ring(
-    dtype: gl.constexpr, cols: gl.constexpr, readers: gl.constexpr, spec: gl.constexpr, first: gl.constexpr = 0
-):
-    """A ring of `cols` columns from `first` on, that so many warpgroups read."""
+    dtype: gl.constexpr, cols: gl.constexpr, readers: gl.constexpr, spec: gl.constexpr, first: gl.constexpr = 0,
+    rows: gl.constexpr = None,
+):  # fmt: skip
+    """A ring of `cols` columns from `first` on, that so many warpgroups read. rows: of a buffer, block_n by default."""
+    height: gl.constexpr = spec.block_n if rows is None else rows
     layout: gl.constexpr = tile_shared_layout(dtype, 4, cols)
-    buffers = gl.allocate_shared_memory(dtype, [spec.stages, 1, 1, spec.block_n, cols], layout)
+    buffers = gl.allocate_shared_memory(dtype, [spec.stages, 1, 1, height, cols], layout)
     full = make_barriers(spec.stages, 1)
     empty = make_barriers(spec.stages, readers)
     return Ring(buffers, full, empty, first, spec.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 WG_ROWS = 64  # the M of one wgmma instruction: query rows of one warpgroup
 
@@ -22,6 +23,8 @@ class Spec:
 
     varlen: tiles are of sequences of any length (varlen/hopper_work.py), keys in pages of so many, 0: packed ones; what
     a row sees follows from positions: causal, and window: only so many keys back.
+
+    score, score_rows: gluon_score.py's functions, None without a score function.
     """
 
     n_wg: int
@@ -46,6 +49,9 @@ class Spec:
     page: int = 0
     causal: bool = False
     window: bool = False
+    has_dropout: bool = False
+    score: Any = None
+    score_rows: Any = None
 
     @property
     def block_m(self) -> int:
@@ -55,12 +61,14 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class TileSpec(Spec):
-    """Of half.py and quant.py. d: the head size; pingpong: the warpgroups take turns at issuing their products.
+    """Of half.py, quant.py and fp8.py. d: the head size; pingpong: the warpgroups take turns at issuing their products.
 
-    k_kind, v_kind: quantized types, whose order of elements (consumer.slot_elements) the columns of the query tile and
-    of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through which TMA brings
-    the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which form of the soft cap
-    serves (softcap.cap_level); else the least counts too.
+    k_kind, v_kind: types of 8 and 4 bits, whose order of elements (queries.slot_elements) the columns of the query
+    tile and of the output have; "" for 16 bits. pack is 1, 2, 4 or 8. mask_stages: buffers of the ring through
+    which TMA brings the mask, 0: consumers load it themselves. large_cap: a row's largest score alone tells which
+    form of the soft cap serves (softcap.cap_level); else the least counts too.
+
+    headroom: of fp8.py, weights reach 2 to that.
     """
 
     d: int
@@ -69,6 +77,7 @@ class TileSpec(Spec):
     v_kind: str = ""
     mask_stages: int = 0
     large_cap: bool = False
+    headroom: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

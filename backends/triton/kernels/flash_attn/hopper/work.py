@@ -23,6 +23,8 @@ class Work:
 
     part to turns: of kernels whose programs share tiles (Spec.ranges), else None. first_tile, first_unit, stop_unit:
     the program's range (gluon_ranges.program_range); turns: tiles that it has units of.
+    kept, inverse: dropout's bits by query (dropout_bits.py), and what kept weights are multiplied with; else None.
+    score: numbers of spec.score.
     """
 
     q: gl.tensor
@@ -62,14 +64,18 @@ class Work:
     first_unit: gl.tensor | gl.constexpr
     stop_unit: gl.tensor | gl.constexpr
     turns: gl.tensor | gl.constexpr
+    kept: gl.tensor | gl.constexpr
+    inverse: gl.tensor | gl.constexpr
+    score: gl.tensor | gl.constexpr
     spec: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, spec, *arguments):
+    def __init__(self, spec, *arguments, kept=None, inverse=None, score=None):
         """arguments: ARGUMENTS, and OF_RANGES if spec.ranges."""
         self.spec = gl.constexpr(spec)
-        for i, name in enumerate((*ARGUMENTS, *OF_RANGES)):
-            value = arguments[i] if i < len(arguments) else None
+        given = dict(zip((*ARGUMENTS, *OF_RANGES), arguments)) | {"kept": kept, "inverse": inverse, "score": score}
+        for name in (*ARGUMENTS, *OF_RANGES, "kept", "inverse", "score"):
+            value = given.get(name)
             setattr(self, name, gl.constexpr(None) if value is None else value)
 
     @gluon.jit
@@ -192,6 +198,13 @@ class Work:
     def slot_memory(self, slot, d: gl.constexpr):
         """A slot of scratch: f32 sums [block_m, d], row maxima and sums of weights [block_m]."""
         return self.part + slot.to(gl.int64) * (self.spec.block_m * (d + 2))
+
+    @gluon.jit
+    def scored_rows(self, seq, group, token, start, layout: gl.constexpr):
+        """Sequence, and head and query [64, 1] of a warpgroup's rows, as score functions count them."""
+        row = gl.arange(0, 64, layout)
+        head = group * self.spec.pack + row % self.spec.pack
+        return seq, head[:, None], (token + row // self.spec.pack)[:, None]
 
     @gluon.jit
     def n_queries(self, seq):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.common.constants import NEG_INF
+from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.forward import (
     join_ways,
@@ -24,6 +24,7 @@ from graphrt.backends.triton.kernels.flash_attn.forward import (
     weigh,
 )
 from graphrt.backends.triton.kernels.flash_attn.ranges import listed_range, part_of_tile, slot_of_part, tile_units
+from graphrt.backends.triton.kernels.flash_attn.score_math import scored
 from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import tile_record
 from graphrt.backends.triton.kernels.flash_attn.visits import page_of, paged_rows, spanned_block, visited_span
 
@@ -31,15 +32,17 @@ from graphrt.backends.triton.kernels.flash_attn.visits import page_of, paged_row
 @triton.jit
 def _attend(
     p_k, p_v, p_table, position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n, sk_p, sv_n, sv_p,
-    q0, q1, m, l, acc0, acc1, factor, softcap,
+    q0, q1, m, l, acc0, acc1, factor, softcap, head, i_seq, p_score,
     D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
+    SCORE: tl.constexpr, PRE_LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """One k-block. position: of each row's query; PARTIAL: what a row sees counts; keys first_key .. end_key - 1 are
-    seen by some row, others are not read. PAGE: 0 for packed keys, which begin at p_k and p_v."""
+    seen by some row, others are not read. PAGE: 0 for packed keys, which begin at p_k and p_v. head: of each row;
+    SCORE, p_score: as forward.py's attend()."""
     i_key = key_index(BLOCK_N, WAYS)
     col = block * BLOCK_N + i_key
     m_key = (col >= first_key) & (col < end_key)
@@ -56,6 +59,11 @@ def _attend(
         p_k + k_base, k_at, m_key, q0, q1, factor, softcap, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS, SOFTCAP,
         not PARTIAL, PTX, PRECISION,
     )  # fmt: skip
+    if SCORE is not None:
+        key = keys_last(col, WAYS)
+        s = scored(s, factor, i_seq, head, position, key, p_score, SCORE, K_DOT == tl.float32)
+        unit = LOG2E
+        factor = 1.0
     if PARTIAL:
         key = keys_last(col, WAYS)
         seen = keys_last(m_key, WAYS)
@@ -68,7 +76,7 @@ def _attend(
         s = tl.where(seen, s, NEG_INF)
     return weigh(
         s, factor, k0, p_v + v_base, v_at, m_key, m, l, acc0, acc1, False, 1.0, D_V, DV0, DV1, V_KIND, V_ALIGNED,
-        V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL, False, PTX, PRECISION,
+        V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or SCORE is not None, False, PTX, PRECISION, PRE_LOAD_V,
     )  # fmt: skip
 
 
@@ -80,12 +88,12 @@ GENERAL = [
 
 
 @accesses(
-    reads="p_q p_k p_v p_sinks p_slopes p_tiles p_table p_unit_start",
+    reads="p_q p_k p_v p_sinks p_slopes p_score p_tiles p_table p_unit_start",
     writes="p_out p_lse p_part",
 )
 @triton.jit(do_not_specialize=GENERAL)
 def flash_attn_varlen(
-    p_q, p_k, p_v, p_sinks, p_slopes, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
+    p_q, p_k, p_v, p_sinks, p_slopes, p_score, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
     sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
     splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
@@ -93,8 +101,8 @@ def flash_attn_varlen(
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr, V_IN_K: tl.constexpr,
     HAS_V: tl.constexpr, PACK: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    ALIBI: tl.constexpr, BIG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SCORE: tl.constexpr, ALIBI: tl.constexpr, BIG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module, and forward.py's flash_attn for what is not here. q: f32; out: f32 [n_tokens, n_head, D_V]; lse:
     f32 [n_tokens, n_head]. table: int32 rows of max_blocks pages, s_table apart; sk_p, sv_p: strides between pages."""
@@ -128,6 +136,7 @@ def flash_attn_varlen(
         p_pages = p_table + tl.minimum(i_seq, n_seq - 1).to(tl.int64) * s_table
         RANK: tl.constexpr = 2 if WAYS == 0 else 3
         slope = per_row(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
+        heads = per_row(head, RANK)
         position = per_row(behind + token, RANK)
         m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
 
@@ -138,12 +147,13 @@ def flash_attn_varlen(
                 block = spanned_block(i, first, full_first, full_end, PARTIAL == 1)
                 m, l, acc0, acc1 = _attend(
                     p_kh, p_vh, p_pages, position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n,
-                    sk_p, sv_n, sv_p, q0, q1, m, l, acc0, acc1, factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
+                    sk_p, sv_n, sv_p, q0, q1, m, l, acc0, acc1, factor, softcap, heads, i_seq, p_score,
+                    D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
                     V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, V_IN_K, HAS_V, PARTIAL == 1,
-                    WIDE, PTX, PRECISION, PAGE, CAUSAL, WINDOW, ALIBI,
+                    WIDE, PTX, PRECISION, PAGE, CAUSAL, WINDOW, ALIBI, SCORE, PRE_LOAD_V,
                 )  # fmt: skip
 
-        if not SOFTCAP:
+        if not SOFTCAP and SCORE is None:
             m = m * factor
         if WAYS > 0:
             m, l, acc0, acc1 = join_ways(m, l, acc0, acc1, DV1)

@@ -44,22 +44,22 @@ def produce(p, desc, ring, last: gl.constexpr):
         gdc_launch_dependents()
 
 
-@accesses(reads="q k_desc v_desc slopes sinks tiles table unit_start", writes="out lse part")
+@accesses(reads="q k_desc v_desc slopes sinks tiles table unit_start score", writes="out lse part")
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_varlen_attn(
     q, out, lse, slopes, sinks, tiles, table, unit_start, part, k_desc, v_desc, scale, softcap, sq_t, sq_h, so_t, so_h,
     n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
-    registers: gl.constexpr, spec: gl.constexpr,
+    registers: gl.constexpr, spec: gl.constexpr, score=None,
 ):  # fmt: skip
     """q: f32; out: f32 [n_tokens, n_head, d]; lse: f32 [n_tokens, n_head]; k_desc, v_desc: of pages, see PageRing.fill;
-    the rest as attend.py's flash_attn_varlen has it. registers: of the producers."""
+    the rest as attend.py's flash_attn_varlen has it. registers: of the producers; score: numbers of spec.score."""
     if spec.pdl:
         gdc_wait()
     whole, first_tile, first_unit, stop_unit, turns = program_share(unit_start, n_tiles, splits)
     p = VarlenWork(
         spec, q, out, lse, slopes, sinks, tiles, table, unit_start, part, scale, softcap, sq_t, sq_h, so_t, so_h,
         n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, s_table, window, splits,
-        whole, first_tile, first_unit, stop_unit, turns,
+        whole, first_tile, first_unit, stop_unit, turns, score=score,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     query_buffers = gl.allocate_shared_memory(dtype, [spec.n_wg, 64, spec.d], tile_shared_layout(dtype, 2))

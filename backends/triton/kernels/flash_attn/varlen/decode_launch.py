@@ -6,12 +6,13 @@ from dataclasses import replace
 from functools import cached_property
 
 from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.kernels.flash_attn import portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
     owns_columns,
+    programs_held,
     shared_bytes,
     with_words,
 )
@@ -51,7 +52,7 @@ class VarlenDecode(VarlenKernel):
     def serves(self) -> str | None:
         if isinstance(self._found, str):
             return self._found
-        return self.too_many_units
+        return score_code.why_not(self.p.params) or self.too_many_units
 
     @cached_property
     def config(self) -> Config:
@@ -60,7 +61,7 @@ class VarlenDecode(VarlenKernel):
 
     @property
     def per_sm(self) -> int:
-        return self.config.per_sm
+        return programs_held(self.config, self.shared, self.target.arch)
 
     def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         assert plan is not None

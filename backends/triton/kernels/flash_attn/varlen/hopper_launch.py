@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphrt.backends.triton.accesses import Step
-from graphrt.backends.triton.kernels.flash_attn import portable
+from graphrt.backends.triton.kernels.flash_attn import gluon_score, portable, score_code
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
 from graphrt.backends.triton.kernels.flash_attn.hopper.configs import D_K, D_V, MLA, Config, MlaConfig
 from graphrt.backends.triton.kernels.flash_attn.hopper.kernels import HALF_KINDS
-from graphrt.backends.triton.kernels.flash_attn.hopper.launch import aligned, as_torch, box_descriptor, strides_in
+from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
+    aligned,
+    as_torch,
+    box_descriptor,
+    score_numbers,
+    strides_in,
+)
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import LARGE_CAP
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS, MlaSpec, TileSpec
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch
@@ -34,20 +40,23 @@ HALF: dict[int, Config] = {
     128: Config(block_n=128, stages=2, n_wg=2),
     256: Config(block_n=64, stages=2, n_wg=2),
 }
+#: Up to so many query rows a KV head most of a tile is empty.
+FEW_ROWS = 16
 #: Registers of the warps that bring K and V, and where a k-block lies in several pages, by how many at least.
 PRODUCER_REGISTERS = {1: 24, 4: 40}
 
 
 class VarlenHopper(VarlenKernel):
-    """What both have."""
+    """What both have. scores: it has score functions."""
 
     rounds = True
+    scores: ClassVar[bool] = False
 
     def serves(self) -> str | None:
         p = self.p
         if p.out is None or p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
-        reason = self._why_not()
+        reason = (None if self.scores else score_code.why_not(p.params)) or self._why_not()
         if reason is None and p.params.scale <= 0:
             reason = f"the scale must be positive, it is {p.params.scale:g}"
         if reason is None and any(n % 16 for t in (p.k_t, p.v_t) for n in (*t.nb[1:], p.place(t)[1])):
@@ -130,6 +139,7 @@ class VarlenTiles(VarlenHopper):
     name = kernel = "hopper_varlen"
     file = "varlen/attend_hopper.py"
     turn = 12
+    scores = True
 
     def _why_not(self) -> str | None:
         k, v = self.p.k_t, self.p.v_t
@@ -138,6 +148,9 @@ class VarlenTiles(VarlenHopper):
             return f"K and V must both be f16 or both bf16, they are {k.dtype.name} and {v.dtype.name}"
         if k.ne[0] != v.ne[0] or k.ne[0] not in HALF:
             return f"heads must be of {', '.join(map(str, HALF))}, they are of {k.ne[0]} and {v.ne[0]}"
+        rows = self.p.mean_queries * self.p.gqa
+        if self.p.params.score and rows <= FEW_ROWS:
+            return f"of few query rows a KV head, here {rows}, the portable kernel has score functions"
         return None
 
     @cached_property
@@ -167,11 +180,13 @@ class VarlenTiles(VarlenHopper):
             pingpong=c.pingpong,
             large_cap=p.params.softcap >= LARGE_CAP,
             **self._constants(),
+            **gluon_score.functions_of(p.params),
         )
         pieces = c.block_n // rows_of_box(p.page, c.block_n)
         args = arguments | {
             "k_desc": self._boxes(p.k_t, p.k), "v_desc": self._boxes(p.v_t, p.v),
             "registers": max(n for at_least, n in PRODUCER_REGISTERS.items() if pieces >= at_least), "spec": spec,
+            "score": score_numbers(p),
         }  # fmt: skip
         return Launch(hopper_varlen_attn, (self.choice.programs,), args, self._options(c.registers_at_start))
 

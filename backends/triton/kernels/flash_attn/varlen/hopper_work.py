@@ -61,11 +61,13 @@ class VarlenWork:
     first_unit: gl.tensor
     stop_unit: gl.tensor
     turns: gl.tensor
+    score: gl.tensor | gl.constexpr
     spec: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, spec, *arguments):
-        """arguments: POINTERS, NUMBERS, OF_PROGRAM."""
+    def __init__(self, spec, *arguments, score=None):
+        """arguments: POINTERS, NUMBERS, OF_PROGRAM; score: numbers of spec.score."""
+        self.score = gl.constexpr(None) if score is None else score
         self.spec = gl.constexpr(spec)
         for name, value in zip((*POINTERS, *NUMBERS, *OF_PROGRAM), arguments):
             setattr(self, name, gl.constexpr(None) if value is None else value)
@@ -164,6 +166,13 @@ class VarlenWork:
             p_table = self.table + gl.minimum(seq[0], self.n_seq - 1).to(gl.int64) * self.s_table
             page = page_of(p_table, key // self.spec.page, self.n_pages, self.max_blocks)
             return page, key % self.spec.page
+
+    @gluon.jit
+    def scored_rows(self, seq, group, token, start, layout: gl.constexpr):
+        """Sequence, and head and position [64, 1] of a warpgroup's rows, as score functions count them."""
+        row = gl.arange(0, 64, layout)
+        head = group * self.spec.pack + row % self.spec.pack
+        return seq[0], head[:, None], (seq[6] + token + row // self.spec.pack)[:, None]
 
     @gluon.jit
     def n_queries(self, seq):

@@ -15,6 +15,7 @@ from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
+from graphrt.backends.triton.kernels.flash_attn.score_code import function_of, numbers_of
 from graphrt.backends.triton.kernels.flash_attn.varlen.attend import flash_attn_varlen
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
@@ -108,6 +109,7 @@ def main_arguments(
         "p_q": p.memory(p.q_t, torch.float32), "p_k": k.data, "p_v": v.data,
         "p_sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else absent,
         "p_slopes": torch.tensor(alibi_slopes(p.n_head, params.max_bias), device=target.device),
+        "p_score": numbers_of(params, target.device), "SCORE": function_of(params),
         "p_out": p.memory(p.out, torch.float32) if p.out is not None else absent,
         "p_lse": p.memory(p.lse, torch.float32) if p.lse is not None else absent,
         "p_tiles": plan.tiles, "p_unit_start": plan.unit_start, "p_counts": plan.units, "p_part": part,

@@ -47,8 +47,9 @@ class Cascade:
 
 def cascade(p: VarlenProblem, scratch: Scratch, plans: VarlenPlans) -> Cascade | None:
     """The two parts of a problem whose sequences share pages; None where it is done in one: without groups, where what
-    a row sees of shared keys depends on its position (windows, ALiBi), and where there is no result to be joined."""
-    if p.prefixes is None or p.out is None or p.params.window or p.params.max_bias:
+    a row sees of shared keys depends on its position (windows, ALiBi, score functions), and where there is no result to
+    be joined."""
+    if p.prefixes is None or p.out is None or p.params.window or p.params.max_bias or p.params.score:
         return None
     n_rows, size = p.n_q * p.n_head, p.n_q * p.n_head * p.v.d
     memory = scratch.results(size + n_rows)

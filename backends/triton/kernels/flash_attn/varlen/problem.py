@@ -12,6 +12,7 @@ from graphrt.backend import Place
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling, operand
 from graphrt.ops.flash_attn_varlen import longest
+from graphrt.ops.score import built_in
 from graphrt.tensor import Tensor
 
 #: Which keys: all; those that a group shares, for all of its queries; those behind them.
@@ -50,7 +51,7 @@ class VarlenProblem(Problem):
         q, k = node["q"], node["k"]
         v = self.out["v"] if self.out is not None else None
         self.q_t, self.k_t, self.v_t, self.mask_t, self.sinks_t = q, k, v, None, node["sinks"]
-        self.params = node.params
+        self.params = built_in(node.params)
         self.place = place
         self.k = operand(k, place(k))
         self.v = operand(v, place(v)) if v is not None else self.k
