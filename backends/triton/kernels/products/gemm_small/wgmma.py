@@ -7,8 +7,8 @@ buffer a barrier says that it is full, and another one that it is empty again. A
 steps of 128 elements of k, since memory is slow where few bytes of a row are asked for at a time.
 
 What a lane holds of k is free (mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
-f16_weights(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b1 c1
-c0 b0.
+f16_pairs(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b0 c1
+c0 b1.
 
 While a half step's product runs, the next one is dequantized: two are under way at a time, each with its own registers.
 """
@@ -31,13 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.kinds import has_plain_nibbles
 from graphrt.backends.triton.kernels.products.gemm_small.mma import matrix_of, place_of
-from graphrt.backends.triton.kernels.products.gemm_small.operands import (
-    f16_weights,
-    halves_of,
-    keeps_shift,
-    step_scales,
-)
+from graphrt.backends.triton.kernels.products.gemm_small.operands import halves_of, paired_scales_of, step_scales
+from graphrt.backends.triton.kernels.products.gemm_small.pairs import f16_pairs
 from graphrt.backends.triton.kernels.products.gemm_small.results import hand_over, hand_over_shares
 from graphrt.backends.triton.kernels.products.gemm_small.rings import allocate_planes, copy_weights, steps_of
 
@@ -164,7 +161,7 @@ def produce(copies, form: gl.constexpr):
 def half_product(codes, scale, add, x_ring, i, acc, SHIFTED: gl.constexpr, form: gl.constexpr):
     """Starts the product of half a step: (the sums, the weights, which must keep their registers until it is done)."""
     KIND: gl.constexpr = form.kind
-    w = gl.reshape(f16_weights(codes, scale, add, KIND, SHIFTED), [ROWS, 64])
+    w = gl.reshape(f16_pairs(codes, scale, add, KIND, SHIFTED), [ROWS, 64])
     w = gl.convert_layout(w, gl.DotOperandLayout(0, sums_layout(form.tokens), 2), assert_trivial=True)
     return warpgroup_mma(w, x_ring.index(i).permute((1, 0)), acc, is_async=True), w
 
@@ -178,8 +175,10 @@ def read_step(steps, barriers, i, chunk, row, left, k, wg: gl.constexpr, form: g
     slot = i_chunk % form.stages
     mbarrier.wait(full.index(slot), (i_chunk // form.stages) & 1)
     place = (slot * form.warpgroups + wg) * form.chunk + i % form.chunk
-    low, top = halves_of(steps, place, KIND, 4)
-    s0, a0, s1, a1 = step_scales(steps, place, chunk * form.chunk + i % form.chunk, row, left, k, KIND, 4, form.pair)
+    low, top = halves_of(steps, place, KIND, 4, True)
+    step = chunk * form.chunk + i % form.chunk
+    scales, supers = step_scales(steps, place, step, row, left, k, KIND, 4, form.pair)
+    s0, a0, s1, a1 = paired_scales_of(scales, supers, KIND)
     mbarrier.wait(x_full.index(i % form.x_stages), (i // form.x_stages) & 1)
     return low, top, s0, a0, s1, a1
 
@@ -202,7 +201,7 @@ def consume(
     first_row, m, n, k, first, count, turn, i_tile, i_split, n_splits = work
     KIND: gl.constexpr = form.kind
     GLU: gl.constexpr = form.glu
-    keep: gl.constexpr = keeps_shift(form.kind)
+    keep: gl.constexpr = has_plain_nibbles(form.kind)
     steps = steps_of(rings, KIND)
     row, left = rows_of(first_row, m, wg, form)
     acc = warpgroup_mma_init(gl.full([ROWS, form.tokens], 0.0, gl.float32, sums_layout(form.tokens)))
