@@ -3,8 +3,9 @@
 A tile is 64 rows for each of some warpgroups (with a gate 32 rows of it and the same 32 of its up), which dequantize
 their weights into registers, the first operand of wgmma; x in shared memory is the second one and serves all of them.
 Four more warps, the producer, copy planes by cp.async into one ring of buffers and x by TMA into another. Of each
-buffer a barrier says that it is full, and another one that it is empty again. A buffer of planes holds a chunk of some
-steps of 128 elements of k, since memory is slow where few bytes of a row are asked for at a time.
+buffer a barrier says that it is full; that a step has been read, so that its x and, after a chunk's last one, its planes
+may be written over, another one of each buffer of x. A buffer of planes holds a chunk of some steps of 128 elements of
+k, since memory is slow where few bytes of a row are asked for at a time.
 
 What a lane holds of k is free (mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
 f16_pairs(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b0 c1
@@ -132,7 +133,7 @@ def copy_x(x_ring, full, empty, x_desc, i, row, step, form: gl.constexpr):
 def produce(copies, form: gl.constexpr):
     """The producer: copies each chunk's planes, for each warpgroup, and each step's x."""
     rings, x_ring, barriers, planes, planes_up, x_desc, first_row, m, k, first, count, turn = copies
-    full, empty, x_full, x_empty = barriers
+    full, x_full, x_empty = barriers
     AHEAD: gl.constexpr = form.stages - 1
     for i in gl.static_range(AHEAD):  # what the launch before makes is not among the weights
         copy_chunk(rings, full, planes, planes_up, i, place_of(i, first, count, turn), k, first_row, m, form)
@@ -149,7 +150,10 @@ def produce(copies, form: gl.constexpr):
         if i % form.chunk == turn_of_planes:
             ahead = chunk + AHEAD
             if ahead < count:
-                mbarrier.wait(empty.index(ahead % form.stages), ((ahead // form.stages) & 1) ^ 1)
+                # With as many buffers of x as that, the copy of x above has waited for the same step.
+                if turn_of_planes + 1 < form.x_stages:
+                    last = gl.maximum(chunk * form.chunk - 1, 0)
+                    mbarrier.wait(x_empty.index(last % form.x_stages), (last // form.x_stages) & 1, pred=chunk > 0)
                 copy_chunk(
                     rings, full, planes, planes_up, ahead, place_of(ahead, first, count, turn), k, first_row, m, form
                 )
@@ -170,7 +174,7 @@ def half_product(codes, scale, add, x_ring, i, acc, SHIFTED: gl.constexpr, form:
 def read_step(steps, barriers, i, chunk, row, left, k, wg: gl.constexpr, form: gl.constexpr):
     """(codes of the first and of the second halves of groups, scale and add of either) of the i-th step, in `chunk`."""
     KIND: gl.constexpr = form.kind
-    full, empty, x_full, x_empty = barriers
+    full, x_full, x_empty = barriers
     i_chunk = i // form.chunk
     slot = i_chunk % form.stages
     mbarrier.wait(full.index(slot), (i_chunk // form.stages) & 1)
@@ -186,10 +190,9 @@ def read_step(steps, barriers, i, chunk, row, left, k, wg: gl.constexpr, form: g
 @gluon.jit
 def release(barriers, i, form: gl.constexpr):
     """This warpgroup is done with the i-th step."""
-    full, empty, x_full, x_empty = barriers
+    full, x_full, x_empty = barriers
     gl.thread_barrier()
     mbarrier.arrive(x_empty.index(i % form.x_stages), count=1)
-    mbarrier.arrive(empty.index(i // form.chunk % form.stages), count=1, pred=i % form.chunk == form.chunk - 1)
 
 
 @gluon.jit
@@ -278,10 +281,9 @@ def batch_wgmma(
     rings = allocate_planes(KIND, ROWS, form.chunk, form.stages * form.warpgroups)
     x_ring = gl.allocate_shared_memory(gl.float16, [form.x_stages * 2, form.tokens, 64], x_shared())
     full = make_barriers(form.stages, 128)
-    empty = make_barriers(form.stages, form.warpgroups)
     x_full = make_barriers(form.x_stages, 1)
     x_empty = make_barriers(form.x_stages, form.warpgroups)
-    barriers = (full, empty, x_full, x_empty)
+    barriers = (full, x_full, x_empty)
     pointers = (p_out, p_factors, p_bias, p_residual, p_parts, p_counter)
     work = (first_row, m, n, k, first, count, turn, i_tile, i_split, n_splits)
     copies = (rings, x_ring, barriers, planes, planes_up, x_desc, first_row, m, k, first, count, turn)
