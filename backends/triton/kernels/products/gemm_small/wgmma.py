@@ -2,10 +2,10 @@
 
 A tile is 64 rows for each of some warpgroups (with a gate 32 rows of it and the same 32 of its up), which dequantize
 their weights into registers, the first operand of wgmma; x in shared memory is the second one and serves all of them.
-Four more warps, the producer, copy planes by cp.async into one ring of buffers and x by TMA into another. Of each
-buffer a barrier says that it is full; that a step has been read, so that its x and, after a chunk's last one, its planes
-may be written over, another one of each buffer of x. A buffer of planes holds a chunk of some steps of 128 elements of
-k, since memory is slow where few bytes of a row are asked for at a time.
+Four more warps, the producer, copy planes by cp.async into one ring of buffers and x by TMA into another. A buffer of
+planes holds a chunk of some steps of 128 elements of k, since memory is slow where few bytes of a row are asked for at
+a time. Of each buffer a barrier says that it is full. Another one of each buffer of x says that its step has been read:
+its x may be written over and, when the step is the last of a chunk, the chunk's planes.
 
 What a lane holds of k is free (mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
 f16_pairs(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b0 c1
