@@ -92,7 +92,7 @@ def _hopper_cases() -> Iterator[Case]:
         biases = [_F32] * count if split or (count > 1 and not gate) else []
         gated = Gate(gate) if gate else None
         made = wgmma_launch.launch(target, weights, x, outs, fitted, tokens, biases, added, gated, split)
-        form = f"{config.warpgroups}x{config.per_sm} {count} {gate}{'split' if split else ''}"
+        form = f"{config.warpgroups}x{config.per_sm} {count} {gate}{f'split in {split.ranges}' if split else ''}"
         return f"sm_90 wgmma {kind} {tokens} {form}", made.kernel, made.args, made.options
 
     two, four, at_once = _HOPPER
@@ -109,6 +109,10 @@ def _hopper_cases() -> Iterator[Case]:
     yield case("q4_K", 64, two, 3)
     yield case("q6_K", 64, two, 2, "reglu")
     yield case("q6_K", 64, two, 1, "", split)
+    shares = Split(4, 2, torch.zeros(1 << 20), torch.zeros(4096, dtype=torch.int32))  # added up by all programs
+    for kind in ("q4_K", "q6_K"):
+        yield case(kind, 64, two, 1, "", shares)
+    yield case("q4_K", 64, two, 2, "swiglu", shares)
 
 
 def _case(

@@ -24,15 +24,37 @@ GATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def weight_of(kind: str, m: int, k: int, broken: int | None = None) -> tuple[Packed, np.ndarray]:
-    """A packed matrix, and its values as the f16 that products see, in f64. broken: a row with a scale that is NaN."""
+#: Types whose scales are products, and the code, offset taken off, that gemm_small/pairs.py counts as 0.
+_CENTRES = {"q4_K": 8, "q5_K": 16, "q6_K": 0, "iq4_xs": 0}
+
+
+def weight_of(kind: str, m: int, k: int, broken: int | None = None, paired: bool = False) -> tuple[Packed, np.ndarray]:
+    """A packed matrix, and its values as the f16 that products see, in f64. broken: a row with a scale that is NaN;
+    paired: for wgmma, which rounds scales too."""
     raw = quantize(RNG.standard_normal((m, k)).astype(np.float32), dtype(kind), RNG)
     if broken is not None:
         raw[broken, : dtype(kind).type_size] = 0xFF
     packed = Packed.empty(kind, m, k, "cpu")
     pack(torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8).reshape(m, -1)), packed)
-    values = dequantize(raw, dtype(kind)).reshape(m, k).astype(np.float16)
-    return packed, values.astype(np.float64)
+    values = dequantize(raw, dtype(kind)).reshape(m, k)
+    if paired and kind in _CENTRES:
+        values = _paired(packed, values.astype(np.float64))
+    return packed, values.astype(np.float16).astype(np.float64)
+
+
+def _paired(w: Packed, values: np.ndarray) -> np.ndarray:
+    """(code - centre) * scale + (centre * scale - min), the scale and what is added being f16."""
+    assert w.supers is not None
+    scales, supers = w.scales.numpy().astype(np.float64), w.supers.numpy().astype(np.float64).repeat(8, axis=1)
+    if supers.shape[2] == 2:
+        scale, less = (scales * supers)[..., :1], (scales * supers)[..., 1:]
+    else:
+        scale, less = scales * supers, np.zeros((w.rows, w.k // 32, 1))
+    centre = _CENTRES[w.kind]
+    scale, less = (np.repeat(s, 32 // s.shape[2], axis=2).reshape(w.rows, w.k) for s in (scale, less))
+    code = np.rint(np.divide(values + less, scale, out=np.zeros_like(values), where=scale != 0)) - centre
+    added = (centre * scale - less).astype(np.float16).astype(np.float64)
+    return code * scale.astype(np.float16).astype(np.float64) + added
 
 
 def x_of(n: int, k: int, factors: bool = False) -> tuple[Activations, np.ndarray]:

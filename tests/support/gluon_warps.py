@@ -109,14 +109,16 @@ class Schedule:
         """Runs the first function here and the others in partitions of their own, until all have ended."""
         me = self.running
         me.weight = self.random.choice((1, 20))
+        workers = []
         for i, (run, count) in enumerate(zip(runs[1:], warps, strict=True)):
-            worker = Partition(str(i + 1), count, me.may_read, self.random.choice((1, 20)))
+            worker = Partition(f"{me.name}.{i + 1}", count, me.may_read, self.random.choice((1, 20)))
+            workers.append(worker)
             self.partitions.append(worker)
             self.threads.append(threading.Thread(target=self._work, args=(worker, run), daemon=True))
             self.threads[-1].start()
         self.pause()
         runs[0]()
-        self.pause(lambda: self.partitions == [me], lambda: "waits for the end of the others")
+        self.pause(lambda: not any(w in self.partitions for w in workers), lambda: "waits for the end of the others")
 
     def _work(self, me: Partition, run: Callable[[], None]) -> None:
         me.turn.acquire()
@@ -396,6 +398,12 @@ class HopperGl(Gl):
         self._check()
         super().store(*args, **kwargs)
 
+    def atomic_add(self, p: Value, n: int, sem: str, scope: str) -> Value:
+        """Others may go on before."""
+        self._check()
+        self.schedule.pause()
+        return super().atomic_add(p, n, sem, scope)
+
 
 def _may_read(schedule: Schedule) -> None:
     """gdc_wait."""
@@ -409,19 +417,20 @@ def _functions_of_spec(launch: Any, replaced: dict[str, Any]) -> dict[str, Any]:
     return {"spec": replace(spec, **{name: rebuilt(x, replaced) for name, x in found.items()})} if found else {}
 
 
-def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> None:
-    """Runs a Launch on tensors of the host, its programs one after the other, in an order of the seed's choice.
-    others: functions in place of those of these names, as of code in PTX."""
+def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None, together: bool = False) -> None:
+    """Runs a Launch on tensors of the host, in an order of the seed's choice: its programs one after the other, or
+    together. others: functions in place of those of these names, as of
+    code in PTX."""
     memory = Memory(launch.args)
     warps, pdl = launch.options["num_warps"], launch.options.get("launch_pdl", False)
     given = arguments_of(launch, memory)
     given |= {k: Descriptor(a, memory) for k, a in launch.args.items() if hasattr(a, "block_shape")}
     programs = list(range(launch.grid[0]))
     random.Random(seed).shuffle(programs)
-    for program in programs:
-        schedule = Schedule(seed * len(programs) + program, warps, pdl)
+
+    def program_of(i: int, schedule: Schedule) -> Callable[[], None]:
         gl, barriers = HopperGl(memory, warps), Barriers(schedule)
-        gl.schedule, gl.program, gl.programs = schedule, program, len(programs)
+        gl.schedule, gl.program, gl.programs = schedule, i, len(programs)
         copies, products = LateCopies(schedule, memory, barriers), Products(schedule)
         replaced = {
             "gl": gl, "async_copy": copies, "tma": copies, "mbarrier": barriers, "warpgroup_mma": products.start,
@@ -430,5 +439,14 @@ def emulate(launch: Any, seed: int, others: dict[str, Any] | None = None) -> Non
             "fence_async_shared": lambda: None,
             "async_add_shared_to_global": copies.add, **(others or {}),
         }  # fmt: skip
-        schedule.run(partial(rebuilt(launch.kernel, replaced), **given | _functions_of_spec(launch, replaced)))
+        return partial(rebuilt(launch.kernel, replaced), **given | _functions_of_spec(launch, replaced))
+
+    if together:
+        schedule = Schedule(seed, warps, pdl)
+        runs = [program_of(i, schedule) for i in programs]
+        schedule.run(lambda: schedule.specialize(runs, [warps] * (len(runs) - 1)))
+    else:
+        for i in programs:
+            schedule = Schedule(seed * len(programs) + i, warps, pdl)
+            schedule.run(program_of(i, schedule))
     memory.give_back()

@@ -55,6 +55,15 @@ def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     return np.where(which < 8, found, signs).view(np.uint32)[..., 0]
 
 
+def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Bit by bit: the bit of the table that a, b and c number, a's being worth 4."""
+    found = np.zeros_like(a)
+    for i in range(8):
+        chosen = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        found |= np.where(table >> np.uint32(i) & 1, chosen, np.uint32(0))
+    return found
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
     "and.b32": np.bitwise_and,
@@ -63,6 +72,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shr.u32": np.right_shift,
     "shl.b32": np.left_shift,
     "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
     "sub.f16x2": lambda a, b: _pairwise(np.subtract, a, b),
     "mul.f16x2": lambda a, b: _pairwise(np.multiply, a, b),
     "mul.rn.f16x2": lambda a, b: _pairwise(np.multiply, a, b),

@@ -8,5 +8,5 @@ def wgmma_order(k: int) -> list[int]:
     places = {}
     for element in range(k):
         c1, c0, h, i1, i0, b1, b0 = (int(bit) for bit in f"{element % 128:07b}")
-        places[element // 128 * 128 + int("".join(map(str, (h, i1, i0, b1, c1, c0, b0))), 2)] = element
+        places[element // 128 * 128 + int("".join(map(str, (h, i1, i0, b0, c1, c0, b1))), 2)] = element
     return [places[p] for p in range(k)]

@@ -32,16 +32,18 @@ def _run(
     outs: Sequence[torch.Tensor],
     config: HopperConfig,
     seed: int = 0,
+    together: bool = True,
     **more: Any,
 ) -> None:
     ordered = Activations(x.values[:, wgmma_order(x.k)].contiguous(), x.factors)
     tokens = mma_launch.padded_tokens(x.rows)
-    emulate(wgmma_launch.launch(TARGET, weights, ordered, outs, config, tokens, **more), seed)
+    made = wgmma_launch.launch(TARGET, weights, ordered, outs, config, tokens, **more)
+    emulate(made, seed, together=together and more.get("split") is not None)
 
 
 def _check(kind: str, n: int, m: int, k: int, config: HopperConfig, seeds: Sequence[int]) -> None:
     """A product is right, and has the same bits whatever the order of things."""
-    (w, values), (x, exact) = weight_of(kind, m, k), x_of(n, k)
+    (w, values), (x, exact) = weight_of(kind, m, k, paired=True), x_of(n, k)
     results = []
     for seed in seeds:
         results.append(torch.full((n, m), float("nan")))
@@ -72,17 +74,18 @@ def test_configs(warpgroups: int, chunk: int, stages: int) -> None:
 
 
 def _split(ranges: int, steps: int, tiles: int) -> mma_launch.Split:
-    parts = torch.full((tiles * ranges * 64 * 16,), float("nan"))
-    return mma_launch.Split(ranges, steps, parts, torch.zeros(tiles, dtype=torch.int32))
+    """tiles: of a warpgroup."""
+    parts = torch.full((tiles * ranges * 64 * 64,), float("nan"))
+    return mma_launch.Split(ranges, steps, parts, torch.zeros(2 * tiles, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q8_0", "q4_0"])
-@pytest.mark.parametrize(("ranges", "steps"), [(2, 3), (5, 1)])
+@pytest.mark.parametrize(("ranges", "steps", "k"), [(2, 3, 1280), (5, 1, 1280), (8, 1, 2048)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_split_of_k(kind: str, ranges: int, steps: int, seed: int) -> None:
+def test_a_split_of_k(kind: str, ranges: int, steps: int, k: int, seed: int) -> None:
     """Counters are zeros again when it is done; a residual and a gate come after the sum of all parts."""
-    (w, values), (other, u) = weight_of(kind, 88, 1280), weight_of(kind, 88, 1280)
-    x, exact = x_of(16, 1280, factors=True)
+    (w, values), (other, u) = weight_of(kind, 88, k, paired=True), weight_of(kind, 88, k, paired=True)
+    x, exact = x_of(16, k, factors=True)
     out = torch.from_numpy(RNG.standard_normal((16, 88)).astype(np.float32))
     expected, split = exact @ values.T + out.numpy(), _split(ranges, steps, 2)
     _run([w], x, [out], SMALL, seed, residual=out, split=split)
@@ -95,12 +98,28 @@ def test_a_split_of_k(kind: str, ranges: int, steps: int, seed: int) -> None:
     assert nmse(out, np.maximum(exact @ values.T, 0) * (exact @ u.T)) < 1e-9 and not split.counter.any()
 
 
+@pytest.mark.parametrize(("n", "ranges"), [(33, 2), (64, 3), (17, 11)])
+def test_a_split_of_many_tokens(n: int, ranges: int) -> None:
+    """Programs that have several pieces of eight tokens, and none; more parts than are asked for at a time. The bits
+    are the same whatever the order of things, also where programs run one after the other: those that leave their share
+    to the last one."""
+    w, values = weight_of("q4_0", 72, 256 * ranges, paired=True)
+    x, exact = x_of(n, 256 * ranges, factors=True)
+    results = []
+    for seed, together in ((0, True), (1, True), (2, False)):
+        out, split = torch.ones(n, 72), _split(ranges, 1, 2)
+        _run([w], x, [out], SMALL, seed, together, residual=out, split=split)  # a share done twice adds that twice
+        assert nmse(out, exact @ values.T + 1) < 1e-9 and not split.counter.any()
+        results.append(out)
+    assert all(torch.equal(results[0], found) for found in results[1:])
+
+
 @pytest.mark.parametrize("kind", ["q4_K", "q6_K", "q5_0"])
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])
 def test_several_matrices_and_a_residual(kind: str, warpgroups: int) -> None:
     config = HopperConfig(warpgroups, 2, 2, 4)
     x, exact = x_of(12, 768, factors=True)
-    pairs = [weight_of(kind, m, 768) for m in (200, 32, 7)]
+    pairs = [weight_of(kind, m, 768, paired=True) for m in (200, 32, 7)]
     for count in (2, 3):
         outs = [torch.full((12, w.rows), float("nan")) for w, _ in pairs[:count]]
         _run([w for w, _ in pairs[:count]], x, outs, config)
@@ -119,7 +138,7 @@ def test_biases(warpgroups: int, ranges: int) -> None:
     """Each matrix's own, once, whatever k is split into; with a residual of a single one."""
     config = HopperConfig(warpgroups, 2, 2, 4)
     x, exact = x_of(12, 1024, factors=True)
-    pairs = [weight_of("q4_K", m, 1024) for m in (200, 32, 7)]
+    pairs = [weight_of("q4_K", m, 1024, paired=True) for m in (200, 32, 7)]
     biases = [torch.from_numpy(RNG.standard_normal(w.rows).astype(np.float32)) for w, _ in pairs]
     for count in (1, 2, 3):
         weights, added = [w for w, _ in pairs[:count]], biases[:count]
@@ -138,7 +157,7 @@ def test_biases(warpgroups: int, ranges: int) -> None:
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])
 def test_a_gate(kind: str, glu: str, warpgroups: int) -> None:
     """A NaN in a row of the gate comes through."""
-    (gate, g), (up, u) = weight_of(kind, 104, 768, broken=70), weight_of(kind, 104, 768)
+    (gate, g), (up, u) = weight_of(kind, 104, 768, broken=70, paired=True), weight_of(kind, 104, 768, paired=True)
     x, exact = x_of(9, 768, factors=True)
     out = torch.full((9, 104), float("nan"))
     _run([gate, up], x, [out], HopperConfig(warpgroups, 2, 2, 4), gate=Gate(glu))
@@ -150,7 +169,7 @@ def test_a_gate(kind: str, glu: str, warpgroups: int) -> None:
 @pytest.mark.parametrize("k", [256, 512])
 def test_a_part_of_the_rows(k: int) -> None:
     """Rows of a matrix as a view of its planes. Of q6_K two rows share a word of supers where k is 256."""
-    whole, values = weight_of("q6_K", 96, k)
+    whole, values = weight_of("q6_K", 96, k, paired=True)
     x, exact = x_of(9, k)
     part = whole.part(16, 88)
     assert mma_launch.aligned(part)

@@ -64,7 +64,7 @@ def _x(pairs: Pairs, k: int) -> tuple[Activations, np.ndarray]:
 
 def _matrices(kind: str, n_expert: int, m: int, k: int, bias: bool) -> tuple[Matrices, np.ndarray, np.ndarray]:
     """(matrices of all experts, their values [n_expert, m, k], biases [n_expert, m], zeros if there are none)"""
-    weight, values = weight_of(kind, n_expert * m, k)
+    weight, values = weight_of(kind, n_expert * m, k, paired=True)
     biases = RNG.standard_normal((n_expert, m)).astype(np.float32) if bias else None
     given = Matrices(weight, None if biases is None else torch.from_numpy(biases))
     zeros = np.zeros((n_expert, m)) if biases is None else biases.astype(np.float64)

@@ -23,9 +23,9 @@ from graphrt.backends.triton.kernels.common.gluon_activation import glu
 from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.kinds import has_supers
+from graphrt.backends.triton.kernels.kinds import has_plain_nibbles, has_supers
 from graphrt.backends.triton.kernels.products.gemm_small.layouts import words_layout
-from graphrt.backends.triton.kernels.products.gemm_small.operands import halves_of, keeps_shift, scales_of
+from graphrt.backends.triton.kernels.products.gemm_small.operands import halves_of, paired_scales_of
 from graphrt.backends.triton.kernels.products.gemm_small.rings import (
     allocate_codes,
     copy_codes,
@@ -156,7 +156,7 @@ def produce(rings, x_ring, barriers, planes, planes_up, x_desc, order, k, form: 
 
 @gluon.jit
 def load_scales(planes, planes_up, first_row, left, step, k, form: gl.constexpr):
-    """(integers of the plane of scales, supers) of a step's groups, [1, ROWS, 4] as scales_of() takes them."""
+    """(integers of the plane of scales, supers) of a step's groups, [1, ROWS, 4] as paired_scales_of() takes them."""
     KIND: gl.constexpr = form.kind
     L: gl.constexpr = gl.SliceLayout(3, words_layout(1, 4, ROWS, 4))
     n_groups = k // 32
@@ -194,7 +194,7 @@ def consume(
 ):  # fmt: skip
     """A warpgroup: its rows' sums of each tile, and out."""
     KIND: gl.constexpr = form.kind
-    keep: gl.constexpr = keeps_shift(form.kind)
+    keep: gl.constexpr = has_plain_nibbles(form.kind)
     full, empty, x_full, x_empty = barriers
     p_tiles, p_sorted, n_columns, n_expert, m, row_tiles = order
     quants, high = steps_of_codes(rings[0], rings[1], KIND)
@@ -213,7 +213,7 @@ def consume(
         next_row, next_first_row, next_left = part_of(after, order, wg, form)
         acc = warpgroup_mma_init(gl.full([ROWS, form.tokens], 0.0, gl.float32, sums_layout(form.tokens)))
         low, top = read_codes(codes, x_ring, barriers, 0, chunks_done, steps_done, wg, form)
-        s0, a0, s1, a1 = scales_of(now[0], now[1], KIND)
+        s0, a0, s1, a1 = paired_scales_of(now[0], now[1], KIND)
         now = then
         then = scales_ahead(planes, planes_up, first_row, left, next_first_row, next_left, 0, k, form)
         x_slot = steps_done % form.x_stages
@@ -221,7 +221,7 @@ def consume(
         acc, w1 = half_product(top, s1, a1, x_ring, x_slot * 2 + 1, acc, keep, form)
         for step in range(1, n_steps):
             low, top = read_codes(codes, x_ring, barriers, step, chunks_done, steps_done, wg, form)
-            s0, a0, s1, a1 = scales_of(now[0], now[1], KIND)
+            s0, a0, s1, a1 = paired_scales_of(now[0], now[1], KIND)
             now = then
             then = scales_ahead(planes, planes_up, first_row, left, next_first_row, next_left, step, k, form)
             w0 = warpgroup_mma_wait(1, [w0])
@@ -247,7 +247,7 @@ def read_codes(codes, x_ring, barriers, step, chunks_done, steps_done, wg: gl.co
     chunk = chunks_done + step // form.chunk
     slot = chunk % form.stages
     mbarrier.wait(full.index(slot), (chunk // form.stages) & 1)
-    low, top = halves_of(codes, (slot * form.warpgroups + wg) * form.chunk + step % form.chunk, KIND, 4)
+    low, top = halves_of(codes, (slot * form.warpgroups + wg) * form.chunk + step % form.chunk, KIND, 4, True)
     i = steps_done + step
     mbarrier.wait(x_full.index(i % form.x_stages), (i // form.x_stages) & 1)
     return low, top

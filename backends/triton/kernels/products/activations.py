@@ -174,9 +174,9 @@ def _store_bytes(byte, p_q, at, m):
 @triton.jit
 def ordered_element(place):
     """Which element lies at a place of gemm_small/wgmma.py's order: of an element's place in 128 the bits
-    c1 c0 h i1 i0 b1 b0 become h i1 i0 b1 c1 c0 b0."""
+    c1 c0 h i1 i0 b1 b0 become h i1 i0 b0 c1 c0 b1."""
     return (place // 128) * 128 + (
-        place // 2 % 4 * 32 + place // 64 % 2 * 16 + place // 16 % 4 * 4 + place // 8 % 2 * 2 + place % 2
+        place // 2 % 4 * 32 + place // 64 % 2 * 16 + place // 16 % 4 * 4 + place % 2 * 2 + place // 8 % 2
     )
 
 
@@ -185,7 +185,7 @@ def in_order(x):
     """Values of whole 128s of elements, as they lie in gemm_small/wgmma.py's order: for every place what
     ordered_element() says. In registers and shared memory, so that rows are read and written wide."""
     x = tl.reshape(x, (x.numel // 128, 4, 2, 4, 2, 2))  # .., c1 c0, h, i1 i0, b1, b0
-    return tl.permute(x, (0, 2, 3, 4, 1, 5))
+    return tl.permute(x, (0, 2, 3, 5, 1, 4))
 
 
 @triton.jit

@@ -21,10 +21,12 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.products.gemm_small.layouts import mma_layout
 from graphrt.backends.triton.kernels.products.gemm_small.operands import (
+    BIAS,
     halves_of,
     keeps_shift,
     load_x,
     operand,
+    scales_of,
     step_scales,
 )
 from graphrt.backends.triton.kernels.products.gemm_small.results import deliver
@@ -145,8 +147,9 @@ def batch_mma(
         copy_x(x_rings, p_x, free, ahead, k, n, q_end, TOKENS, WK)
         async_copy.commit_group()
         step = place_of(i, first, count, turn)
-        low, top = halves_of(rings, slot, KIND, WR)
-        s0, a0, s1, a1 = step_scales(rings, slot, step, first_row, left, k, KIND, WR, PAIR)
+        low, top = halves_of(rings, slot, KIND, WR, False)
+        scales, supers = step_scales(rings, slot, step, first_row, left, k, KIND, WR, PAIR)
+        s0, a0, s1, a1 = scales_of(scales, supers, KIND, BIAS)
         acc = mma_v2(operand(low, s0, a0, KIND, False, WR), load_x(x_rings[0], slot, TOKENS, WK, WR), acc)
         acc = mma_v2(operand(top, s1, a1, KIND, keeps_shift(KIND), WR), load_x(x_rings[1], slot, TOKENS, WK, WR), acc)
         free = slot

@@ -22,15 +22,28 @@ from graphrt.backends.triton.kernels.kinds import (
     pairs_of_supers,
 )
 from graphrt.backends.triton.kernels.products.gemm_small.layouts import high_layout, mma_layout, words_layout, x_layout
+from graphrt.backends.triton.kernels.products.gemm_small.pairs import centre_of, twice
 from graphrt.backends.triton.kernels.products.gemm_small.rings import matrix_row
 from graphrt.backends.triton.kernels.products.gemm_small.unpack import codebook_asm, mode_of, unpack_asm
 
 
 @gluon.jit
-def scales_of(scales, supers, KIND: gl.constexpr):
+def paired_scales_of(scales, supers, KIND: gl.constexpr):
+    """scales_of() as f16_pairs() takes them."""
+    s0, a0, s1, a1 = scales_of(scales, supers, KIND, -centre_of(KIND))
+    if has_half_scales(KIND):
+        return twice(s0, KIND), twice(a0, KIND), twice(s1, KIND), twice(a1, KIND)
+    else:
+        s0 = twice(s0, KIND)
+        a0 = twice(a0, KIND)
+        return s0, a0, s0, a0
+
+
+@gluon.jit
+def scales_of(scales, supers, KIND: gl.constexpr, BIAS: gl.constexpr):
     """(scale, add) of a group's first half, then of its second, of its integer in the plane of scales and its super.
 
-    f16 for types with f16 scales or e2m1 codes, else f32. add: what the codes' bias comes to, less what is taken off.
+    f16 for types with f16 scales or e2m1 codes, else f32, where add is for codes to which BIAS has been added.
     """
     if has_f16_scales(KIND):
         d, m = f16_scale(scales, KIND)
@@ -159,10 +172,10 @@ def keeps_shift(KIND):
 
 
 @gluon.jit
-def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
+def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr, PAIRS: gl.constexpr):
     """A step's codes as bytes: int32 [WK, ROWS, 4, 4] of elements 0..15 of the groups, and of 16..31.
 
-    The latter's may be in the bytes' high nibbles: see keeps_shift.
+    The latter's may be in the bytes' high nibbles: see keeps_shift. PAIRS: of plain nibbles both are the words.
     """
     quants, high, scales, supers = rings
     E: gl.constexpr = code_bits(KIND)
@@ -177,6 +190,9 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
     elif has_codebook(KIND):
         asm: gl.constexpr = _e2m1_asm() if is_e2m1(KIND) else codebook_asm(KIND)
         low, top = gl.inline_asm_elementwise(asm, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    elif PAIRS and has_plain_nibbles(KIND):
+        low = words
+        top = words
     else:
         low = words & 0x0F0F0F0F
         if keeps_shift(KIND):
@@ -199,7 +215,7 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr):
 
 @gluon.jit
 def step_scales(rings, slot, step, first_row, left, k, KIND: gl.constexpr, WR: gl.constexpr, PAIR: gl.constexpr):
-    """scales_of() a step's groups, each [WK, ROWS, 4]."""
+    """(integers of the plane of scales, supers) of a step's groups, each [WK, ROWS, 4]."""
     quants, high, scales, supers = rings
     WK: gl.constexpr = quants.shape[1]
     ROWS: gl.constexpr = quants.shape[2]
@@ -212,4 +228,4 @@ def step_scales(rings, slot, step, first_row, left, k, KIND: gl.constexpr, WR: g
             row = matrix_row(axis_index(L, 3, 1, ROWS), PAIR)
             at = (first_row + gl.minimum(row, left - 1)) * (k // 256) + (step * WK + axis_index(L, 3, 0, WK)) // 2
             su = su >> ((at & 1) * 16)
-    return scales_of(found, su, KIND)
+    return found, su

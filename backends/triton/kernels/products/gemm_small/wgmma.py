@@ -2,13 +2,14 @@
 
 A tile is 64 rows for each of some warpgroups (with a gate 32 rows of it and the same 32 of its up), which dequantize
 their weights into registers, the first operand of wgmma; x in shared memory is the second one and serves all of them.
-Four more warps, the producer, copy planes by cp.async into one ring of buffers and x by TMA into another. Of each
-buffer a barrier says that it is full, and another one that it is empty again. A buffer of planes holds a chunk of some
-steps of 128 elements of k, since memory is slow where few bytes of a row are asked for at a time.
+Four more warps, the producer, copy planes by cp.async into one ring of buffers and x by TMA into another. A buffer of
+planes holds a chunk of some steps of 128 elements of k, since memory is slow where few bytes of a row are asked for at
+a time. Of each buffer a barrier says that it is full. Another one of each buffer of x says that its step has been read:
+its x may be written over and, when the step is the last of a chunk, the chunk's planes.
 
 What a lane holds of k is free (mma.py), but wgmma reads x from shared memory itself. So x comes in the order of
-f16_weights(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b1 c1
-c0 b0.
+f16_pairs(): the bits c1 c0 h i1 i0 b1 b0 of an element's place in 128 (group, half, word, byte) become h i1 i0 b0 c1
+c0 b1.
 
 While a half step's product runs, the next one is dequantized: two are under way at a time, each with its own registers.
 """
@@ -31,14 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_barriers import make_barriers
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.kinds import has_plain_nibbles
 from graphrt.backends.triton.kernels.products.gemm_small.mma import matrix_of, place_of
-from graphrt.backends.triton.kernels.products.gemm_small.operands import (
-    f16_weights,
-    halves_of,
-    keeps_shift,
-    step_scales,
-)
-from graphrt.backends.triton.kernels.products.gemm_small.results import hand_over
+from graphrt.backends.triton.kernels.products.gemm_small.operands import halves_of, paired_scales_of, step_scales
+from graphrt.backends.triton.kernels.products.gemm_small.pairs import f16_pairs
+from graphrt.backends.triton.kernels.products.gemm_small.results import hand_over, hand_over_shares
 from graphrt.backends.triton.kernels.products.gemm_small.rings import allocate_planes, copy_weights, steps_of
 
 #: Rows of a warpgroup.
@@ -76,10 +74,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Form(Shape):
-    """batch_wgmma's choices. tokens: 16, 32 or 64; segments: matrices."""
+    """batch_wgmma's choices. tokens: 16, 32 or 64; segments: matrices; shares: of a split, see results.py."""
 
     segments: int
     split: bool
+    shares: bool
     has_factors: bool
     has_bias: bool
     has_residual: bool
@@ -134,7 +133,7 @@ def copy_x(x_ring, full, empty, x_desc, i, row, step, form: gl.constexpr):
 def produce(copies, form: gl.constexpr):
     """The producer: copies each chunk's planes, for each warpgroup, and each step's x."""
     rings, x_ring, barriers, planes, planes_up, x_desc, first_row, m, k, first, count, turn = copies
-    full, empty, x_full, x_empty = barriers
+    full, x_full, x_empty = barriers
     AHEAD: gl.constexpr = form.stages - 1
     for i in gl.static_range(AHEAD):  # what the launch before makes is not among the weights
         copy_chunk(rings, full, planes, planes_up, i, place_of(i, first, count, turn), k, first_row, m, form)
@@ -151,7 +150,10 @@ def produce(copies, form: gl.constexpr):
         if i % form.chunk == turn_of_planes:
             ahead = chunk + AHEAD
             if ahead < count:
-                mbarrier.wait(empty.index(ahead % form.stages), ((ahead // form.stages) & 1) ^ 1)
+                # With as many buffers of x as that, the copy of x above has waited for the same step.
+                if turn_of_planes + 1 < form.x_stages:
+                    last = gl.maximum(chunk * form.chunk - 1, 0)
+                    mbarrier.wait(x_empty.index(last % form.x_stages), (last // form.x_stages) & 1, pred=chunk > 0)
                 copy_chunk(
                     rings, full, planes, planes_up, ahead, place_of(ahead, first, count, turn), k, first_row, m, form
                 )
@@ -163,7 +165,7 @@ def produce(copies, form: gl.constexpr):
 def half_product(codes, scale, add, x_ring, i, acc, SHIFTED: gl.constexpr, form: gl.constexpr):
     """Starts the product of half a step: (the sums, the weights, which must keep their registers until it is done)."""
     KIND: gl.constexpr = form.kind
-    w = gl.reshape(f16_weights(codes, scale, add, KIND, SHIFTED), [ROWS, 64])
+    w = gl.reshape(f16_pairs(codes, scale, add, KIND, SHIFTED), [ROWS, 64])
     w = gl.convert_layout(w, gl.DotOperandLayout(0, sums_layout(form.tokens), 2), assert_trivial=True)
     return warpgroup_mma(w, x_ring.index(i).permute((1, 0)), acc, is_async=True), w
 
@@ -172,13 +174,15 @@ def half_product(codes, scale, add, x_ring, i, acc, SHIFTED: gl.constexpr, form:
 def read_step(steps, barriers, i, chunk, row, left, k, wg: gl.constexpr, form: gl.constexpr):
     """(codes of the first and of the second halves of groups, scale and add of either) of the i-th step, in `chunk`."""
     KIND: gl.constexpr = form.kind
-    full, empty, x_full, x_empty = barriers
+    full, x_full, x_empty = barriers
     i_chunk = i // form.chunk
     slot = i_chunk % form.stages
     mbarrier.wait(full.index(slot), (i_chunk // form.stages) & 1)
     place = (slot * form.warpgroups + wg) * form.chunk + i % form.chunk
-    low, top = halves_of(steps, place, KIND, 4)
-    s0, a0, s1, a1 = step_scales(steps, place, chunk * form.chunk + i % form.chunk, row, left, k, KIND, 4, form.pair)
+    low, top = halves_of(steps, place, KIND, 4, True)
+    step = chunk * form.chunk + i % form.chunk
+    scales, supers = step_scales(steps, place, step, row, left, k, KIND, 4, form.pair)
+    s0, a0, s1, a1 = paired_scales_of(scales, supers, KIND)
     mbarrier.wait(x_full.index(i % form.x_stages), (i // form.x_stages) & 1)
     return low, top, s0, a0, s1, a1
 
@@ -186,10 +190,9 @@ def read_step(steps, barriers, i, chunk, row, left, k, wg: gl.constexpr, form: g
 @gluon.jit
 def release(barriers, i, form: gl.constexpr):
     """This warpgroup is done with the i-th step."""
-    full, empty, x_full, x_empty = barriers
+    full, x_full, x_empty = barriers
     gl.thread_barrier()
     mbarrier.arrive(x_empty.index(i % form.x_stages), count=1)
-    mbarrier.arrive(empty.index(i // form.chunk % form.stages), count=1, pred=i % form.chunk == form.chunk - 1)
 
 
 @gluon.jit
@@ -201,7 +204,7 @@ def consume(
     first_row, m, n, k, first, count, turn, i_tile, i_split, n_splits = work
     KIND: gl.constexpr = form.kind
     GLU: gl.constexpr = form.glu
-    keep: gl.constexpr = keeps_shift(form.kind)
+    keep: gl.constexpr = has_plain_nibbles(form.kind)
     steps = steps_of(rings, KIND)
     row, left = rows_of(first_row, m, wg, form)
     acc = warpgroup_mma_init(gl.full([ROWS, form.tokens], 0.0, gl.float32, sums_layout(form.tokens)))
@@ -220,11 +223,18 @@ def consume(
     sums, w0, w1 = warpgroup_mma_wait(0, [acc, w0, w1])
     if form.pdl:
         gdc_wait()
-    hand_over(
-        sums, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, first_row + wg * form.tile, m, n,
-        i_tile * form.warpgroups + wg, i_split, n_splits, GLU, form.split, form.has_factors, form.has_bias,
-        form.has_residual,
-    )  # fmt: skip
+    row = first_row + wg * form.tile
+    part = i_tile * form.warpgroups + wg
+    if form.shares:
+        hand_over_shares(
+            sums, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, row, m, n, part, i_split, n_splits, GLU,
+            form.has_factors, form.has_bias, form.has_residual,
+        )  # fmt: skip
+    else:
+        hand_over(
+            sums, p_out, p_factors, p_bias, p_residual, p_parts, p_counter, row, m, n, part, i_split, n_splits, GLU,
+            form.split, form.has_factors, form.has_bias, form.has_residual,
+        )  # fmt: skip
 
 
 @accesses(
@@ -246,8 +256,8 @@ def batch_wgmma(
     x_desc, p_factors, p_residual, p_parts, p_counter, n, k, n_splits, steps_a_split, form: gl.constexpr,
 ):  # fmt: skip
     """batch_mma's arguments, but: x_desc of x f16 [n, k] in the order above, in blocks [tokens, 64]; steps_a_split in
-    chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 [tiles, warpgroups]. Four warps at
-    launch.
+    chunks; parts: f32 [tiles, warpgroups, n_splits, tokens, ROWS]; counter: int32 zeros,
+    one for each tile and warpgroup, two with shares. Four warps at launch.
     """
     tile = gl.program_id(0)
     i_split = tile * 0
@@ -271,10 +281,9 @@ def batch_wgmma(
     rings = allocate_planes(KIND, ROWS, form.chunk, form.stages * form.warpgroups)
     x_ring = gl.allocate_shared_memory(gl.float16, [form.x_stages * 2, form.tokens, 64], x_shared())
     full = make_barriers(form.stages, 128)
-    empty = make_barriers(form.stages, form.warpgroups)
     x_full = make_barriers(form.x_stages, 1)
     x_empty = make_barriers(form.x_stages, form.warpgroups)
-    barriers = (full, empty, x_full, x_empty)
+    barriers = (full, x_full, x_empty)
     pointers = (p_out, p_factors, p_bias, p_residual, p_parts, p_counter)
     work = (first_row, m, n, k, first, count, turn, i_tile, i_split, n_splits)
     copies = (rings, x_ring, barriers, planes, planes_up, x_desc, first_row, m, k, first, count, turn)

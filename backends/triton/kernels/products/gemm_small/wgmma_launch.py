@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.products.gemm_small.arguments import (
     row_bytes,
     tiles_of,
 )
+from graphrt.backends.triton.kernels.products.gemm_small.results import MOST_SHARES
 from graphrt.backends.triton.kernels.products.gemm_small.wgmma import Form, x_shared
 from graphrt.backends.triton.kernels.products.gemm_small.wgmma import batch_wgmma as kernel
 from graphrt.backends.triton.kernels.products.half import Activations, Gate
@@ -26,6 +27,8 @@ from graphrt.backends.triton.packing import Packed, packing_of
 
 #: Rows of a warpgroup; registers of a thread of the producer.
 ROWS, PRODUCER = 64, 72
+#: The producer's where the warpgroups have few. With a gate it has twice the pointers and needs them.
+SPARING = 64
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class HopperConfig:
 
     @property
     def counters(self) -> int:
-        """Of a tile that is split: each warpgroup has its own."""
-        return self.warpgroups
+        """Of a tile that is split: each warpgroup has its own, two where all programs add up parts."""
+        return 2 * self.warpgroups
 
 
 def chunk_bytes(kind: str, config: HopperConfig) -> int:
@@ -90,11 +93,19 @@ def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> Hopper
     return fitted(config, kind, tokens, target.shared_memory)
 
 
-def registers_of(warpgroups: int, per_sm: int = 1) -> tuple[int, int]:
-    """Registers of a thread at launch, and of the warpgroups' when the producer has given back its own."""
+def registers_of(warpgroups: int, per_sm: int = 1, producer: int = PRODUCER) -> tuple[int, int]:
+    """Registers of a thread at launch, and of the warpgroups' when the producer has given back all but so many."""
     at_start = min(255, REGISTERS // (per_sm * 128 * (warpgroups + 1))) // 8 * 8
-    left = at_start * (warpgroups + 1) - PRODUCER
+    left = at_start * (warpgroups + 1) - producer
     return at_start, min(255, left // warpgroups) // 8 * 8
+
+
+def adds_shares(ranges: int, tokens: int) -> bool:
+    """Whether all programs of a tile add up its parts, instead of the last one: where parts are many or large.
+
+    Measured on an H200 with 16 to 64 tokens and 2 to 8 parts.
+    """
+    return 2 < ranges <= MOST_SHARES and ranges * tokens >= 128
 
 
 def launch(
@@ -103,13 +114,15 @@ def launch(
     split: Split | None = None,
 ) -> Launch:  # fmt: skip
     """As mma_launch.launch(), of x in the order that wgmma.py wants. split: in chunks."""
-    at_start, registers = registers_of(config.warpgroups, config.per_sm)
+    tight = config.per_sm > 1 or (config.warpgroups == 4 and gate is None)
+    producer = SPARING if tight else PRODUCER
+    at_start, registers = registers_of(config.warpgroups, config.per_sm, producer)
     form = Form(
         kind=weights[0].kind, tokens=tokens, warpgroups=config.warpgroups, chunk=config.chunk, stages=config.stages,
         x_stages=config.x_stages, segments=1 if gate else len(weights), glu=gate.kind if gate else "",
-        split=split is not None, has_factors=x.factors is not None, has_bias=bool(biases),
-        has_residual=residual is not None, pdl=target.has_pdl,
-        registers=(registers, PRODUCER),
+        split=split is not None, shares=split is not None and adds_shares(split.ranges, tokens),
+        has_factors=x.factors is not None, has_bias=bool(biases), has_residual=residual is not None,
+        pdl=target.has_pdl, registers=(registers, producer),
     )  # fmt: skip
     args = arguments(weights, x, outs, biases, residual, split, -(-x.k // config.step))
     args |= {"x_desc": TensorDescriptor(x.values, [x.rows, x.k], [x.k, 1], [tokens, 64], x_shared()), "form": form}
