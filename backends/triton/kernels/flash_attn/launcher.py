@@ -17,6 +17,7 @@ from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, S
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
 from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel
 from graphrt.backends.triton.kernels.flash_attn.varlen.parts import by_rows, cascade
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
@@ -58,7 +59,7 @@ class Launcher:
         if attention.nodes[0].op.startswith("FLASH_ATTN_VARLEN"):
             return self._varlen(VarlenProblem(attention, self.place))
         p = Problem(attention, self.place)
-        kernel, refused = self._first(p, kernels_of(self.target), not_of(self.target))
+        kernel, refused = self._in_passes(p) or self._first(p, kernels_of(self.target), not_of(self.target))
         plan, steps = None, list[Step]()
         if kernel.p.mask_t is not None:  # which a bias may stand for
             plan, made = self.masks.plan(kernel.p, kernel.tiling, kernel.needs_units)
@@ -66,6 +67,15 @@ class Launcher:
         steps += kernel.launches(plan, plan is not None and not steps, self.scratch)
         self.chosen.update(dict.fromkeys(p.nodes, kernel.chosen(refused)))
         return steps
+
+    def _in_passes(self, p: Problem) -> tuple[AttentionKernel[Problem, MaskPlan], dict[str, str]] | None:
+        """Flash decoding in two passes, where the schedule asks for a form of it and it serves."""
+        if self.schedule not in PASS_FORMS or not self.target.is_nvidia or self.config is not None:
+            return None
+        from graphrt.backends.triton.kernels.flash_attn.passes_launch import DecodePasses
+
+        kernel = DecodePasses(p, self.target, self.schedule)
+        return (kernel, {}) if kernel.serves() is None else None
 
     def _varlen(self, p: VarlenProblem) -> list[Step]:
         """Of an attention that is done in parts the last one's kernel is told as chosen, the others beside it."""
