@@ -85,6 +85,13 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(replace(BASE, layout="padded", mask=None), {"n_kv": CONTEXTS}, {"n_q": (1, 33), "mask": ("random",)}),
         Group(BASE, {"n_kv": (1, 17, 255, 257, 1025), "n_q": (1, 9), "sinks": ("near",)}, {"sinks": (None, "large")}),
     ),
+    # Keys of many programs, of which a sequence's length leaves some without any: parts must agree on a row's maximum.
+    "parts": (
+        Group(
+            replace(BASE, d=(128, 128), n_q=1, n_kv=2100, mask="lengths", n_seq=2), {"values": ("sunken", "raised")},
+        ),
+        Group(replace(BASE, n_q=4, n_kv=2100, heads=(8, 2), mask=None), {"softcap": (0.0, 5.0), "values": ("huge",)}),
+    ),
     "n_q": (
         Group(
             BASE,
