@@ -165,6 +165,10 @@ class AttentionKernel(ABC, Generic[P, L]):
         """
         return 1, False
 
+    #: It can rotate q and k and write a step's k and v itself.
+    can_append: bool = False
+    #: Arguments for that, see rope.py's appended_arguments(); None: it is not asked to.
+    appended: dict[str, Any] | None = None
     #: A launch behind does again what the kernel flags.
     repairs: ClassVar[bool] = False
 

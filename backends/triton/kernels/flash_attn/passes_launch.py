@@ -69,6 +69,10 @@ class DecodePasses(Decode):
         self.form = form
 
     @property
+    def can_append(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
     def waits(self) -> bool:
         """Its programs wait for each other."""
         return self.form.endswith("-wait")
