@@ -235,8 +235,7 @@ class Shared:
         return Shared(self.data.reshape([_plain(n) for n in shape]))
 
     def slice(self, first: int, n: int, dim: int = 0) -> Shared:
-        assert dim == 0
-        return Shared(self.data[first : first + n])
+        return Shared(self.data[(slice(None),) * dim + (slice(first, first + n),)])
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.transpose(order))

@@ -279,10 +279,10 @@ def decode_range(
             )  # fmt: skip
 
         row = ()
-        if APPEND:
-            row = new_row(new, i_seq, i_group, n_kv, BLOCK_N, D, N_DIMS)
+        if APPEND != "":
+            row = new_row(new, i_seq, i_group, n_kv, BLOCK_N, D, K_KIND, V_KIND, APPEND, N_DIMS)
             if finishes:
-                write_row(row, p_kh, p_vh, sk_n, sv_n, D, K_KIND, V_KIND, APPEND, N_DIMS)
+                write_row(row, p_kh, p_vh, sk_n, sv_n, D)
         if COLUMNS:
             m, l, acc = column_sums(
                 queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
@@ -409,10 +409,10 @@ def way_sums(
     ring_k, ring_v, _, _, _, n_kv = caches
     p_q, _, _, row0, n_q, sign = queries
     _, _, _, _, high = visits
-    token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_group, PACK)
-    if APPEND:
-        q = load_turned_q(p_q, p_row, token_q < n_q, sign, new, D, K_KIND, APPEND, N_DIMS)
+    if APPEND != "":
+        q = load_turned_q(queries, new, i_group, D, K_KIND, PACK, APPEND, N_DIMS)
     else:
+        token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_group, PACK)
         q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
 
     row = row0 + axis_index(MMA, 3, 1, ROWS)
@@ -425,7 +425,7 @@ def way_sums(
     acc = gl.full([W, ROWS, D], 0.0, gl.float32, layout=MMA)
     buffer = 0
     at = low - 1
-    if APPEND:
+    if APPEND != "":
         for i in range(low, low + STAGES):
             at = gl.where(has_row(new, visits, i, SEES), i, at)
     for i in range(low, high):
@@ -433,9 +433,9 @@ def way_sums(
         # Loaded before the wait for K, so that it takes no time of its own.
         bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
         async_copy.wait_group(2 * STAGES - 1)
-        if APPEND:
+        if APPEND != "":
             if i == at:
-                put_row(ring_k, buffer, key_of_row(new, caches, visits, i, BLOCK_N, SEES), new, 0, NW, D, K_KIND, APPEND, N_DIMS)
+                put_row(ring_k, buffer, key_of_row(new, caches, visits, i, BLOCK_N, SEES), new[0], NW, D)
         s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
@@ -445,9 +445,9 @@ def way_sums(
         acc = acc * gl.expand_dims(alpha, 2)
         p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
         async_copy.wait_group(2 * STAGES - 2)
-        if APPEND:
+        if APPEND != "":
             if i == at:
-                put_row(ring_v, buffer, key_of_row(new, caches, visits, i, BLOCK_N, SEES), new, 1, NW, D, V_KIND, "", N_DIMS)
+                put_row(ring_v, buffer, key_of_row(new, caches, visits, i, BLOCK_N, SEES), new[1], NW, D)
             at = gl.where(has_row(new, visits, i + STAGES, SEES), i + STAGES, at)
         acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
         copy_block(
