@@ -64,7 +64,9 @@ def step(
     at = leaf("positions", "i32", n_seq, given=[7 + 3 * i for i in range(n_seq)])
     where = leaf("cells", ids, 1, n_seq, given=np.array(cells).reshape(1, 1, n_seq, 1))
     caches = tuple(leaf(f"cache of {x}", kind, d * n_head_kv, n_cells, n_seq) for x in "kv")
-    masked = None if mask is None else leaf("mask", "f16", n_kv, 1, 1, len(mask), given=mask.reshape(len(mask), 1, 1, n_kv))
+    masked = (
+        None if mask is None else leaf("mask", "f16", n_kv, 1, 1, len(mask), given=mask.reshape(len(mask), 1, 1, n_kv))
+    )
     params = RopeParams(n_dims or d, mode=mode)
     turned_q, turned_k = ops.rope(q, at, params), ops.rope(k, at, params)
     written_k = ops.set_rows(ops.reshape(turned_k, d * n_head_kv, 1, n_seq), where, caches[0])
@@ -79,9 +81,10 @@ def step(
     return Step(values, caches, out)
 
 
-def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray]]:
-    """(kernels that ran, result and both caches as numbers); fused: in one launch. Memory that nothing was written to
-    holds NaN."""
+def launcher_of(
+    s: Step, arch: str = "sm_90", sm_count: int | None = None
+) -> tuple[RopeCacheAttention, Launcher, Context, dict[Tensor, TritonBuffer]]:
+    """What the fusion found, and who lowers it for a GPU. Memory that nothing was written to holds NaN."""
     places = dict[Tensor, TritonBuffer]()
 
     def place(t: Tensor) -> tuple[TritonBuffer, int]:
@@ -90,8 +93,13 @@ def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray
 
     for leaf, given in s.values.items():
         place(leaf)[0].memory[: given.nbytes] = torch.from_numpy(np.ascontiguousarray(given).view(np.uint8).reshape(-1))
-    found, target = s.found, replace(target_of("sm_90"), sm_count=sm_count)
-    launcher, ctx = Launcher(target, place), Context(place, target, False)
+    target = target_of(arch) if sm_count is None else replace(target_of(arch), sm_count=sm_count)
+    return s.found, Launcher(target, place), Context(place, target, False), places
+
+
+def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray]]:
+    """(kernels that ran, result and both caches as numbers); fused: in one launch."""
+    found, launcher, ctx, places = launcher_of(s, sm_count=sm_count)
     if fused:
         steps = launcher.appended(found, ctx)
     else:
@@ -107,5 +115,8 @@ def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray
             launch.options.pop("launch_pdl", None)
             launch()
     kind = torch.bfloat16 if s.caches[0].dtype.name == "bf16" else torch.float16
-    memory = [places[t.root].memory.view(of)[: t.n_elements] for t, of in ((s.out, torch.float32), *((c, kind) for c in s.caches))]
+    memory = [
+        places[t.root].memory.view(of)[: t.n_elements]
+        for t, of in ((s.out, torch.float32), *((c, kind) for c in s.caches))
+    ]
     return names, [m.float().numpy() for m in memory]

@@ -4,7 +4,6 @@ each other; who is served, what is refused, and a launch that would hang."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from graphrt.backends.triton.kernels.flash_attn.passes_launch import TogetherLau
 from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
-from graphrt.errors import BackendError
 from graphrt.judge import Verdict
 from graphrt.tensor import Tensor
 from graphrt.testing import Case

@@ -395,8 +395,8 @@ def way_sums(
     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
-    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, new=(), APPEND: gl.constexpr = "",
-    N_DIMS: gl.constexpr = 0,
+    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, new, APPEND: gl.constexpr,
+    N_DIMS: gl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) of a segment, k-blocks low .. high - 1 of the list, of which copies of the first STAGES have started.
 

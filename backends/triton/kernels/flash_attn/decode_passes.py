@@ -179,7 +179,7 @@ def flash_attn_decode_passes(
         start_copies(caches, visits, low, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PDL, STAGES, False)
         m, l, acc = way_sums(
             queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-            BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES,
+            BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, (), "", 0,
         )  # fmt: skip
         m, l, acc = joined_ways(m, l, acc, D, V_KIND)
         gl.store(p_top + pid * ROWS + axis_index(LAYOUT, 2, 0, ROWS), m)
@@ -237,9 +237,7 @@ def all_maxima(p_top, n):
     most = gl.full([ROWS], NEG_INF, gl.float32, layout=axis_layout(S, 2, 1))
     for base in range(0, n, MAXIMA):
         i = base + axis_index(S, 2, 0, MAXIMA)
-        found = gl.load(
-            p_top + (i * ROWS + axis_index(S, 2, 1, ROWS)), mask=i < n, other=NEG_INF, cache_modifier=".cg"
-        )
+        found = gl.load(p_top + (i * ROWS + axis_index(S, 2, 1, ROWS)), mask=i < n, other=NEG_INF, cache_modifier=".cg")
         most = gl.maximum(most, gl.max(found, 0))
     return most
 

@@ -129,9 +129,7 @@ class DecodePasses(Decode):
         }  # fmt: skip
         known = {name: known[name] for name in flash_attn_decode_passes.arg_names}
         if self.waits:
-            return [
-                TogetherLaunch(flash_attn_decode_passes, choice.programs, known, config.warps, self.target)
-            ]
+            return [TogetherLaunch(flash_attn_decode_passes, choice.programs, known, config.warps, self.target)]
         options = launch_options(self.target, config.warps)
         known["PDL"] = self.target.has_pdl
         return [
