@@ -3,10 +3,11 @@
     partial  a part weighs its keys by its own row maximum R; who adds parts up multiplies each by e^(R - M)
     global   parts agree on the maximum M of all first, and weigh by that; parts add up as they are
 
-Costs are of one KV head, in operations and in values (of any size) that cross between the chip's multiprocessors and
-its last cache (what parts tell each other, and scores that are kept) and memory (keys, values, queries, the result). A multiply-add is two operations, an exponential, a comparison or a difference one. Both
-algorithms do 2 N R (d + d_v + 2) operations, N keys, R rows, and read N (d + d_v) values; what is here beside that is
-what they differ in, and it is small: the time of either is that of memory, and of waiting for each other.
+Costs are of one KV head: operations, and values (of any size) that cross between the chip's multiprocessors and its
+last cache (what parts tell each other, and scores that are kept) and memory (keys, values, queries, the result). A
+multiply-add is two operations; an exponential, a comparison and a difference one each. Both algorithms do about
+2 N R (d + d_v + 2) operations, N keys, R rows, and read N (d + d_v) values. What they differ in is small beside that:
+the time of either is that of memory, and of waiting for each other.
 """
 
 from __future__ import annotations

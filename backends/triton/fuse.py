@@ -36,7 +36,6 @@ FUSIONS: tuple[Fusion, ...] = (
     ADD_NORM,
     NORM_MUL,
     MATMUL_ADD,
-    ROPE_CACHE_ATTENTION,
     ROPE_CACHE,
     SOFTCAP,
     ATTENTION_LSE,
@@ -44,6 +43,8 @@ FUSIONS: tuple[Fusion, ...] = (
     GLU_BACK,
     ADAMW_STEP,
 )
+#: Tried before those, where GRAPHRT_FUSE names them.
+ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION,)
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:
@@ -54,9 +55,10 @@ def wanted_fusions(exact: bool) -> list[Fusion]:
     text = (FUSE.get() or "1").strip()
     if text in ("", "1", "all"):
         return list(FUSIONS)
-    known = [fusion.name for fusion in FUSIONS]
+    fusions = (*ASKED_FOR, *FUSIONS)
+    known = [fusion.name for fusion in fusions]
     names = [] if text == "0" else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(known)}, got {unknown[0]!r}")
-    return [fusion for fusion in FUSIONS if fusion.name in names]
+    return [fusion for fusion in fusions if fusion.name in names]

@@ -62,6 +62,7 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
             steps = OPS[nodes[0].op](nodes, ctx)
         made = next((plan.products[n] for n in nodes if n in plan.products), None)
         stored = plan.stored.get(group.results[-1])
-        chosen = attention.chosen.get(nodes[0]) or attention.chosen.get(nodes[-1]) or attention.backward.chosen.get(nodes[0])
+        of_last = attention.chosen.get(nodes[-1])  # an attention behind what is done with it
+        chosen = attention.chosen.get(nodes[0]) or of_last or attention.backward.chosen.get(nodes[0])
         segments.append(Segment(group, steps, chosen, made, stored))
     return segments

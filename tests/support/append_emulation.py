@@ -11,7 +11,7 @@ import torch
 from graphrt import ops
 from graphrt.backend import Region, Usage
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.fuse import wanted_fusions
+from graphrt.backends.triton.kernels.rope import ROPE_CACHE_ATTENTION
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.rope import lower_rope_cache
@@ -38,7 +38,7 @@ class Step:
     def found(self) -> RopeCacheAttention:
         """What the fusion finds in it."""
         graph = Graph(self.out)
-        (group,) = [g for g in fuse(Region(graph.nodes, lambda t: t is self.out), wanted_fusions(False)) if g.captured]
+        (group,) = [g for g in fuse(Region(graph.nodes, lambda t: t is self.out), [ROPE_CACHE_ATTENTION]) if g.captured]
         assert isinstance(group.captured, RopeCacheAttention), group.kernel
         return group.captured
 
@@ -100,8 +100,8 @@ def launcher_of(
 def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray]]:
     """(kernels that ran, result and both caches as numbers); fused: in one launch."""
     found, launcher, ctx, places = launcher_of(s, sm_count=sm_count)
-    if fused:
-        steps = launcher.appended(found, ctx)
+    if fused:  # twice, as two layers: the second one's mask has been sorted before
+        steps = [*launcher.appended(found, ctx), *launcher.appended(found, ctx)]
     else:
         steps = [*lower_rope_cache(found.cache, ctx), *launcher.launches(attention_of(found.attention))]
     names = []

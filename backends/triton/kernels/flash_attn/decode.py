@@ -30,11 +30,11 @@ from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.decode_append import (
+    copy_early,
     has_row,
     key_of_row,
-    load_turned_q,
-    new_row,
     put_row,
+    turned_rows,
     write_row,
 )
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
@@ -148,8 +148,8 @@ def flash_attn_decode(
         "p_v_new p_ids p_cos p_sin"
     ),
     writes="p_out p_lse p_part p_counter p_k p_v",
-    early_if={"PLAN_EARLY": "p_counts p_runs p_unit_start"},
-    uncached="p_counts p_runs p_unit_start",
+    early_if={"PLAN_EARLY": "p_counts p_runs p_unit_start p_blocks p_seen p_k p_v"},
+    uncached="p_counts p_runs p_unit_start p_blocks p_seen p_k p_v",
 )
 @gluon.jit(
     do_not_specialize=[
@@ -177,7 +177,8 @@ def flash_attn_decode_append(
     sin: f32 [tokens, N_DIMS / 2]. APPEND: which elements are a pair, "neox" or "normal", as rope.py has them.
 
     Nobody waits for the cell to be written: who visits its k-block puts the row into shared memory itself, in the place
-    of whatever the copy brought, and who has the tile's last part writes it to memory, for later launches.
+    of whatever the copy brought, and who has the tile's first k-block writes it to memory, for later launches. So the
+    copies need not wait for the launch before: with PLAN_EARLY they start while it ends.
     """
     decode_range(
         p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
@@ -270,19 +271,17 @@ def decode_range(
         mask = (p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3)
         gl.static_assert(APPEND == "" or not COLUMNS)
 
+        if APPEND != "" and PLAN_EARLY:  # what the step before has left of the caches is there already
+            copy_early(caches, visits, low, sk_n, sv_n, NW, D, BLOCK_N, SEES, STAGES)
         if PDL and WAIT_LATE:  # so late that all that comes before overlaps with the kernel before
             gdc_wait()
         # A buffer's copies are two groups, K's and V's; where there is no k-block left, they are empty.
-        for i in range(STAGES):
-            copy_block(
-                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, COLUMNS
-            )  # fmt: skip
+        if APPEND == "" or not PLAN_EARLY:
+            for i in range(STAGES):
+                copy_block(
+                    caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, COLUMNS
+                )  # fmt: skip
 
-        row = ()
-        if APPEND != "":
-            row = new_row(new, i_seq, i_group, n_kv, BLOCK_N, D, K_KIND, V_KIND, APPEND, N_DIMS)
-            if finishes:
-                write_row(row, p_kh, p_vh, sk_n, sv_n, D)
         if COLUMNS:
             m, l, acc = column_sums(
                 queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
@@ -292,7 +291,7 @@ def decode_range(
         else:
             m, l, acc = way_sums(
                 queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, row, APPEND, N_DIMS,
+                BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, new, APPEND, N_DIMS,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
@@ -401,7 +400,8 @@ def way_sums(
     """(m, l, acc) of a segment, k-blocks low .. high - 1 of the list, of which copies of the first STAGES have started.
 
     m: f32 [W, 16], each way's row maxima, log2; l: f32 [W, 16], its sums of weights; acc: f32 [W, 16, D], its weighted
-    sums of V, in the order of slots. new: with APPEND, new_row's.
+    sums of V, in the order of slots. new: with APPEND, see turned_rows: the row is in its cell
+    behind.
     """
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
@@ -410,14 +410,14 @@ def way_sums(
     p_q, _, _, row0, n_q, sign = queries
     _, _, _, _, high = visits
     if APPEND != "":
-        q = load_turned_q(queries, new, i_group, D, K_KIND, PACK, APPEND, N_DIMS)
+        q, row = turned_rows(queries, new, i_seq, i_group, n_kv, BLOCK_N, D, K_KIND, V_KIND, PACK, APPEND, N_DIMS)
     else:
         token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_group, PACK)
         q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
 
-    row = row0 + axis_index(MMA, 3, 1, ROWS)
+    i_row = row0 + axis_index(MMA, 3, 1, ROWS)
     token, slope, p_mask_rows = mask_rows(
-        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, SEES, PACK, PER_HEAD
+        mask, i_row, i_seq, i_group, n_q, factor, SOFTCAP, SEES, PACK, PER_HEAD
     )  # fmt: skip
     i_key = axis_index(MMA, 3, 0, W) * NW + axis_index(MMA, 3, 2, NW)
     m = gl.full([W, ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(2, MMA))
@@ -427,7 +427,7 @@ def way_sums(
     at = low - 1
     if APPEND != "":
         for i in range(low, low + STAGES):
-            at = gl.where(has_row(new, visits, i, SEES), i, at)
+            at = gl.where(has_row(row, visits, i, SEES), i, at)
     for i in range(low, high):
         zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
         # Loaded before the wait for K, so that it takes no time of its own.
@@ -435,7 +435,7 @@ def way_sums(
         async_copy.wait_group(2 * STAGES - 1)
         if APPEND != "":
             if i == at:
-                put_row(ring_k, buffer, key_of_row(new, caches, visits, i, BLOCK_N, SEES), new[0], NW, D)
+                put_row(ring_k, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[0], NW, D)
         s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
@@ -447,14 +447,16 @@ def way_sums(
         async_copy.wait_group(2 * STAGES - 2)
         if APPEND != "":
             if i == at:
-                put_row(ring_v, buffer, key_of_row(new, caches, visits, i, BLOCK_N, SEES), new[1], NW, D)
-            at = gl.where(has_row(new, visits, i + STAGES, SEES), i + STAGES, at)
+                put_row(ring_v, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[1], NW, D)
+            at = gl.where(has_row(row, visits, i + STAGES, SEES), i + STAGES, at)
         acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
         copy_block(
             caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
+    if APPEND != "":
+        write_row(row, new, caches, i_seq, i_group, low, sk_n, sv_n, D)
     if not SOFTCAP:
         m = m * factor
     return m, l, slot_order(acc, D, V_KIND)

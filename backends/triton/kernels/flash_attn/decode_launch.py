@@ -125,7 +125,7 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
 
     @property
     def can_append(self) -> bool:  # type: ignore[override]
-        """Rows of f16 and bf16 need no rounding to blocks; where warps own columns, none puts a row into its buffers."""
+        """Rows of f16 and bf16 need no rounding to blocks; warps that own columns have no rows of their own."""
         k, v = self.p.k, self.p.v
         return {k.kind, v.kind} <= {"f16", "bf16"} and not owns_columns(k.d, k.kind, v.kind)
 

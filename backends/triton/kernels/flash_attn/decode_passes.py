@@ -247,7 +247,7 @@ def copy_rows(
     ring, p_h, p_bits, visits, n_kv, i, buffer, STRIDE: gl.constexpr, NW: gl.constexpr, D: gl.constexpr,
     KIND: gl.constexpr, BLOCK_N: gl.constexpr, SEES: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of K or V of the i-th k-block of the list, as one group; an empty one if i is not below high."""
+    """Starts the copies of K or V of the i-th k-block of the list, as one group; it is empty if i is not below high."""
     p_list, run_first, run, n_full, high = visits
     if i < high:
         i_kb = i

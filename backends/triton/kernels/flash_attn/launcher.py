@@ -22,7 +22,7 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import (
 )
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
-from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
 from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
 from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel
