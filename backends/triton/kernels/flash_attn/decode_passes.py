@@ -39,6 +39,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     ROWS,
     dot_dtype,
     join_layout,
+    join_shared,
     mma_layout,
     query_layout,
     sums_layout,
@@ -162,11 +163,14 @@ def flash_attn_decode_passes(
             if PASSES == "both":
                 wait_for_parts(p_turns + 2 * tile, splits)
             most = all_maxima(p_tops, splits * TOPS)
-            m, l, acc = weighted_sums(
+            l, acc = weighted_sums(
                 queries, mask, caches, visits, low, most, i_seq, i_group, factor, softcap, p_own, sk_n, sv_n, D, K_KIND,
                 V_KIND, BLOCK_N, SOFTCAP, SEES, PACK, PER_HEAD, PDL, STAGES, JOIN, KEEP,
             )  # fmt: skip
-            m, l, acc = joined_ways(m, l, acc, D, V_KIND)
+            l, acc = added_ways(l, acc, D, V_KIND)
+            m = gl.expand_dims(gl.convert_layout(most, axis_layout(LAYOUT, 2, 0)), 1)
+            if not SOFTCAP:
+                m = m * factor
             finish(
                 p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq * n_q, i_group, low < high, whole,
                 finishes, n_q, n_head, has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles,
@@ -340,7 +344,8 @@ def weighted_sums(
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     PDL: gl.constexpr, STAGES: gl.constexpr, KEPT: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """way_sums by the maxima `most` f32 [16], in the units of the scores: no k-block changes what was summed before it.
+    """way_sums' (l, acc) by the maxima `most` f32 [16], in the units of the scores: no k-block changes what was summed
+    before it.
 
     Copies of the first k-blocks have started, see start_copies. KEEP: scores are those that row_maxima left.
     """
@@ -353,9 +358,8 @@ def weighted_sums(
     _, _, _, _, high = visits
     i_row = axis_index(MMA, 3, 1, ROWS)
     i_key = axis_index(MMA, 3, 0, W) * NW + axis_index(MMA, 3, 2, NW)
-    m = gl.expand_dims(gl.convert_layout(most, gl.SliceLayout(0, OF_ROWS)), 0)
-    m = m + gl.full([W, ROWS], 0.0, gl.float32, layout=OF_ROWS)
-    top = gl.expand_dims(gl.where(m == NEG_INF, 0.0, m), 2)
+    top = gl.expand_dims(gl.convert_layout(most, gl.SliceLayout(0, OF_ROWS)), 0)
+    top = gl.expand_dims(gl.where(top == NEG_INF, 0.0, top), 2)
     l = gl.full([W, ROWS], 0.0, gl.float32, layout=OF_ROWS)
     acc = gl.full([W, ROWS, D], 0.0, gl.float32, layout=MMA)
     if not KEEP:
@@ -396,6 +400,14 @@ def weighted_sums(
                 caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, True
             )  # fmt: skip
             buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
-    if not SOFTCAP:
-        m = m * factor
-    return m, l, acc
+    return l, acc
+
+
+@gluon.jit
+def added_ways(l, acc, D: gl.constexpr, KIND: gl.constexpr):
+    """joined_ways() of sums by one maximum: f32 [16, 1], [16, D]."""
+    W: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = join_layout(D, W)
+    sums = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), l)
+    rows = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], join_shared(D, W, KIND), acc)
+    return gl.sum(gl.expand_dims(sums.load(gl.SliceLayout(2, L)), 2), 0), gl.sum(rows.load(L), 0)
