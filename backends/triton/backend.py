@@ -34,8 +34,8 @@ class TritonBackend(Backend):
     attention kernel (tile, split, stream_k), or of steps of few queries a form of kernels/flash_attn/decode_passes.py
     (partial-wait, partial-two, global-wait, global-two), None to choose; config: forces the portable attention kernel
     with that configuration, as `graphrt tune` does; backward: the form of attention's gradients (split, fused-q,
-    fused-k: see kernels/flash_attn/backward/forms.py); capture: replay a split as a CUDA graph; device: the GPU's number;
-    target: plan for that GPU, which need not be here: graphs are prepared as there, and nothing can run. Raises
+    fused-k: see kernels/flash_attn/backward/forms.py); capture: replay a split as a CUDA graph; device: the GPU's
+    number; target: plan for that GPU, which need not be here: graphs are prepared as there, and nothing can run. Raises
     BackendError for an unknown schedule or form and a GPU that is not there.
     """
 

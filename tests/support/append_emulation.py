@@ -11,10 +11,9 @@ import torch
 from graphrt import ops
 from graphrt.backend import Region, Usage
 from graphrt.backends.triton.context import Context
-from graphrt.backends.triton.kernels.rope import ROPE_CACHE_ATTENTION
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
-from graphrt.backends.triton.kernels.rope import lower_rope_cache
+from graphrt.backends.triton.kernels.rope import ROPE_CACHE_ATTENTION, lower_rope_cache
 from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer

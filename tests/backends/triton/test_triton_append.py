@@ -34,7 +34,8 @@ def mask(*seen: int, n_kv: int = 300) -> np.ndarray:
 
 #: What is special: (head size, heads, cells that are read, cells that are written, all else).
 STEPS: dict[str, tuple[int, tuple[int, int], int, list[int], dict[str, Any]]] = {
-    "a cell in the last k-block, and in the first": (64, (4, 2), 300, [199, 5], {"mask": mask(200, 131)}),
+    "a cell in the last k-block, and in the first": (64, (4, 2), 300, [213, 5], {"mask": mask(214, 131)}),
+    "a k-block behind those in flight": (64, (2, 1), 700, [598], {"sm_count": 1}),
     "no mask": (64, (4, 2), 300, [131], {}),
     "nobody sees the cell": (64, (4, 2), 300, [250], {"mask": mask(140)}),
     "its own query does not see it": (64, (4, 1), 300, [3], {"mask": mask(290)}),
@@ -47,9 +48,10 @@ STEPS: dict[str, tuple[int, tuple[int, int], int, list[int], dict[str, Any]]] = 
 @pytest.mark.parametrize("what", STEPS)
 def test_one_launch_gives_the_bits_of_two(what: str) -> None:
     d, heads, n_kv, cells, more = STEPS[what]
-    made = step(d, heads, n_kv, cells, **more)
-    names, fused = run(made, True, 4)
-    others, apart = run(made, False, 4)
+    sm_count = more.get("sm_count", 4)
+    made = step(d, heads, n_kv, cells, **{name: given for name, given in more.items() if name != "sm_count"})
+    names, fused = run(made, True, sm_count)
+    others, apart = run(made, False, sm_count)
     assert "flash_attn_decode_append" in names and "rotate_and_write" not in names
     assert "rotate_and_write" in others
     for x, y in zip(fused, apart):
