@@ -72,7 +72,8 @@ def decode_by_parts(q: Floats, k: Floats, v: Floats, scale: float, parts: int) -
         totals.append(p.sum(1))
         sums.append(p @ own_v)
     weights = np.exp(np.array(tops) - np.max(tops, 0))  # [parts, rows]
-    return (weights[..., None] * sums).sum(0) / (weights * totals).sum(0)[:, None]
+    out: Floats = (weights[..., None] * sums).sum(0) / (weights * totals).sum(0)[:, None]
+    return out
 
 
 def decode_by_one_maximum(q: Floats, k: Floats, v: Floats, scale: float, parts: int) -> Floats:

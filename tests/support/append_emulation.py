@@ -80,6 +80,11 @@ def step(
     return Step(values, caches, out)
 
 
+def fill(buffer: TritonBuffer, values: np.ndarray) -> None:
+    """Writes a leaf's values."""
+    buffer.memory[: values.nbytes] = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).reshape(-1).copy())
+
+
 def launcher_of(
     s: Step, arch: str = "sm_90", sm_count: int | None = None
 ) -> tuple[RopeCacheAttention, Launcher, Context, dict[Tensor, TritonBuffer]]:
@@ -91,7 +96,7 @@ def launcher_of(
         return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
 
     for leaf, given in s.values.items():
-        place(leaf)[0].memory[: given.nbytes] = torch.from_numpy(np.ascontiguousarray(given).view(np.uint8).reshape(-1))
+        fill(place(leaf)[0], given)
     target = target_of(arch) if sm_count is None else replace(target_of(arch), sm_count=sm_count)
     return s.found, Launcher(target, place), Context(place, target, False), places
 
@@ -103,9 +108,12 @@ def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray
         steps = [*launcher.appended(found, ctx), *launcher.appended(found, ctx)]
     else:
         steps = [*lower_rope_cache(found.cache, ctx), *launcher.launches(attention_of(found.attention))]
-    names = []
+    names = list[str]()
     for launch in steps:
         assert isinstance(launch, Launch)
+        if "flash_attn_decode_append" in names:  # of the first layer, whose cells are none of the second one's
+            for cache in s.caches:
+                fill(places[cache], s.values[cache])
         names.append(launch.name)
         if launch.name.startswith("flash_attn_decode"):
             gluon_emulator.emulate(launch, True)
