@@ -104,7 +104,7 @@ class Shape:
     @property
     def is_decode(self) -> bool:
         """Few queries: bound by memory and latency, told in us and GB/s; all others in TFLOP/s."""
-        return self.kind == "decode"
+        return self.n_q == 1 or self.kind == "decode"
 
     @property
     def scale(self) -> float:

@@ -35,7 +35,7 @@ def mask(*seen: int, n_kv: int = 300) -> np.ndarray:
 #: What is special: (head size, heads, cells that are read, cells that are written, all else).
 STEPS: dict[str, tuple[int, tuple[int, int], int, list[int], dict[str, Any]]] = {
     "a cell in the last k-block, and in the first": (64, (4, 2), 300, [213, 5], {"mask": mask(214, 131)}),
-    "a k-block behind those in flight": (64, (2, 1), 1100, [1090], {"sm_count": 1}),
+    "a k-block behind those in flight": (64, (4, 2), 700, [598], {"sm_count": 1}),
     "no mask": (64, (4, 2), 300, [131], {}),
     "nobody sees the cell": (64, (4, 2), 300, [250], {"mask": mask(140)}),
     "its own query does not see it": (64, (4, 1), 300, [3], {"mask": mask(290)}),
