@@ -16,7 +16,7 @@ from graphrt.backends.triton.device import target as target_of
 from graphrt.backends.triton.kernel_cache import keep_private
 from graphrt.backends.triton.kernels.flash_attn.backward.forms import check_form
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
-from graphrt.backends.triton.kernels.flash_attn.stream_k import check_schedule
+from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS, check_schedule
 from graphrt.backends.triton.memory import TritonBuffer, allocate
 from graphrt.backends.triton.support import why_unsupported
 from graphrt.backends.triton.weights import hold_weight
@@ -31,12 +31,14 @@ class TritonBackend(Backend):
 
     exact: each node by itself, and activations of products rounded to f16; else nodes are fused and products of a few
     tokens round activations to 8 bits in groups of 32, short rows in two parts. schedule: forces a schedule of the
-    attention kernel (tile, split, stream_k), None to choose; config: forces the portable attention kernel with that
-    configuration, as `graphrt tune` does; rows_alone: in a graph of one size a token gets the same bits whatever the
-    others are, since each tile of attention is one program's, which is the schedule `tile`; backward: the form of
-    attention's gradients (split, fused-q, fused-k: see kernels/flash_attn/backward/forms.py); capture: replay a split
-    as a CUDA graph; device: the GPU's number; target: plan for that GPU, which need not be here: graphs are prepared as
-    there, and nothing can run. Raises BackendError for an unknown schedule or form and a GPU that is not there.
+    attention kernel (tile, split, stream_k), or of steps of few queries a form of kernels/flash_attn/decode_passes.py
+    (partial-wait, partial-two, global-wait, global-two), None to choose; config: forces the portable attention kernel
+    with that configuration, as `graphrt tune` does; rows_alone: in a graph of one size a token gets the same bits
+    whatever the others are, since each tile of attention is one program's, which is the schedule `tile`; backward: the
+    form of attention's gradients (split, fused-q, fused-k: see kernels/flash_attn/backward/forms.py); capture: replay a
+    split as a CUDA graph; device: the GPU's number; target: plan for that GPU, which need not be here: graphs are
+    prepared as there, and nothing can run. Raises BackendError for an unknown schedule or form and a GPU that is not
+    there.
     """
 
     name: ClassVar[str] = "triton"
@@ -59,7 +61,7 @@ class TritonBackend(Backend):
         self.exact = exact
         self.reads_shared_once = not exact and not rows_alone
         schedule = "tile" if rows_alone else schedule
-        self.schedule = check_schedule(schedule) if schedule is not None else None
+        self.schedule = schedule if schedule is None or schedule in PASS_FORMS else check_schedule(schedule)
         self.config = config
         self.backward = check_form(backward)
         self.number = device

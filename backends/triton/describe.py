@@ -11,7 +11,7 @@ from graphrt.backends.triton.device import Target, current
 from graphrt.backends.triton.kernels.flash_attn.backward.facts import gradient_data, gradient_facts
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackChosen
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
-from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts, block_rule_facts
+from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts, block_rule_facts, split_cost_facts
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan, attention_plan
 from graphrt.backends.triton.kernels.flash_attn.walk import walk_data, walk_facts
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
@@ -65,6 +65,7 @@ class AttentionChoice(Choice):
 
     def facts(self, mask: MaskValues = None) -> Iterator[Fact]:
         yield from attention_facts(self.tiles(mask))
+        yield from split_cost_facts(self.tiles(mask))
         yield from block_rule_facts(self.chosen.problem, self.target.shared_memory)
 
     def walk(self, program: int, mask: MaskValues = None) -> Iterator[Fact]:

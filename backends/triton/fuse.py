@@ -18,7 +18,7 @@ from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CA
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, NORM_MUL, NORM_MUL_ADD_NORM
 from graphrt.backends.triton.kernels.products.adapters import ADAPTERS
 from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, PROJECTIONS
-from graphrt.backends.triton.kernels.rope import NORM_ROPE_CACHE, ROPE_CACHE
+from graphrt.backends.triton.kernels.rope import NORM_ROPE_CACHE, ROPE_CACHE, ROPE_CACHE_ATTENTION
 from graphrt.env import FUSE
 from graphrt.errors import BackendError
 from graphrt.fusion import Fusion
@@ -45,6 +45,8 @@ FUSIONS: tuple[Fusion, ...] = (
     GLU_BACK,
     ADAMW_STEP,
 )
+#: Tried before those, where GRAPHRT_FUSE names them.
+ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION,)
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:
@@ -55,9 +57,10 @@ def wanted_fusions(exact: bool) -> list[Fusion]:
     text = (FUSE.get() or "1").strip()
     if text in ("", "1", "all"):
         return list(FUSIONS)
-    known = [fusion.name for fusion in FUSIONS]
+    fusions = (*ASKED_FOR, *FUSIONS)
+    known = [fusion.name for fusion in fusions]
     names = [] if text == "0" else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(known)}, got {unknown[0]!r}")
-    return [fusion for fusion in FUSIONS if fusion.name in names]
+    return [fusion for fusion in fusions if fusion.name in names]

@@ -28,6 +28,7 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import BACK, Gradients, 
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products import lower as products
 from graphrt.backends.triton.kernels.products.plan import planned
+from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
 from graphrt.backends.triton.segment import Segment
 from graphrt.tensor import Tensor
 
@@ -53,12 +54,15 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
         if nodes[0].op.startswith("FLASH_ATTN"):
             alone = Gradients((nodes[0],)) if nodes[0].op in BACK else attention_of(nodes[0])
             steps = attention.launches(group.captured or alone)
+        elif isinstance(group.captured, RopeCacheAttention):
+            steps = attention.appended(group.captured, ctx)
         elif group.fusion is not None:
             steps = group.fusion.lower(group.captured, ctx)
         else:
             steps = OPS[nodes[0].op](nodes, ctx)
         made = next((plan.products[n] for n in nodes if n in plan.products), None)
         stored = plan.stored.get(group.results[-1])
-        chosen = attention.chosen.get(nodes[0]) or attention.backward.chosen.get(nodes[0])
+        of_last = attention.chosen.get(nodes[-1])  # an attention behind what is done with it
+        chosen = attention.chosen.get(nodes[0]) or of_last or attention.backward.chosen.get(nodes[0])
         segments.append(Segment(group, steps, chosen, made, stored))
     return segments

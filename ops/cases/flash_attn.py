@@ -85,6 +85,19 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         Group(replace(BASE, layout="padded", mask=None), {"n_kv": CONTEXTS}, {"n_q": (1, 33), "mask": ("random",)}),
         Group(BASE, {"n_kv": (1, 17, 255, 257, 1025), "n_q": (1, 9), "sinks": ("near",)}, {"sinks": (None, "large")}),
     ),
+    # Keys of many programs, of which a sequence's length leaves some without any: parts must agree on a row's maximum.
+    "parts": (
+        Group(
+            replace(BASE, d=(128, 128), n_q=1, n_kv=1100, heads=(4, 1), mask="lengths", n_seq=2, values="raised"),
+            {},
+            {"values": ("sunken", "huge"), "n_kv": (2100, 16300)},
+        ),
+        Group(
+            replace(BASE, n_q=4, n_kv=1100, heads=(4, 1), mask=None, values="huge"),
+            {"softcap": (5.0,)},
+            {"softcap": (0.0,), "n_kv": (2100, 16300), "d": ((128, 128),)},
+        ),
+    ),
     "n_q": (
         Group(
             BASE,

@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -47,6 +48,7 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
+from graphrt.backends.triton.kernels.flash_attn.passes_launch import DecodePasses
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
@@ -57,6 +59,7 @@ from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.key_panels import PANELS, ROWS, panel_width
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
+from support import append_emulation
 from support.aot_arch import target_of
 from support.aot_barriers import reused_barriers
 from support.aot_minima import plain_minima
@@ -214,6 +217,25 @@ def decode_launch(arch: str, shape: Shape, early: bool = False) -> Launch:
     assert isinstance(launch, Launch)
     stages = kernel.chosen({}).stages
     return Launch(launch.kernel, (1,), launch.args | {"STAGES": stages}, {"num_warps": kernel.config.warps})
+
+
+def passes_launches(arch: str, shape: Shape, form: str) -> list[Launch]:
+    """The launches of flash decoding in two passes for a shape."""
+    p, none = problem(shape), torch.zeros(4096, dtype=torch.int32)
+    kernel = DecodePasses(p, target_of(arch), form)
+    assert kernel.serves() is None, (shape, kernel.serves())
+    steps = kernel.launches(MaskPlan(none, none, none, none, none), False, Scratch("cpu"))
+    return [step for step in steps if isinstance(step, Launch)]
+
+
+def append_launch(arch: str, d: int, has_mask: bool) -> Launch:
+    """The decode kernel's launch that rotates and writes the cache too."""
+    mask = np.zeros((1, 4096), np.float16) if has_mask else None
+    found, launcher, ctx, _ = append_emulation.launcher_of(
+        append_emulation.step(d, (32, 8), 4096, [5], mask=mask), arch
+    )
+    launcher.appended(found, ctx)  # the layer before, which sorts the mask's k-blocks
+    return next(step for step in launcher.appended(found, ctx) if isinstance(step, Launch))
 
 
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
@@ -403,6 +425,14 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     if arch.startswith("sm_"):
         for shape in (*DECODE, *DECODE8) if arch != "sm_80" else [s for s in DECODE if s.d[0] < 256]:
             yield f"{arch} decode {shape}", lambda s=shape: [decode_launch(arch, s)]
+        for d, form in ((64, "global-wait"), (128, "global-wait"), (128, "global-two"), (64, "partial-wait")):
+            if arch == "sm_90" or form == "global-wait":
+                shape = Shape((d, d), 1 if d == 128 else 4, ("f16", "f16"), n_kv=4096)
+                name = f"{arch} decode in passes, {form} {shape}"
+                yield name, lambda s=shape, form=form: passes_launches(arch, s, form)
+        for d, has_mask in ((128, True), (64, False)):
+            if arch == "sm_90" or d == 128:
+                yield f"{arch} append and decode, heads of {d}", lambda d=d, m=has_mask: [append_launch(arch, d, m)]
         if arch != "sm_80":
             yield f"{arch} decode, plan early", lambda: [decode_launch(arch, DECODE[0], early=True)]
     if arch == "sm_90":
@@ -443,7 +473,7 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 
 def table_says(arch: str, name: str, launch: Launch) -> int | None:
     """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
-    if launch.name == "flash_attn_decode":
+    if launch.name.startswith("flash_attn_decode") and "passes" not in launch.name:
         of = tuple(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))
         config = replace(find_decode_config(*of), stages=launch.args["STAGES"])
         return programs_held(config, shared_bytes(*of, config), arch)

@@ -299,7 +299,7 @@ class Copies:
         self.groups: list[list[Callable[[], None]]] = []
         self.open: list[Callable[[], None]] = []
 
-    def async_copy_global_to_shared(self, target: Shared, p: Value, mask: Any = None) -> None:
+    def async_copy_global_to_shared(self, target: Shared, p: Value, mask: Any = None, cache_modifier: str = "") -> None:
         data = self.memory.load(p, mask, 0).data
         assert data.dtype == target.data.dtype
 

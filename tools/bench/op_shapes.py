@@ -35,6 +35,8 @@ from graphrt.tools.bench.models import heads_of
 
 #: What is capped is capped to so much.
 CAP = 30.0
+#: Forms of flash decoding that are measured beside what the backend chooses (graphrt/ops/decode_costs.py).
+PASS_FORMS = ("partial-wait", "partial-two", "global-wait", "global-two")
 #: A set holds the shapes of those before it too.
 SETS = ("quick", "default", "full")
 LLAMA_SOURCE = "llama.cpp ggml 0.25.3 (sm_90a), test-backend-ops perf on an H100 80GB HBM3; quoted, not measured here"
@@ -65,7 +67,8 @@ class Shape:
     three ops whose scores and weights lie in memory. dropout_p: the part of the weights that is left out. prec: the
     op's, 8 for products of 8-bit floats. score: a score function, "identity", "softcap" (of CAP), "gate" or "slopes"
     (ALiBi's). llama: us for one query, else TFLOP/s; elsewhere: what that was measured on, where it is not this very
-    shape. panels: k lies in panels (ops/key_panels.py).
+    shape. panels: k lies in panels (ops/key_panels.py). form: the backend's option `schedule` for it, "" for its own
+    choice.
     """
 
     kind: str
@@ -86,6 +89,7 @@ class Shape:
     prec: int = 0
     score: str = ""
     panels: bool = False
+    form: str = ""
     llama: float | None = None
     elsewhere: str = ""
     first: Mark | None = None
@@ -99,8 +103,8 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
-        """One query: bound by memory and latency, told in us and GB/s; all others in TFLOP/s."""
-        return self.n_q == 1
+        """Few queries: bound by memory and latency, told in us and GB/s; all others in TFLOP/s."""
+        return self.n_q == 1 or self.kind == "decode"
 
     @property
     def scale(self) -> float:
@@ -133,6 +137,7 @@ def _name(s: Shape) -> str:
     extras += ["dropout"] * (s.dropout_p > 0)
     extras += ["products"] * (s.prec == PREC_F8)
     extras += [f"score {s.score}"] * bool(s.score) + ["panels"] * s.panels
+    extras += [s.form] * bool(s.form)
     return " ".join([s.kind, size, f"H{s.n_head}/{s.n_head_kv}", f"{s.n_q}x{s.n_kv}", *extras])
 
 
@@ -269,11 +274,17 @@ _BOTH = [
     replace(_prefill(d, _H32_8, n, n, mask, set="full"), name="", apart=apart)
     for d in (64, 128) for n in (1024, 2048, 4096, 8192) for mask in ("none", "causal") for apart in (False, True)
 ]  # fmt: skip
-_KNOWN = {s.name for s in (*_PREFILL, *_LONG)}
+#: Flash decoding's two algorithms: queries and heads, of at most 16 rows a KV head; keys; every form, and our choice.
+_PASSES = [
+    replace(_decode(d, heads, n_kv, set="full"), name="", n_q=n_q, form=form)
+    for d, n_q, heads in ((128, 1, _H32_8), (128, 4, _H32_8), (128, 16, (8, 8)), (64, 1, _H32_8))
+    for n_kv in (4096, 16384, 65536) for form in ("", *PASS_FORMS)
+]  # fmt: skip
+_KNOWN = {s.name for s in (*_PREFILL, *_LONG, *_DECODE)}
 
 #: op -> its shapes.
 SHAPES: dict[str, list[Shape]] = {
-    "FLASH_ATTN_EXT": [*_PREFILL, *_DECODE, *_CHUNKS, *_LONG, *(s for s in _BOTH if s.name not in _KNOWN)]
+    "FLASH_ATTN_EXT": [*_PREFILL, *_DECODE, *_CHUNKS, *_LONG, *(s for s in (*_BOTH, *_PASSES) if s.name not in _KNOWN)]
 }
 
 

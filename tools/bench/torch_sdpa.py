@@ -62,7 +62,7 @@ def forms(s: Shape) -> list[Form]:
     """The forms worth a trial. Keys are never copied for decode, whose time is that of reading them."""
     if s.n_head == s.n_head_kv:
         return [Form("plain", False)]
-    ungrouped = Form("heads as queries", False, _as_rows) if s.is_decode else Form("keys repeated", False, _expanded)
+    ungrouped = Form("heads as queries", False, _as_rows) if s.n_q == 1 else Form("keys repeated", False, _expanded)
     return [Form("enable_gqa", True), ungrouped]
 
 

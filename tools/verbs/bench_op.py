@@ -223,7 +223,7 @@ class _Bench:
 
         n_nodes = 3 if self.tiny else n_nodes_for(shape, self.cache_bytes)
         program = build(shape, n_nodes, self.noise)
-        exe = graphrt.prepare(program.graph, self.backend)
+        exe = graphrt.prepare(program.graph, self._backend_of(shape))
         program.fill(exe)
         for _ in range(WARM_UP_RUNS):
             exe.run()
@@ -242,6 +242,13 @@ class _Bench:
             said, taken = (peer, None) if isinstance(peer, str) else (peer.form, peer.taken)
             row.peers[name] = PeerTime(taken.median / n_nodes if taken else None, said)
         return row
+
+    def _backend_of(self, shape: Shape) -> Backend:
+        """The backend, or one of its kind that the shape's form is asked of. (The CPU has no such forms: it serves.)"""
+        from graphrt.backend import get_backend
+
+        asked = bool(shape.form) and self.backend.name == "triton"
+        return get_backend(self.backend.id, schedule=shape.form) if asked else self.backend
 
     def _reused(self, shape: Shape) -> float:
         """Seconds of one op where all read one cache, which the device's own may hold."""
@@ -262,7 +269,7 @@ class _Bench:
 
         n = self.repetitions or runs_for(self.clock.times(exe.run, WARM_UP_RUNS, exe.synchronize).median)
         peers: dict[str, Any] = {}
-        if self.peers:
+        if self.peers and not shape.form:
             from graphrt.tools.bench.torch_flex import flex_peers
             from graphrt.tools.bench.torch_sdpa import sdpa_peers
 

@@ -28,7 +28,7 @@ from graphrt.backends.triton.kernels.quantize import (
     stored,
     writing_options,
 )
-from graphrt.backends.triton.kernels.rope_fusions import RopeCache, norm_rope_cache, rope_cache
+from graphrt.backends.triton.kernels.rope_fusions import RopeCache, norm_rope_cache, rope_cache, rope_cache_attention
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import overlap
 from graphrt.dtypes import WRITABLE
@@ -384,9 +384,25 @@ def lower_rope_cache(found: RopeCache, ctx: Context) -> list[Step]:
     )  # fmt: skip
 
 
+def appended_arguments(found: RopeCache, table: RopeTable, ctx: Context) -> dict[str, Any]:
+    """What an attention is given that rotates q and k and writes k and v itself (decode_append.py), in the place of its
+    own of these names: of the caches all cells, which begin where those begin that it reads. One token a sequence."""
+    q, k, v, ids = (ctx.view(t) for t in (found.q["a"], found.k["a"], found.v_set["rows"], found.k_set["ids"]))
+    n_seq = found.q.ne[2]
+    return {
+        "p_k": ctx.view(found.k_set["target"]).data, "p_v": ctx.view(found.v_set["target"]).data,
+        "p_q": q.data, "sq_t": 0, "sq_h": q.strides[1], "sq_s": q.strides[2], "p_k_new": k.data, "p_v_new": v.data,
+        "p_ids": ids.data, "p_cos": table.cos, "p_sin": table.sin, "s_id": ids.strides[1] if n_seq > 1 else 0,
+        "n_cells": found.k_set["target"].ne[1], "kn_t": k.strides[2], "kn_h": k.strides[1], "vn_t": v.strides[2],
+        "APPEND": table.params.mode, "N_DIMS": table.params.n_dims,
+    }  # fmt: skip
+
+
 LOWERINGS: dict[str, Callable[[Sequence[Tensor], Context], list[Step]]] = {
     "ROPE": lower_rope, "ROPE_BACK": lower_rope_back,
 }  # fmt: skip
 
 ROPE_CACHE = Fusion("rope_cache", rope_cache, lower_rope_cache)
+#: Lowered by the attentions' Launcher.
+ROPE_CACHE_ATTENTION = Fusion("rope_cache_attention", rope_cache_attention)
 NORM_ROPE_CACHE = Fusion("norm_rope_cache", norm_rope_cache, lower_rope_cache)

@@ -25,14 +25,52 @@ class RopeCache(NamedTuple):
 
 def rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k, and the writing of k and v into the cache that an attention reads."""
-    for found in _rotations(nodes):
+    for _, found in _rotations(nodes):
         if all(_is_rotated_plain(rotated["a"]) for rotated in (found.q, found.k)):
             yield _group("rope_cache", [], found)
 
 
+class RopeCacheAttention(NamedTuple):
+    """A RopeCache and the attention of it, one token a sequence."""
+
+    cache: RopeCache
+    attention: Tensor
+
+
+def rope_cache_attention(nodes: Nodes) -> Iterator[Group]:
+    """The rotation of q and k of one token a sequence, the writing of k and v into caches of f16 or bf16, and the
+    attention that reads them, of heads of 64 or 128: where the decode kernel serves it, one launch."""
+    for attention, found in _rotations(nodes):
+        if attention.op != "FLASH_ATTN_EXT" or nodes.readers(found.q) != [attention] or nodes.kept(found.q):
+            continue
+        plain = all(_is_rotated_plain(rotated["a"]) for rotated in (found.q, found.k))
+        if plain and _is_one_token(attention, found):
+            working = [found.q, found.k, found.k_set, found.v_set, attention]
+            yield Group(
+                working, kernel="rope_cache_attention", results=working[:1] + working[2:],
+                captured=RopeCacheAttention(found, attention),
+            )  # fmt: skip
+
+
+def _is_one_token(attention: Tensor, found: RopeCache) -> bool:
+    """q is the rotated one, turned; k and v are the caches from their first cells on."""
+    q, d, n_seq = attention["q"], found.q.ne[0], found.q.ne[2]
+    turned = q.ne == (d, 1, found.q.ne[1], n_seq) and q.view_offs == found.q.view_offs
+    turned = turned and q.nb[2] == found.q.nb[1] and (n_seq == 1 or q.nb[3] == found.q.nb[2])
+    if not turned or d not in (64, 128) or found.v_set["rows"].ne[0] % d:
+        return False
+    for side, written in (("k", found.k_set), ("v", found.v_set)):
+        x, size = attention[side], written.dtype.type_size
+        at_start = x.view_offs == written.view_offs and x.dtype.name in ("f16", "bf16")
+        same = x.nb[1] == written.nb[1] and x.nb[2] == d * size and (n_seq == 1 or x.nb[3] == written.nb[2])
+        if not (at_start and same and x.ne[0] == d and x.ne[2] * d == written.ne[0] and x.ne[3] == n_seq):
+            return False
+    return found.k_set["rows"].ne[1:3] == (1, n_seq)
+
+
 def norm_rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The same after RMS_NORM and MUL by a row of the heads of q and of k."""
-    for found in _rotations(nodes):
+    for _, found in _rotations(nodes):
         q_norm, k_norm = _head_norm(nodes, found.q), _head_norm(nodes, found.k)
         if q_norm is None or k_norm is None or q_norm.norm.params != k_norm.norm.params:
             continue
@@ -62,8 +100,8 @@ def _is_rotated_plain(t: Tensor) -> bool:
     return t.dtype.name == "f32" and t.has_contiguous_rows
 
 
-def _rotations(nodes: Nodes) -> Iterator[RopeCache]:
-    """ROPE of q and of k, SET_ROWS of k and of v, that can be one launch."""
+def _rotations(nodes: Nodes) -> Iterator[tuple[Tensor, RopeCache]]:
+    """ROPE of q and of k, SET_ROWS of k and of v, that can be one launch; and the attention that reads them."""
     for attention in nodes.of("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         q, k_set, v_set = (made_by(attention[name]) for name in ("q", "k", "v"))
         if q.op != "ROPE" or k_set.op != "SET_ROWS" or v_set.op != "SET_ROWS" or k_set is v_set:
@@ -74,7 +112,7 @@ def _rotations(nodes: Nodes) -> Iterator[RopeCache]:
         turned = k["positions"] is q["positions"] and k["factors"] is q["factors"]
         alike = turned and k_set["ids"] is v_set["ids"] and k.ne[2:] == q.ne[2:] and k.ne[3] == 1
         if alike and k_set.root is not v_set.root and _is_rope_cache_plain(k, k_set, v_set):
-            yield RopeCache(q, k, k_set, v_set)
+            yield attention, RopeCache(q, k, k_set, v_set)
 
 
 def _is_rope_cache_plain(k: Tensor, k_set: Tensor, v_set: Tensor) -> bool:

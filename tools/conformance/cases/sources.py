@@ -20,9 +20,12 @@ from graphrt.testing import Case, all_cases
 FAST: dict[str, tuple[str, dict[str, int]]] = {
     "cpu-fast": ("cpu", {}), "cpu-int8": ("cpu", {"activation_bits": 8}), "triton-fast": ("triton", {})
 }  # fmt: skip
-#: Names for forms of attention's gradients that are not the default, all else being exact.
+#: Names for forms of attention's gradients, and of flash decoding, that are not the default, all else being exact.
 FORMS: dict[str, tuple[str, dict[str, str]]] = {
     f"triton-{form}": ("triton", {"backward": form}) for form in ("fused-q", "fused-k")
+} | {
+    f"triton-{form}": ("triton", {"schedule": form})
+    for form in ("partial-wait", "partial-two", "global-wait", "global-two")
 }  # fmt: skip
 SETS = ("quick", "full", "ggml", "broken")
 

@@ -29,6 +29,14 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.flash_attn.decode_append import (
+    copy_early,
+    has_row,
+    key_of_row,
+    put_row,
+    turned_rows,
+    write_row,
+)
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     ROWS,
@@ -125,6 +133,76 @@ def flash_attn_decode(
 
     COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16.
     """
+    decode_range(
+        p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
+        p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
+        n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
+        has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, (), "", 0,
+    )  # fmt: skip
+
+
+@accesses(
+    reads=(
+        "p_q p_k p_v p_mask p_sinks p_slopes p_counts p_blocks p_seen p_runs p_unit_start p_part p_counter p_k_new "
+        "p_v_new p_ids p_cos p_sin"
+    ),
+    writes="p_out p_lse p_part p_counter p_k p_v",
+    early_if={"PLAN_EARLY": "p_counts p_runs p_unit_start p_blocks p_seen p_k p_v"},
+    uncached="p_counts p_runs p_unit_start p_blocks p_seen p_k p_v",
+)
+@gluon.jit(
+    do_not_specialize=[
+        "n_q", "n_kv", "n_groups", "n_blocks", "n_tiles", "programs", "splits", "has_sinks", "has_lse", "sm_t", "sm_h",
+        "sm_s", "s_id", "n_cells",
+    ]
+)  # fmt: skip
+def flash_attn_decode_append(
+    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs, p_unit_start, p_part,
+    p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,
+    n_q, n_kv, n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
+    has_sinks, has_lse,
+    p_k_new, p_v_new, p_ids, p_cos, p_sin, s_id, n_cells,
+    sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
+    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
+    RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
+    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
+    kn_t: gl.constexpr, kn_h: gl.constexpr, vn_t: gl.constexpr, APPEND: gl.constexpr, N_DIMS: gl.constexpr,
+):  # fmt: skip
+    """flash_attn_decode, and before it the rotation of q and k and the writing of a step's k and v into the cache: one
+    token a sequence, K and V of f16 or bf16.
+
+    q: before its rotation. k_new: f32, of token t and KV head h from kn_t t + kn_h h on; v_new: f32, from vn_t t + D h
+    on; ids: i32 or i64, the cell of token t at s_id t, none of the n_cells cells for a token that is not written; cos,
+    sin: f32 [tokens, N_DIMS / 2]. APPEND: which elements are a pair, "neox" or "normal", as rope.py has them.
+
+    Nobody waits for the cell to be written: who visits its k-block puts the row into shared memory itself, in the place
+    of whatever the copy brought, and who has the tile's first k-block writes it to memory, for later launches. So the
+    copies need not wait for the launch before: with PLAN_EARLY they start while it ends.
+    """
+    decode_range(
+        p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
+        p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
+        n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
+        has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS,
+        (p_k_new, p_v_new, p_ids, p_cos, p_sin, s_id, n_cells, kn_t, kn_h, vn_t), APPEND, N_DIMS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def decode_range(
+    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs, p_unit_start, p_part,
+    p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,
+    n_q, n_kv, n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
+    has_sinks, has_lse,
+    sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
+    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
+    RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
+    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
+    new, APPEND: gl.constexpr, N_DIMS: gl.constexpr,
+):  # fmt: skip
+    """What a program of either kernel does. new: flash_attn_decode_append's rows, with APPEND."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     SEES: gl.constexpr = "mask" if HAS_MASK else ""
@@ -191,14 +269,18 @@ def flash_attn_decode(
         visits = (p_list, run_first, run, n_full, high)
         queries = (p_q + i_seq.to(gl.int64) * sq_s, sq_t, sq_h, 0, n_q, sign)
         mask = (p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3)
+        gl.static_assert(APPEND == "" or not COLUMNS)
 
+        if APPEND != "" and PLAN_EARLY:  # what the step before has left of the caches is there already
+            copy_early(caches, visits, low, sk_n, sv_n, NW, D, BLOCK_N, SEES, STAGES)
         if PDL and WAIT_LATE:  # so late that all that comes before overlaps with the kernel before
             gdc_wait()
         # A buffer's copies are two groups, K's and V's; where there is no k-block left, they are empty.
-        for i in range(STAGES):
-            copy_block(
-                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, COLUMNS
-            )  # fmt: skip
+        if APPEND == "" or not PLAN_EARLY:
+            for i in range(STAGES):
+                copy_block(
+                    caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, COLUMNS
+                )  # fmt: skip
 
         if COLUMNS:
             m, l, acc = column_sums(
@@ -209,7 +291,7 @@ def flash_attn_decode(
         else:
             m, l, acc = way_sums(
                 queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES,
+                BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, new, APPEND, N_DIMS,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
@@ -312,12 +394,14 @@ def way_sums(
     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
-    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
+    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, new, APPEND: gl.constexpr,
+    N_DIMS: gl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) of a segment, k-blocks low .. high - 1 of the list, of which copies of the first STAGES have started.
 
     m: f32 [W, 16], each way's row maxima, log2; l: f32 [W, 16], its sums of weights; acc: f32 [W, 16, D], its weighted
-    sums of V, in the order of slots.
+    sums of V, in the order of slots. new: with APPEND, see turned_rows: the row is in its cell
+    behind.
     """
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
@@ -325,23 +409,33 @@ def way_sums(
     ring_k, ring_v, _, _, _, n_kv = caches
     p_q, _, _, row0, n_q, sign = queries
     _, _, _, _, high = visits
-    token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_group, PACK)
-    q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
+    if APPEND != "":
+        q, row = turned_rows(queries, new, i_seq, i_group, n_kv, BLOCK_N, D, K_KIND, V_KIND, PACK, APPEND, N_DIMS)
+    else:
+        token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_group, PACK)
+        q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
 
-    row = row0 + axis_index(MMA, 3, 1, ROWS)
+    i_row = row0 + axis_index(MMA, 3, 1, ROWS)
     token, slope, p_mask_rows = mask_rows(
-        mask, row, i_seq, i_group, n_q, factor, SOFTCAP, SEES, PACK, PER_HEAD
+        mask, i_row, i_seq, i_group, n_q, factor, SOFTCAP, SEES, PACK, PER_HEAD
     )  # fmt: skip
     i_key = axis_index(MMA, 3, 0, W) * NW + axis_index(MMA, 3, 2, NW)
     m = gl.full([W, ROWS], NEG_INF, gl.float32, layout=gl.SliceLayout(2, MMA))
     l = gl.full([W, ROWS], 0.0, gl.float32, layout=gl.SliceLayout(2, MMA))
     acc = gl.full([W, ROWS, D], 0.0, gl.float32, layout=MMA)
     buffer = 0
+    at = low - 1
+    if APPEND != "":
+        for i in range(low, low + STAGES):
+            at = gl.where(has_row(row, visits, i, SEES), i, at)
     for i in range(low, high):
         zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
         # Loaded before the wait for K, so that it takes no time of its own.
         bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
         async_copy.wait_group(2 * STAGES - 1)
+        if APPEND != "":
+            if i == at:
+                put_row(ring_k, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[0], NW, D)
         s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
@@ -351,12 +445,18 @@ def way_sums(
         acc = acc * gl.expand_dims(alpha, 2)
         p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
         async_copy.wait_group(2 * STAGES - 2)
+        if APPEND != "":
+            if i == at:
+                put_row(ring_v, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[1], NW, D)
+            at = gl.where(has_row(row, visits, i + STAGES, SEES), i + STAGES, at)
         acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
         copy_block(
             caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
+    if APPEND != "":
+        write_row(row, new, caches, i_seq, i_group, low, sk_n, sv_n, D)
     if not SOFTCAP:
         m = m * factor
     return m, l, slot_order(acc, D, V_KIND)

@@ -9,7 +9,7 @@ from typing import Any
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
-from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode
+from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode, flash_attn_decode_append
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
@@ -115,10 +115,19 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         counters = scratch.counters(self.tiling.n_tiles)
         known = arguments(args, self.config, runs, counters, self.join, plan_is_old)
         options = launch_options(self.target, self.config.warps)
-        main = Launch(flash_attn_decode, (args["programs"],), known, options, fewer)
+        kernel = flash_attn_decode
+        if self.appended is not None:
+            kernel, known = flash_attn_decode_append, known | self.appended
+        main = Launch(kernel, (args["programs"],), known, options, fewer)
         if not self.shares_out or self.join[0] > 0:
             return [main]
         return [main, portable.fixup_launch(args, self.tiling, self.p, self.target)]
+
+    @property
+    def can_append(self) -> bool:  # type: ignore[override]
+        """Rows of f16 and bf16 need no rounding to blocks; warps that own columns have no rows of their own."""
+        k, v = self.p.k, self.p.v
+        return {k.kind, v.kind} <= {"f16", "bf16"} and not owns_columns(k.d, k.kind, v.kind)
 
     @property
     def workers(self) -> str:

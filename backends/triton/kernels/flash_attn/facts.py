@@ -8,6 +8,7 @@ from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import AttentionPlan
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.ops.attention_loops import block_sizes, standard_traffic, traffic_1, traffic_2
+from graphrt.ops.decode_costs import split_costs
 from graphrt.printing import count_text, human_bytes
 from graphrt.program import Fact
 
@@ -123,6 +124,20 @@ def block_rule_facts(p: Problem, shared_memory: int) -> Iterator[Fact]:
         for name, moved in (("scores in memory", kept), ("keys outside", first), ("queries outside", second))
     )
     yield "blocks", f"memory that such blocks read and write, all in f32, {count_text(heads, 'head')}: {each}"
+
+
+def split_cost_facts(plan: AttentionPlan) -> Iterator[Fact]:
+    """What the forms of a split would cost, where few query rows of a KV head see many keys (ops/decode_costs.py)."""
+    c, p = plan.chosen, plan.chosen.problem
+    if c.choice.schedule == "tile" or isinstance(p, VarlenProblem) or p.out is None or c.tiling.n_qt > 1:
+        return
+    parts, heads = max(2, c.programs // c.tiling.n_tiles), c.tiling.n_groups * p.n_seq
+    key, value = (t.dtype.type_size / t.dtype.block_size for t in (p.k_t, p.out["v"]))
+    yield "cost", f"of a split in {count_text(parts, 'part')} a tile, every key seen (ops/decode_costs.py):"
+    for form, costs in split_costs(p.n_q * c.tiling.pack, p.n_kv, p.k.d, p.v.d, parts).items():
+        cached, memory = (human_bytes(heads * n) for n in costs.nbytes(key, value))
+        operations = f"{heads * costs.operations / 1e9:.4g} billion operations"
+        yield "cost", f"{form}: {operations}, {cached} by the last cache, {memory} by memory"
 
 
 def _fixup(plan: AttentionPlan) -> Iterator[Fact]:

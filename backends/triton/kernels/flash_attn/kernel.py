@@ -17,6 +17,7 @@ from graphrt.backends.triton.kernels.flash_attn.chooser import Choice
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.dropout_launch import KeptBits
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
+from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
 
 #: A problem of a kernel's kind, and the plan that is made for it on the device: a mask's, or of lengths.
 P = TypeVar("P", bound=Problem)
@@ -36,6 +37,7 @@ class Scratch:
         self._part = torch.empty(0, device=device)
         self._results = torch.empty(0, device=device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(0, dtype=torch.int32, device=device)
         self.redone: list[torch.Tensor] = []
 
     def part(self, nbytes: int) -> torch.Tensor:
@@ -55,6 +57,13 @@ class Scratch:
         if self._counters.numel() < n:
             self._counters = torch.zeros(n, dtype=torch.int32, device=self.device)
         return self._counters
+
+    def turns(self, n: int) -> torch.Tensor:
+        """Two for each tile whose programs wait for each other, int32: who has come, 0 between launches, and how often
+        all have."""
+        if self._turns.numel() < n:
+            self._turns = torch.zeros(n, dtype=torch.int32, device=self.device)
+        return self._turns
 
     def flags(self, n_tiles: int) -> torch.Tensor:
         """int32 [tiles + 1], zeros: which tiles are bad, and how many were done again."""
@@ -82,7 +91,7 @@ class AttentionKernel(ABC, Generic[P, L]):
     def __init__(self, p: P, target: Target, force: str | None = None) -> None:
         self.p = p
         self.target = target
-        self.force = force
+        self.force = None if force in PASS_FORMS else force  # which are decode_passes.py's alone
 
     @abstractmethod
     def serves(self) -> str | None:
@@ -156,6 +165,10 @@ class AttentionKernel(ABC, Generic[P, L]):
         """
         return 1, False
 
+    #: It can rotate q and k and write a step's k and v itself.
+    can_append: bool = False
+    #: Arguments for that, see rope.py's appended_arguments(); None: it is not asked to.
+    appended: dict[str, Any] | None = None
     #: A launch behind does again what the kernel flags.
     repairs: ClassVar[bool] = False
 

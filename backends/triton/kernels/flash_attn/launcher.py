@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from graphrt.backend import Place
 from graphrt.backends.triton.accesses import Step
+from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
-from graphrt.backends.triton.kernels.flash_attn.fusions import Attention, Gradients, attention_back, attention_lse
+from graphrt.backends.triton.kernels.flash_attn.fusions import (
+    Attention,
+    Gradients,
+    attention_back,
+    attention_lse,
+    attention_of,
+)
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
-from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlans
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
 from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel
 from graphrt.backends.triton.kernels.flash_attn.varlen.parts import by_rows, cascade
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
+from graphrt.backends.triton.kernels.rope import appended_arguments, lower_rope_cache, rope_table
+from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
 from graphrt.fusion import Fusion
 from graphrt.tensor import Tensor
 
@@ -58,7 +68,13 @@ class Launcher:
         if attention.nodes[0].op.startswith("FLASH_ATTN_VARLEN"):
             return self._varlen(VarlenProblem(attention, self.place))
         p = Problem(attention, self.place)
-        kernel, refused = self._first(p, kernels_of(self.target), not_of(self.target))
+        kernel, refused = self._in_passes(p) or self._first(p, kernels_of(self.target), not_of(self.target))
+        return self._planned(p, kernel, refused)
+
+    def _planned(
+        self, p: Problem, kernel: AttentionKernel[Problem, MaskPlan], refused: Mapping[str, str]
+    ) -> list[Step]:
+        """A kernel's launches, behind those of its mask's plan where none has it yet."""
         plan, steps = None, list[Step]()
         if kernel.p.mask_t is not None:  # which a bias may stand for
             plan, made = self.masks.plan(kernel.p, kernel.tiling, kernel.needs_units)
@@ -66,6 +82,26 @@ class Launcher:
         steps += kernel.launches(plan, plan is not None and not steps, self.scratch)
         self.chosen.update(dict.fromkeys(p.nodes, kernel.chosen(refused)))
         return steps
+
+    def appended(self, found: RopeCacheAttention, ctx: Context) -> list[Step]:
+        """The launches of a rotation, the writing of a step's k and v, and their attention: all in the attention's, or
+        where its kernel has no such form, one before it."""
+        p = Problem(attention_of(found.attention), self.place)
+        kernel, refused = self._in_passes(p) or self._first(p, kernels_of(self.target), not_of(self.target))
+        if not kernel.can_append:
+            return [*lower_rope_cache(found.cache, ctx), *self.launches(attention_of(found.attention))]
+        table, steps = rope_table(found.cache.q, ctx)
+        kernel.appended = appended_arguments(found.cache, table, ctx)
+        return steps + self._planned(p, kernel, refused)
+
+    def _in_passes(self, p: Problem) -> tuple[AttentionKernel[Problem, MaskPlan], dict[str, str]] | None:
+        """Flash decoding in two passes, where the schedule asks for a form of it and it serves."""
+        if self.schedule not in PASS_FORMS or not self.target.is_nvidia or self.config is not None:
+            return None
+        from graphrt.backends.triton.kernels.flash_attn.passes_launch import DecodePasses
+
+        kernel = DecodePasses(p, self.target, self.schedule)
+        return (kernel, {}) if kernel.serves() is None else None
 
     def _varlen(self, p: VarlenProblem) -> list[Step]:
         """Of an attention that is done in parts the last one's kernel is told as chosen, the others beside it."""

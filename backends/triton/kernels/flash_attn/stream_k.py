@@ -34,6 +34,10 @@ from graphrt.errors import BackendError
 
 Schedule = Literal["tile", "split", "stream_k"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+#: Forms of a split whose parts meet otherwise, for those who compare: by which maximum a part weighs its keys, its own
+#: (partial) or that of all parts (global), and where they learn it: waiting for each other in one launch, or in the
+#: next of two. See decode_passes.py.
+PASS_FORMS = ("partial-wait", "partial-two", "global-wait", "global-two")
 
 
 # --- the arithmetic, as in the kernel ---

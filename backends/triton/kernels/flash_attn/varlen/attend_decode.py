@@ -104,7 +104,7 @@ def flash_attn_varlen_decode(
         else:
             m, l, acc = way_sums(
                 queries, sight, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                BLOCK_N, SOFTCAP, SEES, PAGE, PACK, False, PDL, STAGES,
+                BLOCK_N, SOFTCAP, SEES, PAGE, PACK, False, PDL, STAGES, (), "", 0,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
