@@ -29,7 +29,7 @@ Dims = tuple[int, int, int, int]
 #: Names of sources that the ops here can do without, for type checkers: node["mask"] may be None, node["q"] never is.
 #: No op here needs a source of such a name. An op elsewhere may name its own as it likes.
 OptionalSource = Literal[
-    "mask", "sinks", "factors", "value", "lengths", "block_table", "k_starts", "prefixes", "attn_bias", "d_lse",
+    "mask", "sinks", "factors", "value", "lengths", "block_table", "k_starts", "prefixes", "attn_bias", "d_lse", "sent",
     "a1", "a2", "a3", "a4", "a5", "a6", "a7",
 ]  # fmt: skip
 

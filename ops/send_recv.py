@@ -54,14 +54,14 @@ def _infer_send(params: SendParams, a: Tensor) -> Result:
     return Result(a.dtype, a.ne)
 
 
-def _infer_recv(params: RecvParams, after: Tensor, a: Tensor | None) -> Result:
+def _infer_recv(params: RecvParams, after: Tensor, sent: Tensor | None) -> Result:
     _ends("RECV", params)
     kind = dtype(params.type)
     require(_plain(kind), "RECV", f"what comes must be of a plain type, got {params.type}")
     sane = 1 <= len(params.ne) <= 4 and min(params.ne) >= 1
     require(sane, "RECV", f"ne must be 1 to 4 numbers of at least 1, got {params.ne}")
-    same = a is None or (a.dtype == kind and a.ne == full_dims(params.ne))
-    require(same, "RECV", f"what was sent must be {params.type} of the shape {list(params.ne)}", a)
+    same = sent is None or (sent.dtype == kind and sent.ne == full_dims(params.ne))
+    require(same, "RECV", f"what was sent must be {params.type} of the shape {list(params.ne)}", sent)
     return Result(kind, params.ne)
 
 
@@ -70,7 +70,7 @@ def on_link(node: Tensor) -> bool:
     if node.op == "SEND":
         return not node.params.played
     if node.op == "RECV":
-        return node["a"] is None
+        return node["sent"] is None
     return node.op in COLLECTIVES and not is_played(node)
 
 
@@ -87,12 +87,12 @@ def _work(node: Tensor) -> Work:
 def _moved(node: Tensor) -> int:
     if node.op == "SEND":
         return moved_bytes(node)
-    a = node["a"]
-    return node.data_nbytes + (0 if a is None else a.data_nbytes)  # `after` is not read
+    sent = node["sent"]
+    return node.data_nbytes + (0 if sent is None else sent.data_nbytes)  # `after` is not read
 
 
 SEND = register(OpSpec("SEND", _infer_send, _work, params=SendParams, inplace=("a",)))
-RECV = register(OpSpec("RECV", _infer_recv, _work, ("after", "a?"), params=RecvParams))
+RECV = register(OpSpec("RECV", _infer_recv, _work, ("after", "sent?"), params=RecvParams))
 
 #: All ops whose nodes need other ranks.
 LINKED = (*COLLECTIVES, "SEND", "RECV")
@@ -111,14 +111,14 @@ def send(a: Tensor, *, rank: int, other: int, played: bool = False, name: str = 
 
 @checked(GraphError)
 def recv(
-    after: Tensor, a: Tensor | None = None, *, rank: int, other: int, type: str, ne: Sequence[int], name: str = ""
+    after: Tensor, sent: Tensor | None = None, *, rank: int, other: int, type: str, ne: Sequence[int], name: str = ""
 ) -> Tensor:
     """What another rank gives this one by send().
 
     No formula: no value changes. after: any tensor, which this node waits for and does not read: what this rank sends
-    or receives before; a: the other rank's send(), where both are played in one graph; rank: whose node this is, from
-    0; other: the rank that it comes from; type, ne: the result's, a plain one as f32. Source: MPI_Recv. Raises
+    or receives before; sent: the other rank's send(), where both are played in one graph; rank: whose node this is,
+    from 0; other: the rank that it comes from; type, ne: the result's, a plain one as f32. Source: MPI_Recv. Raises
     GraphError for other types, shapes and numbers.
     """
-    sources = (after,) if a is None else (after, a)
+    sources = (after,) if sent is None else (after, sent)
     return build(RECV, *sources, params=RecvParams(rank, other, type, tuple(ne)), name=name)

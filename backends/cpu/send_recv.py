@@ -22,7 +22,7 @@ def send(node: Tensor, a: T) -> T:
 
 
 @reference("RECV", stored=("after",))
-def recv(node: Tensor, after: T, a: T | None = None) -> T:
-    if a is not None:
-        return a
+def recv(node: Tensor, after: T, sent: T | None = None) -> T:
+    if sent is not None:
+        return sent
     return current().take(torch.empty(node.shape, dtype=torch_type(node.dtype)), node.params.other)

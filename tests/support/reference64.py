@@ -318,8 +318,8 @@ def send(node: Tensor, a: Array) -> Array:
 
 
 @reference64("RECV")
-def recv(node: Tensor, after: Array, a: Array) -> Array:
-    return a.copy()
+def recv(node: Tensor, after: Array, sent: Array) -> Array:
+    return sent.copy()
 
 
 @reference64("REPEAT")

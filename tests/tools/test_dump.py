@@ -196,7 +196,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     "no function": (("script.py:none",), "has: build; name one of them"),
     "layer of a program's format": (("llama.gguf", "--layer", "0", "--json"), "json has all; leave it out"),
     "no layer": (("llama.gguf", "--layer", "7"), "got 7; the graph has layers 0-1"),
-    "phase of a script": (("script.py:build", "--phase", "decode"), "leave --phase and --tokens out"),
+    "phase of a script": (("script.py:build", "--phase", "decode"), "leave --phase, --tokens and --ranks out"),
     "too many tokens": (("llama.gguf", "--phase", "prefill", "--tokens", "999"), "got --tokens 999; raise -b"),
     "overlay of text": (("llama.gguf", "--overlay", "time.json"), "got text; leave it out"),
     "overlay in a pipe": (("llama.gguf", "--format", "model-explorer", "--overlay", "time.json"), "got no -o"),

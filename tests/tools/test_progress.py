@@ -130,7 +130,7 @@ def test_loading_and_prompts_are_tasks_and_single_tokens_none(model: Path) -> No
     loading, whole, rows = noted.tasks
     assert loading[:3:2] == ("loading", "bytes") and sum(loading[3]) == loading[1] == loaded.weights.nbytes
     assert whole == ("reading the prompt", 20, "tokens", [8, 8, 4])
-    assert rows == ("reading the prompt", 20, "tokens", [8, 2, 8, 2])
+    assert rows == ("reading the prompt", 20, "tokens", [8, 8, 4])
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])

@@ -172,8 +172,9 @@ def lower_send(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
 
 def lower_recv(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     node, out = nodes[0], ctx.view(nodes[0])
-    if not on_link(node):
-        return [_copy(ctx.view(node["a"]).torch(), out.torch())]
+    sent = node["sent"]
+    if sent is not None:
+        return [_copy(ctx.view(sent).torch(), out.torch())]
     after = ctx.view(node["after"]).torch()
     return [Call("recv", partial(_taken, out.data, node.params.other), [after], [out.data])]
 

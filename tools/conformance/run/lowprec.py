@@ -369,7 +369,7 @@ LOW: dict[str, LowPrecision] = {
     "ALL_GATHER": lambda node, *parts: torch.cat([a for a in parts if a is not None], dim=-1),
     "REDUCE_SCATTER": lambda node, *parts: _scattered(node, _added(parts)),
     "SEND": lambda node, a: a,
-    "RECV": lambda node, after, a: a,
+    "RECV": lambda node, after, sent: sent,
     "REPEAT": lambda node, a: torch.tile(a, tuple(m // n for m, n in zip(node.shape, a.shape))),
     "REPEAT_BACK": back.repeat_back,
     "GET_ROWS_BACK": back.get_rows_back,

@@ -114,6 +114,15 @@ def opt_step_adamw(node: Tensor, a: T, m: T, v: T, hyper: T) -> T:
     return found
 
 
+def _scores(rows: T, others: T) -> T:
+    """Products [s, h, i, j] of all rows [s, h, i, D] with all others [s, h, j, D], added up in one order on every
+    processor, as a kernel's loop does: a library's order, and with it the error that is allowed, is the processor's."""
+    total = torch.zeros((*rows.shape[:3], others.shape[2]))
+    for a, b in zip(torch.split(rows, 8, -1), torch.split(others, 8, -1)):
+        total = total + torch.einsum("shid,shjd->shij", a, b)
+    return total
+
+
 def attention_back(
     of: str, p: object, d_out: T, q: T, k: T, v: T, out: T, lse: T, d_lse: T | None, added: T, sinks: T | None,
     rounded: Round, bias: T | None = None,
@@ -131,7 +140,7 @@ def attention_back(
         return -(share * delta).sum((0, 2))
     seen = ~hidden.all(2).all(1)
     k, v = (torch.where(seen[:, None, :, None], rounded(t), 0.0).repeat_interleave(per, 1) for t in (k, v))
-    s = torch.einsum("shid,shjd->shij", rounded(q), k) * p.scale  # type: ignore[attr-defined]
+    s = _scores(rounded(q), k) * p.scale  # type: ignore[attr-defined]
     cap = p.softcap  # type: ignore[attr-defined]
     bend = torch.tanh(s / cap) if cap else torch.zeros(())
     s = bend * cap if cap else s
@@ -149,7 +158,7 @@ def attention_back(
     if of == "v":
         each = torch.einsum("shij,shid->shjd", rounded(w * factor), rounded(d_out))
         return _shared(each, per)
-    d_w = torch.einsum("shid,shjd->shij", rounded(d_out), v) * factor
+    d_w = _scores(rounded(d_out), v) * factor
     d_s = w * (d_w - delta[..., None])
     if of == "attn_bias":
         return d_s

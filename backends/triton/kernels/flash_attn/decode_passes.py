@@ -88,7 +88,7 @@ def flash_attn_decode_passes(
     UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
     GLOBAL: gl.constexpr, PASSES: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """Arguments are those of decode.py's flash_attn_decode under schedule "split", and
+    """Arguments are those of decode.py's flash_attn_decode under schedule "split", with those of the forms beside them.
 
     top: f32 [programs, 4 warps or 1, 16], row maxima in the units of the scores; turns: int32 [tiles, 2], zeros at
     first, see wait_for_parts; scores: f32 [programs, kept_blocks, JOIN rows, BLOCK_N], KEEP's. JOIN is never 0.
