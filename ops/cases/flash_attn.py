@@ -88,9 +88,9 @@ GROUPS: Mapping[str, Sequence[Group]] = {
     # Keys of many programs, of which a sequence's length leaves some without any: parts must agree on a row's maximum.
     "parts": (
         Group(
-            replace(BASE, d=(128, 128), n_q=1, n_kv=1100, heads=(4, 1), mask="lengths", n_seq=2, values="raised"),
+            replace(BASE, n_q=1, n_kv=1100, heads=(4, 1), mask="lengths", n_seq=2, values="raised"),
             {},
-            {"values": ("sunken", "huge"), "n_kv": (2100, 16300)},
+            {"values": ("sunken", "huge"), "n_kv": (2100, 16300), "d": ((128, 128),)},
         ),
         Group(
             replace(BASE, n_q=4, n_kv=1100, heads=(4, 1), mask=None, values="huge"),
