@@ -229,13 +229,15 @@ def passes_launches(arch: str, shape: Shape, form: str) -> list[Launch]:
 
 
 def append_launch(arch: str, d: int, has_mask: bool) -> Launch:
-    """The decode kernel's launch that rotates and writes the cache too."""
+    """The decode kernel's launch that rotates and writes the cache too, with as many stages as shared memory holds."""
     mask = np.zeros((1, 4096), np.float16) if has_mask else None
     found, launcher, ctx, _ = append_emulation.launcher_of(
         append_emulation.step(d, (32, 8), 4096, [5], mask=mask), arch
     )
     launcher.appended(found, ctx)  # the layer before, which sorts the mask's k-blocks
-    return next(step for step in launcher.appended(found, ctx) if isinstance(step, Launch))
+    launch = next(step for step in launcher.appended(found, ctx) if isinstance(step, Launch))
+    (stages,) = {chosen.stages for chosen in launcher.chosen.values()}
+    return Launch(launch.kernel, launch.grid, launch.args | {"STAGES": stages}, launch.options)
 
 
 def figures(kernel: Any, arch: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ SPILLING = {
     ("hopper_attn_back_keys", "(128,", "score='softcap'"): "once, with a mask; 0.75 of plain without one (H200)",
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
     ("hopper_attn_back_packed_keys", "'packed"): "none of plain ones; where softcap, ALiBi or a window take them",
+    ("hopper_attn_back_packed_keys", "packed=True"): "8 times, of causal ones; 309 TFLOP/s so (H200)",
     ("hopper_attn_back_packed_queries", "(128,"): "23 times in blocks that a tile sees in part; see BENCHMARKS.md",
     ("hopper_attn_back_fused", "(128,"): "11 times in one warpgroup, 49 and more with a mask; see BENCHMARKS.md",
     ("sm_90 prefill", "(128, 128)", "q8_0"): "with a mask; 352 TFLOP/s where blocks of 64 keys give 333 (H100)",
