@@ -37,13 +37,15 @@ def weight_of(kind: str, m: int, k: int, broken: int | None = None, paired: bool
     packed = Packed.empty(kind, m, k, "cpu")
     pack(torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8).reshape(m, -1)), packed)
     values = dequantize(raw, dtype(kind)).reshape(m, k)
-    if paired and kind in _CENTRES:
-        values = _paired(packed, values.astype(np.float64))
-    return packed, values.astype(np.float16).astype(np.float64)
+    return packed, seen_by_wgmma(packed, values) if paired else values.astype(np.float16).astype(np.float64)
 
 
-def _paired(w: Packed, values: np.ndarray) -> np.ndarray:
-    """(code - centre) * scale + (centre * scale - min), the scale and what is added being f16."""
+def seen_by_wgmma(w: Packed, values: np.ndarray) -> np.ndarray:
+    """A packed matrix's values [rows, k] as gemm_small/pairs.py has them, f64: f16 of (code - centre) * scale +
+    (centre * scale - min), the scale and what is added being f16 where they are products."""
+    if w.kind not in _CENTRES:
+        return values.astype(np.float16).astype(np.float64)
+    values = values.astype(np.float64)
     assert w.supers is not None
     scales, supers = w.scales.numpy().astype(np.float64), w.supers.numpy().astype(np.float64).repeat(8, axis=1)
     if supers.shape[2] == 2:
@@ -54,7 +56,8 @@ def _paired(w: Packed, values: np.ndarray) -> np.ndarray:
     scale, less = (np.repeat(s, 32 // s.shape[2], axis=2).reshape(w.rows, w.k) for s in (scale, less))
     code = np.rint(np.divide(values + less, scale, out=np.zeros_like(values), where=scale != 0)) - centre
     added = (centre * scale - less).astype(np.float16).astype(np.float64)
-    return code * scale.astype(np.float16).astype(np.float64) + added
+    found = code * scale.astype(np.float16).astype(np.float64) + added
+    return found.astype(np.float16).astype(np.float64)
 
 
 def x_of(n: int, k: int, factors: bool = False) -> tuple[Activations, np.ndarray]:

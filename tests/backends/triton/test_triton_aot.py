@@ -66,7 +66,14 @@ ELSEWHERE = {
     "sm_80": HOPPER,
     "sm_90": set[str](),
     "sm_100": HOPPER,
-    "gfx942": {*HOPPER, "batch_mma", "flash_attn_decode", "flash_attn_varlen_decode"},
+    "gfx942": {
+        *HOPPER,
+        "batch_mma",
+        "flash_attn_decode",
+        "flash_attn_decode_append",
+        "flash_attn_decode_passes",
+        "flash_attn_varlen_decode",
+    },  # fmt: skip
 }
 
 

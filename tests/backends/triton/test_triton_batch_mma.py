@@ -216,7 +216,7 @@ def test_what_the_backend_launches(arch: str, kernel: str, monkeypatch: pytest.M
         return t
 
     def weight(kind: str, m: int) -> tuple[Tensor, np.ndarray]:
-        packed, values = weight_of(kind, m, 256)
+        packed, values = weight_of(kind, m, 256, paired=kernel == "batch_wgmma")
         t = Tensor(dtype(kind), (256, m))
         places[t] = (PackedBuffer(packed, Usage.WEIGHTS), 0)
         return t, values

@@ -29,6 +29,7 @@ if device.unusable() is not None:
 
 from support.aot_arch import target_of
 from support.aot_rows import context
+from support.batch_products import seen_by_wgmma
 from support.gluon_warps import emulate
 from support.planned import groups_in, lowered_group, routed
 from support.wgmma_order import wgmma_order
@@ -164,7 +165,7 @@ def test_the_way_of_many_pairs_on_hopper(kind: str, k: int) -> None:
         raw = quantize(rng.standard_normal((n_expert * m, k)).astype(np.float32), w.dtype, rng)
         packed[w] = PackedBuffer(Packed.empty(kind, n_expert * m, k, "cpu"), Usage.WEIGHTS)
         pack(torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8).reshape(n_expert * m, -1)), packed[w].packed)
-        values[w] = dequantize(raw, w.dtype).reshape(n_expert, m, k).astype(np.float16).astype(np.float64)
+        values[w] = seen_by_wgmma(packed[w].packed, dequantize(raw, w.dtype).reshape(-1, k)).reshape(n_expert, m, k)
     place = ctx.place
     ctx.place = lambda t: (packed[t], 0) if t in packed else place(t)
     for step in lowered_group(groups_in(Graph(glu), EXPERT_GATE_UP)["expert_gate_up"], ctx):
