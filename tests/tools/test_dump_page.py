@@ -3,12 +3,12 @@ GRAPHRT_CHROMIUM names."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chromium import chromium
 
 from graphrt import get_backend
 from graphrt.models import Model
@@ -17,8 +17,6 @@ from graphrt.models.synthetic import synthetic
 from graphrt.tools.dump.html import page as html
 from graphrt.tools.inspect.describe import GraphInfo, describe
 from graphrt.tools.inspect.overlay import overlays
-
-playwright = pytest.importorskip("playwright.sync_api", reason="the package `playwright` is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +37,8 @@ def file(info: GraphInfo, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        try:
-            found = driver.chromium.launch(
-                executable_path=os.environ.get("GRAPHRT_CHROMIUM"), args=["--no-sandbox", "--disable-gpu"]
-            )
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium to start: {str(error).splitlines()[0]}")
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from graphrt.backends.cpu.fast.ir import F32, I8, I32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel, host
 from graphrt.backends.cpu.fast.matvec import check_rows
 from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
-from graphrt.backends.cpu.fast.tiles import put_rows
+from graphrt.backends.cpu.fast.tiles import gemm_bytes, put_rows
 
 #: Rows and columns of a tile of sums, values of a row in a tile of weights, bytes of a tile.
 SIDE, DEPTH, TILE = 16, 32, 1024
@@ -386,4 +386,4 @@ def amx_gemm(
         y=y, w=w, x=x, res=res, panels=panels, n_panels=n_panels, n_rows=n_rows, n=n, n_tok=n_tok, w_nb=w_nb,
         y_nb=y_nb, res_nb=res_nb,
     )  # fmt: skip
-    return Step([Entry(kernel, args)], n_rows * (w_nb + 4 * n_tok) * (1 + n_tok // 8))
+    return Step([Entry(kernel, args)], gemm_bytes(n_rows, w_nb, n_tok))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 from graphrt.backends.cpu.fast.amx import (
@@ -20,7 +19,7 @@ from graphrt.backends.cpu.fast.amx import (
 )
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.experts import Pairs
-from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
+from graphrt.backends.cpu.fast.ir import LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import check_rows
 from graphrt.backends.cpu.fast.pool import Entry, Step
@@ -90,9 +89,7 @@ def _build_gemm(f: Fn, split: Split, by: Tiles) -> None:
 
     _for_experts(f, split, n, x, one)
     by.end(f)
-    first, last = pairs.of(f.args("n_expert")[0])  # those whose expert does not exist
-    with f.range(first, last) as at, f.range(*rows) as r:
-        f.store(pairs.row("y", at) + r * 4, f.const(math.nan, F32))
+    pairs.spoil_missing(rows)
 
 
 @functools.cache

@@ -171,6 +171,13 @@ class Pairs:
         pair = load_index(self.f, self.pairs + place * 4, "i32")
         return base + pair % self.n_slots * slot_nb + pair // self.n_slots * tok_nb
 
+    def spoil_missing(self, rows: tuple[Val, Val]) -> None:
+        """Rows of y of the pairs whose expert does not exist become NaN, a thread's share of them."""
+        f = self.f
+        first, last = self.of(f.args("n_expert")[0])
+        with f.range(first, last) as at, f.range(*rows) as r:
+            f.store(self.row("y", at) + r * 4, f.const(math.nan, F32))
+
 
 def _x_row(pairs: Pairs, first: Val, i: Val) -> Val:
     return pairs.row("x", first + i)
@@ -208,9 +215,7 @@ def _build_gemm(f: Fn, form: Form) -> None:
             with f.range(0, n_pairs) as i:
                 sums, target = panel.sums + i * (4 * LANES), pairs.row("y", first + i) + r0 * 4
                 put_rows(f, sums, rows, target, added + r0 * 4, bias)
-    first, last = pairs.of(n_expert)
-    with f.range(first, last) as at, f.range(start, stop) as r:
-        f.store(pairs.row("y", at) + r * 4, f.const(math.nan, F32))
+    pairs.spoil_missing((start, stop))
 
 
 @functools.cache

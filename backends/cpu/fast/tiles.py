@@ -269,6 +269,11 @@ def _build(f: Fn, form: Form) -> None:
             put_rows(f, panel.sums + t * (4 * LANES), rows, y + t * y_nb + r0 * 4, res + t * res_nb + r0 * 4, res)
 
 
+def gemm_bytes(n_rows: int, w_nb: int, n_tok: int) -> int:
+    """About what a product of n_rows rows, w_nb bytes apart, and n_tok tokens reads and writes: Step.bytes."""
+    return n_rows * (w_nb + 4 * n_tok) * (1 + n_tok // 8)
+
+
 @functools.cache
 def gemm_kernel(type_name: str, form: Form) -> Kernel:
     return Kernel(
@@ -310,4 +315,4 @@ def gemm(
         y=y, w=w, x=x, res=res, panels=panels, n_panels=n_panels, n_rows=n_rows, n=n, n_tok=n_tok, w_nb=w_nb, x_nb=x_nb,
         y_nb=y_nb, res_nb=res_nb,
     )  # fmt: skip
-    return Step([Entry(kernel, args)], n_rows * (w_nb + 4 * n_tok) * (1 + n_tok // 8))
+    return Step([Entry(kernel, args)], gemm_bytes(n_rows, w_nb, n_tok))

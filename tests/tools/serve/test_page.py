@@ -4,7 +4,6 @@ it in Chromium: the one that playwright has, or that GRAPHRT_CHROMIUM names."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from support.chromium import chromium
 from support.served import Served
 from support.soak import is_quiet
 
@@ -113,16 +113,8 @@ def expect() -> Any:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as driver:
-        try:
-            found = driver.chromium.launch(
-                executable_path=os.environ.get("GRAPHRT_CHROMIUM"), args=["--no-sandbox", "--disable-gpu"]
-            )
-        except api.Error as error:
-            pytest.skip(f"no Chromium to start: {str(error).splitlines()[0]}")
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture
