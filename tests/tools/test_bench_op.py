@@ -250,7 +250,7 @@ def test_what_a_mark_refers_to_comes_along() -> None:
     ("argv", "op", "said"),
     [
         (("-s", "nothing"), OP, "a shape's name must have 'nothing' in it"),
-        ((), "MUL_MAT", "an op to measure must be one of FLASH_ATTN_EXT, got 'MUL_MAT'"),
+        ((), "MUL_MAT", "FLASH_ATTN_EXT, FLASH_ATTN_VARLEN, FLASH_ATTN_BACK, got 'MUL_MAT'"),
         (("-b", "nope"), OP, "a backend must be one of"),
         (("-b", "cpu", "--schedule", "x"), OP, "does not take these options"),
         (("-b", "a:B", "--schedule", "x"), OP, "--schedule is for a backend that is named"),

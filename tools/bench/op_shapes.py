@@ -286,6 +286,8 @@ _KNOWN = {s.name for s in (*_PREFILL, *_LONG, *_DECODE)}
 SHAPES: dict[str, list[Shape]] = {
     "FLASH_ATTN_EXT": [*_PREFILL, *_DECODE, *_CHUNKS, *_LONG, *(s for s in (*_BOTH, *_PASSES) if s.name not in _KNOWN)]
 }
+#: every op that `bench op` measures; varlen_shapes.py and back_shapes.py have the others' shapes
+MEASURED = (*SHAPES, "FLASH_ATTN_VARLEN", "FLASH_ATTN_BACK")
 
 
 def shapes_of(op: str, which: str = "default", part: str = "", model: str | None = None) -> list[Shape]:
@@ -296,7 +298,7 @@ def shapes_of(op: str, which: str = "default", part: str = "", model: str | None
     """
     if op.upper() not in SHAPES:
         raise GraphError(
-            f"an op to measure must be one of {', '.join(SHAPES)}, got {op[:40]!r}; `graphrt test perf -o OP` times "
+            f"an op to measure must be one of {', '.join(MEASURED)}, got {op[:40]!r}; `graphrt test perf -o OP` times "
             f"the conformance cases of any op"
         )
     everything = SHAPES[op.upper()] if model is None else model_shapes(model)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import BackendError, GraphError, UnsupportedError
-from graphrt.tools.bench.op_shapes import SETS, SHAPES, Shape, shapes_of, tiny
+from graphrt.tools.bench.op_shapes import MEASURED, SETS, Shape, shapes_of, tiny
 from graphrt.tools.common import print_json, print_table, whole, write_text
 from graphrt.tools.outputs import OutputFile
 
@@ -33,7 +33,7 @@ ROUNDS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", help=f"the op: {', '.join(SHAPES)}, {VARLEN} or {BACKWARD}")
+    parser.add_argument("op", metavar="OP", help=f"the op: {', '.join(MEASURED)}")
     add = parser.add_argument_group("which shapes").add_argument
     add("-s", "--shape", default="", metavar="SUBSTRING", help="only shapes with that in their names")
     add("--set", default="default", choices=SETS, help="default: default, about a minute; full: KV up to 65536")
