@@ -67,7 +67,7 @@ def _attend(
             seen = seen & (key <= position)
         if WINDOW:
             seen = seen & (key > position - window)
-        if MASK:  # what is hidden from all rows may hold NaN
+        if MASK != "":  # what is hidden from all rows may hold NaN
             seen, added = _masked(p_mask_rows, m_rows, col, seen, column0, n_columns, WAYS)
             m_key = tl.max(seen.to(tl.int32), 0 if WAYS == 0 else 1) > 0
     if PAGE > 0:
@@ -89,7 +89,7 @@ def _attend(
         unit = LOG2E
         factor = 1.0
     if PARTIAL:
-        if MASK:
+        if MASK != "":
             s += (slope * unit) * added
         if ALIBI:
             s -= (slope * unit) * tl.abs(key - position).to(tl.float32)
@@ -142,7 +142,7 @@ def flash_attn_varlen(
         column0 = behind if MASK == "new" else 0
         if MASK == "keys":
             full_end = full_first
-        elif MASK:  # what lies before all columns
+        elif MASK == "new":  # what lies before all columns
             full_end = tl.minimum(full_end, tl.maximum(tl.maximum(behind, 0) // BLOCK_N, full_first))
         n_full = full_end - full_first
         high = tl.minimum(high, end - first)
@@ -166,7 +166,7 @@ def flash_attn_varlen(
         position = per_row(behind + token, RANK)
         m_rows = per_row(m_row, RANK)
         p_mask_rows = p_mask
-        if MASK:
+        if MASK != "":
             p_mask_rows = per_row(p_mask + (q_first + token).to(tl.int64) * sm_t + (head % m2).to(tl.int64) * sm_h, RANK)
         m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
 
