@@ -325,8 +325,8 @@ EMULATED = (
 
 
 def _emulated() -> list[Case]:
-    """Without those of score functions, which are other kernels'."""
-    cases = [c for c in all_cases("FLASH_ATTN_VARLEN") if "score=" not in str(c)]
+    """Without those of score functions and explicit masks, which are other kernels'."""
+    cases = [c for c in all_cases("FLASH_ATTN_VARLEN") if "score=" not in str(c) and "mask=" not in str(c)]
     return [c for c in cases if any(re.search(part, str(c)) for part in EMULATED)]
 
 

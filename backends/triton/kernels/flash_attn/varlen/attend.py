@@ -4,7 +4,8 @@ It is forward.py's with three things of its own: where a tile's rows and keys ar
 table, what a row sees from positions, and tiles are always shared out as ranges of units ("tile": one part each).
 
 An explicit mask (MASK "keys", "new": what its columns are, "" for none) leaves the list as it is: k-blocks that it may
-touch are read as partial ones, its values first, so that keys which it hides from all of a tile's rows are not read.
+touch are read as partial ones. Values of keys which it hides from all of a tile's rows are not read, also where V lies in
+K. It is loaded for all keys with a column, seen or not: fewer conditions let it come several elements at a time.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from graphrt.backends.triton.kernels.flash_attn.visits import page_of, paged_row
 
 
 @triton.jit
-def _masked(p_mask_rows, m_rows, col, seen, column0, n_columns, WAYS: tl.constexpr):
-    """(which keys rows see, what the mask adds to their logits). p_mask_rows, m_rows: of each row, see per_row; column0:
-    the key of the mask's first column; seen: without the mask."""
+def _masked(s, slope, p_mask_rows, m_rows, col, column0, n_columns, MASK: tl.constexpr, WAYS: tl.constexpr):
+    """Scores with what the mask adds. slope: in their units; p_mask_rows, m_rows: of each row, see per_row; column0: the
+    key of the mask's first column."""
     column = keys_last(col - column0, WAYS)
-    there = seen & m_rows & (column >= 0) & (column < n_columns)
+    there = m_rows & (column < n_columns)
+    if MASK == "new":
+        there = there & (column >= 0)
     added = tl.load(p_mask_rows + column, mask=there, other=0.0).to(tl.float32)
-    hidden = added == NEG_INF
-    return seen & m_rows & (hidden == 0), tl.where(hidden, 0.0, added)
+    return tl.where(added == NEG_INF, NEG_INF, s + slope * added)
 
 
 @triton.jit
@@ -60,16 +62,6 @@ def _attend(
     i_key = key_index(BLOCK_N, WAYS)
     col = block * BLOCK_N + i_key
     m_key = (col >= first_key) & (col < end_key)
-    if PARTIAL:
-        key = keys_last(col, WAYS)
-        seen = keys_last(m_key, WAYS)
-        if CAUSAL:
-            seen = seen & (key <= position)
-        if WINDOW:
-            seen = seen & (key > position - window)
-        if MASK != "":  # what is hidden from all rows may hold NaN
-            seen, added = _masked(p_mask_rows, m_rows, col, seen, column0, n_columns, WAYS)
-            m_key = tl.max(seen.to(tl.int32), 0 if WAYS == 0 else 1) > 0
     if PAGE > 0:
         page = page_of(p_table, block, i_key, n_pages, max_blocks, PAGE, BLOCK_N, PTX)
         k_base, k_at = paged_rows(page, block, i_key, sk_n, sk_p, PAGE, BLOCK_N, WIDE)
@@ -89,14 +81,23 @@ def _attend(
         unit = LOG2E
         factor = 1.0
     if PARTIAL:
+        key = keys_last(col, WAYS)
+        seen = keys_last(m_key, WAYS)
+        if CAUSAL:
+            seen = seen & (key <= position)
+        if WINDOW:
+            seen = seen & (key > position - window)
         if MASK != "":
-            s += (slope * unit) * added
+            s = _masked(s, slope * unit, p_mask_rows, m_rows, col, column0, n_columns, MASK, WAYS)
         if ALIBI:
             s -= (slope * unit) * tl.abs(key - position).to(tl.float32)
         s = tl.where(seen, s, NEG_INF)
+        if MASK != "":  # what is hidden from all rows may hold NaN
+            m_key = tl.max((m_rows & (s != NEG_INF)).to(tl.int32), 0 if WAYS == 0 else 1) > 0
     return weigh(
         s, factor, k0, p_v + v_base, v_at, m_key, m, l, acc0, acc1, False, 1.0, D_V, DV0, DV1, V_KIND, V_ALIGNED,
-        V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or SCORE is not None, False, PTX, PRECISION, PRE_LOAD_V,
+        V_DOT, WAYS, V_IN_K and (MASK == "" or not PARTIAL), HAS_V, not PARTIAL,
+        PARTIAL or SCORE is not None, False, PTX, PRECISION, PRE_LOAD_V,
     )  # fmt: skip
 
 
