@@ -174,7 +174,8 @@ def flash_attn_varlen(
         for PARTIAL in tl.static_range(2):  # full k-blocks first
             begin = tl.maximum(low, n_full) if PARTIAL else low
             until = high if PARTIAL else tl.minimum(high, n_full)
-            for i in tl.range(begin, until, num_stages=STAGES):
+            # Which values are loaded under a mask depends on scores: nothing of that can be ahead.
+            for i in tl.range(begin, until, num_stages=1 if PARTIAL and MASK != "" else STAGES):
                 block = spanned_block(i, first, full_first, full_end, PARTIAL == 1)
                 m, l, acc0, acc1 = _attend(
                     p_kh, p_vh, p_pages, p_mask_rows, m_rows, column0, n_columns, position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n,

@@ -76,7 +76,10 @@ class VarlenForward(VarlenKernel):
 
     @cached_property
     def config(self) -> Config:
-        return self.given or portable.config_for(self.p, self.p.mean_queries * self.p.gqa, self.target)
+        found = self.given or portable.config_for(self.p, self.p.mean_queries * self.p.gqa, self.target)
+        # The places of a mask's values take the registers that 4 warps have left of large tiles.
+        more = self.p.explicit_t is not None and self.given is None and found.block_m > 16 and self.target.is_nvidia
+        return replace(found, warps=max(found.warps, 8)) if more else found
 
     @property
     def per_sm(self) -> int:
