@@ -18,7 +18,7 @@ from graphrt.tensor import new_input
 Array = npt.NDArray[Any]
 D, HEADS, KV, PAGE, N_PAGES = 64, 4, 2, 16, 24
 #: Queries and keys of each sequence; the last query of all is nobody's.
-SEQS = ((6, 40), (1, 33), (0, 20), (12, 12), (3, 70))
+SEQS = ((6, 40), (1, 33), (0, 20), (12, 12), (8, 70))
 SPARE = 1
 
 
@@ -108,7 +108,7 @@ def _positions(i: int, causal: bool, max_bias: float) -> Array:
 
 @pytest.mark.parametrize(
     ("new", "heads", "causal", "max_bias"),
-    [(False, 1, True, 0.0), (True, 1, True, 0.0), (False, HEADS, False, 0.0), (True, 2, False, 8.0)],
+    [(False, 1, True, 0.0), (True, 1, True, 0.0), (False, HEADS, False, 0.0), (True, 2, False, 8.0), (True, 1, False, 0.0)],
 )
 def test_as_contiguous_caches_with_the_same_mask(
     backend: Backend, new: bool, heads: int, causal: bool, max_bias: float
@@ -145,7 +145,7 @@ def test_a_tree_of_drafts_is_as_its_branches(backend: Backend) -> None:
     """Each drafted token has what it would have if its branch alone had been read: its keys are others', in between."""
     rng = np.random.default_rng(3)
     paged = _Paged(rng)
-    parents: dict[int, Sequence[int]] = {0: (-1, 0, 0, 1, 1, 2), 3: (-1, *range(11)), 4: (-1, -1, 0)}
+    parents: dict[int, Sequence[int]] = {0: (-1, 0, 0, 1, 1, 2), 3: (-1, *range(11)), 4: (-1, -1, 0, 1, 2, 2, 3, -1)}
     mask = np.full((1, paged.n, 12), np.nan, np.float16)
     for i, (n, _) in enumerate(SEQS):
         seen = np.eye(n, dtype=bool)

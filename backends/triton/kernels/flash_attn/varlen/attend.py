@@ -88,12 +88,13 @@ def _attend(
         if WINDOW:
             seen = seen & (key > position - window)
         if MASK != "":
+            seen = seen & m_rows
             s = _masked(s, slope * unit, p_mask_rows, m_rows, col, column0, n_columns, MASK, WAYS)
         if ALIBI:
             s -= (slope * unit) * tl.abs(key - position).to(tl.float32)
         s = tl.where(seen, s, NEG_INF)
         if MASK != "":  # what is hidden from all rows may hold NaN
-            m_key = tl.max((m_rows & (s != NEG_INF)).to(tl.int32), 0 if WAYS == 0 else 1) > 0
+            m_key = tl.max((s != NEG_INF).to(tl.int32), 0 if WAYS == 0 else 1) > 0
     return weigh(
         s, factor, k0, p_v + v_base, v_at, m_key, m, l, acc0, acc1, False, 1.0, D_V, DV0, DV1, V_KIND, V_ALIGNED,
         V_DOT, WAYS, V_IN_K and (MASK == "" or not PARTIAL), HAS_V, not PARTIAL,
