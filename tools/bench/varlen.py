@@ -74,7 +74,9 @@ def build(shape: VarlenShape, n_nodes: int, noise: Noise) -> VarlenProgram:
     elif shape.padded:
         n_cells = shape.longest * n_seq
     elif not shape.contiguous:
-        given["k_starts"] = numbers("k_starts", np.cumsum([0, *(length for _, length in shape.seqs)]))
+        own = all(n == length for n, length in shape.seqs)
+        ends = np.cumsum([0, *(length for _, length in shape.seqs)])
+        given["k_starts"] = given["q_starts"] if own else numbers("k_starts", ends)
     mask = _mask(program) if shape.contiguous else _explicit(program)
     if mask is not None and not shape.contiguous:
         given |= {"mask": mask, "mask_new": shape.mask == "new"}

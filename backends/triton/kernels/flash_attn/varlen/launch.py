@@ -85,6 +85,15 @@ class VarlenForward(VarlenKernel):
     def per_sm(self) -> int:
         return self.config.per_sm
 
+    def _choose(self, force: str | None) -> Choice:
+        """Packed sequences that attend to themselves have the more tiles the longer they are: where there are many,
+        none is much of the work, and a multiprocessor holds more programs than the chooser reckons with."""
+        at_once, tiles = self.target.sm_count * self.per_sm, self.tiling.n_tiles
+        if force is not None or self.p.kv is not self.p.q_starts or tiles < chooser.MANY_WAVES * at_once:
+            return super()._choose(force)
+        why = (f"up to {tiles} tiles of sequences that attend to themselves: a program each, the longest is little of all",)
+        return replace(super()._choose("tile"), reasons=why)
+
     def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         assert plan is not None
         part = scratch.part(self.choice.scratch_bytes)
