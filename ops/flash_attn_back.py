@@ -201,7 +201,9 @@ def flash_attn_varlen_back(
     if params.score:
         raise GraphError(f"gradients of packed sequences have no score function, got {params.score[:80]!r}")
     if params.mask_new:
-        raise GraphError("gradients of packed sequences have no explicit mask, got mask_new; run flash_attn_ext() on each")
+        raise GraphError(
+            "gradients of packed sequences have no explicit mask, got mask_new; run flash_attn_ext() on each"
+        )
     given = {name: x for name, x in asdict(params).items() if not name.startswith(("score", "mask"))}
     sources = (d_out, q, k, v, out, lse, q_starts, k_starts, sinks, d_lse)
     return build(FLASH_ATTN_VARLEN_BACK, *sources, params=FlashAttnVarlenBackParams(of, **given), name=name)

@@ -24,9 +24,9 @@ them. It changes no result: lengths and tables are as without it.
 
 A mask is beside the rules of causal and window, and counts like FLASH_ATTN_EXT's: slope(head) * mask is added after
 softcap and score function, and -inf hides. Its column c is of the sequence's key c, wherever its page lies, or with
-mask_new of its new token c, the key at position L - n + c: a tree of drafted tokens has a square of its own size, however
-long what lies before it. Nothing is added to keys without a column, and elements of keys that there are not, and rows of
-queries that are nobody's, are not read.
+mask_new of its new token c, the key at position L - n + c: a tree of drafted tokens has a square of its own size,
+however long what lies before it. Nothing is added to keys without a column. Elements of keys that there are not, and
+rows of queries that are nobody's, count for nothing and may hold NaN.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def _check_sequences(
         _check_numbers(op, "prefixes", prefixes, (3, prefixes.ne[1]))
 
 
-def _check_rest(
-    op: str, q: Tensor, sinks: Tensor | None, p: FlashAttnVarlenParams, mask: Tensor | None = None
-) -> None:
+def _check_rest(op: str, q: Tensor, sinks: Tensor | None, p: FlashAttnVarlenParams, mask: Tensor | None = None) -> None:
     finite = all(math.isfinite(x) for x in (p.scale, p.max_bias, p.softcap)) and p.softcap >= 0 and p.max_bias >= 0
     require(finite, op, f"scale, max_bias and softcap must be finite, the last two not negative, got {p}")
     require(0 <= p.window < 2**31, op, f"window must be 0, for all, to {2**31 - 1}, got {p.window}")
@@ -115,7 +113,9 @@ def _check_rest(
         rows = mask.ne[1] == q.ne[1] and mask.ne[3] == 1
         require(rows, op, "the mask must be [n_columns, n_tokens, m2], a row for each query", q, mask)
         require(q.ne[2] % mask.ne[2] == 0, op, "dimension 2 of the mask must divide the heads of q", q, mask)
-        require(mask.has_contiguous_rows, op, "the mask's columns must lie side by side; make them so with ops.cont", mask)
+        require(
+            mask.has_contiguous_rows, op, "the mask's columns must lie side by side; make them so with ops.cont", mask
+        )
 
 
 def _check_score(q: Tensor, k: Tensor, q_starts: Tensor, table: Tensor | None, p: FlashAttnVarlenParams) -> None:
@@ -220,11 +220,11 @@ def flash_attn_varlen(
     before the first new token of each; groups ascend and have no sequence in common; those of no sequence or no page
     say nothing. A backend may read such pages once; results mean what they do without, nothing where a promise is
     broken. score: a function of score.py or None, of what scale and softcap made of q.k, before ALiBi's part; its i and
-    j are positions, i below 0 for a query before the first key. mask: f16 [n_columns, n_tokens, m2] or None, m2 dividing
-    n_head: slope(head) * mask[c, t, head % m2] is added to the logit of query t, behind the score function, and -inf
-    hides, beside what causal and window do; c is the number of a key of the query's own sequence, or with mask_new the
-    key's position less L - n, so that columns are the new tokens'; nothing is added to keys without a column. Elements
-    of keys behind a length and rows of nobody's queries may hold NaN.
+    j are positions, i below 0 for a query before the first key. mask: f16 [n_columns, n_tokens, m2] or None, m2
+    dividing n_head: slope(head) * mask[c, t, head % m2] is added to the logit of query t, behind the score function,
+    and -inf hides, beside what causal and window do; c is the number of a key of the query's own sequence, or with
+    mask_new the key's position less L - n, so that columns are the new tokens'; nothing is added to keys without a
+    column. Elements of keys behind a length and rows of nobody's queries may hold NaN.
     Source: varlen attention of FlashAttention-2 (arXiv 2307.08691) over the pages of PagedAttention (arXiv
     2309.06180); ggml has no such op. Raises GraphError for other types and shapes, for anything but pages or packed
     keys, and for numbers that are not finite.
@@ -246,8 +246,8 @@ def flash_attn_varlen_lse(
 
     s as there, of the same arguments: q: f32 [D_k, n_tokens, n_head]; k: pages or packed keys of any float or
     quantized type; q_starts, lengths, block_table, k_starts, prefixes: i32; sinks: f32 [n_head] or None; scale,
-    max_bias, softcap, causal, window: numbers; score: a function of score.py or None; mask: f16 or None, mask_new: what its
-    columns are. The result is f32 [n_head,
+    max_bias, softcap, causal, window: numbers; score: a function of score.py or None; mask: f16 or None, mask_new: what
+    its columns are. The result is f32 [n_head,
     n_tokens], -inf for a query that sees nothing, not even a sink, and for those of nobody. A node of its own beside
     FLASH_ATTN_VARLEN with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
     2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses.

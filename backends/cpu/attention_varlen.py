@@ -29,9 +29,7 @@ def _mask(p: FlashAttnVarlenParams, n: int, length: int, like: torch.Tensor) -> 
     return torch.where(seen, near, NEG_INF)[None, None]
 
 
-def _added(
-    p: FlashAttnVarlenParams, rule: torch.Tensor, mask: Numbers, queries: slice, length: int
-) -> torch.Tensor:
+def _added(p: FlashAttnVarlenParams, rule: torch.Tensor, mask: Numbers, queries: slice, length: int) -> torch.Tensor:
     """What _mask() made, with an explicit mask beside it: [1, m2, n, keys]. queries: of the sequence."""
     if mask is None:
         return rule

@@ -65,7 +65,8 @@ def generate_qkv(q: Array, k: Array, v: Array, q_mask: Mask | None = None, k_mas
     starts = [np.cumsum([0, *n]).astype(np.int32) for n in counts]
     packed = [x.swapaxes(1, 2)[mask].swapaxes(0, 1) for x, mask in ((q, q_mask), (k, k_mask), (v, k_mask))]
     most = [int(n.max(initial=0)) for n in counts]
-    return Packed(*(np.ascontiguousarray(x) for x in packed), *starts, *most, q_mask)
+    q, k, v = (np.ascontiguousarray(x) for x in packed)
+    return Packed(q, k, v, starts[0], starts[1], most[0], most[1], q_mask)
 
 
 def _checked(x: Array, mask: Mask | None) -> Mask:

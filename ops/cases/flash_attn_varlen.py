@@ -171,14 +171,14 @@ class Axes:
         rows = self.mask_values[:, slice(*self.q_starts[i : i + 2])]
         inside = (column >= 0) & (column < rows.shape[-1])
         hidden = np.isneginf(rows[..., column.clip(0, rows.shape[-1] - 1)]).all(0) & inside
-        return seen[(near & ~hidden).any(0)]
+        return np.asarray(seen[(near & ~hidden).any(0)])
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """These integers, in the input's shape."""
+    """These numbers, in the input's shape."""
 
-    values: Integers
+    values: Integers | npt.NDArray[np.float32]
 
     def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
         return self.values.reshape(shape)
@@ -268,8 +268,9 @@ ENDS = ((1, 0), (1, 1), (1, 31), (1, 32), (1, 33), (0, 40), (1, 63), (1, 64), (1
 FEW = ((2, 40), (5, 5), (8, 130), (1, 33))
 MIXED = ((40, 40), (1, 97), (0, 0), (33, 130), (9, 9), (1, 5))
 LONG = ((1, 700), (1, 3), (2, 257))
-#: Explicit masks: "tree": over new tokens, each sees itself and its ancestors; "new": any values and -inf over these, more
-#: columns than there are tokens; "keys": the same over keys, some of them hidden from all; "short": of the first 24.
+#: Explicit masks: "tree": over new tokens, each sees itself and its ancestors; "new": any values and -inf over these,
+#: more columns than there are tokens; "keys": the same over keys, some of them hidden from all; "short": of the first
+#: 24.
 MASKS = ("tree", "new", "keys", "short")
 #: Single tokens, and chunks beside them, behind keys that sequences may share.
 ALIKE = ((1, 170), (1, 163), (1, 135), (1, 40))

@@ -57,11 +57,9 @@ class _Paged:
         key = np.arange(SEQS[i][1])
         return cache[self.table[i, key // PAGE], :, key % PAGE].transpose(1, 0, 2)[None]
 
-    def attention(
-        self, backend: Backend, mask: Array, lse_masked: bool = True, **how: object
-    ) -> tuple[Array, Array]:
-        """The result [n, HEADS, D] and the log of the denominators [n, HEADS], of one graph, the latter with the mask or
-        without."""
+    def attention(self, backend: Backend, mask: Array, lse_masked: bool = True, **how: object) -> tuple[Array, Array]:
+        """The result [n, HEADS, D] and the log of the denominators [n, HEADS], of one graph, the latter with the mask
+        or without."""
         leafs = {
             "q": new_input("f32", D, self.n, HEADS, name="q"), "k": new_input("f16", D, PAGE, KV, N_PAGES, name="k"),
             "v": new_input("f16", D, PAGE, KV, N_PAGES, name="v"),
@@ -108,7 +106,13 @@ def _positions(i: int, causal: bool, max_bias: float) -> Array:
 
 @pytest.mark.parametrize(
     ("new", "heads", "causal", "max_bias"),
-    [(False, 1, True, 0.0), (True, 1, True, 0.0), (False, HEADS, False, 0.0), (True, 2, False, 8.0), (True, 1, False, 0.0)],
+    [
+        (False, 1, True, 0.0),
+        (True, 1, True, 0.0),
+        (False, HEADS, False, 0.0),
+        (True, 2, False, 8.0),
+        (True, 1, False, 0.0),
+    ],
 )
 def test_as_contiguous_caches_with_the_same_mask(
     backend: Backend, new: bool, heads: int, causal: bool, max_bias: float

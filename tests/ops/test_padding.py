@@ -61,7 +61,10 @@ def test_each_text_is_as_alone_whatever_padding_holds(mode: str, causal: bool) -
     [
         (lambda rng: generate_random_padding_mask(4, 2, "half", rng), "one of full, random, third, got 'half'"),
         (lambda rng: generate_random_padding_mask(0, 2, "full", rng), "a place at least, got 2 texts of 0"),
-        (lambda rng: generate_qkv(*[np.zeros((1, 1, 3, 2))] * 3, np.ones((1, 2), bool)), "must be bool [1, 3], got bool"),
+        (
+            lambda rng: generate_qkv(*[np.zeros((1, 1, 3, 2))] * 3, np.ones((1, 2), bool)),
+            "must be bool [1, 3], got bool",
+        ),
         (lambda rng: generate_qkv(*[np.zeros((1, 1, 2, 2))] * 3, np.array([[False, True]])), "here one stands behind"),
     ],
 )

@@ -26,8 +26,8 @@ Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V, one type for both; page: 0 for packed keys; n_tokens: of n_seq sequences; heads: of q and of k;
-    groups: of sequences that share pages; score: a name of ops/cases/scores.py's SCORES; mask: "keys" or "new", what its
-    columns are, "" for none."""
+    groups: of sequences that share pages; score: a name of ops/cases/scores.py's SCORES; mask: "keys" or "new", what
+    its columns are, "" for none."""
 
     d: tuple[int, int]
     page: int = 16

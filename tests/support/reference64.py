@@ -529,8 +529,8 @@ def varlen_sequences(
     """(its queries, where each of its keys lies, mask, its number and its first query's position) of every sequence
     that has both.
 
-    A key lies at (page, slot), a packed one at (0, row). mask: [1, m2, queries, keys], -inf where a query does not see a
-    key, else minus the distance with ALiBi, plus what the explicit mask has.
+    A key lies at (page, slot), a packed one at (0, row). mask: [1, m2, queries, keys], -inf where a query does not see
+    a key, else minus the distance with ALiBi, plus what the explicit mask has.
     """
     p = node.params
     owner = [bisect.bisect_right(q_starts.reshape(-1).tolist(), t) - 1 for t in range(q.shape[2])]

@@ -1,4 +1,4 @@
-"""What `graphrt dump` shows of a step over pages: how they are cut, the tables, what sequences share; in every format."""
+"""What `graphrt dump` shows of a step over pages, in every format: how they are cut, tables, what sequences share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_other_formats_have_it_in_their_title(argv: list[str], capsys: pytest.Ca
 
 
 def test_the_graph_says_which_tables_attention_reads(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Each attention's sources are the tables, one column a sequence, lengths and groups; read back, they are the same."""
+    """Each attention's sources are the tables, one column a sequence, and groups; JSON is read back."""
     assert cli.main([*argv, "--json"]) == 0
     text = capsys.readouterr().out
     tensors = json.loads(text)["tensors"]

@@ -24,7 +24,8 @@ HEADS = {
 @dataclass(frozen=True)
 class VarlenShape:
     """seqs: queries and keys of each sequence. page: 0 for packed keys; "contiguous": FLASH_ATTN_EXT over caches that
-    lie in one piece, all of one length, sequences that are not being padded to the longest. beside: the name of the shape whose speed this one is told as a share of.
+    lie in one piece, all of one length, sequences that are not being padded to the longest. beside: the name of the
+    shape whose speed this one is told as a share of.
     shared: keys at the beginning, whole pages, that all sequences have in common; told: the op is told of
     them. mask: "new" or "keys": an explicit mask with columns of these, which hides nothing."""
 
@@ -145,7 +146,8 @@ def _shapes() -> list[VarlenShape]:
     tree = [(16, 4096)] * 16
     found.append(_prefill("drafts 16x16 after 4080 page 16, causal", tree))
     beside = {"beside": "drafts 16x16 after 4080 page 16, causal"}
-    found += [_prefill(f"drafts 16x16 after 4080 page 16, mask of {m}", tree, mask=m, **beside) for m in ("new", "keys")]
+    for columns in ("new", "keys"):
+        found.append(_prefill(f"drafts 16x16 after 4080 page 16, mask of {columns}", tree, mask=columns, **beside))
     return found
 
 

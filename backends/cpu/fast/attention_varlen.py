@@ -194,7 +194,9 @@ class _Many(Sequences, ManyQueries):
         if self.shape.explicit:
             f = self.f
             with f.range(0, ROWS) as i:
-                f.store(self.explicit_of + i * 8, self.locate(group, i).explicit)
+                row = self.locate(group, i)
+                assert row.explicit is not None
+                f.store(self.explicit_of + i * 8, row.explicit)
         return self.seen_keys(self.locate(group, 0).mask, self.locate(group, ROWS - 1).mask)
 
     def masks_of(self, tile: Val) -> Val:
@@ -206,7 +208,6 @@ class _Many(Sequences, ManyQueries):
         if self.shape.explicit:
             self._add_explicits(tile)
         return f.const(1)
-
 
     def _add_explicits(self, tile: Val) -> None:
         """To the tile's masks, by 16 rows and 16 keys."""
@@ -248,8 +249,8 @@ def flash_attn_varlen(
     q [d_k, n_tokens, n_head] f32, q_nb: between tokens and heads; k [d_k, page, n_head_kv, n_pages], or page 0 for
     [d_k, n_keys, n_head_kv], and v [d_v, ...] of KV_TYPES, with the strides of their other dimensions; out [d_v,
     n_head, n_tokens] f32. q_starts i32 [n_seq + 1]; kv: lengths i32 [n_seq], or of packed keys the starts i32 [n_seq +
-    1]; table: rows of i32 pages, table_nb apart; most_keys: of a sequence. Cost follows what is there, not the bounds. mask: f16
-    [n_columns, n_tokens, m2] or 0 for none, mask_nb: between tokens and matrices; mask_ne: (n_columns, m2).
+    1]; table: rows of i32 pages, table_nb apart; most_keys: of a sequence. Cost follows what is there, not the bounds.
+    mask: f16 [n_columns, n_tokens, m2] or 0 for none, mask_nb: between tokens and matrices; mask_ne: (n_columns, m2).
     """
     check_types((k_type, d_k), (v_type, d_v))
     gqa_ratio = n_head // n_head_kv

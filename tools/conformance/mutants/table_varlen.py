@@ -62,6 +62,11 @@ def _masked(node: Tensor) -> bool:
     return node["mask"] is not None
 
 
+def _mask_of_heads(node: Tensor) -> bool:
+    mask = node["mask"]
+    return mask is not None and mask.ne[2] > 1
+
+
 def _of_keys(node: Tensor) -> bool:
     return _masked(node) and not node.params.mask_new
 
@@ -246,9 +251,9 @@ VARLEN_MUTANTS = [
     Mutant("mask_without_slope", VA, "ALiBi's slope is not on the mask", {"mask_slope": lambda k, h: np.float32(1)},
            lambda node: _masked(node) and _alibi(node)),
     Mutant("mask_of_head_0", VA, "all heads have the first one's mask", {"matrix": lambda k, h: 0},
-           lambda node: _masked(node) and node["mask"].ne[2] > 1),
+           _mask_of_heads),
     Mutant("mask_of_kv_head", VA, "heads of one KV head have one mask", {"matrix": lambda k, h: k.kv_head(h)
-           % k.mask.t.ne[2]}, lambda node: _masked(node) and node["mask"].ne[2] > 1),
+           % k.mask.t.ne[2]}, _mask_of_heads),
     Mutant("mask_hidden_keys_read", VA, "keys that it hides from all are read: NaN meets a weight of 0",
            {"shown": lambda k, seen: seen.any(0) | True}, _of_keys),
     Mutant("mask_dead_block_of_first_row", VA, "blocks that the tile's first query does not see are skipped",

@@ -255,7 +255,7 @@ class Varlen(Kernel):
             added = self.added(tokens, first, head, key, column0, seen)
             if self.mask is not None:
                 seen = seen & (added != NEG_INF)
-                read = read & self.shown(seen)
+                read = np.asarray(read & self.shown(seen))
             s: Floats = q @ self.load(self.k, seq, kv_head, key, read).T * np.float32(self.p.scale)
             if self.p.softcap:
                 s = np.float32(self.p.softcap) * np.tanh(s / np.float32(self.p.softcap))

@@ -4,8 +4,8 @@ It is forward.py's with three things of its own: where a tile's rows and keys ar
 table, what a row sees from positions, and tiles are always shared out as ranges of units ("tile": one part each).
 
 An explicit mask (MASK "keys", "new": what its columns are, "" for none) leaves the list as it is: k-blocks that it may
-touch are read as partial ones. Values of keys which it hides from all of a tile's rows are not read, also where V lies in
-K. It is loaded for all keys with a column, seen or not: fewer conditions let it come several elements at a time.
+touch are read as partial ones. Values of keys which it hides from all of a tile's rows are not read, also where V lies
+in K. It is loaded for all keys with a column, seen or not: fewer conditions let it come several elements at a time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from graphrt.backends.triton.kernels.flash_attn.visits import page_of, paged_row
 
 @triton.jit
 def _masked(s, slope, p_mask_rows, m_rows, col, column0, n_columns, MASK: tl.constexpr, WAYS: tl.constexpr):
-    """Scores with what the mask adds. slope: in their units; p_mask_rows, m_rows: of each row, see per_row; column0: the
-    key of the mask's first column."""
+    """Scores with what the mask adds. slope: in their units; p_mask_rows, m_rows: of each row, see per_row; column0:
+    the key of the mask's first column."""
     column = keys_last(col - column0, WAYS)
     there = m_rows & (column < n_columns)
     if MASK == "new":
@@ -47,7 +47,8 @@ def _masked(s, slope, p_mask_rows, m_rows, col, column0, n_columns, MASK: tl.con
 
 @triton.jit
 def _attend(
-    p_k, p_v, p_table, p_mask_rows, m_rows, column0, n_columns, position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n, sk_p, sv_n, sv_p,
+    p_k, p_v, p_table, p_mask_rows, m_rows, column0, n_columns,
+    position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n, sk_p, sv_n, sv_p,
     q0, q1, m, l, acc0, acc1, factor, softcap, head, i_seq, p_score,
     D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
@@ -127,8 +128,8 @@ def flash_attn_varlen(
     PDL: tl.constexpr, PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """See the module, and forward.py's flash_attn for what is not here. q: f32; out: f32 [n_tokens, n_head, D_V]; lse:
-    f32 [n_tokens, n_head]. table: int32 rows of max_blocks pages, s_table apart; sk_p, sv_p: strides between pages. mask: f16, m2 matrices of n_columns columns, sm_t between tokens, sm_h
-    between matrices."""
+    f32 [n_tokens, n_head]. table: int32 rows of max_blocks pages, s_table apart; sk_p, sv_p: strides between pages.
+    mask: f16, m2 matrices of n_columns columns, sm_t between tokens, sm_h between matrices."""
     pid = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -169,7 +170,9 @@ def flash_attn_varlen(
         m_rows = per_row(m_row, RANK)
         p_mask_rows = p_mask
         if MASK != "":
-            p_mask_rows = per_row(p_mask + (q_first + token).to(tl.int64) * sm_t + (head % m2).to(tl.int64) * sm_h, RANK)
+            p_mask_rows = per_row(
+                p_mask + (q_first + token).to(tl.int64) * sm_t + (head % m2).to(tl.int64) * sm_h, RANK
+            )
         m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
 
         for PARTIAL in tl.static_range(2):  # full k-blocks first
@@ -179,9 +182,9 @@ def flash_attn_varlen(
             for i in tl.range(begin, until, num_stages=1 if PARTIAL and MASK != "" else STAGES):
                 block = spanned_block(i, first, full_first, full_end, PARTIAL == 1)
                 m, l, acc0, acc1 = _attend(
-                    p_kh, p_vh, p_pages, p_mask_rows, m_rows, column0, n_columns, position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n,
-                    sk_p, sv_n, sv_p, q0, q1, m, l, acc0, acc1, factor, softcap, heads, i_seq, p_score,
-                    D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
+                    p_kh, p_vh, p_pages, p_mask_rows, m_rows, column0, n_columns,
+                    position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n, sk_p, sv_n, sv_p, q0,
+                    q1, m, l, acc0, acc1, factor, softcap, heads, i_seq, p_score, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
                     V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, V_IN_K, HAS_V, PARTIAL == 1,
                     WIDE, PTX, PRECISION, PAGE, CAUSAL, WINDOW, ALIBI, SCORE, PRE_LOAD_V, MASK,
                 )  # fmt: skip

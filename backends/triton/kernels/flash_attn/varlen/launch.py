@@ -91,7 +91,9 @@ class VarlenForward(VarlenKernel):
         at_once, tiles = self.target.sm_count * self.per_sm, self.tiling.n_tiles
         if force is not None or self.p.kv is not self.p.q_starts or tiles < chooser.MANY_WAVES * at_once:
             return super()._choose(force)
-        why = (f"up to {tiles} tiles of sequences that attend to themselves: a program each, the longest is little of all",)
+        why = (
+            f"up to {tiles} tiles of sequences that attend to themselves: a program each, the longest is little of all",
+        )
         return replace(super()._choose("tile"), reasons=why)
 
     def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:

@@ -87,7 +87,7 @@ class VarlenProblem(Problem):
         """Why it is the portable kernel's, None where others may have it."""
         if self.explicit_t is None:
             return None
-        return "what a row sees follows from positions there; an explicit mask over pages or packed keys is the portable kernel's"
+        return "what a row sees follows from positions there, explicit masks are the portable kernel's"
 
     @property
     def n_lists(self) -> int:
