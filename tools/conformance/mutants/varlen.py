@@ -169,8 +169,7 @@ class Varlen(Kernel):
 
     def shown(self, seen: Mask) -> Mask:
         """The keys of a block that are read: those that some query sees."""
-        found: Mask = seen.any(0)
-        return found
+        return np.asarray(seen.any(0))
 
     def visited(self, blocks: list[int], tokens: Index) -> list[int]:
         """Of a tile's k-blocks those that are worked on."""
