@@ -411,6 +411,9 @@ def _packed(node: Tensor) -> Tensor:
 
 def _unscored(node: Tensor) -> FlashAttnVarlenParams:
     p: FlashAttnVarlenParams = built_in(node.params)
+    if node["mask"] is not None:
+        why = "of packed sequences with an explicit mask there is none; run them one by one with flash_attn_ext()"
+        raise _refused(node, "q", why)
     if p.score:
         why = "of packed sequences score functions have none but the softcap; run them one by one with flash_attn_ext()"
         raise _refused(node, "q", why)

@@ -196,10 +196,14 @@ def flash_attn_varlen_back(
     [D_v, n_head, n_tokens]; lse: what flash_attn_varlen_lse() gives, f32 [n_head, n_tokens]; d_lse: its gradient, or
     None. The result is f32 in the shape of the source, 0 for queries and keys of nobody. Source: FlashAttention-2
     (arXiv 2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses, for
-    pages, for a quantized k or v, for a score function, and for a source that is not there.
+    pages, for a quantized k or v, for a score function or mask_new, and for a source that is not there.
     """
     if params.score:
         raise GraphError(f"gradients of packed sequences have no score function, got {params.score[:80]!r}")
-    given = {name: x for name, x in asdict(params).items() if not name.startswith("score")}
+    if params.mask_new:
+        raise GraphError(
+            "gradients of packed sequences have no explicit mask, got mask_new; run flash_attn_ext() on each"
+        )
+    given = {name: x for name, x in asdict(params).items() if not name.startswith(("score", "mask"))}
     sources = (d_out, q, k, v, out, lse, q_starts, k_starts, sinks, d_lse)
     return build(FLASH_ATTN_VARLEN_BACK, *sources, params=FlashAttnVarlenBackParams(of, **given), name=name)

@@ -11,6 +11,8 @@ FLASH_ATTN_VARLEN_LSE, the log of its softmax denominators.
     k_starts [n_seq + 1]           i32  first key of each sequence
     prefixes [3, n_groups]         i32  groups: first sequence, sequences, pages that they share; may be None
     sinks    [n_head]              f32  one more logit without a value; may be None
+    mask     [n_columns, n_tokens, m2]   f16  a row for each query over keys of its own sequence; m2 divides n_head; may
+                                   be None
     out      [D_v, n_head, n_tokens]    f32
 
 The last new token of a sequence stands at its last key: query i of n, with L keys, has position L - n + i. All of
@@ -19,6 +21,12 @@ else.
 
 prefixes tells of sequences whose tables begin with the same pages, so that a backend can read those once for all of
 them. It changes no result: lengths and tables are as without it.
+
+A mask is beside the rules of causal and window, and counts like FLASH_ATTN_EXT's: slope(head) * mask is added after
+softcap and score function, and -inf hides. Its column c is of the sequence's key c, wherever its page lies, or with
+mask_new of its new token c, the key at position L - n + c: a tree of drafted tokens has a square of its own size,
+however long what lies before it. Nothing is added to keys without a column. Elements of keys that there are not, and
+rows of queries that are nobody's, count for nothing and may hold NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +50,7 @@ PAGES = (16, 32, 64, 128, 256)
 class FlashAttnVarlenParams:
     """scale on q.k; max_bias: ALiBi's, 0 without; softcap: 0 without; causal: a query sees keys up to its position;
     window: how many positions back it sees, itself included, 0 for all. score, score_numbers: a score function as
-    score_text.py writes it, "" for none."""
+    score_text.py writes it, "" for none. mask_new: columns of the mask are a sequence's new tokens, not its keys."""
 
     scale: float
     max_bias: float = 0.0
@@ -51,6 +59,7 @@ class FlashAttnVarlenParams:
     window: int = 0
     score: str = ""
     score_numbers: tuple[float, ...] = ()
+    mask_new: bool = False
 
 
 def _check_operands(op: str, q: Tensor, k: Tensor) -> None:
@@ -91,13 +100,22 @@ def _check_sequences(
         _check_numbers(op, "prefixes", prefixes, (3, prefixes.ne[1]))
 
 
-def _check_rest(op: str, q: Tensor, sinks: Tensor | None, p: FlashAttnVarlenParams) -> None:
+def _check_rest(op: str, q: Tensor, sinks: Tensor | None, p: FlashAttnVarlenParams, mask: Tensor | None = None) -> None:
     finite = all(math.isfinite(x) for x in (p.scale, p.max_bias, p.softcap)) and p.softcap >= 0 and p.max_bias >= 0
     require(finite, op, f"scale, max_bias and softcap must be finite, the last two not negative, got {p}")
     require(0 <= p.window < 2**31, op, f"window must be 0, for all, to {2**31 - 1}, got {p.window}")
     if sinks is not None:
         fits = sinks.dtype.name == "f32" and sinks.n_elements == q.ne[2]
         require(fits, op, "sinks must be f32 with one value a head of q", q, sinks)
+    require(mask is not None or not p.mask_new, op, "mask_new says what a mask's columns are: give it a mask", q)
+    if mask is not None:
+        require(mask.dtype.name == "f16", op, "the mask must be f16", mask)
+        rows = mask.ne[1] == q.ne[1] and mask.ne[3] == 1
+        require(rows, op, "the mask must be [n_columns, n_tokens, m2], a row for each query", q, mask)
+        require(q.ne[2] % mask.ne[2] == 0, op, "dimension 2 of the mask must divide the heads of q", q, mask)
+        require(
+            mask.has_contiguous_rows, op, "the mask's columns must lie side by side; make them so with ops.cont", mask
+        )
 
 
 def _check_score(q: Tensor, k: Tensor, q_starts: Tensor, table: Tensor | None, p: FlashAttnVarlenParams) -> None:
@@ -110,13 +128,14 @@ def _check_score(q: Tensor, k: Tensor, q_starts: Tensor, table: Tensor | None, p
 def _infer_attn(
     params: FlashAttnVarlenParams, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, lengths: Tensor | None,
     block_table: Tensor | None, k_starts: Tensor | None, sinks: Tensor | None, prefixes: Tensor | None,
+    mask: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_VARLEN"
     _check_operands(op, q, k)
     require(v.dtype.kind != "int", op, "v must be a float or quantized type", v)
     require(k.ne[1:] == v.ne[1:], op, "k and v must agree in keys, heads and pages", k, v)
     _check_sequences(op, k, q_starts, lengths, block_table, k_starts, prefixes)
-    _check_rest(op, q, sinks, params)
+    _check_rest(op, q, sinks, params, mask)
     _check_score(q, k, q_starts, block_table, params)
     return Result(F32, (v.ne[0], q.ne[2], q.ne[1]))
 
@@ -124,11 +143,12 @@ def _infer_attn(
 def _infer_lse(
     params: FlashAttnVarlenParams, q: Tensor, k: Tensor, q_starts: Tensor, lengths: Tensor | None,
     block_table: Tensor | None, k_starts: Tensor | None, sinks: Tensor | None, prefixes: Tensor | None,
+    mask: Tensor | None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_VARLEN_LSE"
     _check_operands(op, q, k)
     _check_sequences(op, k, q_starts, lengths, block_table, k_starts, prefixes)
-    _check_rest(op, q, sinks, params)
+    _check_rest(op, q, sinks, params, mask)
     _check_score(q, k, q_starts, block_table, params)
     return Result(F32, (q.ne[2], q.ne[1]))
 
@@ -165,7 +185,7 @@ def _work(node: Tensor) -> Work:
     return Work(2 * (k.ne[0] + d_v) * longest(node) * q.n_rows, node.data_nbytes + read + rest)
 
 
-_SEQUENCES = ("q_starts", "lengths?", "block_table?", "k_starts?", "sinks?", "prefixes?")
+_SEQUENCES = ("q_starts", "lengths?", "block_table?", "k_starts?", "sinks?", "prefixes?", "mask?")
 FLASH_ATTN_VARLEN = register(
     OpSpec("FLASH_ATTN_VARLEN", _infer_attn, _work, ("q", "k", "v", *_SEQUENCES), params=FlashAttnVarlenParams)
 )
@@ -179,7 +199,7 @@ def flash_attn_varlen(
     q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
     prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
-    score: Expr | None = None, name: str = "",
+    score: Expr | None = None, mask: Tensor | None = None, mask_new: bool = False, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention of packed queries of sequences of any length: for each of them result = softmax(s) v over its keys.
 
@@ -200,14 +220,18 @@ def flash_attn_varlen(
     before the first new token of each; groups ascend and have no sequence in common; those of no sequence or no page
     say nothing. A backend may read such pages once; results mean what they do without, nothing where a promise is
     broken. score: a function of score.py or None, of what scale and softcap made of q.k, before ALiBi's part; its i and
-    j are positions, i below 0 for a query before the first key.
+    j are positions, i below 0 for a query before the first key. mask: f16 [n_columns, n_tokens, m2] or None, m2
+    dividing n_head: slope(head) * mask[c, t, head % m2] is added to the logit of query t, behind the score function,
+    and -inf hides, beside what causal and window do; c is the number of a key of the query's own sequence, or with
+    mask_new the key's position less L - n, so that columns are the new tokens'; nothing is added to keys without a
+    column. Elements of keys behind a length and rows of nobody's queries may hold NaN.
     Source: varlen attention of FlashAttention-2 (arXiv 2307.08691) over the pages of PagedAttention (arXiv
     2309.06180); ggml has no such op. Raises GraphError for other types and shapes, for anything but pages or packed
     keys, and for numbers that are not finite.
     """
     numbers = (float(scale), float(max_bias), float(softcap), bool(causal), int(window))
-    params = FlashAttnVarlenParams(*numbers, *as_params(score))
-    sources = (q, k, v, q_starts, lengths, block_table, k_starts, sinks, prefixes)
+    params = FlashAttnVarlenParams(*numbers, *as_params(score), bool(mask_new))
+    sources = (q, k, v, q_starts, lengths, block_table, k_starts, sinks, prefixes, mask)
     return build(FLASH_ATTN_VARLEN, *sources, params=params, name=name)
 
 
@@ -216,18 +240,19 @@ def flash_attn_varlen_lse(
     q: Tensor, k: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
     prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
-    score: Expr | None = None, name: str = "",
+    score: Expr | None = None, mask: Tensor | None = None, mask_new: bool = False, name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_varlen(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_tokens, n_head]; k: pages or packed keys of any float or
     quantized type; q_starts, lengths, block_table, k_starts, prefixes: i32; sinks: f32 [n_head] or None; scale,
-    max_bias, softcap, causal, window: numbers; score: a function of score.py or None. The result is f32 [n_head,
+    max_bias, softcap, causal, window: numbers; score: a function of score.py or None; mask: f16 or None, mask_new: what
+    its columns are. The result is f32 [n_head,
     n_tokens], -inf for a query that sees nothing, not even a sink, and for those of nobody. A node of its own beside
     FLASH_ATTN_VARLEN with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
     2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses.
     """
     numbers = (float(scale), float(max_bias), float(softcap), bool(causal), int(window))
-    params = FlashAttnVarlenParams(*numbers, *as_params(score))
-    sources = (q, k, q_starts, lengths, block_table, k_starts, sinks, prefixes)
+    params = FlashAttnVarlenParams(*numbers, *as_params(score), bool(mask_new))
+    sources = (q, k, q_starts, lengths, block_table, k_starts, sinks, prefixes, mask)
     return build(FLASH_ATTN_VARLEN_LSE, *sources, params=params, name=name)

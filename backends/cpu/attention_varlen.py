@@ -29,6 +29,17 @@ def _mask(p: FlashAttnVarlenParams, n: int, length: int, like: torch.Tensor) -> 
     return torch.where(seen, near, NEG_INF)[None, None]
 
 
+def _added(p: FlashAttnVarlenParams, rule: torch.Tensor, mask: Numbers, queries: slice, length: int) -> torch.Tensor:
+    """What _mask() made, with an explicit mask beside it: [1, m2, n, keys]. queries: of the sequence."""
+    if mask is None:
+        return rule
+    rows, n = mask[:, :, queries], queries.stop - queries.start
+    column = torch.arange(rule.shape[-1]) - (length - n if p.mask_new else 0)
+    there = (column >= 0) & (column < rows.shape[-1])
+    added = torch.where(there, rows[..., column.clamp(0, rows.shape[-1] - 1)], 0.0)
+    return torch.where(rule == NEG_INF, NEG_INF, rule + added)
+
+
 def _rows(cache: torch.Tensor, of: Tensor, start: int, length: int, pages: Numbers, like: torch.Tensor) -> torch.Tensor:
     """The keys or values of one sequence, [1, n_head_kv, max(length, 1), D], decoded. pages: its row of the table, None
     for packed keys, which begin at `start`. cache: as it lies in memory; a page that is not there is NaN."""
@@ -43,7 +54,7 @@ def _rows(cache: torch.Tensor, of: Tensor, start: int, length: int, pages: Numbe
 
 def _sequences(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, q_starts: torch.Tensor, lengths: Numbers, block_table: Numbers,
-    k_starts: Numbers,
+    k_starts: Numbers, mask: Numbers,
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, tuple[int, int, Numbers], tuple[int, int]]]:  # fmt: skip
     """(queries, their keys, mask, where its rows are, its number and its first query's position) of each sequence that
     has queries."""
@@ -60,8 +71,9 @@ def _sequences(
             start, stop = k_starts[0, 0, 0, i : i + 2].clamp(0, k.shape[2]).tolist()
             length = max(stop - start, 0)
         rows = (start, length, pages)
-        keys, mask = _rows(k, node["k"], *rows, q), _mask(node.params, end - first, length, q)
-        yield slice(first, end), keys, mask, rows, (i, length - (end - first))
+        keys, queries = _rows(k, node["k"], *rows, q), slice(first, end)
+        seen = _added(node.params, _mask(node.params, end - first, length, q), mask, queries, length)
+        yield queries, keys, seen, rows, (i, length - (end - first))
 
 
 def sequences(
@@ -81,12 +93,12 @@ def sequences(
 def flash_attn_varlen(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, lengths: Numbers = None,
     block_table: Numbers = None, k_starts: Numbers = None, sinks: torch.Tensor | None = None,
-    prefixes: Numbers = None,
+    prefixes: Numbers = None, mask: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.zeros(node.shape, dtype=q.dtype)
-    for queries, keys, mask, rows, at in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):
+    for queries, keys, seen, rows, at in _sequences(node, q, k, q_starts, lengths, block_table, k_starts, mask):
         values = _rows(v, node["v"], *rows, q)
-        out[:, queries] = attend(node, q[:, :, queries], keys, values, mask, sinks, first=at)
+        out[:, queries] = attend(node, q[:, :, queries], keys, values, seen, sinks, first=at)
     return out
 
 
@@ -94,9 +106,9 @@ def flash_attn_varlen(
 def flash_attn_varlen_lse(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, q_starts: torch.Tensor, lengths: Numbers = None,
     block_table: Numbers = None, k_starts: Numbers = None, sinks: torch.Tensor | None = None,
-    prefixes: Numbers = None,
+    prefixes: Numbers = None, mask: Numbers = None,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.full(node.shape, NEG_INF, dtype=q.dtype)
-    for queries, keys, mask, _, at in _sequences(node, q, k, q_starts, lengths, block_table, k_starts):
-        out[0, 0, queries] = log_sum_exp(node, q[:, :, queries], keys, mask, sinks, first=at)[0].T
+    for queries, keys, seen, _, at in _sequences(node, q, k, q_starts, lengths, block_table, k_starts, mask):
+        out[0, 0, queries] = log_sum_exp(node, q[:, :, queries], keys, seen, sinks, first=at)[0].T
     return out

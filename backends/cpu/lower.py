@@ -88,7 +88,7 @@ def flash_attn(low: Lowering, out: Tensor) -> Any | None:
 
 
 def flash_attn_varlen(low: Lowering, out: Tensor) -> Any | None:
-    q, k, v, table = out["q"], out["k"], out["v"], out["block_table"]
+    q, k, v, table, mask = out["q"], out["k"], out["v"], out["block_table"], out["mask"]
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
     p, kv = built_in(out.params), out["lengths"] if table is not None else out["k_starts"]
     if p.score or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
@@ -101,7 +101,9 @@ def flash_attn_varlen(low: Lowering, out: Tensor) -> Any | None:
             k=low.at(k), k_nb=k.nb[1:], v=low.at(v), v_nb=v.nb[1:], out=low.at(out), out_nb=out.nb[1:3],
             q_starts=low.at(out["q_starts"]), kv=low.at(kv), scale=p.scale, page=k.ne[1] if table is not None else 0,
             n_pages=k.ne[3], table=low.at(table), table_nb=table.nb[1] if table is not None else 0, causal=p.causal,
-            window=p.window, softcap=p.softcap, sinks=low.at(out["sinks"]), slopes=slopes,
+            window=p.window, softcap=p.softcap, sinks=low.at(out["sinks"]), slopes=slopes, mask=low.at(mask),
+            mask_nb=mask.nb[1:3] if mask is not None else (0, 0), mask_ne=(mask.ne[0], mask.ne[2]) if mask is not None
+            else (0, 1), mask_new=p.mask_new,
         )
     ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from graphrt.testing.blocks import AnyArray, dequantize, quantize, random_blocks
 from graphrt.testing.case import Case, Inputs, all_cases, grid, register_cases
 from graphrt.testing.masks import BlockMask, CausalMask, GgmlMask, GgmlSparseMask, Hiding, LengthMask, MaskValues
 from graphrt.testing.metric import nmse
+from graphrt.testing.padding import Packed, generate_qkv, generate_random_padding_mask
 from graphrt.testing.values import (
     Distinct,
     Given,
@@ -36,12 +37,15 @@ __all__ = [
     "LengthMask",
     "MaskValues",
     "Normal",
+    "Packed",
     "Positions",
     "Rows",
     "Spoiled",
     "Uniform",
     "all_cases",
     "dequantize",
+    "generate_qkv",
+    "generate_random_padding_mask",
     "grid",
     "nmse",
     "quantize",

@@ -37,7 +37,7 @@ class Axes:
     "in_order"; "shared", where sequences begin with the pages of the first; layout: "cache", rows of all heads side by
     side in cells; "plain", as the op has it; "v_in_k": v is the beginning of k's rows. sinks: of flash_attn's SINKS.
     groups: (first sequence, sequences) of those that share what pages they can, as `prefixes` tells; () to give none.
-    score: a name of scores.py's SCORES.
+    score: a name of scores.py's SCORES. mask: of MASKS; mask_heads: its m2.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -55,6 +55,8 @@ class Axes:
     sinks: str | None = None
     groups: tuple[tuple[int, int], ...] = ()
     score: str | None = None
+    mask: str | None = None
+    mask_heads: int = 1
 
     @cached_property
     def prefixes(self) -> Integers:
@@ -107,7 +109,7 @@ class Axes:
     def seen_cells(self) -> npt.NDArray[np.bool_]:
         """Which cells, in the order of pages (packed keys: in theirs), some query sees."""
         if not self.page:
-            cells = [self.k_starts[i] + self.seen(i) for i in range(len(self.seqs))]
+            cells = [self.k_starts[i] + self.shown(i) for i in range(len(self.seqs))]
             n = int(self.k_starts[-1])
         else:
             cells = [self.table[i, k // self.page] * self.page + k % self.page for i, k in self._keys()]
@@ -117,14 +119,66 @@ class Axes:
         return out
 
     def _keys(self) -> Iterator[tuple[int, Integers]]:
-        return ((i, self.seen(i)) for i in range(len(self.seqs)))
+        return ((i, self.shown(i)) for i in range(len(self.seqs)))
+
+    @property
+    def mask_new(self) -> bool:
+        return self.mask in ("tree", "new")
+
+    @cached_property
+    def mask_values(self) -> npt.NDArray[np.float32]:
+        """[m2, n_tokens, n_columns]: what MASKS says, NaN where nothing is to be read."""
+        n = int(self.q_starts[-1])
+        most = max((n if self.mask_new else length) for n, length in self.seqs)
+        width = {"short": 24, "new": most + 3}.get(str(self.mask), max(most, 1))
+        out = np.full((self.mask_heads, n + self.spare, width), np.nan, np.float32)
+        for i in range(len(self.seqs)):
+            rows, there = slice(*self.q_starts[i : i + 2]), self._columns(i, width)
+            out[:, rows, there] = self._of_mask(i, len(there))[..., there]
+        return out
+
+    def _columns(self, i: int, width: int) -> Integers:
+        """The columns of a mask that a sequence has keys for."""
+        n, length = self.seqs[i]
+        return np.arange(max(n - length, 0), min(n, width)) if self.mask_new else np.arange(min(length, width))
+
+    def _of_mask(self, i: int, n_columns: int) -> npt.NDArray[np.float32]:
+        """A sequence's rows, [m2, queries, at least n_columns]."""
+        (n, length), rng = self.seqs[i], np.random.default_rng((zlib.crc32(repr(self).encode()), i))
+        if self.mask == "tree":
+            seen = np.zeros((n, n), np.bool_)
+            for row in range(n):  # itself, and what a token before it sees, or no other
+                seen[row] = seen[rng.integers(row)] if row and rng.random() < 0.8 else False
+                seen[row, row] = True
+            return np.broadcast_to(np.where(seen, 0, -np.inf).astype(np.float32), (self.mask_heads, n, n))
+        shape = (self.mask_heads, n, max(n, length) + 1)
+        out = np.where(rng.random(shape) < 0.3, -np.inf, rng.normal(size=shape)).astype(np.float32)
+        if not self.mask_new:
+            out[..., 20:70] = -np.inf
+        if i % 2:
+            out[:, :1] = -np.inf
+        return out
+
+    def shown(self, i: int) -> Integers:
+        """Of the keys that sequence i sees by position, those that the mask leaves."""
+        seen, (n, length) = self.seen(i), self.seqs[i]
+        if self.mask is None or not n:
+            return seen
+        behind = length - n + np.arange(n)[:, None] - seen
+        near = (behind >= 0) | (not self.causal)
+        near &= (behind < self.window) | (self.window == 0)
+        column = seen - (length - n if self.mask_new else 0)
+        rows = self.mask_values[:, slice(*self.q_starts[i : i + 2])]
+        inside = (column >= 0) & (column < rows.shape[-1])
+        hidden = np.isneginf(rows[..., column.clip(0, rows.shape[-1] - 1)]).all(0) & inside
+        return np.asarray(seen[(near & ~hidden).any(0)])
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """These integers, in the input's shape."""
+    """These numbers, in the input's shape."""
 
-    values: Integers
+    values: Integers | npt.NDArray[np.float32]
 
     def __call__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> AnyArray:
         return self.values.reshape(shape)
@@ -189,6 +243,9 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     given |= {"softcap": axes.softcap, "max_bias": axes.max_bias, "causal": axes.causal, "window": axes.window}
     if axes.score is not None:
         given["score"] = SCORES[axes.score](axes.heads[0], max(length for _, length in axes.seqs))
+    if axes.mask is not None:
+        values = axes.mask_values
+        given |= {"mask": inputs("mask", "f16", values.shape[::-1], _Numbers(values)), "mask_new": axes.mask_new}
     scale = axes.d[0] ** -0.5
     if lse:
         return flash_attn_varlen_lse(q, k, q_starts, scale, **given)
@@ -211,6 +268,10 @@ ENDS = ((1, 0), (1, 1), (1, 31), (1, 32), (1, 33), (0, 40), (1, 63), (1, 64), (1
 FEW = ((2, 40), (5, 5), (8, 130), (1, 33))
 MIXED = ((40, 40), (1, 97), (0, 0), (33, 130), (9, 9), (1, 5))
 LONG = ((1, 700), (1, 3), (2, 257))
+#: Explicit masks: "tree": over new tokens, each sees itself and its ancestors; "new": any values and -inf over these,
+#: more columns than there are tokens; "keys": the same over keys, some of them hidden from all; "short": of the first
+#: 24.
+MASKS = ("tree", "new", "keys", "short")
 #: Single tokens, and chunks beside them, behind keys that sequences may share.
 ALIKE = ((1, 170), (1, 163), (1, 135), (1, 40))
 CHUNKS = ((1, 100), (20, 150), (1, 90), (33, 135), (5, 88))
@@ -259,6 +320,7 @@ def _quick() -> Iterator[Axes]:
     yield replace(BASE, score="branches", seqs=((5, 2), (3, 0), (4, 4)), page=0, causal=False)
     yield replace(BASE, score="gate", seqs=FEW, types=("q8_0", "q4_0"))
     yield replace(prefix, score="branches", seqs=CHUNKS, groups=((0, 2), (2, 3)))
+    yield from _masked()
 
 
 def _full() -> Iterator[Axes]:
@@ -275,6 +337,26 @@ def _full() -> Iterator[Axes]:
     yield from grid(wide, {"seqs": (many,), "page": (16, 32, 64), "heads": [(8, 2), (4, 4)]})
     yield from grid(replace(wide, d=(576, 512), layout="v_in_k"), {"heads": [(16, 1), (128, 1)], "page": (16, 64, 128),
                     "seqs": (FEW, ragged, chunks)})  # fmt: skip
+
+
+def _masked() -> Iterator[Axes]:
+    """An explicit mask, with the rules of positions and without."""
+    tree = replace(BASE, mask="tree", page=16)
+    yield from grid(tree, {"page": (0, 16, 64), "seqs": (FEW, MIXED)})
+    yield from grid(tree, {"d": [(128, 128), (256, 256)], "heads": [(8, 2), (12, 4)], "seqs": (FEW, CHUNKS)})
+    keys = replace(BASE, mask="keys", causal=False)
+    yield from grid(keys, {"page": (0, 16, 128), "seqs": (FEW, MIXED, LONG), "causal": (True, False)})
+    yield from grid(keys, {"mask_heads": (2, 4), "seqs": (FEW, MIXED), "max_bias": (0.0, 8.0)})
+    yield from grid(replace(keys, mask="new"), {"page": (0, 32), "seqs": (FEW, MIXED), "causal": (True, False)})
+    yield from grid(replace(keys, mask="short"), {"page": (0, 16), "seqs": (MIXED, LONG)})
+    yield from grid(keys, {"types": [("q8_0", "q4_0"), ("f32", "f32"), ("f8_e4m3", "f8_e4m3")], "page": (16,)})
+    yield from grid(replace(keys, window=20, seqs=MIXED), {"mask": ("keys", "new"), "causal": (True, False)})
+    yield replace(keys, sinks="near", softcap=10.0, seqs=MIXED, spare=3)
+    yield replace(keys, score="branches", seqs=FEW)
+    yield replace(keys, mask="new", seqs=((5, 2), (3, 0), (4, 4), (2, 9)), page=0)
+    yield replace(keys, d=(576, 512), heads=(16, 1), layout="v_in_k", seqs=((2, 70), (1, 129)))
+    shared = replace(BASE, groups=((0, 2), (2, 3)), page=16, seqs=CHUNKS)
+    yield from grid(shared, {"mask": ("tree", "new", "keys"), "d": [(64, 64)], "mask_heads": (1, 4)})
 
 
 #: Of the quick points FLASH_ATTN_VARLEN_LSE has every so many: v it doesn't know.

@@ -94,6 +94,7 @@ def _refused() -> dict[str, tuple[Callable[[], object], str]]:
         q, pages, pages, n, 1.0, lengths=new_input("i32", 1, name="l"),
         block_table=new_input("i32", 2, 1, name="t"),
     )  # fmt: skip
+    packed = ops.flash_attn_varlen(q, k, k, n, 1.0, k_starts=n, mask=new_input("f16", 9, 3, name="m"))
     total = ops.sum_rows(ops.reshape(attn, 24))
     return {
         "a loss of many": (lambda: gradients(ops.sqr(a), [a]), "a loss is one number"),
@@ -104,6 +105,8 @@ def _refused() -> dict[str, tuple[Callable[[], object], str]]:
         "quantized": (lambda: gradients(one, [q8]), "of a plain float type, got q8"),
         "a mask": (lambda: gradients(total, [mask]), "'mask': a mask is a constant"),
         "pages": (lambda: gradients(paged, [q], d_loss=f32("d", 8, 1, 3)), "pages are of a cache"),
+        "a mask of packed sequences": (
+            lambda: gradients(packed, [q], d_loss=f32("d", *packed.ne)), "with an explicit mask there is none"),
         "a second one": (lambda: gradients(gradients(one, [a])[0], [a], d_loss=f32("d", 4, 3)), "does not on a"),
         "a second one, on the way": (
             lambda: gradients(ops.sum_rows(ops.silu_back(b, b)), [b]), "SILU_BACK is a gradient itself"),

@@ -26,7 +26,8 @@ Case = tuple[str, Any, dict[str, Any], dict[str, Any]]
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V, one type for both; page: 0 for packed keys; n_tokens: of n_seq sequences; heads: of q and of k;
-    groups: of sequences that share pages; score: a name of ops/cases/scores.py's SCORES."""
+    groups: of sequences that share pages; score: a name of ops/cases/scores.py's SCORES; mask: "keys" or "new", what
+    its columns are, "" for none."""
 
     d: tuple[int, int]
     page: int = 16
@@ -40,6 +41,7 @@ class Shape:
     max_bias: float = 0.0
     groups: int = 0
     score: str = ""
+    mask: str = ""
 
 
 def attention(shape: Shape) -> Attention:
@@ -63,6 +65,8 @@ def attention(shape: Shape) -> Attention:
         given |= {"k_starts": Tensor("i32", (n_seq + 1,))}
     given["causal"] = shape.causal
     given["score"] = SCORES[shape.score](n_head, 300) if shape.score else None
+    if shape.mask:
+        given |= {"mask": Tensor("f16", (300, shape.n_tokens, n_head)), "mask_new": shape.mask == "new"}
     out = ops.flash_attn_varlen(q, k, v, starts, 0.1, **given)
     return Attention(out, ops.flash_attn_varlen_lse(q, k, starts, 0.1, **given))
 
@@ -104,7 +108,9 @@ SHAPES = (
     Shape((64, 64), 128, n_tokens=500, max_bias=8.0, softcap=10.0), Shape((256, 256), 64, n_tokens=256),
     Shape((128, 128), 64, n_tokens=64, n_seq=64, heads=(32, 8)), Shape((128, 128), 16, "f8_e4m3"),
     Shape((128, 128), 64, "f8_e4m3", n_tokens=512), Shape((128, 128), 16, n_tokens=512, score="relative"),
-    Shape((128, 128), 64, n_tokens=8, score="branches"),
+    Shape((128, 128), 64, n_tokens=8, score="branches"), Shape((128, 128), 16, n_tokens=64, mask="new"),
+    Shape((128, 128), 64, n_tokens=512, causal=False, mask="keys"), Shape((64, 64), 16, "q8_0", mask="keys"),
+    Shape((576, 512), 64, n_tokens=32, heads=(16, 1), mask="new"),
 )  # fmt: skip
 
 

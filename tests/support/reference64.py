@@ -523,13 +523,14 @@ def flash_attn_lse(
 
 
 def varlen_sequences(
-    node: Tensor, q: Array, q_starts: Array, lengths: Array | None, table: Array | None, k_starts: Array | None
-) -> Iterator[tuple[list[int], list[tuple[int, int]], Array, tuple[int, int]]]:
+    node: Tensor, q: Array, q_starts: Array, lengths: Array | None, table: Array | None, k_starts: Array | None,
+    explicit: Array | None = None,
+) -> Iterator[tuple[list[int], list[tuple[int, int]], Array, tuple[int, int]]]:  # fmt: skip
     """(its queries, where each of its keys lies, mask, its number and its first query's position) of every sequence
     that has both.
 
-    A key lies at (page, slot), a packed one at (0, row). mask: [1, 1, queries, keys], -inf where a query does not see a
-    key, minus the distance with ALiBi, else 0.
+    A key lies at (page, slot), a packed one at (0, row). mask: [1, m2, queries, keys], -inf where a query does not see
+    a key, else minus the distance with ALiBi, plus what the explicit mask has.
     """
     p = node.params
     owner = [bisect.bisect_right(q_starts.reshape(-1).tolist(), t) - 1 for t in range(q.shape[2])]
@@ -543,11 +544,15 @@ def varlen_sequences(
             places = [(0, j) for j in range(first, end)]
         if not queries or not places:
             continue
-        mask = np.full((1, 1, len(queries), len(places)), -np.inf, q.dtype)
+        m2 = 1 if explicit is None else explicit.shape[1]
+        mask = np.full((1, m2, len(queries), len(places)), -np.inf, q.dtype)
         for i, j in np.ndindex(*mask.shape[2:]):
             behind = len(places) - len(queries) + i - j
             if (behind >= 0 or not p.causal) and (p.window == 0 or behind < p.window):
-                mask[0, 0, i, j] = -abs(behind) if p.max_bias > 0 else 0
+                mask[0, :, i, j] = -abs(behind) if p.max_bias > 0 else 0
+                column = i - behind if p.mask_new else j
+                if explicit is not None and 0 <= column < explicit.shape[3]:
+                    mask[0, :, i, j] += explicit[0, :, queries[i], column]
         yield queries, places, mask, (s, len(places) - len(queries))
 
 
@@ -561,11 +566,11 @@ def gathered(cache: Array, places: list[tuple[int, int]], seen: Array) -> Array:
 def flash_attn_varlen(
     node: Tensor, q: Array, k: Array, v: Array, q_starts: Array, lengths: Array | None = None,
     table: Array | None = None, k_starts: Array | None = None, sinks: Array | None = None,
-    prefixes: Array | None = None,
+    prefixes: Array | None = None, explicit: Array | None = None,
 ) -> Array:  # fmt: skip
     out = np.zeros(node.shape, dtype=q.dtype)
     group = q.shape[1] // v.shape[1]
-    for queries, places, mask, first in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
+    for queries, places, mask, first in varlen_sequences(node, q, q_starts, lengths, table, k_starts, explicit):
         shown = ~np.isneginf(mask).all((0, 1, 2))
         keys, values = gathered(k, places, shown), gathered(v, places, shown)
         for _, h, used, seen, weights, _ in _attention_heads(node, q[:, :, queries], keys, mask, sinks, first=first):
@@ -578,11 +583,12 @@ def flash_attn_varlen(
 def flash_attn_varlen_lse(
     node: Tensor, q: Array, k: Array, q_starts: Array, lengths: Array | None = None, table: Array | None = None,
     k_starts: Array | None = None, sinks: Array | None = None, prefixes: Array | None = None,
+    explicit: Array | None = None,
 ) -> Array:  # fmt: skip
     out = np.full(node.shape, -np.inf, dtype=q.dtype)
     if sinks is not None:  # all that a query of a sequence without keys sees
         out[0, 0, : int(q_starts.reshape(-1)[-1])] = sinks.reshape(-1)
-    for queries, places, mask, first in varlen_sequences(node, q, q_starts, lengths, table, k_starts):
+    for queries, places, mask, first in varlen_sequences(node, q, q_starts, lengths, table, k_starts, explicit):
         keys = gathered(k, places, ~np.isneginf(mask).all((0, 1, 2)))
         for _, h, _, _, _, lse in _attention_heads(node, q[:, :, queries], keys, mask, sinks, first=first):
             out[0, 0, queries, h] = lse

@@ -155,7 +155,7 @@ def flash_attn_varlen(node: Tensor, expected: Array, *sources: Array | None) -> 
     given = dict(zip(node.sources_by_name(), (s for s in sources if s is not None)))
     q, k, v, sinks = given["q"], given["k"], given.get("v"), given.get("sinks")
     out, at = np.zeros_like(expected), (given["q_starts"], given.get("lengths"), given.get("block_table"))
-    for queries, places, mask, first in varlen_sequences(node, q, *at, given.get("k_starts")):
+    for queries, places, mask, first in varlen_sequences(node, q, *at, given.get("k_starts"), given.get("mask")):
         shown = ~np.isneginf(mask).all((0, 1, 2))
         part, keys = q[:, :, queries], gathered(k, places, shown)
         if v is None:

@@ -35,8 +35,9 @@ def test_tables_have_their_columns(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_and_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = _run(capsys, "-s", "encoder", "--json")
-    (row,) = json.loads(out)["results"]
+    dense, row = json.loads(out)["results"]
     assert code == 0 and row["page"] == 0 and row["ms"] > 0 and not row["message"]
+    assert dense["contiguous"] and dense["ms"] > 0 and row["beside"] == dense["name"] and not dense["message"]
     assert "pa_prefill" in _run(capsys, "--list")[1]
     assert cli.main(["bench", "op", "FLASH_ATTN_VARLEN", "-s", "nothing of that name"]) == 2
 
@@ -51,6 +52,29 @@ def test_work_is_what_is_there() -> None:
 
 def _shapes(*names: str) -> Sequence[VarlenShape]:
     return tiny([s for s in SHAPES if s.name in names])
+
+
+@pytest.mark.parametrize("mask", ["new", "keys"])
+def test_drafts_with_a_mask(mask: str) -> None:
+    """Of drafted tokens the same work, whatever the mask's columns are; it hides nothing."""
+    drafts = tiny(shapes_of(f"mask of {mask}"))
+    programs = [build(shape, 1, Noise()) for shape in drafts]
+    of = [program.nodes[0]["mask"] for program in programs]
+    assert of[0] is None and of[1].ne[1] == drafts[1].n_tokens and drafts[0].flops == drafts[1].flops
+    assert all(not r.message for r in measure(drafts, graphrt.get_backend("cpu"), HostClock(), 0, 1, lambda _: None))
+
+
+def test_padded_texts_are_as_packed_ones() -> None:
+    """The same real work; a wrong length shows."""
+    padded, packed = tiny(shapes_of("encoder"))
+    assert padded.padded and not packed.padded and padded.flops == packed.flops
+    assert padded.firsts[-1] == 4 * padded.longest and packed.firsts[-1] == packed.n_tokens
+    program = build(padded, 1, Noise())
+    exe = graphrt.prepare(Graph(*program.nodes), "cpu")
+    for leaf, values in program.values.items():
+        exe.write(leaf, (np.zeros_like(values) if leaf.name == "mask" else values).reshape(leaf.shape))
+    exe.run()
+    assert "NMSE" in wrong(program, exe), "padding was not hidden"
 
 
 @pytest.mark.parametrize("name", ["prefill 32x64..4096 page 16", "mla 32x8192 page 64", "decode 64x2048 page 16 q8_0"])

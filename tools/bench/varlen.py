@@ -71,9 +71,15 @@ def build(shape: VarlenShape, n_nodes: int, noise: Noise) -> VarlenProgram:
             given["prefixes"] = numbers("prefixes", np.array([[0, n_seq, same]]))
         given["lengths"] = numbers("lengths", np.array([length for _, length in shape.seqs]))
         given["block_table"] = numbers("block_table", table)
+    elif shape.padded:
+        n_cells = shape.longest * n_seq
     elif not shape.contiguous:
-        given["k_starts"] = numbers("k_starts", np.cumsum([0, *(length for _, length in shape.seqs)]))
-    mask = _mask(program) if shape.contiguous else None
+        own = all(n == length for n, length in shape.seqs)
+        ends = np.cumsum([0, *(length for _, length in shape.seqs)])
+        given["k_starts"] = given["q_starts"] if own else numbers("k_starts", ends)
+    mask = _mask(program) if shape.contiguous else _explicit(program)
+    if mask is not None and not shape.contiguous:
+        given |= {"mask": mask, "mask_new": shape.mask == "new"}
     for i in range(n_nodes):
         _node(program, i, n_cells, noise, given, mask)
     return program
@@ -101,11 +107,11 @@ def _node(
 
     k = cache("k", d_k, 2 * i)
     v = ops.view(k, (d_v, *k.ne[1:]), k.nb[1:]) if d_k == 576 else cache("v", d_v, 2 * i + 1)
-    q = new_input("f32", d_k, n_head, s.n_tokens, name=f"q{i}")
+    q = new_input("f32", d_k, n_head, s.firsts[-1], name=f"q{i}")
     program.values[q] = noise.take("f32", q.n_elements, i).reshape(q.shape)
     scale = d_k**-0.5
     if s.contiguous:
-        n = s.seqs[0][0]
+        n = s.longest if s.padded else s.seqs[0][0]
         queries = ops.permute(ops.reshape(q, d_k, n_head, n, n_seq), 0, 2, 1, 3)
         program.nodes.append(ops.flash_attn_ext(queries, k, v, mask, scale, name=f"out{i}"))
     else:
@@ -116,13 +122,29 @@ def _node(
 
 
 def _mask(program: VarlenProgram) -> Tensor | None:
-    """The contiguous form's: causal, none for one query."""
-    n, length = program.shape.seqs[0]
-    if n == 1:
+    """The contiguous form's: causal, none for one query; of padded sequences of texts, each its own."""
+    s = program.shape
+    n, length = s.seqs[0]
+    if s.padded:
+        key, end = np.arange(s.longest), np.array([n for _, n in s.seqs])[:, None, None, None]
+        seen = np.broadcast_to(key < end, (len(s.seqs), 1, s.longest, s.longest))
+        mask = new_input("f16", s.longest, s.longest, 1, len(s.seqs), name="mask")
+    elif n == 1:
         return None
-    mask = new_input("f16", length, n, name="mask")
-    seen = np.arange(length) <= length - n + np.arange(n)[:, None]
+    else:
+        mask = new_input("f16", length, n, name="mask")
+        seen = np.arange(length) <= length - n + np.arange(n)[:, None]
     program.values[mask] = np.where(seen, 0, -np.inf).astype(np.float16)
+    return mask
+
+
+def _explicit(program: VarlenProgram) -> Tensor | None:
+    """The paged form's, which hides nothing."""
+    s = program.shape
+    if not s.mask:
+        return None
+    mask = new_input("f16", max(n for n, _ in s.seqs) if s.mask == "new" else s.longest, s.n_tokens, name="mask")
+    program.values[mask] = np.zeros(mask.shape, np.float16)
     return mask
 
 
@@ -131,11 +153,12 @@ def wrong(program: VarlenProgram, exe: Any) -> str:
     s, rng = program.shape, np.random.default_rng(1)
     n_head = s.heads[0]
     for node in {program.nodes[0], program.nodes[-1]}:
-        actual = np.asarray(exe.read(node)).reshape(s.n_tokens, n_head, -1)
+        actual = np.asarray(exe.read(node)).reshape(s.firsts[-1], n_head, -1)
         if not np.isfinite(actual).all():
             return f"{node.name}: {int((~np.isfinite(actual)).sum())} elements are NaN or infinite"
-        ends = [0, s.n_tokens - 1]
-        rows = [(int(t), int(rng.integers(n_head))) for t in [*ends, *rng.integers(0, s.n_tokens, _ROWS)]]
+        tokens = np.concatenate([first + np.arange(n) for first, (n, _) in zip(s.firsts, s.seqs)])
+        chosen = tokens[[0, -1, *rng.integers(0, s.n_tokens, _ROWS)]]
+        rows = [(int(t), int(rng.integers(n_head))) for t in chosen]
         error = nmse(np.stack([actual[t, h] for t, h in rows]), np.stack([_row(program, node, t, h) for t, h in rows]))
         if not error < _LIMIT:
             return f"{node.name}: NMSE {error:.3g} of rows (token, head) {rows[:3]}, ..., over {_LIMIT:g}"
@@ -146,7 +169,7 @@ def _row(program: VarlenProgram, node: Tensor, token: int, head: int) -> npt.NDA
     """One row of a result in float64."""
     s = program.shape
     n_head, n_head_kv, d_k, d_v = s.heads
-    starts = np.cumsum([0, *(n for n, _ in s.seqs)])
+    starts = np.array(s.firsts)
     seq = int(np.searchsorted(starts, token, "right")) - 1
     n, length = s.seqs[seq]
     seen = length - n + token - starts[seq] + 1 if s.causal else length
@@ -154,7 +177,7 @@ def _row(program: VarlenProgram, node: Tensor, token: int, head: int) -> npt.NDA
     if program.pages is not None:
         cells = program.pages[seq, key // s.page] * s.page + key % s.page
     else:
-        cells = sum(at for _, at in s.seqs[:seq]) + key
+        cells = (seq * s.longest if s.padded else sum(at for _, at in s.seqs[:seq])) + key
     kv_head = head * n_head_kv // n_head
 
     def rows(t: Tensor, d: int) -> npt.NDArray[np.float64]:

@@ -24,8 +24,10 @@ HEADS = {
 @dataclass(frozen=True)
 class VarlenShape:
     """seqs: queries and keys of each sequence. page: 0 for packed keys; "contiguous": FLASH_ATTN_EXT over caches that
-    lie in one piece, all of one length. beside: the name of the shape whose speed this one is told as a share of.
-    shared: keys at the beginning, whole pages, that all sequences have in common; told: the op is told of them."""
+    lie in one piece, all of one length, sequences that are not being padded to the longest. beside: the name of the
+    shape whose speed this one is told as a share of.
+    shared: keys at the beginning, whole pages, that all sequences have in common; told: the op is told of
+    them. mask: "new" or "keys": an explicit mask with columns of these, which hides nothing."""
 
     table: str
     name: str
@@ -38,6 +40,7 @@ class VarlenShape:
     beside: str = ""
     shared: int = 0
     told: bool = True
+    mask: str = ""
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
@@ -55,6 +58,17 @@ class VarlenShape:
     @property
     def ragged(self) -> bool:
         return len({length for _, length in self.seqs}) > 1
+
+    @property
+    def padded(self) -> bool:
+        """Sequences of different lengths lie as if all were as long as the longest."""
+        return self.contiguous and self.ragged
+
+    @property
+    def firsts(self) -> list[int]:
+        """Where the queries of each sequence begin, and how many there are with what is padded."""
+        sizes = [self.longest if self.padded else n for n, _ in self.seqs]
+        return [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
     @property
     def pairs(self) -> int:
@@ -125,10 +139,16 @@ def _shapes() -> list[VarlenShape]:
     mixed = [(512, 4096), (512, 512), *((1, n) for n in _ragged(62, 100, 8000))]
     found.append(_prefill("mixed 2 prompts and 62 tokens page 16", mixed))
     texts = [(n, n) for n in _ragged(64, 128, 512)]
-    return [
-        *found,
-        _prefill("encoder 64 texts of 128..512 packed", texts, "bge-small", page=0, causal=False, kv_type="f32"),
-    ]
+    dense, encoder = "encoder 64 texts padded, with a mask", {"page": 0, "causal": False, "kv_type": "f32"}
+    found.append(_prefill(dense, texts, "bge-small", contiguous=True, **encoder))
+    found.append(_prefill("encoder 64 texts of 128..512 packed", texts, "bge-small", beside=dense, **encoder))
+    # Drafted tokens of 16 texts: a tree each, whose mask is beside the rule of positions.
+    tree = [(16, 4096)] * 16
+    found.append(_prefill("drafts 16x16 after 4080 page 16, causal", tree))
+    beside = {"beside": "drafts 16x16 after 4080 page 16, causal"}
+    for columns in ("new", "keys"):
+        found.append(_prefill(f"drafts 16x16 after 4080 page 16, mask of {columns}", tree, mask=columns, **beside))
+    return found
 
 
 SHAPES = _shapes()

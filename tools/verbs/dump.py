@@ -59,7 +59,9 @@ def main(args: argparse.Namespace) -> int:
 
     _check(args)
     subject = subject_of(args)
-    info = describe(subject.executable, subject.title, subject.phase, subject.n_tokens)
+    # A table has a line for each thing that pages are told by; what else has a title has them there.
+    title = subject.title if args.format == "text" else "; ".join([subject.title, *subject.pages])
+    info = describe(subject.executable, title, subject.phase, subject.n_tokens)
     if args.format == "text" and args.output is None and sys.stdout.isatty():
         from graphrt.tools.dump.text import print_rich
         from graphrt.tools.inspect.fold import fold

@@ -28,7 +28,7 @@ MAX_ROWS = 4
 SPLIT_KEYS = 512
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunningRow(Row):
     """A row with its running maximum and sum."""
 

@@ -32,7 +32,7 @@ INTS = (
 @dataclass(frozen=True)
 class Shape:
     """All that the code of a kernel depends on. rows: how many (query, head) rows share a pass over the cache; alibi,
-    paged: attention_varlen.py's alone."""
+    paged, explicit: attention_varlen.py's alone."""
 
     k_type: str
     v_type: str
@@ -44,10 +44,12 @@ class Shape:
     split: bool
     alibi: bool = False
     paged: bool = False
+    explicit: bool = False
 
     @property
     def name(self) -> str:
-        known = (("m", self.masked), ("c", self.softcap), ("s", self.split), ("a", self.alibi), ("p", self.paged))
+        known = (("m", self.masked), ("c", self.softcap), ("s", self.split), ("a", self.alibi), ("p", self.paged),
+                 ("e", self.explicit))  # fmt: skip
         flags = "".join(c for c, on in known if on)
         return f"{self.k_type}_{self.v_type}_{self.d_k}_{self.d_v}_r{self.rows}{flags}"
 
@@ -83,8 +85,8 @@ def segments_of(f: Fn, block: BlockType, n: int) -> list[Segment]:
 
 @dataclass
 class Row:
-    """One (query, head) row of a task: where its data is. mask: where its mask is, or of a kernel without masks its
-    query's position."""
+    """One (query, head) row of a task: where its data is. mask: where its mask is, or of attention_varlen.py's kernels
+    its query's position, and explicit where its mask is."""
 
     q: Val
     mask: Val
@@ -92,6 +94,7 @@ class Row:
     sink: Val
     has_sink: Val
     out: Val
+    explicit: Val | None = None
 
 
 class Task:

@@ -24,7 +24,7 @@ from graphrt.backends.cpu.fast.attention import (
 from graphrt.backends.cpu.fast.attention_many import ROWS, ManyQueries
 from graphrt.backends.cpu.fast.attention_many import build as build_many
 from graphrt.backends.cpu.fast.attention_task import INTS, NEG_INF, TILE, Row, Shape, Task
-from graphrt.backends.cpu.fast.ir import F32, I32, I64, LANES, Fn, Val
+from graphrt.backends.cpu.fast.ir import F16, F32, I16, I32, I64, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.matvec import MAX_TOKENS
 from graphrt.backends.cpu.fast.pool import Entry, Step, max_threads
@@ -33,8 +33,9 @@ from graphrt.backends.cpu.fast.pool import Entry, Step, max_threads
 FAR = 1 << 30
 #: Beside the other kernels' arguments. n_q: tokens of all sequences; n_kv: the most keys of one; kv: lengths or starts
 #: of packed keys; page_bits: log2 of a page's tokens; window: FAR for none; ahead: how far behind its own position a
-#: query sees, 0 or FAR.
-VARLEN_INTS = (*INTS, "q_starts", "kv", "table", "table_nb", "page_bits", "n_pages", "window", "ahead")
+#: query sees, 0 or FAR; mask_ne0: columns of an explicit mask, mask_new: 1 if they are a sequence's new tokens.
+VARLEN_INTS = (*INTS, "q_starts", "kv", "table", "table_nb", "page_bits", "n_pages", "window", "ahead", "mask_ne0",
+               "mask_new")  # fmt: skip
 
 
 class Sequences(Task):
@@ -89,7 +90,11 @@ class Sequences(Task):
         head_kv, in_head = group // self.n_groups, group % self.n_groups
         r = f.min_int(in_head * self.shape.rows + i, self.n_rows - 1)
         i_q, head = r // a["gqa_ratio"], head_kv * a["gqa_ratio"] + r % a["gqa_ratio"]
-        return self.row(i_q + self.first_query, head, f.const(0), self.behind + i_q)
+        row = self.row(i_q + self.first_query, head, f.const(0), self.behind + i_q)
+        if self.shape.explicit:
+            of_query = a["mask"] + (i_q + self.first_query) * a["mask_nb1"]
+            row.explicit = of_query + head % a["mask_ne2"] * a["mask_nb2"]
+        return row
 
     def kv_rows(self, group: Val) -> tuple[Val, Val]:
         a = self.arg
@@ -112,6 +117,25 @@ class Sequences(Task):
         f, a = self.f, self.arg
         stop = f.max_int(f.min_int(last + 1 + a["ahead"], self.n_keys), 0)
         return f.min_int(f.max_int(first - a["window"] + 1, 0), stop), stop
+
+    def add_explicit(self, row: Val, key: Val, target: Val) -> None:
+        """What a row of the mask has for 16 keys from `key` on, f16, to memory that holds zeros; keys without a column
+        and such that there are not are left out."""
+        f, a = self.f, self.arg
+        first = key - f.select(a["mask_new"].ne(0), self.behind, f.const(0))
+        low = f.max_int(f.const(0) - first, 0)
+        high = f.min_int(f.min_int(a["mask_ne0"] - first, self.n_keys - key), LANES)
+        with f.if_else((high - low).eq(LANES)) as (whole, part):
+            with whole:
+                f.store(target, f.load(row + first * 2, I16, LANES))
+            with part:
+                f.store(target, f.zeros(I16))
+                with f.range(low, f.max_int(high, low)) as i:
+                    f.store(target + i * 2, f.load(row + (first + i) * 2, I16))
+
+    def with_explicit(self, bias: Val, added: Val) -> Val:
+        """bias() with what the mask adds, f32 [16]; what is hidden stays so, whatever the mask has there."""
+        return self.f.select(bias.eq(NEG_INF), NEG_INF, bias + added)
 
     def bias(self, position: Val, key: Val) -> Val:
         """What is added to logits, f32 [16]: -inf for a key that is not seen, else 0, or minus the distance with ALiBi.
@@ -142,7 +166,11 @@ class _Few(Sequences, FewQueries):
     def mask(self, row: Row, key: Val) -> Val:
         f = self.f
         keys = f.splat(key.trunc(I32)) + f.vconst(range(LANES), I32)
-        return self.bias(f.splat(row.mask.trunc(I32)), keys)
+        bias = self.bias(f.splat(row.mask.trunc(I32)), keys)
+        if row.explicit is None:
+            return bias
+        self.add_explicit(row.explicit, key, self.mask_tail)
+        return self.with_explicit(bias, f.load(self.mask_tail, F16, LANES).to(F32))
 
     def begin_values(self, v_base: Val, tile: Val, count: Val) -> None:
         """A key's page is looked up once, not once for every few columns."""
@@ -155,10 +183,20 @@ class _Few(Sequences, FewQueries):
 
 
 class _Many(Sequences, ManyQueries):
+    def __init__(self, f: Fn, shape: Shape) -> None:
+        super().__init__(f, shape)
+        self.explicit_of = f.buffer(I64, ROWS)
+
     def serves(self, n: Val) -> Val:
         return n > MAX_TOKENS
 
     def live(self, group: Val) -> tuple[Val, Val]:
+        if self.shape.explicit:
+            f = self.f
+            with f.range(0, ROWS) as i:
+                row = self.locate(group, i)
+                assert row.explicit is not None
+                f.store(self.explicit_of + i * 8, row.explicit)
         return self.seen_keys(self.locate(group, 0).mask, self.locate(group, ROWS - 1).mask)
 
     def masks_of(self, tile: Val) -> Val:
@@ -167,7 +205,22 @@ class _Many(Sequences, ManyQueries):
             position = f.load(self.mask_of + half * 8, I64, LANES).trunc(I32)
             with f.range(0, TILE) as j:
                 f.store(self.lane(self.seen, j, half), self.bias(position, f.splat((tile + j).trunc(I32))))
+        if self.shape.explicit:
+            self._add_explicits(tile)
         return f.const(1)
+
+    def _add_explicits(self, tile: Val) -> None:
+        """To the tile's masks, by 16 rows and 16 keys."""
+        f = self.f
+        with f.range(0, ROWS) as row, f.range(0, TILE, LANES) as at:
+            target = self.masks + row * (2 * TILE) + at * 2
+            self.add_explicit(f.load(self.explicit_of + row * 8, I64), tile + at, target)
+        with f.range(0, TILE, LANES) as at, f.range(0, ROWS, LANES) as half:
+            first = self.masks + at * 2 + half * (2 * TILE)
+            rows = [f.load(first + 2 * TILE * i, F16, LANES).to(F32) for i in range(LANES)]
+            for i, added in enumerate(f.transpose(rows)):
+                place = self.lane(self.seen, at + i, half)
+                f.store(place, self.with_explicit(f.load(place, F32, LANES), added))
 
 
 @functools.cache
@@ -188,7 +241,8 @@ def flash_attn_varlen(
     n_seq: int, q: int, q_nb: tuple[int, int], k: int, k_nb: tuple[int, int, int], v: int, v_nb: tuple[int, int, int],
     out: int, out_nb: tuple[int, int], q_starts: int, kv: int, scale: float, page: int = 0, n_pages: int = 1,
     table: int = 0, table_nb: int = 0, causal: bool = True, window: int = 0, softcap: float = 0.0, sinks: int = 0,
-    slopes: int = 0,
+    slopes: int = 0, mask: int = 0, mask_nb: tuple[int, int] = (0, 0), mask_ne: tuple[int, int] = (0, 1),
+    mask_new: bool = False,
 ) -> Step:  # fmt: skip
     """FLASH_ATTN_VARLEN (ops/flash_attn_varlen.py). Strides are bytes; the innermost dimension is contiguous.
 
@@ -196,6 +250,7 @@ def flash_attn_varlen(
     [d_k, n_keys, n_head_kv], and v [d_v, ...] of KV_TYPES, with the strides of their other dimensions; out [d_v,
     n_head, n_tokens] f32. q_starts i32 [n_seq + 1]; kv: lengths i32 [n_seq], or of packed keys the starts i32 [n_seq +
     1]; table: rows of i32 pages, table_nb apart; most_keys: of a sequence. Cost follows what is there, not the bounds.
+    mask: f16 [n_columns, n_tokens, m2] or 0 for none, mask_nb: between tokens and matrices; mask_ne: (n_columns, m2).
     """
     check_types((k_type, d_k), (v_type, d_v))
     gqa_ratio = n_head // n_head_kv
@@ -204,8 +259,8 @@ def flash_attn_varlen(
     most_groups = (n_tokens * gqa_ratio // rows + n_seq + 1) * n_head_kv
     tasks, wanted = min(n_seq, n_tokens) * -(-n_rows // rows) * n_head_kv, 2 * max_threads()
     n_split = -(-wanted // tasks) if wanted > 2 and tasks < wanted and most_keys >= SPLIT_KEYS else 1
-    few = Shape(k_type, v_type, d_k, d_v, rows, True, softcap != 0, n_split > 1, slopes != 0, page > 0)
-    many = Shape(k_type, v_type, d_k, d_v, ROWS, True, softcap != 0, False, slopes != 0, page > 0)
+    few = Shape(k_type, v_type, d_k, d_v, rows, True, softcap != 0, n_split > 1, slopes != 0, page > 0, mask != 0)
+    many = Shape(k_type, v_type, d_k, d_v, ROWS, True, softcap != 0, False, slopes != 0, page > 0, mask != 0)
     work = (ctypes.c_char * (few.partial_bytes * rows * most_groups * n_split if few.split else 1))()
     values = {
         "q": q, "k": k, "v": v, "out": out, "n_q": n_tokens, "n_kv": most_keys, "n_head_kv": n_head_kv,
@@ -214,7 +269,8 @@ def flash_attn_varlen(
         "table_nb": table_nb, "page_bits": max(page, 1).bit_length() - 1, "n_pages": n_pages,
         "window": min(window or FAR, FAR), "ahead": 0 if causal else FAR,
     }  # fmt: skip
-    values |= {f"mask{name}": 0 for name in ("", "_nb1", "_nb2", "_nb3", "_ne2", "_ne3")}
+    values |= {"mask": mask, "mask_nb1": mask_nb[0], "mask_nb2": mask_nb[1], "mask_nb3": 0, "mask_ne0": mask_ne[0]}
+    values |= {"mask_ne2": mask_ne[1], "mask_ne3": 1, "mask_new": int(mask_new)}
     for name, strides in (("q", (*q_nb, 0)), ("k", k_nb), ("v", v_nb), ("out", (*out_nb, 0))):
         values |= {f"{name}_nb{i}": stride for i, stride in enumerate(strides, 1)}
     kernels = _kernels(few, many if n_tokens > MAX_TOKENS else None)

@@ -30,6 +30,7 @@ from support import aot_varlen, varlen_emulation
 
 from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
+from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.flash_attn.tile_plan import attention_plan
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
@@ -325,8 +326,8 @@ EMULATED = (
 
 
 def _emulated() -> list[Case]:
-    """Without those of score functions, which are other kernels'."""
-    cases = [c for c in all_cases("FLASH_ATTN_VARLEN") if "score=" not in str(c)]
+    """Without those of score functions and explicit masks, which are other kernels'."""
+    cases = [c for c in all_cases("FLASH_ATTN_VARLEN") if "score=" not in str(c) and "mask=" not in str(c)]
     return [c for c in cases if any(re.search(part, str(c)) for part in EMULATED)]
 
 
@@ -356,6 +357,36 @@ def test_what_is_said_of_a_choice() -> None:
     facts = [f"{what}: {said}" for what, said in attention_facts(attention_plan(few, 132, None))]
     assert any("pages of 16, by the block table" in fact for fact in facts) and not any("mask:" in f for f in facts)
     assert any("at most 16: 8 of 8 tokens of 8 sequences x 2 groups" in fact for fact in facts), facts
+
+
+@pytest.mark.parametrize(("n_tokens", "mask"), [(8, "new"), (512, "keys")])
+def test_what_is_said_of_a_mask(n_tokens: int, mask: str) -> None:
+    """An explicit one is the portable kernel's, and the others say so."""
+    found = aot_varlen.chosen("sm_90", aot_varlen.Shape((128, 128), 16, n_tokens=n_tokens, mask=mask))
+    assert found.kernel == "varlen" and set(found.refused) == {"varlen_decode", "hopper_varlen_mla", "hopper_varlen"}
+    said = [name for name, why in found.refused.items() if "explicit masks are the portable kernel's" in why]
+    assert {"hopper_varlen", "varlen_decode" if n_tokens == 8 else "hopper_varlen_mla"} <= set(said)
+    facts = [f"{what}: {said}" for what, said in attention_facts(attention_plan(found, 132, None))]
+    columns = {"new": "300 columns of a sequence's new tokens", "keys": "300 columns of a sequence's keys"}
+    assert any(f"mask: {columns[mask]}" in fact for fact in facts) and any("a mask beside that" in f for f in facts)
+
+
+@pytest.mark.parametrize(("n_tokens", "own", "schedule"), [(20480, True, "tile"), (20480, False, "stream_k"),
+                                                           (128, True, "stream_k")])  # fmt: skip
+def test_packed_texts_are_a_program_a_tile(n_tokens: int, own: bool, schedule: str) -> None:
+    """Where they attend to themselves and are many; else one tile may be all the work."""
+    q, k, v = (Tensor("f32", (32, n_tokens, 12)) for _ in "qkv")
+    starts, others = Tensor("i32", (65,)), Tensor("i32", (65,))
+    node = ops.flash_attn_varlen(q, k, v, starts, 0.1, k_starts=starts if own else others, causal=False)
+    memory: dict[Tensor, TritonBuffer] = {}
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        empty = torch.zeros(t.nbytes, dtype=torch.uint8)
+        return memory.setdefault(t, TritonBuffer(empty, Usage.COMPUTE)), 0
+
+    launcher = Launcher(aot_varlen.target_of("sm_90"), place)
+    launcher.launches(Attention(node))
+    assert launcher.chosen[node].choice.schedule == schedule
 
 
 @pytest.mark.parametrize("shape", aot_varlen.SHAPES, ids=str)

@@ -28,7 +28,7 @@ class Varlen(Kernel):
 
     def run(self) -> None:
         s = self.sources
-        self.q, self.k, self.v, self.table = s["q"], s["k"], s.get("v"), s.get("block_table")
+        self.q, self.k, self.v, self.table, self.mask = s["q"], s["k"], s.get("v"), s.get("block_table"), s.get("mask")
         self.n_seq, self.n_tokens = s["q_starts"].t.ne[0] - 1, self.q.t.ne[1]
         self.n_head, self.gqa = self.q.t.ne[2], self.q.t.ne[2] // self.k.t.ne[2]
         self.page = self.k.t.ne[1]
@@ -120,6 +120,61 @@ class Varlen(Kernel):
     def distance(self, key: Index, position: Index) -> Index:
         return np.asarray(np.abs(key - position[:, None]))
 
+    # -- pieces: an explicit mask
+
+    def mask_row(self, tokens: Index, first: int) -> Index:
+        """The rows of queries, the first of which is their sequence's."""
+        return tokens
+
+    def column0(self, n: int, length: int) -> int:
+        """The key of the mask's first column."""
+        return length - n if self.p.mask_new else 0
+
+    def column(self, key: Index, column0: int) -> Index:
+        return key - column0
+
+    def has_column(self, column: Index) -> Mask:
+        """Which columns there are."""
+        assert self.mask is not None
+        return (column >= 0) & (column < self.mask.t.ne[0])
+
+    def without_column(self) -> np.float32:
+        """What is added to a key that has none."""
+        return np.float32(0)
+
+    def matrix(self, head: int) -> int:
+        assert self.mask is not None
+        return head % self.mask.t.ne[2]
+
+    def read_mask(self, seen: Mask) -> Mask:
+        """Of which queries and keys it is read."""
+        return seen
+
+    def added(self, tokens: Index, first: int, head: int, key: Index, column0: int, seen: Mask) -> Floats:
+        """What the mask has for each query and key; 0 where none sees the other."""
+        out: Floats = np.zeros(seen.shape, np.float32)
+        if self.mask is None:
+            return out
+        column = np.broadcast_to(self.column(key, column0), seen.shape)
+        there = self.has_column(column) & self.read_mask(seen)
+        row = np.broadcast_to(self.mask_row(tokens, first)[:, None], seen.shape)
+        at = self.mask.base + row * self.mask.t.nb[1] + self.matrix(head) * self.mask.t.nb[2] + column * 2
+        out[~self.has_column(column)] = self.without_column()
+        if there.any():
+            out[there] = self.read(self.mask, at[there], 1)[:, 0]
+        return out
+
+    def mask_slope(self, head: int) -> np.float32:
+        return np.float32(alibi_slopes(self.n_head, self.p.max_bias)[head])
+
+    def shown(self, seen: Mask) -> Mask:
+        """The keys of a block that are read: those that some query sees."""
+        return np.asarray(seen.any(0))
+
+    def visited(self, blocks: list[int], tokens: Index) -> list[int]:
+        """Of a tile's k-blocks those that are worked on."""
+        return blocks
+
     # -- pieces: where keys lie
 
     def page_of(self, seq: int, key: Index) -> Index:
@@ -164,15 +219,16 @@ class Varlen(Kernel):
         blocks = list(self.blocks(start, end))
         tokens = self.start_of(seq) + i
         q = self.read(self.q, self.start(self.q, tokens, np.asarray(head), np.asarray(0)), self.q.t.ne[0])
-        half = len(blocks) // 2
+        half, of = len(blocks) // 2, (tokens, self.start_of(seq), self.column0(n, length))
         parts = [
-            self.process(seq, head, q, position, length, (start, end), part) for part in (blocks[:half], blocks[half:])
+            self.process(seq, head, q, position, length, (start, end), part, of)
+            for part in (blocks[:half], blocks[half:])
         ]
         sums = self.merge(*parts)
         if shared:
             span = (0, self.shared_end(shared))
             behind = position * 0 + shared  # all of it is before every query
-            sums = self.join(self.process(whose, head, q, behind, span[1], span, list(self.blocks(*span))), sums)
+            sums = self.join(self.process(whose, head, q, behind, span[1], span, list(self.blocks(*span)), of), sums)
         self.finish(seq, tokens, head, sums)
 
     def blocks(self, start: int, end: int) -> range:
@@ -180,17 +236,25 @@ class Varlen(Kernel):
         return range(start // BLOCK, -(-end // BLOCK))
 
     def process(
-        self, seq: int, head: int, q: Floats, position: Index, length: int, span: tuple[int, int], blocks: list[int]
-    ) -> Sums:
-        """(row maxima, sums of weights, weighted sums of V) of some blocks."""
+        self, seq: int, head: int, q: Floats, position: Index, length: int, span: tuple[int, int], blocks: list[int],
+        of: tuple[Index, int, int],
+    ) -> Sums:  # fmt: skip
+        """(row maxima, sums of weights, weighted sums of V) of some blocks. of: the queries, the first of their
+        sequence, the key of the mask's first column."""
         width = self.v.t.ne[0] if self.v is not None else 0
         top: Floats = np.full(len(q), NEG_INF)
         total: Floats = np.zeros(len(q), np.float32)
         acc: Floats = np.zeros((len(q), width), np.float32)
         kv_head = self.kv_head(head)
-        for block in blocks:
+        tokens, first, column0 = of
+        for block in self.visited(blocks, tokens):
             key = block * BLOCK + np.arange(BLOCK)
             read = self.loaded(key, *span)
+            seen = self.seen(position, key, length) & (key >= span[0])
+            added = self.added(tokens, first, head, key, column0, seen)
+            if self.mask is not None:
+                seen = seen & (added != NEG_INF)
+                read = np.asarray(read & self.shown(seen))
             s: Floats = q @ self.load(self.k, seq, kv_head, key, read).T * np.float32(self.p.scale)
             if self.p.softcap:
                 s = np.float32(self.p.softcap) * np.tanh(s / np.float32(self.p.softcap))
@@ -198,7 +262,8 @@ class Varlen(Kernel):
             if self.p.max_bias:
                 slope = np.float32(alibi_slopes(self.n_head, self.p.max_bias)[head])
                 s = s - slope * self.distance(key, position).astype(np.float32)
-            seen = self.seen(position, key, length) & (key >= span[0])
+            if self.mask is not None:
+                s = s + self.mask_slope(head) * np.where(seen, added, np.float32(0))
             s = np.where(seen, s, NEG_INF).astype(np.float32)
             new = np.maximum(top, s.max(1))
             safe = np.where(new == NEG_INF, np.float32(0), new)

@@ -193,7 +193,7 @@ def _flash_attn_lse(
 
 
 def _varlen(
-    node: Tensor, q: T, q_starts: T, lengths: T | None, table: T | None, k_starts: T | None
+    node: Tensor, q: T, q_starts: T, lengths: T | None, table: T | None, k_starts: T | None, mask: T | None
 ) -> Iterator[tuple[T, T, T, tuple[int, int]]]:
     """(its queries, the rows of its keys in pages put end to end, mask, its number and its first query's position) of
     each sequence that has both."""
@@ -212,35 +212,41 @@ def _varlen(
             behind = (len(rows) - len(queries) + torch.arange(len(queries)))[:, None] - torch.arange(len(rows))
             hidden = ((behind < 0) & p.causal) | ((behind >= p.window) & (p.window > 0))
             bias = -behind.abs().float() if p.max_bias > 0 else torch.zeros(behind.shape)
-            yield queries, rows, bias.masked_fill(hidden, -math.inf)[None, None], (s, len(rows) - len(queries))
+            bias, first = bias[None, None], len(rows) - len(queries)
+            if mask is not None:
+                begin = first if p.mask_new else 0  # zeros before and behind the columns
+                width = max(mask.shape[-1], len(rows) - begin)
+                every = torch.nn.functional.pad(mask[:, :, queries], (max(begin, 0), width - mask.shape[-1]))
+                bias = bias + every[..., max(-begin, 0) :][..., : len(rows)]
+            yield queries, rows, bias.masked_fill(hidden, -math.inf), (s, first)
 
 
 def _end_to_end(cache: T, rows: T, mask: T) -> T:
     """Rows of pages [n_pages, n_head_kv, page, D] put end to end, [1, n_head_kv, n, D]; of what is hidden zeros."""
     found = cache.transpose(1, 2).flatten(0, 1)[rows].transpose(0, 1)[None]
-    return found.masked_fill(torch.isneginf(mask).all(2)[..., None], 0.0)
+    return found.masked_fill(torch.isneginf(mask).all(2).all(1, keepdim=True)[..., None], 0.0)
 
 
 def _flash_attn_varlen(
     node: Tensor, q: T, k: T, v: T, q_starts: T, lengths: T | None = None, table: T | None = None,
-    k_starts: T | None = None, sinks: T | None = None, prefixes: T | None = None,
+    k_starts: T | None = None, sinks: T | None = None, prefixes: T | None = None, mask: T | None = None,
 ) -> T:  # fmt: skip
     out = torch.zeros(node.shape)
-    for queries, rows, mask, first in _varlen(node, q, q_starts, lengths, table, k_starts):
-        keys, values = _end_to_end(k, rows, mask), _end_to_end(v, rows, mask)
-        out[:, queries] = _flash_attn_ext(node, q[:, :, queries], keys, values, mask, sinks, first=first)
+    for queries, rows, bias, first in _varlen(node, q, q_starts, lengths, table, k_starts, mask):
+        keys, values = _end_to_end(k, rows, bias), _end_to_end(v, rows, bias)
+        out[:, queries] = _flash_attn_ext(node, q[:, :, queries], keys, values, bias, sinks, first=first)
     return out
 
 
 def _flash_attn_varlen_lse(
     node: Tensor, q: T, k: T, q_starts: T, lengths: T | None = None, table: T | None = None, k_starts: T | None = None,
-    sinks: T | None = None, prefixes: T | None = None,
+    sinks: T | None = None, prefixes: T | None = None, mask: T | None = None,
 ) -> T:  # fmt: skip
     out = torch.full(node.shape, -math.inf)
     if sinks is not None:
         out[0, 0, : int(q_starts.flatten()[-1])] = sinks.flatten()
-    for queries, rows, mask, first in _varlen(node, q, q_starts, lengths, table, k_starts):
-        s = _with_sink(_scores(node, q[:, :, queries], _end_to_end(k, rows, mask), mask, first), sinks)
+    for queries, rows, bias, first in _varlen(node, q, q_starts, lengths, table, k_starts, mask):
+        s = _with_sink(_scores(node, q[:, :, queries], _end_to_end(k, rows, bias), bias, first), sinks)
         out[0, 0, queries] = torch.logsumexp(s, dim=-1)[0].T
     return out
 

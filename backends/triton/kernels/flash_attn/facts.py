@@ -70,7 +70,12 @@ def _listed_tiles(t: Tiling, p: VarlenProblem) -> Iterator[Fact]:
     where = f"in pages of {p.page}, by the block table" if p.page else "packed, one sequence after the other"
     sees = ["its position and those before" if p.params.causal else "all"]
     sees += [f"the last {p.params.window} of them"] if p.params.window else []
-    yield "keys", f"{where}; a query sees {', '.join(sees)}: no mask"
+    mask = p.explicit_t
+    yield "keys", f"{where}; a query sees {', '.join(sees)}: {'no mask' if mask is None else 'a mask beside that'}"
+    if mask is not None:
+        columns = "a sequence's new tokens" if p.params.mask_new else "a sequence's keys"
+        before = "those before them as without it" if p.params.mask_new else "all as blocks that are seen in part"
+        yield "mask", f"{mask.ne[0]} columns of {columns}; k-blocks are those of positions, {before}"
 
 
 def _mask(plan: AttentionPlan) -> Iterator[Fact]:

@@ -15,7 +15,7 @@ LSE = {
     "FLASH_ATTN_EXT": ("FLASH_ATTN_LSE", ("q", "k", "mask", "sinks", "attn_bias")),
     "FLASH_ATTN_VARLEN": (
         "FLASH_ATTN_VARLEN_LSE", ("q", "k", "q_starts", "lengths", "block_table", "k_starts", "sinks",
-        "prefixes"),
+        "prefixes", "mask"),
     ),
 }  # fmt: skip
 

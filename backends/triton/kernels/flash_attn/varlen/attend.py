@@ -2,6 +2,10 @@
 
 It is forward.py's with three things of its own: where a tile's rows and keys are comes from the list and the block
 table, what a row sees from positions, and tiles are always shared out as ranges of units ("tile": one part each).
+
+An explicit mask (MASK "keys", "new": what its columns are, "" for none) leaves the list as it is: k-blocks that it may
+touch are read as partial ones. Values of keys which it hides from all of a tile's rows are not read, also where V lies
+in K. It is loaded for all keys with a column, seen or not: fewer conditions let it come several elements at a time.
 """
 
 from __future__ import annotations
@@ -30,19 +34,32 @@ from graphrt.backends.triton.kernels.flash_attn.visits import page_of, paged_row
 
 
 @triton.jit
+def _masked(s, slope, p_mask_rows, m_rows, col, column0, n_columns, MASK: tl.constexpr, WAYS: tl.constexpr):
+    """Scores with what the mask adds. slope: in their units; p_mask_rows, m_rows: of each row, see per_row; column0:
+    the key of the mask's first column."""
+    column = keys_last(col - column0, WAYS)
+    there = m_rows & (column < n_columns)
+    if MASK == "new":
+        there = there & (column >= 0)
+    added = tl.load(p_mask_rows + column, mask=there, other=0.0).to(tl.float32)
+    return tl.where(added == NEG_INF, NEG_INF, s + slope * added)
+
+
+@triton.jit
 def _attend(
-    p_k, p_v, p_table, position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n, sk_p, sv_n, sv_p,
+    p_k, p_v, p_table, p_mask_rows, m_rows, column0, n_columns,
+    position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n, sk_p, sv_n, sv_p,
     q0, q1, m, l, acc0, acc1, factor, softcap, head, i_seq, p_score,
     D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     V_IN_K: tl.constexpr, HAS_V: tl.constexpr, PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
-    SCORE: tl.constexpr, PRE_LOAD_V: tl.constexpr,
+    SCORE: tl.constexpr, PRE_LOAD_V: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """One k-block. position: of each row's query; PARTIAL: what a row sees counts; keys first_key .. end_key - 1 are
     seen by some row, others are not read. PAGE: 0 for packed keys, which begin at p_k and p_v. head: of each row;
-    SCORE, p_score: as forward.py's attend()."""
+    SCORE, p_score: as forward.py's attend(). p_mask_rows, m_rows, column0, n_columns: see _masked()."""
     i_key = key_index(BLOCK_N, WAYS)
     col = block * BLOCK_N + i_key
     m_key = (col >= first_key) & (col < end_key)
@@ -71,41 +88,48 @@ def _attend(
             seen = seen & (key <= position)
         if WINDOW:
             seen = seen & (key > position - window)
+        if MASK != "":
+            seen = seen & m_rows
+            s = _masked(s, slope * unit, p_mask_rows, m_rows, col, column0, n_columns, MASK, WAYS)
         if ALIBI:
             s -= (slope * unit) * tl.abs(key - position).to(tl.float32)
         s = tl.where(seen, s, NEG_INF)
+        if MASK != "":  # what is hidden from all rows may hold NaN
+            m_key = tl.max((s != NEG_INF).to(tl.int32), 0 if WAYS == 0 else 1) > 0
     return weigh(
         s, factor, k0, p_v + v_base, v_at, m_key, m, l, acc0, acc1, False, 1.0, D_V, DV0, DV1, V_KIND, V_ALIGNED,
-        V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or SCORE is not None, False, PTX, PRECISION, PRE_LOAD_V,
+        V_DOT, WAYS, V_IN_K and (MASK == "" or not PARTIAL), HAS_V, not PARTIAL,
+        PARTIAL or SCORE is not None, False, PTX, PRECISION, PRE_LOAD_V,
     )  # fmt: skip
 
 
 #: Numbers that compiled code does not depend on: neither more sequences nor longer tables compile anything.
 GENERAL = [
     "n_head", "gqa", "n_groups", "n_tiles", "n_seq", "n_pages", "max_blocks", "s_table", "window", "splits",
-    "has_sinks", "has_lse",
+    "has_sinks", "has_lse", "m2", "n_columns",
 ]  # fmt: skip
 
 
 @accesses(
-    reads="p_q p_k p_v p_sinks p_slopes p_score p_tiles p_table p_unit_start",
+    reads="p_q p_k p_v p_mask p_sinks p_slopes p_score p_tiles p_table p_unit_start",
     writes="p_out p_lse p_part",
 )
 @triton.jit(do_not_specialize=GENERAL)
 def flash_attn_varlen(
-    p_q, p_k, p_v, p_sinks, p_slopes, p_score, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
-    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
-    splits, sign, factor, softcap, has_sinks, has_lse,
+    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_score, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
+    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, sm_t, sm_h, s_table, n_head, gqa, n_groups, n_tiles, n_seq, n_pages, max_blocks,
+    m2, n_columns, window, splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr, V_IN_K: tl.constexpr,
     HAS_V: tl.constexpr, PACK: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SCORE: tl.constexpr, ALIBI: tl.constexpr, BIG: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr, PRE_LOAD_V: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """See the module, and forward.py's flash_attn for what is not here. q: f32; out: f32 [n_tokens, n_head, D_V]; lse:
-    f32 [n_tokens, n_head]. table: int32 rows of max_blocks pages, s_table apart; sk_p, sv_p: strides between pages."""
+    f32 [n_tokens, n_head]. table: int32 rows of max_blocks pages, s_table apart; sk_p, sv_p: strides between pages.
+    mask: f16, m2 matrices of n_columns columns, sm_t between tokens, sm_h between matrices."""
     pid = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -118,6 +142,11 @@ def flash_attn_varlen(
         first, full_first, full_end, end, first_key, end_key = visited_span(
             row0, n, length, behind, skip, window, PACK, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, ALIBI
         )
+        column0 = behind if MASK == "new" else 0
+        if MASK == "keys":
+            full_end = full_first
+        elif MASK == "new":  # what lies before all columns
+            full_end = tl.minimum(full_end, tl.maximum(tl.maximum(behind, 0) // BLOCK_N, full_first))
         n_full = full_end - full_first
         high = tl.minimum(high, end - first)
         head0 = (tile % n_groups) * PACK
@@ -138,19 +167,26 @@ def flash_attn_varlen(
         slope = per_row(tl.load(p_slopes + head, mask=m_row, other=0.0), RANK)
         heads = per_row(head, RANK)
         position = per_row(behind + token, RANK)
+        m_rows = per_row(m_row, RANK)
+        p_mask_rows = p_mask
+        if MASK != "":
+            p_mask_rows = per_row(
+                p_mask + (q_first + token).to(tl.int64) * sm_t + (head % m2).to(tl.int64) * sm_h, RANK
+            )
         m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
 
         for PARTIAL in tl.static_range(2):  # full k-blocks first
             begin = tl.maximum(low, n_full) if PARTIAL else low
             until = high if PARTIAL else tl.minimum(high, n_full)
-            for i in tl.range(begin, until, num_stages=STAGES):
+            # Which values are loaded under a mask depends on scores: nothing of that can be ahead.
+            for i in tl.range(begin, until, num_stages=1 if PARTIAL and MASK != "" else STAGES):
                 block = spanned_block(i, first, full_first, full_end, PARTIAL == 1)
                 m, l, acc0, acc1 = _attend(
-                    p_kh, p_vh, p_pages, position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n,
-                    sk_p, sv_n, sv_p, q0, q1, m, l, acc0, acc1, factor, softcap, heads, i_seq, p_score,
-                    D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
+                    p_kh, p_vh, p_pages, p_mask_rows, m_rows, column0, n_columns,
+                    position, slope, block, first_key, end_key, n_pages, max_blocks, window, sk_n, sk_p, sv_n, sv_p, q0,
+                    q1, m, l, acc0, acc1, factor, softcap, heads, i_seq, p_score, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
                     V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, V_IN_K, HAS_V, PARTIAL == 1,
-                    WIDE, PTX, PRECISION, PAGE, CAUSAL, WINDOW, ALIBI, SCORE, PRE_LOAD_V,
+                    WIDE, PTX, PRECISION, PAGE, CAUSAL, WINDOW, ALIBI, SCORE, PRE_LOAD_V, MASK,
                 )  # fmt: skip
 
         if not SOFTCAP and SCORE is None:

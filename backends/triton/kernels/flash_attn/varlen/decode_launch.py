@@ -52,7 +52,7 @@ class VarlenDecode(VarlenKernel):
     def serves(self) -> str | None:
         if isinstance(self._found, str):
             return self._found
-        return score_code.why_not(self.p.params) or self.too_many_units
+        return self.p.why_portable or score_code.why_not(self.p.params) or self.too_many_units
 
     @cached_property
     def config(self) -> Config:

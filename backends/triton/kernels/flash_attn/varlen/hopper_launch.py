@@ -56,6 +56,8 @@ class VarlenHopper(VarlenKernel):
         p = self.p
         if p.out is None or p.v_t is None:
             return "the log-sum-exp alone is the portable kernel's"
+        if p.why_portable:
+            return p.why_portable
         reason = (None if self.scores else score_code.why_not(p.params)) or self._why_not()
         if reason is None and p.params.scale <= 0:
             reason = f"the scale must be positive, it is {p.params.scale:g}"

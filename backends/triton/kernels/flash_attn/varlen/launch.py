@@ -76,11 +76,25 @@ class VarlenForward(VarlenKernel):
 
     @cached_property
     def config(self) -> Config:
-        return self.given or portable.config_for(self.p, self.p.mean_queries * self.p.gqa, self.target)
+        found = self.given or portable.config_for(self.p, self.p.mean_queries * self.p.gqa, self.target)
+        # The places of a mask's values take the registers that 4 warps have left of large tiles.
+        more = self.p.explicit_t is not None and self.given is None and found.block_m > 16 and self.target.is_nvidia
+        return replace(found, warps=max(found.warps, 8)) if more else found
 
     @property
     def per_sm(self) -> int:
         return self.config.per_sm
+
+    def _choose(self, force: str | None) -> Choice:
+        """Packed sequences that attend to themselves have the more tiles the longer they are: where there are many,
+        none is much of the work, and a multiprocessor holds more programs than the chooser reckons with."""
+        at_once, tiles = self.target.sm_count * self.per_sm, self.tiling.n_tiles
+        if force is not None or self.p.kv is not self.p.q_starts or tiles < chooser.MANY_WAVES * at_once:
+            return super()._choose(force)
+        why = (
+            f"up to {tiles} tiles of sequences that attend to themselves: a program each, the longest is little of all",
+        )
+        return replace(super()._choose("tile"), reasons=why)
 
     def launches(self, plan: VarlenPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         assert plan is not None
@@ -102,11 +116,12 @@ def main_arguments(
     p: VarlenProblem, t: Tiling, config: Config, choice: Choice, plan: VarlenPlan, part: torch.Tensor, target: Target
 ) -> dict[str, Any]:
     """The arguments of attend.py's flash_attn_varlen and of the fixup, by name. part: of choice.scratch_bytes."""
-    k, v, params, table = p.k, p.v, p.params, p.table_t
+    k, v, params, table, mask = p.k, p.v, p.params, p.table_t, p.explicit_t
     none = torch.zeros(1, dtype=torch.int32, device=target.device)  # for what is absent: nothing reads it
     absent = none.view(torch.float32)
     return {
         "p_q": p.memory(p.q_t, torch.float32), "p_k": k.data, "p_v": v.data,
+        "p_mask": p.memory(mask, torch.float16) if mask is not None else absent.view(torch.float16),
         "p_sinks": p.memory(p.sinks_t, torch.float32) if p.sinks_t is not None else absent,
         "p_slopes": torch.tensor(alibi_slopes(p.n_head, params.max_bias), device=target.device),
         "p_score": numbers_of(params, target.device), "SCORE": function_of(params),
@@ -116,6 +131,9 @@ def main_arguments(
         "p_table": p.memory(table, torch.int32) if table is not None else none,
         **dict(zip(("sq_t", "sq_h"), (n // 4 for n in p.q_t.nb[1:3]))),
         **dict(zip(("sk_n", "sk_h", "sk_p"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_p"), v.strides)),
+        **dict(zip(("sm_t", "sm_h"), (n // 2 for n in mask.nb[1:3]) if mask is not None else (0, 0))),
+        "m2": mask.ne[2] if mask is not None else 1, "n_columns": mask.ne[0] if mask is not None else 0,
+        "MASK": ("new" if params.mask_new else "keys") if mask is not None else "",
         "s_table": table.nb[1] // 4 if table is not None else 0, "max_blocks": table.ne[0] if table is not None else 1,
         "n_q": p.n_q, "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks,
         "n_tiles": t.n_tiles, "n_seq": p.n_seq, "n_pages": p.k_t.ne[3], "window": params.window,

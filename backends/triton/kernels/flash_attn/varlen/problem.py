@@ -38,7 +38,8 @@ class Part:
 
 
 class VarlenProblem(Problem):
-    """FLASH_ATTN_VARLEN, FLASH_ATTN_VARLEN_LSE, or both of the same sources, as a Problem without a mask.
+    """FLASH_ATTN_VARLEN, FLASH_ATTN_VARLEN_LSE, or both of the same sources, as a Problem without a mask: an explicit
+    one (explicit_t, None without) lies otherwise, and decides about no tile.
 
     n_q: tokens of all sequences; n_kv: the most keys of one; page: tokens of a page, 0 for packed keys; kv: lengths, or
     starts of packed keys; prefixes: groups that share pages. Strides of k and v: between keys, heads and pages. part:
@@ -60,6 +61,7 @@ class VarlenProblem(Problem):
         self.m2 = self.m3 = self.b2 = self.b3 = 1
         self.bias_t = None
         self.q_starts, self.table_t, self.prefixes = node["q_starts"], node["block_table"], node["prefixes"]
+        self.explicit_t = node["mask"]
         lengths, k_starts = node["lengths"], node["k_starts"]
         kv = lengths if lengths is not None else k_starts
         assert kv is not None
@@ -79,6 +81,13 @@ class VarlenProblem(Problem):
 
     def memory(self, t: Tensor, kind: torch.dtype) -> torch.Tensor:
         return self.given[t] if t in self.given else super().memory(t, kind)
+
+    @property
+    def why_portable(self) -> str | None:
+        """Why it is the portable kernel's, None where others may have it."""
+        if self.explicit_t is None:
+            return None
+        return "what a row sees follows from positions there, explicit masks are the portable kernel's"
 
     @property
     def n_lists(self) -> int:
