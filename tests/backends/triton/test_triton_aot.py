@@ -57,7 +57,8 @@ SPILLING = {
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
     "attention_back_lse", "hopper_attn_back_keys", "hopper_attn_back_queries", "hopper_attn_back_wide",
-    "hopper_attn_back_bias", "hopper_attn_back_fused", "hopper_attn_back_packed_keys",
+    "hopper_attn_back_bias", "hopper_attn_back_fused", "hopper_attn_back_packed_keys", "hopper_attn_back_stored",
+    "attention_back_bias_sum",
     "hopper_attn_back_packed_queries", "attention_back_slots", "order_packed_tiles", "attention_dropout_bits",
     "hopper_fp8_attn", "turn_values", "hopper_quant_attn", "hopper_varlen_attn", "hopper_varlen_mla", "list_tiles",
 }  # fmt: skip

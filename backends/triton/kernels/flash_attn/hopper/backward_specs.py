@@ -127,7 +127,7 @@ BIAS: dict[int, GradientConfig] = dict.fromkeys((64, 128), GradientConfig(block_
 #: Of the kernel that owns keys and reads dS, by head size.
 STORED: dict[int, GradientConfig] = {
     64: GradientConfig(block_m=128, block_n=128, stages=2),
-    128: GradientConfig(block_m=64, block_n=128, stages=2),
+    128: GradientConfig(block_m=64, block_n=128, stages=3),
 }
 #: Of the kernel that owns keys and adds to the gradient of Q, by head size.
 FUSED: dict[int, GradientConfig] = {128: GradientConfig(block_m=64, block_n=128, stages=2)}
