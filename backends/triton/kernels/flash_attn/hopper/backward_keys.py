@@ -110,7 +110,7 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
     early: gl.constexpr = (
         p.spec.of_k
-        and not p.spec.has_softcap
+        and not (p.spec.has_softcap and masked)
         and not (masked and (p.spec.has_dropout or p.spec.block_m > 64 or p.spec.packed))
     )
     d_w = s
