@@ -24,8 +24,8 @@ from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs
 from graphrt.tools.conformance.cases.fused import FusedCase, run_fused
 from graphrt.tools.conformance.cases.programs import RandomGraph, seeded_graph
-from graphrt.tools.conformance.run.reference import as_stored, computing_nodes, raw_bytes
 from graphrt.tools.conformance.run.grad import GradientCase, run_gradient
+from graphrt.tools.conformance.run.reference import as_stored, computing_nodes, raw_bytes
 from graphrt.tools.conformance.run.step import Outcome, outcome_of, run_case
 
 Array = npt.NDArray[np.generic]

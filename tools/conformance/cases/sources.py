@@ -33,8 +33,8 @@ SETS = ("quick", "full", "ggml", "broken")
 @dataclass(frozen=True)
 class Source:
     """One place that cases come from. which: one of SETS: the ops' own cases, or "broken" for products with NaN and
-    infinities in them, "grad" for those of `graphrt test grad`. It counts where none of the others is given: model, a model's file; file, a text file; module, a
-    module that has a function cases(); graphs, a number of random graphs."""
+    infinities in them, "grad" for those of `graphrt test grad`. It counts where none of the others is given: model, a
+    model's file; file, a text file; module, a module that has a function cases(); graphs, a number of random graphs."""
 
     which: str = "quick"
     model: str | None = None

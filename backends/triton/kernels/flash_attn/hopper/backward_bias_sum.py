@@ -13,16 +13,18 @@ from graphrt.backends.triton.kernels.flash_attn.mask import SKIP
 
 
 @accesses(reads="p_scores p_kinds p_scales", writes="p_result")
-@triton.jit(do_not_specialize=["n_q", "n_kv", "eights", "n_head", "n_seq", "b2", "b3", "kind_groups", "n_qt", "n_blocks"])
+@triton.jit(
+    do_not_specialize=["n_q", "n_kv", "eights", "n_head", "n_seq", "b2", "b3", "kind_groups", "n_qt", "n_blocks"]
+)
 def attention_back_bias_sum(
     p_scores, p_kinds, p_scales, p_result, n_q, n_kv, eights, n_head, n_seq, b2, b3, kind_groups, n_qt, n_blocks,
     ROWS: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """result f32 [b3, b2, n_q, n_kv]: dS times 1 / scales[1], summed over the heads and sequences that share an element,
+    """result f32 [b3, b2, n_q, n_kv]: dS over scales[1], summed over the heads and sequences that share an element,
     sequence by sequence. Program (j, i, b): COLS keys of ROWS queries of a bias.
 
-    scores: 16 bits [n_seq, n_head, n_q, 8 * eights]; kinds: int32 [b3, kind_groups, n_qt, n_blocks], mask.py's of tiles of
-    TILE queries and BLOCK keys: of those that nobody sees, dS is not there and counts as 0.
+    scores: 16 bits [n_seq, n_head, n_q, 8 * eights]; kinds: int32 [b3, kind_groups, n_qt, n_blocks], mask.py's of
+    tiles of TILE queries and BLOCK keys: of those that nobody sees, dS is not there and counts as 0.
     """
     take_turn(PDL)
     i_b = tl.program_id(2)

@@ -170,8 +170,8 @@ def queries_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, seen: torch.Tensor | None, dq: torch.Tensor,
     scores: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan; scores: where dS is stored,
-    see room_for_scores(), if it is."""
+    """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan; scores: where dS is
+    stored, see room_for_scores(), if it is."""
     c = x.config("queries")
     n_seq, n_head, n_q, _ = x.q.shape
     gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]

@@ -109,8 +109,8 @@ def own_rows(p, tiles, wg: gl.constexpr):
 
 @gluon.jit
 def store_scores(stored, d_s, seq, head, query, key):
-    """Store gradients of scores, 16 bits [64, n], of 64 queries and n keys. stored: (descriptor, the warpgroup's tile of
-    shared memory that they go through)."""
+    """Store gradients of scores, 16 bits [64, n], of 64 queries and n keys. stored: (descriptor, the warpgroup's tile
+    of shared memory that they go through)."""
     s_desc, tile = stored
     tma.store_wait(0)  # the block before has been read
     gl.thread_barrier()
@@ -209,15 +209,17 @@ def add_up_queries(p, tiles, rings, dq_out, stored, wg: gl.constexpr):
         tma.store_wait(0)
 
 
-@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks seen slopes scales kept", writes="dq s_desc")
+@accesses(
+    reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks seen slopes scales kept", writes="dq s_desc"
+)
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_queries(
     q_desc, o_desc, k_desc, v_desc, mask_desc, s_desc, rows, mask, counts, blocks, seen, slopes, scales, kept, dq,
-    scale, softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
-    spec: gl.constexpr,
+    scale, softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
+    inverse, spec: gl.constexpr,
 ):  # fmt: skip
-    """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS [n_seq, n_head, n_q, n_kv] of 16 bits, times scales[1], None
-    unless it is stored: of blocks that are visited."""
+    """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS [n_seq, n_head, n_q, n_kv] of 16 bits, times scales[1],
+    None unless it is stored: of blocks that are visited."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, seen, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
         mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,

@@ -1,5 +1,5 @@
-"""Rings of the kernels that own keys: of rows of lse and delta, and of blocks of the mask or of gradients of scores, which
-they read turned."""
+"""Rings of the kernels that own keys: of rows of lse and delta, and of blocks of the mask or of gradients of scores,
+which they read turned."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -150,6 +150,6 @@ def crowded(own: str, softcap: float, dropout: float, dense: bool) -> bool:
 
 
 def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:
-    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", or keys, and make all ("fused") or
-    read dS ("stored")."""
+    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", or keys, and make all ("fused")
+    or read dS ("stored")."""
     return TABLES[own][is_crowded][d]

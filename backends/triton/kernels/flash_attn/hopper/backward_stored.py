@@ -8,7 +8,7 @@ backward_keys.py, and for every block of queries makes three products where that
     dK += dS^T Q                        (wgmma, dS as TMA brings it)
     P^T = exp2(S^T scale + bias - lse);  dV += P^T dO
 
-Blocks that hide keys have dS in registers: the kernel of queries, whose blocks are smaller, may have left out some of it.
+Blocks that hide keys have dS in registers: the kernel of queries, whose blocks are smaller, may have left out some.
 """
 
 from triton.experimental import gluon

@@ -1,5 +1,5 @@
-"""Hopper's kernels of attention's gradients where a bias has one too, for the launcher: gradients of scores are made once
-and lie in memory."""
+"""Hopper's kernels of attention's gradients where a bias has one too, for the launcher: gradients of scores are made
+once and lie in memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class HopperStored(HopperGradient):
     def launches(self, shared: Shared) -> list[Step]:
         p = self.p
         x, steps = self._given(shared)
-        room = shared.once(("scores", self._room, p.kind), lambda: (shared.empty(*self._room, kind=KINDS[p.kind]), []))[0]
+        room, _ = shared.once(
+            ("scores", self._room, p.kind), lambda: (shared.empty(*self._room, kind=KINDS[p.kind]), [])
+        )
         scores = room[..., : p.n_kv]
         plan, made = plans.mask_plan(p, self.tiling, shared, self.dense)
         dq = self._result("q")
@@ -83,8 +85,8 @@ class HopperStored(HopperGradient):
         p, d_bias, t = self.p, self._result("attn_bias"), self.tiling
         assert d_bias is not None and plan.kinds is not None
         args = {
-            "p_scores": room, "p_kinds": plan.kinds, "p_scales": scales, "p_result": d_bias, "n_q": p.n_q, "n_kv": p.n_kv,
-            "eights": room.shape[3] // 8, "n_head": p.n_head, "n_seq": p.n_seq, "b2": p.m2, "b3": p.m3,
+            "p_scores": room, "p_kinds": plan.kinds, "p_scales": scales, "p_result": d_bias, "n_q": p.n_q,
+            "n_kv": p.n_kv, "eights": room.shape[3] // 8, "n_head": p.n_head, "n_seq": p.n_seq, "b2": p.m2, "b3": p.m3,
             "kind_groups": t.mask_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks, "ROWS": ROWS, "COLS": COLS,
             "TILE": t.block_m, "BLOCK": t.block_n, "PDL": self.target.has_pdl,
         }  # fmt: skip
