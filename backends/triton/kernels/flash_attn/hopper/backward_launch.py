@@ -125,16 +125,19 @@ def side_by_side(x: Given, rows: int, heads: int) -> int:
 
 def keys_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
+    dv: torch.Tensor | None, scores: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for dk and dv, f32 [n_seq, n_head_kv, n_kv, d], None for one that nobody wants. counts, blocks: the
-    mask's turned lists."""
+    mask's turned lists; scores: where dS^T is stored, see room_for_scores(), if it is."""
     c = x.config("keys")
     n_seq, n_head_kv, n_kv, _ = x.k.shape
     gqa, n_q = x.q.shape[1] // n_head_kv, x.q.shape[2]
     parts = c.block_n // WG_ROWS
-    stages, mask_desc = x.mask_ring(c.keys_bytes(x.d), c.block_m, parts, WG_ROWS)
-    spec = replace(x.spec(c), mask_stages=stages, of_k=dk is not None, of_v=dv is not None)
+    used = c.keys_bytes(x.d) + (c.scores_bytes() if scores is not None else 0)
+    stages, mask_desc = x.mask_ring(used, c.block_m, parts, WG_ROWS)
+    s_desc = box_descriptor(scores, WG_ROWS, c.block_m, idle=scores.stride(2)) if scores is not None else None
+    of = {"of_k": dk is not None, "of_v": dv is not None, "stored": scores is not None}
+    spec = replace(x.spec(c), mask_stages=stages, **of)
     some = dk if dk is not None else dv
     args = x.common(side_by_side(x, gqa * n_q, 1)) | {
         "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
@@ -142,7 +145,11 @@ def keys_launch(
         "dk": dk if dk is not None else some, "dv": dv if dv is not None else some, "spec": spec,
         "kept": x.kept[0] if x.kept is not None else None,
     }  # fmt: skip
-    kernel = hopper_attn_back_wide if c.wide else hopper_attn_back_keys
+    kernel = hopper_attn_back_keys
+    if c.wide:
+        kernel = hopper_attn_back_wide
+    else:
+        args["s_desc"] = s_desc
     return Launch(kernel, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
 
 
@@ -168,49 +175,39 @@ def fused_launch(
 
 def queries_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, seen: torch.Tensor | None, dq: torch.Tensor,
-    scores: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan; scores: where dS is
-    stored, see room_for_scores(), if it is."""
+    """The launch for dq, f32 [n_seq, n_head, n_q, d]. counts, blocks, seen: the mask's plan."""
     c = x.config("queries")
     n_seq, n_head, n_q, _ = x.q.shape
     gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]
-    stored = scores is not None
-    used = c.queries_bytes(x.d) + (c.scores_bytes() if stored else 0)
-    stages, mask_desc = x.mask_ring(used, WG_ROWS, N_WG, c.block_n)
-    s_desc = box_descriptor(scores, WG_ROWS, c.block_n, idle=scores.stride(2)) if scores is not None else None
+    stages, mask_desc = x.mask_ring(c.queries_bytes(x.d), WG_ROWS, N_WG, c.block_n)
     args = x.common(side_by_side(x, n_kv, gqa)) | {
         "q_desc": x.box(x.q, PLAN_QUERIES), "o_desc": x.box(x.d_out, PLAN_QUERIES), "k_desc": x.box(x.k, c.block_n),
-        "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "s_desc": s_desc, "counts": counts, "blocks": blocks,
-        "seen": seen, "dq": dq, "spec": replace(x.spec(c), mask_stages=stages, stored=stored),
-        "kept": x.kept[1] if x.kept is not None else None,
+        "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks, "seen": seen,
+        "dq": dq, "spec": replace(x.spec(c), mask_stages=stages), "kept": x.kept[1] if x.kept is not None else None,
     }  # fmt: skip
     return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
 
 
 def room_for_scores(n_seq: int, n_head: int, n_q: int, n_kv: int) -> tuple[int, int, int, int]:
-    """The shape of the memory of dS, whose rows begin on 16 bytes."""
-    return n_seq, n_head, n_q, -(-n_kv // 8) * 8
+    """The shape of the memory of dS^T, whose rows begin on 16 bytes."""
+    return n_seq, n_head, n_kv, -(-n_q // 8) * 8
 
 
 def stored_launch(
-    x: Given, counts: torch.Tensor, blocks: torch.Tensor, dk: torch.Tensor | None, dv: torch.Tensor | None,
-    scores: torch.Tensor,
+    x: Given, counts: torch.Tensor, blocks: torch.Tensor, seen: torch.Tensor, dq: torch.Tensor, scores: torch.Tensor,
 ) -> Launch:  # fmt: skip
-    """keys_launch where dS [n_seq, n_head, n_q, n_kv] lies in memory."""
+    """queries_launch where dS^T [n_seq, n_head, n_kv, n_q] lies in memory."""
     c = x.config("stored")
-    n_seq, n_head_kv, n_kv, _ = x.k.shape
-    stages, mask_desc = x.mask_ring(c.stored_bytes(x.d), c.block_m, c.block_n // WG_ROWS, WG_ROWS)
-    spec = replace(x.spec(c), mask_stages=stages, stored=True, of_k=dk is not None, of_v=dv is not None)
-    some = dk if dk is not None else dv
-    args = x.common(side_by_side(x, x.q.shape[1] // n_head_kv * x.q.shape[2], 1)) | {
-        "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
-        "mask_desc": mask_desc, "s_desc": box_descriptor(scores, c.block_m, WG_ROWS, idle=scores.stride(2)),
-        "counts": counts, "blocks": blocks, "dk": dk if dk is not None else some, "dv": dv if dv is not None else some,
-        "spec": spec, "kept": x.kept[0] if x.kept is not None else None,
+    n_seq, n_head, n_q, _ = x.q.shape
+    gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]
+    args = x.common(side_by_side(x, n_kv, gqa)) | {
+        "k_desc": x.box(x.k, c.block_n), "s_desc": box_descriptor(scores, c.block_n, WG_ROWS, idle=scores.stride(2)),
+        "counts": counts, "blocks": blocks, "seen": seen, "dq": dq, "spec": x.spec(c),
     }  # fmt: skip
-    del args["slopes"]
-    return Launch(hopper_attn_back_stored, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
+    for name in ("rows", "mask", "slopes"):
+        del args[name]
+    return Launch(hopper_attn_back_stored, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
 
 
 def bias_launch(x: Given, kinds: torch.Tensor, d_bias: torch.Tensor) -> Launch:

@@ -7,8 +7,6 @@ block of keys:
     S = Q K^T, dW = dO V^T              (wgmma, both operands in shared memory)
     P = exp2(S scale - lse);  dS = P (dW - delta)
     dQ += dS K                          (wgmma, dS in registers, 16 bits)
-
-Where others want dS too (GradientSpec.stored), TMA stores it, block by block.
 """
 
 from triton.experimental import gluon
@@ -108,25 +106,9 @@ def own_rows(p, tiles, wg: gl.constexpr):
 
 
 @gluon.jit
-def store_scores(stored, d_s, seq, head, query, key):
-    """Store gradients of scores, 16 bits [64, n], of 64 queries and n keys. stored: (descriptor, the warpgroup's tile
-    of shared memory that they go through)."""
-    s_desc, tile = stored
-    tma.store_wait(0)  # the block before has been read
-    gl.thread_barrier()
-    tile.reshape([tile.shape[2], tile.shape[3]]).store(d_s)
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(s_desc, [seq, head, query, key], tile)
-
-
-@gluon.jit
-def add_block(
-    p, tiles, rings, place, dq, step, block, mask_step, partial: gl.constexpr, wg: gl.constexpr, stored=0
-):  # fmt: skip
+def add_block(p, tiles, rings, place, dq, step, block, mask_step, partial: gl.constexpr, wg: gl.constexpr):
     """Add what a block of keys gives to the sum of 64 queries. place: (sequence, head, first query, lse, delta, factor
-    of the mask, GradientWork.ratio, list; of packed sequences what PackedWork.visits() says); stored: see
-    store_scores(), where that is wanted."""
+    of the mask, GradientWork.ratio, list; of packed sequences what PackedWork.visits() says)."""
     q, o = own_rows(p, tiles, wg)
     k_ring, v_ring, mask_ring = rings
     seq, head, query, lse, delta, factor, ratio, start = place
@@ -162,10 +144,7 @@ def add_block(
     v_ring.release(step)
     if p.spec.has_dropout:
         d_w = dropped(d_w, words, p.spec.block_n)
-    d_s = score_gradients(bent, d_w, ratio, delta[:, None], partial).to(q.dtype)
-    grads = as_left(d_s, d)
-    if p.spec.stored:
-        store_scores(stored, d_s, seq, head, query, block * p.spec.block_n)
+    grads = as_left(score_gradients(bent, d_w, ratio, delta[:, None], partial).to(q.dtype), d)
     if hides:
         if p.spec.packed:
             clear_unseen_keys(p, k_ring.operand(step), start, block)
@@ -181,8 +160,8 @@ def add_block(
 
 
 @gluon.jit
-def add_up_queries(p, tiles, rings, dq_out, stored, wg: gl.constexpr):
-    """A consumer warpgroup: the sum of 64 queries over all keys. stored: see add_block()."""
+def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
+    """A consumer warpgroup: the sum of 64 queries over all keys."""
     q_tile, o_tile, here = tiles
     d: gl.constexpr = p.spec.d
     rows: gl.constexpr = gl.SliceLayout(1, mma_layout(p.spec.block_n))
@@ -199,27 +178,23 @@ def add_up_queries(p, tiles, rings, dq_out, stored, wg: gl.constexpr):
     unmasked = 0 if p.spec.dense else n_full
     for j in range(n_full):
         block = p.key_block(start, j) if p.spec.has_dropout or p.spec.dense else 0
-        dq = add_block(p, tiles, rings, place, dq, j, block, j, False, wg, stored)
+        dq = add_block(p, tiles, rings, place, dq, j, block, j, False, wg)
     for j in range(n_full, n_all):
         block = p.key_block(start, j)
-        dq = add_block(p, tiles, rings, place, dq, j, block, j - unmasked, True, wg, stored)
+        dq = add_block(p, tiles, rings, place, dq, j, block, j - unmasked, True, wg)
     first = (seq * p.n_head + head).to(gl.int64) * p.n_q * d
     store_rows(dq_out + first, query, p.n_q, dq, p.unscaled_scores(), d)
-    if p.spec.stored:
-        tma.store_wait(0)
 
 
-@accesses(
-    reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks seen slopes scales kept", writes="dq s_desc"
-)
+@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks seen slopes scales kept", writes="dq")
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_queries(
-    q_desc, o_desc, k_desc, v_desc, mask_desc, s_desc, rows, mask, counts, blocks, seen, slopes, scales, kept, dq,
-    scale, softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section,
-    inverse, spec: gl.constexpr,
+    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, seen, slopes, scales, kept, dq, scale,
+    softcap,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+    spec: gl.constexpr,
 ):  # fmt: skip
-    """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS [n_seq, n_head, n_q, n_kv] of 16 bits, times scales[1],
-    None unless it is stored: of blocks that are visited."""
+    """dq: f32 [n_seq, n_head, n_q, d], written."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, seen, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
         mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
@@ -240,16 +215,10 @@ def hopper_attn_back_queries(
         mask_source = mask_desc
     tiles = (q_tile, o_tile, here)
     rings = (k_ring, v_ring, mask_ring)
-    # Without stores the mask's ring and descriptor stand in their place, unused.
-    first = (mask_source, mask_ring)
-    second = first
-    if spec.stored:
-        first = (s_desc, gl.allocate_shared_memory(dtype, [1, 1, 64, spec.block_n], layout))
-        second = (s_desc, gl.allocate_shared_memory(dtype, [1, 1, 64, spec.block_n], layout))
     gl.warp_specialize(
         [
-            (add_up_queries, (p, tiles, rings, dq, first, 0)),
-            (add_up_queries, (p, tiles, rings, dq, second, 1)),
+            (add_up_queries, (p, tiles, rings, dq, 0)),
+            (add_up_queries, (p, tiles, rings, dq, 1)),
             (produce_keys, (p, q_desc, o_desc, k_desc, v_desc, mask_source, tiles, rings)),
         ],
         [4, 1],

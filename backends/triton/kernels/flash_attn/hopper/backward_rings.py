@@ -1,4 +1,4 @@
-"""Rings of the kernels that own keys: of rows of lse and delta, and of blocks of the mask or of gradients of scores,
+"""Rings of the kernels of gradients: of rows of lse and delta, and of blocks of the mask or of gradients of scores,
 which they read turned."""
 
 from triton.experimental import gluon
@@ -68,7 +68,8 @@ def make_row_ring(spec: gl.constexpr, readers: gl.constexpr):
 
 @aggregate
 class TurnedRing:
-    """Buffers of blocks of scores' size, of the mask say: for each of `stages` and each 64 keys [1, 1, block_m, 64]."""
+    """Buffers of blocks that are read turned, the mask's say: for each of `stages` and each 64 columns
+    [1, 1, rows, 64]; rows are queries in those of the mask, and columns keys."""
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -86,7 +87,7 @@ class TurnedRing:
 
     @gluon.jit
     def fill(self, desc, seq, head, row, col, step):
-        """Producer: copy a step's queries, `row` and on, of the keys from `col` on."""
+        """Producer: copy the block from (row, col) on."""
         slot = step % self.stages
         mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
         full = self.full.index(slot)
@@ -102,13 +103,13 @@ class TurnedRing:
 
     @gluon.jit
     def operand(self, step, part: gl.constexpr):
-        """The step-th block as [64 keys, block_m]."""
+        """64 columns of the step-th block, [64, rows]."""
         tile = self.buffers.index(step % self.stages * self.parts + part)
         return tile.reshape([tile.shape[2], 64]).permute((1, 0))
 
     @gluon.jit
     def read(self, step, part: gl.constexpr):
-        """Consumer: the values [64 keys, block_m] of the step-th block in the scores' registers."""
+        """Consumer: these in the registers of scores."""
         self.wait_full(step)
         tile = self.operand(step, part)
         return tile.load(mma_layout(tile.shape[1]))
@@ -120,11 +121,13 @@ class TurnedRing:
 
 
 @gluon.jit
-def make_turned_ring(dtype: gl.constexpr, stages: gl.constexpr, spec: gl.constexpr, readers: gl.constexpr):
-    """A ring of blocks of spec.block_m queries and spec.block_n keys."""
-    parts: gl.constexpr = spec.block_n // 64
+def make_turned_ring(
+    dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr, readers: gl.constexpr
+):  # fmt: skip
+    """A ring of blocks of so many rows and columns."""
+    parts: gl.constexpr = cols // 64
     layout: gl.constexpr = tile_shared_layout(dtype, 4)
-    shape: gl.constexpr = [stages * parts, 1, 1, spec.block_m, 64]
+    shape: gl.constexpr = [stages * parts, 1, 1, rows, 64]
     buffers = gl.allocate_shared_memory(dtype, shape, layout)
     full = make_barriers(stages, 1)
     empty = make_barriers(stages, readers)
@@ -133,4 +136,4 @@ def make_turned_ring(dtype: gl.constexpr, stages: gl.constexpr, spec: gl.constex
 
 @gluon.jit
 def make_turned_mask_ring(spec: gl.constexpr, readers: gl.constexpr):
-    return make_turned_ring(gl.float16, spec.mask_stages, spec, readers)
+    return make_turned_ring(gl.float16, spec.mask_stages, spec.block_m, spec.block_n, readers)

@@ -46,7 +46,7 @@ class GradientSpec:
     n_wg: int = N_WG
     of_k: bool = True
     of_v: bool = True
-    #: The kernel of queries stores dS, the kernel of keys reads it.
+    #: The kernel of keys stores dS^T.
     stored: bool = False
     #: Of packed sequences: what is seen comes from positions.
     packed: bool = False
@@ -95,13 +95,8 @@ class GradientConfig:
         return 2 * d * (2 * WG_ROWS * N_WG + ring * self.block_n) + 1024
 
     def scores_bytes(self) -> int:
-        """What a program that owns queries needs more to store dS: a block of 16 bits."""
-        return 2 * WG_ROWS * N_WG * self.block_n
-
-    def stored_bytes(self, d: int) -> int:
-        """Shared memory of a program that owns keys and reads dS, but for the mask: K, Q, d_out, dS, rows."""
-        rows = 8 * self.stages * self.block_m
-        return 2 * d * self.block_n + 2 * self.stages * self.block_m * (2 * d + self.block_n) + rows + 1024
+        """What a program that owns keys needs more to store dS^T: a block of 16 bits."""
+        return 2 * self.block_n * self.block_m
 
     def bias_bytes(self, d: int) -> int:
         """Shared memory of a program that owns a tile of a bias, but for that: pairs of tiles and some room."""
@@ -124,10 +119,10 @@ QUERIES: dict[int, GradientConfig] = {
 QUERIES_CAPPED = QUERIES | {128: GradientConfig(block_m=128, block_n=64, stages=3)}
 #: Of the kernel that owns tiles of a bias, by head size; stages: of pairs, Q and K or d_out and V. Not measured.
 BIAS: dict[int, GradientConfig] = dict.fromkeys((64, 128), GradientConfig(block_m=128, block_n=128, stages=3))
-#: Of the kernel that owns keys and reads dS, by head size.
+#: Of the kernel that owns queries and reads dS^T, by head size.
 STORED: dict[int, GradientConfig] = {
-    64: GradientConfig(block_m=128, block_n=128, stages=2),
-    128: GradientConfig(block_m=64, block_n=128, stages=3),
+    64: GradientConfig(block_m=128, block_n=128, stages=3),
+    128: GradientConfig(block_m=128, block_n=128, stages=3),
 }
 #: Of the kernel that owns keys and adds to the gradient of Q, by head size.
 FUSED: dict[int, GradientConfig] = {128: GradientConfig(block_m=64, block_n=128, stages=2)}
@@ -150,6 +145,6 @@ def crowded(own: str, softcap: float, dropout: float, dense: bool) -> bool:
 
 
 def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:
-    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", or keys, and make all ("fused")
-    or read dS ("stored")."""
+    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", keys, and make all ("fused"), or
+    queries, and read dS ("stored")."""
     return TABLES[own][is_crowded][d]

@@ -15,31 +15,30 @@ from graphrt.backends.triton.kernels.flash_attn.backward.shared import Shared
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_bias_sum import attention_back_bias_sum
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_kernels import HopperGradient
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_launch import (
-    queries_launch,
+    keys_launch,
     room_for_scores,
     stored_launch,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import N_WG, PLAN_QUERIES, STORED
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import N_WG, STORED
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
-from graphrt.backends.triton.kernels.flash_attn.problem import Tiling
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Bytes that gradients of scores may take; attentions of one size have them in the same memory in turn.
 MOST_BYTES = 2**30
 #: Queries and keys that a program of attention_back_bias_sum takes.
-ROWS, COLS = 8, 256
+QUERIES, KEYS = 128, 32
 
 
 class HopperStored(HopperGradient):
-    """backward_queries.py, which stores dS, backward_stored.py and backward_bias_sum.py, which read it."""
+    """backward_keys.py, which stores dS, backward_stored.py and backward_bias_sum.py, which read it."""
 
     name, makes = "hopper_stored", ("q", "k", "v", "attn_bias")
     file = "hopper/backward_stored.py"
-    own = "queries"
+    own = "keys"
 
     def serves(self) -> str | None:
-        if not {"q", "attn_bias"} <= {*self.of}:
-            return "it makes the gradients of q and of an attn_bias together, they are not both wanted"
+        if not {"k", "attn_bias"} <= {*self.of}:
+            return "it makes the gradients of k and of an attn_bias together, they are not both wanted"
         if (reason := super().serves()) is not None:
             return reason
         if self.p.d[0] not in STORED:
@@ -57,10 +56,10 @@ class HopperStored(HopperGradient):
 
     @property
     def tiles(self) -> str:
-        c, keys = self.config, STORED[self.p.d[0]]
+        c, queries = self.config, STORED[self.p.d[0]]
         return (
-            f"{c.block_m} queries x {c.block_n} keys, which store gradients of scores; {keys.block_m} x {keys.block_n}, "
-            f"which read them; {N_WG} warpgroups multiply, a warp brings the rest by TMA"
+            f"{c.block_m} queries x {c.block_n} keys, which store gradients of scores, then {queries.block_m} x "
+            f"{queries.block_n}, which read them; {N_WG} warpgroups multiply, a warp brings the rest by TMA"
         )
 
     def launches(self, shared: Shared) -> list[Step]:
@@ -69,16 +68,13 @@ class HopperStored(HopperGradient):
         room, _ = shared.once(
             ("scores", self._room, p.kind), lambda: (shared.empty(*self._room, kind=KINDS[p.kind]), [])
         )
-        scores = room[..., : p.n_kv]
-        plan, made = plans.mask_plan(p, self.tiling, shared, self.dense)
-        dq = self._result("q")
-        assert dq is not None
-        steps += [*made, queries_launch(x, plan.counts, plan.blocks, plan.seen, dq, scores)]
-        dk, dv = self._result("k"), self._result("v")
-        if dk is not None or dv is not None:
-            by_key = Tiling.of(p, PLAN_QUERIES, STORED[p.d[0]].block_n, 1)
-            found, made = plans.columns(p, by_key, shared, self.dense)
-            steps += [*made, stored_launch(x, found.counts, found.columns, dk, dv, scores)]
+        scores = room[..., : p.n_q]
+        found, made = plans.columns(p, self.tiling, shared, self.dense)
+        plan, _ = plans.mask_plan(p, self.tiling, shared, self.dense)
+        steps += [*made, keys_launch(x, found.counts, found.columns, self._result("k"), self._result("v"), scores)]
+        if (dq := self._result("q")) is not None:
+            assert plan.counts is not None and plan.blocks is not None and plan.seen is not None
+            steps.append(stored_launch(x, plan.counts, plan.blocks, plan.seen, dq, scores))
         return [*steps, self._sum(room, plan, x.scales)]
 
     def _sum(self, room: torch.Tensor, plan: MaskPlan, scales: torch.Tensor) -> Launch:
@@ -87,8 +83,8 @@ class HopperStored(HopperGradient):
         args = {
             "p_scores": room, "p_kinds": plan.kinds, "p_scales": scales, "p_result": d_bias, "n_q": p.n_q,
             "n_kv": p.n_kv, "eights": room.shape[3] // 8, "n_head": p.n_head, "n_seq": p.n_seq, "b2": p.m2, "b3": p.m3,
-            "kind_groups": t.mask_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks, "ROWS": ROWS, "COLS": COLS,
-            "TILE": t.block_m, "BLOCK": t.block_n, "PDL": self.target.has_pdl,
+            "kind_groups": t.mask_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks,
+            "QUERIES": QUERIES, "KEYS": KEYS, "TILE": t.block_m, "BLOCK": t.block_n, "PDL": self.target.has_pdl,
         }  # fmt: skip
-        grid = (triton.cdiv(p.n_kv, COLS), triton.cdiv(p.n_q, ROWS), p.m2 * p.m3)
+        grid = (triton.cdiv(p.n_q, QUERIES), triton.cdiv(p.n_kv, KEYS), p.m2 * p.m3)
         return Launch(attention_back_bias_sum, grid, args, launch_options(self.target, 4))
