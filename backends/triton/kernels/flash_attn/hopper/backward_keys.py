@@ -115,7 +115,7 @@ def add_step(
     narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64
     early: gl.constexpr = (
         p.spec.of_k
-        and not (p.spec.has_softcap and masked)
+        and not p.spec.has_softcap
         and not (masked and (p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64 or p.spec.packed))
     )
     d_w = s
