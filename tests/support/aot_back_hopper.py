@@ -19,7 +19,10 @@ from graphrt.tensor import Tensor, new_tensor
 from support.aot_arch import target_of
 from support.aot_small_ops import Case
 
-HELPERS = ("attention_back_lse", "attention_dropout_bits", "order_packed_tiles", "attention_back_slots")
+HELPERS = (
+    "attention_back_lse", "attention_dropout_bits", "order_packed_tiles", "attention_back_slots",
+    "attention_back_bias_sum",
+)  # fmt: skip
 #: Head size, type of k and v, keys (0: no mask; with 500 TMA can't bring it), soft cap, ALiBi, sources; and what is
 #: more: dropout, a bias (with "500", one that TMA can't bring), packed sequences, the form fused-k.
 SHAPES: tuple[tuple[Any, ...], ...] = (
@@ -38,6 +41,8 @@ SHAPES: tuple[tuple[Any, ...], ...] = (
     (128, "f16", 0, 0.0, 0.0, "qkv", "fused"), (128, "bf16", 512, 0.0, 0.0, "qkv", "fused"),
     (128, "f16", 500, 0.0, 8.0, "qkv", "fused"),
     (128, "f16", 0, 30.0, 0.0, "b", "bias"), (64, "f16", 0, 0.0, 0.0, "b", "bias 500"),
+    (128, "f16", 0, 0.0, 0.0, "qb", "dropout, bias"), (128, "f16", 0, 0.0, 0.0, "qkvb", "bias 500"),
+    (64, "f16", 0, 0.0, 0.0, "qkvb", "dropout, bias 500"),
 )  # fmt: skip
 
 

@@ -279,6 +279,18 @@ class LateCopies:
         self.schedule.running.copies.append(self.schedule.later(land))
         self.schedule.pause()
 
+    def async_copy_shared_to_global(self, desc: Descriptor, place: Sequence[Any], source: Shared) -> None:
+        """TMA's store: reads shared memory as late as it may."""
+        first = [int(i) for i in place]
+        assert list(source.shape) == desc.block_shape and min(first) >= 0
+
+        def land() -> None:
+            part = desc.data[tuple(slice(i, i + n) for i, n in zip(first, desc.block_shape))]
+            part[...] = source.data[tuple(slice(n) for n in part.shape)]
+
+        self.schedule.running.copies.append(self.schedule.later(land))
+        self.schedule.pause()
+
     def store_wait(self, left: int) -> None:
         """Waits for all of these."""
         self.wait_group(left)

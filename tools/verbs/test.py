@@ -82,21 +82,19 @@ def main(args: argparse.Namespace) -> int:
         raise GraphError(
             f"--device is for the mode support, which runs nothing, got {args.mode}; leave one of them out"
         )
-    args.set = args.set or "quick"
+    args.set = args.set or ("grad" if args.mode == "grad" else "quick")
     if args.mode == "support":
         from graphrt.tools.conformance.run.support import main as support
 
         return support(args)
+    if args.mode == "grad" and (args.save is not None or args.rerun_failed):
+        raise GraphError("--save and --rerun-failed are for the mode test, got grad; leave them out")
     if args.output == "md":
         raise GraphError("--output md is for `graphrt test support`; use console, json, csv or junit")
     if args.mode == "perf":
         from graphrt.tools.conformance.run.perf import main as perf
 
         return perf(args)
-    if args.mode == "grad":
-        from graphrt.tools.conformance.run.grad import main as grad
-
-        return grad(args)
     return _test(args)
 
 
@@ -138,9 +136,21 @@ def _test(args: argparse.Namespace) -> int:
     outcomes = _run(args, source, [(index[id(c)], c) for c in chosen])
     about = {"backend": args.backend, "seed": args.seed, "set": args.set, "seconds": time.perf_counter() - started}
     _write(args, outcomes, about)
-    _remember(args, outcomes)
+    if args.mode == "grad":
+        _tell_without_gradient(args)
+    else:
+        _remember(args, outcomes)
     bad = [o for o in outcomes if o.status in BAD or (args.require_supported and o.status == "unsupported")]
     return 1 if bad else 0
+
+
+def _tell_without_gradient(args: argparse.Namespace) -> None:
+    """With -v, the ops that have no gradient, and why."""
+    from graphrt.op import registered_ops
+
+    for op, spec in registered_ops().items():
+        if isinstance(spec.backward, str) and args.verbose and args.output == "console":
+            print(f"  {op:<24}{spec.backward}")
 
 
 def _tell_left_out(args: argparse.Namespace) -> None:
@@ -166,7 +176,7 @@ def _run(args: argparse.Namespace, source: Any, cases: Sequence[tuple[int, Any]]
     from graphrt.tools.conformance.run.report import spoken
     from graphrt.tools.conformance.run.step import BAD
 
-    with progress(f"test {args.backend}", len(cases)) as advance:
+    with progress(f"{args.mode} {args.backend}", len(cases)) as advance:
 
         def done(outcome: Any) -> None:
             advance()

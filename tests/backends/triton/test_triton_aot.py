@@ -43,6 +43,8 @@ SPILLING = {
     ("hopper_attn_back_keys", "(128,", "500, 30.0"): "19 times with a mask that TMA can't bring; not measured",
     ("hopper_attn_back_keys", "(128,", "'dropout"): "8 times between heads, none between steps; see BENCHMARKS.md",
     ("hopper_attn_back_queries", "(128,", "'dropout, bias"): "3 times; see BENCHMARKS.md",
+    ("hopper_attn_back_queries", "(64,", "'dropout, bias 500"): "19 times where TMA can't bring the bias; not measured",
+    ("hopper_attn_back_keys", "(128,", "'bias 500"): "22 times where TMA can't bring the bias; not measured",
     ("hopper_attn_back_keys", "(128,", "score='softcap'"): "once, with a mask; 0.75 of plain without one (H200)",
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
     ("hopper_attn_back_packed_keys", "'packed"): "none of plain ones; where softcap, ALiBi or a window take them",
@@ -57,7 +59,8 @@ SPILLING = {
 HOPPER = {
     "batch_wgmma", "expert_wgmma", "gather_rows", "hopper_flash_attn", "hopper_mla_attn",
     "attention_back_lse", "hopper_attn_back_keys", "hopper_attn_back_queries", "hopper_attn_back_wide",
-    "hopper_attn_back_bias", "hopper_attn_back_fused", "hopper_attn_back_packed_keys",
+    "hopper_attn_back_bias", "hopper_attn_back_fused", "hopper_attn_back_packed_keys", "hopper_attn_back_stored",
+    "attention_back_bias_sum",
     "hopper_attn_back_packed_queries", "attention_back_slots", "order_packed_tiles", "attention_dropout_bits",
     "hopper_fp8_attn", "turn_values", "hopper_quant_attn", "hopper_varlen_attn", "hopper_varlen_mla", "list_tiles",
 }  # fmt: skip

@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from graphrt.backends.triton import device
 from graphrt.ops.cases.flash_attn_back import Axes, _make
@@ -19,7 +21,8 @@ if device.unusable() is not None:
 
 from support import back_emulation
 
-from graphrt.backends.triton.kernels.flash_attn.hopper import softcap
+from graphrt.backends.triton.kernels.flash_attn.backward.shared import Shared
+from graphrt.backends.triton.kernels.flash_attn.hopper import backward_stored_kernels, softcap
 
 #: Every case of f16 that the kernels take, but for its source: several blocks and ragged ends, heads of each size,
 #: masks that TMA brings and others, of each head, windows, ALiBi, soft caps, empty rows, NaN in cells that nobody sees.
@@ -38,9 +41,9 @@ def test_all_gradients_at_once(case: Case) -> None:
     """K's and V's come of one launch."""
     has_bias = ",bias=" in str(case) and "d=[256,256]" not in str(case)  # of these the portable kernel makes it
     chosen, ran, pairs = back_emulation.run(case, ("q", "k", "v", "attn_bias")[: 3 + has_bias], seed=len(str(case)))
-    wanted = ["hopper_keys", "hopper_queries", "hopper_bias"][: 2 + has_bias]
+    wanted = ["hopper_stored"] if has_bias else ["hopper_keys", "hopper_queries"]
     assert [kernel.name for kernel in chosen.kernels] == wanted, chosen.refused
-    assert len([name for name in ran if name.startswith("hopper")]) == len(wanted), ran
+    assert len([name for name in ran if name.startswith("hopper")]) == 2, ran
     for found, expected in pairs:
         _check(found, expected)
 
@@ -102,3 +105,71 @@ def test_few_rows_are_refused() -> None:
     case = dataclasses.replace(CASES[0], make=partial(_make, Axes("q", n_q=47, n_kv=64, d=(64, 64), type="f16")))
     refused = back_emulation.chosen(case, ("q",)).refused
     assert refused["hopper_queries"] == "it takes 48 queries and keys or more, here 47 and 64"
+
+
+def _unseen(name: str, values: Any) -> Any:
+    """A bias that hides whole tiles, pieces of others, and, of the second one, a tile more."""
+    if name == "attn_bias":
+        i, j = np.indices(values.shape[-2:])
+        values[..., (j > i + 40) | ((i >= 128) & (j < 70))] = -np.inf
+        values[:, 1, :, 128:] = -np.inf
+    return values
+
+
+def _unseen_and_odd(name: str, values: Any) -> Any:
+    """The same, and NaN in keys that no query sees."""
+    if name in ("k", "v"):
+        values[..., 180:, :] = np.nan
+    return _unseen(name, values)
+
+
+@pytest.mark.parametrize("of", [("q", "k", "v", "attn_bias"), ("k", "attn_bias")], ids=" ".join)
+def test_what_a_bias_hides_is_in_no_sum(of: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of scores of tiles that nobody sees are never written: there memory holds NaN."""
+
+    def unwritten(self: Shared, *shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=kind)
+
+    monkeypatch.setattr(Shared, "empty", unwritten)
+    point = Axes("q", 140, 200, (4, 2), 2, (64, 64), "f16", mask=None, bias=(2, 1), bias_type="f16", dropout_p=0.3)
+    case = Case("FLASH_ATTN_BACK", {}, partial(_make, point))
+    chosen, _, pairs = back_emulation.run(case, of, 5, change=_unseen)
+    assert [kernel.name for kernel in chosen.kernels] == ["hopper_stored"], chosen.refused
+    for found, expected in pairs:
+        _check(found, expected)
+    odd = back_emulation.run(case, of, 5, change=_unseen_and_odd)[2]
+    for (found, _), (again, _) in zip(pairs, odd):
+        np.testing.assert_array_equal(found, again)
+
+
+def test_gradients_of_scores_that_take_too_much_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_stored_kernels, "MOST_BYTES", 1000)
+    case = next(c for c in CASES if ",bias=" in str(c) and "d=[128,128]" in str(c))
+    chosen = back_emulation.chosen(case, ("q", "k", "v", "attn_bias"))
+    assert [kernel.name for kernel in chosen.kernels] == ["hopper_keys", "hopper_queries", "hopper_bias"]
+    assert "gradients of scores may take 1,000 bytes, here they would take" in chosen.refused["hopper_stored"]
+
+
+def _last_hides(name: str, values: Any) -> Any:
+    """The bias of the last sequence, if each has its own, hides some keys of a whole block."""
+    if name == "attn_bias":
+        values[-1, ..., 100:128] = -np.inf
+    return values
+
+
+def _last_hides_odd(name: str, values: Any) -> Any:
+    """The same, and NaN in these keys."""
+    if name in ("k", "v"):
+        values[-1, :, 100:128] = np.nan
+    return _last_hides(name, values)
+
+
+@pytest.mark.parametrize("bias", [(2, 1), (1, 2)])
+def test_a_bias_s_kernel_without_stored_scores(bias: tuple[int, int]) -> None:
+    point = Axes("q", 70, 200, (4, 2), 2, (64, 64), "f16", mask=None, bias=bias, bias_type="f16", dropout_p=0.3)
+    case = Case("FLASH_ATTN_BACK", {}, partial(_make, point))
+    chosen, _, pairs = back_emulation.run(case, ("attn_bias",), 3, change=_last_hides)
+    assert [kernel.name for kernel in chosen.kernels] == ["hopper_bias"], chosen.refused
+    _check(*pairs[0])
+    odd = back_emulation.run(case, ("attn_bias",), 3, change=_last_hides_odd)[2]
+    np.testing.assert_array_equal(pairs[0][0], odd[0][0])

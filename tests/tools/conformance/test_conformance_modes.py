@@ -97,11 +97,15 @@ def test_perf_does_not_time_what_is_wrong(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_grad_checks_every_op_s_backward(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["test", "grad", "-b", "cpu", "-o", "SQR|SOFT_MAX"]) == 0
+    assert cli.main(["test", "grad", "-b", "cpu", "-o", "SQR|SOFT_MAX", "-j", "0", "-v"]) == 0
     out = capsys.readouterr().out
-    assert "SQR                     1 of 1 right" in out and "SOFT_MAX                5 of 5 right" in out
-    assert cli.main(["test", "grad", "-o", "SCALE", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"cases": 1, "wrong": {}}
+    assert "SQR       1 passed" in out and "SOFT_MAX  5 passed" in out
+    assert "TOP_K  " in out, "ops without a gradient, with the reason"
+    assert cli.main(["test", "grad", "-b", "cpu", "-o", "SQR|SCALE", "-j", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(c["op"], c["status"]) for c in report["cases"]] == [("SCALE", "pass"), ("SQR", "pass")]
+    assert cli.main(["test", "grad", "-o", "SCALE", "--set", "full"]) == 2
+    assert "cases of its own" in capsys.readouterr().err
     assert cli.main(["test", "grad", "-o", "ARGMAX"]) == 2
     assert "there must be a case to run" in capsys.readouterr().err
 
@@ -114,10 +118,10 @@ def test_grad_finds_a_wrong_rule_and_a_wrong_backend(
 
     with monkeypatch.context() as patch:
         patch.setitem(op._BACKWARD, "SQR", doubled)
-        assert cli.main(["test", "grad", "-o", "SQR"]) == 1
+        assert cli.main(["test", "grad", "-b", "cpu", "-o", "SQR", "-j", "0"]) == 1
         assert "FAILED: SQR(grad=plain)\n  finite differences: input 'a' at" in capsys.readouterr().out
     monkeypatch.setattr(CpuBackend, "reference_of", lambda self, node: Reference(lambda node, *s: s[0] * 1.001))
-    assert cli.main(["test", "grad", "-o", "SQR", "-b", "cpu"]) == 1
+    assert cli.main(["test", "grad", "-o", "SQR", "-b", "cpu", "-j", "0"]) == 1
     assert "on cpu: off by" in capsys.readouterr().out
 
 

@@ -24,6 +24,7 @@ from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs
 from graphrt.tools.conformance.cases.fused import FusedCase, run_fused
 from graphrt.tools.conformance.cases.programs import RandomGraph, seeded_graph
+from graphrt.tools.conformance.run.grad import GradientCase, run_gradient
 from graphrt.tools.conformance.run.reference import as_stored, computing_nodes, raw_bytes
 from graphrt.tools.conformance.run.step import Outcome, outcome_of, run_case
 
@@ -55,6 +56,8 @@ def run_any(case: Case, backend: Backend, seed: int, saved: Path | None) -> Outc
     """Runs a case of one op or of several."""
     if isinstance(case, FusedCase):
         return run_fused(case, backend, seed)
+    if isinstance(case, GradientCase):
+        return run_gradient(case, backend, seed)
     return run_graph(case, backend, seed) if isinstance(case, GraphCase) else run_case(case, backend, seed, saved=saved)
 
 

@@ -33,8 +33,8 @@ SETS = ("quick", "full", "ggml", "broken")
 @dataclass(frozen=True)
 class Source:
     """One place that cases come from. which: one of SETS: the ops' own cases, or "broken" for products with NaN and
-    infinities in them. It counts where none of the others is given: model, a model's file; file, a text file; module, a
-    module that has a function cases(); graphs, a number of random graphs."""
+    infinities in them, "grad" for those of `graphrt test grad`. It counts where none of the others is given: model, a
+    model's file; file, a text file; module, a module that has a function cases(); graphs, a number of random graphs."""
 
     which: str = "quick"
     model: str | None = None
@@ -62,6 +62,10 @@ class Source:
             from graphrt.tools.conformance.cases.fused import fused_cases
 
             yield from fused_cases()
+        elif self.which == "grad":
+            from graphrt.tools.conformance.run.grad import gradient_cases
+
+            yield from gradient_cases()
         else:
             yield from all_cases(which=self.which)
 
@@ -76,6 +80,13 @@ def source_of(args: Any) -> Source:
         raise GraphError(f"cases come from one place, got {' and '.join(given)}; give one of them")
     if args.graphs and args.mode != "test":
         raise GraphError(f"--graphs is for the mode test, got {args.mode}; leave one of them out")
+    if args.mode == "grad":
+        if given or args.set not in (None, "grad"):
+            raise GraphError(
+                "`graphrt test grad` has cases of its own, got another set or place of them; leave "
+                "--set, --from-model, --test-file and --cases out"
+            )
+        return Source("grad")
     if args.set == "broken" and args.mode != "test":
         raise GraphError(f"--set broken is for the mode test, got {args.mode}; leave one of them out")
     model = args.from_model

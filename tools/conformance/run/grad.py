@@ -7,10 +7,8 @@ backend that is asked for, against float64.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +21,12 @@ from graphrt.errors import GraphError
 from graphrt.execute import prepare
 from graphrt.graph import Graph
 from graphrt.judge import PRECISIONS, precision
-from graphrt.op import registered_ops
 from graphrt.ops.gradients import gradients
 from graphrt.ops.recompute import post_order
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Normal, all_cases, dequantize
-from graphrt.tools.common import progress
-from graphrt.tools.conformance.cases.sources import make_backend, pick
 from graphrt.tools.conformance.run.exact import exact_values
+from graphrt.tools.conformance.run.step import Outcome, outcome_of
 
 Floats = npt.NDArray[np.float64]
 Array = npt.NDArray[np.generic]
@@ -183,29 +179,17 @@ def check_case(case: Case, backend: Backend, seed: int = 0, most: int = 200) -> 
     return ""
 
 
-def main(args: argparse.Namespace) -> int:
-    """`graphrt test grad`: 0 when every gradient is right, 1 when one is wrong. Raises GraphError for a choice that
-    leaves no case."""
-    chosen = pick(list(all_cases(which="grad")), args.op, args.params)
-    if args.list:
-        print("\n".join(map(str, chosen)))
-        return 0
-    backend = make_backend("cpu" if args.backend == "auto" else args.backend)
-    wrong: dict[str, str] = {}
-    with progress(f"grad {backend.name}", len(chosen)) as advance:
-        for case in chosen:
-            if message := check_case(case, backend, args.seed):
-                wrong[str(case)] = message
-            advance()
-    if args.output == "json":
-        print(json.dumps({"cases": len(chosen), "wrong": wrong}))
-        return 1 if wrong else 0
-    for op in dict.fromkeys(case.op for case in chosen):
-        mine = [str(case) for case in chosen if case.op == op]
-        print(f"  {op:<24}{len(mine) - sum(name in wrong for name in mine)} of {len(mine)} right")
-    for name, message in wrong.items():
-        print(f"\nFAILED: {name}\n  {message}")
-    for op, spec in registered_ops().items():
-        if isinstance(spec.backward, str) and args.verbose:
-            print(f"  {op:<24}{spec.backward}")
-    return 1 if wrong else 0
+@dataclass(frozen=True)
+class GradientCase(Case):
+    """A case of the set "grad", whose node's gradients are wanted."""
+
+
+def gradient_cases() -> Iterator[GradientCase]:
+    """Those of all ops."""
+    for case in all_cases(which="grad"):
+        yield GradientCase(**vars(case))
+
+
+def run_gradient(case: GradientCase, backend: Backend, seed: int) -> Outcome:
+    """What check_case() says of one."""
+    return outcome_of(case, lambda: check_case(case, backend, seed))

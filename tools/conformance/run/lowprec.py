@@ -138,7 +138,7 @@ def _scores(node: Tensor, q: T, k: T, mask: T | None, first: tuple[int, int] = (
         k = k.reshape(n_seq, -1, d // k.shape[3], *k.shape[2:]).permute(0, 1, 3, 2, 4).flatten(3)
     per = n_head // k.shape[1]
     grouped = rounded(q).reshape(n_seq, k.shape[1], per * n_q, d)
-    s: T = torch.matmul(grouped, rounded(k).transpose(2, 3)).reshape(n_seq, n_head, n_q, -1) * p.scale
+    s = back.in_order(grouped, rounded(k)).reshape(n_seq, n_head, n_q, -1) * p.scale
     if p.softcap > 0:
         s = torch.tanh(s / p.softcap) * p.softcap
     function = score_of(p)
@@ -173,7 +173,8 @@ def _flash_attn_ext(
         p = torch.where(keep, p / (1.0 - left_out(rate)), 0.0)
     p = rounded(p)
     n_seq, n_head, n_q, n_kv = p.shape
-    out = torch.matmul(p.reshape(n_seq, v.shape[1], -1, n_kv), torch.nan_to_num(rounded(v), 0.0))
+    values = torch.nan_to_num(rounded(v), 0.0).transpose(2, 3)
+    out = back.in_order(p.reshape(n_seq, v.shape[1], -1, n_kv), values)
     out = out.reshape(n_seq, n_head, n_q, -1) / torch.where(total > 0, total, 1.0)
     return out.permute(0, 2, 1, 3)
 

@@ -114,7 +114,7 @@ def opt_step_adamw(node: Tensor, a: T, m: T, v: T, hyper: T) -> T:
     return found
 
 
-def _scores(rows: T, others: T) -> T:
+def in_order(rows: T, others: T) -> T:
     """Products [s, h, i, j] of all rows [s, h, i, D] with all others [s, h, j, D], added up in one order on every
     processor, as a kernel's loop does: a library's order, and with it the error that is allowed, is the processor's."""
     total = torch.zeros((*rows.shape[:3], others.shape[2]))
@@ -140,7 +140,7 @@ def attention_back(
         return -(share * delta).sum((0, 2))
     seen = ~hidden.all(2).all(1)
     k, v = (torch.where(seen[:, None, :, None], rounded(t), 0.0).repeat_interleave(per, 1) for t in (k, v))
-    s = _scores(rounded(q), k) * p.scale  # type: ignore[attr-defined]
+    s = in_order(rounded(q), k) * p.scale  # type: ignore[attr-defined]
     cap = p.softcap  # type: ignore[attr-defined]
     bend = torch.tanh(s / cap) if cap else torch.zeros(())
     s = bend * cap if cap else s
@@ -158,7 +158,7 @@ def attention_back(
     if of == "v":
         each = torch.einsum("shij,shid->shjd", rounded(w * factor), rounded(d_out))
         return _shared(each, per)
-    d_w = _scores(rounded(d_out), v) * factor
+    d_w = in_order(rounded(d_out), v) * factor
     d_s = w * (d_w - delta[..., None])
     if of == "attn_bias":
         return d_s

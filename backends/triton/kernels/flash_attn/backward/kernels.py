@@ -22,7 +22,16 @@ def back_kernels_of(target: Target, form: str) -> tuple[type[BackKernel], ...]:
             HopperPackedKeys,
             HopperPackedQueries,
         )
+        from graphrt.backends.triton.kernels.flash_attn.hopper.backward_stored_kernels import HopperStored
 
-        found += [HopperFused, HopperKeys, HopperQueries, HopperBias, HopperPackedKeys, HopperPackedQueries]
+        found += [
+            HopperFused,
+            HopperStored,
+            HopperKeys,
+            HopperQueries,
+            HopperBias,
+            HopperPackedKeys,
+            HopperPackedQueries,
+        ]
     found += [FusedQ, FusedK, SplitKV, SplitQ, Bias, Sinks]
     return tuple(kind for kind in found if form in kind.forms)

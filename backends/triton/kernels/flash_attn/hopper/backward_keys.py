@@ -12,6 +12,8 @@ consumers) have 64 of the keys each, and all sums of these in registers. For eve
 
 While a product runs, the next weights or gradients are made; the other warpgroup fills what is left. Everything is
 added up in one order: the same bits each time. lse is in log2 units and has no row of -inf, see backward_rows.py.
+
+Where others want dS too (GradientSpec.stored), TMA stores dS^T, block by block.
 """
 
 from triton.experimental import gluon
@@ -26,6 +28,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_scores import (
     as_left,
     score_gradients,
     store_rows,
+    store_scores,
     unpacked,
     weights_of,
 )
@@ -90,10 +93,12 @@ def turned_mask(p, mask_ring, seq, head, key, query, step, part: gl.constexpr):
 
 
 @gluon.jit
-def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl.constexpr, wg: gl.constexpr):
+def add_step(
+    p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl.constexpr, wg: gl.constexpr, stored=0
+):  # fmt: skip
     """Add what a step's queries give to the sums of 64 keys. place: (sequence, head, first key,
     factor of the mask, GradientWork.ratio); of packed sequences the first is the position of the sequence's first
-    query."""
+    query. stored: see store_scores(), where that is wanted."""
     masked: gl.constexpr = partial or p.spec.dense
     k, v = tiles
     q_ring, o_ring, row_ring, mask_ring = rings
@@ -105,13 +110,13 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     o_ring.wait_full(step)
     # Many queries, or a soft cap, leave too few registers for weights of 32 bits beside the products under way; a mask
-    # of many queries, or of positions, or a soft cap, too few for both products at once.
+    # of many queries, or of positions, or with what else takes some, too few for both products at once.
     cols: gl.constexpr = p.spec.block_m
-    narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.block_m > 64
+    narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64
     early: gl.constexpr = (
         p.spec.of_k
         and not p.spec.has_softcap
-        and not (masked and (p.spec.has_dropout or p.spec.block_m > 64 or p.spec.packed))
+        and not (masked and (p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64 or p.spec.packed))
     )
     d_w = s
     if early:
@@ -143,8 +148,10 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
             bent = unpacked(pairs, k.dtype)
         if p.spec.has_dropout:
             d_w = dropped(d_w, reread(words), cols)
-        d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial)
-        grads = as_left(d_s.to(k.dtype), d)
+        d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial).to(k.dtype)
+        grads = as_left(d_s, d)
+        if p.spec.stored:
+            store_scores(stored, d_s, seq, head, key, query)
         dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
         dk, dv, left, grads = warpgroup_mma_wait(0, [dk, dv, left, grads])
     else:
@@ -159,8 +166,8 @@ def add_step(p, tiles, rings, place, dk, dv, step, query, mask_step, partial: gl
 
 
 @gluon.jit
-def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
-    """A consumer warpgroup: the sums of 64 keys over all heads and queries."""
+def add_up(p, tiles, rings, dk_out, dv_out, stored, wg: gl.constexpr):
+    """A consumer warpgroup: the sums of 64 keys over all heads and queries. stored: see add_step()."""
     k_tile, v_tile, here = tiles
     d: gl.constexpr = p.spec.d
     k = k_tile.reshape([p.spec.block_n, d]).slice(64 * wg, 64, dim=0)
@@ -181,12 +188,12 @@ def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
         unmasked = 0 if p.spec.dense else n_full * steps
         for i in range(n_full * steps):
             query = p.first_query(start, i) if p.spec.has_dropout or p.spec.dense else 0
-            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, masks + i, False, wg)
+            dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, masks + i, False, wg, stored)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):
                 query = p.first_query(start, i)
                 at = masks + i - unmasked
-                dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, at, True, wg)
+                dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, at, True, wg, stored)
             masks += n_all * steps - unmasked
         done += n_all * steps
     first = (seq * (p.n_head // p.gqa) + group).to(gl.int64) * p.n_kv * d
@@ -194,17 +201,21 @@ def add_up(p, tiles, rings, dk_out, dv_out, wg: gl.constexpr):
         store_rows(dk_out + first, key, p.n_kv, dk, p.unscaled_scores(), d)
     if p.spec.of_v:
         store_rows(dv_out + first, key, p.n_kv, dv, p.unscaled_weights(), d)
+    if p.spec.stored:
+        tma.store_wait(0)
 
 
-@accesses(reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks slopes scales kept", writes="dk dv")
+@accesses(
+    reads="q_desc o_desc k_desc v_desc mask_desc rows mask counts blocks slopes scales kept", writes="dk dv s_desc"
+)
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_keys(
-    q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
-    softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+    q_desc, o_desc, k_desc, v_desc, mask_desc, s_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
+    softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, None for one that nobody asked for."""
+    """dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, None for one that nobody asked for. s_desc: of dS^T [n_seq,
+    n_head, n_kv, n_q] of 16 bits, times scales[1], None unless it is stored: of blocks that are visited."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, None, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
         mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
@@ -226,10 +237,16 @@ def hopper_attn_back_keys(
         mask_source = mask_desc
     tiles = (k_tile, v_tile, here)
     rings = (q_ring, o_ring, row_ring, mask_ring)
+    # Without stores the mask's ring and descriptor stand in their place, unused.
+    first = (mask_source, mask_ring)
+    second = first
+    if spec.stored:
+        first = (s_desc, gl.allocate_shared_memory(dtype, [1, 1, 64, spec.block_m], layout))
+        second = (s_desc, gl.allocate_shared_memory(dtype, [1, 1, 64, spec.block_m], layout))
     gl.warp_specialize(
         [
-            (add_up, (p, tiles, rings, dk, dv, 0)),
-            (add_up, (p, tiles, rings, dk, dv, 1)),
+            (add_up, (p, tiles, rings, dk, dv, first, 0)),
+            (add_up, (p, tiles, rings, dk, dv, second, 1)),
             (produce_queries, (p, k_desc, v_desc, q_desc, o_desc, mask_source, tiles, rings)),
         ],
         [4, 1],

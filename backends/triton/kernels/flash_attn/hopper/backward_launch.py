@@ -22,6 +22,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     config_of,
     crowded,
 )
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_stored import hopper_attn_back_stored
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_wide import hopper_attn_back_wide
 from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     L2_SECTION_BYTES,
@@ -63,7 +64,7 @@ class Given:
         return self.k.shape[3]
 
     def config(self, own: str) -> GradientConfig:
-        """Of the kernels that own "keys", "queries" or tiles of a "bias"."""
+        """config_of()'s."""
         return config_of(own, self.d, crowded(own, self.softcap, self.kept is not None, self.dense))
 
     @property
@@ -124,16 +125,19 @@ def side_by_side(x: Given, rows: int, heads: int) -> int:
 
 def keys_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
+    dv: torch.Tensor | None, scores: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for dk and dv, f32 [n_seq, n_head_kv, n_kv, d], None for one that nobody wants. counts, blocks: the
-    mask's turned lists."""
+    mask's turned lists; scores: where dS^T is stored, see room_for_scores(), if it is."""
     c = x.config("keys")
     n_seq, n_head_kv, n_kv, _ = x.k.shape
     gqa, n_q = x.q.shape[1] // n_head_kv, x.q.shape[2]
     parts = c.block_n // WG_ROWS
-    stages, mask_desc = x.mask_ring(c.keys_bytes(x.d), c.block_m, parts, WG_ROWS)
-    spec = replace(x.spec(c), mask_stages=stages, of_k=dk is not None, of_v=dv is not None)
+    used = c.keys_bytes(x.d) + (c.scores_bytes() if scores is not None else 0)
+    stages, mask_desc = x.mask_ring(used, c.block_m, parts, WG_ROWS)
+    s_desc = box_descriptor(scores, WG_ROWS, c.block_m, idle=scores.stride(2)) if scores is not None else None
+    of = {"of_k": dk is not None, "of_v": dv is not None, "stored": scores is not None}
+    spec = replace(x.spec(c), mask_stages=stages, **of)
     some = dk if dk is not None else dv
     args = x.common(side_by_side(x, gqa * n_q, 1)) | {
         "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
@@ -141,7 +145,11 @@ def keys_launch(
         "dk": dk if dk is not None else some, "dv": dv if dv is not None else some, "spec": spec,
         "kept": x.kept[0] if x.kept is not None else None,
     }  # fmt: skip
-    kernel = hopper_attn_back_wide if c.wide else hopper_attn_back_keys
+    kernel = hopper_attn_back_keys
+    if c.wide:
+        kernel = hopper_attn_back_wide
+    else:
+        args["s_desc"] = s_desc
     return Launch(kernel, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
 
 
@@ -179,6 +187,27 @@ def queries_launch(
         "dq": dq, "spec": replace(x.spec(c), mask_stages=stages), "kept": x.kept[1] if x.kept is not None else None,
     }  # fmt: skip
     return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
+
+
+def room_for_scores(n_seq: int, n_head: int, n_q: int, n_kv: int) -> tuple[int, int, int, int]:
+    """The shape of the memory of dS^T, whose rows begin on 16 bytes."""
+    return n_seq, n_head, n_kv, -(-n_q // 8) * 8
+
+
+def stored_launch(
+    x: Given, counts: torch.Tensor, blocks: torch.Tensor, seen: torch.Tensor, dq: torch.Tensor, scores: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """queries_launch where dS^T [n_seq, n_head, n_kv, n_q] lies in memory."""
+    c = x.config("stored")
+    n_seq, n_head, n_q, _ = x.q.shape
+    gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]
+    args = x.common(side_by_side(x, n_kv, gqa)) | {
+        "k_desc": x.box(x.k, c.block_n), "s_desc": box_descriptor(scores, c.block_n, WG_ROWS, idle=scores.stride(2)),
+        "counts": counts, "blocks": blocks, "seen": seen, "dq": dq, "spec": x.spec(c),
+    }  # fmt: skip
+    for name in ("rows", "mask", "slopes"):
+        del args[name]
+    return Launch(hopper_attn_back_stored, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
 
 
 def bias_launch(x: Given, kinds: torch.Tensor, d_bias: torch.Tensor) -> Launch:

@@ -1,4 +1,5 @@
-"""Rings of the kernels that own keys: of rows of lse and delta, and of blocks of the mask, which they read turned."""
+"""Rings of the kernels of gradients: of rows of lse and delta, and of blocks of the mask or of gradients of scores,
+which they read turned."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -66,8 +67,9 @@ def make_row_ring(spec: gl.constexpr, readers: gl.constexpr):
 
 
 @aggregate
-class TurnedMaskRing:
-    """Buffers of the mask's blocks: for each of `stages` and each 64 keys [1, 1, block_m, 64]."""
+class TurnedRing:
+    """Buffers of blocks that are read turned, the mask's say: for each of `stages` and each 64 columns
+    [1, 1, rows, 64]; rows are queries in those of the mask, and columns keys."""
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -85,7 +87,7 @@ class TurnedMaskRing:
 
     @gluon.jit
     def fill(self, desc, seq, head, row, col, step):
-        """Producer: copy a step's queries, `row` and on, of the keys from `col` on."""
+        """Producer: copy the block from (row, col) on."""
         slot = step % self.stages
         mbarrier.wait(self.empty.index(slot), ((step // self.stages) & 1) ^ 1)
         full = self.full.index(slot)
@@ -95,13 +97,22 @@ class TurnedMaskRing:
             tma.async_copy_global_to_shared(desc, place, full, self.buffers.index(slot * self.parts + i))
 
     @gluon.jit
+    def wait_full(self, step):
+        """Consumer: wait until the step-th block has arrived."""
+        mbarrier.wait(self.full.index(step % self.stages), (step // self.stages) & 1)
+
+    @gluon.jit
+    def operand(self, step, part: gl.constexpr):
+        """64 columns of the step-th block, [64, rows]."""
+        tile = self.buffers.index(step % self.stages * self.parts + part)
+        return tile.reshape([tile.shape[2], 64]).permute((1, 0))
+
+    @gluon.jit
     def read(self, step, part: gl.constexpr):
-        """Consumer: [64 keys, block_m] mask values of the step-th block in the scores' registers."""
-        slot = step % self.stages
-        mbarrier.wait(self.full.index(slot), (step // self.stages) & 1)
-        tile = self.buffers.index(slot * self.parts + part)
-        block_m: gl.constexpr = tile.shape[2]
-        return tile.reshape([block_m, 64]).permute((1, 0)).load(mma_layout(block_m))
+        """Consumer: these in the registers of scores."""
+        self.wait_full(step)
+        tile = self.operand(step, part)
+        return tile.load(mma_layout(tile.shape[1]))
 
     @gluon.jit
     def release(self, step):
@@ -110,11 +121,19 @@ class TurnedMaskRing:
 
 
 @gluon.jit
+def make_turned_ring(
+    dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr, readers: gl.constexpr
+):  # fmt: skip
+    """A ring of blocks of so many rows and columns."""
+    parts: gl.constexpr = cols // 64
+    layout: gl.constexpr = tile_shared_layout(dtype, 4)
+    shape: gl.constexpr = [stages * parts, 1, 1, rows, 64]
+    buffers = gl.allocate_shared_memory(dtype, shape, layout)
+    full = make_barriers(stages, 1)
+    empty = make_barriers(stages, readers)
+    return TurnedRing(buffers, full, empty, stages, parts)
+
+
+@gluon.jit
 def make_turned_mask_ring(spec: gl.constexpr, readers: gl.constexpr):
-    parts: gl.constexpr = spec.block_n // 64
-    layout: gl.constexpr = tile_shared_layout(gl.float16, 4)
-    shape: gl.constexpr = [spec.mask_stages * parts, 1, 1, spec.block_m, 64]
-    buffers = gl.allocate_shared_memory(gl.float16, shape, layout)
-    full = make_barriers(spec.mask_stages, 1)
-    empty = make_barriers(spec.mask_stages, readers)
-    return TurnedMaskRing(buffers, full, empty, spec.mask_stages, parts)
+    return make_turned_ring(gl.float16, spec.mask_stages, spec.block_m, spec.block_n, readers)

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside
@@ -57,6 +58,19 @@ def unpacked(pairs, dtype: gl.constexpr):
     low = pairs.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
     high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
     return gl.convert_layout(gl.join(low, high).reshape([pairs.shape[0], cols]), mma_layout(cols), assert_trivial=True)
+
+
+@gluon.jit
+def store_scores(stored, d_s, seq, head, row, col):
+    """Begin to store gradients of scores, 16 bits [64, n], at a row and a column of a head's. stored: (descriptor, the
+    warpgroup's tile of shared memory that they go through)."""
+    s_desc, tile = stored
+    tma.store_wait(0)  # the one before has been read
+    gl.thread_barrier()
+    tile.reshape([tile.shape[2], tile.shape[3]]).store(d_s)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(s_desc, [seq, head, row, col], tile)
 
 
 @gluon.jit

@@ -46,6 +46,8 @@ class GradientSpec:
     n_wg: int = N_WG
     of_k: bool = True
     of_v: bool = True
+    #: The kernel of keys stores dS^T.
+    stored: bool = False
     #: Of packed sequences: what is seen comes from positions.
     packed: bool = False
     causal: bool = False
@@ -92,6 +94,10 @@ class GradientConfig:
         ring = self.stages + (max(1, self.stages - 1) if d > 128 else self.stages)
         return 2 * d * (2 * WG_ROWS * N_WG + ring * self.block_n) + 1024
 
+    def scores_bytes(self) -> int:
+        """What a program that owns keys needs more to store dS^T: a block of 16 bits."""
+        return 2 * self.block_n * self.block_m
+
     def bias_bytes(self, d: int) -> int:
         """Shared memory of a program that owns a tile of a bias, but for that: pairs of tiles and some room."""
         return 4 * d * self.stages * self.block_n + 1024
@@ -113,6 +119,11 @@ QUERIES: dict[int, GradientConfig] = {
 QUERIES_CAPPED = QUERIES | {128: GradientConfig(block_m=128, block_n=64, stages=3)}
 #: Of the kernel that owns tiles of a bias, by head size; stages: of pairs, Q and K or d_out and V. Not measured.
 BIAS: dict[int, GradientConfig] = dict.fromkeys((64, 128), GradientConfig(block_m=128, block_n=128, stages=3))
+#: Of the kernel that owns queries and reads dS^T, by head size.
+STORED: dict[int, GradientConfig] = {
+    64: GradientConfig(block_m=128, block_n=128, stages=3),
+    128: GradientConfig(block_m=128, block_n=128, stages=3),
+}
 #: Of the kernel that owns keys and adds to the gradient of Q, by head size.
 FUSED: dict[int, GradientConfig] = {128: GradientConfig(block_m=64, block_n=128, stages=2)}
 #: Head sizes of packed sequences.
@@ -123,6 +134,7 @@ TABLES = {
     "queries": (QUERIES, QUERIES_CAPPED),
     "bias": (BIAS, BIAS),
     "fused": (FUSED, FUSED),
+    "stored": (STORED, STORED),
 }
 
 
@@ -133,6 +145,6 @@ def crowded(own: str, softcap: float, dropout: float, dense: bool) -> bool:
 
 
 def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:
-    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", or keys, and make all
-    ("fused")."""
+    """The configuration of the kernels that own "keys", "queries", tiles of a "bias", keys, and make all ("fused"), or
+    queries, and read dS ("stored")."""
     return TABLES[own][is_crowded][d]

@@ -30,7 +30,7 @@ class GradientWork:
     inverse: what kept weights are multiplied with.
     """
 
-    rows: gl.tensor
+    rows: gl.tensor | gl.constexpr
     mask: gl.tensor | gl.constexpr
     counts: gl.tensor | gl.constexpr
     blocks: gl.tensor | gl.constexpr
