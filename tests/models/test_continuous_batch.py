@@ -236,8 +236,8 @@ def test_guesses_change_nothing(model: Model, ahead: bool) -> None:
         assert engine.cache.pool.of(seq).reserved == engine.lengths[seq], "nothing of a wrong guess stays"
 
 
-def test_room_is_asked_for_once_a_step(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once a sequence, which would take n * n looks at sequences."""
+def test_room_is_asked_for_by_steps(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, and not once a sequence, which would be n * n looks at sequences."""
     engine, asked = paged(llama, 12), list[int]()
     monkeypatch.setattr(engine.cache.pool, "check_room", lambda new, **_: asked.append(len(new)))
     with ContinuousBatch(engine) as batch:
@@ -246,7 +246,7 @@ def test_room_is_asked_for_once_a_step(llama: Model, monkeypatch: pytest.MonkeyP
         batch.step()
         asked.clear()
         batch.step()
-    assert asked == [12]
+    assert asked == [12, 12], "before the step, and as its tokens get their places"
 
 
 def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
