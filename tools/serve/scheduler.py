@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -344,7 +344,7 @@ class Scheduler:
         engine = self.engine
         every = any(self.running[seq].scored is not None for seq in part)
         if every and size is not None:
-            size = replace(size, n_outputs=size.n_tokens)
+            size = size._replace(n_outputs=size.n_tokens)
         with engine.alone():
             rows = engine.step(part, every=every, size=size)
         if every:
@@ -368,11 +368,12 @@ class Scheduler:
             if text.scored is None:
                 continue
             at = int(self.engine.lengths[seq]) - end  # a row's place in the text, less its number
-            last = min(int(self.engine.lengths[seq]), len(text.prompt) - 1)
-            for i in range(len(text.scores), last):  # some are known where a text has begun anew
+            known = min(int(self.engine.lengths[seq]), len(text.prompt) - 1)
+            for i in range(len(text.scores), known):  # some are known where a text has begun anew
                 if i - at >= end - len(ids):
                     text.scores.append(logprobs_of(rows[i - at], text.prompt[i + 1], text.scored))
-        return rows[ends - 1]
+        last: Logits = rows[ends - 1]
+        return last
 
     def _made(self, text: Text, token: int) -> None:
         """A text's next token."""
