@@ -251,7 +251,9 @@ class ContinuousBatch:
         made = guesses(asked) if asked else {}
         counts, found = {going.seq: 1 for going in going_on}, dict[int, list[int]]()
         for going in going_on:
-            guess = made.get(going.guesser, []) if going.guesser is not None else []
+            guess = made.get(going.guesser) if going.guesser is not None else None
+            if not guess:  # room is asked for guess by guess, which takes as long as there are sequences
+                continue
             try:
                 engine.cache.pool.check_room(counts | {going.seq: 1 + len(guess)})
             except CacheFullError:

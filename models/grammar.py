@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from graphrt.printing import brief, cut
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+#: The oldest version of llguidance that is known to do; 1.6 takes but one token that ends a text.
+LEAST = 1, 9
 #: Levels of a JSON schema, and references in it: llguidance goes down both on the machine's stack.
 MAX_DEPTH, MAX_REFS = 64, 500
 #: The least common multiple of all that numbers must be multiples of: of so many states is a lexer that finds out.
@@ -45,7 +48,7 @@ class GrammarVocab:
     vocabulary has no token that ends a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        llguidance = _llguidance()
+        llguidance = the_llguidance()
         if not tokenizer.eog_ids:
             raise SessionError("a grammar needs a token that ends the text, this vocabulary has none; use stop texts")
         self.n_vocab = tokenizer.n_vocab
@@ -57,7 +60,7 @@ class GrammarVocab:
         self, grammar: str | None, json_schema: str | Mapping[str, Any] | bool | None, regex: str | None = None
     ) -> GrammarMatcher:
         """One for a new text. Raises SessionError for a grammar that can't be read or is too large."""
-        llguidance = _llguidance()
+        llguidance = the_llguidance()
         source = llguidance.LLMatcher
         if grammar is not None:
             made = source.grammar_from_lark(to_lark(_text("grammar", grammar)))
@@ -146,14 +149,22 @@ class _Tokens:
         return ids
 
 
-def _llguidance() -> Any:
+def the_llguidance() -> Any:
+    """The package. Raises SessionError where it is missing, or older than what is called here."""
     try:
         import llguidance
+        from llguidance import __version__
     except ImportError:
         raise SessionError(
             "grammars and JSON schemas need the package llguidance, which is not installed; "
             "pip install 'graphrt[grammar]'"
         ) from None
+    numbers = tuple(map(int, re.findall(r"\d+", __version__)[:2]))
+    if numbers < LEAST:
+        raise SessionError(
+            f"grammars and JSON schemas need llguidance {LEAST[0]}.{LEAST[1]} or newer, {cut(__version__, 20)} is "
+            f"installed; pip install --upgrade 'graphrt[grammar]'"
+        )
     return llguidance
 
 

@@ -236,6 +236,19 @@ def test_guesses_change_nothing(model: Model, ahead: bool) -> None:
         assert engine.cache.pool.of(seq).reserved == engine.lengths[seq], "nothing of a wrong guess stays"
 
 
+def test_room_is_asked_for_by_steps(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, and not once a sequence, which would be n * n looks at sequences."""
+    engine, asked = paged(llama, 12), list[int]()
+    monkeypatch.setattr(engine.cache.pool, "check_room", lambda new, **_: asked.append(len(new)))
+    with ContinuousBatch(engine) as batch:
+        for seq in range(12):
+            batch.add(seq, [5 + seq], 6)
+        batch.step()
+        asked.clear()
+        batch.step()
+    assert asked == [12, 12], "before the step, and as its tokens get their places"
+
+
 def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of all sizes have run, and nothing of it is seen afterwards; a backend that doesn't queue does nothing."""
     engine = paged(llama, 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import sys
 from typing import Any
 
@@ -359,3 +360,13 @@ def test_without_an_end_token() -> None:
     found.eog_ids = frozenset()
     with pytest.raises(SessionError, match="a grammar needs a token that ends the text"):
         GrammarVocab(found)
+
+
+@pytest.mark.parametrize("version", ["1.6.1", "1.8", "0.9.99"])
+def test_an_old_llguidance(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("llguidance.__version__", version)
+    said = f"need llguidance 1.9 or newer, {version} is installed; pip install --upgrade 'graphrt[grammar]'"
+    with pytest.raises(SessionError, match=re.escape(said)):
+        GrammarVocab(tokenizer(bpe()))
+    monkeypatch.setattr("llguidance.__version__", "1.10.0rc1")
+    GrammarVocab(tokenizer(bpe()))

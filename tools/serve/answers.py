@@ -26,8 +26,8 @@ def head(kind: str, prefix: str, model: str, fingerprint: str) -> dict[str, Any]
     }
 
 
-def usage(texts: Sequence[Text]) -> dict[str, Any]:
-    """Tokens of prompts, each counted once, and of texts."""
+def usage(texts: Sequence[Text], reasoning: int = 0) -> dict[str, Any]:
+    """Tokens of prompts, each counted once, and of texts; of these those that are reasoning."""
     firsts = [text for text in texts if text.leader is None]
     read, made = sum(len(text.prompt) for text in firsts), sum(text.n_made for text in texts)
     return {
@@ -35,6 +35,7 @@ def usage(texts: Sequence[Text]) -> dict[str, Any]:
         "completion_tokens": made,
         "total_tokens": read + made,
         "prompt_tokens_details": {"cached_tokens": sum(max(0, text.n_cached) for text in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -46,23 +47,36 @@ def chat_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, An
         for piece in pieces
         if piece.logprobs is not None and piece.finish != "eog"
     ]
-    return {"content": told} if told else None
+    return {"content": told, "refusal": None} if told else None
 
 
-def completion_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer, offset: int = 0) -> dict[str, Any] | None:
-    """The same in the older form of completions. offset: characters before the first one."""
+def completion_logprobs(
+    pieces: Sequence[Piece], tokenizer: Tokenizer, offset: int = 0, prompt: Text | None = None
+) -> dict[str, Any] | None:
+    """The same in the older form of completions. offset: characters before the first one; prompt: a text whose prompt's
+    come first. Nobody chose the first of its tokens."""
+    told = [(piece.token, piece.logprobs) for piece in pieces if piece.logprobs and piece.finish != "eog"]
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for piece in pieces:
-        if piece.logprobs is None or piece.finish == "eog":
-            continue
-        text = _text(tokenizer, piece.token)
+    read = [*zip(prompt.prompt, [None, *prompt.scores])] if prompt is not None else []
+    for i, (token, logprobs) in enumerate([*read, *told]):
+        text = _text(tokenizer, token)
         found["tokens"].append(text)
-        found["token_logprobs"].append(_finite(piece.logprobs.token))
-        best = {_text(tokenizer, token): _finite(logprob) for token, logprob in reversed(piece.logprobs.best)}
-        found["top_logprobs"].append(dict(reversed(best.items())))
         found["text_offset"].append(offset)
-        offset += len(text)
+        offset += len(text) if i >= len(read) else length([token], tokenizer)
+        if logprobs is None:
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            continue
+        found["token_logprobs"].append(_finite(logprobs.token))
+        # of tokens with one spelling the likeliest, and the text's own token in any case, as OpenAI has it
+        best = {_text(tokenizer, token): _finite(logprob) for token, logprob in reversed(logprobs.best)}
+        found["top_logprobs"].append({**dict(reversed(best.items())), text: _finite(logprobs.token)})
     return found if found["tokens"] else None
+
+
+def length(prompt: Sequence[int], tokenizer: Tokenizer) -> int:
+    """The characters of a prompt's tokens; control tokens have none."""
+    return sum(len(_text(tokenizer, token, special=False)) for token in prompt)
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -70,13 +84,13 @@ def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     return {"token": spelled.decode("utf-8", "replace"), "bytes": list(spelled), "logprob": _finite(logprob)}
 
 
-def _text(tokenizer: Tokenizer, token: int) -> str:
-    return _bytes(tokenizer, token).decode("utf-8", "replace")
+def _text(tokenizer: Tokenizer, token: int, *, special: bool = True) -> str:
+    return _bytes(tokenizer, token, special=special).decode("utf-8", "replace")
 
 
-def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+def _bytes(tokenizer: Tokenizer, token: int, *, special: bool = True) -> bytes:
     """Models may have more logits than tokens."""
-    return tokenizer.piece(token) if token < tokenizer.n_vocab else b""
+    return tokenizer.piece(token, special) if token < tokenizer.n_vocab else b""
 
 
 def _finite(logprob: float) -> float:

@@ -34,6 +34,7 @@ class TextData(NamedTuple):
     rules: TextRules
     key: str
     leader: int
+    scored: int | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Leader:
         self._numbers[text] = number
         leader = -1 if text.leader is None else self._numbers[text.leader]
         params = replace(text.sampler.params, seed=text.sampler.seed)
-        return TextData(number, list(text.prompt), text.most, params, text.rules, text.key, leader)
+        return TextData(number, list(text.prompt), text.most, params, text.rules, text.key, leader, text.scored)
 
 
 def follow(
@@ -146,4 +147,4 @@ def _refused() -> Any:
 def _text(model: Model, data: TextData, texts: dict[int, Text]) -> Text:
     sampler, pieces = model.new_text(data.params, data.rules)
     leader = texts.get(data.leader)  # one that has ended is waited for by nobody
-    return Text(data.prompt, data.most, sampler, pieces, data.key, leader, rules=data.rules)
+    return Text(data.prompt, data.most, sampler, pieces, data.key, leader, rules=data.rules, scored=data.scored)

@@ -13,10 +13,10 @@ from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import Chunks, EventStream, body_of, encoded, watched
+from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating
 from graphrt.tools.serve.state import State, events, json_response, key_of
-from graphrt.tools.serve.tool_calls import CallFinder
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
@@ -29,8 +29,8 @@ class TextRoutes:
 
     async def chat(self, request: Request) -> Response:
         body, maker, key = await self._body(request, ChatRequest), self.state.generator(), key_of(request)
-        texts = await self.state.aside(lambda: maker.chat(body, key))
-        return await self._answer(request, body, texts, Chat(self.state, body, texts))
+        texts, marks = await self.state.aside(lambda: maker.chat(body, key))
+        return await self._answer(request, body, texts, Chat(self.state, body, texts, marks))
 
     async def completions(self, request: Request) -> Response:
         body, maker, key = await self._body(request, CompletionRequest), self.state.generator(), key_of(request)
@@ -71,10 +71,11 @@ def _check(body: Generating) -> None:
 class Chat:
     """An answer to a conversation."""
 
-    def __init__(self, state: State, body: ChatRequest, texts: Sequence[Text]) -> None:
+    def __init__(self, state: State, body: ChatRequest, texts: Sequence[Text], marks: Marks) -> None:
         self.state, self.texts = state, texts
         tools = [] if body.tool_choice == "none" else body.tools or []
-        self._finders = [CallFinder(tools) for _ in texts]
+        one = body.parallel_tool_calls is False
+        self._readers = [Reader(marks, tools, one_call=one) for _ in texts]
         self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
 
     async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
@@ -84,15 +85,22 @@ class Chat:
             assert event.piece is not None
             pieces[i].append(event.piece)
         choices = [self._choice(i, made) for i, made in enumerate(pieces)]
-        return self._head | {"choices": choices, "usage": answers.usage(self.texts)}
+        return self._head | {"choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        return answers.usage(self.texts, sum(reader.n_reasoning for reader in self._readers))
 
     def _choice(self, i: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        finder = self._finders[i]
-        text = finder.push("".join(piece.text for piece in pieces))
-        rest, calls = finder.end()
-        message: dict[str, Any] = {"role": "assistant", "content": text + rest, "refusal": None}
+        reader, said = self._readers[i], Said()
+        for piece in pieces:
+            said += reader.push(piece.text)
+        rest, calls = reader.end()
+        reasoning, content = said + rest
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
-            message |= {"content": text or None, "tool_calls": calls}
+            message |= {"content": content or None, "tool_calls": calls}
         return {
             "index": i,
             "message": message,
@@ -115,16 +123,19 @@ class Chat:
             yield encoded(error.body())
             return
         if usage:
-            yield encoded(head | {"choices": [], "usage": answers.usage(self.texts)})
+            yield encoded(head | {"choices": [], "usage": self._usage()})
 
     def _pieces(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        finder = self._finders[i]
-        text, calls = finder.push(piece.text), list[dict[str, Any]]()
+        reader = self._readers[i]
+        said, calls = reader.push(piece.text), list[dict[str, Any]]()
         if piece.finish:
-            rest, calls = finder.end()
-            text += rest
+            rest, calls = reader.end()
+            said += rest
         told = answers.chat_logprobs([piece], self.state.model.tokenizer)
-        found = [_delta(i, {"content": text}, told)] if text or told else []
+        delta = {"reasoning_content": said.reasoning} if said.reasoning else {}
+        if said.content or (told and not delta):
+            delta["content"] = said.content
+        found = [_delta(i, delta, told)] if delta else []
         if calls:
             numbered = [{"index": n} | call for n, call in enumerate(calls)]
             found.append(_delta(i, {"tool_calls": numbered}))
@@ -148,6 +159,8 @@ class Completion:
             given = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
             said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in given]
             self._echo = [said[i // (body.n or 1)] for i in range(len(texts))]
+        self._scored = bool(body.echo) and body.logprobs is not None
+        self._silent = body.max_tokens == 0
         self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
 
     async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
@@ -157,27 +170,47 @@ class Completion:
             assert event.piece is not None
             pieces[i].append(event.piece)
         choices = [
-            self._choice(i, self._echo[i] + "".join(piece.text for piece in made), made, made[-1].finish)
+            self._choice(i, self._echo[i] + self._shown(made), self._told(made), made[-1].finish, prompt=self._scored)
             for i, made in enumerate(pieces)
         ]
-        return self._head | {"choices": choices, "usage": answers.usage(self.texts)}
+        return self._head | {"choices": choices, "usage": self._usage()}
 
-    def _choice(self, i: int, text: str, pieces: Sequence[Piece], finish: str, offset: int = 0) -> dict[str, Any]:
-        logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset)
+    def _told(self, pieces: list[Piece]) -> list[Piece]:
+        return [] if self._silent else pieces
+
+    def _shown(self, pieces: list[Piece]) -> str:
+        return "".join(piece.text for piece in self._told(pieces))
+
+    def _usage(self) -> dict[str, Any]:
+        found = answers.usage(self.texts)
+        return found | {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]} if self._silent else found
+
+    def _choice(
+        self, i: int, text: str, pieces: Sequence[Piece], finish: str, offset: int = 0, *, prompt: bool = False
+    ) -> dict[str, Any]:
+        """prompt: its log-probabilities come first."""
+        said = (self.texts[i].leader or self.texts[i]) if prompt else None
+        logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset, said)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
     async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[str]:
         """Piece by piece."""
         head = self._head | ({"usage": None} if usage else {})
-        offsets, chunk = [0] * len(self.texts), Chunks(head)
+        offsets, chunk = [len(text) for text in self._echo], Chunks(head)
         for i, text in enumerate(self._echo):
-            if text:
+            if text and not self._scored:
                 yield chunk(self._choice(i, text, [], ""))
+        begun = set[int]()
         try:
             async for i, event in events(self.texts, inbox):
                 piece = event.piece
                 assert piece is not None
-                choice = self._choice(i, piece.text, [piece], piece.finish, offsets[i])
+                if self._scored and i not in begun:
+                    begun.add(i)
+                    offsets[i] = answers.length(event.text.prompt, self.state.model.tokenizer)
+                    yield chunk(self._choice(i, self._echo[i], [], "", prompt=True))
+                made = self._told([piece])
+                choice = self._choice(i, self._shown(made), made, piece.finish, offsets[i])
                 told = choice["logprobs"]
                 offsets[i] += sum(map(len, told["tokens"])) if told else 0
                 if piece.text or piece.finish or told:
@@ -186,4 +219,4 @@ class Completion:
             yield encoded(error.body())
             return
         if usage:
-            yield encoded(head | {"choices": [], "usage": answers.usage(self.texts)})
+            yield encoded(head | {"choices": [], "usage": self._usage()})

@@ -30,11 +30,15 @@ from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler
 from graphrt.models.sampling_device import Drawn, drawn
+from graphrt.models.sampling_logprobs import Logprobs, logprobs_of
+from graphrt.models.step import Logits
 from graphrt.models.step_paged import StepSize
 from graphrt.tools.serve.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
 
+#: Tokens of a prompt whose log-probabilities are told that a step reads: a row of logits is kept for each.
+SCORED = 128
 #: Where a text stands.
 WAITING, READING, GENERATING, ENDED = "waiting", "reading", "generating", "ended"
 
@@ -44,12 +48,14 @@ class Text:
     """A text to be made. prompt: its tokens, at least one; most: tokens to be made, -1 for any number; sampler, pieces:
     what chooses its tokens and makes text of them; key: who asked, for a fair order; leader: a text of the same
     prompt that reads it first; most_guessed: tokens of it that may be guessed at a time, None for what the server has;
-    adapters: the scale of each of the model's, None of a model without any;
-    rules: what sampler and pieces are made by, for other ranks.
+    adapters: the scale of each of the model's, None of a model without any; rules: what sampler and pieces are made by,
+    for other ranks; scored: the prompt's log-probabilities are told beside those of so many of the likeliest tokens,
+    None: they are not told.
 
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
     until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't;
-    guesser: what guesses them; came, began, last: seconds by the clock, 0 while it has not happened."""
+    guesser: what guesses them; scores: of the prompt's tokens behind the first one, as far as they are known;
+    came, began, last: seconds by the clock, 0 while it has not happened."""
 
     prompt: Sequence[int]
     most: int
@@ -60,12 +66,14 @@ class Text:
     most_guessed: int | None = None
     adapters: tuple[float, ...] | None = None
     rules: TextRules | None = None
+    scored: int | None = None
     state: str = WAITING
     tokens: list[int] = field(default_factory=list)
     n_cached: int = -1
     seq: int = -1
     how: Drawn | None = None
     guesser: Guesser | None = None
+    scores: list[Logprobs] = field(default_factory=list)
     came: float = 0.0
     began: float = 0.0
     last: float = 0.0
@@ -215,7 +223,9 @@ class Scheduler:
             engine.use_adapters(seq, text.adapters)
         promised = {s: len(self._unread(t)) for s, t in self.running.items()}
         with engine.alone():
-            left = engine.after_what_is_known(engine.checked({seq: text.tokens}))[seq]
+            left = engine.checked({seq: text.tokens})[seq]
+            if text.scored is None:
+                left = engine.after_what_is_known({seq: left})[seq]
         try:
             engine.cache.pool.check_room(promised | {seq: len(left)}, windowed=False)
         except CacheFullError:
@@ -238,7 +248,7 @@ class Scheduler:
 
     def _on_device(self, text: Text) -> Drawn | None:
         """How a device chooses a text's tokens, None where it can't or gains nothing by it."""
-        how = drawn(text.sampler, self.engine.n_ctx) if self._runs_ahead else None
+        how = drawn(text.sampler, self.engine.n_ctx) if self._runs_ahead and text.scored is None else None
         if self.deterministic and how is not None and not how.is_plain:
             return None
         return how if how is not None and (self.engine.home.asynchronous or how.is_plain) else None
@@ -324,7 +334,7 @@ class Scheduler:
         for seq, text in self.running.items():
             left = self._unread(text)
             if len(left) > 1:
-                left = left[:room]
+                left = left[: room if text.scored is None else min(room, SCORED)]
                 room -= len(left)
             if left:
                 part[seq] = np.array(left, np.int32)
@@ -332,8 +342,13 @@ class Scheduler:
 
     def _read_part(self, part: Mapping[int, Ids], size: StepSize | None) -> None:
         engine = self.engine
+        every = any(self.running[seq].scored is not None for seq in part)
+        if every and size is not None:
+            size = size._replace(n_outputs=size.n_tokens)
         with engine.alone():
-            rows = engine.step(part, size=size)
+            rows = engine.step(part, every=every, size=size)
+        if every:
+            rows = self._score(part, rows)
         for seq, row in zip(list(part), rows):
             text = self.running[seq]
             if engine.lengths[seq] == len(text.tokens):
@@ -343,6 +358,22 @@ class Scheduler:
                     self._fail(text, error)
                 else:
                     self._made(text, token)
+
+    def _score(self, part: Mapping[int, Ids], rows: Logits) -> Logits:
+        """Tells texts their prompts' log-probabilities. rows: the logits after every token of a step; those after each
+        text's last one."""
+        ends = np.cumsum([len(ids) for ids in part.values()])
+        for (seq, ids), end in zip(part.items(), ends):
+            text = self.running[seq]
+            if text.scored is None:
+                continue
+            at = int(self.engine.lengths[seq]) - end  # a row's place in the text, less its number
+            known = min(int(self.engine.lengths[seq]), len(text.prompt) - 1)
+            for i in range(len(text.scores), known):  # some are known where a text has begun anew
+                if i - at >= end - len(ids):
+                    text.scores.append(logprobs_of(rows[i - at], text.prompt[i + 1], text.scored))
+        last: Logits = rows[ends - 1]
+        return last
 
     def _made(self, text: Text, token: int) -> None:
         """A text's next token."""

@@ -42,6 +42,7 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama-server's, of json_object
 
 
 class AdapterScale(Body):
@@ -71,6 +72,7 @@ class Generating(Body):
     response_format: ResponseFormat | None = None
     # taken and not looked at
     user: str | None = None
+    cache_prompt: bool | None = None
     # llama-server's
     top_k: int | None = None
     min_p: float | None = None
@@ -118,6 +120,7 @@ class CompletionRequest(Generating):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_TEXTS)]
     )
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0 with echo
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -186,10 +189,13 @@ class ChatRequest(Generating):
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # templates may read it
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     # taken and not looked at
+    prediction: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -204,6 +210,11 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    summary: str | None = None  # none is made
 
 
 class Item(BaseModel):
@@ -226,15 +237,17 @@ class ResponsesRequest(Body):
     top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     # taken and not looked at: nothing is stored, and no tools are called
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 

@@ -15,6 +15,7 @@ from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve import tool_calls
 from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.said import PLAIN, Marks, marks_of
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, NamedTool, Tool
 
@@ -60,13 +61,15 @@ class Maker:
         for name in ("suffix", "best_of"):
             if getattr(request, name) not in (None, request.n if name == "best_of" else ""):
                 raise ApiError(f"{name} is not here; leave it out", param=name)
-        if request.echo and request.logprobs is not None:
-            raise ApiError("log-probabilities of a prompt are not here: leave out echo or logprobs", param="logprobs")
-        n = self._limit(request.max_tokens or COMPLETION_TOKENS)
+        if request.max_tokens == 0 and not request.echo:
+            raise ApiError("max_tokens may be 0 where echo tells the prompt; ask for 1 or more", param="max_tokens")
+        # a token that nobody asked for comes with the prompt's, and isn't told
+        n = self._limit(COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens))
+        scored = request.logprobs if request.echo else None
         rules = self._rules(request, n, request.logprobs)
         prompts = self.prompts(request.prompt)
         self._check_count(len(prompts) * (request.n or 1))
-        return [text for ids in prompts for text in self._texts(request, ids, n, rules, key)]
+        return [text for ids in prompts for text in self._texts(request, ids, n, rules, key, scored)]
 
     def _check_count(self, n: int) -> None:
         if n > self.most_texts:
@@ -91,17 +94,26 @@ class Maker:
             )
         return list(ids)
 
-    def chat(self, request: ChatRequest, key: str) -> list[Text]:
-        """n answers to a conversation. Raises ApiError."""
+    def chat(self, request: ChatRequest, key: str) -> tuple[list[Text], Marks]:
+        """n answers to a conversation, and how they tell what they think. Raises ApiError."""
         wanted = tools_of(request)
         n = self._limit(request.max_completion_tokens or request.max_tokens or -1)
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; give both", param="top_logprobs")
         best = (request.top_logprobs or 0) if request.logprobs else None
-        rules = self._rules(request, n, best, tool_calls.schema_of(*wanted))
+        several = bool(request.parallel_tool_calls)
+        rules = self._rules(request, n, best, tool_calls.schema_of(*wanted, several=several))
         self._check_count(request.n or 1)
-        prompt = self.rendered(request.messages, wanted[0], request.chat_template_kwargs)
-        return self._texts(request, self._chat_ids(prompt), n, rules, key)
+        more = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            more.setdefault("reasoning_effort", request.reasoning_effort)
+        prompt = self.rendered(request.messages, wanted[0], more)
+        template = self.model.chat_template
+        assert template is not None
+        # a text that follows a grammar is an answer from its first token on
+        reads = rules.is_free and request.reasoning_format != "none"
+        marks = marks_of(template.source, prompt) if reads else PLAIN
+        return self._texts(request, self._chat_ids(prompt), n, rules, key), marks
 
     def rendered(
         self,
@@ -148,7 +160,7 @@ class Maker:
                 raise ApiError("one of response_format, grammar, json_schema and regex may be given, got several",
                                param="response_format")  # fmt: skip
             given = form.json_schema.schema_ if form.json_schema is not None else None
-            schema = {"type": "object"} if form.type == "json_object" else given
+            schema = form.schema_ or {"type": "object"} if form.type == "json_object" else given
             if schema is None:
                 raise ApiError("a response_format of json_schema must have a schema, got none; give one",
                                param="response_format.json_schema.schema")  # fmt: skip
@@ -179,8 +191,11 @@ class Maker:
         except SessionError as error:
             raise of_runtime(error) from error
 
-    def _texts(self, request: Generating, ids: list[int], n: int, rules: TextRules, key: str) -> list[Text]:
-        """The choices of one prompt; all but the first wait until that has read it."""
+    def _texts(
+        self, request: Generating, ids: list[int], n: int, rules: TextRules, key: str, scored: int | None = None
+    ) -> list[Text]:
+        """The choices of one prompt; all but the first wait until that has read it. scored: of how many of the
+        likeliest tokens its log-probabilities are told, None for none of them."""
         if len(ids) > self.most:
             raise ApiError(f"a text may have {self.most} tokens with its prompt, the prompt has {len(ids)}; shorten it",
                            param="prompt", code="context_length_exceeded")  # fmt: skip
@@ -195,7 +210,9 @@ class Maker:
             except SessionError as error:
                 raise of_runtime(error, _rule_of(request)) from error
             leader = found[0] if found else None
-            found.append(Text(ids, n, sampler, pieces, key, leader, request.speculative_n_max, adapters, rules))
+            most = request.speculative_n_max
+            score = scored if leader is None else None
+            found.append(Text(ids, n, sampler, pieces, key, leader, most, adapters, rules, score))
         return found
 
 

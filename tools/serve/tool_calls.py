@@ -17,21 +17,41 @@ from graphrt.tools.serve.schemas import Tool, ToolCall
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def schema_of(tools: Sequence[Tool], name: str | None) -> dict[str, Any] | None:
-    """What a text must be that is a call of the tool of that name, "" for any; None where it need not be one."""
+def schema_of(tools: Sequence[Tool], name: str | None, *, several: bool = False) -> dict[str, Any] | None:
+    """What a text must be that is a call of the tool of that name, "" for any; None where it need not be one. several:
+    or a list of calls."""
     if name is None:
         return None
     wanted = [tool.function for tool in tools if name in ("", tool.function.name)]
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": each.name}, "arguments": each.parameters or {"type": "object"}},
+            "properties": {"name": {"const": each.name}, "arguments": {"$ref": f"#/$defs/{i}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for each in wanted
+        for i, each in enumerate(wanted)
     ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    whole = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]} if several else one
+    # a tool's own references begin at its own schema
+    forms = {f"{i}": _moved(each.parameters or {"type": "object"}, f"#/$defs/{i}") for i, each in enumerate(wanted)}
+    return {**whole, "$defs": forms}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references hold where it has become a part of another one. Raises ApiError."""
+    try:
+        if isinstance(schema, dict):
+            return {
+                key: place + value[1:]
+                if key == "$ref" and isinstance(value, str) and value.startswith("#")
+                else _moved(value, place)
+                for key, value in schema.items()
+            }
+        return [_moved(value, place) for value in schema] if isinstance(schema, list) else schema
+    except RecursionError:
+        raise ApiError("a tool's parameters are nested too deeply; make them flatter", param="tools") from None
 
 
 def plain(call: ToolCall, index: int) -> dict[str, Any]:
@@ -62,7 +82,7 @@ class CallFinder:
             return ""
         at = self._held.find(_OPEN)
         if at < 0:
-            at = len(self._held) - _overlap(self._held, _OPEN)
+            at = len(self._held) - overlap(self._held, _OPEN)
         shown, self._held = self._held[:at], self._held[at:]
         self._begun = self._begun or bool(shown)
         return shown
@@ -87,11 +107,16 @@ class CallFinder:
                 return []
             arguments = each.get("arguments", each.get("parameters", {}))
             said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            function = {"name": each["name"], "arguments": said}
-            found.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+            found.append(self.call(each["name"], said))
         return found
 
+    @staticmethod
+    def call(name: str, arguments: str) -> dict[str, Any]:
+        """A call in OpenAI's form."""
+        function = {"name": name, "arguments": arguments}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
-def _overlap(text: str, mark: str) -> int:
+
+def overlap(text: str, mark: str) -> int:
     """How many characters at the end of a text may be the beginning of a mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)

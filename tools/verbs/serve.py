@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import SessionError
+from graphrt.models.grammar import the_llguidance
 from graphrt.models.hub_known import DEFAULT_MODEL, KNOWN
 from graphrt.models.synthetic_recipes import RECIPES
 from graphrt.tools.adapter_flags import add_adapter_arguments
@@ -120,6 +121,7 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError(
             f"a server needs packages that are not installed ({error.name}); pip install 'graphrt[serve]'"
         ) from error
+    the_llguidance()
     if args.synthetic and args.model:
         raise SessionError("one model may be served, got MODEL and --synthetic; leave one of them out")
     if args.lookup and args.model_draft:

@@ -35,7 +35,7 @@ MODELS = [
     ("deepseek2-wide", "Q6_K"), ("qwen3moe", "F32"),
 ]  # fmt: skip
 
-#: Tokens, and the logarithms of their probabilities.
+#: Tokens, and the logarithms of their probabilities; first those of the prompt where they are told, as token -1.
 Made = list[tuple[int, float, tuple[tuple[int, float], ...]]]
 
 
@@ -52,7 +52,8 @@ def texts_of(model: Model) -> list[Text]:
     for i, n in enumerate(LENGTHS):
         prompt = ids[:n] if i in (5, 7) else r.integers(3, 120, n).tolist()
         rules = TextRules(12 + i, ignore_eos=True, logprobs=3)
-        found.append(Text(prompt, 12 + i, *model.new_text(KINDS[i % len(KINDS)], rules)))
+        scored = 2 if i in (5, 7) else None
+        found.append(Text(prompt, 12 + i, *model.new_text(KINDS[i % len(KINDS)], rules), scored=scored))
     return found
 
 
@@ -66,7 +67,8 @@ def run(scheduler: Scheduler, texts: Sequence[Text], waits: Sequence[int]) -> di
         events += scheduler.step()
         step += 1
         assert step < 2000
-    found: dict[Text, Made] = {text: [] for text in texts}
+    found: dict[Text, Made] = {text: [(-1, score.token, score.best) for score in text.scores] for text in texts}
+    assert [len(text.scores) for text in texts] == [0 if t.scored is None else len(t.prompt) - 1 for t in texts]
     for text, piece, error in events:
         assert piece is not None and error is None and piece.logprobs is not None, error
         found[text].append((piece.token, piece.logprobs.token, tuple(piece.logprobs.best)))
@@ -91,7 +93,7 @@ def made(
 def test_no_text_depends_on_others(tmp_path: Path, name: str, kind: str, n_seq: int) -> None:
     model, all_of_them = model_of(tmp_path, name, kind), range(len(LENGTHS))
     alone = [made(model, [i], [0], n_seq)[0] for i in all_of_them]
-    assert [len(text) for text in alone] == [12 + i for i in all_of_them]
+    assert [sum(token >= 0 for token, *_ in text) for text in alone] == [12 + i for i in all_of_them]
     late = [0, 9, 2, 14, 3, 1, 20, 6, 0, 4, 8, 7]
     mixes = [([0] * 12, 0), (late, 0), ([7, 6, 5, 4, 3, 2, 1, 0, 30, 30, 31, 32], 14 if n_seq == 3 else 21)]
     for waits, pages in mixes:

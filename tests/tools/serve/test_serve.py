@@ -121,6 +121,35 @@ def test_fields_of_completions(client: openai.OpenAI, http: httpx2.Client) -> No
     assert unlike.choices[0].text != plain
 
 
+def test_log_probabilities_of_prompts(http: httpx2.Client, client: openai.OpenAI, tiny: Path) -> None:
+    """By the logits of all of a prompt's tokens, read at once; what the cache knows of it is read anew."""
+    ids = http.post("/tokenize", json={"content": "the hello in a sea " * 40, "add_special": True}).json()["tokens"]
+    http.post(TEXTS, json={"prompt": ids, "max_tokens": 1})
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ids, "echo": True, "logprobs": 2}
+    found = client.completions.create(**asked, max_tokens=0).choices[0].logprobs
+    rows = load(tiny, "cpu").logits(ids).astype(np.float64)
+    rows -= np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) + rows.max(1, keepdims=True)
+    assert found is not None and found.token_logprobs is not None and found.top_logprobs is not None
+    assert len(found.tokens or ()) == len(ids) > 128 and found.token_logprobs[0] is None is found.top_logprobs[0]
+    wanted = [row[token] for row, token in zip(rows, ids[1:])]
+    np.testing.assert_allclose(found.token_logprobs[1:], wanted, atol=1e-4)
+    for best, row, token in zip(found.top_logprobs[1:], rows, found.tokens[1:]):  # type: ignore[index]
+        assert token in best and max(best.values()) == pytest.approx(row.max(), abs=1e-4)
+    # with tokens behind them, of two choices, in a stream
+    whole = client.completions.create(**asked, max_tokens=3, n=2, seed=1, temperature=1.5)
+    texts, told = ["", ""], [[], []]  # type: ignore[var-annotated]
+    for chunk in client.completions.create(**asked, max_tokens=3, n=2, seed=1, temperature=1.5, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        told[chunk.choices[0].index] += zip(*(chunk.choices[0].logprobs or {"a": ()}).__dict__.values())
+    for i, choice in enumerate(whole.choices):
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        assert texts[i] == choice.text and told[i] == [*zip(*choice.logprobs.__dict__.values())]
+        assert choice.logprobs.token_logprobs[: len(ids)] == found.token_logprobs
+        assert len(choice.logprobs.token_logprobs) == len(ids) + 3
+    silent = http.post(TEXTS, json={"prompt": TEXT, "echo": True, "max_tokens": 0}).json()
+    assert silent["choices"][0]["text"] == TEXT and silent["usage"]["completion_tokens"] == 0
+
+
 def test_texts_of_a_form(client: openai.OpenAI, http: httpx2.Client) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     found = client.chat.completions.create(model="tiny", messages=USER, max_tokens=90, response_format=form)  # type: ignore[arg-type]
@@ -211,7 +240,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (TEXTS, {"prompt": TEXT, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
     (TEXTS, {"prompt": TEXT, "suffix": "x"}, 400, "suffix"),
     (TEXTS, {"prompt": TEXT, "best_of": 3}, 400, "best_of"),
-    (TEXTS, {"prompt": TEXT, "echo": True, "logprobs": 1}, 400, "logprobs"),
+    (CHATS, {"messages": USER, "max_tokens": 0}, 400, "max_tokens"),
     (TEXTS, {"prompt": TEXT, "grammar": "root ::= x"}, 400, "grammar"),
     (TEXTS, {"prompt": TEXT, "regex": "("}, 400, "regex"),
     (TEXTS, {"prompt": TEXT, "regex": "a", "grammar": 'root ::= "a"'}, 400, "grammar"),
@@ -330,6 +359,14 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
     with pytest.raises(httpx2.TransportError):
         bare.get("/health")
     assert all(json.loads(line)["level"] == "info" for line in guarded.log)
+
+
+def test_an_old_llguidance_is_refused_at_once(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llguidance.__version__", "1.6.1")
+    found = Verb(capsys)("serve", tiny, "--port", "0")
+    assert found.code == 2 and "need llguidance 1.9 or newer, 1.6.1 is installed" in found.err
 
 
 def test_packed_embeddings_are_floats(http: httpx2.Client) -> None:
