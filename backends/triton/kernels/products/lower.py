@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.products.emit import product
-from graphrt.backends.triton.kernels.products.fusions import Products, gate_up_glu, matmul_add, out_prod_add, projections
+from graphrt.backends.triton.kernels.products.fusions import (
+    Products,
+    gate_up_glu,
+    matmul_add,
+    out_prod_add,
+    projections,
+)
 from graphrt.backends.triton.kernels.products.plan import plan_of
 from graphrt.backends.triton.kernels.products.transposed import transposed_product
 from graphrt.fusion import Fusion

@@ -294,7 +294,8 @@ KERNELS = (
     Kernel("gemm_large", _serves_all, _in_16_bits, lambda p: f"any number of tokens, {_vendor(p)}"),
     Kernel(
         "gemm_skinny_back", _skinny, lambda p: Form.F32,
-        lambda p: "it adds up over weights' rows, one side is short: f32 in two parts, on tensor cores", transposed=True,
+        lambda p: "it adds up over weights' rows, one side is short: f32 in two parts, on tensor cores",
+        transposed=True,
     ),
     Kernel(
         "gemm_large_back", _serves_all, _in_16_bits, lambda p: f"it adds up over weights' rows, {_vendor(p)}",
