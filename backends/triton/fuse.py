@@ -17,7 +17,7 @@ from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_BACK, 
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, NORM_MUL, NORM_MUL_ADD_NORM
 from graphrt.backends.triton.kernels.products.adapters import ADAPTERS
-from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, PROJECTIONS
+from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, OUT_PROD_ADD, PROJECTIONS
 from graphrt.backends.triton.kernels.rope import NORM_ROPE_CACHE, ROPE_CACHE, ROPE_CACHE_ATTENTION
 from graphrt.env import FUSE
 from graphrt.errors import BackendError
@@ -38,6 +38,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ADD_NORM,
     NORM_MUL,
     MATMUL_ADD,
+    OUT_PROD_ADD,
     ROPE_CACHE,
     SOFTCAP,
     ATTENTION_LSE,

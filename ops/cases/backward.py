@@ -152,7 +152,9 @@ def _out_prod() -> Points:
     for kind in kinds:
         for m, rows, p in ((256, 5, 3), (256, 33, 1), (256, 7, 70)):
             yield {"type": kind, "m": m, "rows": rows, "p": p}, partial(_of_out_prod, kind, (m, rows), (p, rows), False)
-    for a, b in (((5, 4, 2, 2), (3, 4, 4, 6)), ((65, 130), (129, 130)), ((1, 1), (1, 1)), ((17, 1000), (9, 1000))):
+    # the last three have one short side each: columns, what is added up over, rows
+    for a, b in (((5, 4, 2, 2), (3, 4, 4, 6)), ((65, 130), (129, 130)), ((1, 1), (1, 1)), ((17, 1000), (9, 1000)),
+                 ((16, 300), (265, 300)), ((258, 16), (300, 16)), ((300, 700), (5, 700))):  # fmt: skip
         for turned in (False, True):
             yield {"a": a, "b": b, "turned": turned}, partial(_of_out_prod, "f32", a, b, turned)
 

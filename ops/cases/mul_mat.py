@@ -63,6 +63,8 @@ def _groups(full: bool) -> Iterator[tuple[Axes, Mapping[str, Sequence[object]]]]
                                                                      "type": ("f16", "f32", "q8_0")}  # fmt: skip
     yield replace(base, values="large", k=4096), {"type": ("f32", "f16", "bf16", "q8_0"), "n": (1, 9, 33)}
     yield replace(base, values="large", m=1), {"type": KINDS, "n": (1, 2)}
+    for k, m, n in ((700, 16, 258), (16, 264, 300), (300, 258, 9)):  # one short side each
+        yield replace(base, k=k, m=m, n=n), {"type": ("f32",)}
     yield replace(base, type_b="f16"), {"type": ("f16", "q8_0", "q4_K"), "n": (1, 9)}
 
 

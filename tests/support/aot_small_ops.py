@@ -15,6 +15,7 @@ from graphrt.backends.triton.kernels import elementwise, norm, soft_max
 from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.kernels.products.adapters import lower_adapters
 from graphrt.backends.triton.kernels.products.fusions import Adapted, AdaptedOfOne
+from graphrt.backends.triton.kernels.products.skinny import skinny_steps
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.fusion import Softcap
@@ -93,6 +94,17 @@ def _adapters(n: int, k: int, rank: int, rows: tuple[int, ...]) -> AdaptedOfOne:
     return AdaptedOfOne(tuple(found))
 
 
+def _skinny(arch: str) -> Iterator[Case]:
+    """Products with a short side: columns, and what is added up over with something added."""
+    many, few = torch.empty(2048, 4096), torch.empty(2048, 16)
+    for name, x, w, out, y in (
+        ("columns", many, torch.empty(16, 4096).t(), few, None),
+        ("sums", few, torch.empty(16, 4096), many, torch.empty(2048, 4096)),
+    ):
+        for launch in made(partial(skinny_steps, x, w, out, y=y), arch):
+            yield f"skinny {name}", launch.kernel, launch.args, launch.options
+
+
 def op_node(op: str) -> Tensor:
     """A node of an elementwise op over one row."""
     x = new_tensor("f32", 4096)
@@ -134,6 +146,7 @@ def aot_cases(arch: str) -> Iterator[Case]:
         for name, found in (("norm_mul", whole._replace(total=None)), ("norm_mul_add", whole)):
             for launch in made(partial(norm.lower_scaled_norm, found), arch):
                 yield f"{name} {n}x{rows}", launch.kernel, launch.args, launch.options
+    yield from _skinny(arch)
     for n, k, rank, rows in ((1, 4096, 16, (4096,)), (64, 14336, 32, (4096, 1024, 1024)), (512, 577, 192, (576, 100))):
         for launch in made(partial(lower_adapters, _adapters(n, k, rank, rows)), arch):
             yield f"adapters {n} tokens {k} rank {rank}", launch.kernel, launch.args, launch.options

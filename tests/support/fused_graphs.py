@@ -92,6 +92,12 @@ def product(name: str, source: Tensor, kind: str = "q8_0", m: int = M) -> Tensor
     return ops.mul_mat(leaf(name, source.ne[0], m, kind=kind), source)
 
 
+def gradients_sum(a: tuple[int, int], b: tuple[int, int]) -> Graph:
+    """OUT_PROD of matrices of f32, b's rows side by side, and another gradient."""
+    made = ops.out_prod(leaf("a", *a), ops.transpose(leaf("b", b[1], b[0])))
+    return Graph(ops.add(leaf("d", *made.ne[:2]), made))
+
+
 def gate_up(kind: str, act: str, n: int) -> Graph:
     source = x(n)
     return Graph(ops.glu(product("gate", source, kind), product("up", source, kind), act))

@@ -73,6 +73,8 @@ def _beside(plain: BackShape, first: str = "0.85 of plain", goal: str = "0.95 of
 
 
 _SEQS = tuple(64 + 4032 * (i * i) // 225 for i in range(16))
+#: 8 sequences of 32 heads that are not packed: each of the 256 has its own queries and keys, as 256 heads have.
+_EQUAL = BackShape("d128 equal, not packed", 128, (256, 256), (2048,), causal=True)
 SHAPES = (
     _FULL, _CAUSAL, *_FUSED,
     replace(_FULL, name="d128 full bf16", kv_type="bf16", first="", goal=""),
@@ -85,9 +87,10 @@ SHAPES = (
     replace(_beside(_FULL), name="d128 full sinks", sinks=True),
     replace(_beside(_FULL, "", ""), name="d128 full dropout", dropout_p=0.1),
     replace(_beside(_FULL, "0.65 of plain", "0.8 of plain"), name="d128 full dropout bias", dropout_p=0.1, bias=True),
-    BackShape("d128 packed equal", 128, (32, 32), (2048,) * 8, causal=True, packed=True),
+    _EQUAL,
+    replace(_EQUAL, name="d128 packed equal", heads=(32, 32), seqs=(2048,) * 8, packed=True, beside=_EQUAL.name),
     BackShape(
-        "d128 packed 64 to 4096", 128, (32, 32), _SEQS, causal=True, packed=True, beside="d128 packed equal",
+        "d128 packed 64 to 4096", 128, (32, 32), _SEQS, causal=True, packed=True, beside=_EQUAL.name,
         first="0.88 of equal", goal="0.96 of equal",
     ),
 )  # fmt: skip

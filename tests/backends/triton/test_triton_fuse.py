@@ -33,6 +33,7 @@ from support.fused_graphs import (
     check,
     gate_up,
     gate_up_down,
+    gradients_sum,
     kernels,
     launched,
     leaf,
@@ -122,6 +123,13 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     ),
     "norms, rotation and cache, pairs": (
         lambda: rotated("f32", 9, 1, True, RopeParams(40, "normal"), 64)[0], "norm_rope_cache", SAME,
+    ),
+    **{
+        f"a gradient added to another one, {a} by {b}": (partial(gradients_sum, a, b), "out_prod_add", SAME)
+        for a, b in (((260, 16), (300, 16)), ((16, 600), (260, 600)), ((300, 260), (9, 260)))
+    },
+    "a product of a short side and a residual": (
+        lambda: Graph(ops.add(product("w", leaf("x", 16, 300), "f32", 260), leaf("r", 260, 300))), "matmul_add", SAME,
     ),
     "attention and its sums": (attention, "attention_lse", SAME),
     **{

@@ -27,6 +27,7 @@ from graphrt.backends.triton.kernels.products.half import (
 from graphrt.backends.triton.kernels.products.plan import Made, Part, Planned
 from graphrt.backends.triton.kernels.products.product import Product
 from graphrt.backends.triton.kernels.products.route import SMALL_MMA
+from graphrt.backends.triton.kernels.products.skinny import skinny_steps
 from graphrt.backends.triton.launch import Launch, without_early_start
 from graphrt.backends.triton.packing import Packed, packing_of
 from graphrt.op import made_by
@@ -222,7 +223,7 @@ def with_whole_rows(w: Tensor, ctx: Context) -> tuple[View, list[Step]]:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """One product by gemm_small/portable.py or gemm_large.py.
+    """One product by gemm_small/portable.py, skinny.py or gemm_large.py.
 
     free: out may be written before all is read that the steps read."""
 
@@ -243,6 +244,10 @@ class _Job:
     def run(self, part: Part) -> tuple[Sums, list[Step]]:
         """The sums, and what makes them."""
         small = part.route.kernel.name == "gemm_small"
+        if part.route.kernel.name == "gemm_skinny":
+            w = self.ctx.view(self.w).torch()[0, 0]
+            done = Sums(self.out[None], complete=True)
+            return done, skinny_steps(self.x.values, w.t(), self.out, self.ctx, self.residual)
         if part.route.kernel.name == "gemm_large_each":
             sums, x, out = self._lines()
             return sums, each_steps(self.w, x, out, self.ctx)

@@ -10,6 +10,8 @@ from graphrt.backends.triton.packing import packing_of
 from graphrt.fusion import Nodes, added_to, gated_products, is_bias, sum_of
 from graphrt.tensor import Tensor
 
+#: The longest short side of a product for skinny.py, and the shortest of the others.
+MAX_SHORT, MIN_LONG = 64, 256
 #: Adapters' matrices that one step multiplies with x, and what their rank is a multiple of.
 MAX_ADAPTED, RANK_STEP = 3, 16
 
@@ -48,6 +50,12 @@ class AdaptedOfOne(NamedTuple):
     """Those of one x with the same gates."""
 
     parts: tuple[Adapted, ...]
+
+
+def is_skinny(*sides: int) -> bool:
+    """Whether a product of these three sides, rows, columns and what sums are over, is for skinny.py."""
+    short, *long = sorted(sides)
+    return short <= MAX_SHORT and min(long) >= MIN_LONG
 
 
 def is_product(node: Tensor) -> bool:
@@ -136,6 +144,20 @@ def matmul_add(nodes: Nodes) -> Iterator[Group]:
             yield Group(members, kernel="matmul_add", captured=Products((found,)))
         if biased.out is not product:  # also where another group has taken the residual
             yield Group([product, biased.out], kernel="matmul_add", captured=Products((biased,)))
+
+
+def out_prod_add(nodes: Nodes) -> Iterator[Group]:
+    """OUT_PROD of f32 with a short side, and the ADD of another gradient of its shape."""
+    for product in nodes.of("OUT_PROD"):
+        total = sum_of(nodes, product)
+        a, b = product["a"], product["b"]
+        plain = a.dtype.name == "f32" and all(t.ne[2] == t.ne[3] == 1 for t in (a, b))
+        if total is None or not plain or not is_skinny(*a.ne[:2], b.ne[0]):
+            continue
+        residual = added_to(product, total)
+        if are_whole_rows(residual) and residual.ne == total.ne:
+            found = Products((Summed(product, total, None, residual),))
+            yield Group([product, total], kernel="out_prod_add", captured=found)
 
 
 def _with_bias(nodes: Nodes, product: Tensor) -> Summed:

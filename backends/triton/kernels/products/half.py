@@ -86,7 +86,7 @@ def in_type(x: torch.Tensor, kind: torch.dtype, ctx: Context, ordered: bool = Fa
     whole = k <= MAX_WHOLE_ROW
     block, warps = _whole_row(k) if whole else (_BLOCK, 4)
     args: dict[str, Any] = {
-        "p_x": _flat(x), "p_out": out, "p_factors": factors, "stride_0": x.stride(3), "stride_1": x.stride(2),
+        "p_x": memory_of(x), "p_out": out, "p_factors": factors, "stride_0": x.stride(3), "stride_1": x.stride(2),
         "stride_2": x.stride(1), "stride_3": x.stride(0), "n_1": x.shape[2], "n_2": x.shape[1], "k": k, "WHOLE": whole,
         "ORDERED": ordered, "BLOCK": block, "PDL": ctx.target.has_pdl,
     }  # fmt: skip
@@ -104,7 +104,7 @@ def copying(source: torch.Tensor, target: torch.Tensor) -> Step:
     return Call("copy", partial(target.copy_, source), [source], [target], helper=True)
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def memory_of(x: torch.Tensor) -> torch.Tensor:
     """A strided tensor's memory from its first element to its last, as what a kernel gets a pointer from."""
     return x.as_strided((1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())),), (1,))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphrt.backend import Group
 from graphrt.backends.triton.kernels.experts.fusions import ExpertSum
@@ -136,6 +136,9 @@ def _of_products(found: Products) -> ProductGroup:
     if glu is not None:
         p = glu.params
         gate = Gate(p.kind, p.alpha, p.limit) if p.kind == "swiglu_oai" else Gate(p.kind)
+    if made[0].product.op == "OUT_PROD":
+        (one,) = made
+        return replace(_of_transposed(one.product), outs=(one.out,), residual=one.residual)
     weights, x = [s.product["weights"] for s in made], made[0].product["x"]
     if made[0].product.op == "MUL_MAT_ID":
         partners = weights[::-1] if gate is not None else [None]

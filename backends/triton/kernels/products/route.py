@@ -21,7 +21,7 @@ from typing import Protocol
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.experts import hopper
 from graphrt.backends.triton.kernels.experts.gather import MAX_ROW
-from graphrt.backends.triton.kernels.products import gemv
+from graphrt.backends.triton.kernels.products import fusions, gemv
 from graphrt.backends.triton.kernels.products.activations import GLU_KINDS, parts_of
 from graphrt.backends.triton.kernels.products.forms import Form
 from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
@@ -221,6 +221,19 @@ def _small(p: Product, s: Setting) -> str | None:
     return "writes a head's results side by side, not a token's" if p.by_token else None
 
 
+def _skinny(p: Product, s: Setting) -> str | None:
+    if {t.dtype.name for t in (p.weight, p.x)} != {"f32"} or p.broadcast.count > 1:
+        return "takes one matrix of f32 and activations of f32"
+    if p.transposed and p.broadcast.tokens != p.x.ne[0]:
+        return "reads one matrix of gradients"
+    if p.partner is not None or p.bias is not None:
+        return "has no GLU and no bias"
+    if not fusions.is_skinny(p.broadcast.tokens, *p.weight.ne[:2]):
+        short, long = fusions.MAX_SHORT, fusions.MIN_LONG
+        return f"takes products of a side of up to {short} and two from {long} on"
+    return None
+
+
 def _large_each(p: Product, s: Setting) -> str | None:
     w = p.weight
     if not p.broadcast.one_each:
@@ -272,10 +285,18 @@ KERNELS = (
         lambda p: f"it takes up to {_most_small(p)}, weights dequantized on their way",
     ),
     Kernel(
+        "gemm_skinny", _skinny, lambda p: Form.F32, lambda p: "one side is short: f32 in two parts, on tensor cores",
+    ),
+    Kernel(
         "gemm_large_each", _large_each, _in_16_bits,
         lambda p: f"any number of tokens, {'results written in place, ' * p.by_token}{_vendor(p)} of all matrices",
     ),
     Kernel("gemm_large", _serves_all, _in_16_bits, lambda p: f"any number of tokens, {_vendor(p)}"),
+    Kernel(
+        "gemm_skinny_back", _skinny, lambda p: Form.F32,
+        lambda p: "it adds up over weights' rows, one side is short: f32 in two parts, on tensor cores",
+        transposed=True,
+    ),
     Kernel(
         "gemm_large_back", _serves_all, _in_16_bits, lambda p: f"it adds up over weights' rows, {_vendor(p)}",
         transposed=True,

@@ -2,7 +2,8 @@
 
 result[k, token] = the sum over rows r of a[k, r] * b[token, r]. For the gradient of activations a is the weight: it is
 dequantized to scratch in each run, as gemm_large.py has it, slice by slice of its rows, whose products are added up in
-order. For that of plain weights a is the activations: both are f32, and multiplied as such.
+order. For that of plain weights a is the activations: both are f32, and multiplied as such, by skinny.py where one
+side is short.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from graphrt.backends.triton.kernels.products.forms import Form
 from graphrt.backends.triton.kernels.products.half import Sums, finish_steps, in_type
 from graphrt.backends.triton.kernels.products.plan import Planned
 from graphrt.backends.triton.kernels.products.product import Product
+from graphrt.backends.triton.kernels.products.skinny import skinny_steps
 from graphrt.backends.triton.packing import Packed
 
 
@@ -28,6 +30,11 @@ def transposed_product(planned: Planned, ctx: Context) -> list[Step]:
     (p,) = part.products
     out = ctx.view(planned.group.outs[0])
     x = ctx.view(p.x).torch().transpose(2, 3)  # [b3, b2, tokens, rows]
+    residual = planned.group.residual
+    if part.route.kernel.name == "gemm_skinny_back":
+        y = None if residual is None else ctx.view(residual).torch()[0, 0]
+        return skinny_steps(x[0, 0], ctx.view(p.weight).torch()[0, 0], out.torch()[0, 0], ctx, y)
+    assert residual is None, "out_prod_add() finds those of skinny.py"
     if part.route.form is Form.F32:
         return _in_f32(p, x, out.torch(), ctx)
     given, steps = in_type(x, part.route.form.dtype, ctx)
