@@ -262,8 +262,8 @@ def decode_range(
         p_vh = p_v + i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h
         p_list = p_blocks + i_mask.to(gl.int64) * n_blocks
         p_bits = p_seen + i_mask.to(gl.int64) * n_blocks * (BLOCK_N // 32)
-        ring_k = allocate(STAGES, NW, D, K_KIND, False)
-        ring_v = allocate(STAGES, NW, D, V_KIND, True)
+        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, i_seq.to(gl.int64) * sk_s + i_group.to(gl.int64) * sk_h)
+        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h)
         # What goes together: K and V, the list of k-blocks, Q, the mask.
         caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
         visits = (p_list, run_first, run, n_full, high)
@@ -436,7 +436,7 @@ def way_sums(
         if APPEND != "":
             if i == at:
                 put_row(ring_k, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[0], NW, D)
-        s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
+        s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND, sk_n), zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
         )  # fmt: skip
@@ -449,7 +449,7 @@ def way_sums(
             if i == at:
                 put_row(ring_v, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[1], NW, D)
             at = gl.where(has_row(row, visits, i + STAGES, SEES), i + STAGES, at)
-        acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
+        acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
         copy_block(
             caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
         )  # fmt: skip

@@ -69,14 +69,9 @@ def find_decode_config(d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor:
 def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
     """Shared memory of a program."""
     rows: int = ROWS.value
-    per_block = {
-        "f16": 64,
-        "bf16": 64,
-        "q8_0": 36,
-        "q4_0": 20,
-        **dict.fromkeys(FLOATS8, 32),
-    }  # of 32 values, heads included
-    ring = config.stages * config.block_n * (d // 32) * (per_block[k_kind] + per_block[v_kind])
+    # Of a row; those of blocks with a unit for scales and neighbours, see decode_layouts.py's row_units.
+    row = {"f16": 2 * d, "bf16": 2 * d, "q8_0": d + 16, "q4_0": d // 2 + 16, **dict.fromkeys(FLOATS8, d)}
+    ring = config.stages * config.block_n * (row[k_kind] + row[v_kind])
     if owns_columns(d, k_kind, v_kind):  # while Q or weights pass through
         return ring + rows * max(d * 2, config.block_n * 2 + 64)
     join = config.warps * rows * (d + 2) * 4
@@ -125,10 +120,13 @@ def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> 
         if x.kind in FLOATS8 and not hopper:
             return f"it reads {x.kind} by an instruction that GPUs before sm_90 may lack"
         # What Triton must know to copy 16 bytes at once: of an address that they are its unit, of an element count that
-        # 16 divides it (of words, where values are of 8 bits). Quantized rows are copied by words.
+        # 16 divides it (of words, where values are of 8 bits). Rows of blocks are copied by words, or by 16 bytes
+        # with what else of their neighbours is in these.
         row, far = (16, 32) if half else (16, 64) if x.kind in FLOATS8 else (4, 4)
         if any(n % row for n in (t.nb[1], p.place(t)[1])):
             return f"keys of {x.kind} must be whole {row} bytes apart"
+        if not (half or x.kind in FLOATS8) and t.nb[1] % 16 == 0 and (p.place(t)[1] % 16 or t.nb[3] % 16):
+            return f"keys of {x.kind} that are whole 16 bytes apart must begin so, in each sequence or page"
         if any(n % far for n in t.nb[2:]):
             return f"heads and sequences of {x.kind} must be whole {far} bytes apart"
     config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor)

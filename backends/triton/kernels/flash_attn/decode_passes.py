@@ -139,11 +139,11 @@ def flash_attn_decode_passes(
 
     if GLOBAL:
         # One ring, first of K and then of V, where the second pass reads no K.
-        ring_k = allocate(2 * STAGES if KEEP else STAGES, NW, D, K_KIND, False)
+        ring_k = allocate(2 * STAGES if KEEP else STAGES, NW, D, K_KIND, False, sk_n, 0)
         if KEEP:
             ring_v = ring_k
         else:
-            ring_v = allocate(STAGES, NW, D, V_KIND, True)
+            ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, 0)
         caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
         if PASSES != "second":
             top = row_maxima(
@@ -177,8 +177,8 @@ def flash_attn_decode_passes(
                 n_blocks, n_all, LAYOUT, PACK, D, V_KIND, HAS_MASK, UNIFORM, JOIN, JOIN_PARTS,
             )  # fmt: skip
     else:
-        ring_k = allocate(STAGES, NW, D, K_KIND, False)
-        ring_v = allocate(STAGES, NW, D, V_KIND, True)
+        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, 0)
+        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, 0)
         caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
         start_copies(caches, visits, low, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PDL, STAGES, False)
         m, l, acc = way_sums(
@@ -314,7 +314,7 @@ def row_maxima(
         zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
         bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
         async_copy.wait_group(STAGES - 1)
-        s = mma_v2(q, load_k(ring, buffer, NW, D, KIND), zero)
+        s = mma_v2(q, load_k(ring, buffer, NW, D, KIND, 0), zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
         )  # fmt: skip
@@ -376,7 +376,7 @@ def weighted_sums(
             zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
             bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
             async_copy.wait_group(2 * STAGES - 1)
-            s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
+            s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND, sk_n), zero)
             s = logits(
                 s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
             )  # fmt: skip
@@ -388,14 +388,14 @@ def weighted_sums(
         p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
         if KEEP:
             async_copy.wait_group(2 * STAGES - 1)
-            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
+            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
             copy_rows(
                 ring_v, p_vh, p_bits, visits, n_kv, i + 2 * STAGES, buffer, sv_n, NW, D, V_KIND, BLOCK_N, SEES
             )  # fmt: skip
             buffer = gl.where(buffer == 2 * STAGES - 1, 0, buffer + 1)
         else:
             async_copy.wait_group(2 * STAGES - 2)
-            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
+            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
             copy_block(
                 caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, True
             )  # fmt: skip

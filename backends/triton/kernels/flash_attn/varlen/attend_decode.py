@@ -85,8 +85,8 @@ def flash_attn_varlen_decode(
         p_kh = p_k + k_first * sk_n + i_group.to(gl.int64) * sk_h
         p_vh = p_v + k_first * sv_n + i_group.to(gl.int64) * sv_h
         p_pages = p_table + gl.minimum(i_seq, n_seq - 1).to(gl.int64) * s_table
-        ring_k = allocate(STAGES, NW, D, K_KIND, False)
-        ring_v = allocate(STAGES, NW, D, V_KIND, True)
+        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, i_group * sk_h)
+        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, i_group * sv_h)
         caches = (ring_k, ring_v, p_kh, p_vh, (first_key, p_pages, max_blocks, n_pages, sk_p, sv_p), end_key)
         visits = (p_table, 0, 0, 0, high)
         queries = (p_q + q_first.to(gl.int64) * sq_t, sq_t, sq_h, row0, n, sign)
