@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
+from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS, THIN_ROWS
 from graphrt.backends.triton.occupancy import MULTIPROCESSORS, RESERVED
 from graphrt.dtypes import FLOATS8
 
@@ -54,6 +54,11 @@ KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
 def owns_columns(d: int, k_kind: str, v_kind: str) -> bool:
     """Whether a warp has columns of the result, and not keys, as its own."""
     return d in COLUMNS and all(k in ("f16", "bf16") for k in (k_kind, v_kind))
+
+
+def is_thin(rows: int, k_kind: str, v_kind: str) -> bool:
+    """Whether a tile of so many query rows takes decode_thin.py's loop."""
+    return rows <= THIN_ROWS.value and not {k_kind, v_kind} & {"f16", "bf16"}
 
 
 def find_decode_config(d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor: int = 1) -> Config:

@@ -13,6 +13,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode,
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
+    is_thin,
     owns_columns,
     programs_held,
     shared_bytes,
@@ -67,6 +68,7 @@ def arguments(
         **with_words(main), "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
         "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
         "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
+        "THIN": is_thin(main["n_q"] * main["PACK"], main["K_KIND"], main["V_KIND"]),
     }  # fmt: skip
     return {name: known[name] for name in flash_attn_decode.arg_names}
 

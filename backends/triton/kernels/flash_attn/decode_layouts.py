@@ -13,6 +13,7 @@ from graphrt.backends.triton.kernels.common.float8 import is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import log2
 
 ROWS = gl.constexpr(16)  # query rows of a tile: the M of mma.sync
+THIN_ROWS = gl.constexpr(8)  # of a tile that has no more: its N
 
 
 @gluon.constexpr_function
@@ -209,8 +210,8 @@ def half_copy_layout(D, W):
 
 
 @gluon.constexpr_function
-def query_layout(D, W, KIND):
-    """Q [W, 16, D slots] as the first operand of Q K^T has it, a slot's place being where K's bytes lie.
+def query_layout(D, W, KIND, R=16):
+    """Q [W, R rows, D slots] as an operand of Q K^T has it, a slot's place being where K's bytes lie.
 
     A byte a value: slot 4 * word + byte; q4_0: slot 8 * word + 2 * byte + half.
     """
@@ -226,30 +227,31 @@ def query_layout(D, W, KIND):
         rest = [1 << i for i in range(log2(D)) if 1 << i not in (*regs, *lanes)]
     columns = [[0, 0, b] for b in regs + rest]
     rows = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    more = [[0, 8, 0]] if R == 16 else []
     return gl.DistributedLinearLayout(
-        [columns[0], [0, 8, 0], *columns[1:]], [[0, 0, b] for b in lanes] + rows, way_bases(W, 3), [], [W, 16, D]
+        [columns[0], *more, *columns[1:]], [[0, 0, b] for b in lanes] + rows, way_bases(W, 3), [], [W, R, D]
     )
 
 
 @gluon.constexpr_function
-def join_layout(D, W):
-    """[W, 16, D] with all ways of an element in one thread, four columns a thread side by side, rows over warps."""
+def join_layout(D, W, R):
+    """[W, R rows, D] with all ways of an element in one thread, four columns a thread side by side, rows over warps."""
     columns = [[0, 0, 1 << i] for i in range(log2(D))]
-    rows = [[0, 1 << i, 0] for i in range(4)]
+    rows = [[0, 1 << i, 0] for i in range(log2(R))]
     lanes = (columns[2:7] + rows)[:5]
     rows = [r for r in rows if r not in lanes]
     w = log2(W)
     warps = rows[:w] + [[0, 0, 0]] * max(0, w - len(rows))
     return gl.DistributedLinearLayout(
-        columns[:2] + way_bases(W, 3) + columns[7:] + rows[w:], lanes, warps, [], [W, 16, D]
+        columns[:2] + way_bases(W, 3) + columns[7:] + rows[w:], lanes, warps, [], [W, R, D]
     )
 
 
 @gluon.constexpr_function
-def join_shared(D, W, KIND):
-    """Shared memory for [W, 16, D slots] f32, written from mma_layout (of V's order) and read in join_layout."""
+def join_shared(D, W, KIND, R):
+    """Shared memory for [W, R rows, D slots] f32, written from mma_layout (of V's order) and read in join_layout."""
     n = log2(D)
-    bases = [[0, 0, 1 << i] for i in range(n)] + [[0, 1 << i, 0] for i in range(4)] + way_bases(W, 3)
+    bases = [[0, 0, 1 << i] for i in range(n)] + [[0, 1 << i, 0] for i in range(log2(R))] + way_bases(W, 3)
     if is_half(KIND):  # lanes t lie in bank bits 1 and 2, so rows go to 3 and 4
         swaps = [(n, 3), (n + 1, 4)]
     else:  # lanes t and bit 0 of the row to bank bits 2 to 4, unless they are there

@@ -180,10 +180,13 @@ def seen_bits(p_bits, partial, NW: gl.constexpr):
 
 
 @gluon.jit
-def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr):
-    """Q in the order of K's slots as the first operand: [W, 16, D]. p_row: int64 offsets [1, 16, 1]."""
+def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, THIN: gl.constexpr):  # fmt: skip
+    """Q in the order of K's slots as the first operand: [W, 16, D]; THIN: of 8 rows as the second one, [W, D, 8].
+
+    p_row: int64 offsets [1, rows, 1]."""
     W: gl.constexpr = gl.num_warps()
-    L: gl.constexpr = query_layout(D, W, KIND)
+    R: gl.constexpr = 8 if THIN else 16
+    L: gl.constexpr = query_layout(D, W, KIND, R)
     column = slot_elements(axis_index(L, 3, 2, D), KIND) + axis_index(L, 3, 0, W) * 0
     q = gl.load(p_q + p_row + column, mask=m_row & (column >= 0), other=0.0)
     q = (q * sign).to(DOT)
@@ -191,13 +194,17 @@ def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl
         q = q
     elif has_bytes(KIND):  # [rest, t, i, b1, b0] to steps' [rest, i], b1, t, b0
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
-        q = gl.reshape(q, [W, 16, D // (16 * V), 4, V, 2, 2])
-        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 5, 3, 6)), [W, 16, D])
+        q = gl.reshape(q, [W, R, D // (16 * V), 4, V, 2, 2])
+        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 5, 3, 6)), [W, R, D])
     else:  # [rest, t, i, b1, b0, half] to [rest, i, b0], half, t, b1
         U: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
-        q = gl.reshape(q, [W, 16, D // (32 * U), 4, U, 2, 2, 2])
-        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 6, 7, 3, 5)), [W, 16, D])
-    return gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(W), 2), assert_trivial=True)
+        q = gl.reshape(q, [W, R, D // (32 * U), 4, U, 2, 2, 2])
+        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 6, 7, 3, 5)), [W, R, D])
+    if THIN:
+        q = gl.permute(q, (0, 2, 1))
+        return gl.convert_layout(q, gl.DotOperandLayout(1, mma_layout(W), 2), assert_trivial=True)
+    else:
+        return gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(W), 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -227,10 +234,12 @@ def whole_words(words, heads, LAYOUT: gl.constexpr, NB: gl.constexpr, J: gl.cons
 
 
 @gluon.jit
-def load_k(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr):
-    """A k-block of K as the second operand of Q K^T: [W, D, NW]."""
+def load_k(
+    ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr, THIN: gl.constexpr = False,
+):  # fmt: skip
+    """A k-block of K as the second operand of Q K^T: [W, D, NW]; THIN: as the first of K Q^T, [W, NW, D]."""
     W: gl.constexpr = gl.num_warps()
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(W), 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0 if THIN else 1, mma_layout(W), 2)
     tiles, _ = ring
     if is_half(KIND):
         return tiles.index(slot).permute((0, 2, 1)).load(OPERAND)
@@ -256,20 +265,26 @@ def load_k(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, ST
             a, b, c, d = float8_words(words, KIND) if is_float8(KIND) else key_bytes(words, dd)
             x = gl.join(gl.join(a, c), gl.join(b, d))  # [W, NW, NB, J, b1, b0]
             x = gl.reshape(x, [W, NW, D // (16 * V), 4, V, 2, 2])  # .., rest, t, i, b1, b0
-            x = gl.permute(x, (0, 2, 4, 5, 3, 6, 1))
+            x = gl.permute(x, (0, 1, 2, 4, 5, 3, 6))
         else:
             a, a1, b, b1, c, c1, d, d1 = key_nibbles(words, dd)
             x = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(a1, c1), gl.join(b1, d1)))
             x = gl.reshape(x, [W, NW, D // (32 * V), 4, V, 2, 2, 2])  # .., rest, t, i, b1, b0, half
-            x = gl.permute(x, (0, 2, 4, 6, 7, 3, 5, 1))
-        return gl.convert_layout(gl.reshape(x, [W, D, NW]), OPERAND, assert_trivial=True)
+            x = gl.permute(x, (0, 1, 2, 4, 6, 7, 3, 5))
+        x = gl.reshape(x, [W, NW, D])
+        if not THIN:
+            x = gl.permute(x, (0, 2, 1))
+        return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
-def load_v(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr):
-    """A k-block of V as the second operand of P V: [W, NW, D], columns in the order that slot_order undoes."""
+def load_v(
+    ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr, THIN: gl.constexpr = False,
+):  # fmt: skip
+    """A k-block of V as the second operand of P V: [W, NW, D], columns in the order that slot_order undoes; THIN:
+    as the first of V^T P^T, [W, D, NW]."""
     W: gl.constexpr = gl.num_warps()
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(W), 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0 if THIN else 1, mma_layout(W), 2)
     tiles, _ = ring
     if is_half(KIND):
         return tiles.index(slot).load(OPERAND)
@@ -301,20 +316,23 @@ def load_v(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, ST
             x = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(a1, c1), gl.join(b1, d1)))
             x = gl.reshape(x, [W, NW, D // (64 * V), 8, V, 8])  # .., rest, g, i, byte and half
         x = gl.reshape(gl.permute(x, (0, 1, 2, 4, 5, 3)), [W, NW, D])
+        if THIN:
+            x = gl.permute(x, (0, 2, 1))
         return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def slot_order(acc, D: gl.constexpr, KIND: gl.constexpr):
-    """Sums [W, 16, D] with the columns of load_v, put in the order of slots."""
+    """Sums [W, R, D] with the columns of load_v, put in the order of slots."""
     if is_half(KIND):
         return acc
     else:
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 3)
         E: gl.constexpr = 4 if has_bytes(KIND) else 8
         W: gl.constexpr = gl.num_warps()
-        x = gl.reshape(acc, [W, 16, D // (8 * V * E), V, E, 8])
-        return gl.reshape(gl.permute(x, (0, 1, 2, 5, 3, 4)), [W, 16, D])
+        R: gl.constexpr = acc.shape[1]
+        x = gl.reshape(acc, [W, R, D // (8 * V * E), V, E, 8])
+        return gl.reshape(gl.permute(x, (0, 1, 2, 5, 3, 4)), [W, R, D])
 
 
 @gluon.jit

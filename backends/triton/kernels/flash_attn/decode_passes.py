@@ -26,14 +26,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.constants import NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.flash_attn.decode import (
-    copy_block,
-    load_bias,
-    logits,
-    mask_rows,
-    query_rows,
-    way_sums,
-)
+from graphrt.backends.triton.kernels.flash_attn.decode import way_sums
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     ROWS,
@@ -51,6 +44,13 @@ from graphrt.backends.triton.kernels.flash_attn.decode_operands import (
     load_q,
     load_v,
     seen_bits,
+)
+from graphrt.backends.triton.kernels.flash_attn.decode_pieces import (
+    copy_block,
+    load_bias,
+    logits,
+    mask_rows,
+    query_rows,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     part_of_tile,
@@ -97,7 +97,7 @@ def flash_attn_decode_passes(
     NW: gl.constexpr = BLOCK_N // W
     SEES: gl.constexpr = "mask" if HAS_MASK else ""
     TOPS: gl.constexpr = W if GLOBAL else 1
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, ROWS))
     gl.static_assert(JOIN > 0 and NW % 16 == 0 and (NW <= 32 or not HAS_MASK))
     gl.static_assert(GLOBAL or PASSES == "both")
     gl.static_assert(PASSES == "both" or not KEEP)
@@ -334,7 +334,7 @@ def operand_of_rows(queries, i_group, D: gl.constexpr, KIND: gl.constexpr, PACK:
     p_q, _, _, _, n_q, sign = queries
     W: gl.constexpr = gl.num_warps()
     token, p_row = query_rows(queries, axis_index(query_layout(D, W, KIND), 3, 1, ROWS), i_group, PACK)
-    return load_q(p_q, p_row, token < n_q, sign, D, KIND, dot_dtype(KIND))
+    return load_q(p_q, p_row, token < n_q, sign, D, KIND, dot_dtype(KIND), False)
 
 
 @gluon.jit
@@ -407,7 +407,7 @@ def weighted_sums(
 def added_ways(l, acc, D: gl.constexpr, KIND: gl.constexpr):
     """joined_ways() of sums by one maximum: f32 [16, 1], [16, D]."""
     W: gl.constexpr = gl.num_warps()
-    L: gl.constexpr = join_layout(D, W)
+    L: gl.constexpr = join_layout(D, W, ROWS)
     sums = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), l)
-    rows = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], join_shared(D, W, KIND), acc)
+    rows = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], join_shared(D, W, KIND, ROWS), acc)
     return gl.sum(gl.expand_dims(sums.load(gl.SliceLayout(2, L)), 2), 0), gl.sum(rows.load(L), 0)

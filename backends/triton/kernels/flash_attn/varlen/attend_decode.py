@@ -12,10 +12,11 @@ from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_wait
-from graphrt.backends.triton.kernels.flash_attn.decode import column_sums, copy_block, way_sums
+from graphrt.backends.triton.kernels.flash_attn.decode import column_sums, way_sums
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS, column_mma_layout, join_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_operands import allocate
+from graphrt.backends.triton.kernels.flash_attn.decode_pieces import copy_block
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     listed_range,
     part_of_tile,
@@ -107,7 +108,7 @@ def flash_attn_varlen_decode(
                 BLOCK_N, SOFTCAP, SEES, PAGE, PACK, False, PDL, STAGES, (), "", 0,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
-            LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
+            LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, ROWS))
         # Queries of nobody (sequence n_seq) have no sink either.
         sinks = gl.where(i_seq < n_seq, has_sinks, 0)
         deliver(
