@@ -15,12 +15,13 @@ from graphrt.dtypes import FLOATS8
 @dataclass(frozen=True)
 class Config:
     """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs that a
-    multiprocessor of Hopper's holds, see programs_held."""
+    multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound."""
 
     block_n: int
     warps: int
     stages: int
     per_sm: int
+    registers: int = 0
 
     @property
     def block_m(self) -> int:
@@ -48,6 +49,13 @@ CONFIGS: dict[tuple[int, str], Config] = {
 MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3)}
 #: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
 COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
+#: By head size and kind, of K and V that have none of f16 and bf16: decode_thin.py's. More warps hide what unpacking
+#: waits for, so registers are bounded.
+THIN: dict[tuple[int, str], Config] = {
+    (128, "f8"): Config(64, 4, 3, 3, 168),
+    (128, "q8_0"): Config(32, 2, 4, 6, 168),
+    (128, "q4_0"): Config(64, 4, 3, 3, 168),
+}
 KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
 
 
@@ -61,12 +69,16 @@ def is_thin(rows: int, k_kind: str, v_kind: str) -> bool:
     return rows <= THIN_ROWS.value and not {k_kind, v_kind} & {"f16", "bf16"}
 
 
-def find_decode_config(d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor: int = 1) -> Config:
-    """The configuration for a head size and the types of K and V."""
+def find_decode_config(
+    d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor: int = 1, rows: int = 16
+) -> Config:  # fmt: skip
+    """The configuration for a head size and the types of K and V. rows: query rows of a tile."""
     if owns_columns(d, k_kind, v_kind):
         return COLUMNS[d]
     kinds = ("half" if k in ("f16", "bf16") else "f8" if k in FLOATS8 else k for k in (k_kind, v_kind))
     key = d, min(kinds, key=("half", "f8", "q8_0", "q4_0").index)
+    if is_thin(rows, k_kind, v_kind) and key in THIN:
+        return THIN[key]
     many = MANY_TILES.get(key)
     return many if many is not None and tiles_a_multiprocessor >= many.per_sm else CONFIGS[key]
 
@@ -134,7 +146,7 @@ def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> 
             return f"keys of {x.kind} that are whole 16 bytes apart must begin so, in each sequence or page"
         if any(n % far for n in t.nb[2:]):
             return f"heads and sequences of {x.kind} must be whole {far} bytes apart"
-    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor)
+    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor, rows)
     if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n >= 2**31:
         return "a k-block's keys lie over more than 2 GiB"
     return config

@@ -73,6 +73,11 @@ def arguments(
     return {name: known[name] for name in flash_attn_decode.arg_names}
 
 
+def bounded(config: Config) -> dict[str, Any]:
+    """The launch's option that bounds a thread's registers."""
+    return {"maxnreg": config.registers} if config.registers else {}
+
+
 class Decode(AttentionKernel[Problem, MaskPlan]):
     """decode.py: few query rows of a KV head, on NVIDIA's GPUs. join: join_of's, once launches() has been asked."""
 
@@ -116,7 +121,7 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         runs = plan.runs if plan is not None else args["p_counts"]
         counters = scratch.counters(self.tiling.n_tiles)
         known = arguments(args, self.config, runs, counters, self.join, plan_is_old)
-        options = launch_options(self.target, self.config.warps)
+        options = launch_options(self.target, self.config.warps) | bounded(self.config)
         kernel = flash_attn_decode
         if self.appended is not None:
             kernel, known = flash_attn_decode_append, known | self.appended
