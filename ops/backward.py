@@ -380,7 +380,9 @@ def _no_mask(node: Tensor, wanted: Wanted) -> None:
 def _flash_attn(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
     _no_mask(node, wanted)
     if is_scaled(node):
-        raise _refused(node, "q", "scales of k, v and the result are of 8-bit caches, which are not trained; leave them")
+        raise _refused(
+            node, "q", "scales of k, v and the result are of 8-bit caches, which are not trained; leave them"
+        )
     p = node.params
     beside: dict[str, Any] = {name: node[name] for name in ("mask", "sinks", "attn_bias")}
     q, k, v = node["q"], node["k"], node["v"]

@@ -286,7 +286,9 @@ def places_of(layout: PaddedSharedLayout) -> np.ndarray:
     for bit, basis in enumerate(layout.offset_bases):
         at ^= np.where(offset[:, None] >> bit & 1, np.array(basis), 0)
     found = np.empty(layout.shape, np.int64)
-    found[tuple(at.T)] = offset + sum(offset // interval * padding for interval, padding in layout.interval_padding_pairs)
+    found[tuple(at.T)] = offset + sum(
+        offset // interval * padding for interval, padding in layout.interval_padding_pairs
+    )
     return found
 
 

@@ -1,5 +1,5 @@
-"""The decode kernels over caches of blocks, in the emulator: rows as they lie in memory, in both units of copies, and both
-forms of the loop."""
+"""The decode kernel over caches of blocks, in the emulator: rows as they lie in memory, in both units of copies, and
+both forms of the loop."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from graphrt import float8
 from graphrt.backend import Bytes
-from graphrt.dtypes import FLOATS8, DType
+from graphrt.dtypes import FLOATS8, DType, dtype
 from graphrt.ops.key_panels import ROWS
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants import pieces as on
@@ -115,8 +115,8 @@ ATTENTION_MUTANTS = [
            {"scaled_out": lambda k, tile, rows: rows * k.scales("v_scale", tile.heads) * np.float32(k.p.out_scale)},
            _stores_float8),
     Mutant("out_not_saturated", FA, "what is too large for 8 bits becomes NaN", {"codes8": _to_nan}, _stores_float8),
-    Mutant("out_truncated", FA, "results are rounded towards 0",
-           {"codes8": lambda k, values, dt: Attention.codes8(k, values * np.float32(0.94), dt)}, _stores_float8),
+    Mutant("out_in_another_format", FA, "results are stored as e5m2",
+           {"codes8": lambda k, values, dt: float8.encode(values, dtype("f8_e5m2"))}, _stores_float8),
     # scale and softcap
     Mutant("scale_missing", FA, "q.k is not scaled", {"scale": lambda k: np.float32(1)}),
     Mutant(

@@ -7,12 +7,13 @@ units, lists of k-blocks, slots of scratch and fixup.py; only how the work insid
 - Each warp has its own keys of a k-block ("way") with sums of its own; the ways meet once, at the end of a segment.
   Where such sums leave a warp no registers (f16 and bf16 heads of 256) the warps own columns of the result instead:
   keys are shared out for Q K^T only, and every k-block's maxima and weights pass through shared memory.
-- Quantized rows are copied as they are, in 4-byte words, and read from shared memory straight into the registers where
-  the matrix units want the dequantized values: which element of a row a slot of an operand holds is free as long as Q
+- Quantized rows are copied as they are, in units of 16 bytes where keys are so far apart, else of words, and read from
+  shared memory by words, straight into the registers where the matrix units want the dequantized values: which element of a row a slot of an operand holds is free as long as Q
   (for K) or the result (for V) follows the same order, and the orders here are made so that no value changes its lane.
 
-Of a pair of q8_0 or q4_0 blocks (2 * J + 1 words, J = 8 or 4) these words are copied: 1 .. 2J, the values, as
-[NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. See tiles.py: in an even block the head's low half is
+Of a pair of q8_0 or q4_0 blocks (2 * J + 1 words, J = 8 or 4) these words are read: 1 .. 2J, the values, as
+[NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. A row may begin within a unit, and has one more than
+its values fill: so tiles of it are views of shared memory from some word on, with gaps (PaddedSharedLayout). See tiles.py: in an even block the head's low half is
 d and its high half the first two values, which here take the place of the two after the last ones (the block is
 "turned"); in an odd block the head's high half is d.
 
@@ -26,9 +27,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.constants import NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
-from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.decode_append import (
     copy_early,
     has_row,
@@ -49,11 +50,9 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
 from graphrt.backends.triton.kernels.flash_attn.decode_operands import (
     allocate,
     block_rows,
-    copy_tile,
     load_k,
     load_q,
     load_v,
-    seen_bits,
     slot_order,
 )
 from graphrt.backends.triton.kernels.flash_attn.decode_pieces import (
@@ -73,10 +72,7 @@ from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     tile_units,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import (
-    block_of_run,
-    first_row,
     mask_tile,
-    page_of,
 )
 
 
@@ -125,8 +121,8 @@ def flash_attn_decode(
     PLAN_EARLY: the mask's plan is older than the launch before this one. Kernels let their successors start only after
     a gdc_wait of their own, so that when this one starts, all launches but the one before it are complete.
 
-    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: at most 8 query rows, K and
-    V of blocks or floats of 8 bits: decode_thin.py's loop.
+    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: at most 8 query rows, K
+    and V of blocks or floats of 8 bits: decode_thin.py's loop.
     """
     decode_range(
         p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
@@ -453,5 +449,3 @@ def lane_sums(p):
     """Row sums of [16, n] in column_mma_layout as far as a thread has them, so that none waits: [16, 4 W]."""
     W: gl.constexpr = gl.num_warps()
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, p.shape[1] // (8 * W), 4 * W, 2]), 3), 1)
-
-

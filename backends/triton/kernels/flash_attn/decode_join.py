@@ -57,7 +57,8 @@ def deliver(
     LAYOUT: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, HAS_MASK: gl.constexpr,
     UNIFORM: gl.constexpr, JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Writes a segment's result, or its part of it. m, l: [R, 1]; acc: [R, D] in LAYOUT, R rows of a tile of 16, slots' order.
+    """Writes a segment's result, or its part of it. m, l: [R, 1]; acc: [R, D] in LAYOUT, slots' order;
+    R rows of a tile of 16.
 
     first_token: of the result, that of the sequence's n_q; row0: the tile's first row of the sequence's. With JOIN the
     last of a tile's programs to write its part joins them all.

@@ -12,8 +12,8 @@ from graphrt.backends.triton.kernels.common.float8 import has_one_nan, is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     chunk_bits,
-    flat_shared,
     dot_dtype,
+    flat_shared,
     half_copy_layout,
     has_bytes,
     heads_layout,
@@ -180,7 +180,9 @@ def seen_bits(p_bits, partial, NW: gl.constexpr):
 
 
 @gluon.jit
-def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, THIN: gl.constexpr):  # fmt: skip
+def load_q(
+    p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, THIN: gl.constexpr,
+):  # fmt: skip
     """Q in the order of K's slots as the first operand: [W, 16, D]; THIN: of 8 rows as the second one, [W, D, 8].
 
     p_row: int64 offsets [1, rows, 1]."""

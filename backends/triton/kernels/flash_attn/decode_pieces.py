@@ -1,4 +1,4 @@
-"""What the loops of the decode kernel share: rows of queries and masks, logits, softmax, copies. Names are decode.py's."""
+"""What the loops of the decode kernel share: rows of queries and masks, logits, softmax, copies. Names: decode.py's."""
 
 from __future__ import annotations
 
