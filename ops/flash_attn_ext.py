@@ -10,8 +10,8 @@
     k_scale, v_scale  f32, one value or one a head of k and v, which these are times of what they hold; may be None
     out   [D_v, n_head, n_q, n_seq]  f32, or f8_e4m3 of the values divided by out_scale  !! permuted
 
-    s = q.k * scale * k_scale;  if softcap: s = softcap * tanh(s / softcap);  if score: s = score(s, sequence, head, query,
-    key);  s += slope(head) * mask + attn_bias;  softmax over s and the sink;  out = p.v * v_scale / out_scale
+    s = q.k * scale * k_scale;  if softcap: s = softcap * tanh(s / softcap);  if score: s = score(s, sequence, head,
+    query, key);  s += slope(head) * mask + attn_bias;  softmax over s and the sink;  out = p.v * v_scale / out_scale
 
 Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless. A row with every key masked gives 0.
 """

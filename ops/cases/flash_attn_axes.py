@@ -40,7 +40,8 @@ class Axes:
     VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
     None for values like all others. bias: dimensions 2 and 3 of attn_bias and its type, None for none. prec: 10 for
     products in f32, 8 for products of 8-bit floats. score: a name of scores.py's SCORES. q_type: of q.
-    scaled: values of k_scale and v_scale, "" for none, "one", or "heads", one a head. out: type and scale of the result.
+    scaled: values of k_scale and v_scale, "" for none, "one", or "heads", one a head. out: type and scale of the
+    result.
     """
 
     d: tuple[int, int] = (64, 64)

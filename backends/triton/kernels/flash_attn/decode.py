@@ -8,14 +8,15 @@ units, lists of k-blocks, slots of scratch and fixup.py; only how the work insid
   Where such sums leave a warp no registers (f16 and bf16 heads of 256) the warps own columns of the result instead:
   keys are shared out for Q K^T only, and every k-block's maxima and weights pass through shared memory.
 - Quantized rows are copied as they are, in units of 16 bytes where keys are so far apart, else of words, and read from
-  shared memory by words, straight into the registers where the matrix units want the dequantized values: which element of a row a slot of an operand holds is free as long as Q
-  (for K) or the result (for V) follows the same order, and the orders here are made so that no value changes its lane.
+  shared memory by words, straight into the registers where the matrix units want the dequantized values: which element
+  of a row a slot of an operand holds is free as long as Q (for K) or the result (for V) follows the same order, and the
+  orders here are made so that no value changes its lane.
 
 Of a pair of q8_0 or q4_0 blocks (2 * J + 1 words, J = 8 or 4) these words are read: 1 .. 2J, the values, as
-[NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. A row may begin within a unit, and has one more than
-its values fill: so tiles of it are views of shared memory from some word on, with gaps (PaddedSharedLayout). See tiles.py: in an even block the head's low half is
-d and its high half the first two values, which here take the place of the two after the last ones (the block is
-"turned"); in an odd block the head's high half is d.
+[NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. A row may begin within a unit, and has a unit more
+than its values fill: so its tiles are views of shared memory from some word on, with gaps (PaddedSharedLayout). See
+tiles.py: in an even block the head's low half is d and its high half the first two values, which here take the place
+of the two after the last ones (the block is "turned"); in an odd block the head's high half is d.
 
 Axes: W ways (warps), NW = BLOCK_N / W keys a way, 16 query rows, D head size (of K and V).
 """

@@ -1,9 +1,9 @@
 """The decode kernel's loop for up to 8 query rows over blocks and floats of 8 bits: decode.py's way_sums, turned.
 
-Keys and columns of V are the rows of its products (16 of mma.sync's M), query rows the columns (8 of its N): S^T =
-K Q^T and O^T = V^T P^T. So no half of a product is of rows that are not there, sums take half the registers, and more warps
-fit a multiprocessor, which these caches need to hide what unpacking waits for. Words are read as in the other form: a
-lane's keys and columns are the same. Only the weights change lanes, 16 bits each.
+Keys and columns of V are the rows of its products (16 of mma.sync's M), query rows the columns (8 of its N):
+S^T = K Q^T and O^T = V^T P^T. So no half of a product is of rows that are not there, sums take half the registers, and
+more warps fit a multiprocessor, which these caches need to hide what unpacking waits for. Words are read as in the
+other form: a lane's keys and columns are the same. Only the weights change lanes, 16 bits each.
 """
 
 from __future__ import annotations
