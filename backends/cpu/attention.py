@@ -179,7 +179,8 @@ def flash_attn_ext(
 ) -> torch.Tensor:  # fmt: skip
     k, n = key_rows(node.params, k, q.shape[3]), last_seen(mask, k.shape[2])
     k, v = times(k, k_scale), times(v, v_scale)
-    return attend(node, q, k[:, :, :n], v[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias)) / node.params.out_scale
+    out = attend(node, q, k[:, :, :n], v[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
+    return torch.div(out, node.params.out_scale)
 
 
 @reference("FLASH_ATTN_LSE")

@@ -64,7 +64,10 @@ def result(
     assert not any(int(count) for count in launcher.scratch.redone), "tiles are done again"
     if kernels is not None:
         kernels += [step.kernel.__name__ for step in steps]
-    return places[node.root].memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
+    memory = places[node.root].memory
+    if node.dtype.is_float8:  # as stored
+        return memory[: node.n_elements].numpy().reshape(node.shape)
+    return memory.view(torch.float32)[: node.n_elements].numpy().reshape(node.shape)
 
 
 def largest_start(case: Case) -> float:

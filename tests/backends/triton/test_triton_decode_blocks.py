@@ -49,6 +49,17 @@ def test_rows_of_blocks(what: str) -> None:
     assert "flash_attn_decode" in kernels and verdict.ok, verdict.message
 
 
+@pytest.mark.parametrize(
+    ("scaled", "out"), [("heads", ("f8_e4m3", 0.25)), ("one", ("f32", 3.0)), ("", ("f8_e4m3", 0.001))]
+)
+def test_scales_of_heads(scaled: str, out: tuple[str, float]) -> None:
+    """Launches around the attention multiply and round; the attention itself is the kernel that it would be else."""
+    axes = replace(_STEP, heads=(6, 2), n_seq=2, types=("f8_e4m3", "f8_e4m3"), scaled=scaled, out=out)
+    kernels, _, verdict = run(as_case("FLASH_ATTN_EXT", axes), 3, schedule=None)
+    assert kernels.count("attention_scale_heads") == (2 if scaled else 1) and "flash_attn_decode" in kernels
+    assert verdict.ok, verdict.message
+
+
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("stride", [4, 1])

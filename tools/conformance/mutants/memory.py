@@ -97,10 +97,9 @@ class Kernel:
 
     def write(self, x: Operand, starts: Index, values: Floats) -> None:
         """Stores rows of a float type."""
-        if x.t.dtype.is_float8:
-            values = self.codes8(values, x.t.dtype)
+        rows: npt.NDArray[Any] = self.codes8(values, x.t.dtype) if x.t.dtype.is_float8 else values
         at = self.element(starts[..., None] + np.arange(values.shape[-1]) * x.t.nb[0], x.t.dtype.type_size)
-        x.elements()[at] = values
+        x.elements()[at] = rows
 
     # -- pieces: blocks, uint8 [..., bytes a block]
 

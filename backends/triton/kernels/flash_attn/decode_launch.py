@@ -124,7 +124,8 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         options = launch_options(self.target, self.config.warps) | bounded(self.config)
         kernel = flash_attn_decode
         if self.appended is not None:
-            kernel, known = flash_attn_decode_append, known | self.appended
+            kernel = flash_attn_decode_append
+            known = {name: value for name, value in known.items() if name != "THIN"} | self.appended
         main = Launch(kernel, (args["programs"],), known, options, fewer)
         if not self.shares_out or self.join[0] > 0:
             return [main]
