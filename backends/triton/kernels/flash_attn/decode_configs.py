@@ -50,10 +50,9 @@ MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3)
 #: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
 COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
 #: By head size and kind, of K and V that have none of f16 and bf16: decode_thin.py's. More warps hide what unpacking
-#: waits for, so registers are bounded.
+#: waits for, so registers are bounded. (q8_0 gains nothing by more warps: BENCHMARKS.md, "What bounds q8_0 and q4_0".)
 THIN: dict[tuple[int, str], Config] = {
     (128, "f8"): Config(64, 4, 3, 3, 168),
-    (128, "q8_0"): Config(32, 2, 4, 6, 168),
     (128, "q4_0"): Config(64, 4, 3, 3, 168),
 }
 KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
